@@ -87,15 +87,16 @@ class InputColumns:
         ]
         self.columns = tuple(dict.fromkeys(name for tensor in self._tensors for name in tensor.columns))
 
-    def decode(self, record: pa.RecordBatch) -> Decoded:
+    def decode(self, record: pa.RecordBatch, errors: RowErrors | None = None) -> Decoded:
         """Makes the arrays of a batch.
 
         Args:
             record: At least `columns`, in the types of the schema; in place of a dictionary there may be its values.
+            errors: What is wrong with rows already; `None` = nothing.
         """
         if self._has_views:
             record = without_views(record.select(self.columns))
-        errors = RowErrors(record.num_rows)
+        errors = RowErrors(record.num_rows) if errors is None else errors
         shapes: list[Indices] = []
         for tensor in self._tensors:
             found = tensor.check(record, errors)

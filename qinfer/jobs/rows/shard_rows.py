@@ -18,13 +18,16 @@ from qinfer.errors import QinferError, StoreChanged, StoreNotFound
 from qinfer.jobs.columns.schemas import without_dictionary
 from qinfer.jobs.job import InputFormat
 from qinfer.jobs.plan import Range, Shard
-from qinfer.jobs.rows.row_files import RowFile, SourceBroken, open_rows
-from qinfer.jobs.rows.source import format_of
+from qinfer.jobs.rows.row_files import Limits, RowFile, Rows, open_rows
+from qinfer.jobs.rows.source import SourceBroken, format_of
 from qinfer.storage.errors import store_error
 from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
 from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Store
+
+READ_BYTES = 64 * 2**20
+"""What `bulk.max_read_bytes` is by default."""
 
 _AHEAD = 8
 _SMALL_BYTES = 4 * 2**20
@@ -58,10 +61,12 @@ class RowBatch(NamedTuple):
     Attributes:
         record: Their columns.
         segments: Where they come from, in order.
+        too_large: The numbers of the rows that would take more bytes than may be; their largest columns are null.
     """
 
     record: pa.RecordBatch
     segments: tuple[Segment, ...]
+    too_large: tuple[int, ...] = ()
 
 
 class ShardReader:
@@ -73,8 +78,10 @@ class ShardReader:
         schema: The inputs' columns, in the types that they are read as (of the plan).
         input_format: What the job says of the files' format.
         store: Finds the store of a URL.
+        read_bytes: About so many bytes of rows are held at once by whoever scores them.
 
     Attributes:
+        limits: What of it one batch may take.
         schema: The columns of the batches; those that have dictionaries in the files have their values.
     """
 
@@ -85,10 +92,13 @@ class ShardReader:
         schema: pa.Schema,
         input_format: InputFormat = "",
         store: Callable[[str], Store] = store_for,
+        *,
+        read_bytes: int = READ_BYTES,
     ) -> None:
+        self.limits = Limits.of(read_bytes)
         fields = [schema.field(name) for name in dict.fromkeys(columns)]
         self.schema = pa.schema([(field.name, without_dictionary(field.type)) for field in fields])
-        self._files = _SourceFiles(shard.ranges if shard.rows else (), self.schema, input_format, store)
+        self._files = _SourceFiles(shard.ranges if shard.rows else (), self.schema, input_format, store, self.limits)
         self._chunks = self._read_chunks()
         self._rest: _Chunk | None = None
 
@@ -96,7 +106,7 @@ class ShardReader:
         """Reads the next rows.
 
         Args:
-            rows: So many, or what is left if that is less.
+            rows: So many, or what is left if that is less; fewer where they would take more than a batch may.
 
         Returns:
             The rows; `None` after the last.
@@ -108,24 +118,24 @@ class ShardReader:
         """
         records: list[pa.RecordBatch] = []
         segments: list[Segment] = []
-        have = 0
+        too_large: list[int] = []
+        have = size_bytes = 0
         while have < rows:
             self._rest = self._rest or next(self._chunks, None)
-            if self._rest is None:
+            if self._rest is None or (records and size_bytes + self._rest[0].size_bytes > self.limits.rows_bytes):
                 break
-            record, segment = self._rest
-            count = min(rows - have, record.num_rows)
-            self._rest = None
-            if count < record.num_rows:
-                after = segment._replace(first_row=segment.first_row + count, rows=segment.rows - count)
-                self._rest = record.slice(count), after
-                record = record.slice(0, count)
-            records.append(record)
+            (chunk, segment), self._rest = self._rest, None
+            count = min(rows - have, segment.rows)
+            if count < segment.rows:
+                chunk, self._rest = _split(chunk, segment, count)
+            records.append(chunk.record)
             _extend(segments, segment._replace(rows=count))
-            have += count
+            too_large += [have] * chunk.is_too_large
+            have, size_bytes = have + count, size_bytes + chunk.size_bytes
         if not records:
             return None
-        return RowBatch(records[0] if len(records) == 1 else pa.concat_batches(records), tuple(segments))
+        record = records[0] if len(records) == 1 else pa.concat_batches(records)
+        return RowBatch(record, tuple(segments), tuple(too_large))
 
     def close(self) -> None:
         """Closes what is open."""
@@ -137,13 +147,21 @@ class ShardReader:
             with _explained(source), closing(self._files.open(source)) as file:
                 for wanted in ranges:
                     row = wanted.first_row
-                    for record in file.batches(wanted):
-                        yield record, Segment(source.url, wanted.row_group, row, record.num_rows)
-                        row += record.num_rows
+                    for rows in file.batches(wanted):
+                        yield rows, Segment(source.url, wanted.row_group, row, rows.record.num_rows)
+                        row += rows.record.num_rows
             source.check()
 
 
-_Chunk = tuple[pa.RecordBatch, Segment]
+_Chunk = tuple[Rows, Segment]
+
+
+def _split(rows: Rows, segment: Segment, count: int) -> tuple[Rows, _Chunk]:
+    """Returns the first rows of a chunk, and what is left."""
+    first_bytes = rows.size_bytes * count // segment.rows
+    first = Rows(rows.record.slice(0, count), first_bytes)
+    rest = Rows(rows.record.slice(count), rows.size_bytes - first_bytes)
+    return first, (rest, segment._replace(first_row=segment.first_row + count, rows=segment.rows - count))
 
 
 def _extend(segments: list[Segment], new: Segment) -> None:
@@ -217,6 +235,7 @@ class _SourceFiles:
         wanted: The columns to read, and their types.
         input_format: What the job says of the files' format.
         store: Finds the store of a URL.
+        limits: What may be held in memory.
     """
 
     def __init__(
@@ -225,8 +244,10 @@ class _SourceFiles:
         wanted: pa.Schema,
         input_format: InputFormat,
         store: Callable[[str], Store],
+        limits: Limits,
     ) -> None:
         self._wanted = wanted
+        self._limits = limits
         self._format: InputFormat = input_format
         self._list = [
             (_Source(url, etag, store(url)), tuple(own))
@@ -250,7 +271,8 @@ class _SourceFiles:
         """Opens a file; raises what `_Source.content` and `open_rows` do."""
         content = self._ahead.popleft()[1].result() if self._ahead else self._content(source)
         try:
-            return open_rows(content, format_of(source.url, self._format), self._wanted, source.url, far=source.is_far)
+            format_ = format_of(source.url, self._format)
+            return open_rows(content, format_, self._wanted, source.url, far=source.is_far, limits=self._limits)
         except BaseException:
             content.close()
             raise

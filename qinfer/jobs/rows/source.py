@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, Literal, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from qinfer.errors import InvalidRequest, StoreUnavailable
 from qinfer.jobs.job import InputFormat
 from qinfer.jobs.rows import text_rows
 from qinfer.jobs.rows.arrow_footer import batch_rows
+from qinfer.jobs.rows.parquet_pages import read_metadata
 from qinfer.jobs.rows.text_types import NOTHING_WANTED, TextTypes, check_key
 from qinfer.jobs.shards import MAX_FILES
 from qinfer.storage.open import store_for
@@ -32,6 +32,10 @@ _SMALL_BATCH_BYTES = 256 * 1024
 _REASON_CHARACTERS = 200
 _TOO_MANY = f"the inputs are more than {MAX_FILES} files, which is the most; make several jobs"
 _HIDDEN = "(?![._])"  # as all who read a folder do: `_SUCCESS`, `.part-0.crc`
+
+
+class SourceBroken(InvalidRequest):
+    """An input file is damaged, lacks planned columns, or takes too much memory; the message names its URL."""
 
 
 class Footer(NamedTuple):
@@ -157,9 +161,9 @@ def read_footer(
 
 
 def _parquet(content: BinaryIO) -> Footer:
-    with pq.ParquetFile(content) as file:
-        groups = tuple(file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups))
-        return Footer(file.schema_arrow, sum(groups), groups)
+    metadata = read_metadata(content)
+    groups = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
+    return Footer(metadata.schema.to_arrow_schema(), sum(groups), groups)
 
 
 def _arrow(content: BinaryIO, file: Stat, *, columns_only: bool) -> Footer:

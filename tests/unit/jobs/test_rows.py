@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from qinfer.errors import StoreUnavailable
 from qinfer.jobs.plan import Range, Shard
-from qinfer.jobs.rows.row_files import SourceBroken
 from qinfer.jobs.rows.shard_rows import Segment, ShardReader, SourceChanged
+from qinfer.jobs.rows.source import SourceBroken
 from qinfer.storage.open import store_for
 from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Stat

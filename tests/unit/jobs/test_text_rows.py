@@ -14,7 +14,7 @@ from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import Plan, Range, Unplanned
 from qinfer.jobs.planning import examine, make_plan
-from qinfer.jobs.rows.row_files import open_rows
+from qinfer.jobs.rows.row_files import Limits, open_rows
 from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.jobs.rows.source import FileFormat, read_footer
 from qinfer.jobs.rows.text_types import text_types
@@ -107,8 +107,8 @@ def test_a_reader_that_reads_ahead_has_a_file_for_itself_in_a_worker(tmp_path: P
     path.write_text("\n".join(LINES[format_]))
     file = Watched(path)
 
-    opened = open_rows(file, format_, pa.schema([("n", pa.int64())]), "file:///x", far=False)
-    found = pa.Table.from_batches(opened.batches(Range("file:///x", "", -1, 120, 30, 120)))
+    opened = open_rows(file, format_, pa.schema([("n", pa.int64())]), "file:///x", far=False, limits=Limits.of(2**26))
+    found = pa.Table.from_batches([rows.record for rows in opened.batches(Range("file:///x", "", -1, 120, 30, 120))])
     opened.close()
 
     assert found["n"].to_pylist() == list(range(120, 150))

@@ -3,28 +3,30 @@
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from qinfer.core.store_urls import Grant
-from qinfer.errors import Conflict, StoreNotFound, StoreUnavailable
+from qinfer.errors import Conflict, ErrorCode, StoreNotFound, StoreUnavailable
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.outputs import OutputColumns
+from qinfer.jobs.columns.row_errors import RowErrors
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.parts import PartBroken, PartWriter, part_metadata, validate_part
 from qinfer.jobs.plan import PlanHead, Shard
 from qinfer.jobs.queue.records import ShardOutcome
-from qinfer.jobs.rows.shard_rows import ShardReader
+from qinfer.jobs.rows.shard_rows import RowBatch, ShardReader
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Outcome, Store
 from qinfer.storage.within import Within, readable, writable
-from qinfer_workers.jobs.scoring.chunks import DEPTH, Chunk, Chunks
+from qinfer_workers.jobs.scoring.chunks import Chunk, Chunks
 
 SPOOL_PREFIX = "qinfer-part-"
 """What the names of parts begin with that are not committed yet."""
@@ -142,18 +144,22 @@ class ShardFiles:
         self._outputs = OutputColumns(task.spec, task.model, schema, urls)
         inputs = InputColumns(task.spec, task.model, schema)
         columns = tuple(dict.fromkeys((*inputs.columns, *self._outputs.copied)))
-        with closing(ShardReader(task.shard, columns, schema, task.spec.input_format, task.inputs)) as reader:
+        with closing(self._reader(columns, schema)) as reader:
             rows = _FIRST_ROWS
             while chunks.reserve():
                 with _one_at_a_time(chunks):
                     batch = reader.read(rows)
                     if batch is None:
                         break
-                    chunk = Chunk(batch, inputs.decode(batch.record))
+                    chunk = Chunk(batch, inputs.decode(batch.record, _too_large(batch, reader.limits.rows_bytes)))
                 chunks.add(chunk)
                 most = _MOST_SHARED_ROWS if chunks.is_shared else _MOST_ROWS
-                rows = _next_rows(rows, most, batch.record, task.read_bytes)
+                rows = min(rows * _GROWTH, most)
         chunks.end()
+
+    def _reader(self, columns: Sequence[str], schema: pa.Schema) -> ShardReader:
+        task = self._task
+        return ShardReader(task.shard, columns, schema, task.spec.input_format, task.inputs, read_bytes=task.read_bytes)
 
     def write(self, chunks: Chunks) -> ShardOutcome | None:
         """Writes the scored rows, and commits the part; `None` if the chunks were stopped.
@@ -217,10 +223,16 @@ def clear_spool(folder: Path, older_than_at: float) -> None:
                     path.unlink()
 
 
-def _next_rows(rows: int, most: int, record: pa.RecordBatch, read_bytes: int) -> int:
-    """Returns how many rows to read next: a chunk's share of the bytes, for the rows and their tensors."""
-    fitting = int(read_bytes // (2 * DEPTH) * record.num_rows / max(record.nbytes, 1))
-    return max(1, min(rows * _GROWTH, most, fitting))
+def _too_large(batch: RowBatch, max_bytes: int) -> RowErrors:
+    """Returns the errors of the rows of a batch that were too large to be read."""
+    errors = RowErrors(batch.record.num_rows)
+    errors.mark(
+        np.array(batch.too_large, np.int64),
+        ErrorCode.INVALID_REQUEST,
+        f"the row takes more than {max_bytes} bytes when it is decoded; make it smaller, or raise "
+        "QINFER_BULK__MAX_READ_BYTES, which is six times as much",
+    )
+    return errors
 
 
 @contextmanager

@@ -1,0 +1,286 @@
+"""The sizes that a Parquet file declares, read and checked before anything is allocated for them.
+
+A page header says how large its page is when it is decompressed, and pyarrow allocates that before it looks at the
+page. Whoever makes a file writes there what they like, so all headers of a column chunk are read first. Headers and
+footers are Thrift structures in the compact protocol
+(https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md), defined in parquet.thrift
+(https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift).
+"""
+
+import struct
+from collections.abc import Callable
+from typing import Any, BinaryIO, NamedTuple
+
+import pyarrow.parquet as pq
+
+MAX_FOOTER_BYTES = 16 * 2**20
+MAX_METADATA_BYTES = 128 * 2**20
+"""The memory that a footer may take, about, once it is read."""
+
+MAX_PAGES = 100_000
+"""A column chunk may have so many."""
+
+_STRING_BYTES = 16 * 2**20
+_ITEMS = 100_000
+_SMALL_FOOTER_BYTES = 128 * 1024  # can't take too much memory
+_ITEM_BYTES = (200, 800)  # of a schema element or row group, of a column chunk; about what Arrow takes for each
+_INNER_ITEM_BYTES = 32
+_TAIL = struct.Struct("<I4s")
+_MAGIC = (b"PAR1", b"PARE")
+_PADDING_BYTES = 100  # old writers of parquet-mr leave the dictionary's header out of the chunk's size (PARQUET-816)
+_FIRST_READ_BYTES = 512
+_MAX_HEADER_BYTES = 2**20
+
+_DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
+_TYPE, _DECOMPRESSED, _COMPRESSED = 1, 2, 3  # fields of PageHeader
+_HEADERS = {_DATA_PAGE: 5, _DICTIONARY_PAGE: 7, _DATA_PAGE_V2: 8}
+_VALUES = 1  # of all three
+_ENCODINGS = {_DATA_PAGE: 2, _DICTIONARY_PAGE: 2, _DATA_PAGE_V2: 4}
+_PLAIN_DICTIONARY, _DELTA_BYTE_ARRAY, _RLE_DICTIONARY = 2, 7, 8
+
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
+_INTEGERS = (4, 5, 6)
+_LONG_LIST = 15  # in place of the items' number, which follows
+_MAX_DEPTH = 8
+
+ReadAt = Callable[[int, int], bytes]
+"""Reads so many bytes at an offset, fewer at the file's end."""
+
+
+class ChunkPages(NamedTuple):
+    """The pages of a column chunk.
+
+    Attributes:
+        values: The values of all data pages, nulls included.
+        largest_bytes: The largest data page, decompressed.
+        dictionary_bytes: The dictionary, decompressed; 0 = there is none.
+        dictionary_values: The dictionary's values.
+        value_bytes: The most bytes that a data page without indices has for each of its values.
+        has_indices: Whether a data page refers to the dictionary.
+        begins_with_indices: Whether the first data page does.
+    """
+
+    values: int = 0
+    largest_bytes: int = 0
+    dictionary_bytes: int = 0
+    dictionary_values: int = 0
+    value_bytes: float = 0.0
+    has_indices: bool = False
+    begins_with_indices: bool = False
+
+    def with_page(self, header: dict[int, Any]) -> "ChunkPages":
+        """Returns the pages with one more, whose header is given.
+
+        Raises:
+            ValueError: The header lacks something.
+        """
+        kind, size = header.get(_TYPE, -1), header[_DECOMPRESSED]
+        if kind not in _HEADERS:  # an index page, which is passed over
+            return self
+        own = header.get(_HEADERS[kind])
+        if not isinstance(own, dict):
+            raise ValueError("a page's header is incomplete")
+        values, encoding = own.get(_VALUES, -1), own.get(_ENCODINGS[kind])
+        if not isinstance(values, int) or values < 0:
+            raise ValueError(f"a page's header says that it has {values!r} values")
+        if kind == _DICTIONARY_PAGE:
+            return self._replace(dictionary_bytes=size, dictionary_values=values)
+        pages = self._replace(values=self.values + values, largest_bytes=max(self.largest_bytes, size))
+        if encoding in (_PLAIN_DICTIONARY, _RLE_DICTIONARY):
+            return pages._replace(has_indices=True, begins_with_indices=self.begins_with_indices or not self.values)
+        # Each value may begin with all of the one before it.
+        each = float(size) if encoding == _DELTA_BYTE_ARRAY else size / max(values, 1)
+        return pages._replace(value_bytes=max(self.value_bytes, each))
+
+
+def read_metadata(content: BinaryIO | Any) -> pq.FileMetaData:
+    """Reads the footer of a Parquet file, however little its writer is to be trusted.
+
+    Args:
+        content: The file.
+
+    Raises:
+        ValueError: The footer is larger than may be, or the file has none.
+        pyarrow.ArrowException, OSError: The footer is damaged, or has more items than may be.
+    """
+    end = content.seek(0, 2)
+    content.seek(max(0, end - _TAIL.size))
+    tail = content.read(_TAIL.size)
+    if len(tail) < _TAIL.size or _TAIL.unpack(tail)[1] not in _MAGIC:
+        raise ValueError("it does not end as Parquet files do")
+    size, _ = _TAIL.unpack(tail)
+    if size > MAX_FOOTER_BYTES:
+        raise ValueError(
+            f"its footer has {size} bytes, and may have {MAX_FOOTER_BYTES}; write fewer row groups or columns"
+        )
+    if size > _SMALL_FOOTER_BYTES:
+        content.seek(max(0, end - _TAIL.size - size))
+        _check_metadata(content.read(size))
+    content.seek(0)
+    file = pq.ParquetFile(
+        content, pre_buffer=False, thrift_string_size_limit=_STRING_BYTES, thrift_container_size_limit=_ITEMS
+    )
+    return file.metadata
+
+
+def _check_metadata(footer: bytes) -> None:
+    """Makes sure that a footer takes no more memory than it may: a column chunk of three bytes takes 800.
+
+    Raises:
+        ValueError: The footer takes more, or is damaged.
+    """
+    try:
+        items = _Items(footer)
+        items.of_structure(0)
+    except IndexError:
+        raise ValueError("its footer is cut off") from None
+
+
+class _Items:
+    """Adds up what the items of all lists in a footer take in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._left_bytes = MAX_METADATA_BYTES
+
+    def of_structure(self, at: int, depth: int = 0) -> int:
+        """Returns where a structure ends.
+
+        Raises:
+            ValueError: All lists so far take too much, or it is no structure.
+            IndexError: It is cut off.
+        """
+        data = self._data
+        while head := data[at]:
+            at += 1
+            if not head >> 4:
+                _, at = _varint(data, at)
+            at = self._of_value(at, head & 15, depth)
+        return at + 1
+
+    def _of_value(self, at: int, kind: int, depth: int) -> int:
+        if kind == _STRUCT and depth < _MAX_DEPTH:
+            return self.of_structure(at, depth)
+        if kind not in (_LIST, _SET) or depth >= _MAX_DEPTH:
+            return _value(self._data, at, kind, 0)[1]
+        head = self._data[at]
+        count, at = (head >> 4, at + 1) if head >> 4 < _LONG_LIST else _varint(self._data, at + 1)
+        self._left_bytes -= count * (_ITEM_BYTES[depth] if depth < len(_ITEM_BYTES) else _INNER_ITEM_BYTES)
+        if self._left_bytes < 0:
+            raise ValueError("its footer takes too much memory; write fewer row groups, or files of fewer columns")
+        for _ in range(count):
+            at = at + 1 if head & 15 in (_TRUE, _FALSE) else self._of_value(at, head & 15, depth + 1)
+        return at
+
+
+def read_pages(read_at: ReadAt, chunk: Any) -> ChunkPages:
+    """Reads all page headers of a column chunk.
+
+    Args:
+        read_at: Reads the file.
+        chunk: The chunk (`pyarrow.parquet.ColumnChunkMetaData`).
+
+    Raises:
+        ValueError: A header is damaged, or a size in it can't be.
+        OSError: The file can't be read.
+    """
+    place = chunk.data_page_offset
+    if chunk.dictionary_page_offset and 0 < chunk.dictionary_page_offset < place:
+        place = chunk.dictionary_page_offset
+    end = place + chunk.total_compressed_size + _PADDING_BYTES
+    found, count = ChunkPages(), 0
+    while found.values < chunk.num_values and place < end - _PADDING_BYTES:
+        header, size = _header(read_at, place)
+        stored, decompressed = header.get(_COMPRESSED, -1), header.get(_DECOMPRESSED, -1)
+        if not (isinstance(stored, int) and 0 <= stored <= end - place - size):
+            raise ValueError(f"a page's header says that it has {stored!r} bytes, more than its column chunk")
+        if not (isinstance(decompressed, int) and 0 <= decompressed <= chunk.total_uncompressed_size):
+            raise ValueError(
+                f"a page's header says that it becomes {decompressed!r} bytes; the footer says "
+                f"{chunk.total_uncompressed_size} for all pages of the column chunk"
+            )
+        count += 1
+        if count > MAX_PAGES:
+            raise ValueError(f"a column chunk has more than {MAX_PAGES} pages; write larger ones")
+        found = found.with_page(header)
+        place += size + stored
+    return found
+
+
+def _header(read_at: ReadAt, place: int) -> tuple[dict[int, Any], int]:
+    """Reads the page header at a place; returns its fields and its size in bytes."""
+    size = _FIRST_READ_BYTES
+    while True:
+        data = read_at(size, place)
+        try:
+            return _structure(data, 0, _MAX_DEPTH)
+        except IndexError:
+            if len(data) < size or size >= _MAX_HEADER_BYTES:
+                raise ValueError("a page's header is cut off, or too large") from None
+            size = min(size * 16, _MAX_HEADER_BYTES)
+
+
+def _structure(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
+    """Reads a Thrift structure; returns its fields by their numbers, and where it ends.
+
+    Raises:
+        IndexError: It is cut off.
+        ValueError: It is none.
+    """
+    found: dict[int, Any] = {}
+    number = 0
+    while head := data[at]:
+        at += 1
+        if head >> 4:
+            number += head >> 4
+        else:
+            coded, at = _varint(data, at)
+            number = coded >> 1 ^ -(coded & 1)
+        found[number], at = _value(data, at, head & 15, depth)
+    return found, at + 1
+
+
+def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
+    """Reads a value of a field; returns it, `None` for what no header is asked for, and where it ends."""
+    if kind in _INTEGERS:
+        coded, at = _varint(data, at)
+        return coded >> 1 ^ -(coded & 1), at
+    if kind in (_TRUE, _FALSE):
+        return kind == _TRUE, at
+    if kind == _STRUCT and depth:
+        return _structure(data, at, depth - 1)
+    if kind == _BINARY:
+        size, at = _varint(data, at)
+        return None, _within(data, at + size)
+    if kind in (_BYTE, _DOUBLE):
+        return None, _within(data, at + (1 if kind == _BYTE else 8))
+    if kind in (_LIST, _SET) and depth:
+        return None, _after_list(data, at, depth - 1)
+    raise ValueError("a page's header is no Thrift structure")
+
+
+def _after_list(data: bytes, at: int, depth: int) -> int:
+    head = data[at]
+    count, at = (head >> 4, at + 1) if head >> 4 < _LONG_LIST else _varint(data, at + 1)
+    for _ in range(count):
+        # In a list a boolean is a byte.
+        at = _within(data, at + 1) if head & 15 in (_TRUE, _FALSE) else _value(data, at, head & 15, depth)[1]
+    return at
+
+
+def _within(data: bytes, at: int) -> int:
+    if at > len(data):
+        raise IndexError(at)
+    return at
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Reads a number of seven bits a byte, the lowest first; returns it, and where it ends."""
+    number = shift = 0
+    while (byte := data[at]) & 0x80:
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        at += 1
+        if shift > 63:
+            raise ValueError("a page's header has a number of more than 64 bits")
+    return number | byte << shift, at + 1

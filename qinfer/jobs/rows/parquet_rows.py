@@ -1,0 +1,258 @@
+"""The rows of a Parquet file, a bounded part of them in memory at a time, whatever its writer made of it.
+
+A row group's pages are read through buffers as they are decoded, so that memory does not depend on the size of row
+groups; small row groups in a store that is far are fetched ahead, all columns at once. How many rows are decoded at a
+time follows from the pages' headers. A column of byte arrays whose dictionary has long values is read as indices and a
+dictionary, and the rows are cut apart before they get their values (`qinfer.jobs.columns.decoded_sizes`).
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from qinfer.jobs.plan import Range
+from qinfer.jobs.rows.parquet_pages import ChunkPages, ReadAt, read_metadata, read_pages
+from qinfer.jobs.rows.source import SourceBroken
+
+_MOST_ROWS = 65_536  # are decoded at a time
+_MOST_TEXT_ROWS = 8192  # of a column that a dictionary may make much smaller than its values are
+_FEW_ROWS = 256  # at a time are so slow that indices are read instead of values
+
+_BUFFERS_BYTES = 16 * 2**20  # of all columns together
+_FAR_BUFFERS_BYTES = 128 * 2**20
+_LEAST_BUFFER_BYTES = 64 * 1024
+_MOST_BUFFER_BYTES = 2**20
+_FAR_LEAST_BUFFER_BYTES = 2**20
+_FAR_MOST_BUFFER_BYTES = 16 * 2**20
+_FETCHED_BYTES = 96 * 2**20  # the largest row group, compressed, that is fetched at once
+_THREADS = 16
+_PEEKED_ROWS = 1024
+
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
+_LEVELS_BYTES = 4
+_TEXT_BYTES = 16  # an entry of a decoder's dictionary: pointer and length
+_INDEX_BYTES = 48  # an entry of a dictionary that is built anew, with its hash
+
+
+class _Leaf(NamedTuple):
+    """A leaf column in a row group.
+
+    Attributes:
+        path: Its path in the schema.
+        kind: Its physical type.
+        width: The bytes of each of its values; 0 = they differ.
+        is_repeated: Whether a row may have several values.
+        pages: What its page headers say.
+        longest_bytes: The bytes of the longest value in its dictionary; 0 = there is none, or values are short.
+        is_distinct: Whether no value is in its dictionary twice, which indices of pyarrow can't express.
+    """
+
+    path: str
+    kind: str
+    width: int
+    is_repeated: bool
+    pages: ChunkPages
+    longest_bytes: int = 0
+    is_distinct: bool = True
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its values are byte arrays that may come from a dictionary."""
+        return self.kind == "BYTE_ARRAY" and self.pages.has_indices
+
+    def row_bytes(self, rows: int, *, as_indices: bool) -> float:
+        """Returns the bytes of a row, at most; where rows have several values, on average."""
+        each = self.width or max(self.pages.value_bytes, 0 if as_indices else self.longest_bytes) + _LEVELS_BYTES
+        return (each + _LEVELS_BYTES) * (max(self.pages.values / max(rows, 1), 1.0) if self.is_repeated else 1.0)
+
+    def held_bytes(self, *, as_indices: bool) -> int:
+        """Returns what a decoder holds: a page, and a dictionary as it is stored and as it is used."""
+        pages = self.pages
+        copies, entry = (4, _INDEX_BYTES) if as_indices else (2, _TEXT_BYTES)
+        return self.width + pages.largest_bytes + copies * pages.dictionary_bytes + entry * pages.dictionary_values
+
+
+class _Reading(NamedTuple):
+    """How a row group is read: so many rows at a time, and which columns as indices and a dictionary."""
+
+    rows: int
+    indices: tuple[str, ...]
+
+
+class ParquetGroups:
+    """The row groups of a Parquet file, to be closed.
+
+    Args:
+        content: The file; it is closed with this.
+        names: The columns that are wanted.
+        url: Its URL, for messages.
+        far: Whether each read takes long, as those of object stores do.
+        rows_bytes: About so many bytes of rows are decoded at a time.
+        page_bytes: What the pages and dictionaries that decoders hold may take together.
+
+    Attributes:
+        schema: The file's columns.
+
+    Raises:
+        ValueError, pyarrow.ArrowException, OSError: The footer is damaged, too large, or can't be read.
+    """
+
+    def __init__(
+        self, content: Any, names: Sequence[str], url: str, *, far: bool, rows_bytes: int, page_bytes: int
+    ) -> None:
+        self._content, self._names, self._url, self._far = content, list(names), url, far
+        self._rows_bytes, self._page_bytes = rows_bytes, page_bytes
+        self._metadata = read_metadata(content)
+        self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
+        self._leaves = _leaves(self._metadata, self._names)
+        groups = [self._metadata.row_group(group).total_byte_size for group in range(self._metadata.num_row_groups)]
+        largest = self._stored_bytes(groups.index(max(groups))) if groups else 0
+        self._fetched = far and largest <= _FETCHED_BYTES
+
+    def batches(self, wanted: Range) -> Iterator[pa.RecordBatch]:
+        """Reads a row group from its first row on; byte arrays may be indices and a dictionary.
+
+        Raises:
+            SourceBroken: There is no such row group, or its pages are too large.
+            ValueError, pyarrow.ArrowException, OSError: It is damaged, or can't be read.
+        """
+        group = wanted.row_group
+        if not 0 <= group < self._metadata.num_row_groups:
+            raise SourceBroken(f"'{self._url}' has no row group {group}")
+        reading = self._reading(group)
+        file = self._open(reading.indices)
+        has_indices = any("dictionary<" in str(kind) for kind in file.schema_arrow.types)
+        for record in file.iter_batches(reading.rows, [group], self._names, use_threads=False):
+            if has_indices:
+                record.validate(full=True)  # pyarrow does not see that an index has no value
+            yield record
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._content.close()
+
+    def _open(self, indices: Sequence[str]) -> pq.ParquetFile:
+        return pq.ParquetFile(
+            self._content,
+            metadata=self._metadata,
+            read_dictionary=list(indices) or None,
+            pre_buffer=self._fetched,
+            buffer_size=0 if self._fetched else _buffer_bytes(len(self._leaves), far=self._far),
+        )
+
+    def _stored_bytes(self, group: int) -> int:
+        return sum(self._metadata.row_group(group).column(leaf).total_compressed_size for leaf in self._leaves)
+
+    def _reading(self, group: int) -> _Reading:
+        """Decides how a row group is read, by its page headers and dictionaries."""
+        rows = max(1, int(self._metadata.row_group(group).num_rows))
+        leaves = self._pages_of(group)
+        self._check_held(sum(leaf.held_bytes(as_indices=False) for leaf in leaves))
+        most = _MOST_TEXT_ROWS if any(leaf.is_text for leaf in leaves) else _MOST_ROWS
+        enough = self._rows_bytes / max(1, sum(leaf.is_text for leaf in leaves)) / _FEW_ROWS
+        measured = [self._with_longest(leaf, group, rows, most) for leaf in leaves]
+        long = {leaf.path for leaf in measured if leaf.row_bytes(rows, as_indices=False) > enough and leaf.is_text}
+        if doubled := next((one for one in measured if one.path in long and not one.is_distinct), None):
+            raise SourceBroken(
+                f"'{self._url}' has a dictionary of column '{doubled.path}' with a value in it twice, and long values; "
+                "write each value once, or without a dictionary"
+            )
+        self._check_held(sum(leaf.held_bytes(as_indices=leaf.path in long) for leaf in measured))
+        row_bytes = sum(leaf.row_bytes(rows, as_indices=leaf.path in long) for leaf in measured)
+        return _Reading(int(max(1, min(most, self._rows_bytes // max(1.0, row_bytes)))), tuple(long))
+
+    def _check_held(self, held_bytes: int) -> None:
+        if held_bytes > self._page_bytes:
+            raise SourceBroken(
+                f"the pages of '{self._url}' take {held_bytes} bytes at once when they are decompressed, one of each "
+                f"column that the job reads, and may take {self._page_bytes}; write smaller pages and "
+                "dictionaries, or raise QINFER_BULK__MAX_READ_BYTES"
+            )
+
+    def _pages_of(self, group: int) -> list[_Leaf]:
+        """Reads the page headers of the wanted columns of a row group; several columns at once where that is far."""
+        read_at, whole = _read_at(self._content), self._metadata.row_group(group)
+
+        def leaf_of(number: int) -> _Leaf:
+            column, chunk = self._metadata.schema.column(number), whole.column(number)
+            kind = column.physical_type
+            width = column.length if kind == "FIXED_LEN_BYTE_ARRAY" else _WIDTHS.get(kind, 0)
+            return _Leaf(column.path, kind, width, column.max_repetition_level > 0, read_pages(read_at, chunk))
+
+        if not self._far:
+            return [leaf_of(number) for number in self._leaves]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-pages") as pool:
+            return list(pool.map(leaf_of, self._leaves))
+
+    def _with_longest(self, leaf: _Leaf, group: int, rows: int, most: int) -> _Leaf:
+        """Returns a leaf with what its dictionary has; a small dictionary is not looked at."""
+        pages = leaf.pages
+        count = pages.values if leaf.is_repeated else min(rows, most)
+        if not leaf.is_text or count * pages.dictionary_bytes <= self._rows_bytes:
+            return leaf._replace(longest_bytes=pages.dictionary_bytes if leaf.is_text else 0)
+        self._check_held(leaf.held_bytes(as_indices=True))
+        values = self._dictionary_of(leaf, group) if pages.begins_with_indices else None
+        if values is None:
+            return leaf._replace(longest_bytes=pages.dictionary_bytes)
+        longest = pc.max(pc.binary_length(values)).as_py() or 0
+        return leaf._replace(longest_bytes=longest, is_distinct=len(values) >= pages.dictionary_values)
+
+    def _dictionary_of(self, leaf: _Leaf, group: int) -> pa.Array | None:
+        """Reads the dictionary of a leaf, which comes with its first value."""
+        name = next(name for name in self._names if leaf.path == name or leaf.path.startswith(f"{name}."))
+        for record in self._open([leaf.path]).iter_batches(_PEEKED_ROWS, [group], [leaf.path], use_threads=False):
+            values = _dictionary_in(record.column(name))
+            if values is not None and len(values):
+                return values
+        return None
+
+
+def _dictionary_in(array: pa.Array) -> pa.Array | None:
+    """Returns the dictionary within an array of which one leaf is one."""
+    if isinstance(array, pa.DictionaryArray):
+        return array.dictionary
+    if pa.types.is_struct(array.type):
+        return next((found for n in range(array.type.num_fields) if (found := _dictionary_in(array.field(n)))), None)
+    if pa.types.is_map(array.type):
+        keys = _dictionary_in(array.keys)
+        return keys if keys is not None else _dictionary_in(array.items)
+    return _dictionary_in(array.values) if pa.types.is_nested(array.type) else None
+
+
+def _read_at(content: Any) -> ReadAt:
+    """Returns a function that reads a file anywhere, from any thread."""
+    if isinstance(content, pa.NativeFile):
+        return lambda size, place: content.read_at(size, place)
+    lock = Lock()
+
+    def read(size: int, place: int) -> bytes:
+        with lock:
+            content.seek(place)
+            return bytes(content.read(size))
+
+    return read
+
+
+def _leaves(metadata: Any, names: Sequence[str]) -> list[int]:
+    """Returns the numbers of the leaf columns that top-level columns are made of."""
+    wanted = set(names)
+    found = []
+    for leaf in range(metadata.num_columns):
+        path = metadata.schema.column(leaf).path
+        parts = path.split(".")  # names may have dots, too
+        if any(".".join(parts[: end + 1]) in wanted for end in range(len(parts))):
+            found.append(leaf)
+    return found
+
+
+def _buffer_bytes(columns: int, *, far: bool) -> int:
+    """Returns the size of the buffer that each column is read through."""
+    whole = _FAR_BUFFERS_BYTES if far else _BUFFERS_BYTES
+    least = _FAR_LEAST_BUFFER_BYTES if far else _LEAST_BUFFER_BYTES
+    most = _FAR_MOST_BUFFER_BYTES if far else _MOST_BUFFER_BYTES
+    return max(least, min(most, whole // max(1, columns)))

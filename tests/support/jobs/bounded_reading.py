@@ -1,0 +1,186 @@
+"""Scores files in processes of their own, and tells how much memory each took: `python -m` this module.
+
+Standard input has a `Case` a line, standard output gets a `Found` a line. Each case runs in a fork of a process that
+has imported all it needs, so that its peak is that of the case. Address space is limited, so that a defect does not
+take the machine's memory.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import numpy as np
+
+GUARD_BYTES = 3 * 2**30
+READ_BYTES = 64 * 2**20
+
+
+class Case(msgspec.Struct):
+    """A file to be scored: column `x` is the input, column `k`, where there is one, is copied.
+
+    Attributes:
+        path: The file.
+        datatype: The datatype of the input `x`.
+        dims: Its dimensions.
+    """
+
+    path: str
+    datatype: str = "BYTES"
+    dims: tuple[int, ...] = (1,)
+
+
+class Found(msgspec.Struct):
+    """The outcome of a case.
+
+    Attributes:
+        rows: The rows of the part.
+        failed: How many of them failed.
+        message: The error of the first of those, or that of the file.
+        scored: The rows that the model saw.
+        seconds: How long it took.
+        peak_bytes: By how much the process grew, at most, beyond what it had with everything imported.
+    """
+
+    rows: int = 0
+    failed: int = 0
+    message: str = ""
+    scored: int = 0
+    peak_bytes: int = 0
+    seconds: float = 0.0
+
+
+def found_of(cases: Iterable[Case]) -> list[Found]:
+    """Runs cases in other processes; returns what each came to."""
+    lines = b"\n".join(map(msgspec.json.encode, cases))
+    command = [sys.executable, "-m", "tests.support.jobs.bounded_reading"]
+    done = subprocess.run(command, input=lines, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return [msgspec.json.decode(line, type=Found) for line in done.stdout.splitlines()]
+
+
+def main() -> None:
+    """Serves the process that started it."""
+    import qinfer_workers.jobs.scoring.shard_files  # noqa: F401  before the fork, so that its memory is the base
+
+    for line in sys.stdin.buffer.read().splitlines():
+        inbox, outbox = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(inbox)
+            with open(outbox, "wb") as file:
+                file.write(msgspec.json.encode(_score_bounded(msgspec.json.decode(line, type=Case))))
+            os._exit(0)
+        os.close(outbox)
+        with open(inbox, "rb") as file:
+            told = file.read()
+        _, status = os.waitpid(child, 0)
+        told = told or msgspec.json.encode(Found(message=f"died with status {status}"))
+        sys.stdout.buffer.write(told + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _score_bounded(case: Case) -> Found:
+    from qinfer.errors import QinferError
+
+    resource.setrlimit(resource.RLIMIT_AS, (GUARD_BYTES, GUARD_BYTES))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    base, begin_s = _peak_bytes(), time.monotonic()
+    try:
+        with TemporaryDirectory() as folder:
+            found = _score(case, Path(folder))
+    except (QinferError, MemoryError) as error:
+        found = Found(message=f"{type(error).__name__}: {error}")
+    found.seconds = time.monotonic() - begin_s
+    found.peak_bytes = _peak_bytes() - base
+    return found
+
+
+def _score(case: Case, folder: Path) -> Found:
+    """Scores a file as a worker does, with a model that takes no time and no memory."""
+    import pyarrow.parquet as pq
+
+    from qinfer.core.store_urls import Grant
+    from qinfer.jobs.columns.schemas import encode_schema
+    from qinfer.jobs.job import JobSpec, Output
+    from qinfer.jobs.plan import Plan, Range, Shard, decode_plan_head, encode_plan_head
+    from qinfer.jobs.rows.source import format_of, read_footer
+    from qinfer.models.spec import ModelSpec, TensorSpec
+    from qinfer.storage.open import store_for
+    from qinfer_workers.jobs.scoring.batch_size import BatchSize
+    from qinfer_workers.jobs.scoring.chunks import Chunks
+    from qinfer_workers.jobs.scoring.shard_files import ShardFiles, Task
+
+    url = f"file://{case.path}"
+    stat = store_for(url).stat(url)
+    assert stat is not None
+    footer = read_footer(stat, format_of(url, ""))
+    ranges, first = [], 0
+    for number, rows in enumerate(footer.groups) if footer.groups is not None else [(-1, footer.rows)]:
+        ranges.append(Range(url, stat.etag, number, first, rows, 0 if footer.groups is not None else first))
+        first += rows
+    shard = Shard(0, "part-00000.parquet", first, tuple(ranges))
+    copied = ("k",) if "k" in footer.schema.names else ()
+    out = folder / "out"
+    spec = JobSpec(
+        model="m", inputs=(url,), output=Output(url=f"file://{out}"), error_threshold=-1.0, passthrough=copied
+    )
+    model = ModelSpec(
+        name="m",
+        backend="stub",
+        inputs=(TensorSpec(name="x", datatype=case.datatype, dims=case.dims),),
+        outputs=(TensorSpec(name="y", datatype="FP32", dims=(1,)),),
+        max_batch_size=1024,
+    )
+    plan = Plan(
+        job_id="job", spec=spec, model_hash="", schema=encode_schema(footer.schema), sources=(), shards=(), rows=first
+    )
+    task = Task(
+        job_id="job", spec=spec, shard=shard, model=model, head=decode_plan_head(encode_plan_head(plan)), model_hash="",
+        max_errors=-1, spool=folder, read_bytes=READ_BYTES, grant=Grant(("file:///",), ("file:///",)),
+    )  # fmt: skip
+    files, work = ShardFiles(task), threading.Event()
+    chunks = Chunks(BatchSize(1024, 0.02), work.set, lambda: None)
+    scored: list[int] = []
+    scorer = threading.Thread(target=_echo, args=(chunks, work, scored))
+    writer = threading.Thread(target=lambda: files.write(chunks))
+    scorer.start()
+    writer.start()
+    try:
+        files.read(chunks)
+    except BaseException:
+        chunks.stop()
+        raise
+    finally:
+        writer.join()
+        scorer.join()
+    part = pq.read_table(out / shard.part)
+    messages = part.column("error_message").drop_null()
+    return Found(part.num_rows, len(messages), messages[0].as_py() if len(messages) else "", sum(scored))
+
+
+def _echo(chunks: "object", work: threading.Event, scored: list[int]) -> None:
+    from qinfer_workers.jobs.scoring.chunks import Chunks
+
+    assert isinstance(chunks, Chunks)
+    while not chunks.has_ended:
+        work.wait()
+        work.clear()
+        while (part := chunks.take()) is not None:
+            scored.append(part.rows)
+            chunks.done(part, {"y": np.zeros((part.rows, 1), np.float32)}, 0.001)
+
+
+def _peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Files that are made to cost memory: a worker scores their rows, or refuses them, within a bound.
+
+A value that is stored once and meant a thousand times, a size in a header that is not true, a row without end: each
+file is planned and scored by the parts of a worker, in a process of its own whose peak is measured.
+"""
+
+import io
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.jobs import parquet_bytes as raw
+from tests.support.jobs.bounded_reading import READ_BYTES, Case, Found, found_of
+
+pytestmark = pytest.mark.slow
+
+MIB = 2**20
+BOUND_BYTES = 4 * READ_BYTES
+VALUE = b"v" * (3 * MIB)
+LARGE = b"w" * (23 * MIB)
+TOO_LARGE = "the row takes more than 11184810 bytes when it is decoded"
+NUMBERS = ("INT64", (1,))
+TEXT = ("BYTES", (1,))
+TEXTS = ("BYTES", (-1,))
+
+
+class Hostile(NamedTuple):
+    """A file, and what becomes of it.
+
+    Attributes:
+        extension: Its format.
+        data: Makes its content.
+        of: Datatype and dimensions of the input that its column `x` is.
+        rows: The rows of the output; 0 = the file is refused.
+        failed: How many of them failed.
+        message: What the first error says.
+    """
+
+    extension: str
+    data: Callable[[], bytes]
+    of: tuple[str, tuple[int, ...]] = TEXT
+    rows: int = 0
+    failed: int = 0
+    message: str = ""
+
+
+def parquet(values: pa.Array, **more: Any) -> bytes:
+    """Returns a Parquet file without a hint that its columns were dictionaries."""
+    sink = io.BytesIO()
+    options = {"compression": "zstd", "store_schema": False, "dictionary_pagesize_limit": 2**30, **more}
+    pq.write_table(pa.table({"x": values, "k": range(len(values))}), sink, **options)
+    return sink.getvalue()
+
+
+def arrow(values: pa.Array, codec: str | None = "lz4") -> bytes:
+    """Returns an Arrow file of one record batch."""
+    sink, table = io.BytesIO(), pa.table({"x": values, "k": range(len(values))})
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def one_of(*values: Any, count: int, kind: pa.DataType | None = None) -> pa.DictionaryArray:
+    """Returns a dictionary whose values come in turn."""
+    numbers = [index % len(values) for index in range(count)]
+    return pa.DictionaryArray.from_arrays(pa.array(numbers, pa.int32()), pa.array(values, kind))
+
+
+def views_of(value: bytes, count: int) -> pa.Array:
+    view = struct.pack("<i4sii", len(value), value[:4], 0, 0)
+    return pa.Array.from_buffers(pa.binary_view(), count, [None, pa.py_buffer(view * count), pa.py_buffer(value)])
+
+
+def lists_of(values: pa.Array, size: int) -> pa.Array:
+    return pa.ListArray.from_arrays(pa.array(range(0, len(values) + 1, size), pa.int32()), values)
+
+
+def texts(*pages: raw.Page, rows: int) -> bytes:
+    return raw.parquet(rows, raw.column("x", raw.BYTE_ARRAY, pages))
+
+
+def repeated(*values: bytes, indices: bytes, rows: int) -> bytes:
+    dictionary = raw.Page(raw.plain(*values), len(values), kind=raw.DICTIONARY_PAGE)
+    return texts(dictionary, raw.Page(indices, rows, raw.RLE_DICTIONARY), rows=rows)
+
+
+def column_chunks(groups: int, columns: int) -> bytes:
+    """Returns a Parquet file that has little but a footer."""
+    chunk = raw.thrift({2: (raw.I64, 0)})
+    group = raw.thrift({1: (raw.LIST, (raw.STRUCT, [chunk] * columns)), 2: (raw.I64, 0), 3: (raw.I64, 0)})
+    return raw.parquet(1, extra={4: (raw.LIST, (raw.STRUCT, [group] * groups))})
+
+
+FILES: Mapping[str, Hostile] = {
+    "Parquet: a long value in a dictionary": Hostile("parquet", lambda: parquet(one_of(VALUE, count=100)), TEXT, 100),
+    "Parquet: a long value in a dictionary that is read as one": Hostile(
+        "parquet", lambda: parquet(one_of(VALUE, count=100), store_schema=True), TEXT, 100
+    ),
+    "Parquet: a value in a dictionary that is too long": Hostile(
+        "parquet", lambda: parquet(one_of(LARGE, b"a", count=80)), TEXT, 80, 40, TOO_LARGE
+    ),
+    "Parquet: long values in lists": Hostile(
+        "parquet", lambda: parquet(lists_of(one_of(VALUE, count=100), 2)), TEXTS, 50
+    ),
+    "Parquet: a list that is too long": Hostile(
+        "parquet", lambda: parquet(lists_of(one_of(VALUE, count=100), 50)), TEXTS, 2, 2, TOO_LARGE
+    ),
+    "Parquet: a long value twice in a dictionary": Hostile(
+        "parquet",
+        lambda: repeated(VALUE, VALUE, indices=raw.run(200, 1), rows=200),
+        message="a dictionary of column 'x' with a value in it twice",
+    ),
+    "Parquet: an index beyond the dictionary": Hostile(
+        "parquet", lambda: repeated(VALUE, b"a", indices=raw.run(200, 2, 2), rows=200), message="can't be read"
+    ),
+    "Parquet: a page that says it becomes 2 GiB": Hostile(
+        "parquet",
+        lambda: texts(raw.Page(raw.plain(b"a"), 1, declared=2**31 - 1), rows=1),
+        message="a page's header says that it becomes 2147483647 bytes",
+    ),
+    "Parquet: a page that says it has 2 GiB": Hostile(
+        "parquet",
+        lambda: texts(raw.Page(raw.plain(b"a"), 1, stored=2**31 - 1), rows=1),
+        message="a page's header says that it has 2147483647 bytes",
+    ),
+    "Parquet: a page that becomes fewer than no bytes": Hostile(
+        "parquet", lambda: texts(raw.Page(raw.plain(b"a"), 1, declared=-1), rows=1), message="becomes -1 bytes"
+    ),
+    "Parquet: a page of -1 values": Hostile(
+        "parquet", lambda: texts(raw.Page(raw.plain(b"a"), -1), rows=1), message="rows less than it had"
+    ),
+    "Parquet: a page that is honestly too large": Hostile(
+        "parquet",
+        lambda: parquet(pa.array([b"v" * (70 * MIB)] * 2), use_dictionary=False),
+        message="write smaller pages and dictionaries, or raise QINFER_BULK__MAX_READ_BYTES",
+    ),
+    "Parquet: many columns of numbers in runs": Hostile(
+        "parquet",
+        lambda: raw.parquet(
+            300_000,
+            *(
+                raw.column(
+                    name,
+                    raw.INT64,
+                    [
+                        raw.Page(bytes(8), 1, kind=raw.DICTIONARY_PAGE),
+                        raw.Page(raw.run(300_000, 0), 300_000, raw.RLE_DICTIONARY),
+                    ],
+                )
+                for name in ("x", "k")
+            ),
+        ),
+        NUMBERS,
+        300_000,
+    ),
+    "Parquet: a footer that is larger than the file": Hostile(
+        "parquet", lambda: b"PAR1" + b"\xff\xff\xff\x7fPAR1", message="can't be read as parquet"
+    ),
+    "Parquet: a million column chunks of three bytes each": Hostile(
+        "parquet", lambda: column_chunks(1, 1_000_000), message="its footer takes too much memory"
+    ),
+    "Parquet: row groups of many column chunks of three bytes each": Hostile(
+        "parquet", lambda: column_chunks(20, 50_000), message="its footer takes too much memory"
+    ),
+    "Arrow: a long value in a dictionary": Hostile("arrow", lambda: arrow(one_of(VALUE, count=100)), TEXT, 100),
+    "Arrow: a value in a dictionary that is too long": Hostile(
+        "arrow", lambda: arrow(one_of(LARGE, b"a", count=80)), TEXT, 80, 40, TOO_LARGE
+    ),
+    "Arrow: a long value in a run": Hostile(
+        "arrow",
+        lambda: arrow(pa.RunEndEncodedArray.from_arrays(pa.array([100], pa.int32()), pa.array([VALUE]))),
+        TEXT,
+        100,
+    ),
+    "Arrow: long values in lists": Hostile("arrow", lambda: arrow(lists_of(one_of(VALUE, count=100), 2)), TEXTS, 50),
+    "Arrow: views of one long value": Hostile("arrow", lambda: arrow(views_of(VALUE, 100)), TEXT, 100),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Found]:
+    """Scores all files, one after the other."""
+    folder = tmp_path_factory.mktemp("hostile")
+    cases = []
+    for number, file in enumerate(FILES.values()):
+        path = folder / f"{number}.{file.extension}"
+        path.write_bytes(file.data())
+        cases.append(Case(str(path), *file.of))
+    return dict(zip(FILES, found_of(cases), strict=True))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_hostile_file_costs_no_more_than_any(name: str, outcomes: Mapping[str, Found]) -> None:
+    file, found = FILES[name], outcomes[name]
+
+    assert file.message in found.message
+    assert (found.rows, found.failed) == (file.rows, file.failed), found.message
+    assert found.scored == file.rows - file.failed
+    assert found.peak_bytes <= BOUND_BYTES
