@@ -22,6 +22,7 @@ from qinfer.errors import (
     Overloaded,
     QinferError,
 )
+from qinfer.models.installation import refuse_lost
 from qinfer.models.readiness import ModelStatus, Progress, assess, outcome
 from qinfer.models.repository.open import Repositories
 from qinfer.models.repository.reader import is_model_name
@@ -153,6 +154,8 @@ class ModelControl:
         del unload_dependents
         self._check(model)
         wish = (await self._store.desired()).get(model)
+        if wish is None:
+            await refuse_lost(self._store)
         if wish is None or not wish.load:
             return
         await self._store.set_desired(msgspec.structs.replace(wish, load=False))
@@ -272,6 +275,8 @@ class ModelControl:
         """Returns what is stored now, if it is what is being loaded: completed by a worker meanwhile, perhaps."""
         current = await self._store.model(target.model)
         wish = (await self._store.desired()).get(target.model)
+        if current is None or wish is None:
+            await refuse_lost(self._store)
         if current is None or wish is None or not wish.load:
             raise _Superseded(f"failed to load '{target.model}', it was unloaded meanwhile")
         if current.generation == target.generation or has_same_content(current, target):

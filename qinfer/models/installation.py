@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from qinfer.core.messages import IdFactory
+from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import Desired, StoredModel
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import ensure_lanes
@@ -108,6 +109,17 @@ def is_gone(before: Snapshot, now: Snapshot) -> bool:
     if not now.installation or is_claimed(now.installation):
         return True
     return now.installation == before.installation and bool(before.desired) and not now.desired
+
+
+async def refuse_lost(store: ControlStore) -> None:
+    """Refuses to believe that something was never there, or was removed, while Redis lacks what it had.
+
+    Raises:
+        BrokerUnavailable: It does, until a gateway has written it again; or the store can't be reached.
+    """
+    installation = await store.installation()
+    if not installation or is_claimed(installation):
+        raise BrokerUnavailable("Redis has lost its data, and models are being written again; try again")
 
 
 async def read_snapshot(store: ControlStore) -> Snapshot:

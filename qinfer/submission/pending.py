@@ -250,7 +250,7 @@ class PendingRequests:
     def lose_all(self) -> None:
         """Fails every request that waits: its answer may have been lost with the reply stream."""
         if self._pending:
-            logger.error("the reply stream was gone", extra={"failed": len(self._pending)})
+            logger.warning("the reply stream was gone", extra={"failed": len(self._pending)})
         self.fail_all(BrokerUnavailable(_LOST))
 
     def clear(self) -> list[Pending]:

@@ -20,6 +20,7 @@ import pytest
 from qinfer.client import AsyncClient
 from qinfer.client.job_flows import JobStatus
 from qinfer.client.jobs import AsyncJob
+from qinfer.errors import JobNotFound
 from qinfer.testing import eventually
 from tests.chaos import faults
 from tests.chaos.cluster import Cluster, running_cluster
@@ -220,6 +221,29 @@ async def test_a_job_outlives_redis_and_is_cancelled_and_resumed(
         assert place.marks("out").items() >= before.items()
         say(capsys, "Redis killed, cancelled, resumed", verdict, 3)
         field.check_queue()
+
+
+async def test_bulk_workers_outlive_the_data_of_redis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job of before is not known any more; the next one waits for its model, and ends; nothing is started again."""
+    async with opened(tmp_path, workers=2, bulk=1) as field:
+        starts = [member.starts for member in field.cluster.members]
+        lost = await field.submit("lost", rows_per_part=10)
+
+        async def is_half_done() -> bool:
+            return (await lost.status()).shards_done >= 5
+
+        await eventually(is_half_done, WITHIN_S, "a job under way")
+        with field.cluster.redis() as client:
+            client.flushall()
+        with pytest.raises(JobNotFound):
+            await lost.wait(timeout_s=WITHIN_S)
+        job = await field.submit("out", rows_per_part=20)
+        verdict = await field.prove("out", await job.wait(timeout_s=WITHIN_S))
+
+        say(capsys, "Redis emptied", verdict, 0)
+        await eventually(partial(nothing_open, field), WITHIN_S, "an empty queue")
+        field.check_queue()
+        assert [member.starts for member in field.cluster.members] == starts
 
 
 async def test_each_row_once_under_random_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ PERMANENT = (
     "deliveries:jobs|later",
 )  # of a partition; lanes and statistics are told by their numbers
 WHOLE = {"qinfer:desired", "qinfer:control", "qinfer:workers", "qinfer:jobs", "qinfer:jobs:places", "qinfer:jobs:open"}
-WHOLE |= {"qinfer:scaler-counts"}
+WHOLE |= {"qinfer:scaler-counts", "qinfer:installation", "qinfer:settings"}
 ENDED = {"completed", "failed", "cancelled", "expired"}
 
 

@@ -5,9 +5,11 @@ import asyncio
 import msgspec
 import pytest
 
-from qinfer.core.settings import RedisSettings
+from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable
+from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
+from qinfer.models.installation import is_claimed, read_snapshot
 from qinfer.models.repository.open import Repositories
 from qinfer.models.state import (
     SCALED_DOWN,
@@ -22,6 +24,7 @@ from qinfer.models.state import (
 )
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import sync
+from qinfer.models.writing import write_model
 from qinfer.queue import keys
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Lane
@@ -313,3 +316,37 @@ async def test_autoscalers_say_what_they_do_while_they_live(stores: ControlPair)
     await stores.other.put_scaler(record, {SCALED_DOWN: 1}, 0.0)
     assert [one.id for one in await stores.one.scalers()] == ["a"]
     assert await stores.one.scaler_counts() == {SCALED_UP: 3, SCALED_DOWN: 2}
+
+
+async def test_what_a_node_has_lost_is_written_again(redis_queue: RedisQueue) -> None:
+    """By a gateway; each node of a cluster has some of the models, and other keys of those that all share."""
+    store, delivery = ControlStore(admin_client(redis_queue.settings)), await redis_queue.connect()
+    tensors = (f'{kind} {{ name: "{kind}" data_type: TYPE_FP32 dims: 2 }}' for kind in ("input", "output"))
+    config = to_json(normalise(parse(f'backend: "stub" max_batch_size: 8 {" ".join(tensors)}'), "m"))
+    for number in range(12):
+        model = msgspec.structs.replace(STORED, model=f"m{number}", config=config, versions=(1,), error="")
+        await write_model(model, None, store, delivery)
+    await store.put_setting("logging/log_info", "false")
+    catalog = Catalog(store, LimitSettings(), delivery)
+
+    for node in redis_queue.nodes:
+        await catalog.refresh()
+        before = await read_snapshot(store)
+        with node.client() as client:
+            client.flushall()
+        await catalog.refresh()
+        now = await read_snapshot(store)
+
+        assert now.installation
+        assert not is_claimed(now.installation)
+        assert now.settings == before.settings
+        assert {name: wish.load for name, wish in now.desired.items()} == dict.fromkeys(before.desired, True)
+        assert {name: one.generation for name, one in now.stored.items()} == {
+            name: wish.generation for name, wish in now.desired.items()
+        }
+        lost = [name for name in before.stored if now.stored[name] != before.stored[name]]
+        assert lost
+        assert all(now.stored[name].generation > before.stored[name].generation for name in lost)
+        assert all(now.stored[name].config == config for name in lost)
+        assert await delivery.depth([Lane(lost[0], 1)]) == [0]
+    await store.close()

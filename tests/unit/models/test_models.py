@@ -8,6 +8,7 @@ import pytest
 
 from qinfer.core.settings import LimitSettings, RepositorySettings
 from qinfer.errors import (
+    BrokerUnavailable,
     ControlDisabled,
     InvalidRequest,
     ModelLoadFailed,
@@ -410,10 +411,21 @@ async def test_an_unloaded_model_is_refused_at_once(scene: Scene) -> None:
 
 async def test_unloading_what_is_not_loaded_does_nothing(scene: Scene) -> None:
     """Known or not."""
+    await scene.store.exchange_installation("", "here")
     await scene.control.unload("m")
     await scene.control.unload("nobody")
 
     assert await scene.control.index() == [IndexEntry("m")]
+
+
+@pytest.mark.parametrize("installation", ["", "restoring:x"])
+async def test_nothing_is_unloaded_while_redis_lacks_its_data(scene: Scene, installation: str) -> None:
+    """The model would come back, when a gateway writes again what it knows."""
+    if installation:
+        await scene.store.exchange_installation("", installation)
+
+    with pytest.raises(BrokerUnavailable, match="Redis has lost its data"):
+        await scene.control.unload("m")
 
 
 async def test_a_version_that_is_draining_is_unloading(scene: Scene) -> None:

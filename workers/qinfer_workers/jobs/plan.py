@@ -19,6 +19,7 @@ from qinfer.jobs.plan import Plan, Shard, Unplanned, decode_plan, encode_plan_he
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, spec_of
 from qinfer.jobs.shards import Pace
 from qinfer.models.config.config import from_json, to_spec
+from qinfer.models.installation import refuse_lost
 from qinfer.observe.stats import batches
 from qinfer.storage.store import Outcome
 from qinfer_workers.jobs.documents import MAX_BYTES, PLAN_NAME, StoreFor, read_plan, url_of
@@ -81,6 +82,7 @@ class Planner:
         services = self._services
         stored = await services.store.model(record.model)
         if stored is None:
+            await refuse_lost(services.store)
             raise ModelNotFound(f"model '{record.model}' is not known any more; load it, and resume the job")
         if stored.error or stored.pending:
             raise ModelNotReady(f"model '{record.model}' is not ready: {stored.error or 'no worker has completed it'}")

@@ -10,11 +10,12 @@ import pytest
 
 from qinfer.core.settings import BulkSettings, LimitSettings, Settings, StoreSettings
 from qinfer.core.store_urls import Grant
-from qinfer.errors import StoreUnavailable
+from qinfer.errors import BrokerUnavailable, StoreUnavailable
 from qinfer.jobs.examiner_pool import ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobState
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.observe.stats import StatsTally
+from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer_workers.jobs import services
 from qinfer_workers.jobs.plan import Planner, rows_per_s
@@ -65,6 +66,26 @@ async def test_an_unknown_job_is_no_error(database: Database, tmp_path: Path) ->
     one = await bench(database, tmp_path)
 
     await one.planner().run("job")
+
+
+async def test_a_job_waits_while_redis_lacks_the_models(database: Database, tmp_path: Path) -> None:
+    """Its model comes back, when a gateway writes it again; one that never was there fails the job."""
+    write_inputs(tmp_path / "in", [5])
+    one = await bench(database, tmp_path)
+    await one.jobs.create(record_of(spec(tmp_path)))
+    await one.store.client.delete(keys.config(MODEL.model))
+
+    with pytest.raises(BrokerUnavailable, match="Redis has lost its data"):
+        await one.planner().run("job")
+    assert (await one.record()).state == JobState.PLANNING
+
+    await one.store.exchange_installation("", "here")
+    await one.planner().run("job")
+    record = await one.record()
+    assert (record.state, record.error) == (
+        JobState.FAILED,
+        "model 'stub' is not known any more; load it, and resume the job",
+    )
 
 
 async def test_two_processes_that_plan_at_once_make_one_plan(database: Database, tmp_path: Path) -> None:
