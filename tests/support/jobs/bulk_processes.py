@@ -43,7 +43,12 @@ class BulkProcesses(Bench):
 
     def run(self, *module: str, **variables: str) -> "subprocess.Popen[bytes]":
         """Starts a program: its module and arguments, and settings of its own."""
-        env = {**os.environ, "QINFER_REDIS__URL": self.url, "QINFER_BULK__SWEEP_EVERY_S": "0.3", **variables}
+        settings = {
+            "QINFER_REDIS__URL": self.url,
+            "QINFER_BULK__SWEEP_EVERY_S": "0.3",
+            "QINFER_STORES__ALLOW": f'["file://{self.directory}"]',
+        }
+        env = {**os.environ, **settings, **variables}
         with self.log.open("ab") as log:
             command = [sys.executable, "-m", *module]
             self.processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log))
