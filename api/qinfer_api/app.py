@@ -20,6 +20,7 @@ from fastapi import FastAPI
 import qinfer
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.messages import IdFactory
+from qinfer.core.retry import PATIENCE_S
 from qinfer.core.settings import HttpSettings, RepositorySettings, Settings
 from qinfer.errors import Overloaded, QinferError
 from qinfer.jobs.examiner_pool import ExaminerPool
@@ -170,6 +171,7 @@ class Gateway:
         self._drain_s = settings.http.drain_s
         self._owner = f"gateway-{IdFactory().ulid()}"
         self.catalog = Catalog(store, settings.limits, delivery)
+        self.catalog.missed = self._missed
         self.models = ModelControl(source, store, delivery, settings.repository, self.catalog.refresh)
         self._watch = self._watch_of(source, settings.repository)
         tally = GatewayTally(self._owner)
@@ -348,6 +350,11 @@ class Gateway:
         self._server.should_exit = True
         self._server.turn_away()
         asyncio.get_running_loop().call_later(self._drain_s, self._give_up)
+
+    def _missed(self, away_s: float) -> None:
+        """Ends a drain that waits for answers while Redis is away: none can come."""
+        if self.dispatcher.draining and away_s >= PATIENCE_S:
+            self._give_up()
 
     def _give_up(self) -> None:
         self.models.end()

@@ -8,6 +8,9 @@ import time
 REMIND_S = 60.0
 """Seconds after which an outage that goes on is logged again, where many rely on it."""
 
+PATIENCE_S = 5.0
+"""Seconds for which a process that is to end, and has nothing else left to do, waits for what is away."""
+
 _MOST_REASONS = 32
 
 
@@ -81,7 +84,12 @@ class OutageLog:
         self._data = data
         self.is_out = False
         self._reasons: set[str] = set()
-        self._logged_s = 0.0
+        self._logged_s = self._began_s = 0.0
+
+    @property
+    def lasts_s(self) -> float:
+        """Seconds since it began; 0 = it is over."""
+        return time.monotonic() - self._began_s if self.is_out else 0.0
 
     def failed(self, reason: str, defect: BaseException | None = None) -> None:
         """Takes note of a failure; logged unless its reason was since the beginning, and a moment ago.
@@ -90,6 +98,8 @@ class OutageLog:
             reason: What failed.
             defect: An exception whose traceback is to be logged.
         """
+        if not self.is_out:
+            self._began_s = time.monotonic()
         self.is_out = True
         is_new = reason not in self._reasons and len(self._reasons) < _MOST_REASONS
         if is_new or time.monotonic() - self._logged_s >= self._remind_s:

@@ -9,7 +9,7 @@ reached the last view serves on.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qinfer.core.retry import OutageLog
@@ -76,12 +76,16 @@ class Catalog:
         store: Where the state is kept.
         limits: Timeouts for models that set none.
         queue: Where a gateway makes lanes again, should Redis have lost its data; `None` = it waits until one has.
+
+    Attributes:
+        missed: Called by `run` after each refresh that failed, with the seconds since the first of them.
     """
 
     def __init__(self, store: ControlStore, limits: LimitSettings, queue: Queue | None = None) -> None:
         self._store = store
         self._limits = limits
         self._guard = Guard(store, queue)
+        self.missed: Callable[[float], None] = lambda _: None
         self._is_whole = True
         self._beaten_by_s = 0.0
         self._view = _View()
@@ -136,6 +140,7 @@ class Catalog:
                 await self.refresh()
             except BrokerUnavailable as error:
                 outage.failed(error.message)
+                self.missed(outage.lasts_s)
                 await asyncio.sleep(_RETRY_S)  # nothing can wake us while the store is away
             else:
                 outage.over()

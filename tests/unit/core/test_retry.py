@@ -57,6 +57,19 @@ def test_an_outage_is_logged_once_for_each_reason_and_when_it_is_over(caplog: py
     assert {vars(record)["route"] for record in caplog.records} == {"r"}
 
 
+def test_an_outage_tells_how_long_it_lasts() -> None:
+    outage = OutageLog(logging.getLogger("test"), "fails")
+    before = outage.lasts_s
+    outage.failed("away")
+    first = outage.lasts_s
+    outage.failed("away")
+    later = outage.lasts_s
+    outage.over()
+
+    assert before == outage.lasts_s == 0.0
+    assert 0.0 < first < later
+
+
 def test_an_outage_that_goes_on_is_logged_again_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     outage = OutageLog(logging.getLogger("test"), "fails", remind_s=0.0)

@@ -49,6 +49,7 @@ class Heartbeat:
         leases: Counts how many were renewed and lost, for the record.
         tallies: Counts that are added to the statistics besides those of batchers.
         load_times: Returns how many seconds the models' last loads took, for the record.
+        missed: Called after each beat that could not be written, with the seconds since the first of them.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Heartbeat:
         self.tallies: Sequence[ModelCounts] = ()
         self._usage: ResourceUsage | None = None
         self.load_times: _LoadTimes = dict
+        self.missed: Callable[[float], None] = lambda _: None
         self._draining = False
         self._changed = asyncio.Event()
         self._last_beat_s = self._started_at
@@ -113,6 +115,7 @@ class Heartbeat:
                 outage.over()
             except BrokerUnavailable as error:
                 outage.failed(error.message)
+                self.missed(outage.lasts_s)
             try:
                 async with asyncio.timeout(self._settings.heartbeat_every_s):
                     await self._changed.wait()

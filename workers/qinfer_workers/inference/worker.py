@@ -10,12 +10,13 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import Pending
 from qinfer.core.messages import Failure, InferRequest, Response
-from qinfer.core.retry import OutageLog
+from qinfer.core.retry import PATIENCE_S, OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable, CorruptEntry, InferenceFailed, InvalidRequest, QinferError
 from qinfer.models.catalog import Catalog
@@ -351,15 +352,19 @@ class Worker:
         await serving.batcher.idle()
 
     async def _drain(self, heartbeat: asyncio.Task[None]) -> None:
-        """Finishes executing batches within `drain_s`; another worker reclaims the rest."""
+        """Finishes executing batches within `drain_s`; another worker reclaims the rest.
+
+        Once nothing executes, what is left to do needs Redis, and waits no longer than `PATIENCE_S` for it.
+        """
         self._heartbeat.drains()
         logger.info("draining", extra={"executing": sum(b.executing for b in self._batchers())})
         try:
-            async with asyncio.timeout(self._settings.drain_s):
+            async with asyncio.timeout(self._settings.drain_s) as limit:
                 async with self._exclusive:
                     await self._bulk.pause()
                     await self._quiesce()
                 self._is_quiescing = False
+                self._heartbeat.missed = partial(_cut_short, limit)
                 for model, version in list(self._serving):
                     await self._end_serving(model, version)
                 await self._publisher.settle()
@@ -371,6 +376,15 @@ class Worker:
             logger.error("drain timed out", extra={"executing": sum(b.executing for b in self._batchers())})
         except BrokerUnavailable as error:
             logger.warning("drained without the broker", extra={"reason": error.message})
+        finally:
+            self._heartbeat.missed = lambda _: None
+
+
+def _cut_short(drain: asyncio.Timeout, away_s: float) -> None:
+    """Ends a drain now, if Redis is away for too long."""
+    if away_s >= PATIENCE_S and not drain.expired():
+        logger.warning("drain cut short: nothing executes, and redis is away", extra={"away_s": round(away_s, 1)})
+        drain.reschedule(asyncio.get_running_loop().time())
 
 
 class Taken(NamedTuple):
