@@ -32,6 +32,7 @@ from qinfer.core.settings import (
     RequestSettings,
     Settings,
     StoreSettings,
+    TenantStores,
 )
 from qinfer.observe import logs
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
@@ -117,6 +118,8 @@ def fuzzed_gateway(folder: Path) -> Iterator[FuzzedGateway]:
 
 def settings(folder: Path, broker: str) -> Settings:
     """Returns settings with short times, in which every feature is on that a tenant may use."""
+    everywhere = f"file://{folder}"
+    shared = TenantStores(read=(everywhere,), write=(everywhere,))
     base = settings_of(
         limits={"default_timeout_s": 0.3, "max_timeout_s": 0.3, "max_receiving_bytes": 2**26},
         http={"request_read_timeout_s": 2.0, "max_input_bytes": 2**22},
@@ -126,7 +129,7 @@ def settings(folder: Path, broker: str) -> Settings:
     return base.model_copy(
         update={
             "metrics": MetricsSettings(port=0),
-            "stores": StoreSettings(allow=(f"file://{folder}",)),
+            "stores": StoreSettings(allow=(everywhere,), tenants=dict.fromkeys(SCOPES, shared)),
             "bulk": BulkSettings(broker_url=SecretStr(broker), max_jobs=300, record_ttl_s=60),
             "requests": RequestSettings(
                 default_timeout_s=2,
