@@ -1,11 +1,15 @@
-"""How many rows each record batch of an Arrow file has, of its footer and the batches' headers.
+"""The rows of each record batch of an Arrow file, and the memory that reading one takes, from footer and headers.
 
-pyarrow tells it only by reading the batches whole. The layout is that of Arrow's columnar format: the file ends with a
+pyarrow tells the rows only by reading the batches whole, and allocates what a compressed buffer says it becomes before
+it looks at the buffer. The layout is that of Arrow's columnar format: the file ends with a
 flatbuffer `Footer`, that footer's length and `ARROW1`; each of the footer's blocks points to a flatbuffer `Message`.
 """
 
 import struct
-from typing import BinaryIO
+from collections.abc import Collection, Iterator
+from typing import Any, BinaryIO
+
+import pyarrow as pa
 
 _MAGIC = b"ARROW1"
 TAIL = struct.Struct("<i6s")
@@ -13,9 +17,12 @@ BLOCK = struct.Struct("<qi4xq")  # offset, length of the message's metadata, len
 _CONTINUATION = b"\xff\xff\xff\xff"
 _MAX_FOOTER_BYTES = 256 * 2**20
 
-_FOOTER_BATCHES = 3  # Footer: version, schema, dictionaries, recordBatches
+_FOOTER_DICTIONARIES, _FOOTER_BATCHES = 2, 3  # Footer: version, schema, dictionaries, recordBatches
 _MESSAGE_HEADER = 2  # Message: version, the header's type, the header
-_BATCH_LENGTH = 0  # RecordBatch: length, …
+_BATCH_LENGTH, _BATCH_BUFFERS, _BATCH_COMPRESSION, _BATCH_VARIADIC = 0, 2, 3, 4  # RecordBatch: length, nodes, …
+_DICTIONARY_DATA = 1  # DictionaryBatch: id, data
+_BUFFER = struct.Struct("<qq")  # offset within the body, length
+_LENGTH = struct.Struct("<q")  # before each compressed buffer: the length that it becomes, -1 = it is not compressed
 
 
 def batch_rows(file: BinaryIO) -> tuple[int, ...]:
@@ -28,13 +35,127 @@ def batch_rows(file: BinaryIO) -> tuple[int, ...]:
         ValueError: It is none, or damaged.
     """
     try:
-        return tuple(_length(file, offset, size) for offset, size in _blocks(file))
+        return tuple(_length(file, offset, size) for offset, size in _blocks(file, _FOOTER_BATCHES))
     except (struct.error, IndexError) as error:
         raise ValueError(f"its footer is damaged: {error}") from None
 
 
-def _blocks(file: BinaryIO) -> list[tuple[int, int]]:
-    """Reads where the record batches are."""
+class BatchSizes:
+    """The memory that reading some columns of a file's record batches takes.
+
+    Args:
+        file: A file in Arrow's file format.
+        schema: Its columns.
+        columns: The names of those that are read.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+
+    def __init__(self, file: BinaryIO | Any, schema: pa.Schema, columns: Collection[str]) -> None:
+        self._file, self._schema, self._columns = file, schema, columns
+        try:
+            self._blocks = _blocks(file, _FOOTER_BATCHES)
+            self._dictionaries = sum(_buffer_bytes(file, block) for block in _blocks(file, _FOOTER_DICTIONARIES))
+        except (struct.error, IndexError) as error:
+            raise ValueError(f"its footer is damaged: {error}") from None
+
+    def of(self, number: int) -> int:
+        """Returns the bytes of a record batch's buffers, stored and decompressed, and those of all dictionaries.
+
+        Raises:
+            ValueError: The record batch is damaged.
+        """
+        try:
+            own = _buffer_bytes(self._file, self._blocks[number], (self._schema, self._columns))
+        except (struct.error, IndexError) as error:
+            raise ValueError(f"a record batch's header is damaged: {error}") from None
+        return self._dictionaries + own
+
+
+def _buffer_bytes(
+    file: BinaryIO | Any, block: tuple[int, int], of: tuple[pa.Schema, Collection[str]] | None = None
+) -> int:
+    """Returns the bytes of the buffers of a record batch's columns, or of all of a dictionary's, where `of` is none."""
+    offset, size = block
+    message, table = _header(file, offset, size)
+    if of is None:
+        table = _table(message, table, _DICTIONARY_DATA)
+    field = field_of(message, table, _BATCH_BUFFERS)
+    if not field:
+        return 0
+    vector = field + unsigned(message, field)
+    count = unsigned(message, vector)
+    chosen: Any = range(count) if of is None else _chosen(*of, _variadic(message, table))
+    is_compressed = bool(field_of(message, table, _BATCH_COMPRESSION))
+    total = 0
+    for index in chosen:
+        if index >= count:
+            raise ValueError("a record batch has fewer buffers than its columns need")
+        place, length = _BUFFER.unpack_from(message, vector + 4 + _BUFFER.size * index)
+        if place < 0 or length < 0:
+            raise ValueError("a buffer is outside its record batch")
+        total += length
+        if is_compressed and length:
+            file.seek(offset + size + place)
+            total += max(0, _LENGTH.unpack(file.read(_LENGTH.size))[0])
+    return total
+
+
+def _chosen(schema: pa.Schema, columns: Collection[str], variadic: Iterator[int]) -> Iterator[int]:
+    """Yields the numbers of the buffers of some columns."""
+    first = 0
+    for field in schema:
+        count = _buffers(field.type, variadic)
+        if field.name in columns:
+            yield from range(first, first + count)
+        first += count
+
+
+def _buffers(kind: pa.DataType, variadic: Iterator[int]) -> int:
+    """Returns how many buffers a column of a type has in a record batch.
+
+    Args:
+        kind: The type.
+        variadic: How many buffers of data each column of views has.
+    """
+    if isinstance(kind, pa.BaseExtensionType):
+        return _buffers(kind.storage_type, variadic)
+    if pa.types.is_null(kind):
+        return 0
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return 2 + next(variadic, 0)
+    if pa.types.is_dictionary(kind):
+        return 2
+    own = next((count for is_of, count in _OWN_BUFFERS if is_of(kind)), 2)
+    return own + sum(_buffers(kind.field(child).type, variadic) for child in range(kind.num_fields))
+
+
+_OWN_BUFFERS = (
+    (pa.types.is_run_end_encoded, 0),
+    (pa.types.is_struct, 1),
+    (pa.types.is_fixed_size_list, 1),
+    (lambda kind: pa.types.is_union(kind) and kind.mode == "sparse", 1),
+    (pa.types.is_list_view, 3),
+    (pa.types.is_large_list_view, 3),
+    (pa.types.is_string, 3),
+    (pa.types.is_binary, 3),
+    (pa.types.is_large_string, 3),
+    (pa.types.is_large_binary, 3),
+)
+"""How many buffers columns of a type have beside those of the columns within; others have two."""
+
+
+def _variadic(message: bytes, table: int) -> Iterator[int]:
+    field = field_of(message, table, _BATCH_VARIADIC)
+    if field:
+        vector = field + unsigned(message, field)
+        for index in range(unsigned(message, vector)):
+            yield _LENGTH.unpack_from(message, vector + 4 + _LENGTH.size * index)[0]
+
+
+def _blocks(file: BinaryIO, number: int) -> list[tuple[int, int]]:
+    """Reads where the messages are that a field of the footer lists."""
     end = file.seek(0, 2)
     file.seek(max(0, end - TAIL.size))
     size, magic = TAIL.unpack(file.read(TAIL.size))
@@ -42,7 +163,7 @@ def _blocks(file: BinaryIO) -> list[tuple[int, int]]:
         raise ValueError("it does not end as Arrow's file format does")
     file.seek(end - TAIL.size - size)
     footer = file.read(size)
-    field = field_of(footer, unsigned(footer, 0), _FOOTER_BATCHES)
+    field = field_of(footer, unsigned(footer, 0), number)
     if not field:
         return []
     vector = field + unsigned(footer, field)
@@ -55,18 +176,29 @@ def _blocks(file: BinaryIO) -> list[tuple[int, int]]:
 
 def _length(file: BinaryIO, offset: int, size: int) -> int:
     """Reads a record batch's number of rows."""
+    message, batch = _header(file, offset, size)
+    field = field_of(message, batch, _BATCH_LENGTH)
+    rows = struct.unpack_from("<q", message, field)[0] if field else 0
+    if rows < 0:
+        raise ValueError("a record batch's header is damaged")
+    return int(rows)
+
+
+def _header(file: BinaryIO, offset: int, size: int) -> tuple[bytes, int]:
+    """Reads the flatbuffer of a message; returns it, and where the table of its header is."""
     if not 0 < size <= _MAX_FOOTER_BYTES:
         raise ValueError(f"a record batch's header has {size} bytes")
     file.seek(offset)
     data = file.read(size)
     message = data[8:] if data.startswith(_CONTINUATION) else data[4:]
-    header = field_of(message, unsigned(message, 0), _MESSAGE_HEADER)
-    batch = header + unsigned(message, header)
-    field = field_of(message, batch, _BATCH_LENGTH)
-    rows = struct.unpack_from("<q", message, field)[0] if field else 0
-    if not header or rows < 0:
+    return message, _table(message, unsigned(message, 0), _MESSAGE_HEADER)
+
+
+def _table(message: bytes, table: int, number: int) -> int:
+    field = field_of(message, table, number)
+    if not field:
         raise ValueError("a record batch's header is damaged")
-    return int(rows)
+    return field + unsigned(message, field)
 
 
 def field_of(buffer: bytes, table: int, number: int) -> int:

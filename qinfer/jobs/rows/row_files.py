@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from qinfer.jobs.columns.decoded_sizes import cut
 from qinfer.jobs.columns.schemas import common_type
 from qinfer.jobs.plan import Range
+from qinfer.jobs.rows.arrow_footer import BatchSizes
 from qinfer.jobs.rows.parquet_rows import ParquetGroups
 from qinfer.jobs.rows.source import FileFormat, SourceBroken
 from qinfer.jobs.rows.text_rows import open_text
@@ -95,9 +96,10 @@ class _Parquet:
 
 class _Arrow:
     def __init__(self, content: Any, wanted: pa.Schema, url: str, limits: Limits) -> None:
-        self._content, self._url = content, url
+        self._content, self._url, self._limits = content, url, limits
         there = pa.ipc.open_file(content).schema
         self._columns = _Columns(there, wanted, url, limits.rows_bytes)
+        self._sizes = BatchSizes(content, there, self._columns.wanted.names)
         fields = [there.get_field_index(name) for name in self._columns.wanted.names]
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         self._reader = pa.ipc.open_file(content, options=options)
@@ -105,6 +107,7 @@ class _Arrow:
     def batches(self, wanted: Range) -> Iterator[Rows]:
         if not 0 <= wanted.row_group < self._reader.num_record_batches:
             raise SourceBroken(f"'{self._url}' has no record batch {wanted.row_group}")
+        self._check(wanted.row_group)
         whole = self._reader.get_batch(wanted.row_group)
         whole.validate(full=True)  # or damaged offsets would lead anywhere in memory
         for record in _within(iter([whole]), wanted.first_in_group, wanted.rows, self._url):
@@ -112,6 +115,15 @@ class _Arrow:
 
     def close(self) -> None:
         self._content.close()
+
+    def _check(self, number: int) -> None:
+        size = self._sizes.of(number)
+        if size > self._limits.page_bytes:
+            raise SourceBroken(
+                f"record batch {number} of '{self._url}' and its dictionaries take {size} bytes when they are read, "
+                f"and may take {self._limits.page_bytes}; write record batches of fewer rows, or raise "
+                "QINFER_BULK__MAX_READ_BYTES"
+            )
 
 
 class _Text:

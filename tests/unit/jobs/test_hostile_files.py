@@ -26,6 +26,7 @@ TOO_LARGE = "the row takes more than 11184810 bytes when it is decoded"
 NUMBERS = ("INT64", (1,))
 TEXT = ("BYTES", (1,))
 TEXTS = ("BYTES", (-1,))
+NUMBERS_LIST = ("INT64", (-1,))
 
 
 class Hostile(NamedTuple):
@@ -56,9 +57,9 @@ def parquet(values: pa.Array, **more: Any) -> bytes:
     return sink.getvalue()
 
 
-def arrow(values: pa.Array, codec: str | None = "lz4") -> bytes:
+def arrow(values: pa.Array, codec: str | None = "lz4", **others: pa.Array) -> bytes:
     """Returns an Arrow file of one record batch."""
-    sink, table = io.BytesIO(), pa.table({"x": values, "k": range(len(values))})
+    sink, table = io.BytesIO(), pa.table({"x": values, "k": range(len(values)), **others})
     with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
         writer.write_table(table)
     return sink.getvalue()
@@ -68,6 +69,17 @@ def one_of(*values: Any, count: int, kind: pa.DataType | None = None) -> pa.Dict
     """Returns a dictionary whose values come in turn."""
     numbers = [index % len(values) for index in range(count)]
     return pa.DictionaryArray.from_arrays(pa.array(numbers, pa.int32()), pa.array(values, kind))
+
+
+def lying(data: bytes, length: int) -> bytes:
+    """Returns an Arrow file whose buffers of one length say that they become a terabyte."""
+    return data.replace(struct.pack("<q", length), struct.pack("<q", 2**40))
+
+
+def shared_lists(size: int, count: int) -> pa.Array:
+    """Returns lists that are all the same items."""
+    offsets, sizes = pa.array([0] * count, pa.int32()), pa.array([size] * count, pa.int32())
+    return pa.ListViewArray.from_arrays(offsets, sizes, pa.array(range(size), pa.int64()))
 
 
 def views_of(value: bytes, count: int) -> pa.Array:
@@ -177,6 +189,32 @@ FILES: Mapping[str, Hostile] = {
         100,
     ),
     "Arrow: long values in lists": Hostile("arrow", lambda: arrow(lists_of(one_of(VALUE, count=100), 2)), TEXTS, 50),
+    "Arrow: a buffer that says it becomes a terabyte": Hostile(
+        "arrow", lambda: lying(arrow(pa.array([VALUE])), len(VALUE)), message="record batch 0 of"
+    ),
+    "Arrow: a dictionary that says it becomes a terabyte": Hostile(
+        "arrow", lambda: lying(arrow(one_of(VALUE, count=2)), len(VALUE)), message="record batch 0 of"
+    ),
+    "Arrow: a record batch that is honestly too large": Hostile(
+        "arrow", lambda: arrow(pa.array([b"v" * (70 * MIB)] * 2)), message="write record batches of fewer rows"
+    ),
+    "Arrow: a large column that is not read": Hostile(
+        "arrow", lambda: arrow(pa.array([b"x", b"y"]), other=pa.array([b"v" * (70 * MIB)] * 2)), TEXT, 2
+    ),
+    "Arrow: a run of a list that is too long": Hostile(
+        "arrow",
+        lambda: arrow(
+            lists_of(pa.RunEndEncodedArray.from_arrays(pa.array([2**30], pa.int32()), pa.array([b"a"])), 2**29)
+        ),
+        TEXTS,
+        message="can't be read",
+    ),
+    "Arrow: nulls without end in a list": Hostile(
+        "arrow", lambda: arrow(lists_of(pa.nulls(2**30), 2**29)), TEXTS, 2, 2, TOO_LARGE
+    ),
+    "Arrow: lists that share their items": Hostile(
+        "arrow", lambda: arrow(shared_lists(1_000_000, 100)), NUMBERS_LIST, 100
+    ),
     "Arrow: views of one long value": Hostile("arrow", lambda: arrow(views_of(VALUE, 100)), TEXT, 100),
 }
 
