@@ -275,6 +275,36 @@ def test_a_redis_that_is_killed_keeps_what_was_taken(tmp_path: Path, opened: lis
             one.close()
 
 
+def test_a_full_redis_can_be_emptied(tmp_path: Path, opened: list[Source]) -> None:
+    """It refuses writes that need memory, and to take a message is one."""
+    with RedisServer(redis_6_2(), tmp_path) as server, server.client() as client:
+        client.lpush(LIST, b"text")
+        opened.append(open_source(SourceOptions.model_validate({"url": server.url, "queue": LIST}), 2**20, 1))
+        client.config_set("maxmemory", 1)
+        with pytest.raises(redis.OutOfMemoryError):
+            client.lpush(LIST, b"more")
+        (message,) = received(opened[-1], 1)
+        opened[-1].acknowledge([message.receipt])
+        opened[-1].close()
+
+        assert (message.body, client.keys()) == (b"text", [])
+
+
+@pytest.mark.parametrize("denied", ["zadd", "hset", "rpop"])
+def test_a_command_that_is_denied_costs_no_message(tmp_path: Path, opened: list[Source], denied: str) -> None:
+    """A user that may not do every step takes nothing, and leaves nothing behind but a lease of none."""
+    with RedisServer(redis_6_2(), tmp_path) as server, server.client() as client:
+        client.lpush(LIST, b"text")
+        client.execute_command("ACL", "SETUSER", "default", f"-{denied}")
+        opened.append(open_source(SourceOptions.model_validate({"url": server.url, "queue": LIST}), 2**20, 1))
+        for _ in range(2):
+            with pytest.raises(redis.RedisError, match="(?i)can't run this command|no permissions"):
+                opened[-1].receive(0.01)
+        opened[-1].close()
+
+        assert (client.lrange(LIST, 0, -1), client.exists(f"{LIST}:taken")) == ([b"text"], 0)
+
+
 def test_what_kombu_noted_comes_back_as_the_docs_say(
     client: redis.Redis, url: str, source: Callable[..., Source]
 ) -> None:

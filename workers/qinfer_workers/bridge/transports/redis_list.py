@@ -132,7 +132,8 @@ class ListSource:
         """See `Source.acknowledge`."""
         done = [str(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch]
         if done:
-            with self._redis.pipeline() as pipe:
+            # No transaction: Redis refuses one while it is full. A lease that is left alone is of no message.
+            with self._redis.pipeline(transaction=False) as pipe:
                 pipe.hdel(self._taken, *done)
                 pipe.zrem(self._leases, *done)
                 pipe.execute()

@@ -16,6 +16,9 @@ for index, key in ipairs(KEYS) do
   end
 end
 
+-- A Redis that is full refuses writes that need memory, unless a script has begun to write: it can be emptied, too.
+redis.call('ZREM', leases, nonce)
+
 local function give(id, size, text)
   redis.call('ZADD', leases, ends, id)
   local last = #found
@@ -42,11 +45,20 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0,
 end
 for list = 4, #KEYS do
   while most > 0 and bytes < enough do
-    local text = redis.call('RPOP', KEYS[list])
+    local text = redis.call('LINDEX', KEYS[list], -1)
     if not text then break end
     ids = ids + 1
     local id, size = nonce .. '-' .. ids, #text
-    redis.call('HSET', size > largest and oversized or taken, id, text)
+    local place = size > largest and oversized or taken
+    -- Removed last: a step that Redis refuses, such as for its ACL, must not cost the message.
+    redis.call('ZADD', leases, ends, id)
+    redis.call('HSET', place, id, text)
+    local removed = redis.pcall('RPOP', KEYS[list])
+    if type(removed) == 'table' then
+      redis.call('HDEL', place, id)
+      redis.call('ZREM', leases, id)
+      return removed
+    end
     give(id, size, size <= largest and text)
   end
 end
