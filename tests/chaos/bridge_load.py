@@ -61,13 +61,18 @@ class Ledger:
     predictions: dict[str, set[tuple[str, str, str, bytes]]] = field(default_factory=dict)
 
 
-class _Patient(threading.Thread):
-    """A thread with a connection to RabbitMQ, opened again whenever it breaks."""
+class Patient(threading.Thread):
+    """A thread that begins anew whenever its connection breaks.
 
-    def __init__(self, rabbit: RabbitServer, ledger: Ledger) -> None:
+    Args:
+        ledger: Where it notes what it does.
+        broken: The exceptions that show that the connection is broken.
+    """
+
+    def __init__(self, ledger: Ledger, broken: tuple[type[Exception], ...]) -> None:
         super().__init__(daemon=True)
-        self._rabbit = rabbit
         self._ledger = ledger
+        self._broken = broken
         self._stopping = threading.Event()
         self.failure: BaseException | None = None
 
@@ -79,23 +84,39 @@ class _Patient(threading.Thread):
     def run(self) -> None:
         """Works until it is done, or stopped."""
         while not self._stopping.is_set():
-            connection = Connection(self._rabbit.url, connect_timeout=5.0)
             try:
-                connection.ensure_connection(max_retries=1, interval_start=0)
-                self._work(connection, connection.channel())
-            except _BROKEN:
+                self._work()
+            except self._broken:
                 time.sleep(_PAUSE_S)
             except BaseException as error:
                 self.failure = error
                 raise
-            finally:
-                connection.collect()
 
-    def _work(self, connection: Connection, channel: Any) -> None:
+    def _work(self) -> None:
+        """Works over one connection."""
         raise NotImplementedError
 
 
-class Sender(_Patient):
+class _RabbitClient(Patient):
+    """A client of RabbitMQ."""
+
+    def __init__(self, rabbit: RabbitServer, ledger: Ledger) -> None:
+        super().__init__(ledger, _BROKEN)
+        self._rabbit = rabbit
+
+    def _work(self) -> None:
+        connection = Connection(self._rabbit.url, connect_timeout=5.0)
+        try:
+            connection.ensure_connection(max_retries=1, interval_start=0)
+            self._use(connection, connection.channel())
+        finally:
+            connection.collect()
+
+    def _use(self, connection: Connection, channel: Any) -> None:
+        raise NotImplementedError
+
+
+class Sender(_RabbitClient):
     """Sends messages evenly over some seconds.
 
     Args:
@@ -116,7 +137,7 @@ class Sender(_Patient):
         """Whether the broker has confirmed all of them."""
         return self._next >= self._count
 
-    def _work(self, connection: Connection, channel: Any) -> None:
+    def _use(self, connection: Connection, channel: Any) -> None:
         channel.queue_declare(TASKS, durable=True, auto_delete=False)
         channel.confirm_select()
         tags: set[int] = set()
@@ -147,10 +168,10 @@ class Sender(_Patient):
         self._ledger.sent += 1
 
 
-class Taker(_Patient):
+class Taker(_RabbitClient):
     """Takes all predictions."""
 
-    def _work(self, connection: Connection, channel: Any) -> None:
+    def _use(self, connection: Connection, channel: Any) -> None:
         channel.queue_declare(PREDICTIONS, durable=True, auto_delete=False)
         channel.basic_qos(0, _PREFETCH, False)
         last: list[int] = []
@@ -193,19 +214,20 @@ def left_in(rabbit: RabbitServer) -> dict[str, int]:
         connection.release()
 
 
-def judge(ledger: Ledger, count: int, left: dict[str, int]) -> Verdict:
+def judge(ledger: Ledger, count: int, left: dict[str, int], *, is_correlated: bool) -> Verdict:
     """Counts, and says what is wrong.
 
     Args:
         ledger: What was sent and what came.
         count: How many messages there were.
         left: What is still in the queues.
+        is_correlated: Whether messages have a correlation id.
     """
     problems = [f"{number} messages are left in {queue}" for queue, number in left.items() if number]
     counts: Counter[str] = Counter()
     for number in range(count):
         seen = ledger.predictions.pop(f"m{number}", set())
-        outcome, problem = _judge_one(number, seen)
+        outcome, problem = _judge_one(number, seen, f"c{number}" if is_correlated else "")
         counts[outcome] += 1
         if problem:
             problems.append(f"m{number}: {problem}")
@@ -215,12 +237,12 @@ def judge(ledger: Ledger, count: int, left: dict[str, int]) -> Verdict:
     return Verdict(f"messages={count} {line}; {wire}", problems[:_SHOWN])
 
 
-def _judge_one(number: int, seen: set[tuple[str, str, str, bytes]]) -> tuple[str, str]:
+def _judge_one(number: int, seen: set[tuple[str, str, str, bytes]], expected_id: str) -> tuple[str, str]:
     if not seen:
         return "lost", "has no prediction"
     if len(seen) > 1:
         return "several", f"has {len(seen)} predictions: {sorted(seen)[:3]}"
     _, state, correlation_id, body = next(iter(seen))
-    if (state, correlation_id) != ("succeeded", f"c{number}") or value_of(number, body) != 2.0 * number + 1.0:
+    if (state, correlation_id) != ("succeeded", expected_id) or value_of(number, body) != 2.0 * number + 1.0:
         return "wrong", f"has another prediction: {next(iter(seen))}"
     return "right", ""

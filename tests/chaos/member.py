@@ -22,7 +22,8 @@ class Role(StrEnum):
     BROKER = "broker"
     BULK = "bulk"
     BRIDGE = "bridge"
-    RABBITMQ = "rabbitmq"
+    SOURCE = "source"
+    """The broker that a bridge takes messages from."""
 
 
 MODULES = {

@@ -298,7 +298,7 @@ def test_a_command_that_is_denied_costs_no_message(tmp_path: Path, opened: list[
         client.execute_command("ACL", "SETUSER", "default", f"-{denied}")
         opened.append(open_source(SourceOptions.model_validate({"url": server.url, "queue": LIST}), 2**20, 1))
         for _ in range(2):
-            with pytest.raises(redis.RedisError, match="(?i)can't run this command|no permissions"):
+            with pytest.raises(redis.RedisError, match=r"(?i)can't run this command|no permissions"):
                 opened[-1].receive(0.01)
         opened[-1].close()
 
