@@ -17,6 +17,7 @@ _KNOWN = {"connection_class", "host", "port", "path", "username", "password", "d
 SENTINEL_PORT = 26379
 
 _SENTINEL = "+sentinel"
+_UNREADABLE = "it can't be read; in a password write / as %2F, @ as %40, : as %3A, # as %23 and ? as %3F"
 _TLS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs"}
 
 
@@ -80,7 +81,7 @@ def parse_place(url: str) -> Address | Sentinels:
     Raises:
         SettingsError: See `parse`.
     """
-    parts = urlsplit(url)
+    parts = _split(url)
     return _sentinels(parts) if parts.scheme.endswith(_SENTINEL) else parse(url)
 
 
@@ -91,6 +92,17 @@ def parse(url: str) -> Address:
         SettingsError: It is none, or has an option that is not known.
     """
     return _address(_fields(url))
+
+
+def _split(url: str) -> SplitResult:
+    """Splits a URL; refuses one in which a part of a password would be taken for something else, and be shown."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        _refuse(_UNREADABLE)
+    if "@" in parts.query or parts.fragment or ("@" in parts.path and parts.scheme != "unix"):
+        _refuse(_UNREADABLE)
+    return parts
 
 
 def _sentinels(parts: SplitResult) -> Sentinels:
@@ -115,10 +127,12 @@ def _sentinels(parts: SplitResult) -> Sentinels:
 
 
 def _fields(url: str) -> dict[str, Any]:
+    _split(url)
     try:
         fields: dict[str, Any] = dict(parse_url(url))
-    except ValueError as error:
-        _refuse(str(error))
+    # Its text has what it took for a port, which may be half of a password.
+    except ValueError:
+        _refuse(_UNREADABLE)
     encrypted = fields.get("connection_class") is SSLConnection
     unknown = fields.keys() - _KNOWN - (_TLS if encrypted else set())
     if unknown:

@@ -200,6 +200,27 @@ def test_a_url_of_sentinels_that_is_none_names_the_setting(url: str) -> None:
     assert "secret" not in raised.value.message
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://me:secret/@one:6379/0",
+        "redis://:12/secret@one",
+        "redis://:a?secret=b@one",
+        "redis://:a#secret@one",
+        "redis://:secret@[::1",
+        "unix://:a?secret=b@/tmp/redis.sock",
+        "rediss+sentinel://:12/secret@one/queue",
+        "secret@one:6379",
+    ],
+)
+def test_a_url_whose_password_is_not_encoded_is_refused_without_it(url: str) -> None:
+    """The password would be taken for a port, a path or an option, and be shown as such."""
+    with pytest.raises(SettingsError, match=r"QINFER_REDIS__URL: .*%2F.*expected redis://") as raised:
+        parse_place(url)
+
+    assert "secret" not in raised.value.message
+
+
 @pytest.fixture(scope="module")
 def sentinels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SentinelSetup]:
     setup = SentinelSetup(system_redis(), tmp_path_factory.mktemp("sentinels"))

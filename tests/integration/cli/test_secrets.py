@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from qinfer.cli.local import runfile
 from qinfer.testing import wait_until
 from tests.integration.cli.test_up import clean_environment
 from tests.support.python_models import HEADER, write_model
@@ -129,7 +130,6 @@ def spied(tmp_path: Path, **variables: str) -> Iterator[Spied]:
     """Runs `qinfer up` with secrets and a model that looks for them; yields what the model found."""
     keys = tmp_path / "keys-location-x4vZ.json"
     secrets = SECRETS | {"QINFER_AUTH__KEYS_FILE": str(keys)}
-    keys.write_text(json.dumps([]))
     version = write_model(tmp_path / "models", SPY, name="spy")
     report = tmp_path / "report.json"
     needles = [secret.rpartition("=")[2].strip('"]') for secret in secrets.values()]
@@ -153,12 +153,19 @@ def spied(tmp_path: Path, **variables: str) -> Iterator[Spied]:
             reply = httpx.post(f"{url}/v2/models/spy/infer", json=BODY, timeout=WITHIN_S, trust_env=False)
             assert reply.status_code == 200, reply.text
             yield Spied(json.loads(report.read_text()), up)
-            shown = httpx.get(f"{url}/metrics", timeout=WITHIN_S, trust_env=False).text
+            shown = {"metrics": httpx.get(f"{url}/metrics", timeout=WITHIN_S, trust_env=False).text}
+            shown["run file"] = (tmp_path / "data" / runfile.NAME).read_text()
+            for words in (["doctor"], ["status", "--data-dir", str(tmp_path / "data")]):
+                command = [sys.executable, "-m", "qinfer.cli.main", *words]
+                told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                shown[words[0]] = told.stdout + told.stderr
         finally:
             process.terminate()
             process.wait(WITHIN_S)
-    for name, text in (("log", log.read_text()), ("metrics", shown)):
-        assert not [needle for needle in needles if needle in text], name
+    shown["log"] = log.read_text()
+    assert all(shown.values())
+    for place, text in shown.items():
+        assert not [needle for needle in needles if needle in text], place
 
 
 def test_a_model_finds_no_secret_in_any_process(tmp_path: Path) -> None:
