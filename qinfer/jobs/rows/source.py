@@ -146,18 +146,37 @@ def read_footer(
     try:
         with store_for(file.url).open(file.url, sequential=format_ in ("csv", "jsonl") and not columns_only) as content:
             if format_ == "parquet":
-                return _parquet(content)
-            if format_ == "arrow":
-                return _arrow(content, file, columns_only=columns_only)
-            if columns_only:
+                footer = _parquet(content)
+            elif format_ == "arrow":
+                footer = _arrow(content, file, columns_only=columns_only)
+            elif columns_only:
                 footer = Footer(text_rows.text_schema(content, format_, types), 0, None)
             else:
                 footer = Footer(*text_rows.read_through(content, format_, types), None)
+        _read_names(footer.schema)
     except (pa.ArrowException, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
         raise InvalidRequest(f"'{file.url}' can't be read as {format_}; is it damaged or cut off? {reason}") from None
-    check_key(footer.schema, types, file.url)
+    if format_ in ("csv", "jsonl"):
+        check_key(footer.schema, types, file.url)
     return footer
+
+
+def _read_names(schema: pa.Schema) -> None:
+    """Reads the names of columns and of the fields within them, which pyarrow decodes no sooner.
+
+    Raises:
+        ValueError: One is no UTF-8.
+    """
+    types = [pa.struct(list(schema))]
+    while types:
+        found = types.pop()
+        if pa.types.is_dictionary(found):
+            types.append(found.value_type)
+        for number in range(found.num_fields):
+            field = found.field(number)
+            field.name  # noqa: B018  it raises
+            types.append(field.type)
 
 
 def _parquet(content: BinaryIO) -> Footer:

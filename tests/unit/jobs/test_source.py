@@ -11,6 +11,7 @@ import pytest
 from qinfer.errors import InvalidRequest, StoreUnavailable
 from qinfer.jobs.rows.source import FileFormat, Footer, find_files, format_of, read_footer
 from qinfer.storage.open import store_for
+from tests.support.jobs.bulk_data import write
 
 TABLE = pa.table({"id": [1, 2, 3, 4, 5], "x": [0.5, None, 1.5, 2.5, 3.5], "v": [[1.0], None, [2.0, 3.0], [], [4.0]]})
 NESTED = pa.table(
@@ -235,7 +236,14 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "good.parquet")
     pa.feather.write_feather(TABLE, str(tmp_path / "good.arrow"))
     parquet, arrow = (tmp_path / "good.parquet").read_bytes(), (tmp_path / "good.arrow").read_bytes()
+    write(tmp_path / "top.arrow", pa.table({"a name": [1]}))
+    write(tmp_path / "nested.arrow", pa.table({"a": [{"a name": 1}]}))
+    top, nested = (
+        (tmp_path / f"{name}.arrow").read_bytes().replace(b"a name", b"a\xffname") for name in ("top", "nested")
+    )
     cases: list[tuple[FileFormat, bytes, str]] = [
+        ("arrow", top, r"can't be read as arrow.* can't decode byte 0xff"),
+        ("arrow", nested, r"can't be read as arrow.* can't decode byte 0xff"),
         ("parquet", b"", r"is empty, without even the footer of parquet files"),
         ("arrow", b"", r"is empty, without even the footer of arrow files"),
         ("parquet", parquet[:-10], r"can't be read as parquet; is it damaged or cut off\?"),
