@@ -8,6 +8,8 @@ remembers what the first of them was checked for and how it was laid out.
 A request is laid out with its tensors within its entry, or beside the stream where they are large. What is not tensors
 (ids, names, parameters) is always in the entry, and bounded: a lane holds so many entries.
 
+A request for a version that no live worker has loaded waits in its lane for `Served.wait_s`, and is withdrawn then.
+
 A full lane, and a deadline or queue timeout that can't be met, are refused. `judge` decides, and is pure; its texts and
 codes are Triton's where Triton has the case (reference §3.3), and `Retry-After` tells when it is worth trying again, as
 far as is known. A lane's depth (`Backlog`) is what the broker says every `POLL_S` seconds, less what of it was this
