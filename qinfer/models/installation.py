@@ -72,7 +72,7 @@ def loss(before: Snapshot, now: Snapshot) -> Loss | None:
         now: The present one.
 
     Returns:
-        What is gone; `None` = nothing.
+        What is gone; `None` = nothing, or settings alone: the first may have been changed just before a failover.
     """
     if not before.installation or is_claimed(before.installation):
         return None
@@ -84,7 +84,7 @@ def loss(before: Snapshot, now: Snapshot) -> Loss | None:
         configs=tuple(sorted((before.stored.keys() - now.stored.keys()).intersection({*now.desired, *wishes}))),
         settings=_gone(before.settings, now.settings, is_other=is_other),
     )
-    return found if is_other or found.wishes or found.configs or found.settings else None
+    return found if is_other or found.wishes or found.configs else None
 
 
 def _gone(before: Mapping[str, object], now: Mapping[str, object], *, is_other: bool) -> tuple[str, ...]:
@@ -112,10 +112,10 @@ def is_gone(before: Snapshot, now: Snapshot) -> bool:
 
 
 async def refuse_lost(store: ControlStore) -> None:
-    """Refuses to believe that something was never there, or was removed, while Redis lacks what it had.
+    """Raises an error while Redis lacks its data: what is missing then was not removed.
 
     Raises:
-        BrokerUnavailable: It does, until a gateway has written it again; or the store can't be reached.
+        BrokerUnavailable: A gateway has yet to write it again; or the store can't be reached.
     """
     installation = await store.installation()
     if not installation or is_claimed(installation):
@@ -198,7 +198,7 @@ class Guard:
         wishes = await self._store.wished() if found.wishes else set()
         configs = [name for name in found.configs if not await self._store.has_model(name)]
         kept = replace(found, wishes=() if wishes else found.wishes, configs=tuple(configs))
-        return kept if kept.wishes or kept.configs or kept.settings else None
+        return kept if kept.wishes or kept.configs else None
 
     def _tell(self, found: Loss) -> None:
         """Logs a loss, once: it may take several looks until all is there again."""

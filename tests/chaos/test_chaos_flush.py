@@ -28,7 +28,7 @@ SECONDS = float(os.environ.get("CHAOS_SECONDS", "24")) / 10
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 RECOVERED_WITHIN_S = 30.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(SECONDS * 10 + 300)]
+pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(SECONDS * 10 + 300)]
 
 
 async def flush(cluster: Cluster) -> None:

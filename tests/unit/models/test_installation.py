@@ -224,8 +224,11 @@ async def test_who_restores_nothing_keeps_its_view(gateway: Gateway, caplog: pyt
 async def test_a_failover_to_an_older_replica_is_no_loss(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     """It has the id, and lacks what was written last."""
     await gateway.write("a", "b")
+    await gateway.store.put_setting("logging/log_info", "false")
+    await gateway.catalog.refresh()
     installation = await gateway.store.installation()
     await gateway.store.client.hdel(keys.desired(), "b")
+    await gateway.store.client.delete(keys.settings())
 
     await gateway.catalog.refresh()
 
