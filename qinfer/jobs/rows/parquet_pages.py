@@ -8,7 +8,7 @@ footers are Thrift structures in the compact protocol
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow.parquet as pq
@@ -35,6 +35,7 @@ _DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
 _TYPE, _DECOMPRESSED, _COMPRESSED = 1, 2, 3  # fields of PageHeader
 _HEADERS = {_DATA_PAGE: 5, _DICTIONARY_PAGE: 7, _DATA_PAGE_V2: 8}
 _VALUES = 1  # of all three
+_LEVELS_BYTES = 6  # of DataPageHeaderV2: repetition_levels_byte_length
 _ENCODINGS = {_DATA_PAGE: 2, _DICTIONARY_PAGE: 2, _DATA_PAGE_V2: 4}
 _PLAIN_DICTIONARY, _DELTA_BYTE_ARRAY, _RLE_DICTIONARY = 2, 7, 8
 
@@ -154,7 +155,7 @@ class _Items:
         while head := data[at]:
             at += 1
             if not head >> 4:
-                _, at = _varint(data, at)
+                _, at = varint(data, at)
             at = self._of_value(at, head & 15, depth)
         return at + 1
 
@@ -164,13 +165,29 @@ class _Items:
         if kind not in (_LIST, _SET) or depth >= _MAX_DEPTH:
             return _value(self._data, at, kind, 0)[1]
         head = self._data[at]
-        count, at = (head >> 4, at + 1) if head >> 4 < _LONG_LIST else _varint(self._data, at + 1)
+        count, at = (head >> 4, at + 1) if head >> 4 < _LONG_LIST else varint(self._data, at + 1)
         self._left_bytes -= count * (_ITEM_BYTES[depth] if depth < len(_ITEM_BYTES) else _INNER_ITEM_BYTES)
         if self._left_bytes < 0:
             raise ValueError("its footer takes too much memory; write fewer row groups, or files of fewer columns")
         for _ in range(count):
             at = at + 1 if head & 15 in (_TRUE, _FALSE) else self._of_value(at, head & 15, depth + 1)
         return at
+
+
+class PageData(NamedTuple):
+    """A data page.
+
+    Attributes:
+        data: What is stored of it.
+        decompressed_bytes: The size that it becomes.
+        values: How many values it has, nulls included.
+        levels_bytes: The size of its repetition levels, which come first; -1 = their size comes before them.
+    """
+
+    data: bytes
+    decompressed_bytes: int
+    values: int
+    levels_bytes: int
 
 
 def read_pages(read_at: ReadAt, chunk: Any) -> ChunkPages:
@@ -184,15 +201,34 @@ def read_pages(read_at: ReadAt, chunk: Any) -> ChunkPages:
         ValueError: A header is damaged, or a size in it can't be.
         OSError: The file can't be read.
     """
+    found = ChunkPages()
+    for header, _ in _headers(read_at, chunk):
+        found = found.with_page(header)
+    return found
+
+
+def data_pages(read_at: ReadAt, chunk: Any) -> Iterator[PageData]:
+    """Reads the data pages of a column chunk whose headers were read before (`read_pages`)."""
+    for header, place in _headers(read_at, chunk):
+        kind = header[_TYPE]
+        if kind in (_DATA_PAGE, _DATA_PAGE_V2):
+            own = header[_HEADERS[kind]]
+            levels_bytes = own.get(_LEVELS_BYTES, 0) if kind == _DATA_PAGE_V2 else -1
+            data = bytes(read_at(header[_COMPRESSED], place))
+            yield PageData(data, header[_DECOMPRESSED], own[_VALUES], levels_bytes)
+
+
+def _headers(read_at: ReadAt, chunk: Any) -> Iterator[tuple[dict[int, Any], int]]:
+    """Reads the page headers of a column chunk: the fields of each, and where its data begins."""
     place = chunk.data_page_offset
     if chunk.dictionary_page_offset and 0 < chunk.dictionary_page_offset < place:
         place = chunk.dictionary_page_offset
-    end = place + chunk.total_compressed_size + _PADDING_BYTES
-    found, count = ChunkPages(), 0
-    while found.values < chunk.num_values and place < end - _PADDING_BYTES:
+    end = place + chunk.total_compressed_size
+    values = count = 0
+    while values < chunk.num_values and place < end:
         header, size = _header(read_at, place)
         stored, decompressed = header.get(_COMPRESSED, -1), header.get(_DECOMPRESSED, -1)
-        if not (isinstance(stored, int) and 0 <= stored <= end - place - size):
+        if not (isinstance(stored, int) and 0 <= stored <= end + _PADDING_BYTES - place - size):
             raise ValueError(f"a page's header says that it has {stored!r} bytes, more than its column chunk")
         if not (isinstance(decompressed, int) and 0 <= decompressed <= chunk.total_uncompressed_size):
             raise ValueError(
@@ -202,9 +238,11 @@ def read_pages(read_at: ReadAt, chunk: Any) -> ChunkPages:
         count += 1
         if count > MAX_PAGES:
             raise ValueError(f"a column chunk has more than {MAX_PAGES} pages; write larger ones")
-        found = found.with_page(header)
+        yield header, place + size
+        kind = header.get(_TYPE)
+        if kind in (_DATA_PAGE, _DATA_PAGE_V2):
+            values += header[_HEADERS[kind]][_VALUES]
         place += size + stored
-    return found
 
 
 def _header(read_at: ReadAt, place: int) -> tuple[dict[int, Any], int]:
@@ -234,7 +272,7 @@ def _structure(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
         if head >> 4:
             number += head >> 4
         else:
-            coded, at = _varint(data, at)
+            coded, at = varint(data, at)
             number = coded >> 1 ^ -(coded & 1)
         found[number], at = _value(data, at, head & 15, depth)
     return found, at + 1
@@ -243,14 +281,14 @@ def _structure(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
 def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
     """Reads a value of a field; returns it, `None` for what no header is asked for, and where it ends."""
     if kind in _INTEGERS:
-        coded, at = _varint(data, at)
+        coded, at = varint(data, at)
         return coded >> 1 ^ -(coded & 1), at
     if kind in (_TRUE, _FALSE):
         return kind == _TRUE, at
     if kind == _STRUCT and depth:
         return _structure(data, at, depth - 1)
     if kind == _BINARY:
-        size, at = _varint(data, at)
+        size, at = varint(data, at)
         return None, _within(data, at + size)
     if kind in (_BYTE, _DOUBLE):
         return None, _within(data, at + (1 if kind == _BYTE else 8))
@@ -261,7 +299,7 @@ def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
 
 def _after_list(data: bytes, at: int, depth: int) -> int:
     head = data[at]
-    count, at = (head >> 4, at + 1) if head >> 4 < _LONG_LIST else _varint(data, at + 1)
+    count, at = (head >> 4, at + 1) if head >> 4 < _LONG_LIST else varint(data, at + 1)
     for _ in range(count):
         # In a list a boolean is a byte.
         at = _within(data, at + 1) if head & 15 in (_TRUE, _FALSE) else _value(data, at, head & 15, depth)[1]
@@ -274,8 +312,13 @@ def _within(data: bytes, at: int) -> int:
     return at
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Reads a number of seven bits a byte, the lowest first; returns it, and where it ends."""
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """Reads a number of seven bits a byte, the lowest first; returns it, and where it ends.
+
+    Raises:
+        IndexError: It is cut off.
+        ValueError: It has more than 64 bits.
+    """
     number = shift = 0
     while (byte := data[at]) & 0x80:
         number |= (byte & 0x7F) << shift

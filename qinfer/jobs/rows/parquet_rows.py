@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from qinfer.jobs.plan import Range
-from qinfer.jobs.rows.parquet_pages import ChunkPages, ReadAt, read_metadata, read_pages
+from qinfer.jobs.rows.parquet_levels import RowLengths
+from qinfer.jobs.rows.parquet_pages import ChunkPages, ReadAt, data_pages, read_metadata, read_pages
 from qinfer.jobs.rows.source import SourceBroken
 
 _MOST_ROWS = 65_536  # are decoded at a time
@@ -46,18 +47,20 @@ class _Leaf(NamedTuple):
         path: Its path in the schema.
         kind: Its physical type.
         width: The bytes of each of its values; 0 = they differ.
-        is_repeated: Whether a row may have several values.
+        max_level: Its highest repetition level; 0 = each row has one value.
         pages: What its page headers say.
         longest_bytes: The bytes of the longest value in its dictionary; 0 = there is none, or values are short.
+        longest_row: The most values that a row has; 0 = as many as others.
         is_distinct: Whether no value is in its dictionary twice, which indices of pyarrow can't express.
     """
 
     path: str
     kind: str
     width: int
-    is_repeated: bool
+    max_level: int
     pages: ChunkPages
     longest_bytes: int = 0
+    longest_row: int = 0
     is_distinct: bool = True
 
     @property
@@ -65,10 +68,17 @@ class _Leaf(NamedTuple):
         """Whether its values are byte arrays that may come from a dictionary."""
         return self.kind == "BYTE_ARRAY" and self.pages.has_indices
 
-    def row_bytes(self, rows: int, *, as_indices: bool) -> float:
-        """Returns the bytes of a row, at most; where rows have several values, on average."""
+    def value_bytes(self, *, as_indices: bool) -> float:
+        """Returns the bytes of a value, at most, with its levels."""
         each = self.width or max(self.pages.value_bytes, 0 if as_indices else self.longest_bytes) + _LEVELS_BYTES
-        return (each + _LEVELS_BYTES) * (max(self.pages.values / max(rows, 1), 1.0) if self.is_repeated else 1.0)
+        return each + _LEVELS_BYTES
+
+    def row_bytes(self, rows: int, *, as_indices: bool) -> float:
+        """Returns the bytes of a row, at most; where rows have several values and all take little, on average."""
+        if not self.max_level:
+            return self.value_bytes(as_indices=as_indices)
+        values = self.longest_row or max(self.pages.values / max(rows, 1), 1.0)
+        return self.value_bytes(as_indices=as_indices) * values
 
     def held_bytes(self, *, as_indices: bool) -> int:
         """Returns what a decoder holds: a page, and a dictionary as it is stored and as it is used."""
@@ -163,6 +173,10 @@ class ParquetGroups:
                 "write each value once, or without a dictionary"
             )
         self._check_held(sum(leaf.held_bytes(as_indices=leaf.path in long) for leaf in measured))
+        measured = [
+            self._with_longest_row(leaf, number, group, as_indices=leaf.path in long)
+            for number, leaf in zip(self._leaves, measured, strict=True)
+        ]
         row_bytes = sum(leaf.row_bytes(rows, as_indices=leaf.path in long) for leaf in measured)
         return _Reading(int(max(1, min(most, self._rows_bytes // max(1.0, row_bytes)))), tuple(long))
 
@@ -182,7 +196,7 @@ class ParquetGroups:
             column, chunk = self._metadata.schema.column(number), whole.column(number)
             kind = column.physical_type
             width = column.length if kind == "FIXED_LEN_BYTE_ARRAY" else _WIDTHS.get(kind, 0)
-            return _Leaf(column.path, kind, width, column.max_repetition_level > 0, read_pages(read_at, chunk))
+            return _Leaf(column.path, kind, width, column.max_repetition_level, read_pages(read_at, chunk))
 
         if not self._far:
             return [leaf_of(number) for number in self._leaves]
@@ -192,7 +206,7 @@ class ParquetGroups:
     def _with_longest(self, leaf: _Leaf, group: int, rows: int, most: int) -> _Leaf:
         """Returns a leaf with what its dictionary has; a small dictionary is not looked at."""
         pages = leaf.pages
-        count = pages.values if leaf.is_repeated else min(rows, most)
+        count = pages.values if leaf.max_level else min(rows, most)
         if not leaf.is_text or count * pages.dictionary_bytes <= self._rows_bytes:
             return leaf._replace(longest_bytes=pages.dictionary_bytes if leaf.is_text else 0)
         self._check_held(leaf.held_bytes(as_indices=True))
@@ -201,6 +215,26 @@ class ParquetGroups:
             return leaf._replace(longest_bytes=pages.dictionary_bytes)
         longest = pc.max(pc.binary_length(values)).as_py() or 0
         return leaf._replace(longest_bytes=longest, is_distinct=len(values) >= pages.dictionary_values)
+
+    def _with_longest_row(self, leaf: _Leaf, number: int, group: int, *, as_indices: bool) -> _Leaf:
+        """Returns a leaf of lists with the length of the longest; short column chunks are not looked at.
+
+        Raises:
+            SourceBroken: A row has too many values to be read.
+        """
+        each = leaf.value_bytes(as_indices=as_indices)
+        if not leaf.max_level or each * leaf.pages.values <= self._page_bytes / 2:
+            return leaf
+        chunk = self._metadata.row_group(group).column(number)
+        lengths = RowLengths(leaf.max_level)
+        for page in data_pages(_read_at(self._content), chunk):
+            lengths.add(page, chunk.compression)
+            if lengths.longest * each > self._page_bytes:
+                raise SourceBroken(
+                    f"a row of '{self._url}' has {lengths.longest} values or more in column '{leaf.path}', which take "
+                    f"more than {self._page_bytes} bytes; write shorter lists, or raise QINFER_BULK__MAX_READ_BYTES"
+                )
+        return leaf._replace(longest_row=lengths.longest)
 
     def _dictionary_of(self, leaf: _Leaf, group: int) -> pa.Array | None:
         """Reads the dictionary of a leaf, which comes with its first value."""

@@ -100,6 +100,20 @@ def repeated(*values: bytes, indices: bytes, rows: int) -> bytes:
     return texts(dictionary, raw.Page(indices, rows, raw.RLE_DICTIONARY), rows=rows)
 
 
+def number_lists(*runs: tuple[int, int], rows: int) -> bytes:
+    """Returns a Parquet file of lists of zeros; runs are those of its repetition levels."""
+    count = sum(length for length, _ in runs)
+    dictionary = raw.Page(bytes(8), 1, kind=raw.DICTIONARY_PAGE)
+    page = raw.Page(raw.levels(*runs) + raw.levels((count, 1)) + raw.run(count, 0), count, raw.RLE_DICTIONARY)
+    return raw.parquet(rows, raw.lists("x", raw.INT64, [dictionary, page]))
+
+
+def prefixed(value: bytes, count: int) -> bytes:
+    """Returns texts that are all the same, in the encoding DELTA_BYTE_ARRAY."""
+    prefixes, suffixes = [0] + [len(value)] * (count - 1), [len(value)] + [0] * (count - 1)
+    return raw.delta(prefixes) + raw.delta(suffixes) + value
+
+
 def column_chunks(groups: int, columns: int) -> bytes:
     """Returns a Parquet file that has little but a footer."""
     chunk = raw.thrift({2: (raw.I64, 0)})
@@ -168,6 +182,26 @@ FILES: Mapping[str, Hostile] = {
         ),
         NUMBERS,
         300_000,
+    ),
+    "Parquet: one list of a hundred million numbers": Hostile(
+        "parquet",
+        lambda: number_lists((1, 0), (100_000_000 - 1, 1), rows=1),
+        NUMBERS_LIST,
+        message="which take more than 134217728 bytes",
+    ),
+    "Parquet: a long list behind many short ones": Hostile(
+        "parquet",
+        lambda: number_lists((1_000, 0), (6_000_000, 1), rows=1_000),
+        NUMBERS_LIST,
+        1_000,
+        1,
+        TOO_LARGE,
+    ),
+    "Parquet: lists of numbers in runs": Hostile(
+        "parquet", lambda: number_lists(*[(1, 0), (99_999, 1)] * 200, rows=200), NUMBERS_LIST, 200
+    ),
+    "Parquet: texts that each begin with the one before": Hostile(
+        "parquet", lambda: texts(raw.Page(prefixed(VALUE, 100), 100, raw.DELTA_BYTE_ARRAY), rows=100), TEXT, 100
     ),
     "Parquet: a footer that is larger than the file": Hostile(
         "parquet", lambda: b"PAR1" + b"\xff\xff\xff\x7fPAR1", message="can't be read as parquet"

@@ -1,0 +1,117 @@
+"""The longest row of a column of lists in a Parquet file, by the repetition levels of its pages.
+
+A page's header tells how many values the page has, not whose they are: one row may have those of a whole column chunk.
+A row begins where the repetition level is 0. Levels are runs and bit-packed groups
+(https://parquet.apache.org/docs/file-format/data-pages/encodings/#RLE).
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from qinfer.jobs.columns.row_errors import Mask
+from qinfer.jobs.rows.parquet_pages import PageData, varint
+
+_LENGTH = struct.Struct("<I")
+_BIG_LENGTHS = struct.Struct(">II")  # of a block of Hadoop's LZ4: decompressed, compressed
+
+
+class RowLengths:
+    """Follows the values of rows through the pages of a column chunk.
+
+    Args:
+        max_level: The highest repetition level of the column.
+
+    Attributes:
+        longest: The most values that a row has, so far.
+    """
+
+    def __init__(self, max_level: int) -> None:
+        self.longest = 0
+        self._bits = max_level.bit_length()
+        self._current = 0
+
+    def add(self, page: PageData, codec: str) -> None:
+        """Takes the next data page.
+
+        Args:
+            page: The page.
+            codec: How it is compressed, as Parquet names it.
+
+        Raises:
+            ValueError, IndexError, struct.error: The page is damaged.
+            pyarrow.ArrowException, OSError: It can't be decompressed.
+        """
+        left = page.values
+        for levels, values in _runs(_levels_of(page, codec), self._bits):
+            count = min(values, left)
+            if isinstance(levels, int):
+                self._add_run(levels, count)
+            else:
+                self._add_group(levels[:count])
+            left -= count
+            if not left:
+                return
+        if left:
+            raise ValueError("a page has fewer repetition levels than values")
+
+    def _add_run(self, level: int, count: int) -> None:
+        self._current = self._current + count if level else 1
+        self.longest = max(self.longest, self._current)
+
+    def _add_group(self, levels: Mask) -> None:
+        begins = np.flatnonzero(~levels)
+        if not len(begins):
+            self._add_run(1, len(levels))
+            return
+        within = int(np.diff(begins).max()) if len(begins) > 1 else 0
+        last = len(levels) - int(begins[-1])
+        self.longest = max(self.longest, self._current + int(begins[0]), within, last)
+        self._current = last
+
+
+def _levels_of(page: PageData, codec: str) -> bytes:
+    """Returns the encoded repetition levels of a data page."""
+    if page.levels_bytes >= 0:  # version 2 has them first, and does not compress them
+        return page.data[: page.levels_bytes]
+    data = _decompressed(page, codec)
+    size = _LENGTH.unpack_from(data)[0]
+    return data[_LENGTH.size : _LENGTH.size + size]
+
+
+def _decompressed(page: PageData, codec: str) -> bytes:
+    if codec == "UNCOMPRESSED":
+        return page.data
+    if codec != "LZ4":
+        found: bytes = pa.decompress(page.data, page.decompressed_bytes, codec=codec.lower(), asbytes=True)
+        return found
+    try:
+        raw: bytes = pa.decompress(page.data, page.decompressed_bytes, codec="lz4_raw", asbytes=True)
+        return raw
+    except (pa.ArrowException, OSError):
+        size, _ = _BIG_LENGTHS.unpack_from(page.data)
+        if size > page.decompressed_bytes:
+            raise ValueError("a page's first block is larger than the page") from None
+        block = page.data[_BIG_LENGTHS.size :]
+        first: bytes = pa.decompress(block, size, codec="lz4_raw", asbytes=True)
+        return first
+
+
+def _runs(data: bytes, bits: int) -> Iterator[tuple[Any, int]]:
+    """Yields runs: a level, or for each of several whether it is not 0, and how many values they are for."""
+    at, width = 0, (bits + 7) // 8
+    while at < len(data):
+        head, at = varint(data, at)
+        if not head & 1:
+            yield int.from_bytes(data[at : at + width], "little"), head >> 1
+            at += width
+            continue
+        size = (head >> 1) * bits
+        packed = np.frombuffer(data, np.uint8, count=min(size, len(data) - at), offset=at)
+        flags = np.unpackbits(packed, bitorder="little")
+        levels: Mask = np.any(flags[: len(flags) // bits * bits].reshape(-1, bits), axis=1)
+        yield levels, len(levels)
+        at += size
