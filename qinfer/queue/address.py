@@ -4,6 +4,7 @@
 parser reads the URL, so that `wire` and the clients of redis-py understand the same one.
 """
 
+import logging
 import ssl
 from typing import Any, NoReturn
 from urllib.parse import SplitResult, urlsplit
@@ -13,12 +14,15 @@ from redis.asyncio.connection import SSLConnection, parse_url
 
 from qinfer.errors import SettingsError
 
+logger = logging.getLogger(__name__)
+
 _KNOWN = {"connection_class", "host", "port", "path", "username", "password", "db"}
 SENTINEL_PORT = 26379
 
 _SENTINEL = "+sentinel"
 _UNREADABLE = "it can't be read; in a password write / as %2F, @ as %40, : as %3A, # as %23 and ? as %3F"
-_TLS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs"}
+_FILES = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
+_TLS = _FILES | {"ssl_check_hostname", "ssl_cert_reqs"}
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -40,7 +44,7 @@ class Address(msgspec.Struct, frozen=True):
     db: int = 0
     username: str = ""
     password: str = ""
-    tls: ssl.SSLContext | None = None
+    tls: "Tls | None" = None
 
     def __repr__(self) -> str:
         """Names the place without the credentials; for logs."""
@@ -148,17 +152,52 @@ def _address(fields: dict[str, Any]) -> Address:
         db=fields.get("db", 0),
         username=fields.get("username", ""),
         password=fields.get("password", ""),
-        tls=_context(fields) if fields.get("connection_class") is SSLConnection else None,
+        tls=_tls(fields) if fields.get("connection_class") is SSLConnection else None,
     )
 
 
-def _context(fields: dict[str, Any]) -> ssl.SSLContext:
+class Tls:
+    """The encryption of connections to a node, with its files as they are when a connection is made.
+
+    Args:
+        fields: The options of the URL, as redis-py names them.
+
+    Raises:
+        OSError: A file can't be read.
+    """
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+        self._has_files = not fields.keys().isdisjoint(_FILES)
+        self._context = _context(fields)
+
+    def context(self) -> ssl.SSLContext:
+        """Returns the context of a new connection: the last one, with an ERROR, where a file can't be read now."""
+        if self._has_files:
+            try:
+                self._context = _context(self._fields)
+            except OSError as error:
+                log_unreadable(error)
+        return self._context
+
+
+def log_unreadable(error: OSError) -> None:
+    """Logs that a file of TLS can't be read any more."""
+    reason = error.strerror or str(error)
+    logger.error("a TLS file of Redis can't be read; the one before is used", extra={"reason": reason})
+
+
+def _tls(fields: dict[str, Any]) -> Tls:
     try:
-        context = ssl.create_default_context(cafile=fields.get("ssl_ca_certs"))
-        if "ssl_certfile" in fields:
-            context.load_cert_chain(fields["ssl_certfile"], fields.get("ssl_keyfile"))
+        return Tls(fields)
     except OSError as error:  # ssl.SSLError is one
         _refuse(f"a TLS file can't be read: {error}")
+
+
+def _context(fields: dict[str, Any]) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=fields.get("ssl_ca_certs"))
+    if "ssl_certfile" in fields:
+        context.load_cert_chain(fields["ssl_certfile"], fields.get("ssl_keyfile"))
     context.check_hostname = fields.get("ssl_check_hostname", True)
     if fields.get("ssl_cert_reqs", "required") == "none":
         context.check_hostname = False

@@ -3,7 +3,9 @@
 They read the same URL as `Router`: one node, a cluster, or Sentinels that know where the primary is.
 """
 
-from typing import TYPE_CHECKING, Any, Self
+import asyncio
+import ssl
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import msgspec
 import redis
@@ -13,7 +15,7 @@ import redis.sentinel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from qinfer.queue.address import Sentinels, parse_place
+from qinfer.queue.address import Sentinels, log_unreadable, parse_place
 
 if TYPE_CHECKING:  # the renewer of a worker's leases imports this module, and must stay small
     from qinfer.core.settings import RedisSettings
@@ -50,6 +52,7 @@ def admin_client(settings: "RedisSettings") -> "redis.asyncio.Redis | redis.asyn
     """
     longest_s = settings.command_timeout_s + _LONGEST_ADMIN_BLOCK_S  # redis-py 8 would cut reads off after 5 s
     client: redis.asyncio.Redis = _client(redis.asyncio, _AsyncPrimary, Login.of(settings), longest_s)
+    _have_files_read(client)
     return client
 
 
@@ -62,6 +65,49 @@ def blocking_client(login: Login) -> "redis.Redis | redis.RedisCluster":
     retry = Retry(NoBackoff(), 1)  # a pooled connection may have died since the last renewal
     client: redis.Redis = _client(redis, _Primary, login, login.command_timeout_s, retry=retry)
     return client
+
+
+class _ReadsFiles:
+    """A TLS connection of redis-py's asynchronous family that reads its files each time it connects.
+
+    redis-py would keep them as they were the first time; its other family does not.
+
+    Attributes:
+        last: The context of the client's newest connection; each client has a class of its own.
+    """
+
+    last: ClassVar[ssl.SSLContext | None] = None
+
+    async def connect(self) -> None:
+        connection, kind = cast(Any, self), type(self)
+        if not connection.is_connected:
+            files = connection.ssl_context
+            files.context = None
+            try:
+                kind.last = await asyncio.to_thread(files.get)
+            except OSError as error:
+                if kind.last is None:
+                    reason = error.strerror or str(error)
+                    raise redis.ConnectionError(f"a TLS file of Redis can't be read: {reason}") from None
+                files.context = kind.last
+                log_unreadable(error)
+        await super().connect()  # type: ignore[misc]  # that of the class that it is mixed into
+
+
+def _have_files_read(client: Any) -> None:
+    """Replaces the class of a client's connections, where they are encrypted."""
+    if isinstance(client, redis.asyncio.RedisCluster):
+        client.connection_kwargs["connection_class"] = _reading(client.connection_kwargs["connection_class"])
+        places: list[Any] = list(client.nodes_manager.startup_nodes.values())
+    else:
+        asked = getattr(client.connection_pool, "sentinel_manager", None)
+        places = [client.connection_pool, *(one.connection_pool for one in (asked.sentinels if asked else ()))]
+    for place in places:
+        place.connection_class = _reading(place.connection_class)
+
+
+def _reading(kind: type) -> type:
+    return type(kind.__name__, (_ReadsFiles, kind), {}) if issubclass(kind, redis.asyncio.SSLConnection) else kind
 
 
 class _AsyncPrimary(redis.asyncio.Redis):

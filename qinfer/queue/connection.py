@@ -136,7 +136,8 @@ async def open_connection(address: Address, settings: RedisSettings, timeout_s: 
     if address.path:
         await loop.create_unix_connection(lambda: connection, address.path)
     else:
-        await loop.create_connection(lambda: connection, address.host, address.port, ssl=address.tls)
+        tls = None if address.tls is None else await asyncio.to_thread(address.tls.context)
+        await loop.create_connection(lambda: connection, address.host, address.port, ssl=tls)
     return connection
 
 

@@ -1,19 +1,23 @@
 """`Link` and `Router` against real servers: order, size, bounds, time-outs, reconnects, redirects."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.exceptions
 
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.queue import keys
 from qinfer.queue.address import parse
+from qinfer.queue.clients import admin_client
 from qinfer.queue.connection import Connection, Refused, pack
 from qinfer.queue.router import Router
+from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.support.servers.servers import RedisCluster, RedisServer, make_certificate, system_redis
 
@@ -220,6 +224,48 @@ async def test_a_tls_server_is_reached_and_verified(tmp_path: Path) -> None:
 
         with pytest.raises(BrokerUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
             await Router.connect(RedisSettings.model_validate({"url": url, "connect_timeout_s": 0.2}))
+
+
+async def test_new_connections_read_the_files_of_tls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Certificates are renewed while programs run; a file that can't be read leaves what was read before."""
+    key, certificate = make_certificate(tmp_path)
+    authorities = tmp_path / "ca.pem"
+    authorities.write_bytes(certificate.read_bytes())
+    options = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no"]
+    with RedisServer(system_redis(), tmp_path, *options, tls=True) as server:
+        settings = RedisSettings.model_validate(
+            {"url": f"rediss://127.0.0.1:{server.port}/0?ssl_ca_certs={authorities}", "connect_timeout_s": 1.0}
+        )
+        router, client = await Router.connect(settings), admin_client(settings)
+
+        async def come_back() -> None:
+            """Cuts all connections, and waits until there are new ones."""
+            with contextlib.suppress(redis.exceptions.ConnectionError):
+                await client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "no")
+
+            async def is_back() -> bool:
+                try:
+                    await asyncio.gather(client.ping(), router.call(0, b"PING"))
+                except (BrokerUnavailable, redis.exceptions.ConnectionError):
+                    return False
+                return True
+
+            await eventually(is_back, description="new connections")
+
+        await come_back()
+        make_certificate(tmp_path)
+        authorities.write_bytes(certificate.read_bytes())
+        await client.execute_command("CONFIG", "SET", "tls-cert-file", str(certificate), "tls-key-file", str(key))
+        await come_back()
+
+        authorities.write_bytes(b"nothing")
+        caplog.clear()
+        await come_back()
+        assert {record.getMessage() for record in caplog.records if record.levelname == "ERROR"} == {
+            "a TLS file of Redis can't be read; the one before is used"
+        }
+        await router.close()
+        await client.aclose()
 
 
 # --- clusters ---
