@@ -14,7 +14,7 @@ import numpy as np
 from qinfer.backends.base import Backend
 from qinfer.backends.stub import StubBackend
 from qinfer.core.messages import IdFactory, InferRequest, Response
-from qinfer.core.settings import LimitSettings, Settings, WorkerSettings
+from qinfer.core.settings import LimitSettings, Settings, StoreSettings, WorkerSettings
 from qinfer.errors import QinferError
 from qinfer.models.config import config
 from qinfer.models.routes import lane_name, lanes_of
@@ -121,7 +121,10 @@ class InlineWorkers:
         """Starts a worker; waits until its models are ready."""
         options.setdefault("max_wait_s", 0.05)  # a drain waits for the fetch under way
         settings = Settings(
-            redis=self.delivery.router._settings, worker=WorkerSettings(**options), limits=LimitSettings()
+            redis=self.delivery.router._settings,
+            worker=WorkerSettings(**options),
+            limits=LimitSettings(),
+            stores=StoreSettings(allow=("file:///",)),
         )
         mine = self.backends.setdefault(worker_id, [])
 

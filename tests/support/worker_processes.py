@@ -1,6 +1,7 @@
 """Real worker processes around a real Redis, with faulty models, and a caller that waits for answers."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -44,6 +45,7 @@ class WorkerProcesses:
             "QINFER_REDIS__URL": url,
             "QINFER_REPOSITORY__PATH": str(directory / "repository"),
             "QINFER_LOG__LEVEL": "WARNING",
+            "QINFER_STORES__ALLOW": json.dumps([f"file://{directory}"]),
             "PYTHONPATH": install(directory / "plugin"),
         }
         self._settings = RedisSettings(url=SecretStr(url))
