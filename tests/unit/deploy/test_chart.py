@@ -205,6 +205,19 @@ def test_redis_urls_reach_the_programs(name: str) -> None:
     assert ("QINFER_BULK__BROKER_URL" in variables) == (name == "cluster")
 
 
+def test_programs_get_the_secrets_that_they_use(tmp_path: Path) -> None:
+    """Workers run models' code: the webhooks' secret and Celery's broker are not theirs."""
+    more = tmp_path / "broker.yaml"
+    more.write_text("bulk: {broker: {existingSecret: {name: tasks}}}")
+    objects = rendered(EVERYTHING, more)
+    got: dict[str, set[str]] = {"QINFER_WEBHOOKS__SECRET": set(), "QINFER_BULK__BROKER_URL": set()}
+    for one, _, container in containers(objects):
+        for name in got.keys() & environment(objects, container).keys():
+            got[name].add(one["metadata"]["labels"]["app.kubernetes.io/component"])
+
+    assert got == {"QINFER_WEBHOOKS__SECRET": {"gateway"}, "QINFER_BULK__BROKER_URL": {"gateway", "bulk", "beat"}}
+
+
 def test_no_secret_is_in_anything_but_secrets() -> None:
     for name in ("sentinel", "cluster"):
         objects = rendered(CHART / "ci" / f"{name}-values.yaml")

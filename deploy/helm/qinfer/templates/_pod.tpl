@@ -17,7 +17,10 @@
 {{- end }}
 {{- end -}}
 
-{{/* The environment: (dict "root" $ "own" (dict NAME value …) "extra" list "hook" false) */}}
+{{/*
+The environment: (dict "root" $ "own" (dict NAME value …) "extra" list "hook" false "tasks" false "gateway" false)
+Secrets go where they are used: the URL of Celery's broker where `tasks`, the others where `gateway`.
+*/}}
 {{- define "qinfer.env" -}}
 {{- $root := .root -}}
 {{- $redis := $root.Values.redis -}}
@@ -35,11 +38,11 @@
   valueFrom: {secretKeyRef: {name: {{ $secret }}, key: {{ $redis.existingSecret.sentinelPasswordKey | default "sentinel-password" }}}}
 {{- end }}
 {{- $broker := $root.Values.bulk.broker }}
-{{- if and (not .hook) (or $broker.url $broker.existingSecret.name) }}
+{{- if and .tasks (or $broker.url $broker.existingSecret.name) }}
 - name: QINFER_BULK__BROKER_URL
   valueFrom: {secretKeyRef: {name: {{ $broker.existingSecret.name | default (printf "%s-broker" (include "qinfer.fullname" $root)) }}, key: {{ $broker.existingSecret.urlKey }}}}
 {{- end }}
-{{- if not .hook }}
+{{- if .gateway }}
 {{- range $name, $ref := $root.Values.secretSettings }}
 - name: {{ $name }}
   valueFrom: {secretKeyRef: {name: {{ $ref.name }}, key: {{ $ref.key }}}}
