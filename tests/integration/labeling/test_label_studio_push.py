@@ -1,6 +1,7 @@
 """Predictions that are pushed: from Label Studio's webhook to its API, with the state of each task in between."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,27 @@ async def test_a_repeated_webhook_changes_nothing(
     tasks[0]["data"]["text"] = "neg"
     assert (await client.post("/label-studio/text/webhook", json=event(tasks))).json()["queued"] == 1
     await eventually(lambda: len(studio.predictions) == 2)
+
+
+async def test_tasks_that_redis_lost_are_queued_by_the_next_call(
+    client: httpx.AsyncClient, studio: LabelStudioServer, running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is known of them, and the gateway goes on: the next call for them has them scored."""
+    tasks = studio.add(*["pos", "neg"] * 60)
+    await client.post("/label-studio/text/webhook", json=event(tasks))
+    await eventually(lambda: bool(studio.predictions), description="some that were pushed")
+
+    await running.store.client.flushdb()
+    await running.refresh()
+    assert running.serving is not None
+    await client.post("/label-studio/text/webhook", json=event(tasks))
+
+    await all_are(client, "done", 120)
+    assert {each["task"] for each in studio.predictions} == set(range(1, 121))
+    assert not running.serving.done()
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == [
+        "Redis has lost its data; what this gateway knows of it is written again"
+    ]
 
 
 async def test_predict_answers_nothing_and_queues(client: httpx.AsyncClient, studio: LabelStudioServer) -> None:
