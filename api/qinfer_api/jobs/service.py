@@ -5,6 +5,7 @@ Planning and finishing it is Celery's, its shards the workers', its record the q
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,6 +90,8 @@ class BulkJobs:
         check: Refuses a job whose inputs or output do not fit; `ExaminerPool.check`.
         ids: Makes ids.
         watchers: How many follow a job now.
+        turns: Of several tenants each has one job checked at a time, so that one whose files take long leaves processes
+            to the others.
     """
 
     jobs: Jobs
@@ -101,6 +104,7 @@ class BulkJobs:
     check: Callable[[JobSpec, ModelSpec, Grant], Awaitable[None]]
     ids: IdFactory = field(default_factory=IdFactory)
     watchers: int = 0
+    turns: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def create(self, context: Context, body: bytes, key: str) -> Ticket:
         """Checks a job and has it planned, or finds the one that was created before with the same id or key.
@@ -134,7 +138,7 @@ class BulkJobs:
         await self._check_count(context)
         if spec.webhook:
             await self.targets.check(spec.webhook)
-        await self._checked(spec, served.spec, grant)
+        await self._checked(context, spec, served.spec, grant)
         spec = msgspec.structs.replace(spec, version=served.version)
         job_id = job_id or self.ids.ulid()
         record = new_record(
@@ -304,9 +308,11 @@ class BulkJobs:
                 _FULL_AGAIN_S,
             )
 
-    async def _checked(self, spec: JobSpec, model: ModelSpec, grant: Grant) -> None:
+    async def _checked(self, context: Context, spec: JobSpec, model: ModelSpec, grant: Grant) -> None:
+        is_shared = self.dispatcher.has_tenants
+        turn = self.turns.setdefault(context.tenant, asyncio.Lock()) if is_shared else contextlib.nullcontext()
         try:
-            async with asyncio.timeout(EXAMINE_S):
+            async with asyncio.timeout(EXAMINE_S), turn:
                 await self.check(spec, model, grant)
         except TimeoutError:
             raise StoreUnavailable(

@@ -1,5 +1,6 @@
 """Bulk jobs of several tenants at one gateway: nobody reads, writes, counts or goes on with what is another's."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from pydantic import SecretStr
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import AuthSettings, BulkSettings, RedisSettings, StoreSettings, TenantStores
 from qinfer.core.store_urls import Grant
+from qinfer.jobs.job import JobSpec
 from qinfer.jobs.queue.jobs import Jobs
+from qinfer.models.spec import ModelSpec
+from qinfer.testing import eventually
 from tests.support.gateway import Running, running_gateway, settings_of
 from tests.support.servers.servers import RedisServer
 
@@ -143,6 +147,29 @@ async def test_unfinished_jobs_are_counted_for_each_tenant(tenants: Tenants, lak
 
     assert [reply.status_code for reply in (*replies, other)] == [201, 201, 429, 201]
     assert "2 jobs are unfinished" in replies[-1].json()["error"]
+
+
+async def test_files_that_take_long_leave_room_for_other_tenants(tenants: Tenants, lake: Lake) -> None:
+    """Of each, one job is checked at a time: a tenant that creates many takes not all processes."""
+    use_case, going_on = tenants.running.gateway.jobs, asyncio.Event()
+    check, checked = use_case.check, []
+
+    async def slowly(spec: JobSpec, model: ModelSpec, grant: Grant) -> None:
+        checked.append(grant.tenant)
+        if grant.tenant == "acme":
+            await going_on.wait()
+        await check(spec, model, grant)
+
+    use_case.check = slowly
+    async with asyncio.TaskGroup() as tasks:
+        for n in range(2):
+            tasks.create_task(tenants.ask("acme", "POST", JOBS, lake.job("acme/in.parquet", f"acme/out-{n}")))
+        await eventually(lambda: checked == ["acme"], description="the first is checked")
+        other = await tenants.ask("other", "POST", JOBS, lake.job("other/in.parquet", "other/out"))
+        assert (other.status_code, checked) == (201, ["acme", "other"])
+        going_on.set()
+
+    assert checked == ["acme", "other", "acme"]
 
 
 class TestEntries:
