@@ -122,8 +122,8 @@ def _row(key: "ApiKey") -> dict[str, str]:
         "id": key.id,
         "tenant": key.tenant,
         "scopes": ",".join(key.scopes),
-        "created": key.created_at.isoformat() if key.created_at else "",
-        "expires": key.expires_at.isoformat() if key.expires_at else "",
+        "created": key.created_at.astimezone(UTC).isoformat() if key.created_at else "",
+        "expires": key.expires_at.astimezone(UTC).isoformat() if key.expires_at else "",
         "state": "expired" if key.is_expired(datetime.now(UTC)) else "valid",
     }
 
@@ -131,9 +131,11 @@ def _row(key: "ApiKey") -> dict[str, str]:
 def _table(rows: "list[dict[str, str]]") -> "RenderableType":
     from rich.table import Table
 
-    table = Table(*rows[0] if rows else (), title="API keys", title_justify="left")
+    table = Table(*rows[0] if rows else (), title="API keys (times in UTC)", title_justify="left")
     for row in rows:
-        table.add_row(*(value or "-" for value in row.values()))
+        # Two whole instants do not fit into 80 columns beside the rest.
+        times = {name: row[name][:16].replace("T", " ") for name in ("created", "expires")}
+        table.add_row(*(value or "-" for value in (row | times).values()))
     return table
 
 
