@@ -157,9 +157,10 @@ class Caller:
             self._pages.append(after)
         if status in (200, 201, 202) and call.method == "POST" and "links" in answer:
             path = answer["links"]["self"]
-            self._who.ids.add(path.rpartition("/")[2])
-            if status != 200:
+            identity = path.rpartition("/")[2]
+            if identity not in self._who.ids:  # else it may be one that has ended, told again
                 self._who.has.add(path)
+            self._who.ids.add(identity)
         if call.method == "DELETE" or call.path.endswith(("/cancel", "/resume")):
             self._who.has -= {path for path in self._who.has if path.rpartition("/")[2] in call.path.split("/")}
 
