@@ -22,10 +22,15 @@ BLOCK_BYTES = 4 * 2**20
 """A row may be as long as this."""
 
 MAX_COLUMNS = 10_000
-"""A CSV file may have so many."""
+"""A CSV file may have so many, and JSON lines so many fields."""
 
 NESTING_LIMIT = 100
 """What is nested as deep passes, and twice as deep is refused; between them it depends on where blocks are cut."""
+
+_CELLS_BYTES = 8 * 2**20
+"""What the cells of some JSON lines may take: each line has one of each column, whatever it says."""
+_PLANNED_CELLS_BYTES = 512 * 2**20  # where columns are not known yet, and a colon may be one
+_CELL_BYTES = 8
 
 _TO_SQUARE = bytes.maketrans(b"{}", b"[]")
 _ALL_BUT_STRUCTURE = bytes(c for c in range(256) if c not in b'[]{}"')
@@ -112,7 +117,7 @@ def open_text(file: BinaryIO, format_: TextFormat, types: pa.Schema | None) -> p
                 ),
             )
         return pyarrow.json.open_json(
-            _Objects(file),
+            _Objects(file, max_lines=_max_lines(len(types) if types is not None else 1)),
             read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES),
             parse_options=pyarrow.json.ParseOptions(explicit_schema=types, unexpected_field_behavior="ignore"),
         )
@@ -150,10 +155,29 @@ def _with_text(schema: pa.Schema, head: bytes, numbers: list[str]) -> pa.Schema:
 def _json_parts(file: BinaryIO) -> Iterator[tuple[pa.Schema, int]]:
     """Reads a file of JSON lines by blocks: the fields of each, and how many rows it has."""
     for block in _lines(_Objects(file)):
-        table = pyarrow.json.read_json(
-            pa.BufferReader(block), pyarrow.json.ReadOptions(use_threads=False, block_size=len(block))
-        )
-        yield json_schema(table.schema), table.num_rows
+        for part in _apart(block):
+            table = pyarrow.json.read_json(
+                pa.BufferReader(part), pyarrow.json.ReadOptions(use_threads=False, block_size=len(part))
+            )
+            if table.num_columns > MAX_COLUMNS:
+                raise pa.ArrowInvalid(f"its lines have more than {MAX_COLUMNS} fields")
+            yield json_schema(table.schema), table.num_rows
+
+
+def _apart(block: bytes) -> Iterator[bytes]:
+    """Cuts a block of whole lines into parts with few cells, whatever fields the lines have."""
+    lines = block.count(b"\n") + block.count(b"\r")
+    middle = max(block.rfind(b"\n", 0, len(block) // 2), block.rfind(b"\r", 0, len(block) // 2)) + 1
+    if lines <= _max_lines(block.count(b":"), _PLANNED_CELLS_BYTES) or not middle:
+        yield block
+        return
+    yield from _apart(block[:middle])
+    yield from _apart(block[middle:])
+
+
+def _max_lines(columns: int, cells_bytes: int = _CELLS_BYTES) -> int:
+    """Returns how many lines may be decoded at a time that have so many columns."""
+    return max(1, cells_bytes // _CELL_BYTES // max(1, columns))
 
 
 def _lines(file: "_Objects") -> Iterator[bytes]:
@@ -193,12 +217,15 @@ class _Objects:
 
     Args:
         file: The file.
+        max_lines: About so many lines are given out at a time; 0 = as many as there are.
     """
 
     closed = False
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, *, max_lines: int = 0) -> None:
         self._file = file
+        self._max_lines = max_lines
+        self._rest = b""
         self._last = b"\n"
         self._nesting = Nesting()
 
@@ -208,12 +235,20 @@ class _Objects:
         Raises:
             ValueError: A line begins with null, or is nested too deep.
         """
-        data = self._file.read(size)
+        data = self._some_lines(self._rest or self._file.read(size))
         self._nesting.check(data)
         begins = data.translate(_LINE_ENDS, b" \t")
         if b"\nn" in begins or (self._last + begins[:1]) == b"\nn":
             raise ValueError("a line is null; each must be an object")
         self._last = begins[-1:] or self._last
+        return data
+
+    def _some_lines(self, data: bytes) -> bytes:
+        """Returns the first of some lines, and keeps the rest for later where they are too many."""
+        self._rest = b""
+        while self._max_lines and len(data) > 1 and data.count(b"\n") + data.count(b"\r") > self._max_lines:
+            half = len(data) // 2
+            data, self._rest = data[:half], data[half:] + self._rest
         return data
 
     def readable(self) -> bool:

@@ -23,7 +23,7 @@ READ_BYTES = 64 * 2**20
 
 
 class Case(msgspec.Struct):
-    """A file to be scored: column `x` is the input, column `k`, where there is one, is copied.
+    """A file to be scored: column `x` is the input, columns `k…`, where there are some, are copied.
 
     Attributes:
         path: The file.
@@ -45,6 +45,7 @@ class Found(msgspec.Struct):
         message: The error of the first of those, or that of the file.
         scored: The rows that the model saw.
         seconds: How long it took.
+        planned_bytes: By how much the process grew, at most, while the file was planned, which an examiner does.
         peak_bytes: By how much the process grew, at most, beyond what it had with everything imported.
     """
 
@@ -52,6 +53,7 @@ class Found(msgspec.Struct):
     failed: int = 0
     message: str = ""
     scored: int = 0
+    planned_bytes: int = 0
     peak_bytes: int = 0
     seconds: float = 0.0
 
@@ -90,20 +92,25 @@ def _score_bounded(case: Case) -> Found:
     from qinfer.errors import QinferError
 
     resource.setrlimit(resource.RLIMIT_AS, (GUARD_BYTES, GUARD_BYTES))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    base, begin_s = _peak_bytes(), time.monotonic()
+    _begin_peak()
+    base, begin_s, found = _peak_bytes(), time.monotonic(), Found()
     try:
         with TemporaryDirectory() as folder:
-            found = _score(case, Path(folder))
+            _score(case, Path(folder), found, base)
     except (QinferError, MemoryError) as error:
-        found = Found(message=f"{type(error).__name__}: {error}")
+        found.message = f"{type(error).__name__}: {error}"
     found.seconds = time.monotonic() - begin_s
     found.peak_bytes = _peak_bytes() - base
     return found
 
 
-def _score(case: Case, folder: Path) -> Found:
+def _begin_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     """Scores a file as a worker does, with a model that takes no time and no memory."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     from qinfer.core.store_urls import Grant
@@ -121,12 +128,15 @@ def _score(case: Case, folder: Path) -> Found:
     stat = store_for(url).stat(url)
     assert stat is not None
     footer = read_footer(stat, format_of(url, ""))
+    found.planned_bytes = _peak_bytes() - base
+    pa.default_memory_pool().release_unused()
+    _begin_peak()  # another process plans
     ranges, first = [], 0
     for number, rows in enumerate(footer.groups) if footer.groups is not None else [(-1, footer.rows)]:
         ranges.append(Range(url, stat.etag, number, first, rows, 0 if footer.groups is not None else first))
         first += rows
     shard = Shard(0, "part-00000.parquet", first, tuple(ranges))
-    copied = ("k",) if "k" in footer.schema.names else ()
+    copied = tuple(name for name in footer.schema.names if name.startswith("k"))
     out = folder / "out"
     spec = JobSpec(
         model="m", inputs=(url,), output=Output(url=f"file://{out}"), error_threshold=-1.0, passthrough=copied
@@ -160,9 +170,10 @@ def _score(case: Case, folder: Path) -> Found:
     finally:
         writer.join()
         scorer.join()
-    part = pq.read_table(out / shard.part)
+    part = pq.read_table(out / shard.part, columns=["error_message"])
     messages = part.column("error_message").drop_null()
-    return Found(part.num_rows, len(messages), messages[0].as_py() if len(messages) else "", sum(scored))
+    found.rows, found.failed, found.scored = part.num_rows, len(messages), sum(scored)
+    found.message = messages[0].as_py() if len(messages) else ""
 
 
 def _echo(chunks: "object", work: threading.Event, scored: list[int]) -> None:

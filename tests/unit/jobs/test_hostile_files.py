@@ -5,6 +5,7 @@ file is planned and scored by the parts of a worker, in a process of its own who
 """
 
 import io
+import json
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,10 +17,11 @@ import pytest
 from tests.support.jobs import parquet_bytes as raw
 from tests.support.jobs.bounded_reading import READ_BYTES, Case, Found, found_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 MIB = 2**20
 BOUND_BYTES = 4 * READ_BYTES
+PLANNED_BYTES = 512 * MIB
 VALUE = b"v" * (3 * MIB)
 LARGE = b"w" * (23 * MIB)
 TOO_LARGE = "the row takes more than 11184810 bytes when it is decoded"
@@ -112,6 +114,16 @@ def prefixed(value: bytes, count: int) -> bytes:
     """Returns texts that are all the same, in the encoding DELTA_BYTE_ARRAY."""
     prefixes, suffixes = [0] + [len(value)] * (count - 1), [len(value)] + [0] * (count - 1)
     return raw.delta(prefixes) + raw.delta(suffixes) + value
+
+
+def table_head(columns: int) -> bytes:
+    """Returns the first line of a CSV file: `x`, and columns that are copied."""
+    return b",".join([b"x", *(b"k%d" % number for number in range(columns))]) + b"\n"
+
+
+def object_of(fields: int, prefix: str = "k") -> bytes:
+    """Returns a line with `x`, and fields that are copied where the prefix is `k`."""
+    return json.dumps({"x": "a", **{f"{prefix}{number}": 1 for number in range(fields)}}).encode() + b"\n"
 
 
 def column_chunks(groups: int, columns: int) -> bytes:
@@ -250,6 +262,32 @@ FILES: Mapping[str, Hostile] = {
         "arrow", lambda: arrow(shared_lists(1_000_000, 100)), NUMBERS_LIST, 100
     ),
     "Arrow: views of one long value": Hostile("arrow", lambda: arrow(views_of(VALUE, 100)), TEXT, 100),
+    "CSV: a line without an end": Hostile("csv", lambda: b"x\n" + b"v" * (9 * MIB), message="can't be read"),
+    "CSV: a quote without an end": Hostile("csv", lambda: b'x\n"' + b"v\n" * (5 * MIB), message="can't be read"),
+    "CSV: a million columns": Hostile(
+        "csv", lambda: b",".join([b"x"] * 1_000_000) + b"\n", message="names more than 10000"
+    ),
+    "CSV: nothing but commas": Hostile(
+        "csv", lambda: table_head(1000) + (b"," * 1000 + b"\n") * 4000, TEXT, 4000, 4000, "column 'x' is null"
+    ),
+    "CSV: a null byte": Hostile("csv", lambda: b"x\n\0\n", TEXT, 1),
+    "JSON lines: a line without an end": Hostile(
+        "jsonl", lambda: b'{"x": "' + b"v" * (9 * MIB), message="can't be read"
+    ),
+    "JSON lines: lists within lists": Hostile(
+        "jsonl", lambda: b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", message="nested"
+    ),
+    "JSON lines: a million empty lists": Hostile(
+        "jsonl", lambda: b'{"x": [' + b"[]," * 1_000_000 + b"[]]}\n", TEXTS, message="type"
+    ),
+    "JSON lines: columns that only the first line has": Hostile(
+        "jsonl", lambda: object_of(500) + b"{}\n" * 60_000, TEXT, 60_001, 60_000, "column 'x' is null"
+    ),
+    "JSON lines: a hundred thousand fields": Hostile(
+        "jsonl", lambda: object_of(100_000, "y"), message="its lines have more than 10000 fields"
+    ),
+    "JSON lines: null": Hostile("jsonl", lambda: b"null\n" * 1000, message="a line is null"),
+    "a file of nothing": Hostile("parquet", lambda: b"", message="is empty"),
 }
 
 
@@ -273,3 +311,4 @@ def test_a_hostile_file_costs_no_more_than_any(name: str, outcomes: Mapping[str,
     assert (found.rows, found.failed) == (file.rows, file.failed), found.message
     assert found.scored == file.rows - file.failed
     assert found.peak_bytes <= BOUND_BYTES
+    assert found.planned_bytes <= PLANNED_BYTES
