@@ -326,7 +326,7 @@ def _speed_field(version: int) -> str:
 
 
 def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _last_id(streams: Any) -> str:

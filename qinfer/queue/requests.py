@@ -94,6 +94,8 @@ class _Failure(msgspec.Struct, array_like=True, frozen=True):
     message: str
 
 
+_LAST_MS = 253402300799999
+"""The end of the year 9999, which is the last that a date can have."""
 _ACCEPTED = Record(_Accepted, "the record of a request")
 _FAILURE = Record(_Failure, "the failure of a request")
 _NO_FAILURE = _Failure("", "")
@@ -458,30 +460,46 @@ def _record_of(
 
     Raises:
         NewerVersion: A newer qinfer wrote it.
+        CorruptEntry: It is damaged.
     """
     state, version, attempts, webhook, webhook_state, accepted, failure = (value or b"" for value in values[:7])
-    created_s, deadline_s, finished_s, expires_s = (int(value or 0) / 1000 for value in values[7:])
     about = _ACCEPTED.decode(accepted)
     ended = _FAILURE.decode(failure) if failure else _NO_FAILURE
-    known = RequestState(state.decode())
-    return RequestRecord(
-        address=address,
-        state=RequestState.RUNNING if is_held else known,
-        version=int(version),
-        tenant=about.tenant,
-        client_id=about.client_id,
-        attempts=int(attempts or 0) if known.is_terminal else deliveries,
-        created_at=created_s,
-        deadline_at=deadline_s,
-        finished_at=finished_s,
-        expires_at=expires_s,
-        code=ended.code,
-        message=ended.message,
-        plan=about.plan,
-        has_result=has_result,
-        webhook=webhook.decode(),
-        webhook_state=webhook_state.decode(),
-    )
+    try:
+        created_s, deadline_s, finished_s, expires_s = (_instant_s(value) for value in values[7:])
+        known = RequestState(state.decode())
+        return RequestRecord(
+            address=address,
+            state=RequestState.RUNNING if is_held else known,
+            version=int(version),
+            tenant=about.tenant,
+            client_id=about.client_id,
+            attempts=int(attempts or 0) if known.is_terminal else deliveries,
+            created_at=created_s,
+            deadline_at=deadline_s,
+            finished_at=finished_s,
+            expires_at=expires_s,
+            code=ended.code,
+            message=ended.message,
+            plan=about.plan,
+            has_result=has_result,
+            webhook=webhook.decode(),
+            webhook_state=webhook_state.decode(),
+        )
+    except ValueError as error:
+        raise CorruptEntry(f"the record of request '{address.id}' is damaged: {error}") from None
+
+
+def _instant_s(value: bytes | None) -> float:
+    """Reads an instant that a record has in ms; 0 = it was not set.
+
+    Raises:
+        ValueError: It is no number, or none that a date has.
+    """
+    ms = int(value or 0)
+    if not 0 <= ms <= _LAST_MS:
+        raise ValueError(f"{ms} ms is no date")
+    return ms / 1000
 
 
 def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, bool]:

@@ -88,6 +88,9 @@ def decode_document(raw: bytes, kind: type[T]) -> T:
         NewerVersion: A newer qinfer wrote it.
         msgspec.DecodeError: It is damaged.
     """
-    if not raw.startswith(_HEAD) and (found := msgspec.json.decode(raw, type=_Wire).wire) > DOCUMENT_VERSION:
-        raise NewerVersion(f"the {kind.__name__}", found, DOCUMENT_VERSION)
-    return msgspec.json.decode(raw, type=kind)
+    try:
+        if not raw.startswith(_HEAD) and (found := msgspec.json.decode(raw, type=_Wire).wire) > DOCUMENT_VERSION:
+            raise NewerVersion(f"the {kind.__name__}", found, DOCUMENT_VERSION)
+        return msgspec.json.decode(raw, type=kind)
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec's own, of text that is no UTF-8 or nested too deep
+        raise msgspec.DecodeError(str(error)) from None

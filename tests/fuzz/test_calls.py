@@ -186,4 +186,4 @@ def test_all_calls(caller: Caller, fuzzed: FuzzedGateway) -> None:
             caller.call(chance)
         fuzzed.check()
 
-    fuzz(0.15, one)
+    fuzz(0.1, one)

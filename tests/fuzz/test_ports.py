@@ -92,4 +92,4 @@ def test_all_ports(fuzzed: FuzzedGateway) -> None:
                 raise
         fuzzed.check()
 
-    fuzz(0.15, one)
+    fuzz(0.1, one)

@@ -302,4 +302,4 @@ def test_all_routes(callers: Callers) -> None:
             callers.call(chance)
         callers.gateway.check()
 
-    fuzz(0.3, one)
+    fuzz(0.2, one)

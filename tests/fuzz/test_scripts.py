@@ -169,7 +169,7 @@ async def test_odd_arguments(timed: EmbeddedServer, database: Database) -> None:
             run(keys, name, *arguments(chance))
         assert keys.bystanders() == before, name
 
-    fuzz(0.1, one)
+    fuzz(0.05, one)
 
     (lease,) = await queue.fetch([lane], "w1", 5, 1.0)
     await queue.finish([lease.entry])

@@ -1,0 +1,177 @@
+"""Records in Redis that are damaged, or of another type: the gateway goes on, and serves again once they are whole."""
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import redis
+
+from qinfer.errors import CorruptEntry, QinferError
+from qinfer.models.state import Desired
+from qinfer.models.store import ControlStore
+from qinfer.queue import keys
+from qinfer.queue.lanes import Queue
+from qinfer.testing import wait_until
+from qinfer.wire.versions import decode_document
+from tests.support.fuzzing import damaged, fuzz, within_limits
+from tests.support.requests import accept, address
+from tests.support.servers.servers import Database
+from tests.support.threaded_gateway import Server, settings
+
+pytestmark = within_limits
+
+ANSWER_S = 15.0
+RECOVERED_S = 20.0
+BODY = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
+STATUSES = {200, 202, 400, 404, 409, 410, 429, 500, 503}
+"""What callers may be told of damage: 500 has the code `corrupt_entry`."""
+
+
+@pytest.mark.parametrize("text", [b'"\xff"', b"[" * 100_000])
+def test_a_document_that_is_no_text(text: bytes) -> None:
+    """It is damaged, as any other that can't be read."""
+    with pytest.raises(msgspec.DecodeError):
+        decode_document(b'{"wire":1,"model":"m","generation":1,"more":' + text, Desired)
+
+
+async def test_names_that_are_no_text(database: Database) -> None:
+    """They hide no other: a gateway goes on with what it can read."""
+    store = database.store()
+    await store.set_desired(Desired("m", 1))
+    for key in (keys.desired(), keys.settings()):
+        await store.client.hset(key, b"\xff", b"{")
+
+    assert list(await store.desired()) == ["m"]
+    assert len(await store.settings()) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("version", "x"),
+        ("state", "?"),
+        ("created_at", "9" * 400),
+        ("deadline_at", "9" * 5000),
+        ("webhook", b"\xff"),
+    ],
+)
+async def test_a_request_whose_record_is_damaged(delivery: Queue, store: ControlStore, field: str, value: Any) -> None:
+    """It is told as what it is, not as a defect of the server's."""
+    await accept(delivery)
+    await store.client.hset(keys.request("digits", 0, "r1"), field, value)
+
+    with pytest.raises(CorruptEntry, match="record of request 'r1' is damaged"):
+        await delivery.requests.record(address())
+
+
+class Damage:
+    """The records of a gateway's database.
+
+    Args:
+        url: The database.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._client: Any = redis.Redis.from_url(url, protocol=2)
+
+    def keys(self) -> list[bytes]:
+        """Returns the keys but for those of the requests, whose worker here is a test's."""
+        of_requests = (b":p1", b":request:", b":due", b":result:")
+        return sorted(key for key in self._client.scan_iter(count=1000) if not any(part in key for part in of_requests))
+
+    def make(self, chance: random.Random, key: bytes) -> bytes | None:
+        """Damages a record; returns what it was."""
+        was: bytes | None = self._client.dump(key)
+        kind = self._client.type(key)
+        if chance.random() < 0.1 and not key.startswith(b"qinfer:reply:"):  # to which the test's worker writes
+            self._client.delete(key)
+            chance.choice((self._client.set, self._client.rpush))(key, b"x")
+        elif kind == b"hash":
+            name, value = chance.choice(list(self._client.hgetall(key).items()) or [(b"a", b"b")])
+            self._client.hset(key, damaged(chance, name) if chance.random() < 0.2 else name, damaged(chance, value))
+        elif kind == b"string":
+            self._client.set(key, damaged(chance, self._client.get(key) or b""), keepttl=True)
+        elif kind == b"zset":
+            members = self._client.zrange(key, 0, -1) or [b"a"]
+            self._client.zadd(
+                key, {damaged(chance, chance.choice(members)): chance.choice((0, -1, 1e300, time.time()))}
+            )
+        elif kind == b"stream":
+            entries = self._client.xrevrange(key, count=1)
+            fields = entries[0][1] if entries else {b"r": b"x"}
+            self._client.xadd(key, {name: damaged(chance, value) for name, value in fields.items()})
+        return was
+
+    def mend(self, key: bytes, was: bytes | None) -> None:
+        """Makes a record what it was."""
+        if was is not None and not key.startswith(b"qinfer:reply:"):
+            self._client.restore(key, 0, was, replace=True)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[Server, str]]:
+    server = Server(settings())
+    with server as url:
+        yield server, url
+
+
+def refresh(server: Server) -> None:
+    """Has the gateway look at its records; one that it can't read is told of as an error of qinfer's."""
+    assert server.running is not None
+    looking = asyncio.run_coroutine_threadsafe(server.running.refresh(), server._loop)
+    with contextlib.suppress(QinferError):
+        looking.result(ANSWER_S)
+
+
+def test_damaged_records(server: tuple[Server, str], caplog: pytest.LogCaptureFixture) -> None:
+    running, url = server
+    assert running.running is not None
+    queue = running.running.delivery
+    damage = Damage(queue.router._settings.url.get_secret_value())
+
+    def ask(client: httpx.Client, path: str, method: str = "GET", body: Any = None) -> httpx.Response:
+        reply = client.request(method, path, json=body)
+        assert reply.status_code in STATUSES, f"{path}: {reply.status_code} {reply.text}"
+        assert "internal error" not in reply.text, path
+        return reply
+
+    with httpx.Client(base_url=url, timeout=ANSWER_S) as client:
+
+        def is_well() -> bool:
+            reply = client.post("/v2/models/echo/infer", json=BODY)
+            return reply.status_code == 200
+
+        def one(chance: random.Random) -> None:
+            accepted = ask(client, "/v1/models/echo/requests", "POST", BODY)
+            key = chance.choice(damage.keys())
+            was = damage.make(chance, key)
+            try:
+                ask(client, "/v2/models/echo/infer", "POST", BODY)
+                ask(client, "/v2/models/stats")
+                ask(client, "/v2/repository/index", "POST", {})
+                if accepted.status_code == 202:
+                    ask(client, json.loads(accepted.text)["links"]["result"])
+                refresh(running)
+                ask(client, "/v2/models/echo/config")
+                ask(client, "/v2/models/echo/infer", "POST", BODY)
+            except AssertionError as error:
+                error.add_note(f"damaged: {key!r}")
+                raise
+            damage.mend(key, was)
+            refresh(running)
+            wait_until(is_well, RECOVERED_S, f"an answer after {key!r} was mended")
+            raised = [record.exc_info[1] for record in caplog.records if record.exc_info]
+            assert all(isinstance(error, QinferError) for error in raised), (key, raised)
+
+        fuzz(0.05, one)
+    damage.close()
