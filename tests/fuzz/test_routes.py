@@ -184,7 +184,8 @@ class Callers:
         except (AssertionError, OSError, http.client.HTTPException) as error:
             error.add_note(f"{who.name} sent {sent[:3000]!r}")
             raise
-        self._remember(who, text)
+        if status in (201, 202):
+            self._remember(who, text)
 
     def _target(self, chance: random.Random, who: Tenant, path: str, entry: dict[str, Any]) -> str:
         admin = "/load" in path or "/unload" in path or "trace" in path
