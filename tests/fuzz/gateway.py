@@ -36,7 +36,7 @@ from qinfer.core.settings import (
 )
 from qinfer.observe import logs
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
-from tests.support.gateway import running_gateway, settings_of
+from tests.support.gateway import MODELS, running_gateway, settings_of
 from tests.support.servers.servers import RedisServer, embedded_server, redis_6_2
 
 GOOD: dict[str, Any] = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "BYTES", "data": ["good"]}]}
@@ -44,6 +44,8 @@ GROWTH_BYTES = 200 * 2**20
 """Memory that the gateway may have more after a run than before: its limits leave it a multiple of what it receives."""
 SCOPES = {"acme": (Scope.INFER,), "other": (Scope.INFER,), "root": (Scope.ADMIN,)}
 """The tenants: two that ask, and one who may do everything."""
+NAMES = tuple(name for name in MODELS if name != "hasty")
+"""Models that tests may ask: that one waits for 30 s by its own configuration."""
 UNLOADED = ("half", "asleep", "nobody")
 """Models that tests may load and unload: the others are needed."""
 UNWANTED = re.compile(r'Traceback|"level":"(ERROR|CRITICAL)"')

@@ -13,9 +13,8 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor
 
 from qinfer.wire.protos import grpc_service_pb2, health_pb2, reflection_v1_pb2
-from tests.fuzz.gateway import UNLOADED, FuzzedGateway, Tenant
+from tests.fuzz.gateway import NAMES, UNLOADED, FuzzedGateway, Tenant
 from tests.support.fuzzing import damaged, fuzz, within_limits
-from tests.support.gateway import MODELS
 from tests.support.threaded_gateway import is_prescribed
 
 pytestmark = within_limits
@@ -140,7 +139,7 @@ class Caller:
             raise
 
     def _message(self, chance: random.Random, who: Tenant, method: Any) -> bytes:
-        messages = Messages(chance, who, list(UNLOADED if method.name in CHANGES else MODELS))
+        messages = Messages(chance, who, list(UNLOADED if method.name in CHANGES else NAMES))
         if method in INFER and chance.random() < 0.6:
             message = messages.infer()
         else:

@@ -15,9 +15,8 @@ from urllib.parse import quote, urlsplit
 import httpx
 import pytest
 
-from tests.fuzz.gateway import UNLOADED, FuzzedGateway, Tenant
+from tests.fuzz.gateway import NAMES, UNLOADED, FuzzedGateway, Tenant
 from tests.support.fuzzing import NASTY, damaged, fuzz, within_limits
-from tests.support.gateway import MODELS
 from tests.support.threaded_gateway import is_prescribed
 
 pytestmark = within_limits
@@ -59,7 +58,7 @@ class Grammar:
             "Changes": [{"priority": "low"}, {}],
         }
         self._hints: dict[str, list[Any]] = {
-            "model": list(MODELS),
+            "model": list(NAMES),
             "name": ["x", "x", "y", "a", "b", who.mark],
             "datatype": ["FP32", "BYTES", "INT32", "FP16"],
             "shape": [[1, 4], [1], [1, 1], [2, 2], []],
@@ -191,7 +190,7 @@ class Callers:
         admin = "/load" in path or "/unload" in path or "trace" in path
         ids = [chance.choice(known) for known in self._ids.values() if known]
         values = {
-            "model": chance.choice(UNLOADED if admin else [*ASKED, *ASKED, *MODELS, "nobody"]),
+            "model": chance.choice(UNLOADED if admin else [*ASKED, *ASKED, *NAMES, "nobody"]),
             "version": chance.choice(("1", "2", "0", "-1", "x", "9" * 30)),
         }
         for parameter in entry.get("parameters", ()):
