@@ -61,7 +61,7 @@ def new_key(
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Create an API key: print it once, and add its hash to the key file.
+    """Create an API key: print it once, and keep its hash in the file.
 
     Quotas are edited in the file: `rate_per_s`, `burst` and `max_in_flight`, where 0 means no limit; they are the
     same for all keys of a tenant. Gateways follow the file within 2 seconds.
@@ -88,12 +88,13 @@ def revoke(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="Name of the key; `qinfer keys list` shows it.")],
     *,
     file: FileOption = Path("keys.json"),
+    as_json: JsonOption = False,
 ) -> None:
     """Revoke a key: remove it from the key file. Within 2 seconds no gateway takes it any more, on open streams too."""
     from qinfer.core.api_keys import revoke_key
 
     entry = revoke_key(file, key_id)
-    typer.echo(f"Key '{entry.id}' of tenant '{entry.tenant}' was removed from {file}.")
+    show(_row(entry), f"Key '{entry.id}' of tenant '{entry.tenant}' was removed from {file}.", as_json=as_json)
 
 
 @app.command("rotate", epilog=ROTATION)
@@ -108,7 +109,7 @@ def rotate(
     file: FileOption = Path("keys.json"),
     as_json: JsonOption = False,
 ) -> None:
-    """Replace a key: create one with the same rights, and let the old one expire after the overlap."""
+    """Replace a key: the new one has the same rights. The old one expires after the overlap."""
     from qinfer.core.api_keys import rotate_key
 
     entry, key = rotate_key(file, key_id, _duration(overlap), _duration(expires) if expires else None)

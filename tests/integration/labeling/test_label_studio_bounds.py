@@ -111,14 +111,14 @@ async def test_few_files_are_in_memory_at_a_time(
     fetching = most = 0
     fetch = Files.fetch
 
-    async def counted(self: Files, reference: str) -> bytes:
+    async def counted(self: Files, reference: str, **whose: Any) -> bytes:
         nonlocal fetching, most
         fetching += 1
         most = max(most, fetching)
         for _ in range(5):
             await asyncio.sleep(0)  # as from a host
         fetching -= 1
-        return await fetch(self, reference)
+        return await fetch(self, reference, **whose)
 
     monkeypatch.setattr(Files, "fetch", counted)
     settings = settings_for(tmp_path / "m", mode, "file", url=studio.url)
