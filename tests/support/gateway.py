@@ -139,7 +139,14 @@ async def running_gateway(settings: Settings | None = None, delivery: Queue | No
         delivery, store = delivery or await database.delivery(), database.store()
         await declare_models(store, delivery)
         rpc = open_port(settings) if settings.grpc.enabled else None
-        gateway = Gateway(settings, delivery, store, bind(settings.http), rpc=rpc)
+        listener = bind(settings.http)
+        try:
+            gateway = Gateway(settings, delivery, store, listener, rpc=rpc)
+        except BaseException:  # a setting is wrong, as a test may want it
+            listener.close()
+            if rpc is not None:
+                await rpc.close()
+            raise
         running = Running(gateway=gateway, delivery=delivery, store=store, requests=[])
         async with asyncio.TaskGroup() as group:
             serving = running.serving = group.create_task(gateway.serve())
