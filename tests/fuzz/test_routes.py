@@ -10,7 +10,7 @@ import random
 import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 import httpx
 import pytest
@@ -267,6 +267,7 @@ class Callers:
 
     def _check(self, who: Tenant, status: int, text: bytes, sent: bytes) -> None:
         shown = text.decode(errors="replace")
+        told = sent + unquote_to_bytes(sent)
         assert len(text) < MOST_BYTES
         assert status != 500 or is_prescribed(status, shown), f"{status} {shown}"
         assert "Traceback" not in shown
@@ -274,9 +275,9 @@ class Callers:
             return
         for other in self.gateway.tenants:
             if other != who:
-                assert other.mark.encode() not in text or other.mark.encode() in sent, shown[:2000]
+                assert other.mark.encode() not in text or other.mark.encode() in told, shown[:2000]
                 for identity in self._ids[other.name]:
-                    assert identity.encode() not in text or identity.encode() in sent, shown[:2000]
+                    assert identity.encode() not in text or identity.encode() in told, shown[:2000]
 
     def _remember(self, who: Tenant, text: bytes) -> None:
         try:

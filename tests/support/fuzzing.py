@@ -1,7 +1,8 @@
 """How long fuzz tests go on, how one of their cases is repeated, and how bytes are damaged.
 
 `QINFER_TEST_FUZZ_S` are the seconds of all of them together: 60 unless it says otherwise. Each case has a seed of its
-own, and a failure names it: with `QINFER_TEST_SEED` set to it, a run begins with that case.
+own, and a failure names it: with `QINFER_TEST_SEED` set to it, a run begins with that case. Without it a run of up to
+`SHORT_S` tries the same cases each time, so that it fails by what was changed, and a longer one others each time.
 """
 
 import itertools
@@ -12,8 +13,9 @@ from collections.abc import Callable
 
 import pytest
 
-FUZZ_S = float(os.environ.get("QINFER_TEST_FUZZ_S", "60"))
-SEED = int(os.environ.get("QINFER_TEST_SEED", random.getrandbits(32)))
+SHORT_S = 60
+FUZZ_S = float(os.environ.get("QINFER_TEST_FUZZ_S", SHORT_S))
+SEED = int(os.environ.get("QINFER_TEST_SEED", 0 if FUZZ_S <= SHORT_S else random.getrandbits(32)))
 
 within_limits = pytest.mark.timeout(FUZZ_S + 60)
 """Marks tests that go on for a share of the time, and may take longer than others."""
