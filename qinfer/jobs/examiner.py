@@ -206,8 +206,10 @@ def main() -> int:
 
 def _listen(inbox: BinaryIO, messages: "queue.SimpleQueue[bytes]") -> None:
     """Reads what the parent says; ends this process when the parent says no more, whatever this process is at."""
-    while len(length := inbox.read(LENGTH.size)) == LENGTH.size:
-        messages.put(inbox.read(LENGTH.unpack(length)[0]))
+    # A parent that dies before it has read an answer resets the connection.
+    with suppress(ConnectionError):
+        while len(length := inbox.read(LENGTH.size)) == LENGTH.size:
+            messages.put(inbox.read(LENGTH.unpack(length)[0]))
     os._exit(0)
 
 

@@ -5,8 +5,10 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -20,10 +22,12 @@ import pytest
 import uvloop
 
 from qinfer import errors
+from qinfer.core.processes import packed
 from qinfer.core.settings import BulkSettings, Settings, StoreSettings
 from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest, Overloaded, QinferError, UnsupportedFeature
 from qinfer.jobs.check import ERROR_COLUMNS
+from qinfer.jobs.examiner import Hello
 from qinfer.jobs.examiner_pool import COMMAND, ExaminerPool
 from qinfer.jobs.examiner_pool import GATEWAY_PROCESSES as PROCESSES
 from qinfer.jobs.job import JobSpec, Output
@@ -391,6 +395,22 @@ def test_a_gateway_that_is_killed_leaves_none(lake: str, tmp_path: Path, name: s
             gateway.kill()
 
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, description="it ends")
+
+
+def test_a_parent_that_dies_before_it_reads_leaves_none() -> None:
+    """The connection is reset then, and does not just end, since an answer lies in it unread."""
+    mine, theirs = socket.socketpair()
+    with open(os.memfd_create("notes"), "rb") as notes, theirs:
+        process = subprocess.Popen(COMMAND, stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=[notes.fileno()])
+        mine.sendall(packed(Hello((), SMALLEST, notes.fileno())))
+    try:
+        select.select([mine], [], [])
+        mine.close()
+
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def open_files() -> Counter[str]:
