@@ -147,7 +147,7 @@ def _judge_call(call: Call, broker_kills: Sequence[float]) -> tuple[str, str]:
 
 
 class Flushed(NamedTuple):
-    """What came out of a run in which Redis lost its data.
+    """Outcome of a run in which Redis lost its data.
 
     Attributes:
         accepted: Requests that were accepted.

@@ -22,7 +22,7 @@ from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE
 
 MEMORY_BYTES = 3 * 2**30
-"""What the process may ask for: enough to see how much a file takes, too little for it to be in the others' way."""
+"""Memory that the process may ask for: enough to see how much a file takes, too little to be in the others' way."""
 BATCH_ROWS = 64
 MODEL = stub_spec(dims=(2,))
 PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=1000, max_rows=1000)

@@ -52,7 +52,7 @@ UNWANTED = re.compile(r'Traceback|"level":"(ERROR|CRITICAL)"')
 
 
 class Tenant(NamedTuple):
-    """Who calls.
+    """A caller of the gateway.
 
     Attributes:
         name: The tenant.

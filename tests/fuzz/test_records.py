@@ -31,18 +31,18 @@ ANSWER_S = 15.0
 RECOVERED_S = 20.0
 BODY = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
 STATUSES = {200, 202, 400, 404, 409, 410, 429, 500, 503}
-"""What callers may be told of damage: 500 has the code `corrupt_entry`."""
+"""Statuses that tell callers of damage: 500 has the code `corrupt_entry`."""
 
 
 @pytest.mark.parametrize("text", [b'"\xff"', b"[" * 100_000])
 def test_a_document_that_is_no_text(text: bytes) -> None:
-    """It is damaged, as any other that can't be read."""
+    """Such a document counts as damaged, as any other that can't be read."""
     with pytest.raises(msgspec.DecodeError):
         decode_document(b'{"wire":1,"model":"m","generation":1,"more":' + text, Desired)
 
 
 async def test_names_that_are_no_text(database: Database) -> None:
-    """They hide no other: a gateway goes on with what it can read."""
+    """Damaged names hide no other: a gateway goes on with what it can read."""
     store = database.store()
     await store.set_desired(Desired("m", 1))
     for key in (keys.desired(), keys.settings()):
@@ -63,7 +63,7 @@ async def test_names_that_are_no_text(database: Database) -> None:
     ],
 )
 async def test_a_request_whose_record_is_damaged(delivery: Queue, store: ControlStore, field: str, value: Any) -> None:
-    """It is told as what it is, not as a defect of the server's."""
+    """Damage of a record is told as such, not as a defect of the server's."""
     await accept(delivery)
     await store.client.hset(keys.request("digits", 0, "r1"), field, value)
 

@@ -27,7 +27,7 @@ from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Store
 
 READ_BYTES = 64 * 2**20
-"""What `bulk.max_read_bytes` is by default."""
+"""Default of `bulk.max_read_bytes`."""
 
 _AHEAD = 8
 _SMALL_BYTES = 4 * 2**20

@@ -28,7 +28,7 @@ NESTING_LIMIT = 100
 """What is nested as deep passes, and twice as deep is refused; between them it depends on where blocks are cut."""
 
 _CELLS_BYTES = 8 * 2**20
-"""What the cells of some JSON lines may take: each line has one of each column, whatever it says."""
+"""Bytes that the cells of some JSON lines may take: each line has one of each column, whatever it says."""
 _PLANNED_CELLS_BYTES = 512 * 2**20  # where columns are not known yet, and a colon may be one
 _CELL_BYTES = 8
 

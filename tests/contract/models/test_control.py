@@ -319,7 +319,7 @@ async def test_autoscalers_say_what_they_do_while_they_live(stores: ControlPair)
 
 
 async def test_what_a_node_has_lost_is_written_again(redis_queue: RedisQueue) -> None:
-    """By a gateway; each node of a cluster has some of the models, and other keys of those that all share."""
+    """A gateway does it; each node of a cluster has some of the models, and other keys of those that all share."""
     store, delivery = ControlStore(admin_client(redis_queue.settings)), await redis_queue.connect()
     tensors = (f'{kind} {{ name: "{kind}" data_type: TYPE_FP32 dims: 2 }}' for kind in ("input", "output"))
     config = to_json(normalise(parse(f'backend: "stub" max_batch_size: 8 {" ".join(tensors)}'), "m"))
