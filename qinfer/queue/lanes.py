@@ -9,7 +9,8 @@ The promises, each a test in `tests/contract/`:
 1. An entry whose `submit` was confirmed is fetched at least once, unless it is finished first.
 2. Between two `fetch`es by different consumers an entry has one owner; `renew` keeps it, raises no delivery count, and
    never takes an entry back from a new owner.
-3. `release` gives an entry to the `fetch` of any consumer within half a second, its delivery count as it was before.
+3. `release` gives an entry to the `fetch` of any consumer within half a second, or after the rest that is asked for,
+   its delivery count as it was before.
 4. `reclaim` takes entries whose owner has not renewed for the lease time, and marks them `suspect`.
 5. `finish` removes an entry, delivered or not, whoever owns it; to finish it again is no error.
 6. So `depth` is always waiting + in flight.
@@ -78,8 +79,8 @@ _CONSUMER_GONE_MS = 3_600_000
 _TIME = pack((b"TIME",))
 
 _SUBMIT = load_script("lanes/submit", "waiting")
-_RECLAIM = load_script("lanes/reclaim")
-_RELEASE = load_script("lanes/release")
+_RECLAIM = load_script("lanes/reclaim", "ready")
+_RELEASE = load_script("lanes/release", "ready")
 _WITHDRAW = load_script("lanes/withdraw", "drop")
 _DELAY = load_script("lanes/delay")
 _BURY = load_script("lanes/bury", "trim_letters")
@@ -214,21 +215,25 @@ class Queue:
         still holds one, because its renewals failed for so long, drops the second lease.
         """
         names = [keys.lane(lane) for lane in lanes]
-        arguments = (consumer, keys.RELEASED, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
+        arguments = (consumer, keys.RELEASED, keys.SUSPECTS, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
         found = await self._script(lanes[0], _RECLAIM, names, arguments, ())
         return leases_of(lanes, consumer, found or (), suspect=True)
 
-    async def release(self, leases: Sequence[Lease]) -> None:
+    async def release(self, leases: Sequence[Lease], *, rest_s: float = 0.0) -> None:
         """Returns entries that did not begin to execute to the queue; entries of another owner are not changed.
 
         Suspects stay suspects: `reclaim` returns them, at once, and `fetch` does not.
+
+        Args:
+            leases: The leases on them.
+            rest_s: Nobody gets them before so long, less than an hour; their place in the lane is as before.
         """
         await _all(
             [
                 self._run(
                     lane,
                     _RELEASE,
-                    (consumer, keys.SUSPECTS if suspect else keys.RELEASED),
+                    (consumer, keys.SUSPECTS if suspect else keys.RELEASED, int(rest_s * 1000)),
                     [lease.entry for lease in group],
                 )
                 for (lane, consumer, suspect), group in grouped(leases, owner_of)
@@ -462,7 +467,7 @@ class Queue:
         """Releases the entries of a `fetch` without waiting; if the release is lost, their leases expire."""
         for (lane, consumer, _), group in grouped(leases, owner_of):
             ids = [lease.entry.entry_id for lease in group]
-            arguments: tuple[Argument, ...] = (keys.GROUP, consumer, keys.RELEASED, *ids)
+            arguments: tuple[Argument, ...] = (keys.GROUP, consumer, keys.RELEASED, 0, *ids)
             words: tuple[Argument, ...] = (b"EVAL", _RELEASE.text, 1, keys.lane(lane), *arguments)
             try:
                 self.router.send(keys.lane_slot(lane), pack(words), lambda _: None)

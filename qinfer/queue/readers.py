@@ -23,7 +23,7 @@ from qinfer.queue.entries import Entry, Lane, Lease, reply_address
 from qinfer.queue.router import BlockingLink, Router, load_script, run_script
 
 logger = logging.getLogger(__name__)
-_FETCH = load_script("lanes/fetch")
+_FETCH = load_script("lanes/fetch", "ready")
 _KEEP = load_script("lanes/keep")
 
 

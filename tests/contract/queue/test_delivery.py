@@ -269,6 +269,22 @@ async def test_release_of_an_entry_that_another_owns_changes_nothing(queue: Redi
     assert renew(delivery, new) == []
 
 
+async def test_a_released_entry_may_have_to_rest(queue: RedisQueue) -> None:
+    """Nobody gets it meanwhile, whoever asks; then it comes before newer work, its count as it was before."""
+    delivery, other = await ready(queue, b"long", b"short", b"new"), await queue.connect()
+    long, short = await fetch(delivery, "a", count=2)
+
+    await delivery.release([long], rest_s=600.0)
+    await delivery.release([short], rest_s=0.2)
+
+    assert [lease.frame for lease in await fetch(other, "b", count=1)] == [b"new"]
+    assert await delivery.reclaim([HIGH, LOW], "c", idle_s=1.0, count=10) == []
+    [again] = await other.fetch([HIGH, LOW], "b", 10, 30.0)
+    assert (again.frame, again.deliveries, again.suspect) == (b"short", 1, False)
+    assert await delivery.depth([HIGH]) == [3]
+    assert await delivery.withdraw([long.entry]) == [True]
+
+
 async def test_a_released_entry_is_no_suspect(queue: RedisQueue) -> None:
     """`reclaim` leaves to `fetch` what was handed back in order."""
     delivery = await ready(queue, b"x")

@@ -175,6 +175,25 @@ async def test_a_released_suspect_stays_one(queue: RedisQueue) -> None:
     assert renew(delivery, [suspect]) == [suspect]
 
 
+async def test_a_released_suspect_may_have_to_rest(queue: RedisQueue) -> None:
+    """It is reclaimed afterwards, though its owner was silent for a lease's time long before."""
+    delivery = await ready(queue, b"x", b"y")
+    await fetch(delivery, "a")
+    long, short = await suspects(delivery, "b")
+
+    await delivery.release([long], rest_s=600.0)
+    await delivery.release([short], rest_s=0.01)
+
+    found: list[Lease] = []
+
+    async def is_back() -> bool:
+        found.extend(await delivery.reclaim([HIGH, LOW], "c", idle_s=0.0, count=10))
+        return bool(found)
+
+    await eventually(is_back, description="the suspect whose rest is over")
+    assert [(lease.frame, lease.deliveries, lease.suspect) for lease in found] == [(b"y", 2, True)]
+
+
 # --- delay (promise 11) ---
 
 

@@ -12,7 +12,8 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
-from qinfer_workers.jobs.scoring import shard_loop
+from qinfer_workers.jobs.scoring import shard_loop, shard_service
+from qinfer_workers.jobs.scoring.context import PutOff
 from tests.support.inline_workers import InlineWorkers, value
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
 
@@ -144,6 +145,48 @@ async def test_a_job_that_is_stopped_commits_nothing_more(
     await eventually(is_empty, description="empty lanes")
     assert not work.parts()
     assert not await Jobs(scene.delivery).outcomes(JOB)
+
+
+async def test_a_job_that_can_not_be_run_now_holds_up_no_other(scene: InlineWorkers, tmp_path: Path) -> None:
+    """Its shards came first, and stay in their lane as they were; they are tried again and again."""
+    work = Work(tmp_path, 500, 50)
+    await scene.model()
+    await submit_job(scene.delivery, work.spec, work.shards, job_id="stuck", model_hash="of other files")
+    await work.submit(scene)
+    worker = await scene.worker()
+    work.check(await outcomes(scene.delivery, 10))
+
+    await scene.stop()
+    assert not await Jobs(scene.delivery).outcomes("stuck")
+    assert await Jobs(scene.delivery).missing("stuck") == []
+    assert await scene.delivery.depth(LANES) == [0, 10, 0]
+    assert not worker._keeper.held()
+
+
+async def test_a_shard_that_was_put_off_is_run_later(
+    scene: InlineWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By any worker; a try that did not begin is none that did not end."""
+    monkeypatch.setattr(shard_loop, "_FIRST_REST_S", 0.01)
+    monkeypatch.setattr(shard_loop, "_LAST_REST_S", 0.01)
+    work = Work(tmp_path, 100)
+    await scene.model()
+    tries: list[int] = []
+    make_run = shard_service._make_run
+
+    def hesitant(*words: Any) -> Any:
+        _, held, *_ = words
+        tries.append(held.lease.deliveries)
+        if len(tries) <= 5:
+            raise PutOff("the store is away")
+        return make_run(*words)
+
+    monkeypatch.setattr(shard_service, "_make_run", hesitant)
+    await scene.worker(max_deliveries=1)
+    await work.submit(scene)
+
+    work.check(await outcomes(scene.delivery, 1))
+    assert tries == [1] * 6
 
 
 async def test_a_lost_lease_ends_the_run(scene: InlineWorkers, tmp_path: Path) -> None:

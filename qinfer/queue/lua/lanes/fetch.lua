@@ -1,4 +1,4 @@
--- Takes up to `count` entries, lane after lane: of each, released ones first, then new ones.
+-- Takes up to `count` entries, lane after lane: of each, released ones first that are ready, then new ones.
 -- KEYS: the lanes by priority. ARGV: group, consumer, consumer of what was released, count (> 0).
 -- Returns {lane's number, id, fields, deliveries} per entry.
 local group, consumer, released, left = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
@@ -7,7 +7,7 @@ local taken = {}
 -- Every lane is asked before anything is taken: a missing group raises NOGROUP here, and no entry is lost with the reply.
 local waiting = {}
 for number, lane in ipairs(KEYS) do
-  waiting[number] = redis.call('XPENDING', lane, group, '-', '+', left, released)
+  waiting[number] = redis.call('XPENDING', lane, group, 'IDLE', READY_MS, '-', '+', left, released)
 end
 
 for number, lane in ipairs(KEYS) do

@@ -1,9 +1,9 @@
 -- Takes up to `count` entries whose owner has been silent for `idle` ms, suspects that were given back among them, and
 -- forgets consumers that are long gone.
--- KEYS: the lanes. ARGV: group, consumer, consumer of what was released, count, idle ms, ms after which a consumer is gone.
+-- KEYS: the lanes. ARGV: group, consumer, consumers of what was released and of suspects, count, idle ms, ms after which a consumer is gone.
 -- Returns {lane's number, id, fields, deliveries} per entry.
-local group, consumer, released, left = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local idle, gone = ARGV[5], tonumber(ARGV[6])
+local group, consumer, released, suspects, left = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local idle, gone = ARGV[6], tonumber(ARGV[7])
 local PAGE = 100
 local taken = {}
 
@@ -12,7 +12,8 @@ for number, lane in ipairs(KEYS) do
   while start and left > 0 do
     local page = redis.call('XPENDING', lane, group, 'IDLE', idle, start, '+', PAGE)
     for _, pending in ipairs(page) do
-      if left > 0 and pending[2] ~= released then -- what was released waits for `fetch` and is no suspect
+      -- What was released waits for `fetch` and is no suspect; a suspect that was given back may have to rest.
+      if left > 0 and pending[2] ~= released and (pending[2] ~= suspects or pending[3] >= READY_MS) then
         local entry = redis.call('XCLAIM', lane, group, consumer, idle, pending[1])[1]
         if entry then
           taken[#taken + 1] = {number, entry[1], entry[2], pending[4] + 1}

@@ -1,14 +1,16 @@
 -- Gives back the entries that `consumer` still owns, as if they had not been delivered this time.
--- KEYS: the lane. ARGV: group, consumer, consumer of what was released (or of suspects), entry ids. Returns how many were given back.
-local lane, group, consumer, released = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
-local DAY_MS = 86400000 -- idle enough for anything that reclaims by idle time
+-- KEYS: the lane. ARGV: group, consumer, consumer of what was released (or of suspects), for how many ms nobody is to take them,
+-- entry ids. Returns how many were given back.
+local lane, group, consumer, released, rest = KEYS[1], ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local DAY_MS = 86400000
+local idle = rest > 0 and READY_MS - rest or DAY_MS
 local count = 0
 
-for i = 4, #ARGV do
+for i = 5, #ARGV do
   local id = ARGV[i]
   local pending = redis.call('XPENDING', lane, group, id, id, 1, consumer)[1]
   if pending then
-    redis.call('XCLAIM', lane, group, released, 0, id, 'IDLE', DAY_MS, 'RETRYCOUNT', pending[4] - 1, 'JUSTID')
+    redis.call('XCLAIM', lane, group, released, 0, id, 'IDLE', idle, 'RETRYCOUNT', pending[4] - 1, 'JUSTID')
     count = count + 1
   end
 end

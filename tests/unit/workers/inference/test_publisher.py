@@ -37,7 +37,7 @@ class Offline(Queue):
 class Refusing(Offline):
     """A queue that takes nothing back."""
 
-    async def release(self, leases: Sequence[Lease]) -> None:
+    async def release(self, leases: Sequence[Lease], *, rest_s: float = 0.0) -> None:
         raise Refused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
 
 
@@ -48,7 +48,7 @@ class Releasing(Offline):
         super().__init__()
         self.released: list[Lease] = []
 
-    async def release(self, leases: Sequence[Lease]) -> None:
+    async def release(self, leases: Sequence[Lease], *, rest_s: float = 0.0) -> None:
         self.released += leases
 
 

@@ -25,7 +25,7 @@ from qinfer.testing import FakeClock
 from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, ShardContext, Slots
-from qinfer_workers.jobs.scoring.shard_loop import ShardTask
+from qinfer_workers.jobs.scoring.shard_loop import JobRests, ShardTask
 from qinfer_workers.jobs.scoring.shard_run import ShardRun
 from tests.support.inline_workers import NoRenewals
 
@@ -233,7 +233,7 @@ async def run_shard(
     await Jobs(delivery).create(record)
     ticket = ShardTicket("j", Shard(1, "part-1", 3, ()))
     lease = Lease(Entry(record.lane, "1000-0"), "w", encode_ticket(ticket), deliveries=2)
-    task = ShardTask(context, lease, lambda *_: Ran(end))
+    task = ShardTask(context, lease, lambda *_: Ran(end), JobRests())
     return await task._recorded(Ran(end), ticket, record)
 
 

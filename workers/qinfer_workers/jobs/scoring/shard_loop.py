@@ -41,10 +41,43 @@ _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
 
 _RETRY_S = 0.5
-_PUT_OFF_S = 1.0
-_LAST_PUT_OFF_S = 30.0
+_FIRST_REST_S = 1.0
+_LAST_REST_S = 30.0
+_LEFT_TO_OTHERS_S = 5.0
+"""Longest time that a shard is offered to no worker because one could not run it: the others may be able to."""
 
 T = TypeVar("T")
+
+
+class JobRests:
+    """Jobs whose shards could not be run here, and until when none of them is tried again.
+
+    A job rests for a second, then for twice as long each time, up to half a minute, and at least as long as the last
+    try took: what other jobs get of the model is no less than what is spent on trying.
+
+    Args:
+        now_s: The monotonic time.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._jobs: dict[str, tuple[float, int]] = {}
+        """Job → when its rest ends, and how often in a row its shards could not be run."""
+
+    def left_s(self, job_id: str) -> float:
+        """Returns how long a job is to rest yet; 0 = it need not."""
+        return max(self._jobs.get(job_id, (0.0, 0))[0] - self._now_s(), 0.0)
+
+    def begin(self, job_id: str, tried_s: float) -> None:
+        """Has a job rest, a shard of which could not be run after it was tried for so long."""
+        now_s = self._now_s()
+        self._jobs = {job: rest for job, rest in self._jobs.items() if rest[0] + _LAST_REST_S > now_s}
+        count = self._jobs.get(job_id, (0.0, 0))[1] + 1
+        self._jobs[job_id] = now_s + max(pause_s(count, _FIRST_REST_S, _LAST_REST_S), tried_s), count
+
+    def end(self, job_id: str) -> None:
+        """Takes note that a shard of a job was run."""
+        self._jobs.pop(job_id, None)
 
 
 class ShardTask:
@@ -56,39 +89,31 @@ class ShardTask:
         context: The parts that the worker's shard loops share.
         lease: The lease.
         make_run: Makes the run of the shard.
+        rests: The jobs that rest.
 
     Attributes:
         free: Set when the next shard may begin: the model has no more to do for this one, or will have in a moment.
-        was_put_off: Whether the shard could not be run now.
     """
 
-    def __init__(self, context: ShardContext, lease: Lease, make_run: MakeRun) -> None:
+    def __init__(self, context: ShardContext, lease: Lease, make_run: MakeRun, rests: JobRests) -> None:
         self.free = asyncio.Event()
-        self.was_put_off = False
         self._context = context
         self._lease = lease
         self._make_run = make_run
+        self._rests = rests
         self._shard_run: ShardRun | None = None
         self._held = HeldShard(lease, context.delivery.clock.now_s() + STALLED_S)
         self._outage = OutageLog(logger, "shard not finished, trying again", "shards are finished again")
 
-    async def run(self, put_off_s: float) -> None:
+    async def run(self) -> None:
         """Takes the shard to its end; cancelled, it releases the shard, its delivery count as it was before.
 
-        Args:
-            put_off_s: How long a shard that can't be run now is held back from the others.
+        A shard that can't be run now goes back to the lane, where it rests for a while; its job rests here.
         """
         self._context.keeper.hold([self._held])
         about = {"entry_id": self._lease.entry.entry_id}
         try:
             await self._run_or_drop()
-        except PutOff as error:
-            self.was_put_off = True
-            logger.warning("shard put off", extra={**about, "reason": str(error)})
-            self.free.set()
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(put_off_s)
-            await self._release()
         except asyncio.CancelledError:
             if self._shard_run is None or not self._shard_run.is_stuck:
                 await self._release()
@@ -109,13 +134,29 @@ class ShardTask:
             await self._insist(lambda: self._context.delivery.bury(lease, "", code, reason))
             return
         job_id, index = ticket.job_id, ticket.shard.index
+        if rest_s := self._rests.left_s(job_id):
+            await self._release(rest_s)
+            return
         record = await self._insist(lambda: jobs.get(job_id))
         if record is None or record.state not in (JobState.RUNNING, JobState.PLANNING):
             await self._insist(lambda: jobs.drop_shard(job_id, lease, index))
         elif lease.deliveries > max(self._context.max_deliveries, LEAST_DELIVERIES):
             await self._give_up(ticket)
         else:
+            await self._try(ticket, record)
+
+    async def _try(self, ticket: ShardTicket, record: JobRecord) -> None:
+        """Runs the shard through; one that can't be run now is released, and its job begins to rest."""
+        began_s = time.monotonic()
+        try:
             await self._run_through(ticket, record)
+        except PutOff as error:
+            about = {"job": record.id, "shard": ticket.shard.index, "reason": str(error)}
+            logger.warning("shard put off", extra=about)
+            self._rests.begin(record.id, time.monotonic() - began_s)
+            await self._release(self._rests.left_s(record.id))
+        else:
+            self._rests.end(record.id)
 
     async def _give_up(self, ticket: ShardTicket) -> None:
         jobs, shard = self._context.jobs, ticket.shard
@@ -209,11 +250,11 @@ class ShardTask:
                 return answer
             await asyncio.sleep(backoff.next_s())
 
-    async def _release(self) -> None:
+    async def _release(self, rest_s: float = 0.0) -> None:
         """Releases the shard; if the release is lost, another worker reclaims it when the lease expires."""
         if not self._held.lost:
             with suppress(QinferError):
-                await self._context.delivery.release([self._lease])
+                await self._context.delivery.release([self._lease], rest_s=min(rest_s, _LEFT_TO_OTHERS_S))
 
 
 class ShardLoop:
@@ -232,7 +273,7 @@ class ShardLoop:
         self._make_run = make_run
         self._is_open = is_open
         self._reclaim_at_s = 0.0
-        self._put_offs = 0  # in a row
+        self._rests = JobRests()
         self._outage = OutageLog(logger, "no shards fetched", "shards are fetched again")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -287,7 +328,7 @@ class ShardLoop:
 
     async def _start(self, lease: Lease) -> None:
         """Runs a shard that is held; returns when it is scored in a moment, and the one before has ended."""
-        shard = ShardTask(self._context, lease, self._make_run)
+        shard = ShardTask(self._context, lease, self._make_run, self._rests)
         before = list(self._tasks)
         task = asyncio.create_task(self._run_task(shard))
         self._tasks.add(task)
@@ -295,14 +336,11 @@ class ShardLoop:
         await shard.free.wait()
         if before:
             await asyncio.wait(before)
-        if shard.was_put_off:  # what it needs is away: others may need it, too
-            await asyncio.wait([task])
 
     async def _run_task(self, shard: ShardTask) -> None:
         try:
-            await shard.run(pause_s(self._put_offs + 1, _PUT_OFF_S, _LAST_PUT_OFF_S))
+            await shard.run()
         except Exception:  # the loop boundary: the lease will end, and count as an execution
             logger.exception("shard task failed")
         finally:
             self._context.slots.give_back()
-        self._put_offs = self._put_offs + 1 if shard.was_put_off else 0
