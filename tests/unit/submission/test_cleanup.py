@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -60,9 +60,16 @@ class SpyQueue(Queue):
     reads = 0
     withdrawals = 0
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.may_withdraw = asyncio.Event()
+        self.may_withdraw.set()
+
     async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
+        await self.may_withdraw.wait()
+        withdrawn = await super().withdraw(entries)
         self.withdrawals += 1
-        return await super().withdraw(entries)
+        return withdrawn
 
     async def take_result(self, lane: Lane, request_id: str) -> bytes | None:
         self.reads += 1
@@ -88,6 +95,14 @@ class Setup:
         x = Tensor("x", "UINT8", (1, size), bytes(size))
         request = InferRequest(model="m", client_id="c", inputs=(x,), timeout_s=timeout_s)
         return self.dispatcher.submit(context, request, self)
+
+    async def submit_and_fetch(self) -> tuple[Pending, Lease]:
+        """Submits a request that a worker takes before it may be withdrawn, however slow the machine is."""
+        self.queue.may_withdraw.clear()
+        pending = self.submit()
+        lease = await self.fetch()
+        self.queue.may_withdraw.set()
+        return pending, lease
 
     async def fetch(self) -> Lease:
         (lease,) = await self.queue.fetch(self.models.lanes("m", 1), "w", 1, 10.0)
@@ -142,8 +157,7 @@ async def test_what_no_worker_takes_in_time_is_taken_out(setup: Setup) -> None:
 async def test_what_a_worker_has_taken_is_waited_for(setup: Setup) -> None:
     """The worker that loaded the model has come in time; the request has its own timeout from there."""
     setup.models.wait_s = SHORT_S
-    pending = setup.submit()
-    await setup.fetch()
+    pending, _ = await setup.submit_and_fetch()
 
     await eventually(lambda: setup.queue.withdrawals == 1, description="the end of the wait for a worker")
 
@@ -180,8 +194,7 @@ async def test_what_waits_behind_others_once_a_worker_came_has_its_own_timeout(s
 async def test_what_is_executed_delays_no_other_requests_queue_timeout(setup: Setup) -> None:
     """It is noted again for its deadline, which is later than theirs."""
     setup.models.policy = QueuePolicy(timeout_s=SHORT_S)
-    first = setup.submit()
-    await setup.fetch()
+    first, _ = await setup.submit_and_fetch()
     setup.models.policy = QueuePolicy(timeout_s=2 * SHORT_S)
     setup.submit()
 
@@ -203,8 +216,7 @@ async def test_the_shorter_of_two_waits_counts(setup: Setup) -> None:
 async def test_what_is_executed_may_take_longer_than_its_queue_timeout(setup: Setup) -> None:
     """It concerns waiting only: the answer still comes."""
     setup.models.policy = QueuePolicy(timeout_s=SHORT_S)
-    pending = setup.submit()
-    lease = await setup.fetch()
+    pending, lease = await setup.submit_and_fetch()
 
     await eventually(lambda: setup.queue.withdrawals == 1, description="the end of the queue timeout")
     setup.waiting.receive(encode_responses([Response(request_id=pending.request_id)]))
