@@ -60,6 +60,7 @@ class OutageLog:
         ends: The event of the end; empty = that of a failure, and `: over`.
         level: That of a failure.
         remind_s: A failure that goes on is logged again after so many seconds.
+        quiet_s: An outage is over when nothing has failed for so many seconds; for what works at times during one.
         data: What is added to each line.
 
     Attributes:
@@ -74,6 +75,7 @@ class OutageLog:
         *,
         level: int = logging.WARNING,
         remind_s: float = math.inf,
+        quiet_s: float = 0.0,
         **data: object,
     ) -> None:
         self._logger = logger
@@ -81,10 +83,11 @@ class OutageLog:
         self._ends = ends or f"{begins}: over"
         self._level = level
         self._remind_s = remind_s
+        self._quiet_s = quiet_s
         self._data = data
         self.is_out = False
         self._reasons: set[str] = set()
-        self._logged_s = self._began_s = 0.0
+        self._logged_s = self._began_s = self._failed_s = 0.0
 
     @property
     def lasts_s(self) -> float:
@@ -98,18 +101,19 @@ class OutageLog:
             reason: What failed.
             defect: An exception whose traceback is to be logged.
         """
+        self._failed_s = time.monotonic()
         if not self.is_out:
-            self._began_s = time.monotonic()
+            self._began_s = self._failed_s
         self.is_out = True
         is_new = reason not in self._reasons and len(self._reasons) < _MOST_REASONS
-        if is_new or time.monotonic() - self._logged_s >= self._remind_s:
+        if is_new or self._failed_s - self._logged_s >= self._remind_s:
             self._reasons.add(reason)
-            self._logged_s = time.monotonic()
+            self._logged_s = self._failed_s
             self._logger.log(self._level, self._begins, extra={**self._data, "reason": reason}, exc_info=defect)
 
     def over(self) -> None:
         """Takes note that it works; cheap where it did before."""
-        if self.is_out:
+        if self.is_out and time.monotonic() - self._failed_s >= self._quiet_s:
             self.is_out = False
             self._reasons.clear()
             self._logger.info(self._ends, extra=self._data)

@@ -81,6 +81,27 @@ def test_an_outage_that_goes_on_is_logged_again_after_a_while(caplog: pytest.Log
     assert [record.message for record in caplog.records] == ["fails", "fails", "fails: over"]
 
 
+def test_what_works_now_and_then_is_over_when_it_was_quiet(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    now_s = 100.0
+    monkeypatch.setattr("qinfer.core.retry.time.monotonic", lambda: now_s)
+    outage = OutageLog(logging.getLogger("test"), "fails", quiet_s=5.0)
+
+    for _ in range(10):
+        outage.failed("full")
+        now_s += 4.0
+        outage.over()
+    during = [record.message for record in caplog.records]
+    now_s += 1.0
+    outage.over()
+    outage.failed("full")
+
+    assert during == ["fails"]
+    assert [record.message for record in caplog.records] == ["fails", "fails: over", "fails"]
+
+
 def test_reasons_without_end_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     outage = OutageLog(logging.getLogger("test"), "fails")
 

@@ -27,6 +27,7 @@ FEWEST_AT_ONCE = 16
 ROOM_S = 1.0
 """Seconds after which a full lane is tried again, whatever happens."""
 
+_QUIET_S = 10.0  # a full lane has room for a few messages whenever some are answered
 _SHORTEST_S = 0.02
 _AWAY_S = 0.1
 _ID_USED = "the id of the message was used before with another body; give each its own id"
@@ -95,7 +96,11 @@ class Intake:
         self._size = MOST_AT_ONCE
         self._backoff = Backoff(_AWAY_S, ROOM_S)
         self._full = OutageLog(
-            logger, "the model's lane is full, messages wait in the source", remind_s=REMIND_S, route=name
+            logger,
+            "the model's lane is full, messages wait in the source",
+            remind_s=REMIND_S,
+            quiet_s=_QUIET_S,
+            route=name,
         )
         self._away = OutageLog(logger, "the queue is away, messages wait in the source", remind_s=REMIND_S, route=name)
 

@@ -121,6 +121,19 @@ async def test_a_full_lane_is_tried_again_with_less_when_there_may_be_room() -> 
     assert one.refused == []
 
 
+async def test_a_full_lane_that_has_room_now_and_then_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with desk() as one:
+        for number in range(5):
+            one.room = number
+            one.intake.add([work(number)])
+            await becomes(lambda tried=len(one.batches): len(one.batches) > tried)  # type: ignore[misc]
+            one.room += 1
+            one.intake.room()
+            await becomes(lambda: len(one.done) == one.room)
+
+    assert [record.message for record in caplog.records] == ["the model's lane is full, messages wait in the source"]
+
+
 async def test_a_queue_that_is_away_is_waited_for() -> None:
     async with desk() as one:
         one.is_away = True
