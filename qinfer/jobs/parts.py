@@ -2,7 +2,8 @@
 
 A part says in its metadata, key `qinfer`, which shard of which job it is, of which inputs and model, and how many rows
 failed: a Parquet file in its own metadata, an Arrow file in its footer and, as far as failed rows go, with its last
-batch.
+batch. Whoever may write to the output folder can put another file there, so a check reads footers and headers only,
+within their limits, and no rows.
 
 Encodings are chosen for the speed of writing: floats have no dictionary, since hardly any value is there twice, and
 row numbers are stored as differences.
@@ -24,7 +25,8 @@ from qinfer.errors import QinferError, StoreError, StoreNotFound
 from qinfer.jobs.check import ERROR_COLUMNS, PLACE_COLUMNS
 from qinfer.jobs.job import Output
 from qinfer.jobs.plan import ExpectedParts, PartInfo, Shard
-from qinfer.jobs.rows.arrow_footer import batch_rows
+from qinfer.jobs.rows.arrow_footer import batch_metadata, batch_rows
+from qinfer.jobs.rows.parquet_pages import read_metadata
 from qinfer.storage.store import Store
 
 METADATA_KEY = b"qinfer"
@@ -245,6 +247,8 @@ def validate_part(store: Store, url: str, shard: Shard, job_id: str, model_hash:
     try:
         with store.open(url) as content:
             found, rows, schema = _parquet_footer(content) if url.endswith(".parquet") else _arrow_footer(content)
+        # The same text for all parts of a job is kept once.
+        text = sys.intern("\n".join(f"{field.name}: {field.type}" for field in schema))
     except QinferError:
         raise
     except (pa.ArrowException, msgspec.MsgspecError, ValueError, OSError) as error:
@@ -254,10 +258,10 @@ def validate_part(store: Store, url: str, shard: Shard, job_id: str, model_hash:
     for name in PartMetadata.__struct_fields__:
         here, planned = getattr(found, name), getattr(expected, name)
         if here != planned:
-            raise PartBroken(f"'{url}' says {name} {here!r}, the plan {planned!r}: it is the part of something else")
+            said = repr(here)[:_REASON_CHARACTERS]
+            raise PartBroken(f"'{url}' says {name} {said}, the plan {planned!r}: it is the part of something else")
     if rows != shard.rows or not 0 <= found.errors <= rows:
         raise PartBroken(f"'{url}' has {rows} rows, {found.errors} of them failed; the plan says {shard.rows} rows")
-    text = sys.intern("\n".join(f"{field.name}: {field.type}" for field in schema))  # one for all parts of a job
     return PartInfo(url, rows, found.errors, stat.size_bytes, stat.etag, text)
 
 
@@ -291,7 +295,7 @@ def set_aside(store: Store, parts: ExpectedParts, shard: Shard) -> None:
 
 
 def _parquet_footer(content: Any) -> tuple[PartMetadata, int, pa.Schema]:
-    metadata = pq.read_metadata(content)
+    metadata = read_metadata(content)
     found = _decoded((metadata.metadata or {}).get(METADATA_KEY))
     return found, metadata.num_rows, metadata.schema.to_arrow_schema()
 
@@ -300,12 +304,7 @@ def _arrow_footer(content: Any) -> tuple[PartMetadata, int, pa.Schema]:
     reader = pa.ipc.open_file(content)
     found = _decoded((reader.metadata or {}).get(METADATA_KEY))
     rows = batch_rows(content)
-    errors = b"0"
-    if rows:
-        column = reader.schema.get_field_index(ERROR_COLUMNS[0])
-        options = pa.ipc.IpcReadOptions(included_fields=[column], use_threads=False)
-        last = pa.ipc.open_file(content, options=options).get_batch_with_custom_metadata(len(rows) - 1)
-        errors = (last.custom_metadata or {}).get(METADATA_KEY, b"-1")
+    errors = batch_metadata(content, len(rows) - 1).get(METADATA_KEY, b"-1") if rows else b"0"
     return msgspec.structs.replace(found, errors=int(errors)), sum(rows), reader.schema
 
 

@@ -18,7 +18,8 @@ _CONTINUATION = b"\xff\xff\xff\xff"
 _MAX_FOOTER_BYTES = 256 * 2**20
 
 _FOOTER_DICTIONARIES, _FOOTER_BATCHES = 2, 3  # Footer: version, schema, dictionaries, recordBatches
-_MESSAGE_HEADER = 2  # Message: version, the header's type, the header
+_MESSAGE_HEADER, _MESSAGE_METADATA = 2, 4  # Message: version, the header's type, the header, its body's length, …
+_KEY, _VALUE = 0, 1  # KeyValue
 _BATCH_LENGTH, _BATCH_BUFFERS, _BATCH_COMPRESSION, _BATCH_VARIADIC = 0, 2, 3, 4  # RecordBatch: length, nodes, …
 _DICTIONARY_DATA = 1  # DictionaryBatch: id, data
 _BUFFER = struct.Struct("<qq")  # offset within the body, length
@@ -38,6 +39,24 @@ def batch_rows(file: BinaryIO) -> tuple[int, ...]:
         return tuple(_length(file, offset, size) for offset, size in _blocks(file, _FOOTER_BATCHES))
     except (struct.error, IndexError) as error:
         raise ValueError(f"its footer is damaged: {error}") from None
+
+
+def batch_metadata(file: BinaryIO, number: int) -> dict[bytes, bytes]:
+    """Returns what its writer has noted with a record batch; its rows are not read.
+
+    Args:
+        file: A file in Arrow's file format.
+        number: The record batch.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    try:
+        message = _message(file, *_blocks(file, _FOOTER_BATCHES)[number])
+        pairs = _tables(message, unsigned(message, 0), _MESSAGE_METADATA)
+        return {_text(message, pair, _KEY): _text(message, pair, _VALUE) for pair in pairs}
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"a record batch's header is damaged: {error}") from None
 
 
 class BatchSizes:
@@ -186,12 +205,17 @@ def _length(file: BinaryIO, offset: int, size: int) -> int:
 
 def _header(file: BinaryIO, offset: int, size: int) -> tuple[bytes, int]:
     """Reads the flatbuffer of a message; returns it, and where the table of its header is."""
+    message = _message(file, offset, size)
+    return message, _table(message, unsigned(message, 0), _MESSAGE_HEADER)
+
+
+def _message(file: BinaryIO, offset: int, size: int) -> bytes:
+    """Reads the flatbuffer of a message."""
     if not 0 < size <= _MAX_FOOTER_BYTES:
         raise ValueError(f"a record batch's header has {size} bytes")
     file.seek(offset)
     data = file.read(size)
-    message = data[8:] if data.startswith(_CONTINUATION) else data[4:]
-    return message, _table(message, unsigned(message, 0), _MESSAGE_HEADER)
+    return data[8:] if data.startswith(_CONTINUATION) else data[4:]
 
 
 def _table(message: bytes, table: int, number: int) -> int:
@@ -199,6 +223,23 @@ def _table(message: bytes, table: int, number: int) -> int:
     if not field:
         raise ValueError("a record batch's header is damaged")
     return field + unsigned(message, field)
+
+
+def _tables(buffer: bytes, table: int, number: int) -> Iterator[int]:
+    """Yields where the tables of a vector are; several may be the same."""
+    field = field_of(buffer, table, number)
+    if field:
+        vector = field + unsigned(buffer, field)
+        for place in range(vector + 4, vector + 4 + 4 * unsigned(buffer, vector), 4):
+            yield place + unsigned(buffer, place)
+
+
+def _text(buffer: bytes, table: int, number: int) -> bytes:
+    field = field_of(buffer, table, number)
+    if not field:
+        return b""
+    place = field + unsigned(buffer, field)
+    return buffer[place + 4 : place + 4 + unsigned(buffer, place)]
 
 
 def field_of(buffer: bytes, table: int, number: int) -> int:

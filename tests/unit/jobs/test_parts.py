@@ -1,6 +1,7 @@
 """Parts are written so that everybody reads them, and are known again when they are whole."""
 
 import json
+import struct
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +24,7 @@ from qinfer.jobs.parts import PartBroken, PartWriter, part_metadata, validate_pa
 from qinfer.jobs.plan import PartInfo, Shard
 from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.storage.open import store_for
+from tests.support.jobs import parquet_bytes as raw
 from tests.support.jobs.bulk_data import HASH, JOB, job_of, model_of, shard_of, tensor, write
 
 MODEL = model_of(
@@ -297,6 +299,56 @@ def test_a_part_that_is_not_whole_is_refused(tmp_path: Path, format_: Any) -> No
     path.unlink()
     with pytest.raises(StoreNotFound, match="does not exist"):
         validate_part(store_for(url), url, shard, JOB, HASH)
+
+
+def test_the_footer_of_a_part_that_was_replaced_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "part-00000.parquet"
+    chunk = raw.thrift({2: (raw.I64, 0)})
+    group = raw.thrift({1: (raw.LIST, (raw.STRUCT, [chunk] * 1_000_000)), 2: (raw.I64, 0), 3: (raw.I64, 0)})
+    path.write_bytes(raw.parquet(1, extra={4: (raw.LIST, (raw.STRUCT, [group]))}))
+    url = f"file://{path}"
+
+    with pytest.raises(PartBroken, match="its footer takes too much memory"):
+        validate_part(store_for(url), url, Shard(0, path.name, 1, ()), JOB, HASH)
+
+
+def test_a_part_with_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    schema, shard = pa.schema([("error_code", pa.string()), ("cafe", pa.string())]), Shard(0, "part-00000.arrow", 0, ())
+    path = tmp_path / shard.part
+    with PartWriter(path, schema, Output(url="", format="arrow"), part_metadata(JOB, shard, HASH)):
+        pass
+    path.write_bytes(path.read_bytes().replace(b"cafe", b"caf\xe9"))
+
+    with pytest.raises(PartBroken, match=r"is no whole part: .*utf-8"):
+        validate_part(store_for(f"file://{path}"), f"file://{path}", shard, JOB, HASH)
+
+
+def test_the_rows_of_a_part_are_not_read(tmp_path: Path) -> None:
+    """A buffer says that it becomes a terabyte: nothing is allocated for it."""
+    codes = [None, "a code that compresses well " * 100]
+    schema, path = pa.schema([("error_code", pa.string())]), tmp_path / "part-00000.arrow"
+    shard, url = Shard(0, path.name, 2, ()), f"file://{path}"
+    with PartWriter(path, schema, Output(url="", format="arrow"), part_metadata(JOB, shard, HASH)) as writer:
+        writer.write(pa.record_batch([pa.array(codes)], schema=schema))
+    length = struct.pack("<q", len(codes[1] or ""))
+    assert length in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(length, struct.pack("<q", 2**40)))
+
+    assert validate_part(store_for(url), url, shard, JOB, HASH).errors == 1
+
+
+@pytest.mark.parametrize("format_", ["parquet", "arrow"])
+def test_the_error_of_a_part_does_not_repeat_all_that_it_says(tmp_path: Path, format_: Any) -> None:
+    schema, shard = pa.schema([("error_code", pa.string())]), Shard(0, f"part-00000.{format_}", 0, ())
+    url = f"file://{tmp_path / shard.part}"
+    with PartWriter(
+        tmp_path / shard.part, schema, Output(url="", format=format_), part_metadata("j" * 2**20, shard, HASH)
+    ):
+        pass
+
+    with pytest.raises(PartBroken, match="the plan 'job-1'") as caught:
+        validate_part(store_for(url), url, shard, JOB, HASH)
+    assert len(caught.value.message) < 1000
 
 
 def test_another_file_of_the_format_is_refused(tmp_path: Path) -> None:
