@@ -43,11 +43,14 @@ class JobOptions(TypedDict, total=False):
         input_format: `parquet`, `arrow`, `csv` or `jsonl`; by default by file extension.
         columns: Input tensor → its column, a list of scalar columns that are its elements, or
             `{"columns": […], "shape": […]}`; by default the column has the tensor's name.
+        tensors: The output tensors to ask for and to write; by default all.
         output_columns: Output tensor → the name of its column; by default the tensor's.
+        top_k: Output tensor → the number of its greatest elements to write instead of all, with indices and labels.
         key: The column that identifies rows, copied to the output; by default file, row group and row number are.
         passthrough: Columns to copy to the output; `["*"]` = all.
         exclude: With `["*"]`: columns to leave out.
         compression: Compression of the output, such as `zstd`, `snappy`, `none`.
+        compression_level: The level of the compression; 0 = its default.
         rows_per_part: Maximum rows of one part.
         priority: `high`, `normal` or `low`.
         error_threshold: Failed rows that fail the job when exceeded: a number, a fraction below 1, or -1 = no limit.
@@ -62,11 +65,14 @@ class JobOptions(TypedDict, total=False):
     format: str
     input_format: str
     columns: Mapping[str, object]
+    tensors: Sequence[str]
     output_columns: Mapping[str, str]
+    top_k: Mapping[str, int]
     key: str
     passthrough: Sequence[str]
     exclude: Sequence[str]
     compression: str
+    compression_level: int
     rows_per_part: int
     priority: str
     error_threshold: float
@@ -79,6 +85,9 @@ class JobOptions(TypedDict, total=False):
 _OF_OUTPUT = {
     "format": "format",
     "compression": "compression",
+    "compression_level": "compression_level",
+    "tensors": "tensors",
+    "top_k": "top_k",
     "rows_per_part": "rows_per_part",
     "output_columns": "columns",
 }
@@ -152,11 +161,11 @@ def job_body(
     Raises:
         InvalidRequest: An option has a name that jobs do not have, or an argument is not of its type.
     """
-    given: dict[str, Any] = {name: value for name, value in options.items() if value not in (None, "")}
-    if unknown := sorted(given.keys() - JobOptions.__annotations__.keys()):
+    if unknown := sorted(options.keys() - JobOptions.__annotations__.keys()):
         raise InvalidRequest(f"jobs have no option '{unknown[0]}'; they have {', '.join(JobOptions.__annotations__)}")
-    if isinstance(given.get("passthrough"), str) or isinstance(given.get("exclude"), str):
-        raise InvalidRequest("passthrough and exclude are lists of columns; one name is a list, too")
+    given: dict[str, Any] = {name: value for name, value in options.items() if value not in (None, "", [], {})}
+    if any(isinstance(given.get(name), str) for name in ("passthrough", "exclude", "tensors")):
+        raise InvalidRequest("passthrough, exclude and tensors are lists of names; one name is a list, too")
     sources = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     target = {field: given.pop(name) for name, field in _OF_OUTPUT.items() if name in given}
     body = {

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from io import BytesIO
 from itertools import islice
+from math import prod
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,11 +13,13 @@ import pyarrow.parquet as pq
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.inputs import InputColumns, is_left_out
 from qinfer.jobs.job import JobSpec, shown
-from qinfer.models.spec import ModelSpec
+from qinfer.models.spec import ModelSpec, TensorSpec
 
 ERROR_COLUMNS = ("error_code", "error_message")
 PLACE_COLUMNS = ("_file", "_row_group", "_row")
 """Where a row is from, in the output of a job without a key."""
+TOP_K_PARTS = ("label", "index", "score")
+"""What is written of each of an output's greatest elements: columns whose names end so."""
 
 _MOST_PROBLEMS = 5
 _MOST_NAMES = 8
@@ -26,10 +29,13 @@ _MOST_COMPARED, _LONGEST_COMPARED = 1000, 200  # to guess what was meant
 def check(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
     """Checks that a model can be fed with a file's columns, and that the output's columns have different names.
 
+    Names that differ in case only are refused here, and not where shards run: jobs of former releases have some.
+
     Raises:
         InvalidRequest: It can't; the message has the first problems.
     """
     found = list(islice(problems(spec, model, schema), _MOST_PROBLEMS))
+    found = found or list(islice(_cases(spec, model, schema), _MOST_PROBLEMS))
     if found:
         raise InvalidRequest("; ".join(found))
     InputColumns(spec, model, schema)
@@ -39,8 +45,17 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
     """Finds names that are of nothing, and names that several would have; in words."""
     names = Counter(schema.names)
     yield from _unknown("columns", spec.columns, [tensor.name for tensor in model.inputs], f"input of '{model.name}'")
-    outputs = [tensor.name for tensor in model.outputs]
-    yield from _unknown("output.columns", spec.output.columns, outputs, f"output of '{model.name}'")
+    outputs, written = [tensor.name for tensor in model.outputs], written_outputs(spec, model)
+    for field, given in (
+        ("tensors", spec.output.tensors),
+        ("columns", spec.output.columns),
+        ("top_k", spec.output.top_k),
+    ):
+        yield from _unknown(f"output.{field}", given, outputs, f"output of '{model.name}'")
+        for name in given:
+            if name in outputs and name not in [tensor.name for tensor in written]:
+                yield f"field 'output.{field}' names '{shown(name)}', which 'output.tensors' leaves out; add it there"
+    yield from _unranked(spec, written)
     for tensor in model.inputs:
         if not is_left_out(spec, tensor, schema):
             yield from _column_problems(f"columns.{tensor.name}", spec.columns_of(tensor.name).columns, names)
@@ -48,9 +63,22 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
         yield from _column_problems("key", [spec.key], names)
     yield from _column_problems("passthrough", [name for name in spec.passthrough if name != "*"], names)
     yield from _column_problems("exclude", spec.exclude, names)
-    yield from _collisions(spec, outputs, schema)
+    yield from _collisions(spec, written, schema)
     if spec.output.format == "parquet":
         yield from _unwritable(spec, schema)
+
+
+def written_outputs(spec: JobSpec, model: ModelSpec) -> tuple[TensorSpec, ...]:
+    """Returns the output tensors that a job asks for, in the model's order."""
+    return tuple(t for t in model.outputs if not spec.output.tensors or t.name in spec.output.tensors)
+
+
+def output_columns(spec: JobSpec, tensor: TensorSpec) -> tuple[str, ...]:
+    """Returns the names of the columns that an output tensor is written to: one, or those of its greatest elements."""
+    name = spec.column_of(tensor.name)
+    if tensor.name not in spec.output.top_k:
+        return (name,)
+    return tuple(f"{name}_{part}" for part in TOP_K_PARTS if part != "label" or tensor.labels)
 
 
 def copied_columns(spec: JobSpec, schema: pa.Schema) -> tuple[str, ...]:
@@ -75,25 +103,53 @@ def _column_problems(field: str, wanted: Sequence[str], names: Counter[str]) -> 
             yield f"the inputs have {names[name]} columns named '{shown(name)}', of field '{field}'; rename them"
 
 
-def _collisions(spec: JobSpec, outputs: Sequence[str], schema: pa.Schema) -> Iterator[str]:
+def _unranked(spec: JobSpec, written: Sequence[TensorSpec]) -> Iterator[str]:
+    """Finds outputs without so many elements as are asked for, or without an order."""
+    for tensor in written:
+        count, elements = spec.output.top_k.get(tensor.name, 0), prod(tensor.dims)
+        if count and tensor.datatype in ("BOOL", "BYTES"):
+            yield f"field 'output.top_k' names '{tensor.name}', whose elements are {tensor.datatype} and have no order"
+        elif -1 not in tensor.dims and count > elements:
+            yield f"field 'output.top_k.{tensor.name}' is {count}; the output has {elements} element(s) a row"
+
+
+def _server_columns(spec: JobSpec) -> tuple[str, ...]:
+    return (*ERROR_COLUMNS, *(() if spec.key else PLACE_COLUMNS))
+
+
+def _collisions(spec: JobSpec, written: Sequence[TensorSpec], schema: pa.Schema) -> Iterator[str]:
     """Finds columns of the output that would have the same name."""
-    taken = dict.fromkeys((*ERROR_COLUMNS, *(() if spec.key else PLACE_COLUMNS)), "the server's own column")
-    for tensor in outputs:
-        name = spec.column_of(tensor)
-        if not name:
-            yield f"field 'output.columns.{tensor}' is empty; name a column"
-        elif name in taken:
-            yield (
-                f"output '{tensor}' and {taken[name]} would both be the column '{shown(name)}'; name another in "
-                f"'output.columns.{tensor}'"
-            )
-        taken.setdefault(name, f"output '{tensor}'")
+    taken = dict.fromkeys(_server_columns(spec), "the server's own column")
+    for tensor in written:
+        for name in output_columns(spec, tensor):
+            if not name:
+                yield f"field 'output.columns.{tensor.name}' is empty; name a column"
+            elif name in taken:
+                yield (
+                    f"output '{tensor.name}' and {taken[name]} would both be the column '{shown(name)}'; name another "
+                    f"in 'output.columns.{tensor.name}'"
+                )
+            taken.setdefault(name, f"output '{tensor.name}'")
     for name, count in Counter(copied_columns(spec, schema)).items():
         if name in taken:
             remedy = "exclude it" if "*" in spec.passthrough and name != spec.key else "rename one of them"
             yield f"the copied column '{shown(name)}' and {taken[name]} would have the same name; {remedy}"
         elif count > 1:
             yield f"the inputs have {count} columns named '{shown(name)}'; exclude or rename them"
+
+
+def _cases(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
+    """Finds columns of the output whose names differ in case only, which many engines take for one."""
+    outputs = [name for tensor in written_outputs(spec, model) for name in output_columns(spec, tensor)]
+    taken: dict[str, str] = {}
+    for name in (*_server_columns(spec), *outputs, *copied_columns(spec, schema)):
+        other = taken.setdefault(name.lower(), name)
+        if other != name:
+            yield (
+                f"the output would have the columns '{shown(other)}' and '{shown(name)}', which many readers take for "
+                "one; rename one of them, by 'output.columns' if it is an output"
+                + (", or exclude it" if "*" in spec.passthrough else "")
+            )
 
 
 def _unwritable(spec: JobSpec, schema: pa.Schema) -> Iterator[str]:

@@ -28,6 +28,9 @@ COMPRESSIONS: Mapping[str, tuple[str, ...]] = {
 }
 """Output format → its compressions; the first is the default."""
 
+LEVELS: Mapping[str, int] = {"zstd": 19, "lz4": 12, "gzip": 9, "brotli": 11}
+"""Compression → its highest level; the others have none. Higher levels of zstd take hundreds of megabytes."""
+
 MAX_INPUTS = 1000
 MAX_COLUMNS = 10_000
 MAX_METADATA = 64
@@ -71,15 +74,24 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         format: The format of the parts.
         compression: Of parquet snappy, zstd, lz4, gzip, brotli or none, of arrow zstd, lz4 or none; empty = the first
             for the format: it costs the least processor time.
+        compression_level: 1 = the least processor time, the highest = the smallest parts: zstd has 19, lz4 12, gzip 9,
+            brotli 11; 0 = the default.
         rows_per_part: At most so many rows are in one part; 0 = the server decides.
+        tensors: The output tensors that are asked of the model and written; empty = all.
         columns: Output tensor → the name of its column; default: the tensor's.
+        top_k: Output tensor → how many of its greatest elements are written instead of all, in columns whose names are
+            the tensor's with `_label` (where the model has labels), `_index` and `_score` behind; 1 = plain columns,
+            more = lists, the greatest first.
     """
 
     url: str
     format: OutputFormat = "parquet"
     compression: _Compression = ""
+    compression_level: Natural = 0
     rows_per_part: Natural = 0
+    tensors: _Texts = ()
     columns: dict[str, str] = {}
+    top_k: dict[str, _Size] = {}
 
     def __post_init__(self) -> None:
         """Fills in the format's compression."""
@@ -242,11 +254,21 @@ def _check_output(output: Output) -> None:
         raise InvalidRequest(
             f"field 'output.compression' is '{shown(output.compression)}'; {output.format} has {', '.join(known)}"
         )
+    highest = LEVELS.get(output.compression, 0)
+    if not 0 <= output.compression_level <= highest:
+        raise InvalidRequest(
+            f"field 'output.compression_level' is {output.compression_level}; {output.compression} has "
+            + (f"1 to {highest}, or 0 for the default" if highest else "no levels: leave it out")
+        )
     if not 0 <= output.rows_per_part < 2**31:
         raise InvalidRequest(
             f"field 'output.rows_per_part' is {output.rows_per_part}; 1 or more, or 0 to leave it to the server"
         )
+    _check_names("output.tensors", output.tensors)
     _check_names("output.columns", tuple(output.columns.values()), repeats=True)
+    for tensor, count in output.top_k.items():
+        if not 0 < count < 2**31:
+            raise InvalidRequest(f"field 'output.top_k.{shown(tensor)}' is {count}; 1 or more")
 
 
 def _check_columns(spec: JobSpec) -> None:

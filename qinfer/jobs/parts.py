@@ -91,7 +91,7 @@ class PartWriter:
         self._path = path
         self._metadata = metadata
         kind = _ParquetFile if output.format == "parquet" else _ArrowFile
-        self._file = kind(path, schema, output.compression, metadata)
+        self._file = kind(path, schema, output, metadata)
         self._has_ended = False
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = self._waiting_bytes = 0
@@ -157,7 +157,7 @@ class PartWriter:
 class _ParquetFile:
     group_bytes = _PARQUET_GROUP_BYTES
 
-    def __init__(self, path: Path, schema: pa.Schema, compression: str, metadata: PartMetadata) -> None:
+    def __init__(self, path: Path, schema: pa.Schema, output: Output, metadata: PartMetadata) -> None:
         texts = [leaf for field in schema for leaf in _leaves(field) if _is_text(leaf.type)]
         counted = {name: "DELTA_BINARY_PACKED" for name in _COUNTED if name in schema.names}
         known = [field.name for field in schema if pa.types.is_integer(field.type) or field.name in ERROR_COLUMNS]
@@ -165,8 +165,8 @@ class _ParquetFile:
         self._writer = pq.ParquetWriter(
             path,
             schema,
-            compression=compression,
-            compression_level=_ZSTD_LEVEL if compression == "zstd" else None,
+            compression=output.compression,
+            compression_level=_level(output),
             use_dictionary=[leaf.name for leaf in texts],
             column_encoding=counted or None,
             write_statistics=known,
@@ -188,11 +188,9 @@ class _ParquetFile:
 class _ArrowFile:
     group_bytes = _ARROW_BATCH_BYTES
 
-    def __init__(self, path: Path, schema: pa.Schema, compression: str, metadata: PartMetadata) -> None:
-        codec = None if compression == "none" else compression
-        options = pa.ipc.IpcWriteOptions(
-            compression=pa.Codec(codec, _ZSTD_LEVEL) if codec == "zstd" else codec, use_threads=False
-        )
+    def __init__(self, path: Path, schema: pa.Schema, output: Output, metadata: PartMetadata) -> None:
+        codec = None if output.compression == "none" else pa.Codec(output.compression, _level(output))
+        options = pa.ipc.IpcWriteOptions(compression=codec, use_threads=False)
         footer = {METADATA_KEY: msgspec.json.encode(metadata)}
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, schema, options=options, metadata=footer)
@@ -208,6 +206,11 @@ class _ArrowFile:
             self._writer.write_batch(self._last, custom_metadata={METADATA_KEY: str(errors).encode()})
         self._writer.close()
         self._sink.close()
+
+
+def _level(output: Output) -> int | None:
+    """Returns the compression level that a job asks for; `None` = the codec's default."""
+    return output.compression_level or (_ZSTD_LEVEL if output.compression == "zstd" else None)
 
 
 def _leaves(field: pa.Field, path: str = "") -> list[pa.Field]:

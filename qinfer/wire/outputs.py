@@ -19,9 +19,13 @@ from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest, OutputMismatch, UnsupportedFeature
 from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes, to_numpy
 
+Array = npt.NDArray[Any]
+Indices = npt.NDArray[np.int64]
+
 MAX_ELEMENTS = 2**20
 """Elements of a row that can be ranked (reference §1.9)."""
 
+_BLOCK = 2**18
 _FLOATS = ("FP32", "FP64")
 _CLASSIFIABLE = frozenset(d.name for d in DATATYPES.values() if d.name[:3] in ("INT", "UIN")) | frozenset(_FLOATS)
 
@@ -60,33 +64,66 @@ def classify(tensor: Tensor, count: int, labels: Sequence[str] = (), *, batched:
     texts: list[bytes] = []
     if kept:
         plain = tensor.datatype not in _FLOATS
-        for row in to_numpy(tensor).reshape(rows, elements):
-            best = _best(row, kept)
-            texts += [
-                _text(value, index, labels, plain=plain)
-                for value, index in zip(row[best].tolist(), best.tolist(), strict=True)
-            ]
+        values = to_numpy(tensor).reshape(rows, elements)
+        best = greatest(values, kept)
+        ranked = zip(np.take_along_axis(values, best, 1).flat, best.flat, strict=True)
+        texts = [_text(value.item(), int(index), labels, plain=plain) for value, index in ranked]
     shape = (rows, kept) if is_batched else (kept,)
     return Tensor(tensor.name, "BYTES", shape, pack_bytes(texts))
 
 
-def _best(row: npt.NDArray[np.generic], count: int) -> npt.NDArray[np.intp]:
-    """Returns the indices of the `count` greatest elements, greatest first, equal ones by ascending index.
+def greatest(values: Array, count: int) -> Indices:
+    """Ranks the elements of rows: greatest first, equal ones by ascending index, NaN last.
 
-    Sorted as they are, ascending, and read from behind: negating would overflow unsigned integers.
+    Args:
+        values: Numbers, `[rows, elements]`.
+        count: How many of each row are wanted: at least 1, at most `elements`.
+
+    Returns:
+        The elements' indices, `int64[rows, count]`.
     """
-    backwards = row[::-1]
-    if backwards.dtype.kind == "f" and np.isnan(backwards).any():
-        backwards = np.where(np.isnan(backwards), -np.inf, backwards)
-        order = np.lexsort((~np.isnan(row[::-1]), backwards))  # among the least, NaN is less than -Infinity
-        return (len(row) - 1 - order[::-1])[:count]
-    if count * 8 < len(row):
-        threshold = np.partition(backwards, len(row) - count)[len(row) - count]
-        candidates = np.flatnonzero(backwards >= threshold)
-        order = candidates[np.argsort(backwards[candidates], kind="stable")]
+    rows, elements = values.shape
+    best = np.empty((rows, count), np.int64)
+    # Blocks of rows that stay in the cache, and whose order takes little memory.
+    step = max(1, _BLOCK // max(elements, 1))
+    for begin in range(0, rows, step):
+        best[begin : begin + step] = _greatest(values[begin : begin + step], count)
+    return best
+
+
+def _greatest(values: Array, count: int) -> Indices:
+    best: Indices
+    if count == 1:
+        best = values.argmax(axis=1)[:, np.newaxis]  # the first of equal ones, and NaN before all
+    elif count * 8 < values.shape[1]:
+        best = _partitioned(values, count)
     else:
-        order = np.argsort(backwards, kind="stable")
-    return (len(row) - 1 - order[::-1])[:count]
+        best = _sorted(values, count)
+    if values.dtype.kind == "f" and (nan := np.isnan(values).any(axis=1)).any():
+        # Among the least, NaN is less than -Infinity.
+        behind = np.isnan(values[nan, ::-1])
+        order = np.lexsort((~behind, np.where(behind, -np.inf, values[nan, ::-1])), axis=1)
+        best[nan] = values.shape[1] - 1 - order[:, ::-1][:, :count]
+    return best
+
+
+def _sorted(values: Array, count: int) -> Indices:
+    """Sorts rows as they are, ascending, and reads them from behind: negating would overflow unsigned integers."""
+    order = values[:, ::-1].argsort(axis=1, kind="stable")[:, ::-1]
+    best: Indices = values.shape[1] - 1 - order[:, :count]
+    return best
+
+
+def _partitioned(values: Array, count: int) -> Indices:
+    """Sorts the greatest only, except in rows where others are equal to the least of them."""
+    found = values.argpartition(values.shape[1] - count, axis=1)[:, -count:]
+    found.sort(axis=1)
+    chosen = np.take_along_axis(values, found, 1)
+    best: Indices = np.take_along_axis(found, _sorted(chosen, count), 1)
+    tied = (values >= chosen.min(axis=1, keepdims=True)).sum(axis=1) > count
+    if tied.any():
+        best[tied] = _sorted(values[tied], count)
+    return best
 
 
 def _text(value: float, index: int, labels: Sequence[str], *, plain: bool) -> bytes:

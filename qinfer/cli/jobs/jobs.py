@@ -58,6 +58,14 @@ OutputColumnOption = Annotated[
     list[str] | None,
     typer.Option("--output-column", help="TENSOR=COLUMN: the column of an output; default: the tensor's name."),
 ]
+OutputTensorOption = Annotated[
+    list[str] | None,
+    typer.Option("--output-tensor", help="An output to ask for and to write; default: all."),
+]
+TopKOption = Annotated[
+    list[str] | None,
+    typer.Option("--top-k", help="TENSOR=3: write the greatest elements of an output, with indices and labels."),
+]
 KeyOption = Annotated[
     str, typer.Option("--key", help="The column that identifies rows; default: file and row number are written.")
 ]
@@ -70,6 +78,9 @@ ExcludeOption = Annotated[
 CompressionOption = Annotated[
     str,
     typer.Option("--compression", help="zstd, snappy, lz4, gzip, brotli or none; default: snappy, or zstd for arrow."),
+]
+CompressionLevelOption = Annotated[
+    int, typer.Option("--compression-level", min=0, help="Level of the compression; 0: its default.")
 ]
 RowsPerPartOption = Annotated[
     int, typer.Option("--rows-per-part", min=0, help="Maximum rows per output file; 0: the server decides.")
@@ -109,11 +120,14 @@ def submit(
     input_format: InputFormatOption = "",
     column: ColumnOption = None,
     shape: ShapeOption = None,
+    output_tensor: OutputTensorOption = None,
     output_column: OutputColumnOption = None,
+    top_k: TopKOption = None,
     key: KeyOption = "",
     passthrough: PassthroughOption = None,
     exclude: ExcludeOption = None,
     compression: CompressionOption = "",
+    compression_level: CompressionLevelOption = 0,
     rows_per_part: RowsPerPartOption = 0,
     priority: PriorityOption = "normal",
     error_threshold: ErrorThresholdOption = 0.0,
@@ -140,7 +154,9 @@ def submit(
         "format": output_format,
         "input_format": input_format,
         "columns": read_columns(column or [], shape or []),
+        "tensors": output_tensor or [],
         "output_columns": pairs("--output-column", output_column or []),
+        "top_k": _numbers("--top-k", top_k or []),
         "key": key,
         "passthrough": passthrough or [],
         "exclude": exclude or [],
@@ -153,6 +169,8 @@ def submit(
         "metadata": pairs("--metadata", metadata or []),
         "webhook": webhook,
     }
+    if compression_level:
+        options["compression_level"] = compression_level
     with _client(url) as client:
         finish(client.submit_job(model, inputs, output, **options), url, wait=wait, as_json=as_json)
 
@@ -404,6 +422,14 @@ def pairs(option: str, values: Sequence[str]) -> dict[str, str]:
             raise InvalidRequest(f"{option} names '{name}' twice")
         found[name] = text
     return found
+
+
+def _numbers(option: str, values: Sequence[str]) -> dict[str, int]:
+    found = pairs(option, values)
+    for name, text in found.items():
+        if not (text.isascii() and text.isdecimal() and len(text) < 10):
+            raise InvalidRequest(f"{option} '{name}={text}' can't be read; expected {name}=3 or another number")
+    return {name: int(text) for name, text in found.items()}
 
 
 def _sizes(tensor: str, text: str) -> list[int]:

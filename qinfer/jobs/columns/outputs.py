@@ -3,7 +3,8 @@
 A tensor of one element a row becomes a plain column, `[k]` a list of fixed size, `[a, b]` lists in lists; a variable
 dimension makes a list of any size. BYTES become strings: a row whose bytes are not UTF-8 is an error, unless the model
 configuration's parameter `qinfer.binary_outputs` names the output (names with commas between), which makes its column
-binary. A failed row has nulls in the outputs' columns.
+binary. Of an output in the job's `top_k`, the greatest elements are columns instead, ranked as Triton's classification
+does (`qinfer.wire.outputs.greatest`). A failed row has nulls in the outputs' columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,14 @@ import numpy as np
 import pyarrow as pa
 
 from qinfer.errors import ErrorCode, InvalidRequest, OutputMismatch
-from qinfer.jobs.check import ERROR_COLUMNS, PLACE_COLUMNS, copied_columns, problems
+from qinfer.jobs.check import (
+    ERROR_COLUMNS,
+    PLACE_COLUMNS,
+    copied_columns,
+    output_columns,
+    problems,
+    written_outputs,
+)
 from qinfer.jobs.columns.casts import target_dtype
 from qinfer.jobs.columns.row_errors import Array, Indices, RowErrors
 from qinfer.jobs.columns.schemas import without_dictionary
@@ -24,6 +32,7 @@ from qinfer.jobs.rows.shard_rows import RowBatch, Segment
 from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, to_numpy
+from qinfer.wire.outputs import greatest
 
 
 class Scored(NamedTuple):
@@ -59,12 +68,18 @@ class OutputColumns:
         if found := next(problems(spec, model, schema), None):
             raise InvalidRequest(found)
         binary = {name.strip() for name in model.parameters.get(BINARY_OUTPUTS, "").split(",")}
-        self._outputs = [_Output(t, spec.column_of(t.name), is_binary=t.name in binary) for t in model.outputs]
+        self._outputs: list[_Output] = []
+        for t in written_outputs(spec, model):
+            names = output_columns(spec, t)
+            if count := spec.output.top_k.get(t.name, 0):
+                self._outputs.append(_RankedOutput(t, names, count))
+            else:
+                self._outputs.append(_Output(t, names, is_binary=t.name in binary))
         self.copied = copied_columns(spec, schema)
         self._urls = {url: number for number, url in enumerate(dict.fromkeys(urls))}
         self._url_column = pa.array(list(self._urls), pa.string())
         self._has_place = not spec.key
-        fields = [pa.field(output.column, output.type) for output in self._outputs]
+        fields = [pa.field(*pair) for output in self._outputs for pair in output.columns]
         fields += [pa.field(name, without_dictionary(schema.field(name).type)) for name in self.copied]
         if self._has_place:
             kinds = (pa.dictionary(pa.int32(), pa.string()), pa.int32(), pa.int64())
@@ -89,7 +104,8 @@ class OutputColumns:
         place = None
         if len(scored) != 1 or scored[0].rows is not None:
             place = _place(batch.record.num_rows, scored)
-        columns = [output.column_of(scored, place, batch.record.num_rows, errors) for output in self._outputs]
+        rows = batch.record.num_rows
+        columns = [column for output in self._outputs for column in output.columns_of(scored, place, rows, errors)]
         if errors.count:
             columns = [_without(column, errors) for column in columns]
         columns += [batch.record.column(name) for name in self.copied]
@@ -113,10 +129,13 @@ class OutputColumns:
 
 
 class _Output:
-    """The column of one output."""
+    """The column of one output.
 
-    def __init__(self, tensor: TensorSpec, column: str, *, is_binary: bool) -> None:
-        self.column = column
+    Attributes:
+        columns: The names and types of its columns.
+    """
+
+    def __init__(self, tensor: TensorSpec, names: tuple[str, ...], *, is_binary: bool = False) -> None:
         self._tensor = tensor
         self._dims = () if all(dim == 1 for dim in tensor.dims) else tensor.dims
         self._is_text = tensor.datatype == "BYTES" and not is_binary
@@ -124,12 +143,15 @@ class _Output:
             self._element = pa.binary() if is_binary else pa.string()
         else:
             self._element = pa.from_numpy_dtype(target_dtype(tensor.datatype))
-        self.type = self._element
+        kind = self._element
         for dim in reversed(self._dims):
-            self.type = list_type(self.type, dim)
+            kind = list_type(kind, dim)
+        self.columns: list[tuple[str, pa.DataType]] = [(name, kind) for name in names]
 
-    def column_of(self, scored: Sequence[Scored], place: pa.Array | None, rows: int, errors: RowErrors) -> pa.Array:
-        """Returns the column of a batch.
+    def columns_of(
+        self, scored: Sequence[Scored], place: pa.Array | None, rows: int, errors: RowErrors
+    ) -> list[pa.Array]:
+        """Returns the columns of a batch.
 
         Args:
             scored: What was executed.
@@ -137,12 +159,13 @@ class _Output:
             rows: The rows of the batch.
             errors: Gets the rows whose strings are not UTF-8.
         """
-        arrays = [self._column(self._array(part.outputs, part.rows, rows), part.rows, errors) for part in scored]
+        parts = [self._columns(self._array(part.outputs, part.rows, rows), part.rows, errors) for part in scored]
         if place is None:
-            return arrays[0]
-        if not arrays:
-            return pa.nulls(rows, self.type)
-        return (arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)).take(place)
+            return parts[0]
+        if not parts:
+            return [pa.nulls(rows, kind) for _, kind in self.columns]
+        columns = zip(*parts, strict=True)
+        return [(arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)).take(place) for arrays in columns]
 
     def _array(self, outputs: Mapping[str, Array | Tensor], rows: Indices | None, all_rows: int) -> Array:
         """Returns the output's values, with the shape and the dtype that the configuration says.
@@ -169,16 +192,16 @@ class _Output:
             raise OutputMismatch(f"output '{tensor.name}' is an array of {array.dtype}, not of {tensor.datatype}")
         return array
 
-    def _column(self, array: Array, rows: Indices | None, errors: RowErrors) -> pa.Array:
+    def _columns(self, array: Array, rows: Indices | None, errors: RowErrors) -> list[pa.Array]:
         flat = np.ascontiguousarray(array).reshape(-1)
         values = self._texts(flat, len(array), rows, errors) if self._tensor.datatype == "BYTES" else pa.array(flat)
         dims = array.shape[1:] if self._dims else ()
-        kinds = [self.type]
+        kinds = [kind for _, kind in self.columns]
         for _ in dims:
             kinds.append(kinds[-1].value_type)
         for level in reversed(range(len(dims))):
             values = lists_of(values, kinds[level], dims[level], prod(dims[:level]) * len(array))
-        return values
+        return [values]
 
     def _texts(self, flat: Array, count: int, rows: Indices | None, errors: RowErrors) -> pa.Array:
         if self._is_text and flat.size and isinstance(flat[0], str):
@@ -202,6 +225,35 @@ class _Output:
         return pa.array(texts, pa.string())
 
 
+class _RankedOutput(_Output):
+    """The columns of the greatest elements of one output: plain ones of the greatest, lists of several."""
+
+    def __init__(self, tensor: TensorSpec, names: tuple[str, ...], count: int) -> None:
+        super().__init__(tensor, ())
+        self._count = count
+        # The last is none: where the index of a class without a label leads.
+        self._labels = pa.array([label or None for label in tensor.labels] + [None], pa.string())
+        kinds = [pa.string()] * bool(tensor.labels) + [pa.int32(), self._element]
+        self._size = -1 if -1 in tensor.dims else count
+        if count > 1:
+            kinds = [list_type(kind, self._size, nullable=pa.types.is_string(kind)) for kind in kinds]
+        self.columns = list(zip(names, kinds, strict=True))
+
+    def _columns(self, array: Array, rows: Indices | None, errors: RowErrors) -> list[pa.Array]:
+        values = array.reshape(len(array), -1 if array.size else prod(array.shape[1:]))
+        kept = min(self._count, values.shape[1])
+        if kept < self._count == 1:  # rows without elements have no greatest
+            return [pa.nulls(len(array), kind) for _, kind in self.columns]
+        best = greatest(values, kept) if kept else np.empty((len(array), 0), np.int64)
+        flat = [pa.array(best.ravel().astype(np.int32)), pa.array(np.take_along_axis(values, best, 1).ravel())]
+        if len(self._labels) > 1:
+            flat.insert(0, self._labels.take(pa.array(np.minimum(best.ravel(), len(self._labels) - 1))))
+        if self._count == 1:
+            return flat
+        kinds = (kind for _, kind in self.columns)
+        return [lists_of(one, kind, kept, len(array)) for one, kind in zip(flat, kinds, strict=True)]
+
+
 def _place(rows: int, scored: Sequence[Scored]) -> pa.Array:
     """Returns, for each row of a batch, its number among those executed; null = it was not."""
     place = np.full(rows, -1, np.int64)
@@ -222,9 +274,9 @@ def _without(column: pa.Array, errors: RowErrors) -> pa.Array:
     return column.take(pa.array(np.arange(len(column)), mask=bad))
 
 
-def list_type(element: pa.DataType, dim: int) -> pa.DataType:
-    """Returns the type of lists of `dim` elements; -1 = of any number."""
-    field = pa.field("element", element, nullable=False)
+def list_type(element: pa.DataType, dim: int, *, nullable: bool = False) -> pa.DataType:
+    """Returns the type of lists of `dim` elements, which may be null or not; -1 = of any number."""
+    field = pa.field("element", element, nullable=nullable)
     return pa.list_(field) if dim == -1 else pa.list_(field, dim)
 
 

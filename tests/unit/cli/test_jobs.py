@@ -65,7 +65,7 @@ def test_a_job_is_submitted(gateway: Talk) -> None:
     body = sent(server)
     assert code == 0, out
     assert body["inputs"] == [IN, f"file://{os.getcwd()}/in/rows.csv"]
-    assert body["output"] == {"url": OUT, "format": "parquet", "rows_per_part": 0, "columns": {}}
+    assert body["output"] == {"url": OUT, "format": "parquet", "rows_per_part": 0}
     assert (body["columns"], body["key"], body["passthrough"]) == ({"x": ["a", "b"]}, "id", ["*"])
     assert "job j1: planning" in out
     assert "qinfer jobs wait j1" in out
@@ -76,6 +76,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
     server = gateway(job("planning", 201))
     options = (
         "--format arrow --input-format csv --shape x=2,2 --output-column y=score --exclude name --compression lz4 "
+        "--compression-level 3 --output-tensor y --output-tensor p --top-k p=2 "
         "--rows-per-part 100 --priority high --error-threshold 0.5 --max-parallel 2 --deadline 60 --metadata who=me "
         "--webhook https://x/y --id nightly --version 3 --passthrough *"
     )
@@ -90,6 +91,9 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
             "url": OUT,
             "format": "arrow",
             "compression": "lz4",
+            "compression_level": 3,
+            "tensors": ["y", "p"],
+            "top_k": {"p": 2},
             "rows_per_part": 100,
             "columns": {"y": "score"},
         },

@@ -1,10 +1,12 @@
 """Whether a job, a model and the inputs' columns fit together; each problem has its column or field."""
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.check import check, copied_columns
+from qinfer.jobs.check import check, copied_columns, problems
 from qinfer.jobs.job import Columns, JobSpec, Output, OutputFormat
 from qinfer.models.spec import ModelSpec, TensorSpec
 
@@ -49,9 +51,11 @@ def job(
     columns: dict[str, Given] | None = None,
     outputs: dict[str, str] | None = None,
     output_format: OutputFormat = "parquet",
+    tensors: tuple[str, ...] = (),
+    top_k: dict[str, int] | None = None,
 ) -> JobSpec:
     given = dict(columns or {}) | ({"pixels": pixels} if pixels is not None else {})
-    output = Output("file:///out", output_format, columns=outputs or {})
+    output = Output("file:///out", output_format, columns=outputs or {}, tensors=tensors, top_k=top_k or {})
     return JobSpec(
         model="digits", inputs=("*",), output=output, columns=given, key=key, passthrough=passthrough, exclude=exclude
     )
@@ -111,6 +115,18 @@ def test_columns_that_do_not_fit_are_named(pixels: Given | None, unfit: ModelSpe
     [
         (job("age", columns={"pixel": "age"}), r"'columns' names 'pixel', which is no input of 'digits'; .*'pixels'"),
         (job("age", outputs={"labl": "x"}), r"'output.columns' names 'labl', which is no output of .*'label'"),
+        (job("age", tensors=("labl",)), r"'output.tensors' names 'labl', which is no output of .*'label'"),
+        (job("age", top_k={"scor": 1}), r"'output.top_k' names 'scor', which is no output of .*'score'"),
+        (
+            job("age", tensors=("label",), outputs={"score": "s"}),
+            r"'output.columns' names 'score', which 'output.tensors'",
+        ),
+        (job("age", tensors=("label",), top_k={"score": 1}), r"'output.top_k' names 'score', which 'output.tensors'"),
+        (job("age", top_k={"score": 4}), r"'output.top_k.score' is 4; the output has 3 element\(s\) a row"),
+        (job("age", key="id", outputs={"label": "ID"}), r"the columns 'ID' and 'id', which many readers take for one"),
+        (job("age", outputs={"label": "_FILE"}), r"the columns '_file' and '_FILE', which many readers"),
+        (job("age", passthrough=("name",), outputs={"label": "Name"}), r"the columns 'Name' and 'name', which many"),
+        (job("age", top_k={"score": 1}, outputs={"label": "score_index"}), r"'score' and output 'label' would both be"),
         (job("age", key="idd"), r"no column 'idd' of field 'key'; did you mean 'id'\?"),
         (job("age", passthrough=("id", "nam")), r"no column 'nam' of field 'passthrough'; did you mean 'name'\?"),
         (job("age", passthrough=("*",), exclude=("naem", "twice")), r"no column 'naem' of field 'exclude'"),
@@ -195,3 +211,18 @@ def test_what_to_do_about_it_goes_with_what_the_job_says(spec: JobSpec, said: st
 
     with pytest.raises(InvalidRequest, match=rf"'meta' is of type struct<>, which Parquet does not have; {said}"):
         check(spec, model(1), schema)
+
+
+def test_names_that_differ_in_case_only_do_not_stop_a_job_of_a_former_release() -> None:
+    """Its shards run on: what refuses new jobs is not asked there."""
+    spec = job("age", passthrough=("name",), outputs={"label": "Name"})
+
+    assert list(problems(spec, model(1), SCHEMA)) == []
+
+
+@pytest.mark.parametrize("datatype", ["BYTES", "BOOL"])
+def test_elements_without_an_order_are_not_ranked(datatype: str) -> None:
+    outputs = (TensorSpec(name="word", datatype=datatype, dims=(2,)),)
+
+    with pytest.raises(InvalidRequest, match=f"names 'word', whose elements are {datatype} and have no order"):
+        check(job("age", top_k={"word": 1}), replace(model(1), outputs=outputs), SCHEMA)

@@ -68,6 +68,16 @@ def test_a_specification_survives_its_json() -> None:
         ),
         ({"output": {"url": "s3://a", "rows_per_part": -5}}, r"'output.rows_per_part' is -5"),
         ({"output": {"url": "s3://a", "columns": {"y": ""}}}, r"'output.columns' has an empty name"),
+        ({"output": {"url": "s3://a", "tensors": ["y", "y"]}}, r"'output.tensors' names 'y' twice"),
+        ({"output": {"url": "s3://a", "top_k": {"y": 0}}}, r"'output.top_k.y' is 0; 1 or more"),
+        (
+            {"output": {"url": "s3://a", "compression_level": 1}},
+            r"'output.compression_level' is 1; snappy has no levels",
+        ),
+        (
+            {"output": {"url": "s3://a", "compression": "zstd", "compression_level": 20}},
+            r"'output.compression_level' is 20; zstd has 1 to 19, or 0",
+        ),
         ({"columns": {"good": "a", "bad": 3}}, r"field 'columns.bad': Expected str"),
         ({"columns": {"x": {"columns": "y"}}}, r"field 'columns.x.columns': Expected array, got str"),
         ({"columns": {"x": {"columns": ["y"], "shap": [1]}}}, r"no field 'columns.x.shap'; did you mean .*shape'"),

@@ -244,3 +244,81 @@ def test_an_output_is_named_as_the_job_says() -> None:
 
 def named(name: str) -> Output:
     return Output(url="file:///out", columns={"y": name})
+
+
+PROBABILITIES = tensor("p", "FP32", 4, labels=("cat", "", "dog"))
+
+
+def test_only_chosen_outputs_are_columns() -> None:
+    batch = batch_of(1)
+    outputs = (tensor("y", "FP32", 1), tensor("z", "FP32", 1))
+    columns = columns_of(batch, *outputs, output=Output("file:///out", tensors=("z",)))
+
+    found = columns.encode(batch, [Scored(None, {"z": np.ones((1, 1), np.float32)})], RowErrors(1))
+
+    assert found.schema.names == ["z", *LAST]
+
+
+def ranked(array: Array, output: TensorSpec = PROBABILITIES, count: int = 1, **names: str) -> pa.RecordBatch:
+    batch = batch_of(len(array))
+    columns = columns_of(batch, output, output=Output("file:///out", top_k={"p": count}, columns=names))
+    found = columns.encode(batch, [Scored(None, {"p": array})], RowErrors(len(array)))
+    assert found.schema.equals(columns.schema)
+    found.validate(full=True)
+    return found
+
+
+def test_the_greatest_element_is_three_plain_columns() -> None:
+    """Ties go to the lower index, NaN is last, and a class without a label has none."""
+    array = np.array([[0.1, 0.2, 0.7, 0], [0, 1, 1, 0], [np.nan, 0, 0, 2], [3, np.nan, 0, 0]], np.float32)
+
+    found = ranked(array)
+
+    assert found.select(["p_label", "p_index", "p_score"]).to_pydict() == {
+        "p_label": ["dog", None, None, "cat"],
+        "p_index": [2, 1, 3, 0],
+        "p_score": [np.float32(0.7), 1.0, 2.0, 3.0],
+    }
+    assert "p" not in found.schema.names
+
+
+def test_the_greatest_elements_are_lists_under_the_column_of_the_output() -> None:
+    found = ranked(np.array([[1, 4, 3, 2], [4, 4, 0, 0]], np.float32), count=3, p="class")
+
+    assert found.select(["class_label", "class_index", "class_score"]).to_pydict() == {
+        "class_label": [[None, "dog", None], ["cat", None, "dog"]],
+        "class_index": [[1, 2, 3], [0, 1, 2]],
+        "class_score": [[4, 3, 2], [4, 4, 0]],
+    }
+
+
+def test_an_output_without_labels_has_no_column_of_them() -> None:
+    found = ranked(np.array([[[1, 4], [3, 2]]], np.int8), tensor("p", "INT8", 2, 2))
+
+    assert found.schema.names == ["p_index", "p_score", *LAST]
+    assert found.column("p_index").to_pylist() == [1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_with_fewer_elements_have_fewer_ranked(count: int) -> None:
+    """Of a variable dimension, down to none."""
+    output = tensor("p", "FP32", -1)
+
+    none = ranked(np.zeros((2, 0), np.float32), output, count)
+    one = ranked(np.ones((2, 1), np.float32), output, count)
+
+    expected: Any = ([None, None], [0, 0]) if count == 1 else ([[], []], [[0], [0]])
+    assert (none.column("p_index").to_pylist(), one.column("p_index").to_pylist()) == expected
+
+
+def test_failed_rows_have_no_greatest_element() -> None:
+    batch = batch_of(2)
+    columns = columns_of(batch, PROBABILITIES, output=Output("file:///out", top_k={"p": 2}))
+    errors = RowErrors(2)
+    errors.mark(np.array([0]), "invalid_request", "no")
+
+    found = columns.encode(batch, [Scored(np.array([1]), {"p": np.eye(1, 4, dtype=np.float32)})], errors)
+
+    assert found.column("p_index").to_pylist() == [None, [0, 1]]
+    assert found.column("p_label").to_pylist() == [None, ["cat", None]]
+    assert columns.encode(batch, [], errors).column("p_score").null_count == 2

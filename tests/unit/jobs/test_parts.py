@@ -19,7 +19,7 @@ import pytest
 from qinfer.errors import StoreNotFound
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.outputs import OutputColumns, Scored
-from qinfer.jobs.job import Output
+from qinfer.jobs.job import LEVELS, Output
 from qinfer.jobs.parts import PartBroken, PartWriter, part_metadata, validate_part
 from qinfer.jobs.plan import PartInfo, Shard
 from qinfer.jobs.rows.shard_rows import ShardReader
@@ -146,6 +146,23 @@ def test_a_part_is_read_back_with_every_compression(tmp_path: Path, format_: Any
     assert stat is not None
     assert info == PartInfo(url, ROWS, 10, stat.size_bytes, stat.etag, info.schema)
     assert info.schema.startswith("y: fixed_size_list<element: float not null>[3]\nhalf: halffloat\nlabel: string\n")
+
+
+@pytest.mark.parametrize(
+    ("format_", "compression", "level"),
+    [
+        (format_, compression, level)
+        for format_, compression in FORMATS
+        if compression in LEVELS
+        for level in (1, LEVELS[compression])
+    ],
+)
+def test_every_level_of_a_compression_is_known(tmp_path: Path, format_: Any, compression: str, level: int) -> None:
+    output = Output(url="file:///out", format=format_, compression=compression, compression_level=level)
+
+    shard, _ = score(tmp_path, output)
+
+    check_rows(with_pyarrow(tmp_path / shard.part), shard.ranges[0].url)
 
 
 @pytest.mark.parametrize("format_", ["parquet", "arrow"])

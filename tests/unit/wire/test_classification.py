@@ -1,5 +1,6 @@
 """The best classes of an output."""
 
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.tensors import Tensor, from_numpy, to_numpy
-from qinfer.wire.outputs import MAX_ELEMENTS, classify
+from qinfer.wire.outputs import MAX_ELEMENTS, classify, greatest
 
 
 def ranked(values: Any, count: int, labels: tuple[str, ...] = (), *, batched: bool = False) -> Any:
@@ -94,3 +95,22 @@ def test_bytes_that_do_not_fill_the_shape_are_refused() -> None:
     """The model gave them."""
     with pytest.raises(OutputMismatch, match="output tensor shape does not match size of output for 'y'"):
         classify(Tensor("y", "FP32", (2,), bytes(4)), 1, batched=False)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8, np.uint64])
+@pytest.mark.parametrize("count", [1, 2, 5, 40])
+def test_many_rows_are_ranked_as_python_sorts(dtype: Any, count: int) -> None:
+    """Few values, so that many are equal, and NaN and infinities where the datatype has them."""
+    values = np.random.default_rng(count).integers(0, 6, (300, 41)).astype(dtype)
+    if values.dtype.kind == "f":
+        values[values == 5] = np.nan
+        values[:100:3, ::5] = -np.inf
+        values[150:] = np.nan_to_num(values[150:])
+
+    found = greatest(values, count)
+
+    def sort(row: list[float]) -> list[int]:
+        keys = [(isnan(value), 0.0 if isnan(value) else -value, index) for index, value in enumerate(row)]
+        return [index for _, _, index in sorted(keys)]
+
+    assert found.tolist() == [sort(row)[:count] for row in values.tolist()]

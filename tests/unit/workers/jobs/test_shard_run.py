@@ -53,17 +53,20 @@ class Model(StubBackend):
         bad: Values that it raises for.
         error: What it raises.
         raised: Sizes of the batches that it raised for.
+        wanted: The outputs that were asked of it.
     """
 
     def __init__(self, gate: threading.Event | None = None) -> None:
         super().__init__(gate)
         self.bad: Collection[float] = ()
         self.raised: list[int] = []
+        self.wanted: set[tuple[str, ...]] = set()
         self.error: Exception = ValueError("no such number")
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         """See the class."""
         values = next(iter(batch.inputs.values()))
+        self.wanted.update(request.outputs for request in batch.requests)
         if self.bad and np.isin(values, list(self.bad)).any():
             self.sizes.append(batch.size)
             self.raised.append(batch.size)
@@ -117,7 +120,7 @@ class Ground:
             stores=StoreSettings(allow=ANY_FILE.read),
             line=self.line,
         )
-        purpose = Purpose(model=self.loaded, clock=self.clock, request_id="job1-0")
+        purpose = Purpose(model=self.loaded, clock=self.clock, request_id="job1-0", outputs=spec.output.tensors)
         return ShardRun(files, purpose, served, self.free, is_again=is_again)
 
     def left(self) -> list[str]:
@@ -147,6 +150,19 @@ async def test_rows_come_out_in_order_with_their_outputs(tmp_path: Path) -> None
     assert scored_rows(ground.output) == [(row, float(row)) for row in range(5000)]
     assert ground.free.is_set()
     assert not ground.left()
+
+
+async def test_only_chosen_outputs_are_asked_of_the_model(tmp_path: Path) -> None:
+    stub = stub_spec(max_batch_size=64)
+    two = replace(stub, outputs=(stub.outputs[0], replace(stub.outputs[0], name="z")))
+    ground, (shard, spec) = Ground(tmp_path, Model(), spec=two), one_shard(tmp_path, 100)
+    chosen = msgspec.structs.replace(spec, output=msgspec.structs.replace(spec.output, tensors=("y",)))
+
+    outcome = await ground.run(shard, chosen).run()
+
+    assert outcome == ShardOutcome(0, 100, 0)
+    assert ground.model.wanted == {("y",)}
+    assert "z" not in read_parts(ground.output).column_names
 
 
 async def test_several_instances_score_one_shard(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class Purpose:
         request_id: What the model's own log calls them.
         tenant: Whose job it is.
         progress: Called after each batch, in any thread.
+        outputs: The outputs that are asked of it; empty = all.
     """
 
     model: LoadedModel
@@ -59,6 +60,7 @@ class Purpose:
     request_id: str
     tenant: str = ""
     progress: Callable[[], None] = lambda: None
+    outputs: tuple[str, ...] = ()
 
 
 class Scorer:
@@ -81,6 +83,7 @@ class Scorer:
             version=purpose.model.version,
             id=purpose.request_id,
             inputs=(),
+            outputs=purpose.outputs,
             tenant=purpose.tenant,
             generation=purpose.model.generation,
         )
@@ -117,8 +120,8 @@ class Scorer:
             raise OutputMismatch("the model did not answer its batch")
         if isinstance(way.answer, QinferError):
             raise way.answer
-        problem = self._responder.problem(way.answer, (), rows)
-        if problem is None and len(way.answer) != len(self._spec.outputs):
+        problem = self._responder.problem(way.answer, self.purpose.outputs, rows)
+        if problem is None and not way.answer:
             problem = "the model returned no outputs"
         if problem is not None:
             raise OutputMismatch(problem)

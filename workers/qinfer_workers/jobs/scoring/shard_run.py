@@ -224,7 +224,14 @@ def make_run(served: Served, held: HeldShard, ticket: ShardTicket, record: JobRe
         grant=granted(record, served.stores),
     )
     name = f"{record.id}-{ticket.shard.index}"
-    purpose = Purpose(model=model, clock=served.clock, request_id=name, tenant=record.tenant, progress=progress)
+    purpose = Purpose(
+        model=model,
+        clock=served.clock,
+        request_id=name,
+        tenant=record.tenant,
+        progress=progress,
+        outputs=spec.output.tensors,
+    )
     is_again = held.lease.suspect or held.lease.deliveries > 1
     return ShardRun(ShardFiles(task), purpose, served, free, is_again=is_again)
 
