@@ -73,12 +73,16 @@ class VersionState(msgspec.Struct, frozen=True):
         reason: Why it is not READY at the newest generation.
         tried: The newest generation whose load has ended, well or not; above `generation` where a reload failed and the
             earlier generation serves on.
+        executed_hash: The hash of what is executed, of a version that is READY: of its files and those beside the
+            versions, and of inputs, outputs, parameters, backend and optimisation of the configuration. Empty = not
+            known: the files changed while they were loaded, or an earlier qinfer has loaded them.
     """
 
     state: State
     generation: int
     reason: str = ""
     tried: int = 0
+    executed_hash: str = ""
 
 
 class Speed(msgspec.Struct, frozen=True):

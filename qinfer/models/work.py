@@ -82,7 +82,7 @@ class OpenRows(msgspec.Struct, frozen=True, kw_only=True):
         model: The job's model, and
         version: its version.
         partition: The queue partition of its lanes.
-        rows: How many; 0 while it is not planned, and once it is being cancelled or finalised.
+        rows: How many; 1 while it is not planned, 0 once it is being cancelled or finalised.
         rows_per_s: How many of them were settled a second since it started, or was resumed, by all workers together.
     """
 

@@ -110,6 +110,7 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
         progress: The share of its rows that are done or failed, 0 … 1.
         eta_s: Seconds that the rest will take.
         error: Why it failed.
+        waiting: Why it can't go on now.
         manifest_url: The list of the parts, once the job is completed.
         spec: The requested job, with its version resolved and its URLs normalized.
 
@@ -118,8 +119,8 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
          "created_at": "2026-01-31T12:00:00.000Z", "started_at": "2026-01-31T12:00:00.500Z", "ended_at": null,
          "deadline_at": null, "rows": {"total": 1000, "done": 499, "failed": 1},
          "shards": {"total": 4, "done": 2, "failed": 0, "active": 2}, "progress": 0.5, "rows_per_s": 250.0,
-         "eta_s": 2.0, "error": null, "output_url": "s3://bucket/out", "manifest_url": null, "metadata": {},
-         "webhook": null,
+         "eta_s": 2.0, "error": null, "waiting": null, "output_url": "s3://bucket/out", "manifest_url": null,
+         "metadata": {}, "webhook": null,
          "spec": {"model": "digits", "inputs": ["s3://bucket/in/*.parquet"], "columns": {"image": "pixels"},
                   "key": "id", "output": {"url": "s3://bucket/out", "format": "parquet"}},
          "links": {"self": "/v1/jobs/01JX3M3TC8Z6Q5RYB7WS2K4D9F",
@@ -142,6 +143,7 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     rows_per_s: float | None
     eta_s: float | None
     error: str | None
+    waiting: str | None
     output_url: str
     manifest_url: str | None
     metadata: dict[str, str]
@@ -318,6 +320,7 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
         rows_per_s=None if progress.rows_per_s is None else round(progress.rows_per_s, 3),
         eta_s=None if progress.eta_s is None else round(progress.eta_s, 3),
         error=record.error or None,
+        waiting=None if record.is_over else record.waiting or None,
         output_url=spec.output.url,
         manifest_url=f"{spec.output.url}/{MANIFEST_NAME}" if record.state == JobState.COMPLETED else None,
         metadata=spec.metadata,

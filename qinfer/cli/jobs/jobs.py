@@ -334,6 +334,8 @@ def _show(status: "JobStatus", *, as_json: bool) -> None:
     about.add_row("state", Text(status.state, style=_COLOURS.get(status.state, "")))
     if status.error:
         about.add_row("error", Text(status.error, style="red"))
+    if why := fields.get("waiting"):
+        about.add_row("waits", Text(why, style="yellow"))
     about.add_row("model", Text(f"{status.model} version {status.version}"))
     about.add_row("rows", _counts(status.rows, status.rows_done, status.rows_failed))
     about.add_row("shards", _counts(status.shards, status.shards_done, status.shards_failed))

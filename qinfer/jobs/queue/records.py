@@ -38,7 +38,7 @@ _COUNTS = (
     *("max_parallel", "max_errors", "revision"),
 )
 _INSTANTS = ("started_at", "ended_at", "resumed_at", "deadline_at", "updated_at")
-_TEXTS = ("state", "error", "webhook", "webhook_state")
+_TEXTS = ("state", "error", "waiting", "webhook", "webhook_state")
 _BYTES = ("spec", "head", "grant")
 
 OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started_at resumed_at".split())
@@ -75,6 +75,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         in_lane: How many of them are in the lane, waiting or in a worker's hand.
         max_parallel: How many may run at a time; 0 = as many as there are workers.
         error: Why it failed; empty otherwise.
+        waiting: Why it can't go on now; empty otherwise.
         max_errors: How many rows may fail before it does; -1 = all.
         kept_s: How long it is known after its end.
         trace: W3C `traceparent` of what created it; empty = nobody records it.
@@ -109,6 +110,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     in_lane: int = 0
     max_parallel: int = 0
     error: str = ""
+    waiting: str = ""
     max_errors: int = -1
     kept_s: float = KEPT_S
     trace: str = ""
@@ -181,16 +183,25 @@ class Page(NamedTuple):
 
 
 def open_rows(record: JobRecord, now_s: float) -> OpenRows:
-    """Returns what a job has yet to do; of its record only the counts, state and instants are looked at."""
+    """Returns what a job has yet to do; of its record only the counts, state and instants are looked at.
+
+    A job that is not planned counts as one row, for it waits until a worker tells what it executes.
+    """
     settled = record.rows_done + record.rows_failed
     began_s = max(record.started_at, record.resumed_at)
     return OpenRows(
         model=record.model,
         version=record.version,
         partition=record.partition,
-        rows=max(record.rows - settled, 0) if record.state in {JobState.PLANNING, JobState.RUNNING} else 0,
+        rows=_rows_left(record, settled),
         rows_per_s=max(settled - record.rows_before, 0) / (now_s - began_s) if 0 < began_s < now_s else 0.0,
     )
+
+
+def _rows_left(record: JobRecord, settled: int) -> int:
+    if record.state == JobState.PLANNING and not record.rows:
+        return 1
+    return max(record.rows - settled, 0) if record.state in {JobState.PLANNING, JobState.RUNNING} else 0
 
 
 def service_order(record: JobRecord) -> tuple[int, float, str]:
@@ -215,6 +226,7 @@ class Change(TypedDict, total=False):
     """The fields of a record that `move` sets; see `JobRecord`."""
 
     error: str
+    waiting: str
     spec: bytes
     head: bytes
     grant: bytes

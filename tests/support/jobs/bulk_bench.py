@@ -41,6 +41,8 @@ input { name: "x" data_type: TYPE_FP32 dims: [1] }
 output { name: "y" data_type: TYPE_FP32 dims: [1] }
 """
 MODEL = StoredModel("stub", 1, to_json(normalise(parse(_CONFIG), "stub")), (1,), content_hash="hash-1")
+HASH = "sha256:1"
+"""What the worker of a bench executes."""
 
 
 def write_inputs(directory: Path, rows: Sequence[int], *, group: int = 1000, column: str = "x") -> None:
@@ -145,6 +147,12 @@ class Bench:
             examiners=self.examiners,
         )
 
+    async def beat(self, executed_hash: str = HASH, **changes: Any) -> None:
+        """Has the worker report version 1 of the model."""
+        state = VersionState(State.READY, 1, executed_hash=executed_hash)
+        models = {"stub": {1: msgspec.structs.replace(state, **changes)}}
+        await self.store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=models), 1e9)
+
     def planner(self) -> Planner:
         return Planner(self.services, LimitSettings())
 
@@ -172,7 +180,7 @@ class Bench:
         leases = await self.delivery.fetch(lanes, consumer, count, 0.0)
         return [(lease, decode_ticket(lease.frame).shard) for lease in leases]
 
-    def commit(self, shard: Shard, job_id: str = "job", *, failed: int = 0, model_hash: str = "hash-1") -> Path:
+    def commit(self, shard: Shard, job_id: str = "job", *, failed: int = 0, model_hash: str = HASH) -> Path:
         """Writes the part of a shard as a worker does, its first `failed` rows with errors."""
         path = self.directory / "out" / shard.part
         codes = pa.array(["bad_row"] * failed + [None] * (shard.rows - failed), pa.string())
@@ -206,8 +214,7 @@ async def bench(database: Database, directory: Path, **bulk: Any) -> Bench:
     store, delivery = own.store(), await own.delivery()
     await store.put_model(MODEL)
     await delivery.ensure(bulk_lanes("stub", 1))
-    states = {"stub": {1: VersionState(State.READY, 1)}}
-    await store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=states), 1e9)
     one = Bench(directory, delivery, store, **bulk)
     one.clock = own.server
+    await one.beat()
     return one

@@ -6,15 +6,14 @@ not every model's idea of an input. Its second repetition also teaches the laten
 another model, which may not be loaded yet; that fails neither.
 """
 
-import hashlib
-import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,24 +25,18 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import BackendUnavailable, ModelLoadFailed, ModelNotReady, QinferError
 from qinfer.models.config.config import from_json, normalise, to_json
-from qinfer.models.repository.cache import MANIFEST
+from qinfer.models.pins import is_executed
 from qinfer.models.spec import Device, ModelSpec, WarmupInput
 from qinfer.models.state import StoredModel
 from qinfer.models.writing import Completion
 from qinfer.tensors import DATATYPES, Tensor, to_numpy
 from qinfer_workers.inference.devices import devices_of
+from qinfer_workers.inference.model_files import WARMUP_DIRECTORY, VersionFiles
 
 logger = logging.getLogger(__name__)
 
 VersionDir = Callable[[str, int, str, str], Path]
 """`Repositories.version_dir`: model, version, location, content hash → directory; blocking."""
-
-_OF_ALL_VERSIONS = ("instance_group", "version_policy")
-"""Parts of a configuration whose change leaves what is loaded of a version as it is."""
-_NOT_READ = ("config.pbtxt", "configs", MANIFEST)
-"""Names beside the versions whose content no backend reads."""
-WARMUP_DIRECTORY = "warmup"
-"""Where a model has the files of its samples, beside its version directories."""
 
 _Inputs = Mapping[str, WarmupInput]
 
@@ -58,6 +51,7 @@ class Loaded:
         generation: The generation.
         identity: Equal for two generations whose files and configuration are the same, but for the instances.
         content_hash: What the control store calls the model's files and configuration.
+        executed_hash: The hash of what it executes; empty = its files changed while they were loaded.
         devices: The device of each instance.
         instances: What a load has made, one for each device; empty when there was nothing to load.
         latency: What warm-up runs taught about its speed.
@@ -69,8 +63,13 @@ class Loaded:
     identity: str
     devices: tuple[Device, ...]
     content_hash: str = ""
+    executed_hash: str = ""
     instances: Sequence[Backend] = ()
     latency: LatencyModel | None = None
+
+    def hash_like(self, other: str) -> str:
+        """Returns its hash of the kind that another one is, to be compared with that."""
+        return self.executed_hash if is_executed(other) else self.content_hash
 
 
 class Kind(Enum):
@@ -120,6 +119,8 @@ class Loader:
         self._clock = clock
         self.gpus = gpus
         self._completers = completers
+        self._read: dict[tuple[str, int], dict[Any, str]] = {}
+        """What was read of a version's files; see `VersionFiles.executed_hash`."""
 
     def load(self, spec: ModelSpec, version: int, stored: StoredModel, serving: Loaded | None = None) -> Change:
         """Loads the versions that differ from the served ones, and warms them up.
@@ -136,16 +137,18 @@ class Loader:
         directory = self._version_dir(spec.name, version, stored.location, stored.content_hash)
         devices = devices_of(spec, self.gpus)
         try:
-            identity = _identity(stored, directory)
+            files = VersionFiles(stored, directory)
+            executed_hash = files.executed_hash(self._read.setdefault((spec.name, version), {}))
         except OSError as error:  # they are being changed
             raise ModelLoadFailed(f"the model's files can't be read: {error.strerror}") from None
         loaded = Loaded(
             spec=spec,
             version=version,
             generation=stored.generation,
-            identity=identity,
+            identity=files.identity(),
             devices=devices,
             content_hash=stored.content_hash,
+            executed_hash=executed_hash,
         )
         if serving is not None and serving.identity == loaded.identity:
             missing = list((Counter(devices) - Counter(serving.devices)).elements())
@@ -158,6 +161,9 @@ class Loader:
                 return Change(kind=Kind.RESIZED, loaded=replace(loaded, instances=added), surplus=len(surplus))
         latency = LatencyModel()
         instances = self._instances(spec, directory, devices, latency)
+        if not files.are_as_before():
+            logger.warning("files changed while they were loaded", extra={"model": spec.name, "version": version})
+            loaded = replace(loaded, executed_hash="")
         return Change(kind=Kind.NEW, loaded=replace(loaded, instances=instances, latency=latency))
 
     def complete(self, stored: StoredModel) -> Completion:
@@ -212,30 +218,6 @@ def _unload(instances: Sequence[Backend]) -> None:
 def _without_path(text: str, directory: Path) -> str:
     """Returns a foreign error's text without the place of the model's files: clients read it."""
     return text.replace(f"{directory.parent}/", "").replace(str(directory.parent), "the model's directory")
-
-
-def _identity(stored: StoredModel, directory: Path) -> str:
-    config = json.loads(stored.config)
-    for part in _OF_ALL_VERSIONS:
-        config.pop(part, None)
-    digest = hashlib.sha256(json.dumps([config, stored.labels], sort_keys=True).encode())
-    if not directory.is_dir():  # a backend without files
-        digest.update(stored.content_hash.encode())
-    for path in _files(directory):
-        status = path.stat()
-        digest.update(f"\n{path.relative_to(directory.parent)}\t{status.st_size}\t{status.st_mtime_ns}".encode())
-    return digest.hexdigest()
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    """Yields the files of a version, and those beside the versions that they all may read."""
-    beside = directory.parent.iterdir() if directory.is_dir() else ()
-    shared = [path for path in beside if not path.name.isdecimal() and path.name not in _NOT_READ]
-    for root in sorted([directory, *shared]):
-        if root.is_file():
-            yield root
-        elif root.is_dir():
-            yield from sorted(path for path in root.rglob("*") if path.is_file())
 
 
 class _Unheard:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import BrokerUnavailable, ModelLoadFailed, QinferError
@@ -207,7 +209,8 @@ class Models:
         self._serve(key, change)
         if change.kind is Kind.NEW:
             self._load_s[key] = time.monotonic() - began_s
-        self._states[key] = VersionState(State.READY, model.generation, tried=model.generation)
+        executed_hash = change.loaded.executed_hash
+        self._states[key] = VersionState(State.READY, model.generation, "", model.generation, executed_hash)
         extra = {"model": name, "version": version, "generation": model.generation, "change": change.kind.value}
         logger.info("model ready", extra=extra)
         self._changed()
@@ -233,7 +236,7 @@ class Models:
             self._again_at[key[0]] = asyncio.get_running_loop().time() + RELOAD_S
         before = self._states[key]
         if before.state is State.READY:
-            self._states[key] = VersionState(State.READY, before.generation, reason, generation)
+            self._states[key] = replace(before, reason=reason, tried=generation)
         else:
             self._states[key] = VersionState(State.UNAVAILABLE, generation, reason, generation)
         self._changed()

@@ -20,6 +20,7 @@ from qinfer.jobs.queue.records import JobRecord, ShardOutcome, spec_of
 from qinfer.jobs.shards import Pace
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.installation import refuse_lost
+from qinfer.models.pins import executed_hash, is_executed
 from qinfer.observe.stats import batches
 from qinfer.storage.store import Outcome
 from qinfer_workers.jobs.documents import MAX_BYTES, PLAN_NAME, StoreFor, read_plan, url_of
@@ -50,8 +51,30 @@ class Planner:
         Raises:
             QinferError: It did not work for now, and is to be tried again.
         """
+        await self._await_model(job_id)
         await self._services.attempt(PLANNING, job_id, self._plan)
         await leave_partial(self._services, job_id)
+
+    async def _await_model(self, job_id: str) -> None:
+        """Puts off a new job until workers tell what they execute; that is no attempt, and may take any time.
+
+        Raises:
+            ModelNotReady: No worker tells yet.
+        """
+        services = self._services
+        record = await services.jobs.get(job_id)
+        if record is None or record.state != JobState.PLANNING or record.head:
+            return
+        stored = await services.store.model(record.model)
+        if stored is None or stored.error or stored.pending:  # planning says more of it
+            return
+        if executed_hash(await services.store.workers(), record.model, record.version):
+            if record.waiting:
+                await services.say_waiting(record, "")
+            return
+        why = f"no worker has version {record.version} of model '{record.model}' ready yet"
+        await services.say_waiting(record, why)
+        raise ModelNotReady(f"job '{job_id}' is not planned: {why}")
 
     async def _plan(self, record: JobRecord, deaths: int) -> None:
         services, jobs = self._services, self._services.jobs
@@ -86,6 +109,9 @@ class Planner:
             raise ModelNotFound(f"model '{record.model}' is not known any more; load it, and resume the job")
         if stored.error or stored.pending:
             raise ModelNotReady(f"model '{record.model}' is not ready: {stored.error or 'no worker has completed it'}")
+        content_hash = executed_hash(await services.store.workers(), record.model, record.version)
+        if not content_hash:
+            raise ModelNotReady(f"no worker has version {record.version} of model '{record.model}' ready any more")
         model = to_spec(from_json(stored.config), self._limits, stored.labels)
         pace = Pace(
             rows_per_s=rows_per_s(await services.store.stats(record.model, record.version)),
@@ -95,14 +121,19 @@ class Planner:
             workers=await services.workers_for(record),
         )
         resolved = msgspec.structs.replace(spec, version=record.version)
-        job = Unplanned(record.id, resolved, model, stored.content_hash, services.grant_of(record))
+        job = Unplanned(record.id, resolved, model, content_hash, services.grant_of(record))
         data = await services.examiners.plan(job, pace, readers)
         return await services.in_thread(_written, services.outputs_of(record), job, data)
 
     async def _check_model(self, record: JobRecord, plan: Plan) -> None:
         """Refuses to go on with other files of the model: one output would be of two models."""
-        stored = await self._services.store.model(record.model)
-        if stored is not None and not stored.pending and stored.content_hash != plan.model_hash:
+        store = self._services.store
+        if is_executed(plan.model_hash):
+            now = executed_hash(await store.workers(), record.model, record.version)
+        else:
+            stored = await store.model(record.model)
+            now = "" if stored is None or stored.pending else stored.content_hash
+        if now and now != plan.model_hash:
             raise InvalidRequest(
                 f"model '{record.model}' has changed since the job was planned; load the former one, or make a new job"
             )

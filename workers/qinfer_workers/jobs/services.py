@@ -214,6 +214,12 @@ class JobServices:
         if age_s > max(_IDLE_S, _IDLE_ROUNDS * self.settings.sweep_every_s):
             await self.jobs.note(record.id, f"no bulk worker ran for {age_s:.0f} s")
 
+    async def say_waiting(self, record: JobRecord, why: str) -> None:
+        """Says in a job's record and log why it can't go on now; empty = it goes on. The record stays fresh."""
+        if why != record.waiting:
+            await self.jobs.note(record.id, f"waits: {why}" if why else "goes on")
+        await self.jobs.move(record.id, {record.state}, record.state, waiting=why)
+
     async def fail(self, record: JobRecord, why: str) -> None:
         """Ends a job that can't go on; its log and record say why."""
         await self.jobs.stop(record.id, JobState.FAILED, error=why)

@@ -1,7 +1,11 @@
 """What a load loads: where instances run, and how little is done when little has changed."""
 
+import hashlib
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +39,7 @@ class Scene:
         self.path = path
         self.made: list[StubBackend] = []
         self.is_broken = False
+        self.on_make: Callable[[], None] = lambda: None
         (path / "m" / "1").mkdir(parents=True)
         self.write("1/model.stub", "weights")
         self.loader = Loader(lambda model, version, *_: path / model / str(version), lambda _: self._make, _clock())
@@ -43,18 +48,21 @@ class Scene:
 
     def write(self, file: str, text: str) -> None:
         path = self.path / "m" / file
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(text)
 
     def _make(self) -> Backend:
+        self.on_make()
         if self.is_broken and len(self.made) % 2:
             raise OSError(2, "No such file", str(self.path / "m" / "1" / "model.stub"))
         self.made.append(StubBackend())
         return self.made[-1]
 
-    def load(self, *, rows: int = 8, latest: int = 1, count: int = 1, spec: ModelSpec | None = None) -> Change:
+    def load(
+        self, *, rows: int = 8, latest: int = 1, count: int = 1, spec: ModelSpec | None = None, more: str = ""
+    ) -> Change:
         self.generation += 1
-        config = to_json(normalise(parse(CONFIG.format(rows=rows, latest=latest, count=count)), "m"))
+        config = to_json(normalise(parse(CONFIG.format(rows=rows, latest=latest, count=count) + more), "m"))
         stored = StoredModel("m", self.generation, config, (1,))
         change = self.loader.load(spec or to_spec(from_json(config), LimitSettings()), 1, stored, self.serving)
         self.serving = change.loaded
@@ -101,6 +109,67 @@ def test_the_configuration_counts(scene: Scene) -> None:
         (Kind.RESIZED, 0, 1),
         (Kind.NEW, 2, 0),
     ]
+
+
+def test_what_is_executed_is_told_by_content(scene: Scene) -> None:
+    """Not by times, other versions, batching, policies and samples, nor by what running a model leaves behind."""
+    first = scene.load().loaded.executed_hash
+    os.utime(scene.path / "m" / "1" / "model.stub", (1, 1))
+    for file in ("2/model.stub", "warmup/x", "config.pbtxt", "configs/other.pbtxt", "1/__pycache__/model.pyc"):
+        scene.write(file, "other")
+
+    assert scene.load(rows=4, latest=2, count=3).loaded.executed_hash == first
+    assert first.startswith("sha256:")
+
+
+@pytest.mark.parametrize("file", ["1/model.stub", "1/weights.bin", "labels.txt", "tokenizer/words.txt"])
+def test_content_that_may_be_executed_counts(scene: Scene, file: str) -> None:
+    """In the version's directory, and beside the versions."""
+    first = scene.load().loaded.executed_hash
+    scene.write(file, "WEIGHTS")  # as many bytes as before
+
+    assert scene.load().loaded.executed_hash != first
+
+
+@pytest.mark.parametrize(
+    ("line", "is_same"),
+    [
+        ('parameters { key: "beam" value { string_value: "4" } }', False),
+        ('parameters { key: "qinfer.lane_capacity" value { string_value: "4" } }', True),
+        ("optimization { graph { level: 1 } }", False),
+        ("dynamic_batching { max_queue_delay_microseconds: 5 }", True),
+    ],
+)
+def test_the_configuration_s_executed_parts_count(scene: Scene, line: str, *, is_same: bool) -> None:
+    """Parameters and optimisation do; how a version is scheduled does not."""
+    first = scene.load().loaded.executed_hash
+
+    assert (scene.load(more=line).loaded.executed_hash == first) is is_same
+
+
+def test_files_are_read_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further load reads those whose size or time is another one."""
+    scene.write("labels.txt", "a")
+    digest, read = hashlib.file_digest, list[str]()
+
+    def counted(file: Any, name: str) -> Any:
+        read.append(Path(file.name).name)
+        return digest(file, name)
+
+    monkeypatch.setattr("hashlib.file_digest", counted)
+    scene.load()
+    scene.load(count=2)
+    scene.write("labels.txt", "b, c")
+    scene.load()
+
+    assert read == ["model.stub", "labels.txt", "labels.txt"]
+
+
+def test_files_that_change_while_they_are_loaded_have_no_hash(scene: Scene) -> None:
+    """What is in the instances may be the one or the other."""
+    scene.on_make = lambda: scene.write("1/model.stub", "other weights")
+
+    assert not scene.load().loaded.executed_hash
 
 
 def test_another_copy_of_the_same_remote_files_is_no_change(scene: Scene, tmp_path: Path) -> None:

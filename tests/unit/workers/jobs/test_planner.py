@@ -10,17 +10,19 @@ import pytest
 
 from qinfer.core.settings import BulkSettings, LimitSettings, Settings, StoreSettings
 from qinfer.core.store_urls import Grant
-from qinfer.errors import BrokerUnavailable, StoreUnavailable
+from qinfer.errors import BrokerUnavailable, ModelNotReady, StoreUnavailable
 from qinfer.jobs.examiner_pool import ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobState
+from qinfer.jobs.plan import encode_plan
 from qinfer.jobs.tasks import BulkTasks
+from qinfer.models.state import State
 from qinfer.observe.stats import StatsTally
 from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer_workers.jobs import services
 from qinfer_workers.jobs.plan import Planner, rows_per_s
 from qinfer_workers.jobs.sweep import Sweeper
-from tests.support.jobs.bulk_bench import MODEL, Bench, bench, record_of, spec, write_inputs
+from tests.support.jobs.bulk_bench import HASH, MODEL, Bench, bench, record_of, spec, write_inputs
 from tests.support.jobs.examiner_stub import STUB
 from tests.support.servers.servers import Database
 
@@ -45,7 +47,7 @@ async def test_a_job_becomes_shards_that_workers_fetch(database: Database, tmp_p
 
     record, plan, fetched = await one.record(), one.plan(), await one.fetch()
     assert (record.state, record.rows, record.shards, record.max_errors) == (JobState.RUNNING, 25, 3, 12)
-    assert (plan.job_id, plan.rows, plan.model_hash, plan.spec.version) == ("job", 25, "hash-1", 1)
+    assert (plan.job_id, plan.rows, plan.model_hash, plan.spec.version) == ("job", 25, HASH, 1)
     assert [shard for _, shard in fetched] == list(plan.shards[:2])  # twice as many as there are workers
     assert [shard.rows for shard in plan.shards] == [10, 10, 5]
     assert (await one.texts())[-1] == "planned: 3 shards of 2 files, 25 rows"
@@ -483,11 +485,58 @@ async def test_a_job_does_not_go_on_with_another_model(database: Database, tmp_p
     one = await planned(database, tmp_path)
     await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
     assert await one.jobs.move("job", {JobState.CANCELLED}, JobState.PLANNING)
-    await one.store.put_model(msgspec.structs.replace(MODEL, generation=2, content_hash="hash-2"))
+    await one.beat("sha256:2")
 
     await one.planner().run("job")
 
     assert (await one.record()).error.startswith("model 'stub' has changed since the job was planned")
+
+
+async def test_a_job_goes_on_though_the_model_s_directory_has_changed(database: Database, tmp_path: Path) -> None:
+    """Another version was added, or files were touched: what is executed is the same."""
+    one = await planned(database, tmp_path)
+    await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
+    assert await one.jobs.move("job", {JobState.CANCELLED}, JobState.PLANNING)
+    await one.store.put_model(msgspec.structs.replace(MODEL, generation=2, versions=(1, 2), content_hash="hash-2"))
+
+    await one.planner().run("job")
+
+    assert (await one.record()).state == JobState.RUNNING
+
+
+async def test_a_plan_of_an_earlier_qinfer_is_compared_by_its_own_kind_of_hash(
+    database: Database, tmp_path: Path
+) -> None:
+    """That one names the model's whole directory."""
+    one = await planned(database, tmp_path)
+    earlier = one.directory / "out" / "_plan.json"
+    earlier.write_bytes(encode_plan(msgspec.structs.replace(one.plan(), model_hash=MODEL.content_hash)))
+    await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
+    assert await one.jobs.move("job", {JobState.CANCELLED}, JobState.PLANNING)
+
+    await one.planner().run("job")
+
+    assert (await one.record()).state == JobState.RUNNING
+
+
+async def test_a_job_waits_until_a_worker_tells_what_it_executes(database: Database, tmp_path: Path) -> None:
+    """Its record and log say so, once; that is no attempt at planning, so that it may take any time."""
+    write_inputs(tmp_path / "in", [5])
+    one = await bench(database, tmp_path)
+    await one.beat(state=State.LOADING)
+    await one.jobs.create(record_of(spec(tmp_path)))
+
+    for _ in range(2):
+        with pytest.raises(ModelNotReady, match="no worker has version 1 of model 'stub' ready yet"):
+            await one.planner().run("job")
+    waiting = await one.record()
+    await one.beat()
+    await one.planner().run("job")
+
+    why = "no worker has version 1 of model 'stub' ready yet"
+    assert (waiting.state, waiting.waiting) == (JobState.PLANNING, why)
+    assert ((await one.record()).state, (await one.record()).waiting) == (JobState.RUNNING, "")
+    assert (await one.texts())[:3] == [f"waits: {why}", "goes on", "planning began"]
 
 
 def test_the_speed_is_that_of_the_best_batch_size() -> None:

@@ -204,7 +204,7 @@ def make_run(served: Served, held: HeldShard, ticket: ShardTicket, record: JobRe
         spec, head = decode_spec(record.spec), decode_plan_head(record.head)
     except QinferError as error:
         raise PutOff(error.message) from error
-    model, model_hash = served.batcher.model, served.loaded.content_hash
+    model, model_hash = served.batcher.model, served.loaded.hash_like(head.model_hash)
     if head.model_hash != model_hash and served.clock.now_s() < record.started_at + MODEL_LOADS_WITHIN_S:
         raise PutOff("the model is not loaded here as the job was planned with it")
 

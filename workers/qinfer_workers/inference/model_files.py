@@ -1,0 +1,132 @@
+"""The files of a model version that a worker loads: what tells two loads apart, and the hash of what is executed.
+
+Two loads are told apart by size and modification time of the files, which costs no reading. The *executed hash* is of
+content: the same files copied, touched or fetched again have the same one, on whichever machine.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qinfer.models.config.to_spec import DEFAULT_TIMEOUT, LANE_CAPACITY, MAX_TIMEOUT, MIN_WORKERS
+from qinfer.models.pins import EXECUTED
+from qinfer.models.repository.cache import MANIFEST
+from qinfer.models.repository.files import IGNORED
+from qinfer.models.state import StoredModel
+
+WARMUP_DIRECTORY = "warmup"
+"""Where a model has the files of its samples, beside its version directories."""
+
+_OF_ALL_VERSIONS = ("instance_group", "version_policy")
+"""Parts of a configuration whose change leaves what is loaded of a version as it is."""
+_NOT_READ = ("config.pbtxt", "configs", MANIFEST)
+"""Names beside the versions whose content no backend reads."""
+
+_EXECUTED = (
+    *("platform", "backend", "runtime", "default_model_filename", "cc_model_filenames", "model_operations"),
+    *("input", "output", "batch_input", "batch_output", "optimization", "ensemble_scheduling"),
+)
+"""Parts of a configuration that decide what a version answers. The others say how it is scheduled."""
+_SCHEDULING = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS)
+"""Parameters that say how a version is scheduled."""
+
+
+class _Stamp(NamedTuple):
+    """Marks of one state of a file; the inode tells a file that was replaced within one tick of the clock."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+class VersionFiles:
+    """The files of a version as they are when this is made; blocking.
+
+    Args:
+        stored: The model as it is stored.
+        directory: The version's directory; the model's own is above it.
+
+    Raises:
+        OSError: They are being changed.
+    """
+
+    def __init__(self, stored: StoredModel, directory: Path) -> None:
+        self._stored = stored
+        self._directory = directory
+        self._config: dict[str, Any] = json.loads(stored.config)
+        self._stamps = self._stamped()
+
+    def identity(self) -> str:
+        """Returns a text that is equal for two generations whose load would make the same, but for the instances."""
+        config = {part: value for part, value in self._config.items() if part not in _OF_ALL_VERSIONS}
+        digest = hashlib.sha256(json.dumps([config, self._stored.labels], sort_keys=True).encode())
+        if not self._directory.is_dir():  # a backend without files
+            digest.update(self._stored.content_hash.encode())
+        for path, stamp in self._stamps.items():
+            digest.update(f"\n{path}\t{stamp.size}\t{stamp.mtime_ns}".encode())
+        return digest.hexdigest()
+
+    def executed_hash(self, known: dict[tuple[str, _Stamp], str]) -> str:
+        """Returns the hash of what the version executes.
+
+        Args:
+            known: What was read before of the version's files: those are not read again. Holds this time's afterwards.
+
+        Raises:
+            OSError: A file is gone.
+        """
+        config = {part: self._config.get(part) for part in _EXECUTED}
+        parameters = self._config.get("parameters", {})
+        config["parameters"] = {name: value for name, value in parameters.items() if name not in _SCHEDULING}
+        # How many rows a batch may have changes no answer; whether there is a batch dimension does.
+        config["has_batch_dimension"] = bool(self._config.get("max_batch_size"))
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+        read: dict[tuple[str, _Stamp], str] = {}
+        for path, stamp in self._stamps.items():
+            if path.startswith(f"{WARMUP_DIRECTORY}/"):
+                continue
+            content = read[path, stamp] = known.get((path, stamp)) or self._content(path)
+            digest.update(f"\n{path}\t{content}".encode("utf-8", "surrogateescape"))
+        known.clear()
+        known.update(read)
+        return f"{EXECUTED}{digest.hexdigest()}"
+
+    def are_as_before(self) -> bool:
+        """Tells whether all files are as they were; a model may have written others beside them."""
+        try:
+            now = self._stamped()
+        except OSError:
+            return False
+        return self._stamps.items() <= now.items()
+
+    def _content(self, path: str) -> str:
+        with (self._directory.parent / path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def _stamped(self) -> Mapping[str, _Stamp]:
+        """Returns the stamp of each file by its path below the model's directory."""
+        found = {}
+        for path in _files(self._directory):
+            status = path.stat()
+            name = path.relative_to(self._directory.parent).as_posix()
+            found[name] = _Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
+        return found
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """Yields the files of a version, and those beside the versions that they all may read."""
+    beside = directory.parent.iterdir() if directory.is_dir() else ()
+    shared = [path for path in beside if not path.name.isdecimal() and path.name not in _NOT_READ]
+    for root in sorted([directory, *shared]):
+        if root.is_file():
+            yield root
+        elif root.is_dir():
+            yield from (path for path in sorted(root.rglob("*")) if path.is_file() and _is_part(path, root))
+
+
+def _is_part(path: Path, root: Path) -> bool:
+    """Tells whether a file is the model's own, and none that running it has made."""
+    parts: Sequence[str] = path.relative_to(root.parent).parts
+    return IGNORED not in parts
