@@ -42,7 +42,7 @@ class JobOptions(TypedDict, total=False):
         format: Output format: `parquet` or `arrow`.
         input_format: `parquet`, `arrow`, `csv` or `jsonl`; by default by file extension.
         columns: Input tensor → its column, a list of scalar columns that are its elements, or
-            `{"columns": […], "shape": […]}`; by default the column has the tensor's name.
+            `{"columns": […], "shape": […], "null": …}`; by default the column has the tensor's name.
         tensors: The output tensors to ask for and to write; by default all.
         output_columns: Output tensor → the name of its column; by default the tensor's.
         top_k: Output tensor → the number of its greatest elements to write instead of all, with indices and labels.

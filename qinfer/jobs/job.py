@@ -35,6 +35,7 @@ MAX_INPUTS = 1000
 MAX_COLUMNS = 10_000
 MAX_METADATA = 64
 MAX_METADATA_CHARACTERS = 1024
+MAX_NULL_CHARACTERS = 1024
 MAX_DEADLINE_S = 365 * 86400.0
 MAX_PARALLEL = 10_000
 
@@ -54,16 +55,29 @@ _Compression = Annotated[
 ]
 
 
-class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+Null = str | bool | int | float
+"""What becomes of a null: `error` = its row fails, `nan` = not a number, or the value that it is replaced by."""
+
+
+# Without defaults in its JSON: a worker of the former release reads the jobs that do not use the newer fields.
+class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The columns that one input tensor is made of.
 
     Attributes:
         columns: One column, or several scalar columns that become the elements of a row in this order.
         shape: The shape of one row, without the batch dimension; empty = the tensor's.
+        null: What becomes of nulls, in lists as well: `error` fails their rows, `nan` makes them not a number (in
+            inputs of floats), any other value of the input's datatype replaces them. Or by column: column → the same;
+            columns that are not named have `error`.
     """
 
     columns: _SomeTexts
     shape: tuple[_Size, ...] = ()
+    null: Null | dict[str, Null] = "error"
+
+    def null_of(self, column: str) -> Null:
+        """Returns what becomes of a column's nulls."""
+        return self.null.get(column, "error") if isinstance(self.null, dict) else self.null
 
 
 class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -279,6 +293,7 @@ def _check_columns(spec: JobSpec) -> None:
             raise InvalidRequest(
                 f"field 'columns.{shown(tensor)}.shape' is {list(shape)}; its dimensions are 1 or more"
             )
+        _check_null(f"columns.{shown(tensor)}.null", spec.columns_of(tensor))
     _check_names("passthrough", spec.passthrough)
     _check_names("exclude", spec.exclude)
     if "*" in spec.passthrough and len(spec.passthrough) > 1:
@@ -287,6 +302,15 @@ def _check_columns(spec: JobSpec) -> None:
         raise InvalidRequest("field 'exclude' is for \"passthrough\": [\"*\"] only; name the columns in 'passthrough'")
     if spec.key and spec.key in spec.exclude:
         raise InvalidRequest(f"field 'exclude' names '{shown(spec.key)}', which is the job's key")
+
+
+def _check_null(field: str, given: Columns) -> None:
+    by_column = given.null if isinstance(given.null, dict) else {}
+    if unknown := [name for name in by_column if name not in given.columns]:
+        raise InvalidRequest(f"field '{field}' names '{shown(unknown[0])}', which is none of the input's columns")
+    for value in by_column.values() if isinstance(given.null, dict) else [given.null]:
+        if isinstance(value, str) and len(value) > MAX_NULL_CHARACTERS:
+            raise InvalidRequest(f"field '{field}' is too long; at most {MAX_NULL_CHARACTERS} characters")
 
 
 def _check_names(field: str, names: tuple[str, ...], *, repeats: bool = False) -> None:

@@ -54,6 +54,14 @@ ShapeOption = Annotated[
         "--shape", help="TENSOR=3,4: the shape of one row, without the batch dimension; default: the tensor's."
     ),
 ]
+NullOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--null",
+        help="TENSOR=VALUE: what becomes of nulls in an input's columns: error (their rows fail, the default), nan, or "
+        "the value that replaces them, as JSON or as text.",
+    ),
+]
 OutputColumnOption = Annotated[
     list[str] | None,
     typer.Option("--output-column", help="TENSOR=COLUMN: the column of an output; default: the tensor's name."),
@@ -120,6 +128,7 @@ def submit(
     input_format: InputFormatOption = "",
     column: ColumnOption = None,
     shape: ShapeOption = None,
+    null: NullOption = None,
     output_tensor: OutputTensorOption = None,
     output_column: OutputColumnOption = None,
     top_k: TopKOption = None,
@@ -153,7 +162,7 @@ def submit(
         "version": version,
         "format": output_format,
         "input_format": input_format,
-        "columns": read_columns(column or [], shape or []),
+        "columns": read_columns(column or [], shape or [], null or []),
         "tensors": output_tensor or [],
         "output_columns": pairs("--output-column", output_column or []),
         "top_k": _numbers("--top-k", top_k or []),
@@ -391,19 +400,23 @@ def _counts(total: int, done: int, failed: int) -> str:
     return f"{done:,} done, {failed:,} failed, of {total:,}" if total or done or failed else "not counted yet"
 
 
-def read_columns(columns: Sequence[str], shapes: Sequence[str]) -> dict[str, object]:
-    """Reads `--column` and `--shape` into the columns of a job.
+def read_columns(columns: Sequence[str], shapes: Sequence[str], nulls: Sequence[str] = ()) -> dict[str, object]:
+    """Reads `--column`, `--shape` and `--null` into the columns of a job.
 
     Raises:
         InvalidRequest: An option can't be read.
     """
     named = {tensor: text.split(",") for tensor, text in pairs("--column", columns).items()}
-    shaped = {tensor: _sizes(tensor, text) for tensor, text in pairs("--shape", shapes).items()}
+    more: dict[str, dict[str, object]] = {}
+    for tensor, text in pairs("--shape", shapes).items():
+        more.setdefault(tensor, {})["shape"] = _sizes(tensor, text)
+    for tensor, text in pairs("--null", nulls).items():
+        more.setdefault(tensor, {})["null"] = _value(text)
     found: dict[str, object] = {}
-    for tensor in [*named, *(tensor for tensor in shaped if tensor not in named)]:
+    for tensor in dict.fromkeys([*named, *more]):
         names = named.get(tensor, [tensor])
-        if tensor in shaped:
-            found[tensor] = {"columns": names, "shape": shaped[tensor]}
+        if tensor in more:
+            found[tensor] = {"columns": names, **more[tensor]}
         else:
             found[tensor] = names[0] if len(names) == 1 else names
     return found
@@ -438,3 +451,14 @@ def _sizes(tensor: str, text: str) -> list[int]:
     if not all(size.isascii() and size.isdecimal() and len(size) < 10 for size in text.split(",")):
         raise InvalidRequest(f"--shape '{tensor}={text}' can't be read; expected sizes such as {tensor}=3,4")
     return [int(size) for size in text.split(",")]
+
+
+def _value(text: str) -> object:
+    """Reads a value: JSON if it can be, such as `0`, `true` or `"0"`, else the text that it is."""
+    import msgspec
+
+    try:
+        value: object = msgspec.json.decode(text, type=str | bool | int | float)
+    except msgspec.MsgspecError:
+        return text
+    return value

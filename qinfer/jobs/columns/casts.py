@@ -1,32 +1,59 @@
 """Arrow values → numpy arrays of a tensor's datatype: which types fit, which values do, and the cast itself. Pure.
 
 A tensor of integers takes whole numbers that it can hold, and a row with another is an error. A tensor of floats takes
-any number, rounded to its precision as floats are; what would become infinite is an error. Booleans count as 0 and 1,
+any number, decimals too, rounded to its precision as floats are; what would become infinite is an error, and so is an
+integer beyond 2^53 that even FP64 would round: it is rather an identifier than a measure. Booleans count as 0 and 1,
 and integers that are 0 or 1 as booleans. Floats are never made integers, nor texts numbers.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from qinfer.jobs.columns.row_errors import Array, Mask
+from qinfer.jobs.columns.row_errors import Array, Indices
+from qinfer.jobs.job import Null
 from qinfer.tensors import DATATYPES
 
-_FLOATS = {"FP16", "BF16", "FP32", "FP64"}
+FLOATS = frozenset({"FP16", "BF16", "FP32", "FP64"})
+"""The datatypes of floats."""
+
+_EXACT = 2**53
+"""All integers up to this one are FP64 values."""
 _DTYPES = {name: np.dtype(kind.numpy or "<f4") for name, kind in DATATYPES.items() if name != "BYTES"}
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest value that fit; floats may be infinite or NaN beside."""
+    """The least and the greatest value that fit; floats may be infinite or NaN beside.
+
+    Attributes:
+        low: The least.
+        high: The greatest.
+        or_exact: Integers outside fit as well if they are values of FP64.
+    """
 
     low: Any
     high: Any
+    or_exact: bool = False
+
+
+class Misfits(NamedTuple):
+    """Elements that do not fit.
+
+    Attributes:
+        places: Their numbers, ascending.
+        values: The elements.
+    """
+
+    places: Indices
+    values: Array
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """Returns the type that values are read as: without a dictionary, a run length encoding or an extension."""
+    """Returns the type that values are read as: without dictionary, run lengths and extension, decimals as doubles."""
     while True:
         if isinstance(kind, pa.BaseExtensionType):
             kind = kind.storage_type
@@ -34,6 +61,8 @@ def plain(kind: pa.DataType) -> pa.DataType:
             kind = kind.value_type
         elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
             kind = pa.large_list(kind.value_type)
+        elif pa.types.is_decimal(kind):
+            kind = pa.float64()
         else:
             return kind
 
@@ -49,6 +78,8 @@ def as_plain(array: pa.Array) -> pa.Array:
             array = pc.run_end_decode(array)
         elif pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
             array = _as_list(array)
+        elif pa.types.is_decimal(array.type):
+            array = pc.cast(array, pa.float64())
         else:
             return array
 
@@ -71,7 +102,7 @@ def fits(kind: pa.DataType, datatype: str) -> bool:
     if datatype == "BYTES":
         return is_text(kind)
     if pa.types.is_floating(kind):
-        return datatype in _FLOATS
+        return datatype in FLOATS
     return any((pa.types.is_integer(kind), pa.types.is_boolean(kind)))
 
 
@@ -82,14 +113,17 @@ def bounds(kind: pa.DataType, datatype: str) -> Bounds | None:
     source = np.dtype(kind.to_pandas_dtype())
     low, high = (0, 1) if datatype == "BOOL" else _extremes(_DTYPES[datatype])
     least, most = _extremes(source)
+    is_rounded = datatype in FLOATS and source.kind in "iu" and high > _EXACT
+    if is_rounded:
+        low, high = -_EXACT, _EXACT
     if low <= least and most <= high:
         return None
     if source.kind == "f":
         return Bounds(float(low), float(high))
-    return Bounds(max(int(low), least), min(int(high), most))
+    return Bounds(max(int(low), least), min(int(high), most), is_rounded)
 
 
-def beyond(values: pa.Array, allowed: Bounds) -> Mask | None:
+def beyond(values: pa.Array, allowed: Bounds) -> Misfits | None:
     """Finds numbers that do not fit.
 
     Args:
@@ -97,17 +131,20 @@ def beyond(values: pa.Array, allowed: Bounds) -> Mask | None:
         allowed: What fits; infinities and NaN do in any case.
 
     Returns:
-        A mask over `values`; `None` when all fit, which one quick look at the extremes mostly tells.
+        The misfits; `None` when all fit, which one quick look at the extremes mostly tells.
     """
     extremes = pc.min_max(values)
     low, high = extremes["min"].as_py(), extremes["max"].as_py()
     if low is None or (low >= allowed.low and high <= allowed.high):
         return None
-    numbers = values.fill_null(0).to_numpy(zero_copy_only=False) if values.null_count else _numbers(values)
-    mask: Mask = (numbers < allowed.low) | (numbers > allowed.high)
+    numbers = _numbers(values.fill_null(0) if values.null_count else values)
+    mask = (numbers < allowed.low) | (numbers > allowed.high)
     if numbers.dtype.kind == "f":
         mask &= np.isfinite(numbers)
-    return mask if mask.any() else None
+    places = np.flatnonzero(mask)
+    if allowed.or_exact:
+        places = places[_is_rounded(numbers[places])]
+    return Misfits(places, numbers[places]) if places.size else None
 
 
 def target_dtype(datatype: str) -> np.dtype[Any]:
@@ -117,13 +154,43 @@ def target_dtype(datatype: str) -> np.dtype[Any]:
     return _DTYPES[datatype]
 
 
-def to_array(values: pa.Array, datatype: str) -> Array:
+def fill_of(null: Null, datatype: str) -> Any:
+    """Returns the element that stands for a null.
+
+    Args:
+        null: What a job says of nulls, but `error`.
+        datatype: The tensor's datatype.
+
+    Raises:
+        ValueError: The datatype has no such value.
+    """
+    if datatype == "BYTES":
+        if isinstance(null, str) and null != "nan":
+            return null.encode()
+        raise ValueError
+    if null == "nan" and datatype in FLOATS:
+        return math.nan
+    if isinstance(null, str):
+        raise ValueError
+    low, high = (0, 1) if datatype == "BOOL" else _extremes(_DTYPES[datatype])
+    if not low <= null <= high or (float(null) if datatype in FLOATS else int(null)) != null:
+        raise ValueError
+    return null
+
+
+def to_array(values: pa.Array, datatype: str, fill: Any = None) -> Array:
     """Returns values as a flat array of a datatype: in place where the type is the same already.
 
     Args:
-        values: Values of a plain type that `fits`, without nulls, none `beyond` the bounds.
+        values: Values of a plain type that `fits`, none `beyond` the bounds.
         datatype: The tensor's datatype.
+        fill: The element in place of nulls; `None` = there are no nulls.
     """
+    if fill is not None and values.null_count:
+        array = np.full(len(values), fill, target_dtype(datatype))
+        valid = values.is_valid().to_numpy(zero_copy_only=False)
+        array[valid] = to_array(values.drop_null(), datatype)
+        return array
     if datatype == "BYTES":
         return _objects(values)
     return _numbers(values).astype(_DTYPES[datatype], copy=False)
@@ -148,6 +215,15 @@ def _objects(values: pa.Array) -> Array:
         values = values.cast(pa.large_binary())
     array: Array = values.to_numpy(zero_copy_only=False)
     return array
+
+
+def _is_rounded(integers: Array) -> npt.NDArray[np.bool_]:
+    """Tells which integers of 64 bits are no values of FP64."""
+    floats = integers.astype(np.float64)
+    has_place = floats < 2.0 ** (64 if integers.dtype.kind == "u" else 63)  # the greatest is rounded up to this
+    back = np.where(has_place, floats, 0.0).astype(integers.dtype)
+    rounded: npt.NDArray[np.bool_] = ~has_place | (back != integers)
+    return rounded
 
 
 def _extremes(dtype: np.dtype[Any]) -> tuple[int | float, int | float]:

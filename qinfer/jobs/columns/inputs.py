@@ -137,8 +137,8 @@ def _tensor(tensor: TensorSpec, given: Columns, schema: pa.Schema, counts: Count
     shape = _shape(tensor, given)
     kinds = [schema.field(name).type for name in given.columns]
     if len(given.columns) == 1 and ListColumn.reads(kinds[0]):
-        return ListColumn(tensor, given.columns[0], kinds[0], shape)
-    return ScalarColumns(tensor, given.columns, kinds, shape)
+        return ListColumn(tensor, given, kinds[0], shape)
+    return ScalarColumns(tensor, given, kinds, shape)
 
 
 def _absent(tensor: TensorSpec, name: str, schema: pa.Schema, count: int) -> str:

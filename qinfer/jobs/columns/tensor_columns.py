@@ -3,9 +3,9 @@
 Lists are of a fixed or a variable size, nested as the tensor is, or flat.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,10 +13,13 @@ import pyarrow as pa
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.jobs.columns import casts
 from qinfer.jobs.columns.row_errors import Array, Indices, Mask, RowErrors
+from qinfer.jobs.job import Columns, shown
 from qinfer.models.spec import TensorSpec
 
 _RAGGED = -1
 _MESSAGES = 100
+_NULL = -1
+_NULL_REMEDY = "'null' of its input can give it a value"
 
 
 class ScalarColumns:
@@ -24,50 +27,73 @@ class ScalarColumns:
 
     Args:
         tensor: The input.
-        columns: Their names.
+        given: Their names, and what becomes of nulls.
         kinds: Their types.
         shape: The shape of one row; one dimension may be -1.
 
     Raises:
-        InvalidRequest: A type does not fit, or the columns do not fill a row.
+        InvalidRequest: A type does not fit, the columns do not fill a row, or nulls can't become what is said.
     """
 
     def __init__(
-        self, tensor: TensorSpec, columns: Sequence[str], kinds: Sequence[pa.DataType], shape: tuple[int, ...]
+        self, tensor: TensorSpec, given: Columns, kinds: Sequence[pa.DataType], shape: tuple[int, ...]
     ) -> None:
         self.name = tensor.name
-        self.columns = tuple(columns)
+        self.columns = given.columns
         self._datatype = tensor.datatype
-        for column, kind in zip(columns, kinds, strict=True):
+        for column, kind in zip(self.columns, kinds, strict=True):
             _check_type(tensor, column, casts.plain(kind), kind)
-        self._shape = _filled(tensor, shape, columns)
+        self._shape = _filled(tensor, shape, self.columns)
         plain = [casts.plain(kind) for kind in kinds]
         self._columns = [
-            (column, fine == kind, casts.bounds(fine, tensor.datatype))
-            for column, kind, fine in zip(columns, kinds, plain, strict=True)
+            _Scalar(column, fine == kind, casts.bounds(fine, tensor.datatype), _fill(tensor, given, column))
+            for column, kind, fine in zip(self.columns, kinds, plain, strict=True)
         ]
 
     def check(self, record: pa.RecordBatch, errors: RowErrors) -> Indices | None:
         """Marks the rows of a batch that no tensor can be made of; returns `None`: all rows have one shape."""
-        for column, is_plain, allowed in self._columns:
-            values = _values(record, column, is_plain=is_plain)
-            if values.null_count:
+        notes = _Notes(errors, None)
+        for column in self._columns:
+            values = column.values(record)
+            if values.null_count and column.fill is None:
                 mask = values.is_null().to_numpy(zero_copy_only=False)
-                errors.mark(mask, ErrorCode.INVALID_REQUEST, f"column '{column}' is null")
-            if allowed and (mask := casts.beyond(values, allowed)) is not None:
-                errors.mark(mask, ErrorCode.INVALID_REQUEST, _beyond_text(column, self._datatype))
+                notes.mark(mask, f"column '{column.name}' is null; {_NULL_REMEDY}")
+            if column.allowed and (misfits := casts.beyond(values, column.allowed)) is not None:
+                notes.mark_beyond(misfits, misfits.places, column.name, self._datatype)
         return None
 
     def convert(self, record: pa.RecordBatch) -> Array:
         """Returns the array `[rows, *shape]` of a batch whose rows are all fine."""
         rows = record.num_rows
         if len(self.columns) == 1:
-            values = casts.as_plain(record.column(self.columns[0]))
-            return casts.to_array(values, self._datatype).reshape(rows, *self._shape)
+            (column,) = self._columns
+            return casts.to_array(column.values(record), self._datatype, column.fill).reshape(rows, *self._shape)
         array = np.empty((rows, len(self.columns)), casts.target_dtype(self._datatype))
-        for index, (column, is_plain, _) in enumerate(self._columns):
-            array[:, index] = casts.to_array(_values(record, column, is_plain=is_plain), self._datatype)
+        for index, column in enumerate(self._columns):
+            array[:, index] = casts.to_array(column.values(record), self._datatype, column.fill)
         return array.reshape(rows, *self._shape)
+
+
+class _Scalar(NamedTuple):
+    """A scalar column.
+
+    Attributes:
+        name: Its name.
+        is_plain: Its type is a plain one already.
+        allowed: Which values fit; `None` = all.
+        fill: The element in place of a null; `None` = a null is an error.
+    """
+
+    name: str
+    is_plain: bool
+    allowed: casts.Bounds | None
+    fill: Any
+
+    def values(self, record: pa.RecordBatch) -> pa.Array:
+        """Returns its values of a batch, in a plain type."""
+        values = record.column(self.name)
+        # A dictionary may have a null that `null_count` passes over.
+        return values if self.is_plain else casts.as_plain(values)
 
 
 class ListColumn:
@@ -78,25 +104,28 @@ class ListColumn:
 
     Args:
         tensor: The input.
-        column: The column's name.
+        given: The column's name, and what becomes of nulls.
         kind: Its type.
         shape: The shape of one row; -1 = it may differ from row to row.
 
     Raises:
-        InvalidRequest: The type, the depth or a fixed size does not fit.
+        InvalidRequest: The type, the depth or a fixed size does not fit, or nulls can't become what is said.
     """
 
-    def __init__(self, tensor: TensorSpec, column: str, kind: pa.DataType, shape: tuple[int, ...]) -> None:
+    def __init__(self, tensor: TensorSpec, given: Columns, kind: pa.DataType, shape: tuple[int, ...]) -> None:
         self.name = tensor.name
-        self.columns = (column,)
+        self.columns = (column,) = given.columns
         self._column = column
         self._datatype = tensor.datatype
+        self._fill = _fill(tensor, given, column)
         sizes, element = _levels(kind)
         _check_type(tensor, column, element, kind)
         self._depth = len(sizes)
         self._is_flat = self._depth == 1 and len(shape) != 1
         self._shape = _resolved(tensor, column, kind, shape, sizes)
         self._is_fixed = _RAGGED not in self._shape
+        self._fills_rows = self._fill is not None and self._is_fixed
+        self._remedy = f"; {_NULL_REMEDY}" if self._fill is None else ", of no known length"
 
     @staticmethod
     def reads(kind: pa.DataType) -> bool:
@@ -107,29 +136,31 @@ class ListColumn:
         """Marks the rows of a batch that no tensor can be made of.
 
         Returns:
-            The shape of each row, `[rows, dimensions]`, meaningless for marked ones; `None` if all must have the same.
+            The shape of each row, `[rows, dimensions]`, meaningless for marked ones and -1 for a null that is filled;
+            `None` if all have the same.
         """
         array = casts.as_plain(record.column(self._column))
         rows = None
         if array.null_count:
             mask = array.is_null().to_numpy(zero_copy_only=False)
-            errors.mark(mask, ErrorCode.INVALID_REQUEST, f"column '{self._column}' is null")
+            if not self._fills_rows:
+                _Notes(errors, None).mark(mask, f"column '{self._column}' is null{self._remedy}")
             rows = np.flatnonzero(~mask)
             array = array.drop_null()
-        if not len(array):
-            return None if self._is_fixed else np.zeros((record.num_rows, len(self._shape)), np.int64)
-        notes = _Notes(errors, rows)
-        found = _walk(array, self._depth)
-        self._check_sizes(found, notes)
-        if found.has_null is not None:
-            notes.mark(found.has_null, f"column '{self._column}' has a list with a null in it")
-        self._check_values(found, len(array), notes)
-        if self._is_fixed:
-            return None
-        shapes = self._shapes(found.sizes)
+        shapes = np.zeros((len(array), len(self._shape)), np.int64)
+        if len(array):
+            notes = _Notes(errors, rows)
+            found = _walk(array, self._depth)
+            self._check_sizes(found, notes)
+            if found.has_null is not None:
+                notes.mark(found.has_null, f"column '{self._column}' has a list with a null in it")
+            self._check_values(found, notes)
+            shapes = self._shapes(found.sizes)
         if rows is None:
-            return shapes
-        whole = np.zeros((record.num_rows, shapes.shape[1]), np.int64)
+            return None if self._is_fixed else shapes
+        if self._is_fixed and not self._fills_rows:
+            return None
+        whole = np.full((record.num_rows, shapes.shape[1]), _NULL)
         whole[rows] = shapes
         return whole
 
@@ -138,11 +169,13 @@ class ListColumn:
         array = casts.as_plain(record.column(self._column))
         rows = len(array)
         shape = self._shape
+        if array.null_count:  # all are null: a view of one element, however many there are
+            return np.broadcast_to(np.array(self._fill, casts.target_dtype(self._datatype)), (rows, *shape))
         if not self._is_fixed:
             shape = tuple(self._shapes(_walk(array.slice(0, 1), self._depth).sizes)[0].tolist())
         for _ in range(self._depth):
             array = casts.as_plain(array.flatten())
-        return casts.to_array(array, self._datatype).reshape(rows, *shape)
+        return casts.to_array(array, self._datatype, self._fill).reshape(rows, *shape)
 
     def _check_sizes(self, found: "_Walked", notes: "_Notes") -> None:
         for level in range(self._depth):
@@ -157,16 +190,21 @@ class ListColumn:
                 continue
             else:
                 wrong, expected = sizes != self._shape[level], str(self._shape[level])
-            if wrong.any():
-                notes.mark_sizes(wrong & ~ragged, sizes, f"column '{self._column}' has a list of {{}}, not {expected}")
+            places = np.flatnonzero(wrong & ~ragged)
+            notes.mark_each(places, sizes[places], self._size_text(expected))
 
-    def _check_values(self, found: "_Walked", rows: int, notes: "_Notes") -> None:
-        if found.values.null_count:
-            mask = found.values.is_null().to_numpy(zero_copy_only=False)
-            notes.mark(found.rows_of(mask, rows), f"column '{self._column}' has a null in its list")
+    def _size_text(self, expected: str) -> Callable[[object], str]:
+        return lambda size: (
+            f"column '{self._column}' has a list of {'a wrong length' if size is None else size}, not {expected}"
+        )
+
+    def _check_values(self, found: "_Walked", notes: "_Notes") -> None:
+        if found.values.null_count and self._fill is None:
+            places = np.flatnonzero(found.values.is_null().to_numpy(zero_copy_only=False))
+            notes.mark(found.rows_of(places), f"column '{self._column}' has a null in its list{self._remedy}")
         allowed = casts.bounds(found.values.type, self._datatype)
-        if allowed and (mask := casts.beyond(found.values, allowed)) is not None:
-            notes.mark(found.rows_of(mask, rows), _beyond_text(self._column, self._datatype))
+        if allowed and (misfits := casts.beyond(found.values, allowed)) is not None:
+            notes.mark_beyond(misfits, found.rows_of(misfits.places), self._column, self._datatype)
 
     def _shapes(self, sizes: Indices) -> Indices:
         """Returns rows' shapes of the sizes of their lists."""
@@ -186,18 +224,31 @@ class _Notes:
         self._errors = errors
         self._rows = rows
 
-    def mark(self, mask: Mask, message: str) -> None:
-        chosen = np.flatnonzero(mask) if self._rows is None else self._rows[mask]
+    def mark(self, places: Mask | Indices, message: str) -> None:
+        """Marks rows: a mask of all, or their places."""
+        chosen = np.flatnonzero(places) if places.dtype == np.bool_ else places
+        chosen = chosen if self._rows is None else self._rows[chosen]
         self._errors.mark(chosen, ErrorCode.INVALID_REQUEST, message)
 
-    def mark_sizes(self, mask: Mask, sizes: Indices, template: str) -> None:
-        """Marks rows with the size that each has in the message, as long as there are few sizes."""
-        found = np.unique(sizes[mask])
+    def mark_each(self, places: Indices, values: Array, text: Callable[[object], str]) -> None:
+        """Marks rows with the value that each has in the message; of many different ones the message has none."""
+        found = np.unique(values)
         if len(found) > _MESSAGES:
-            self.mark(mask, template.format("a wrong length"))
+            self.mark(places, text(None))
             return
-        for size in found.tolist():
-            self.mark(mask & (sizes == size), template.format(size))
+        for value in found.tolist():
+            self.mark(places[values == value], text(value))
+
+    def mark_beyond(self, misfits: casts.Misfits, places: Indices, column: str, datatype: str) -> None:
+        """Marks rows that have a number that does not fit."""
+        places, first = np.unique(places, return_index=True)
+        remedy = "convert the column in the inputs, or map it to another input"
+
+        def text(value: object) -> str:
+            has = "a value that" if value is None else f"the value {value}, which"
+            return f"column '{column}' has {has} {datatype} can't hold; {remedy}"
+
+        self.mark_each(places, misfits.values[first], text)
 
 
 class _Walked(NamedTuple):
@@ -215,14 +266,11 @@ class _Walked(NamedTuple):
     owner: Indices | None
     has_null: Mask | None
 
-    def rows_of(self, mask: Mask, rows: int) -> Mask:
-        """Returns the mask of the rows that have a masked element."""
-        if self.owner is None:
-            whole: Mask = np.any(mask.reshape(rows, -1), axis=1)
-            return whole
-        found = np.zeros(rows, np.bool_)
-        found[self.owner[mask]] = True
-        return found
+    def rows_of(self, places: Indices) -> Indices:
+        """Returns the rows of some elements."""
+        if self.owner is not None:
+            return self.owner[places]
+        return places // (len(self.values) // len(self.sizes))
 
 
 def _walk(array: pa.Array, depth: int) -> _Walked:
@@ -326,14 +374,23 @@ def _check_type(tensor: TensorSpec, column: str, kind: pa.DataType, shown: pa.Da
         )
 
 
-def _beyond_text(column: str, datatype: str) -> str:
-    """Returns the message of a row with a number that does not fit."""
-    return f"column '{column}' has a value that {datatype} can't hold"
+def _fill(tensor: TensorSpec, given: Columns, column: str) -> Any:
+    """Returns the element in place of a column's nulls; `None` = they are errors.
 
-
-def _values(record: pa.RecordBatch, column: str, *, is_plain: bool) -> pa.Array:
-    values = record.column(column)
-    return values if is_plain else casts.as_plain(values)  # a dictionary may have a null that `null_count` passes over
+    Raises:
+        InvalidRequest: The input can't have such an element.
+    """
+    null = given.null_of(column)
+    if null == "error":
+        return None
+    try:
+        return casts.fill_of(null, tensor.datatype)
+    except ValueError:
+        what = "a text" if tensor.datatype == "BYTES" else f"a value of {tensor.datatype}"
+        raise InvalidRequest(
+            f"field 'columns.{shown(tensor.name)}.null' is {shown(str(null))!r}; input '{tensor.name}' is of "
+            f'{tensor.datatype}: give {what}, or "error"' + (', or "nan"' if tensor.datatype in casts.FLOATS else "")
+        ) from None
 
 
 def _filled(tensor: TensorSpec, shape: tuple[int, ...], columns: Sequence[str]) -> tuple[int, ...]:

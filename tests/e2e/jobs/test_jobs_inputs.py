@@ -110,8 +110,8 @@ def test_nulls(scene: Scene) -> None:
     assert output["error_code"].to_pylist() == [None, "invalid_request", "invalid_request", None]
     assert output["error_message"].to_pylist() == [
         None,
-        "column 'x' is null",
-        "column 'x' has a null in its list",
+        "column 'x' is null; 'null' of its input can give it a value",
+        "column 'x' has a null in its list; 'null' of its input can give it a value",
         None,
     ]
 

@@ -75,8 +75,8 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
     """Each option has its field."""
     server = gateway(job("planning", 201))
     options = (
-        "--format arrow --input-format csv --shape x=2,2 --output-column y=score --exclude name --compression lz4 "
-        "--compression-level 3 --output-tensor y --output-tensor p --top-k p=2 "
+        "--format arrow --input-format csv --shape x=2,2 --null x=0 --output-column y=score --exclude name "
+        "--compression lz4 --compression-level 3 --output-tensor y --output-tensor p --top-k p=2 "
         "--rows-per-part 100 --priority high --error-threshold 0.5 --max-parallel 2 --deadline 60 --metadata who=me "
         "--webhook https://x/y --id nightly --version 3 --passthrough *"
     )
@@ -98,7 +98,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
             "columns": {"y": "score"},
         },
         "input_format": "csv",
-        "columns": {"x": {"columns": ["x"], "shape": [2, 2]}},
+        "columns": {"x": {"columns": ["x"], "shape": [2, 2], "null": 0}},
         "passthrough": ["*"],
         "exclude": ["name"],
         "priority": "high",
@@ -113,18 +113,22 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "shapes", "expected"),
+    ("columns", "shapes", "nulls", "expected"),
     [
-        (["x=a"], [], {"x": "a"}),
-        (["x=a,b", "y=c"], [], {"x": ["a", "b"], "y": "c"}),
-        (["x=a"], ["x=2,3"], {"x": {"columns": ["a"], "shape": [2, 3]}}),
-        ([], ["x=4"], {"x": {"columns": ["x"], "shape": [4]}}),
-        (["x=a=b"], [], {"x": "a=b"}),
+        (["x=a"], [], [], {"x": "a"}),
+        (["x=a,b", "y=c"], [], [], {"x": ["a", "b"], "y": "c"}),
+        (["x=a"], ["x=2,3"], [], {"x": {"columns": ["a"], "shape": [2, 3]}}),
+        ([], ["x=4"], [], {"x": {"columns": ["x"], "shape": [4]}}),
+        (["x=a=b"], [], [], {"x": "a=b"}),
+        (["x=a"], ["x=4"], ["x=nan"], {"x": {"columns": ["a"], "shape": [4], "null": "nan"}}),
+        ([], [], ["x=0", "y=-0.5"], {"x": {"columns": ["x"], "null": 0}, "y": {"columns": ["y"], "null": -0.5}}),
+        ([], [], ["x=true"], {"x": {"columns": ["x"], "null": True}}),
+        ([], [], ['x="0"', "y=a=b"], {"x": {"columns": ["x"], "null": "0"}, "y": {"columns": ["y"], "null": "a=b"}}),
     ],
 )
-def test_columns_are_read(columns: list[str], shapes: list[str], expected: dict[str, object]) -> None:
+def test_columns_are_read(columns: list[str], shapes: list[str], nulls: list[str], expected: dict[str, object]) -> None:
     """As the API has them."""
-    assert read_columns(columns, shapes) == expected
+    assert read_columns(columns, shapes, nulls) == expected
 
 
 @pytest.mark.parametrize(("columns", "shapes", "said"), [(["x"], [], "'x'"), (["x=a", "x=b"], [], "'x' twice")])

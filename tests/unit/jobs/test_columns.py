@@ -1,5 +1,7 @@
 """Arrow columns become the tensors of a model, and rows of which none can be made become errors."""
 
+import re
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,14 @@ from qinfer.models.spec import TensorSpec
 from tests.support.jobs.bulk_data import job_of, model_of, tensor
 
 FLOATS = pa.array([0.5, 1.5, -2.0], pa.float32())
+REMEDY = "; 'null' of its input can give it a value"
+
+
+def beyond(column: str, value: float, datatype: str) -> str:
+    return (
+        f"column '{column}' has the value {value}, which {datatype} can't hold; convert the column in the inputs, "
+        "or map it to another input"
+    )
 
 
 def decode(record: pa.RecordBatch, inputs: list[TensorSpec], columns: dict[str, Any] | None = None) -> Decoded:
@@ -126,7 +136,7 @@ def test_a_bad_row_among_views_costs_no_other(kind: pa.DataType) -> None:
     decoded = decode(pa.record_batch({"x": pa.array(values, kind)}), [tensor("x", "BYTES", 1)])
 
     assert decoded.pieces[0].inputs["x"].tolist() == [[b"ab"], [b"ef"]]
-    assert messages(decoded) == [None, "column 'x' is null", None]
+    assert messages(decoded) == [None, f"column 'x' is null{REMEDY}", None]
 
 
 def test_a_dictionary_is_read_as_its_values() -> None:
@@ -140,7 +150,7 @@ def test_a_null_in_a_dictionary_is_a_null() -> None:
 
     decoded = decode(pa.record_batch({"x": column}), [tensor("x", "BYTES", 1)])
 
-    assert messages(decoded) == [None, "column 'x' is null", None]
+    assert messages(decoded) == [None, f"column 'x' is null{REMEDY}", None]
     assert decoded.pieces[0].inputs["x"].tolist() == [[b"a"], [b"a"]]
 
 
@@ -186,7 +196,7 @@ def test_a_number_that_does_not_fit_is_its_rows_error(values: list[Any], kind: p
     decoded = decode(pa.record_batch({"x": pa.array(values, kind)}), [tensor("x", datatype, 1)])
 
     assert good_rows(decoded) == [0]
-    assert messages(decoded) == [None, f"column 'x' has a value that {datatype} can't hold"]
+    assert messages(decoded) == [None, beyond("x", values[1], datatype)]
     assert decoded.pieces[0].inputs["x"].tolist() == [[1]]
 
 
@@ -203,12 +213,154 @@ def test_a_null_is_its_rows_error_and_the_first_error_is_kept() -> None:
     assert good_rows(decoded) == [0]
     assert messages(decoded) == [
         None,
-        "column 'a' is null",
-        "column 'b' is null",
-        "column 'a' is null",
-        "column 'a' has a value that FP32 can't hold",
+        f"column 'a' is null{REMEDY}",
+        f"column 'b' is null{REMEDY}",
+        f"column 'a' is null{REMEDY}",
+        beyond("a", 1e300, "FP32"),
     ]
     assert decoded.pieces[0].inputs["b"].tolist() == [[b"x"]]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "datatype", "null", "expected"),
+    [
+        ([1.5, None], pa.float64(), "FP32", "nan", np.array([1.5, np.nan], np.float32)),
+        ([1, None], pa.int64(), "FP64", "nan", np.array([1, np.nan])),
+        ([None, None], pa.null(), "BF16", "nan", np.array([np.nan, np.nan], np.float32)),
+        ([2**62 + 1, None], pa.int64(), "INT64", -1, np.array([2**62 + 1, -1])),
+        ([1, None], pa.uint8(), "FP16", 0.5, np.array([1, 0.5], np.float16)),
+        ([True, None], pa.bool_(), "BOOL", True, np.array([True, True])),
+        ([Decimal("1.50"), None], pa.decimal128(5, 2), "FP32", 0, np.array([1.5, 0], np.float32)),
+        (["a", None], pa.string(), "BYTES", "é", np.array([b"a", "é".encode()], object)),
+        (["a", None], pa.dictionary(pa.int8(), pa.string()), "BYTES", "", np.array([b"a", b""], object)),
+    ],
+)
+def test_a_null_becomes_what_the_job_says(
+    values: list[Any], kind: pa.DataType, datatype: str, null: Any, expected: Any
+) -> None:
+    record = pa.record_batch({"x": pa.array([*values, *values], kind).slice(2)})
+
+    array = only(record, tensor("x", datatype, 1), Columns(("x",), null=null))
+
+    assert array.dtype == expected.dtype
+    np.testing.assert_array_equal(array.ravel(), expected)
+
+
+def test_nulls_of_several_columns_become_what_the_job_says_of_each() -> None:
+    record = pa.record_batch({name: pa.array([1.0, None], pa.float64()) for name in "abc"})
+
+    decoded = decode(
+        record.slice(0, 2), [tensor("x", "FP32", 3)], {"x": Columns(tuple("abc"), null={"a": "nan", "b": -1})}
+    )
+
+    assert messages(decoded) == [None, f"column 'c' is null{REMEDY}"]
+    whole = Columns(tuple("abc"), null={"a": "nan", "b": -1, "c": 0.5})
+    np.testing.assert_array_equal(only(record, tensor("x", "FP32", 3), whole), [[1, 1, 1], [np.nan, -1, 0.5]])
+
+
+def test_nulls_in_lists_and_in_place_of_lists_are_filled() -> None:
+    rows = [[1.0, None], None, [3.0, 4.0], [5.0], None]
+    record = pa.record_batch({"x": pa.array(rows, pa.list_(pa.float32()))})
+
+    decoded = decode(record, [tensor("x", "FP32", 2)], {"x": Columns(("x",), null=-1)})
+
+    found: dict[int, list[float]] = {}
+    for piece in decoded.pieces:
+        assert piece.rows is not None
+        found |= dict(zip(piece.rows.tolist(), piece.inputs["x"].tolist(), strict=True))
+    assert found == {0: [1, -1], 1: [-1, -1], 2: [3, 4], 4: [-1, -1]}
+    assert messages(decoded) == [None, None, None, "column 'x' has a list of 1, not 2", None]
+
+
+def test_a_null_in_place_of_a_list_of_no_known_length_is_an_error() -> None:
+    record = pa.record_batch({"x": pa.array([[1.0, None], None], pa.list_(pa.float32()))})
+
+    decoded = decode(record, [tensor("x", "FP32", -1)], {"x": Columns(("x",), null=0)})
+
+    assert messages(decoded) == [None, "column 'x' is null, of no known length"]
+    assert decoded.pieces[0].inputs["x"].tolist() == [[1, 0]]
+
+
+def test_filled_rows_take_no_memory_however_large_their_tensors_are() -> None:
+    """A file of kilobytes may have a million nulls in place of images."""
+    record = pa.record_batch({"x": pa.nulls(65_536, pa.list_(pa.float32()))})
+
+    array = only(record, tensor("x", "FP32", 3, 512, 512), Columns(("x",), null="nan"))
+
+    assert (array.shape, array.base is not None and array.base.size) == ((65_536, 3, 512, 512), 1)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "null", "remedy"),
+    [
+        ("INT32", "nan", "give a value of INT32"),
+        ("INT32", 2**31, "give a value of INT32"),
+        ("UINT8", -1, "give a value of UINT8"),
+        ("INT32", 0.5, "give a value of INT32"),
+        ("BOOL", 2, "give a value of BOOL"),
+        ("FP32", 1e39, 'give a value of FP32, or "error", or "nan"'),
+        ("FP64", 2**53 + 1, 'or "nan"'),
+        ("FP32", "mean", "give a value of FP32"),
+        ("BYTES", 0, 'give a text, or "error"'),
+        ("BYTES", "nan", "give a text"),
+    ],
+)
+def test_a_value_that_the_input_can_not_have_is_refused(datatype: str, null: Any, remedy: str) -> None:
+    columns = {"x": Columns(("x",), null=null)}
+
+    with pytest.raises(InvalidRequest, match=r"field 'columns\.x\.null' is .*" + re.escape(remedy)):
+        InputColumns(job_of(columns), model_of([tensor("x", datatype, 1)]), pa.schema([("x", pa.null())]))
+
+
+@pytest.mark.parametrize("kind", [pa.decimal32(9, 2), pa.decimal64(18, 2), pa.decimal128(38, 2), pa.decimal256(76, 2)])
+def test_decimals_become_floats_and_no_integers(kind: pa.DataType) -> None:
+    values = pa.array([Decimal("-1234567.25"), Decimal("0.10")], kind)
+
+    for column in (values, pa.array([[value] for value in values.to_pylist()], pa.list_(kind))):
+        array = only(pa.record_batch({"x": column}), tensor("x", "FP64", 1))
+        assert array.ravel().tolist() == [-1234567.25, 0.1]
+        with pytest.raises(InvalidRequest, match="decimal"):
+            decode(pa.record_batch({"x": column}), [tensor("x", "INT64", 1)])
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "FP64", "BF16"])
+def test_an_integer_that_would_be_rounded_is_its_rows_error(datatype: str) -> None:
+    """Beyond 2^53 even FP64 has not every integer: whoever has such numbers means identifiers."""
+    fine = [2**53, 2**60, 2**63, 0, -(2**53), -(2**63)]
+    wrong = [2**53 + 1, 2**64 - 1, 2**63 + 1, -(2**53) - 1, 2**63 - 1]
+    for kind in (pa.uint64(), pa.int64()):
+        low, high = (0, 2**64) if kind == pa.uint64() else (-(2**63), 2**63)
+        values = [value for value in (*fine, *wrong) if low <= value < high]
+        for column in (pa.array(values, kind), pa.array([[value] for value in values], pa.list_(kind))):
+            decoded = decode(pa.record_batch({"x": column}), [tensor("x", datatype, 1)])
+
+            assert messages(decoded) == [beyond("x", v, datatype) if v in wrong else None for v in values]
+            assert decoded.pieces[0].inputs["x"].ravel().tolist() == [float(v) for v in values if v in fine]
+
+
+def test_integers_below_2_to_53_are_rounded_as_floats_are() -> None:
+    record = pa.record_batch({"x": pa.array([2**24 + 1, 2**53 - 1])})
+
+    assert only(record, tensor("x", "FP32", 1)).ravel().tolist() == [2.0**24, 2.0**53]
+
+
+def test_values_that_are_too_many_to_name_have_one_message() -> None:
+    record = pa.record_batch({"x {y}": pa.array(range(300, 600))})
+
+    texts = set(messages(decode(record, [tensor("x", "UINT8", 1)], {"x": "x {y}"})))
+
+    assert texts == {
+        "column 'x {y}' has a value that UINT8 can't hold; convert the column in the inputs, or map it to another input"
+    }
+
+
+@pytest.mark.parametrize("sizes", [[3], list(range(3, 203))])
+def test_a_name_with_braces_is_a_name(sizes: list[int]) -> None:
+    record = pa.record_batch({"x {y}": pa.array([[0] * size for size in sizes])})
+
+    texts = messages(decode(record, [tensor("x", "INT64", 2)], {"x": "x {y}"}))
+
+    assert texts[0] == f"column 'x {{y}}' has a list of {'3' if len(sizes) == 1 else 'a wrong length'}, not 2"
 
 
 def test_wrong_lists_are_their_rows_errors() -> None:
@@ -220,12 +372,12 @@ def test_wrong_lists_are_their_rows_errors() -> None:
     assert decoded.pieces[0].inputs["x"].tolist() == [[1, 2], [3, 4]]
     assert messages(decoded) == [
         None,
-        "column 'x' is null",
+        f"column 'x' is null{REMEDY}",
         "column 'x' has a list of 1, not 2",
-        "column 'x' has a null in its list",
+        f"column 'x' has a null in its list{REMEDY}",
         "column 'x' has a list of 0, not 2",
         None,
-        "column 'x' has a value that INT32 can't hold",
+        beyond("x", 2**40, "INT32"),
     ]
 
 
@@ -243,8 +395,8 @@ def test_wrong_inner_lists_are_their_rows_errors() -> None:
         "column 'x' has lists of different lengths in one row",
         "column 'x' has a list with a null in it",
         "column 'x' has a list of 1, not 2",
-        "column 'x' is null",
-        "column 'x' has a null in its list",
+        f"column 'x' is null{REMEDY}",
+        f"column 'x' has a null in its list{REMEDY}",
     ]
 
 

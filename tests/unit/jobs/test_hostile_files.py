@@ -25,6 +25,7 @@ PLANNED_BYTES = 512 * MIB
 VALUE = b"v" * (3 * MIB)
 LARGE = b"w" * (23 * MIB)
 TOO_LARGE = "the row takes more than 11184810 bytes when it is decoded"
+NULL = "column 'x' is null; 'null' of its input can give it a value"
 NUMBERS = ("INT64", (1,))
 TEXT = ("BYTES", (1,))
 TEXTS = ("BYTES", (-1,))
@@ -268,7 +269,7 @@ FILES: Mapping[str, Hostile] = {
         "csv", lambda: b",".join([b"x"] * 1_000_000) + b"\n", message="names more than 10000"
     ),
     "CSV: nothing but commas": Hostile(
-        "csv", lambda: table_head(1000) + (b"," * 1000 + b"\n") * 4000, TEXT, 4000, 4000, "column 'x' is null"
+        "csv", lambda: table_head(1000) + (b"," * 1000 + b"\n") * 4000, TEXT, 4000, 4000, NULL
     ),
     "CSV: a null byte": Hostile("csv", lambda: b"x\n\0\n", TEXT, 1),
     "JSON lines: a line without an end": Hostile(
@@ -281,7 +282,7 @@ FILES: Mapping[str, Hostile] = {
         "jsonl", lambda: b'{"x": [' + b"[]," * 1_000_000 + b"[]]}\n", TEXTS, message="type"
     ),
     "JSON lines: columns that only the first line has": Hostile(
-        "jsonl", lambda: object_of(500) + b"{}\n" * 60_000, TEXT, 60_001, 60_000, "column 'x' is null"
+        "jsonl", lambda: object_of(500) + b"{}\n" * 60_000, TEXT, 60_001, 60_000, NULL
     ),
     "JSON lines: a hundred thousand fields": Hostile(
         "jsonl", lambda: object_of(100_000, "y"), message="its lines have more than 10000 fields"

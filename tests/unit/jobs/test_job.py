@@ -36,6 +36,21 @@ def test_columns_are_written_in_three_ways() -> None:
     assert spec.columns_of("v") == Columns(("list",), (2, 3))
 
 
+def test_nulls_become_the_same_in_all_columns_or_by_column() -> None:
+    of_all = decode_spec(with_fields(columns={"x": {"columns": ["a", "b"], "null": "nan"}})).columns_of("x")
+    by_column = decode_spec(with_fields(columns={"x": {"columns": ["a", "b"], "null": {"b": 0.5}}})).columns_of("x")
+
+    assert [of_all.null_of(column) for column in "ab"] == ["nan", "nan"]
+    assert [by_column.null_of(column) for column in "ab"] == ["error", 0.5]
+    assert Columns(("a",)).null_of("a") == "error"
+
+
+def test_columns_that_use_no_newer_field_are_written_as_the_former_release_reads_them() -> None:
+    spec = decode_spec(with_fields(columns={"v": {"columns": ["list"], "shape": [2, 3]}}))
+
+    assert json.loads(encode_spec(spec))["columns"] == {"v": {"columns": ["list"], "shape": [2, 3]}}
+
+
 def test_a_specification_survives_its_json() -> None:
     """The record of a job holds it so."""
     spec = decode_spec(
@@ -83,6 +98,13 @@ def test_a_specification_survives_its_json() -> None:
         ({"columns": {"x": {"columns": ["y"], "shap": [1]}}}, r"no field 'columns.x.shap'; did you mean .*shape'"),
         ({"columns": {"x": []}}, r"field 'columns.x' is empty; name at least one column"),
         ({"columns": {"x": {"columns": ["y"], "shape": [0]}}}, r"field 'columns.x.shape' is \[0\]"),
+        ({"columns": {"x": {"columns": ["y"], "null": [0]}}}, r"field 'columns.x.null': Expected .*, got array"),
+        (
+            {"columns": {"x": {"columns": ["y"], "null": {"y": []}}}},
+            r"field 'columns.x.null.*': Expected .*, got array",
+        ),
+        ({"columns": {"x": {"columns": ["y"], "null": {"z": 0}}}}, r"field 'columns.x.null' names 'z', which is none"),
+        ({"columns": {"x": {"columns": ["y"], "null": "0" * 1025}}}, r"'columns.x.null' is too long; at most 1024"),
         ({"columns": []}, r"field 'columns': Expected object, got array"),
         ({"passthrough": ["a", "a"]}, r"field 'passthrough' names 'a' twice"),
         ({"passthrough": ["*", "a"]}, r"field 'passthrough' has '\*' and other columns"),

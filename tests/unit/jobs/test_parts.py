@@ -89,7 +89,7 @@ def check_rows(rows: list[dict[str, Any]], url: str) -> None:
         if number % 10 == 3:
             assert row["y"] is row["half"] is row["label"] is row["words"] is None
             assert row["error_code"] == "invalid_request"
-            assert row["error_message"] == "column 'a' is null"
+            assert row["error_message"] == "column 'a' is null; 'null' of its input can give it a value"
         else:
             assert list(row["y"]) == [number, number, 2 * number]
             assert row["half"] == number

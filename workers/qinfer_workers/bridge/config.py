@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 
 from qinfer.core.documents import Unreadable, parse, problems_of, read_limited
 from qinfer.errors import InvalidRequest, SettingsError
-from qinfer.jobs.job import Columns, JobSpec, Output, check_spec
+from qinfer.jobs.job import Columns, JobSpec, Null, Output, check_spec
 
 BodyFormat = Literal["auto", "kserve", "row", "jsonl", "arrow", "raw"]
 """`auto` = by the content type; `row` = a JSON object, `jsonl` = one on each line, `raw` = the data of one input."""
@@ -45,10 +45,12 @@ class InputMap(_Part):
     Attributes:
         columns: One column, or several scalar columns that become the elements of a row in this order.
         shape: The shape of one row, without the batch dimension; empty = the tensor's.
+        null: What becomes of nulls: `error`, `nan`, or the value that replaces them, for all columns or by column.
     """
 
     columns: tuple[str, ...]
     shape: tuple[int, ...] = ()
+    null: Null | dict[str, Null] = "error"
 
 
 class BodyOptions(_Part):
@@ -90,7 +92,7 @@ class BodyOptions(_Part):
 
 def _job(model: str, columns: Mapping[str, str | tuple[str, ...] | InputMap]) -> JobSpec:
     given = {
-        tensor: Columns(value.columns, value.shape) if isinstance(value, InputMap) else value
+        tensor: Columns(value.columns, value.shape, value.null) if isinstance(value, InputMap) else value
         for tensor, value in columns.items()
     }
     return JobSpec(model=model, inputs=("message",), output=Output(url="reply"), columns=given)

@@ -15,6 +15,7 @@ from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BodyOptions
 
 LINES = "application/x-ndjson"
+REMEDY = "; 'null' of its input can give it a value"
 STREAM, FILE = "application/vnd.apache.arrow.stream", "application/vnd.apache.arrow.file"
 NUMBERS = TensorSpec(name="X", datatype="FP32", dims=(2,))
 TEXT = TensorSpec(name="T", datatype="BYTES", dims=(1,))
@@ -176,12 +177,12 @@ def test_every_datatype(datatype: str) -> None:
         (b'{"X": ' + b"[" * 200 + b"]" * 200 + b"}", "row 1: JSON nesting depth"),
         (b'{"X": ' * 50_000, "row 1: JSON nesting depth"),
         (lines({"Z": 1}), "row 1 lacks 'X', which input 'X' is made of; it has Z"),
-        (lines({"X": [1, 2]}, {"X": None}), "row 2: column 'X' is null"),
+        (lines({"X": [1, 2]}, {"X": None}), f"row 2: column 'X' is null{REMEDY}"),
         (lines({"X": [1, 2]}, {"X": [1]}), "row 2: column 'X' has a list of 1, not 2"),
         (lines({"X": [1, 2]}, {"X": "a"}), "row 2: 'X' does not fit the rows before"),
         (lines({"X": [1, 2]}, {"X": [1, "a"]}), "row 2: 'X' does not fit the rows before"),
-        (lines({"X": [1, 2]}, {"X": [1, None]}), "row 2: column 'X' has a null in its list"),
-        (lines({"X": [1, 1e300]}), "row 1: column 'X' has a value that FP32 can't hold"),
+        (lines({"X": [1, 2]}, {"X": [1, None]}), f"row 2: column 'X' has a null in its list{REMEDY}"),
+        (lines({"X": [1, 1e300]}), "row 1: column 'X' has the value 1e+300, which FP32 can't hold; convert the column"),
         (lines({"X": {"a": 1}}), "is of type struct"),
         (lines({"X": [1, True]}), "row 1: 'X' does not fit the rows before, or is mixed in itself"),
         (lines({"X": "a"}), "is of type string, which does not fit input 'X' of FP32"),
@@ -227,7 +228,8 @@ def test_arrow_texts(kind: pa.DataType) -> None:
     body = arrow({"T": pa.array(["a", "b" * 30]).cast(kind)})
 
     assert values(body, STREAM, codec(TEXT)) == {"T": [[b"a"], [b"b" * 30]]}
-    assert why(arrow({"T": pa.array(["a", None]).cast(kind)}), STREAM, codec(TEXT)) == "row 2: column 'T' is null"
+    nulls = arrow({"T": pa.array(["a", None]).cast(kind)})
+    assert why(nulls, STREAM, codec(TEXT)) == f"row 2: column 'T' is null{REMEDY}"
 
 
 @pytest.mark.parametrize("content_type", [STREAM, FILE])

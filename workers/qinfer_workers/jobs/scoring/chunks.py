@@ -61,7 +61,8 @@ class Slice(NamedTuple):
     def inputs(self) -> Mapping[str, Array]:
         """Returns the rows' tensors."""
         whole = self.chunk.pieces[self.piece].inputs
-        return {name: array[self.start : self.stop] for name, array in whole.items()}
+        # What nulls are filled with may be one element that looks like many; backends take arrays as they are.
+        return {name: np.ascontiguousarray(array[self.start : self.stop]) for name, array in whole.items()}
 
     def halves(self) -> "tuple[Slice, Slice]":
         """Returns two slices that are this one."""
