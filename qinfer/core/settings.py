@@ -245,7 +245,7 @@ class BulkSettings(_Section):
         20.0, gt=0, description="Longest bulk batch, or twice a row's time; online requests wait for at most one batch."
     )
     shard_s: float = Field(30.0, gt=0, description="Seconds of work in one shard, once the model's speed is known.")
-    default_rows_per_shard: int = Field(250_000, gt=0, description="Rows of a shard while the speed is unknown.")
+    default_rows_per_shard: int = Field(250_000, gt=0, description="Most rows of a shard while the speed is unknown.")
     max_rows_per_shard: int = Field(5_000_000, gt=0, description="Maximum number of rows of a shard, and so of a part.")
     max_read_bytes: int = Field(
         64 * 2**20, gt=0, description="Approximate number of decoded bytes in memory while a shard is read."

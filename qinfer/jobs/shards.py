@@ -39,21 +39,49 @@ class Pace(NamedTuple):
 class Sizes(NamedTuple):
     """How many rows shards have.
 
+    Where nothing is known of the model's speed, the first shards are small, one for each worker, and the next ones four
+    times as large: every worker has one within seconds, and the job a speed, be it a microsecond a row or a second.
+    Towards the end they get smaller again, so that the workers end at about the same time.
+
     Attributes:
         rows: Row groups are put together up to this.
-        whole: A row group of up to so many rows is a shard of its own rather than cut: who begins within a row group
-            has to read what is before.
+        whole: A row group of up to so many rows is a shard of its own rather than cut, unless shards are to be small:
+            who begins within a row group has to read what is before.
+        first: Rows of the first shards; 0 = as many as the others.
+        least: Rows of the last shards; 0 = as many as the others.
+        workers: How many shards are run at a time.
     """
 
     rows: int
     whole: int
+    first: int = 0
+    least: int = 0
+    workers: int = 1
+
+    def next_rows(self, index: int, left: int) -> int:
+        """Returns up to how many rows a shard should have.
+
+        Args:
+            index: Its place among the shards.
+            left: The rows that are in none of those before.
+        """
+        rows = self.rows
+        if self.least:
+            rows = min(rows, max(left // (2 * self.workers), self.least))
+        if self.first:
+            rows = min(rows, self.first * _GROWTH ** min(index // self.workers, _MOST_GROWTHS))
+        return rows
 
 
 _SHARDS_A_WORKER = 4  # of a small job, so that its workers end at about the same time
-_LEAST_ROWS = 10_000
-_LEAST_S = 1.0
+_LEAST_S = 0.25
 _WHOLE_OF_TARGET = 2
 _WHOLE_OF_DEFAULT = 5  # the model may be fast, and then reading twice costs more than an uneven shard
+_FIRST_ROWS = 256
+_GROWTH = 8
+_MOST_GROWTHS = 20
+_LAST_SHARDS_A_WORKER = 16  # while the speed is not known: one shard more or less is so much of a worker's time
+_MOST_WORKERS = 1000
 
 
 def shard_sizes(rows_per_part: int, rows: int, pace: Pace) -> Sizes:
@@ -66,14 +94,16 @@ def shard_sizes(rows_per_part: int, rows: int, pace: Pace) -> Sizes:
     """
     if rows_per_part:
         return Sizes(rows_per_part, rows_per_part)
-    known = pace.rows_per_s > 0
-    target = int(pace.rows_per_s * pace.shard_s) if known else pace.default_rows
-    least = int(pace.rows_per_s * _LEAST_S) if known else _LEAST_ROWS
-    fair = -(-rows // (max(1, pace.workers) * _SHARDS_A_WORKER))
-    target = max(1, min(target, max(fair, least), pace.max_rows))
-    target = max(target, _least_rows_a_shard(rows))
-    factor = _WHOLE_OF_TARGET if known else _WHOLE_OF_DEFAULT
-    return Sizes(target, max(target, min(factor * target, pace.max_rows)))
+    workers, possible = min(max(1, pace.workers), _MOST_WORKERS), _least_rows_a_shard(rows)
+    if pace.rows_per_s > 0:
+        fair = -(-rows // (workers * _SHARDS_A_WORKER))
+        target = min(int(pace.rows_per_s * pace.shard_s), max(fair, int(pace.rows_per_s * _LEAST_S)), pace.max_rows)
+        target = max(1, target, possible)
+        return Sizes(target, max(target, min(_WHOLE_OF_TARGET * target, pace.max_rows)))
+    target = max(1, min(pace.default_rows, pace.max_rows), possible)
+    whole = max(target, min(_WHOLE_OF_DEFAULT * target, pace.max_rows, rows // (2 * workers)))
+    least = max(_FIRST_ROWS, possible, -(-rows // (workers * _LAST_SHARDS_A_WORKER)))
+    return Sizes(target, whole, max(_FIRST_ROWS, possible), least, workers)
 
 
 def plan_shards(files: Sequence[InputFile], sizes: Sizes, extension: str, *, example: int = 0) -> tuple[Shard, ...]:
@@ -89,7 +119,7 @@ def plan_shards(files: Sequence[InputFile], sizes: Sizes, extension: str, *, exa
         InvalidRequest: There would be more than `MAX_SHARDS`.
     """
     shards: list[Shard] = []
-    for ranges in _packed(_pieces(files, sizes), sizes.rows):
+    for ranges in _Packing(sizes, sum(file.source.rows for file in files)).run(files):
         index = len(shards)
         if index == MAX_SHARDS:
             raise InvalidRequest(_too_many(files, sizes))
@@ -107,33 +137,60 @@ def part_name(index: int, extension: str) -> str:
     return f"part-{index:05d}.{extension}"
 
 
-def _pieces(files: Iterable[InputFile], sizes: Sizes) -> Iterator[Range]:
-    """Walks the row groups in order, the large ones in pieces of about the same size."""
-    for source, groups in files:
-        first_row = 0
-        for number, rows in enumerate(groups) if groups is not None else [(NO_GROUPS, source.rows)]:
-            count = 1 if rows <= sizes.whole else -(-rows // sizes.rows)
-            for piece in range(count):
-                begin, end = rows * piece // count, rows * (piece + 1) // count
-                if end > begin:
-                    yield Range(source.url, source.etag, number, first_row + begin, end - begin, begin)
-            first_row += rows
+class _Packing:
+    """Walks the row groups in order: cuts the large ones, and puts what is small together as long as it fits.
 
+    Args:
+        sizes: How many rows the shards have.
+        left: The rows of all files.
+    """
 
-def _packed(pieces: Iterable[Range], rows_per_shard: int) -> Iterator[list[Range]]:
-    """Puts pieces together as long as they fit."""
-    shard: list[Range] = []
-    rows = files = 0
-    for piece in pieces:
-        other = not shard or shard[-1].url != piece.url
-        full = rows + piece.rows > rows_per_shard or len(shard) == MAX_SHARD_RANGES
-        if shard and (full or (other and files == MAX_SHARD_FILES)):
-            yield shard
-            shard, rows, files, other = [], 0, 0, True
-        shard.append(piece)
-        rows, files = rows + piece.rows, files + other
-    if shard:
-        yield shard
+    def __init__(self, sizes: Sizes, left: int) -> None:
+        self._sizes = sizes
+        self._left = left  # rows of no shard before the one that is being filled
+        self._index = 0
+        self._shard: list[Range] = []
+        self._rows = self._files = 0
+
+    def run(self, files: Iterable[InputFile]) -> Iterator[list[Range]]:
+        """Returns the ranges of each shard."""
+        for source, groups in files:
+            first_row = 0
+            for number, rows in enumerate(groups) if groups is not None else [(NO_GROUPS, source.rows)]:
+                begin = 0
+                while begin < rows:
+                    piece = self._piece(rows, begin)
+                    other = not self._shard or self._shard[-1].url != source.url
+                    if self._shard and self._is_full(piece, is_other=other):
+                        yield self._close()
+                        continue
+                    self._shard.append(Range(source.url, source.etag, number, first_row + begin, piece, begin))
+                    self._rows, self._files, begin = self._rows + piece, self._files + other, begin + piece
+                first_row += rows
+        if self._shard:
+            yield self._close()
+
+    @property
+    def _target(self) -> int:
+        return self._sizes.next_rows(self._index, self._left)
+
+    def _piece(self, rows: int, begin: int) -> int:
+        """Returns how many rows of a row group go together: all, or one of several pieces of about the same size."""
+        target, sizes = self._target, self._sizes
+        if not begin and rows <= (sizes.whole if target == sizes.rows else target):
+            return rows
+        return (rows - begin) // -(-(rows - begin) // target)
+
+    def _is_full(self, piece: int, *, is_other: bool) -> bool:
+        full = self._rows + piece > self._target or len(self._shard) == MAX_SHARD_RANGES
+        return full or (is_other and self._files == MAX_SHARD_FILES)
+
+    def _close(self) -> list[Range]:
+        shard, self._shard = self._shard, []
+        self._left -= self._rows
+        self._rows = self._files = 0
+        self._index += 1
+        return shard
 
 
 def _least_rows_a_shard(rows: int) -> int:

@@ -169,5 +169,5 @@ def test_the_workers_of_a_small_job_all_have_shards() -> None:
     """Several each, so that they end at about the same time; not so small that each is done in no time."""
     pace = Pace(100_000.0, 30.0, 250_000, 5_000_000, workers=2)
     assert shard_sizes(0, 4_000_000, pace).rows == 500_000
-    assert shard_sizes(0, 10_000, pace).rows == 100_000
+    assert shard_sizes(0, 10_000, pace).rows == 25_000
     assert shard_sizes(0, 10**9, pace).rows == 3_000_000
