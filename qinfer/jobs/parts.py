@@ -25,7 +25,7 @@ from qinfer.errors import QinferError, StoreError, StoreNotFound
 from qinfer.jobs.check import ERROR_COLUMNS, PLACE_COLUMNS
 from qinfer.jobs.job import Output
 from qinfer.jobs.plan import ExpectedParts, PartInfo, Shard
-from qinfer.jobs.rows.arrow_footer import batch_metadata, batch_rows
+from qinfer.jobs.rows.arrow_footer import batch_metadata, batch_rows, open_arrow
 from qinfer.jobs.rows.parquet_pages import read_metadata
 from qinfer.storage.store import Store
 
@@ -304,7 +304,7 @@ def _parquet_footer(content: Any) -> tuple[PartMetadata, int, pa.Schema]:
 
 
 def _arrow_footer(content: Any) -> tuple[PartMetadata, int, pa.Schema]:
-    reader = pa.ipc.open_file(content)
+    reader = open_arrow(content)
     found = _decoded((reader.metadata or {}).get(METADATA_KEY))
     rows = batch_rows(content)
     errors = batch_metadata(content, len(rows) - 1).get(METADATA_KEY, b"-1") if rows else b"0"

@@ -11,19 +11,43 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from qinfer.jobs.rows.arrow_schema import check_schema, field_of, text_of, unsigned
+
 _MAGIC = b"ARROW1"
 TAIL = struct.Struct("<i6s")
+END_BYTES = 64 * 1024
+"""The end of a file that is read at once: most footers are in it, and a store takes long for each read."""
 BLOCK = struct.Struct("<qi4xq")  # offset, length of the message's metadata, length of its body
 _CONTINUATION = b"\xff\xff\xff\xff"
-_MAX_FOOTER_BYTES = 256 * 2**20
+_MAX_FOOTER_BYTES = 16 * 2**20  # of a footer, and of a record batch's header
 
-_FOOTER_DICTIONARIES, _FOOTER_BATCHES = 2, 3  # Footer: version, schema, dictionaries, recordBatches
+_FOOTER_SCHEMA, _FOOTER_DICTIONARIES, _FOOTER_BATCHES, _FOOTER_METADATA = 1, 2, 3, 4
 _MESSAGE_HEADER, _MESSAGE_METADATA = 2, 4  # Message: version, the header's type, the header, its body's length, …
 _KEY, _VALUE = 0, 1  # KeyValue
 _BATCH_LENGTH, _BATCH_BUFFERS, _BATCH_COMPRESSION, _BATCH_VARIADIC = 0, 2, 3, 4  # RecordBatch: length, nodes, …
 _DICTIONARY_DATA = 1  # DictionaryBatch: id, data
 _BUFFER = struct.Struct("<qq")  # offset within the body, length
 _LENGTH = struct.Struct("<q")  # before each compressed buffer: the length that it becomes, -1 = it is not compressed
+
+
+def open_arrow(file: BinaryIO | Any) -> pa.ipc.RecordBatchFileReader:
+    """Opens a file, however little its writer is to be trusted.
+
+    Args:
+        file: A file in Arrow's file format.
+
+    Raises:
+        ValueError: The footer is damaged, or larger than may be.
+        pyarrow.ArrowException, OSError: The file is damaged, or can't be read.
+    """
+    try:
+        footer = _footer(file)
+        schema = field_of(footer, unsigned(footer, 0), _FOOTER_SCHEMA)
+        if schema:
+            check_schema(footer, schema + unsigned(footer, schema), _FOOTER_METADATA)
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"its footer is damaged: {error}") from None
+    return pa.ipc.open_file(file)
 
 
 def batch_rows(file: BinaryIO) -> tuple[int, ...]:
@@ -54,7 +78,7 @@ def batch_metadata(file: BinaryIO, number: int) -> dict[bytes, bytes]:
     try:
         message = _message(file, *_blocks(file, _FOOTER_BATCHES)[number])
         pairs = _tables(message, unsigned(message, 0), _MESSAGE_METADATA)
-        return {_text(message, pair, _KEY): _text(message, pair, _VALUE) for pair in pairs}
+        return {text_of(message, pair, _KEY): text_of(message, pair, _VALUE) for pair in pairs}
     except (struct.error, IndexError) as error:
         raise ValueError(f"a record batch's header is damaged: {error}") from None
 
@@ -175,13 +199,7 @@ def _variadic(message: bytes, table: int) -> Iterator[int]:
 
 def _blocks(file: BinaryIO, number: int) -> list[tuple[int, int]]:
     """Reads where the messages are that a field of the footer lists."""
-    end = file.seek(0, 2)
-    file.seek(max(0, end - TAIL.size))
-    size, magic = TAIL.unpack(file.read(TAIL.size))
-    if magic != _MAGIC or not 0 < size <= min(end, _MAX_FOOTER_BYTES):
-        raise ValueError("it does not end as Arrow's file format does")
-    file.seek(end - TAIL.size - size)
-    footer = file.read(size)
+    footer = _footer(file)
     field = field_of(footer, unsigned(footer, 0), number)
     if not field:
         return []
@@ -191,6 +209,24 @@ def _blocks(file: BinaryIO, number: int) -> list[tuple[int, int]]:
         (offset, length)
         for offset, length, _ in (BLOCK.unpack_from(footer, first + BLOCK.size * i) for i in range(count))
     ]
+
+
+def _footer(file: BinaryIO) -> bytes:
+    """Reads the flatbuffer at a file's end."""
+    end = file.seek(0, 2)
+    file.seek(max(0, end - END_BYTES))
+    data = file.read(min(end, END_BYTES))
+    size, magic = TAIL.unpack(data[-TAIL.size :])
+    if magic != _MAGIC or not 0 < size <= end - TAIL.size:
+        raise ValueError("it does not end as Arrow's file format does")
+    if size > _MAX_FOOTER_BYTES:
+        raise ValueError(
+            f"its footer has {size} bytes, and may have {_MAX_FOOTER_BYTES}; write fewer record batches or columns"
+        )
+    if size > len(data) - TAIL.size:
+        file.seek(end - TAIL.size - size)
+        return file.read(size)
+    return data[-TAIL.size - size : -TAIL.size]
 
 
 def _length(file: BinaryIO, offset: int, size: int) -> int:
@@ -232,33 +268,3 @@ def _tables(buffer: bytes, table: int, number: int) -> Iterator[int]:
         vector = field + unsigned(buffer, field)
         for place in range(vector + 4, vector + 4 + 4 * unsigned(buffer, vector), 4):
             yield place + unsigned(buffer, place)
-
-
-def _text(buffer: bytes, table: int, number: int) -> bytes:
-    field = field_of(buffer, table, number)
-    if not field:
-        return b""
-    place = field + unsigned(buffer, field)
-    return buffer[place + 4 : place + 4 + unsigned(buffer, place)]
-
-
-def field_of(buffer: bytes, table: int, number: int) -> int:
-    """Returns where the field of a flatbuffer's table is; 0 = it has its default.
-
-    Raises:
-        ValueError: The flatbuffer points outside.
-        struct.error: So it does, or it is cut off.
-    """
-    vtable = table - struct.unpack_from("<i", buffer, table)[0]
-    if vtable < 0:
-        raise ValueError("a flatbuffer points outside")
-    size = struct.unpack_from("<H", buffer, vtable)[0]
-    place = 4 + 2 * number
-    offset = struct.unpack_from("<H", buffer, vtable + place)[0] if place < size else 0
-    return table + offset if offset else 0
-
-
-def unsigned(buffer: bytes, position: int) -> int:
-    """Returns an unsigned number of a flatbuffer; at 0 it leads to the root table."""
-    value: int = struct.unpack_from("<I", buffer, position)[0]
-    return value

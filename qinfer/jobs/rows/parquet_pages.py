@@ -13,10 +13,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow.parquet as pq
 
-MAX_FOOTER_BYTES = 16 * 2**20
-MAX_METADATA_BYTES = 128 * 2**20
-"""The memory that a footer may take, about, once it is read."""
+from qinfer.jobs.rows.arrow_footer import END_BYTES
+from qinfer.jobs.rows.arrow_schema import MAX_METADATA_BYTES, SchemaTooLarge, check_schema_text
 
+MAX_FOOTER_BYTES = 16 * 2**20
 MAX_PAGES = 100_000
 """A column chunk may have so many."""
 
@@ -25,6 +25,9 @@ _ITEMS = 100_000
 _SMALL_FOOTER_BYTES = 128 * 1024  # can't take too much memory
 _ITEM_BYTES = (200, 800)  # of a schema element or row group, of a column chunk; about what Arrow takes for each
 _INNER_ITEM_BYTES = 32
+_ARROW_SCHEMA = b"ARROW:schema"  # a key of the footer's `key_value_metadata`
+_NEXT_IS_BINARY, _STOP = b"\x18", b"\0"
+_LONG_TEXT = 4096
 _TAIL = struct.Struct("<I4s")
 _MAGIC = (b"PAR1", b"PARE")
 _PADDING_BYTES = 100  # old writers of parquet-mr leave the dictionary's header out of the chunk's size (PARQUET-816)
@@ -105,18 +108,19 @@ def read_metadata(content: BinaryIO | Any) -> pq.FileMetaData:
         pyarrow.ArrowException, OSError: The footer is damaged, or has more items than may be.
     """
     end = content.seek(0, 2)
-    content.seek(max(0, end - _TAIL.size))
-    tail = content.read(_TAIL.size)
-    if len(tail) < _TAIL.size or _TAIL.unpack(tail)[1] not in _MAGIC:
+    content.seek(max(0, end - END_BYTES))
+    data = content.read(min(end, END_BYTES))
+    if len(data) < _TAIL.size or data[-len(_MAGIC[0]) :] not in _MAGIC:
         raise ValueError("it does not end as Parquet files do")
-    size, _ = _TAIL.unpack(tail)
+    size, _ = _TAIL.unpack(data[-_TAIL.size :])
     if size > MAX_FOOTER_BYTES:
         raise ValueError(
             f"its footer has {size} bytes, and may have {MAX_FOOTER_BYTES}; write fewer row groups or columns"
         )
-    if size > _SMALL_FOOTER_BYTES:
+    if size > len(data) - _TAIL.size:
         content.seek(max(0, end - _TAIL.size - size))
-        _check_metadata(content.read(size))
+        data = content.read(size + _TAIL.size)
+    _check_metadata(data[-_TAIL.size - size : -_TAIL.size])
     content.seek(0)
     file = pq.ParquetFile(
         content, pre_buffer=False, thrift_string_size_limit=_STRING_BYTES, thrift_container_size_limit=_ITEMS
@@ -130,17 +134,49 @@ def _check_metadata(footer: bytes) -> None:
     Raises:
         ValueError: The footer takes more, or is damaged.
     """
+    items = _Items(footer)
     try:
-        items = _Items(footer)
-        items.of_structure(0)
+        schemas = _arrow_schemas(footer)
+        if schemas is None or len(footer) > _SMALL_FOOTER_BYTES:
+            items.of_structure(0)
     except IndexError:
         raise ValueError("its footer is cut off") from None
+    for text in schemas or ():
+        check_schema_text(text)
+    for text in items.texts if schemas is None else ():
+        try:
+            check_schema_text(text)
+        except SchemaTooLarge:
+            raise
+        except ValueError:  # it is no schema
+            continue
+
+
+def _arrow_schemas(footer: bytes) -> list[bytes] | None:
+    """Returns the Arrow schemas of a footer; `None` = a value may not be behind its key, where all writers write it."""
+    found = []
+    place = footer.find(_ARROW_SCHEMA)
+    while place >= 0:
+        place += len(_ARROW_SCHEMA)
+        if footer[place : place + 1] != _NEXT_IS_BINARY:
+            return None
+        size, begin = varint(footer, place + 1)
+        if footer[begin + size : begin + size + 1] != _STOP:
+            return None
+        found.append(footer[begin : begin + size])
+        place = footer.find(_ARROW_SCHEMA, place)
+    return found
 
 
 class _Items:
-    """Adds up what the items of all lists in a footer take in memory."""
+    """Adds up what the items of all lists in a footer take in memory.
+
+    Attributes:
+        texts: All texts of a length at which they could be the schema of many columns.
+    """
 
     def __init__(self, data: bytes) -> None:
+        self.texts: list[bytes] = []
         self._data = data
         self._left_bytes = MAX_METADATA_BYTES
 
@@ -163,7 +199,10 @@ class _Items:
         if kind == _STRUCT and depth < _MAX_DEPTH:
             return self.of_structure(at, depth)
         if kind not in (_LIST, _SET) or depth >= _MAX_DEPTH:
-            return _value(self._data, at, kind, 0)[1]
+            end = _value(self._data, at, kind, 0)[1]
+            if kind == _BINARY and end - at > _LONG_TEXT:
+                self.texts.append(self._data[varint(self._data, at)[1] : end])
+            return end
         head = self._data[at]
         count, at = (head >> 4, at + 1) if head >> 4 < _LONG_LIST else varint(self._data, at + 1)
         self._left_bytes -= count * (_ITEM_BYTES[depth] if depth < len(_ITEM_BYTES) else _INNER_ITEM_BYTES)

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from qinfer.jobs.columns.decoded_sizes import cut
 from qinfer.jobs.columns.schemas import common_type
 from qinfer.jobs.plan import Range
-from qinfer.jobs.rows.arrow_footer import BatchSizes
+from qinfer.jobs.rows.arrow_footer import BatchSizes, open_arrow
 from qinfer.jobs.rows.parquet_rows import ParquetGroups
 from qinfer.jobs.rows.source import FileFormat, SourceBroken
 from qinfer.jobs.rows.text_rows import open_text
@@ -97,7 +97,7 @@ class _Parquet:
 class _Arrow:
     def __init__(self, content: Any, wanted: pa.Schema, url: str, limits: Limits) -> None:
         self._content, self._url, self._limits = content, url, limits
-        there = pa.ipc.open_file(content).schema
+        there = open_arrow(content).schema
         self._columns = _Columns(there, wanted, url, limits.rows_bytes)
         self._sizes = BatchSizes(content, there, self._columns.wanted.names)
         fields = [there.get_field_index(name) for name in self._columns.wanted.names]

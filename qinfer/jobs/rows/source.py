@@ -12,7 +12,7 @@ import pyarrow as pa
 from qinfer.errors import InvalidRequest, StoreUnavailable
 from qinfer.jobs.job import InputFormat
 from qinfer.jobs.rows import text_rows
-from qinfer.jobs.rows.arrow_footer import batch_rows
+from qinfer.jobs.rows.arrow_footer import batch_rows, open_arrow
 from qinfer.jobs.rows.parquet_pages import read_metadata
 from qinfer.jobs.rows.text_types import NOTHING_WANTED, TextTypes, check_key
 from qinfer.jobs.shards import MAX_FILES
@@ -186,7 +186,7 @@ def _parquet(content: BinaryIO) -> Footer:
 
 
 def _arrow(content: BinaryIO, file: Stat, *, columns_only: bool) -> Footer:
-    reader = pa.ipc.open_file(content)
+    reader = open_arrow(content)
     count = reader.num_record_batches
     if columns_only:
         return Footer(reader.schema, 0, ())

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.jobs import parquet_bytes as raw
+from tests.support.jobs.arrow_bytes import file_of_one_name, text_of_one_name
 from tests.support.jobs.bounded_reading import READ_BYTES, Case, Found, found_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -134,6 +135,16 @@ def column_chunks(groups: int, columns: int) -> bytes:
     return raw.parquet(1, extra={4: (raw.LIST, (raw.STRUCT, [group] * groups))})
 
 
+def with_schema(text: bytes, *, in_order: bool) -> bytes:
+    """Returns a Parquet file that says what its Arrow schema is; in Thrift, the value may also come before its key."""
+    key, value = raw.thrift({1: (raw.BINARY, b"ARROW:schema")})[:-1], raw.thrift({2: (raw.BINARY, text)})[:-1]
+    pair = raw.thrift({1: (raw.BINARY, b"ARROW:schema"), 2: (raw.BINARY, text)})
+    # A field number of its own, in two bytes, where it is no step from the one before.
+    pair = pair if in_order else value + b"\x08\x02" + key[1:] + b"\0"
+    leaf = raw.column("x", raw.BYTE_ARRAY, [raw.Page(raw.plain(b"a"), 1)])
+    return raw.parquet(1, leaf, extra={5: (raw.LIST, (raw.STRUCT, [pair]))})
+
+
 FILES: Mapping[str, Hostile] = {
     "Parquet: a long value in a dictionary": Hostile("parquet", lambda: parquet(one_of(VALUE, count=100)), TEXT, 100),
     "Parquet: a long value in a dictionary that is read as one": Hostile(
@@ -224,6 +235,24 @@ FILES: Mapping[str, Hostile] = {
     ),
     "Parquet: row groups of many column chunks of three bytes each": Hostile(
         "parquet", lambda: column_chunks(20, 50_000), message="its footer takes too much memory"
+    ),
+    "Parquet: an Arrow schema of columns that share a name of a megabyte": Hostile(
+        "parquet",
+        lambda: with_schema(text_of_one_name("x" * MIB, 2000), in_order=True),
+        message="its schema takes too much memory",
+    ),
+    "Parquet: such a schema in front of its key": Hostile(
+        "parquet",
+        lambda: with_schema(text_of_one_name("x" * MIB, 2000), in_order=False),
+        message="its schema takes too much memory",
+    ),
+    "Arrow: columns that share a name of a megabyte": Hostile(
+        "arrow", lambda: file_of_one_name("x" * MIB, 2000), message="its schema takes too much memory"
+    ),
+    "Arrow: a footer of a million record batches": Hostile(
+        "arrow",
+        lambda: b"ARROW1\0\0" + bytes(24_000_000) + struct.pack("<i", 24_000_000) + b"ARROW1",
+        message="its footer has 24000000 bytes",
     ),
     "Arrow: a long value in a dictionary": Hostile("arrow", lambda: arrow(one_of(VALUE, count=100)), TEXT, 100),
     "Arrow: a value in a dictionary that is too long": Hostile(

@@ -24,7 +24,8 @@ from qinfer.jobs.columns.casts import is_text
 from qinfer.jobs.columns.inputs import Decoded, InputColumns
 from qinfer.jobs.columns.schemas import without_views
 from qinfer.jobs.job import shown
-from qinfer.jobs.rows.arrow_footer import BLOCK, TAIL, field_of, unsigned
+from qinfer.jobs.rows.arrow_footer import BLOCK, TAIL, open_arrow
+from qinfer.jobs.rows.arrow_schema import check_schema_message, field_of, unsigned
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Bytes, Tensor, from_numpy
 from qinfer.wire.kserve_json import check_depth
@@ -160,6 +161,9 @@ def read_schema(body: Bytes, form: ArrowForm) -> pa.Schema:
         InvalidRequest: It is no Arrow data of that form.
     """
     try:
+        if form == "arrow-file":
+            return open_arrow(pa.BufferReader(body)).schema
+        check_schema_message(body)
         return _open(body, form).schema
     except BROKEN as error:
         raise _broken(form, error) from None
