@@ -10,7 +10,7 @@
     ├─ DeliveryError   BrokerUnavailable · LeaseLost · CorruptEntry
     ├─ ResultError     ResultNotFound · ResultExpired
     ├─ StoreError      StoreUnavailable · StoreDenied · StoreNotFound · StoreChanged
-    └─ SettingsError · Unreachable
+    └─ SettingsError · Unreachable · JobFailed(state)
 
 Codes are neutral: HTTP and gRPC numbers live in `qinfer_api.status` only. A message says what happened, the value,
 and what to do; it never carries a path, a host or stack text, because clients read it.
@@ -61,6 +61,7 @@ class ErrorCode(StrEnum):
     STORE_CHANGED = "store_changed"
     SETTINGS = "settings"
     UNREACHABLE = "unreachable"
+    JOB_FAILED = "job_failed"
     INTERNAL = "internal"
 
 
@@ -347,3 +348,17 @@ class Unreachable(QinferError):
 
     code = ErrorCode.UNREACHABLE
     retryable = True
+
+
+class JobFailed(QinferError):
+    """Seen by clients only: a bulk job has ended, and is not completed.
+
+    Attributes:
+        state: The job's state: `failed`, `cancelled` or `expired`.
+    """
+
+    code = ErrorCode.JOB_FAILED
+
+    def __init__(self, message: str, state: str = "failed") -> None:
+        super().__init__(message)
+        self.state = state

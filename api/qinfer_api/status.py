@@ -60,6 +60,7 @@ STATUSES: dict[ErrorCode, Status] = {
     ErrorCode.STORE_CHANGED: Status(409, "INVALID_ARGUMENT"),
     ErrorCode.SETTINGS: Status(500, "INTERNAL"),
     ErrorCode.UNREACHABLE: Status(503, "UNAVAILABLE"),
+    ErrorCode.JOB_FAILED: Status(500, "INTERNAL"),
     ErrorCode.INTERNAL: Status(500, "INTERNAL"),
 }
 

@@ -1,6 +1,7 @@
 """Common parts of all commands: options, completion of model names, errors as text, JSON output.
 
-Exit codes: 0 done, 1 failed, 2 refused: wrong usage, wrong settings, or not allowed.
+Exit codes: 0 done, 1 failed, 2 refused: wrong usage, wrong settings, or not allowed, 3 unreachable: the server can't be
+reached, is overloaded or can't do it now, and the same command may work later.
 """
 
 import json
@@ -12,13 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from qinfer.errors import Forbidden, QinferError, RequestError, Restricted, SettingsError, Unauthorized
+from qinfer.errors import (
+    DeadlineExceeded,
+    Forbidden,
+    QinferError,
+    RequestError,
+    Restricted,
+    SettingsError,
+    Unauthorized,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 API_KEY_VARIABLE = "QINFER_API_KEY"
 """The variable with the API key of commands; the list of processes would show an option."""
+
+UNREACHABLE = 3
+"""The exit code of a command that a server did not answer, or can't serve now."""
 
 COMPLETION_TIMEOUT_S = 0.3
 """Completion answers while somebody waits after a key press."""
@@ -92,13 +104,20 @@ class ErrorsAsText(TyperGroup):
             return super().invoke(ctx)
         except QinferError as error:
             print_error(error.message + (_KEY_REMEDY if isinstance(error, Unauthorized) else ""))
-            raise typer.Exit(2 if isinstance(error, _REFUSALS) else 1) from None
+            raise typer.Exit(exit_code(error)) from None
         except ModuleNotFoundError as error:
             package = (error.name or "qinfer").partition(".")[0]
             if package.startswith("qinfer"):
                 raise
             print_error(f"{package}, which this command needs, is not installed: pip install 'qinfer-ml[server]'")
             raise typer.Exit(1) from None
+
+
+def exit_code(error: QinferError) -> int:
+    """Returns the exit code of a command that ends with an error."""
+    if isinstance(error, _REFUSALS):
+        return 2
+    return UNREACHABLE if error.retryable or isinstance(error, DeadlineExceeded) else 1
 
 
 def print_error(message: str) -> None:

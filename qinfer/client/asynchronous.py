@@ -156,11 +156,17 @@ class AsyncClient:
         return await self._run(flows.is_live())
 
     async def submit_job(
-        self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
+        self,
+        model: str,
+        inputs: Location | Sequence[Location],
+        output: Location,
+        *,
+        resume: bool = False,
+        **options: Unpack[JobOptions],
     ) -> AsyncJob:
         """Submits a bulk job; see `Client.submit_job`."""
         body = job_body(model, inputs, output, options)
-        return self.job((await self._run(job_flows.submit_job(self._policy, body))).id)
+        return self.job((await self._run(job_flows.submit_job(self._policy, body, resume=resume))).id)
 
     def job(self, job_id: str) -> AsyncJob:
         """Returns the job of an id, without a check that it exists; see `Client.job`."""

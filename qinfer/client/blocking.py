@@ -253,7 +253,13 @@ class Client:
         return self._run(flows.is_live())
 
     def submit_job(
-        self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
+        self,
+        model: str,
+        inputs: Location | Sequence[Location],
+        output: Location,
+        *,
+        resume: bool = False,
+        **options: Unpack[JobOptions],
     ) -> Job:
         """Submits a bulk job, in which a model scores files; on return the gateway has checked that they fit the model.
 
@@ -262,6 +268,9 @@ class Client:
             inputs: Files and patterns, as URLs such as `s3://bucket/in/*.parquet`, or as paths, which have to be the
                 same for the gateway and the workers.
             output: The folder of the output; it must be empty.
+            resume: Resume the job of the same `id` if it has failed, has expired or was cancelled, with the
+                `error_threshold`, `max_parallel` and `deadline_s` of this call; any other job of that `id` is returned
+                as it is.
             options: See `JobOptions`.
 
         Raises:
@@ -269,11 +278,11 @@ class Client:
                 names column or URL.
             ModelNotFound: The model or version does not exist.
             Forbidden: The server does not allow that store.
-            Conflict: The id belongs to another job.
+            Conflict: The id belongs to another job; the text has the fields that differ.
             QinferError: As `infer`.
         """
         body = job_body(model, inputs, output, options)
-        return self.job(self._run(job_flows.submit_job(self._policy, body)).id)
+        return self.job(self._run(job_flows.submit_job(self._policy, body, resume=resume)).id)
 
     def job(self, job_id: str) -> Job:
         """Returns the job of an id, without a check that it exists."""

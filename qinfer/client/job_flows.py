@@ -13,7 +13,7 @@ import msgspec
 from qinfer.client.flows import header_value, json_object
 from qinfer.client.steps import Flow, Pause, Policy, Send, call
 from qinfer.core.retry import Backoff
-from qinfer.errors import DeadlineExceeded, InvalidRequest, JobNotFound, Unreachable
+from qinfer.errors import DeadlineExceeded, InvalidRequest, JobFailed, JobNotFound, Unreachable
 
 Location = str | os.PathLike[str]
 """A URL such as `s3://bucket/in/*.parquet`, or a path, which has to be the same for the gateway and the workers."""
@@ -56,6 +56,7 @@ class JobOptions(TypedDict, total=False):
         error_threshold: Failed rows that fail the job when exceeded: a number, a fraction below 1, or -1 = no limit.
         max_parallel: Maximum workers that score the job at a time.
         deadline_s: Seconds after which the job expires.
+        limit: Only the first rows of the inputs, so many.
         metadata: Metadata of your own, kept with the job.
         webhook: A URL to notify when the job ends.
     """
@@ -78,6 +79,7 @@ class JobOptions(TypedDict, total=False):
     error_threshold: float
     max_parallel: int
     deadline_s: float
+    limit: int
     metadata: Mapping[str, str]
     webhook: str
 
@@ -176,16 +178,32 @@ def job_body(
     return body | given
 
 
-def submit_job(policy: Policy, body: Mapping[str, Any]) -> Flow[JobStatus]:
-    """Creates a job; one without an id of its own gets a key, which makes repetitions safe."""
+def submit_job(policy: Policy, body: Mapping[str, Any], *, resume: bool = False) -> Flow[JobStatus]:
+    """Creates a job; one without an id of its own gets a key, which makes repetitions safe.
+
+    Args:
+        policy: The limits of time and repetitions.
+        body: What `job_body` returns.
+        resume: Resume the job of that id if it has ended early; one that is being cancelled is waited for first.
+    """
     headers = {"Content-Type": "application/json"}
+    if resume and not body.get("id"):
+        raise InvalidRequest("a job is resumed by its id; name the id that it was submitted with")
     if not body.get("id"):
         headers["Idempotency-Key"] = str(uuid4())
     try:
         content = msgspec.json.encode(body)
     except TypeError as error:
         raise InvalidRequest(f"the job can't be written as JSON: {error}") from None
-    return _status(policy, (yield from call(policy, Send("POST", "/v1/jobs", headers, content))))
+    send = Send("POST", "/v1/jobs?resume=true" if resume else "/v1/jobs", headers, content)
+    ends_s, pauses = policy.clock.monotonic_s() + policy.timeout_s, polls()
+    while True:
+        status = _status(policy, (yield from call(policy, send)))
+        if not resume or status.state != "cancelling":
+            return status
+        if policy.clock.monotonic_s() >= ends_s:
+            raise DeadlineExceeded(f"job '{status.id}' is still being cancelled; resume it later")
+        yield Pause(pauses.next_s())
 
 
 def job(policy: Policy, job_id: str) -> Flow[JobStatus]:
@@ -255,6 +273,18 @@ def wait_for_job(policy: Policy, job_id: str, timeout_s: float, observe: OnStatu
                 f"job '{job_id}' is {status.state} after {timeout_s:g} s and continues: wait again, or cancel it"
             )
         yield Pause(min(pauses.next_s(), ends_s - now_s()))
+
+
+def completed(status: JobStatus) -> JobStatus:
+    """Returns the last status of a job that is completed.
+
+    Raises:
+        JobFailed: The job has ended otherwise.
+    """
+    if status.state != "completed":
+        reason = f": {status.error}" if status.error else ""
+        raise JobFailed(f"job '{status.id}' is {status.state}{reason}", status.state)
+    return status
 
 
 def job_path(job_id: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from qinfer.client import job_flows
-from qinfer.client.job_flows import JobLogLine, JobStatus, OnStatus
+from qinfer.client.job_flows import JobLogLine, JobStatus, OnStatus, completed
 from qinfer.client.job_progress import progress_observer
 from qinfer.client.steps import Flow, Policy
 
@@ -51,7 +51,12 @@ class Job:
         return self._run(job_flows.job(self._policy, self.id))
 
     def wait(
-        self, *, progress: bool = False, timeout_s: float = math.inf, on_status: OnStatus | None = None
+        self,
+        *,
+        progress: bool = False,
+        timeout_s: float = math.inf,
+        on_status: OnStatus | None = None,
+        raise_on_failure: bool = False,
     ) -> JobStatus:
         """Waits until the job has ended in any state, and returns its last status.
 
@@ -59,12 +64,15 @@ class Job:
             progress: Show the progress on stderr: a bar on a terminal, lines elsewhere.
             timeout_s: The longest wait.
             on_status: Called with each status.
+            raise_on_failure: Raise an error if the job ends in another state than `completed`.
 
         Raises:
             DeadlineExceeded: The job has not ended within `timeout_s`; it continues.
+            JobFailed: With `raise_on_failure`: the job has failed, has expired or was cancelled.
         """
         with progress_observer(on_status, progress=progress) as observe:
-            return self._run(job_flows.wait_for_job(self._policy, self.id, timeout_s, observe))
+            status = self._run(job_flows.wait_for_job(self._policy, self.id, timeout_s, observe))
+        return completed(status) if raise_on_failure else status
 
     def cancel(self) -> JobStatus:
         """Cancels the job unless it has ended; its output so far is kept, and the job can be resumed."""
@@ -172,11 +180,17 @@ class AsyncJob:
         return await self._run(job_flows.job(self._policy, self.id))
 
     async def wait(
-        self, *, progress: bool = False, timeout_s: float = math.inf, on_status: OnStatus | None = None
+        self,
+        *,
+        progress: bool = False,
+        timeout_s: float = math.inf,
+        on_status: OnStatus | None = None,
+        raise_on_failure: bool = False,
     ) -> JobStatus:
         """Waits until the job has ended; see `Job.wait`."""
         with progress_observer(on_status, progress=progress) as observe:
-            return await self._run(job_flows.wait_for_job(self._policy, self.id, timeout_s, observe))
+            status = await self._run(job_flows.wait_for_job(self._policy, self.id, timeout_s, observe))
+        return completed(status) if raise_on_failure else status
 
     async def cancel(self) -> JobStatus:
         """Cancels the job unless it has ended; see `Job.cancel`."""

@@ -132,6 +132,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             -1 = never.
         max_parallel: At most so many shards run at a time; 0 = as many as there are workers.
         deadline_s: Seconds after its creation at which the job expires; 0 = never.
+        limit: Only the first rows, so many; 0 = all.
         metadata: The user's own words, kept with the job.
         webhook: URL that is notified of the end by a signed POST.
 
@@ -153,6 +154,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error_threshold: Threshold = 0.0
     max_parallel: Natural = 0
     deadline_s: Seconds = 0.0
+    limit: Natural = 0
     metadata: dict[str, str] = {}
     webhook: str = ""
 
@@ -337,6 +339,8 @@ def _check_limits(spec: JobSpec) -> None:
         raise InvalidRequest(
             f"field 'deadline_s' is {spec.deadline_s}; at most {MAX_DEADLINE_S:.0f} seconds, or 0 for none"
         )
+    if not 0 <= spec.limit < 2**63:
+        raise InvalidRequest(f"field 'limit' is {spec.limit}; a number of rows, or 0 for all")
     words = [*spec.metadata, *spec.metadata.values()]
     if len(spec.metadata) > MAX_METADATA or any(len(word) > MAX_METADATA_CHARACTERS for word in words):
         raise InvalidRequest(

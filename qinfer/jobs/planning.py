@@ -5,7 +5,7 @@ footers, several at a time, and compares the files' columns. Both run in an exam
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -175,10 +175,16 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
             check_read(file.url)  # again: the files may have been found long ago
             return read_footer(file, format_, types)
 
-    for file, footer in _footers(files, footer_of, threads):
+    rows = 0
+    footers = _footers(files, footer_of, threads)
+    for file, footer in footers:
         columns.add(len(planned), file, footer)
         planned.append(InputFile(Source(file.url, file.etag, file.size_bytes, footer.rows), footer.groups))
-    rows = sum(file.source.rows for file in planned)
+        rows += footer.rows
+        if spec.limit and rows >= spec.limit:
+            rows = spec.limit
+            footers.close()
+            break
     sizes = shard_sizes(spec.output.rows_per_part, rows, pace)
     return Plan(
         job_id=job.job_id,
@@ -186,12 +192,14 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         model_hash=job.model_hash,
         schema=encode_schema(columns.schema()),
         sources=tuple(file.source for file in planned),
-        shards=plan_shards(planned, sizes, spec.output.format, example=columns.example),
+        shards=plan_shards(planned, sizes, spec.output.format, example=columns.example, limit=spec.limit),
         rows=rows,
     )
 
 
-def _footers(files: Sequence[Stat], footer_of: Callable[[Stat], Footer], threads: int) -> Iterator[tuple[Stat, Footer]]:
+def _footers(
+    files: Sequence[Stat], footer_of: Callable[[Stat], Footer], threads: int
+) -> Generator[tuple[Stat, Footer], None, None]:
     """Reads the files' footers some files ahead; the first error in the files' order ends it."""
     waiting: deque[tuple[Stat, Future[Footer]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="qinfer-footer") as pool:

@@ -5,7 +5,10 @@ is cut by row ranges; each row is in exactly one shard.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+import msgspec
 
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.plan import NO_GROUPS, InputFile, Range, Shard
@@ -106,7 +109,9 @@ def shard_sizes(rows_per_part: int, rows: int, pace: Pace) -> Sizes:
     return Sizes(target, whole, max(_FIRST_ROWS, possible), least, workers)
 
 
-def plan_shards(files: Sequence[InputFile], sizes: Sizes, extension: str, *, example: int = 0) -> tuple[Shard, ...]:
+def plan_shards(
+    files: Sequence[InputFile], sizes: Sizes, extension: str, *, example: int = 0, limit: int = 0
+) -> tuple[Shard, ...]:
     """Cuts files into shards.
 
     Args:
@@ -114,12 +119,14 @@ def plan_shards(files: Sequence[InputFile], sizes: Sizes, extension: str, *, exa
         sizes: How many rows the shards have.
         extension: That of the parts, such as `parquet`.
         example: The number of a file that has columns: the one part of a job without rows gets them.
+        limit: Only the first rows, so many; 0 = all.
 
     Raises:
         InvalidRequest: There would be more than `MAX_SHARDS`.
     """
     shards: list[Shard] = []
-    for ranges in _Packing(sizes, sum(file.source.rows for file in files)).run(files):
+    wanted = list(_first_rows(files, limit)) if limit else files
+    for ranges in _Packing(sizes, sum(file.source.rows for file in wanted)).run(wanted):
         index = len(shards)
         if index == MAX_SHARDS:
             raise InvalidRequest(_too_many(files, sizes))
@@ -135,6 +142,19 @@ def plan_shards(files: Sequence[InputFile], sizes: Sizes, extension: str, *, exa
 def part_name(index: int, extension: str) -> str:
     """Returns the name of a shard's part in the output folder."""
     return f"part-{index:05d}.{extension}"
+
+
+def _first_rows(files: Iterable[InputFile], limit: int) -> Iterator[InputFile]:
+    """Returns files up to a number of rows; the last one seems to end there."""
+    for source, groups in files:
+        rows = min(source.rows, limit)
+        # What is left of the rows at the beginning and at the end of each group.
+        left = [max(rows - end, 0) for end in accumulate(groups or (), initial=0)]
+        kept = tuple(begin - end for begin, end in pairwise(left) if begin)
+        yield InputFile(msgspec.structs.replace(source, rows=rows), None if groups is None else kept)
+        limit -= rows
+        if limit <= 0:
+            return
 
 
 class _Packing:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from qinfer.core.store_urls import Grant
-from qinfer.errors import InvalidRequest, JobNotFound
+from qinfer.errors import Conflict, InvalidRequest, JobNotFound
 from qinfer.jobs.job import (
     PRIORITIES,
     JobSpec,
@@ -28,11 +28,12 @@ from qinfer.jobs.job import (
     check_spec,
     decode_spec_as,
     encode_spec,
+    shown,
     with_checked_urls,
 )
 from qinfer.jobs.manifest import MANIFEST_NAME
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import JobRecord, LogLine
+from qinfer.jobs.queue.records import JobRecord, LogLine, spec_of
 from qinfer_api.requests.service import WebhookBody, instant, shown_webhook, written
 from qinfer_api.requests.webhooks import Message, envelope
 
@@ -41,6 +42,7 @@ _CHOSEN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 _MADE = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _BASE32, _CROCKFORD = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _SHOWN = 128
+_MOST_DIFFERENCES = 5
 _LEAST_S = 1e-6  # of which a rate is made: clocks tell no shorter times
 
 
@@ -373,6 +375,43 @@ def changed(spec: JobSpec, changes: Changes) -> JobSpec:
     found = msgspec.structs.replace(spec, **given)
     check_spec(found)
     return found
+
+
+def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: bool) -> None:
+    """Checks that a repeated creation asks for the job that exists.
+
+    Args:
+        tenant: Whose creation it is.
+        known: The job that exists.
+        asked: What is asked for now.
+        any_limits: Allow other values of the fields that `resume` changes.
+
+    Raises:
+        Conflict: It asks for another job; the text has the fields that differ.
+    """
+    there, here = (_flat(spec) for spec in (spec_of(known), asked))
+    here["version"] = asked.version or known.version
+    free = Changes.__struct_fields__ if any_limits else ()
+    differing = [name for name in there if there[name] != here[name] and name not in free]
+    if known.tenant != tenant or differing:
+        fields = [f"'{name}': {_json(there[name])}, now {_json(here[name])}" for name in differing[:_MOST_DIFFERENCES]]
+        more = f", and {len(differing) - _MOST_DIFFERENCES} more fields" if len(differing) > _MOST_DIFFERENCES else ""
+        raise Conflict(
+            "the id or Idempotency-Key belongs to another job"
+            + (f", which differs in {'; '.join(fields)}{more}" if known.tenant == tenant else "")
+            + "; repeat that one's body, or choose another id or key"
+        )
+
+
+def _flat(spec: JobSpec) -> dict[str, object]:
+    """Returns the fields of a job by their paths."""
+    fields = msgspec.structs.asdict(spec)
+    output = msgspec.structs.asdict(fields.pop("output"))
+    return fields | {f"output.{name}": value for name, value in output.items()}
+
+
+def _json(value: object) -> str:
+    return shown(msgspec.json.encode(value).decode())
 
 
 class _ShownOutput(msgspec.Struct, frozen=True):

@@ -62,6 +62,12 @@ _CREATE = operation(
         "Visible ASCII, instead of an `id`. The same key with the same job is one job.",
         pattern="^[!-~]{1,255}$",
     ),
+    query(
+        "resume",
+        "Resume the job of that id or key if it has failed, has expired or was cancelled.",
+        type="boolean",
+        default=False,
+    ),
     takes=body(NewJob),
 )
 _LIST = operation(
@@ -154,7 +160,8 @@ def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
 async def _create(services: Services, jobs: BulkJobs, request: Request) -> HttpResponse:
     context = _context(services, request)
     key = idempotency_key(request)
-    ticket = await jobs.create(context, await _body_of(services, request), key or "")
+    resume = _flag(request, "resume")
+    ticket = await jobs.create(context, await _body_of(services, request), key or "", resume=resume)
     response = _shown(jobs, ticket.record, 201 if ticket.is_new else 200)
     response.headers["location"] = job_path(ticket.record)
     if not ticket.is_new:
@@ -196,6 +203,13 @@ def _body(jobs: BulkJobs, record: JobRecord) -> JobBody:
 
 def _shown(jobs: BulkJobs, record: JobRecord, status: int = 200) -> HttpResponse:
     return send_json(_body(jobs, record), status)
+
+
+def _flag(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false")
+    if text not in ("true", "false"):
+        raise InvalidRequest(f"{name} is true or false; got '{text[:40]}'")
+    return text == "true"
 
 
 def _limit(text: str | None) -> int:

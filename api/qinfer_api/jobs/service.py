@@ -41,12 +41,14 @@ from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.jobs.records import (
     Changes,
     changed,
+    check_same,
     chosen_id,
     deadline_at,
     decode_job,
     inner_id,
     keyed_id,
     new_record,
+    shown_job_id,
     unknown_job,
 )
 from qinfer_api.requests.targets import Targets
@@ -106,13 +108,14 @@ class BulkJobs:
     watchers: int = 0
     turns: dict[str, asyncio.Lock] = field(default_factory=dict)
 
-    async def create(self, context: Context, body: bytes, key: str) -> Ticket:
+    async def create(self, context: Context, body: bytes, key: str, *, resume: bool = False) -> Ticket:
         """Checks a job and has it planned, or finds the one that was created before with the same id or key.
 
         Args:
             context: Who asks, authorized.
             body: The JSON of a `JobSpec`, which may have an `id` too.
             key: The caller's idempotency key; empty without one.
+            resume: Resume the job that is found if it has ended early, with the limits of this body.
 
         Raises:
             InvalidRequest: A field can't be, the inputs do not fit the model, or the output is not empty; the text
@@ -130,8 +133,10 @@ class BulkJobs:
         if chosen and key:
             raise InvalidRequest("the job has an 'id' and an Idempotency-Key; either names it: leave one out")
         job_id = chosen_id(chosen, context.tenant) if chosen else keyed_id(key, context.tenant) if key else ""
+        if resume and not job_id:
+            raise InvalidRequest("resume=true finds a job by its id; give the job an 'id', or an Idempotency-Key")
         if job_id and (known := await self.jobs.get(job_id)):
-            return _again(context, known, spec)
+            return await self._again(context, known, spec, resume=resume)
         served = self.resolve(spec.model, spec.version)
         self.dispatcher.charge(context)
         await _in_thread(self._check_tasks)
@@ -150,8 +155,7 @@ class BulkJobs:
             trace=self.dispatcher.trace_of(context, served, {JOB_ID: job_id}),
         )
         if not await self.jobs.create(msgspec.structs.replace(record, grant=msgspec.json.encode(grant))):
-            known = await self._known(record.id)
-            return _again(context, known, spec)
+            return await self._again(context, await self._known(record.id), spec, resume=resume)
         await self.jobs.note(record.id, f"created; {_WAITS}")
         await self._planned(record.id)
         return Ticket(await self._known(record.id), is_new=True)
@@ -320,6 +324,14 @@ class BulkJobs:
                 "try again"
             ) from None
 
+    async def _again(self, context: Context, known: JobRecord, spec: JobSpec, *, resume: bool) -> Ticket:
+        """Returns an existing job, if it is the requested one; resumes it where that is asked for."""
+        check_same(context.tenant, known, spec, any_limits=resume or bool(known.resumed_at))
+        if resume and known.state in ENDED_EARLY:
+            limits = Changes(**{name: getattr(spec, name) for name in Changes.__struct_fields__})
+            known = await self.resume(context, shown_job_id(known), limits)
+        return Ticket(known, is_new=False)
+
     async def _planned(self, job_id: str) -> None:
         """Sends the planning task of a new job; if Celery's broker is away, the job is not created."""
         try:
@@ -345,14 +357,3 @@ class BulkJobs:
 
 async def _in_thread(call: Callable[..., T], *arguments: object) -> T:
     return await asyncio.get_running_loop().run_in_executor(_threads, call, *arguments)
-
-
-def _again(context: Context, known: JobRecord, spec: JobSpec) -> Ticket:
-    """Returns an existing job, if it is the requested one."""
-    mine = spec_of(known)
-    asked = msgspec.structs.replace(spec, version=spec.version or known.version)
-    if known.resumed_at:  # perhaps with other limits than it was created with
-        asked = msgspec.structs.replace(asked, **{name: getattr(mine, name) for name in Changes.__struct_fields__})
-    if known.tenant != context.tenant or mine != asked:
-        raise Conflict("the id or Idempotency-Key belongs to another job; repeat that one's body, or choose another")
-    return Ticket(known, is_new=False)

@@ -1,17 +1,17 @@
 """`qinfer submit` and `qinfer jobs`: bulk jobs, in which a model scores files."""
 
-import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, print_json
+from qinfer.cli.jobs.waiting import StopSignals, finish, print_status
 from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from qinfer.cli.client import GatewayClient
-    from qinfer.client import Job, JobStatus
+    from qinfer.client import JobStatus
     from qinfer.client.job_flows import JobOptions
 
 app = typer.Typer(help="Manage bulk jobs: list, show, wait, cancel, resume, delete.", no_args_is_help=True)
@@ -19,8 +19,6 @@ app = typer.Typer(help="Manage bulk jobs: list, show, wait, cancel, resume, dele
 SUBMIT_EXAMPLE = (
     "Example: qinfer submit digits 's3://bucket/in/*.parquet' s3://bucket/out --column image=pixels --key id --wait"
 )
-
-INTERRUPTED = 130
 
 _WIDE = 110
 """Columns of a terminal with room for speeds and URLs."""
@@ -106,6 +104,7 @@ MaxParallelOption = Annotated[
     int, typer.Option("--max-parallel", min=0, help="Maximum workers that score the job at a time; 0: all.")
 ]
 DeadlineOption = Annotated[float, typer.Option("--deadline", min=0, help="Seconds until the job expires; 0: never.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=0, help="Score the first rows only, so many; 0: all.")]
 MetadataOption = Annotated[
     list[str] | None, typer.Option("--metadata", help="NAME=TEXT: metadata to keep with the job.")
 ]
@@ -116,10 +115,33 @@ IdOption = Annotated[
 VersionOption = Annotated[
     int, typer.Option("--version", min=0, help="The model's version; 0 is the highest ready one.")
 ]
+_OPTIONS = {
+    "output_format": "format",
+    "output_tensor": "tensors",
+    "output_column": "output_columns",
+    "deadline": "deadline_s",
+    "job_id": "id",
+}
+"""Parameter of `submit` → the option of the job, where their names differ."""
+_OTHERS = {"model", "inputs", "output", "column", "shape", "null", "wait", "resume", "cancel_on_exit", "url", "as_json"}
+"""Parameters of `submit` that are no options of the job, or are read together."""
 WaitOption = Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job ends, and show progress.")]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="With --id: resume the job if it has failed, has expired or was cancelled. If it is completed, the "
+        "command ends at once.",
+    ),
+]
+CancelOption = Annotated[
+    bool, typer.Option("--cancel-on-exit", help="With --wait: cancel the job on SIGINT (Ctrl-C) and SIGTERM.")
+]
 
 
+# Each option is a parameter, for its help text; `job_options` takes most of them by name.
 def submit(
+    context: typer.Context,
     model: ModelArgument,
     inputs: InputsArgument,
     output: OutputArgument,
@@ -142,11 +164,14 @@ def submit(
     error_threshold: ErrorThresholdOption = 0.0,
     max_parallel: MaxParallelOption = 0,
     deadline: DeadlineOption = 0.0,
+    limit: LimitOption = 0,
     metadata: MetadataOption = None,
     webhook: WebhookOption = "",
     job_id: IdOption = "",
     version: VersionOption = 0,
     wait: WaitOption = False,
+    resume: ResumeOption = False,
+    cancel_on_exit: CancelOption = False,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
@@ -154,34 +179,36 @@ def submit(
 
     Inputs are Parquet, Arrow, CSV or JSON lines in any location that the server allows (QINFER_STORES__ALLOW).
 
-    Exit codes: 0 submitted (with --wait: completed), 1 failed, cancelled or expired, 2 refused, 130 interrupted while
-    waiting; the job goes on.
+    Exit codes: 0 submitted (with --wait: completed), 1 the job has failed, has expired or was cancelled, 2 wrong usage
+    or a job that is refused, 3 the server can't be reached or is overloaded (repeat the command with its --id), 130
+    or 143 stopped by SIGINT or SIGTERM: the job goes on, but for --cancel-on-exit.
     """
-    options: JobOptions = {
-        "id": job_id,
-        "version": version,
-        "format": output_format,
-        "input_format": input_format,
-        "columns": read_columns(column or [], shape or [], null or []),
-        "tensors": output_tensor or [],
-        "output_columns": pairs("--output-column", output_column or []),
-        "top_k": _numbers("--top-k", top_k or []),
-        "key": key,
-        "passthrough": passthrough or [],
-        "exclude": exclude or [],
-        "compression": compression,
-        "rows_per_part": rows_per_part,
-        "priority": priority,
-        "error_threshold": error_threshold,
-        "max_parallel": max_parallel,
-        "deadline_s": deadline,
-        "metadata": pairs("--metadata", metadata or []),
-        "webhook": webhook,
+    if resume and not job_id:
+        raise InvalidRequest("--resume finds the job by its id; add the --id that it was submitted with")
+    if cancel_on_exit and not wait:
+        raise InvalidRequest("--cancel-on-exit is for --wait; add --wait, or cancel the job by `qinfer jobs cancel`")
+    with _client(url) as client, StopSignals(wanted=cancel_on_exit) as stop:
+        job = client.submit_job(model, inputs, output, resume=resume, **job_options(context.params))
+        finish(job, url, wait=wait, as_json=as_json, stop=stop)
+
+
+def job_options(given: Mapping[str, Any]) -> "JobOptions":
+    """Returns the options of a job; those without a value are left out, for the server to decide.
+
+    Args:
+        given: The parameters of `submit` by name.
+
+    Raises:
+        InvalidRequest: A parameter can't be read.
+    """
+    read = {
+        "metadata": pairs("--metadata", given["metadata"] or []),
+        "output_column": pairs("--output-column", given["output_column"] or []),
+        "top_k": _numbers("--top-k", given["top_k"] or []),
     }
-    if compression_level:
-        options["compression_level"] = compression_level
-    with _client(url) as client:
-        finish(client.submit_job(model, inputs, output, **options), url, wait=wait, as_json=as_json)
+    found = {_OPTIONS.get(name, name): read.get(name, value) for name, value in given.items() if name not in _OTHERS}
+    found["columns"] = read_columns(given["column"] or [], given["shape"] or [], given["null"] or [])
+    return cast("JobOptions", {name: value for name, value in found.items() if value})
 
 
 @app.command("list", epilog="Example: qinfer jobs list --state running")
@@ -212,7 +239,8 @@ def show_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonO
 def wait_for_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Wait until a job ends, and show progress.
 
-    Exit codes: 0 completed; 1 failed, cancelled or expired; 130 interrupted, and the job goes on.
+    Exit codes: 0 completed, 1 failed, cancelled or expired, 2 no such job, 3 the server can't be reached, 130
+    interrupted; the job goes on.
     """
     with _client(url) as client:
         finish(client.job(job_id), url, wait=True, as_json=as_json)
@@ -222,7 +250,7 @@ def wait_for_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: J
 def cancel_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Cancel a job; its output so far is kept, and it can be resumed."""
     with _client(url) as client:
-        _print_status(client.job(job_id).cancel(), as_json=as_json)
+        print_status(client.job(job_id).cancel(), as_json=as_json)
 
 
 @app.command(
@@ -253,7 +281,7 @@ def resume_job(
         if wait:
             finish(job, url, wait=True, as_json=as_json)
         else:
-            _print_status(status, as_json=as_json)
+            print_status(status, as_json=as_json)
 
 
 @app.command("delete", epilog="Example: qinfer jobs delete 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
@@ -279,51 +307,10 @@ def job_logs(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonO
             print(f"{line.at}  {line.text}")
 
 
-def finish(job: "Job", url: str, *, wait: bool, as_json: bool) -> None:
-    """Prints the status of a job, or waits for its end and prints the last one.
-
-    Raises:
-        typer.Exit: The job has not completed (1), or the wait was interrupted (130).
-    """
-    if not wait:
-        _print_status(job.status(), as_json=as_json)
-        if not as_json:
-            print(f"follow it: {_command('wait', job.id, url)}")
-        return
-    try:
-        status = job.wait(progress=True)
-    except KeyboardInterrupt:
-        sys.stderr.write(
-            f"job {job.id} continues; show it: {_command('show', job.id, url)}\n"
-            f"or cancel it: {_command('cancel', job.id, url)}\n"
-        )
-        raise typer.Exit(INTERRUPTED) from None
-    _print_status(status, as_json=as_json)
-    if status.state != "completed":
-        raise typer.Exit(1)
-
-
 def _client(url: str) -> "GatewayClient":
     from qinfer.cli.client import GatewayClient
 
     return GatewayClient(url)
-
-
-def _command(what: str, job_id: str, url: str) -> str:
-    return f"qinfer jobs {what} {job_id}" + (f" --url {url}" if url != DEFAULT_URL else "")
-
-
-def _print_status(status: "JobStatus", *, as_json: bool) -> None:
-    """Prints the status of a job in one line or as JSON."""
-    if as_json:
-        print_json(dict(status.fields))
-        return
-    from qinfer.client.job_progress import progress_line
-
-    line = f"job {progress_line(status)}"
-    if status.state == "completed":
-        line += f"; output: {status.output_url}"
-    print(f"{line}: {status.error}" if status.error else line)
 
 
 def _show(status: "JobStatus", *, as_json: bool) -> None:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, CommandFailed, UrlOption
+from qinfer.cli.console import DEFAULT_URL, CommandFailed, UrlOption, print_json
 from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from qinfer.cli.jobs.annotations import Report
     from qinfer.labeling.label_config import LabelConfig
 
 EXAMPLE = "Example: qinfer label s3://bucket/out --mapping sentiment.yaml --format label-studio --out tasks.json"
@@ -72,6 +73,10 @@ PartialOption = Annotated[
     bool, typer.Option("--partial", help="Accept a job that ended early, and write the rows that exist.")
 ]
 
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="With --out FILE: print the numbers of written and omitted rows as JSON.")
+]
+
 
 def label(
     job: JobArgument,
@@ -86,13 +91,17 @@ def label(
     label_config: LabelConfigOption = None,
     partial: PartialOption = False,
     url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
 ) -> None:
     """Write pre-annotations for a labeling tool from the output of a bulk job.
 
     Rows with errors and rows that the mapping does not fit are left out; their number is printed on stderr.
 
-    Exit codes: 0 done, 1 no row could be written, 2 the mapping does not fit the job or the format.
+    Exit codes: 0 done, 1 no row could be written, 2 the mapping does not fit the job or the format, 3 the server can't
+    be reached.
     """
+    if as_json and out == "-":
+        raise InvalidRequest("--json prints on stdout, where the rows go too; name a file by --out")
     try:
         from qinfer.cli.jobs.annotations import Chosen, chosen_fields, write_annotations
         from qinfer.cli.jobs.output_rows import JobRows
@@ -121,9 +130,16 @@ def label(
         kind = kind.as_array()
     chosen = Chosen(labels, config, kind, fields, key)
     report = write_annotations(rows, chosen, out, by_confidence=order == Order.CONFIDENCE, limit=limit)
-    _print(f"{report.written:,} rows written")
+    _print_report(report, out, as_json=as_json)
     for each in labels.inputs.values() if report.written else ():
         _print_missing(each.field, fields, rows.schema.names)
+
+
+def _print_report(report: "Report", out: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"out": out, "written": report.written, "failed": report.failed, "unfit": report.unfit})
+    else:
+        _print(f"{report.written:,} rows written")
     if left_out := report.left_out():
         _print(left_out)
 

@@ -277,7 +277,7 @@ async def test_the_same_job_twice_is_one(client: httpx.AsyncClient, place: Place
     assert (first.status_code, second.status_code, other.status_code) == (201, 200, 409), first.text
     assert second.headers["idempotent-replayed"] == "true"
     assert second.headers["location"] == first.headers["location"]
-    assert "another job" in other.json()["error"]
+    assert 'another job, which differs in \'key\': "", now "id"; repeat' in other.json()["error"]
 
 
 async def test_an_id_and_a_key(client: httpx.AsyncClient, place: Place) -> None:
@@ -460,6 +460,34 @@ async def test_a_job_that_was_resumed_with_changes_is_found_again(
 
     assert (again.status_code, again.json()["id"]) == (200, job["id"])
     assert other.status_code == 409
+
+
+async def test_the_same_body_resumes_a_job(client: httpx.AsyncClient, running: Running, place: Place) -> None:
+    """With the limits that it has now; whoever asks without `resume` changes nothing."""
+    body, resume = place.job(id="weekly"), {"resume": "true"}
+    first = await client.post(JOBS, json=body, params=resume)
+    await Jobs(running.delivery).stop("weekly", "failed", error="1 rows failed")
+
+    plain = await client.post(JOBS, json=body)
+    refused = await client.post(JOBS, json=body | {"key": "id"}, params=resume)
+    resumed = await client.post(JOBS, json=body | {"error_threshold": -1}, params=resume)
+    again = await client.post(JOBS, json=body | {"error_threshold": -1}, params=resume)
+    await Jobs(running.delivery).stop("weekly", "cancelling")
+    early = await client.post(JOBS, json=body, params=resume)
+
+    assert [first.status_code, plain.status_code, refused.status_code] == [201, 200, 409]
+    assert plain.json()["state"] == "failed"
+    assert (resumed.status_code, resumed.json()["state"]) == (200, "planning")
+    assert resumed.json()["spec"]["error_threshold"] == -1
+    assert again.json()["state"] == "planning"
+    assert (early.status_code, early.json()["state"] in ("cancelling", "cancelled")) == (200, True)
+
+
+@pytest.mark.parametrize(("query", "said"), [("resume=true", "by its id"), ("resume=yes", "'yes'")])
+async def test_a_resumption_that_can_not_be(client: httpx.AsyncClient, place: Place, query: str, said: str) -> None:
+    reply = await client.post(f"{JOBS}?{query}", json=place.job())
+
+    assert (reply.status_code, said in reply.json()["error"]) == (400, True)
 
 
 async def test_a_completed_job_is_not_resumed(client: httpx.AsyncClient, running: Running, place: Place) -> None:

@@ -118,7 +118,7 @@ def test_no_server_says_how_to_start_one(command: list[str], unused_tcp_port: in
     """The remedy is in the message."""
     code, _, stderr = run(*command, "--url", f"http://127.0.0.1:{unused_tcp_port}")
 
-    assert code == 1
+    assert code == 3
     assert "no server answers" in stderr
     assert "qinfer up --model-repository" in stderr
 
@@ -156,7 +156,7 @@ def test_redis_that_is_away_is_one_line(unused_tcp_port: int) -> None:
     """A connection that is refused is no traceback."""
     code, _, stderr = run("status", "--redis", f"redis://127.0.0.1:{unused_tcp_port}")
 
-    assert code == 1
+    assert code == 3
     assert stderr.startswith("Error: ")
     assert "Traceback" not in stderr
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_a_job_is_submitted(gateway: Talk) -> None:
     body = sent(server)
     assert code == 0, out
     assert body["inputs"] == [IN, f"file://{os.getcwd()}/in/rows.csv"]
-    assert body["output"] == {"url": OUT, "format": "parquet", "rows_per_part": 0}
+    assert body["output"] == {"url": OUT, "format": "parquet"}
     assert (body["columns"], body["key"], body["passthrough"]) == ({"x": ["a", "b"]}, "id", ["*"])
     assert "job j1: planning" in out
     assert "qinfer jobs wait j1" in out
@@ -78,7 +79,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
         "--format arrow --input-format csv --shape x=2,2 --null x=0 --output-column y=score --exclude name "
         "--compression lz4 --compression-level 3 --output-tensor y --output-tensor p --top-k p=2 "
         "--rows-per-part 100 --priority high --error-threshold 0.5 --max-parallel 2 --deadline 60 --metadata who=me "
-        "--webhook https://x/y --id nightly --version 3 --passthrough *"
+        "--webhook https://x/y --id nightly --version 3 --passthrough * --limit 100"
     )
 
     code, out, err = run("submit", "m", IN, OUT, *options.split())
@@ -109,6 +110,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
         "webhook": "https://x/y",
         "id": "nightly",
         "version": 3,
+        "limit": 100,
     }
 
 
@@ -152,9 +154,9 @@ def test_pairs_may_be_empty() -> None:
         pairs("--metadata", ["=b"])
 
 
-@pytest.mark.parametrize(("status", "code"), [(400, 2), (403, 2), (404, 2), (409, 2), (429, 1), (501, 2), (503, 1)])
+@pytest.mark.parametrize(("status", "code"), [(400, 2), (403, 2), (404, 2), (409, 2), (429, 3), (501, 2), (503, 3)])
 def test_a_refusal_is_printed(gateway: Talk, status: int, code: int) -> None:
-    """On stderr, with the server's text; 2 where the command is to be changed."""
+    """On stderr, with the server's text; 2 where the command is to be changed, 3 where it may work later."""
     gateway(reply(status, error="the inputs have no column 'x'"))
 
     found, out, err = run("submit", "m", IN, OUT)
@@ -213,6 +215,64 @@ def test_an_interrupt_leaves_the_job(gateway: Talk, monkeypatch: pytest.MonkeyPa
     assert "qinfer jobs show j1 --url http://other:8000" in err
     assert "qinfer jobs cancel j1 --url http://other:8000" in err
     assert server.paths == ["POST /v1/jobs"]
+
+
+def test_a_server_that_is_away_is_no_failed_job(gateway: Talk) -> None:
+    gateway(httpx.ConnectError("refused"))
+    before = run("submit", "m", IN, OUT)
+    gateway(job("planning", 201), job("running"), httpx.ReadTimeout("slow"))
+    meanwhile = run("submit", "m", IN, OUT, "--wait")
+
+    assert (before[0], meanwhile[0]) == (3, 3)
+    assert "no server answers" in before[2]
+
+
+def test_the_same_command_resumes(gateway: Talk) -> None:
+    """A job that is still being cancelled is waited for; a completed one is told at once."""
+    command = ("submit", "m", IN, OUT, "--id", "nightly", "--resume", "--wait")
+    server = gateway(job("cancelling"), job("cancelling"), job("planning"), job("completed"))
+    resumed = run(*command)
+    gateway(job("completed"))
+    again = run(*command)
+
+    assert (resumed[0], again[0]) == (0, 0)
+    assert server.paths == ["POST /v1/jobs?resume=true"] * 3 + ["GET /v1/jobs/j1"]
+
+
+@pytest.mark.parametrize(("option", "said"), [("--resume", "--id"), ("--cancel-on-exit", "--wait")])
+def test_options_that_need_another(gateway: Talk, option: str, said: str) -> None:
+    server = gateway(job())
+
+    code, _, err = run("submit", "m", IN, OUT, option)
+
+    assert (code, said in err, server.requests) == (2, True, [])
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["submitting", "waiting"])
+def test_signals_cancel_the_job(gateway: Talk, monkeypatch: pytest.MonkeyPatch, signum: int, when: str) -> None:
+    """One that comes before the job's id is known is kept until then; the handlers are those of before afterwards."""
+    server = gateway(job("planning", 201), job("cancelling"))
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    submit_job = Client.submit_job
+
+    def submitted(self: Client, *arguments: Any, **options: Any) -> Job:
+        if when == "submitting":
+            os.kill(os.getpid(), signum)
+        return submit_job(self, *arguments, **options)
+
+    def waited(self: Job, *, progress: bool) -> JobStatus:
+        os.kill(os.getpid(), signum)
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(Client, "submit_job", submitted)
+    monkeypatch.setattr(Job, "wait", waited)
+    code, out, _ = run("submit", "m", IN, OUT, "--wait", "--cancel-on-exit")
+
+    assert code == 128 + signum
+    assert "job j1: cancelling" in out
+    assert server.paths == ["POST /v1/jobs", "POST /v1/jobs/j1/cancel"]
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 # --- jobs ---

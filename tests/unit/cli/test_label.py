@@ -90,6 +90,18 @@ def test_the_least_sure_first(tmp_path: Path, mapping: Path, limit: int, expecte
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mood.yaml", "out", "tasks.json"]
 
 
+def test_the_numbers_of_rows_as_json(tmp_path: Path, mapping: Path) -> None:
+    """On stdout, where no rows may be then."""
+    folder, out = write_job_output(tmp_path / "out", [table()]), tmp_path / "tasks.json"
+
+    code, report, err = run(folder, "-m", mapping, "--json", "--out", out)
+    refused = run(folder, "-m", mapping, "--json")
+
+    assert (code, err) == (0, "")
+    assert json.loads(report) == {"out": str(out), "written": 5, "failed": 0, "unfit": 0}
+    assert (refused[0], "--out" in refused[2]) == (2, True)
+
+
 def test_a_limit_in_the_order_of_the_input(tmp_path: Path, mapping: Path) -> None:
     """The rest is not read."""
     folder = write_job_output(tmp_path / "out", [table()])

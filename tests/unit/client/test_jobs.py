@@ -100,6 +100,33 @@ def test_a_submission_may_be_repeated() -> None:
     assert json.loads(named.requests[0].content)["id"] == "nightly"
 
 
+def test_a_job_is_resumed_by_its_id() -> None:
+    """One that stays `cancelling` is not waited for without end."""
+    server = Server(job("cancelling"))
+
+    with pytest.raises(errors.DeadlineExceeded, match="'j1' is still being cancelled"):
+        server.client(timeout_s=5.0).submit_job("m", "s3://b/in", "s3://b/out", id="nightly", resume=True)
+    with pytest.raises(errors.InvalidRequest, match="by its id"):
+        server.client().submit_job("m", "s3://b/in", "s3://b/out", resume=True)
+
+    assert set(server.paths) == {"POST /v1/jobs?resume=true"}
+
+
+@pytest.mark.parametrize("state", ["completed", "failed", "cancelled", "expired"])
+def test_a_wait_raises_where_that_is_asked_for(state: str) -> None:
+    server = Server(job(state, error="it broke" if state == "failed" else None))
+    client = server.client()
+
+    quiet = client.job("j1").wait()
+    if state == "completed":
+        assert client.job("j1").wait(raise_on_failure=True) == quiet
+        return
+    with pytest.raises(errors.JobFailed, match=f"job 'j1' is {state}" + (": it broke" * (state == "failed"))) as caught:
+        client.job("j1").wait(raise_on_failure=True)
+
+    assert caught.value.state == state
+
+
 def test_paths_become_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Absolute ones, of which patterns stay patterns."""
     monkeypatch.chdir(tmp_path)

@@ -52,6 +52,27 @@ def test_a_plan_has_all_that_shards_are_made_by(tmp_path: Path) -> None:
     assert decode_schema(plan.schema) == pa.schema([("x", pa.float64())])
 
 
+@pytest.mark.parametrize("name", ["parquet", "csv"])
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 8, 100])
+def test_a_limit_plans_the_first_rows(tmp_path: Path, name: str, limit: int) -> None:
+    """No file beyond them is read, and none of their rows is left out or there twice."""
+    for file in "ab":
+        if name == "parquet":
+            write(tmp_path / f"{file}.parquet", {"x": [1.0] * 5}, row_group_size=2)
+        else:
+            (tmp_path / f"{file}.csv").write_text("x\n" + "1\n" * 5)
+    (tmp_path / f"c.{name}").write_bytes(b"PAR1 torn" if limit <= 10 else b"")
+    if limit > 10:
+        (tmp_path / f"c.{name}").unlink()
+
+    plan = planned(tmp_path, f"*.{name}", rows_per_part=3, limit=limit)
+
+    ranges = [part for shard in plan.shards for part in shard.ranges]
+    rows = [(part.url[-len(f"a.{name}")], part.first_row + row) for part in ranges for row in range(part.rows)]
+    assert rows == [(file, row) for file in "ab" for row in range(5)][:limit]
+    assert plan.rows == len(rows) == sum(shard.rows for shard in plan.shards)
+
+
 def test_a_worker_reads_the_head_of_a_plan(tmp_path: Path) -> None:
     """Without its shards, of which there may be many."""
     write(tmp_path / "a.parquet", {"x": [1.0]})

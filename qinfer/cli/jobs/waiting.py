@@ -1,0 +1,119 @@
+"""The end of a command about a bulk job: its status, or the wait for its end, which signals may interrupt."""
+
+import signal
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, Self
+
+import typer
+
+from qinfer.cli.console import DEFAULT_URL, print_json
+
+if TYPE_CHECKING:
+    from qinfer.client import Job, JobStatus
+
+_BY_SIGNAL = 128
+"""The exit code of a program that a signal stops is greater than the signal's number by so many."""
+
+
+class Stopped(BaseException):
+    """Interrupts the wait for a job; raised by the handler of a signal.
+
+    Attributes:
+        signum: The signal's number.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class StopSignals:
+    """Turns SIGINT and SIGTERM into `Stopped`, and keeps the first one back until the job's id is known.
+
+    Args:
+        wanted: Whether it does so; else the signals do as ever.
+    """
+
+    def __init__(self, *, wanted: bool = False) -> None:
+        self.wanted = wanted
+        self._kept: list[int] = []
+        self._keeps = True
+
+    def __enter__(self) -> Self:
+        if self.wanted:
+            self._before = {each: signal.signal(each, self._on) for each in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items() if self.wanted else ():
+            signal.signal(each, handler)
+
+    def release(self) -> None:
+        """Lets signals interrupt from now on.
+
+        Raises:
+            Stopped: A signal has come before.
+        """
+        self._keeps = False
+        if self._kept:
+            raise Stopped(self._kept[0])
+
+    def _on(self, signum: int, _: FrameType | None) -> None:
+        if self._keeps and not self._kept:
+            self._kept.append(signum)
+        else:
+            raise Stopped(signum)
+
+
+def finish(job: "Job", url: str, *, wait: bool, as_json: bool, stop: StopSignals | None = None) -> None:
+    """Prints the status of a job, or waits for its end and prints the last one.
+
+    Args:
+        job: The job.
+        url: The gateway's URL, for the commands that are named.
+        wait: Wait for the end.
+        as_json: Print JSON.
+        stop: The signals that cancel the job during the wait.
+
+    Raises:
+        typer.Exit: The job has not completed (1), or the wait was interrupted (128 and the number of the signal).
+    """
+    if not wait:
+        print_status(job.status(), as_json=as_json)
+        if not as_json:
+            print(f"follow it: {_command('wait', job.id, url)}")
+        return
+    try:
+        if stop is not None:
+            stop.release()
+        status = job.wait(progress=True)
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            f"job {job.id} continues; show it: {_command('show', job.id, url)}\n"
+            f"or cancel it: {_command('cancel', job.id, url)}\n"
+        )
+        raise typer.Exit(_BY_SIGNAL + signal.SIGINT) from None
+    except Stopped as stopped:
+        print_status(job.cancel(), as_json=as_json)
+        raise typer.Exit(_BY_SIGNAL + stopped.signum) from None
+    print_status(status, as_json=as_json)
+    if status.state != "completed":
+        raise typer.Exit(1)
+
+
+def print_status(status: "JobStatus", *, as_json: bool) -> None:
+    """Prints the status of a job in one line or as JSON."""
+    if as_json:
+        print_json(dict(status.fields))
+        return
+    from qinfer.client.job_progress import progress_line
+
+    line = f"job {progress_line(status)}"
+    if status.state == "completed":
+        line += f"; output: {status.output_url}"
+    print(f"{line}: {status.error}" if status.error else line)
+
+
+def _command(what: str, job_id: str, url: str) -> str:
+    return f"qinfer jobs {what} {job_id}" + (f" --url {url}" if url != DEFAULT_URL else "")
