@@ -66,6 +66,9 @@ FILL_PERMILLE = "fill_permille"
 """Thousandths of the largest batch, over all batches that the histogram counts."""
 ROWS_DONE, ROWS_FAILED = "job_rows_done", "job_rows_failed"
 """Rows of bulk jobs in settled shards, with an output and without."""
+JOB_ROWS_SCORED, JOB_SCORING_NS = "job_rows_scored", "job_scoring_ns"
+"""Rows of bulk jobs that were executed, part of the inference count; and nanoseconds in which workers scored them, with
+waits for rows to be read and for online requests: each worker's time is counted once, however many instances it has."""
 REDELIVERIES = "redeliveries"
 """Requests handed to a worker again, once for each time."""
 RETRIES = "retries"
@@ -236,6 +239,10 @@ class ModelCounts:
     def add(self, model: str, version: int, field: str, count: int = 1) -> None:
         """Adds to a field of a model version."""
         self._deltas[model, version][field] += count
+
+    def merge(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
+        """Adds what was counted elsewhere, such as by a `StatsTally`."""
+        add(self._deltas[model, version], deltas)
 
     def drain(self) -> dict[tuple[str, int], dict[str, int]]:
         """Returns the counts since the last drain, by model and version."""

@@ -10,6 +10,7 @@ from qinfer.jobs.job import JobSpec
 from qinfer.jobs.plan import Shard
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import ShardOutcome
+from qinfer.observe import stats
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
 from qinfer_workers.jobs.scoring import shard_loop, shard_service
@@ -65,6 +66,25 @@ async def test_a_job_is_scored_by_the_model_s_workers(scene: InlineWorkers, tmp_
     record = await Jobs(scene.delivery).get(JOB)
     assert record is not None
     assert (record.rows_done, record.rows_failed, record.shards_done, record.in_lane) == (500, 0, 10, 0)
+
+
+async def test_the_executions_of_a_job_are_in_the_statistics(scene: InlineWorkers, tmp_path: Path) -> None:
+    """As those of requests are, but for the requests; planners learn the model's speed from them."""
+    work = Work(tmp_path, 500, 50)
+    await scene.model()
+    await scene.worker()
+    await work.submit(scene)
+    work.check(await outcomes(scene.delivery, 10))
+    await scene.stop()
+
+    found = await scene.store.stats("stub", 1)
+    sizes = stats.batches(found)
+    assert sum(size.rows * size.executions for size in sizes) == found[stats.INFERENCE_COUNT] == 500
+    assert found[stats.JOB_ROWS_SCORED] == found[stats.ROWS_DONE] == 500
+    assert sum(size.executions for size in sizes) == found[stats.EXECUTION_COUNT]
+    assert stats.SUCCESS_COUNT not in found
+    assert found[stats.LAST_INFERENCE_MS] / 1000 == pytest.approx(scene.delivery.clock.now_s(), abs=60.0)
+    assert found[stats.JOB_SCORING_NS] > 0
 
 
 async def test_online_requests_go_first(scene: InlineWorkers, tmp_path: Path) -> None:

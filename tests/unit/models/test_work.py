@@ -6,7 +6,7 @@ import pytest
 from qinfer.jobs.queue.records import JobRecord, open_rows
 from qinfer.models.state import Speed, State, VersionState, WorkerRecord
 from qinfer.models.work import ASSUMED_ROW_S, OpenRows, Seen, VersionWork, work_of
-from qinfer.observe.stats import EXECUTION_NS, INFERENCE_COUNT, SUCCESS_COUNT
+from qinfer.observe.stats import EXECUTION_NS, INFERENCE_COUNT, JOB_ROWS_SCORED, SUCCESS_COUNT
 from qinfer.queue.entries import Lane, LaneSize
 
 ONLINE, DELAYED, BULK = Lane("m", 1, "p1"), Lane("m", 1, "p1.delayed"), Lane("m", 1, "bulk2")
@@ -57,6 +57,7 @@ def test_a_request_has_a_row_at_least() -> None:
     """Without statistics it is taken for one; a mean that is no whole number is rounded up, over all requests."""
     assert work(seen(7)).rows == 7
     assert work(seen(3, counts={SUCCESS_COUNT: 2, INFERENCE_COUNT: 3})).rows == 5  # 4.5
+    assert work(seen(3, counts={SUCCESS_COUNT: 2, INFERENCE_COUNT: 1003, JOB_ROWS_SCORED: 1000})).rows == 5
     assert work(seen(3, counts={SUCCESS_COUNT: 10, INFERENCE_COUNT: 2})).rows == 3  # decoupled ones: counts may differ
 
 

@@ -21,13 +21,16 @@ from qinfer.jobs.shards import Pace
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.installation import refuse_lost
 from qinfer.models.pins import executed_hash, is_executed
-from qinfer.observe.stats import batches
+from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, batches
 from qinfer.storage.store import Outcome
 from qinfer_workers.jobs.documents import MAX_BYTES, PLAN_NAME, StoreFor, read_plan, url_of
 from qinfer_workers.jobs.finalise import leave_partial
 from qinfer_workers.jobs.services import PLANNING, JobServices, NotWanted
 
 logger = logging.getLogger("qinfer_workers.jobs")
+
+_ENOUGH_NS = 3 * 10**9
+"""Nanoseconds of scoring before the speed of jobs is believed: small shards say little."""
 
 _ENOUGH = 3
 """Executions of a batch size before it is believed: the first ones of a runtime are slow."""
@@ -198,13 +201,17 @@ def _summary(plan: Plan, committed: int, again: int) -> str:
 
 
 def rows_per_s(stats: Mapping[str, int]) -> float:
-    """Returns the rows a second of one instance at the batch size that was fastest; 0 = nothing was measured.
+    """Returns how many rows of a job a worker scores in a second; 0 = nothing was measured.
 
-    Bulk batches are as large as is best, so that the small ones of online requests say too little.
+    Jobs tell it best, once they took some seconds: reading and writing, and online requests, are part of it. Else it is
+    that of one instance at the batch size that was fastest: bulk batches are as large as is best, so that the small
+    ones of online requests say too little.
 
     Args:
         stats: The statistics of a model version.
     """
+    if stats.get(JOB_SCORING_NS, 0) >= _ENOUGH_NS:
+        return stats.get(JOB_ROWS_SCORED, 0) / stats[JOB_SCORING_NS] * 1e9
     best = 0.0
     for batch in batches(stats):
         spent_ns = batch.input_ns + batch.infer_ns + batch.output_ns

@@ -16,7 +16,7 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import encode_plan
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.state import State
-from qinfer.observe.stats import StatsTally
+from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, StatsTally
 from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer_workers.jobs import services
@@ -618,3 +618,14 @@ async def test_a_process_narrows_what_was_granted_to_its_own_settings(database: 
     await one.planner().run("job")
 
     assert (await one.record()).state == JobState.FAILED
+
+
+def test_the_speed_of_jobs_counts_once_they_took_some_seconds() -> None:
+    """Reading and writing are part of it; a few small shards say less than the executions in them."""
+    tally = StatsTally()
+    for _ in range(5):
+        tally.executed(100, (), 0, 10_000_000, 0)
+    executed = tally.drain()
+
+    assert rows_per_s(executed | {JOB_ROWS_SCORED: 500, JOB_SCORING_NS: 10**9}) == pytest.approx(10_000)
+    assert rows_per_s(executed | {JOB_ROWS_SCORED: 20_000, JOB_SCORING_NS: 5 * 10**9}) == pytest.approx(4_000)

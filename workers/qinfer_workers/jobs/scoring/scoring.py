@@ -5,8 +5,9 @@ the same to requests). They get the model's error; the others get their outputs.
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,6 +27,7 @@ from qinfer.errors import (
     QinferError,
     RequestError,
 )
+from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, StatsTally
 from qinfer.tensors import to_numpy
 from qinfer_workers.jobs.scoring.arbiter import Turn
 from qinfer_workers.jobs.scoring.chunks import Chunks, Outputs, Slice
@@ -74,6 +76,7 @@ class Scorer:
     def __init__(self, purpose: Purpose, chunks: Chunks) -> None:
         self.chunks = chunks
         self.purpose = purpose
+        self.executions = Executions()
         self.error: QinferError | None = None
         """Why scoring has stopped."""
         self._spec = purpose.model.spec
@@ -93,7 +96,7 @@ class Scorer:
         """Executes a slice; raises nothing."""
         watch = _Watch()
         try:
-            outputs = self._execute(instance, part)
+            outputs = self._execute(instance, part, watch)
         except _LATER as error:
             self._stop(error)
         except OutputMismatch as error:  # no single row's
@@ -106,16 +109,19 @@ class Scorer:
             self._warn(part)
             self._failed(part, InferenceFailed(str(error) or type(error).__name__))
         else:
+            self.executions.add(part.rows, watch.laps_ns, self.purpose.clock.now_s())
             self.chunks.done(part, outputs, watch.seconds())
 
-    def _execute(self, instance: Backend, part: Slice) -> Outputs:
+    def _execute(self, instance: Backend, part: Slice, watch: "_Watch") -> Outputs:
         inputs = part.inputs()
         is_batched = self._spec.max_batch_size > 0
         if not is_batched:
             inputs = {name: array[0] for name, array in inputs.items()}
         rows = part.rows if is_batched else 1
         way = _Way(self)
+        watch.lap()
         instance.execute(Batch(requests=[self._request], rows=[rows], inputs=inputs), way)
+        watch.lap()
         if way.answer is None:
             raise OutputMismatch("the model did not answer its batch")
         if isinstance(way.answer, QinferError):
@@ -126,6 +132,7 @@ class Scorer:
         if problem is not None:
             raise OutputMismatch(problem)
         arrays = {tensor.name: to_numpy(tensor) for tensor in way.answer}
+        watch.lap()
         return arrays if is_batched else {name: array[np.newaxis] for name, array in arrays.items()}
 
     def _failed(self, part: Slice, error: QinferError) -> None:
@@ -147,11 +154,60 @@ class Scorer:
         logger.log(level, "bulk batch failed", exc_info=True, extra=extra)
 
 
-class _Watch:
-    """Tells how long the device was busy: not how long others had the core, where this thread is the device."""
+class Executions:
+    """Counts the executions of one shard for the statistics; for several threads.
+
+    An execution has no request: it counts as a batch and as rows, as an execution of a request does, and its time as
+    the batch's.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tally = StatsTally()
+        self._rows = 0
+        self._began_ns = self._ended_ns = 0
+
+    def add(self, rows: int, laps_ns: Sequence[int], now_s: float) -> None:
+        """Counts an execution that gave outputs, and has just ended.
+
+        Args:
+            rows: Its rows.
+            laps_ns: Nanoseconds of making the inputs, of the model, and of making the outputs.
+            now_s: The broker's time.
+        """
+        input_ns, infer_ns, output_ns = laps_ns
+        ended_ns, whole_ns = time.perf_counter_ns(), input_ns + infer_ns + output_ns
+        with self._lock:
+            self._tally.executed(rows, (), input_ns, infer_ns, output_ns, now_s - whole_ns / 1e9)
+            self._rows += rows
+            self._began_ns = self._began_ns or ended_ns - whole_ns
+            self._ended_ns = ended_ns
+
+    def drain(self) -> dict[str, int]:
+        """Returns the statistics since the last drain."""
+        with self._lock:
+            counted = {JOB_ROWS_SCORED: self._rows, JOB_SCORING_NS: self._ended_ns - self._began_ns}
+            self._rows, self._began_ns = 0, self._ended_ns
+            return self._tally.drain() | {field: count for field, count in counted.items() if count}
+
+
+class _Watch:
+    """Tells how long the device was busy: not how long others had the core, where this thread is the device.
+
+    Attributes:
+        laps_ns: Nanoseconds from one `lap` to the next.
+    """
+
+    def __init__(self) -> None:
+        self.laps_ns: list[int] = []
         self._began_s, self._worked_s = time.perf_counter(), time.thread_time()
+        self._lap_ns = time.perf_counter_ns()
+
+    def lap(self) -> None:
+        """Ends a lap."""
+        now_ns = time.perf_counter_ns()
+        self.laps_ns.append(now_ns - self._lap_ns)
+        self._lap_ns = now_ns
 
     def seconds(self) -> float:
         worked_s, whole_s = time.thread_time() - self._worked_s, time.perf_counter() - self._began_s

@@ -179,6 +179,7 @@ class ShardTask:
         finally:
             watch.cancel()
             self.free.set()
+            self._note_executions(run)
         if self._held.lost:
             logger.info("shard abandoned: its lease is lost", extra={"job": record.id, "shard": ticket.shard.index})
         elif outcome is None:
@@ -222,10 +223,15 @@ class ShardTask:
         self._context.counts.add(lane.model, lane.version, ROWS_DONE, outcome.rows - failed)
         self._context.counts.add(lane.model, lane.version, ROWS_FAILED, failed)
 
+    def _note_executions(self, run: "ShardRun") -> None:
+        lane = self._lease.entry.lane
+        self._context.counts.merge(lane.model, lane.version, run.statistics())
+
     async def _watch(self, run: "ShardRun", job_id: str) -> None:
-        """Stops the run when its job does not want it any more."""
+        """Stops the run when its job does not want it any more, and counts its executions meanwhile."""
         while True:
             await asyncio.sleep(WANTED_EVERY_S)
+            self._note_executions(run)
             with suppress(QinferError):
                 if not await self._context.jobs.is_wanted(job_id):
                     run.stop()

@@ -70,6 +70,10 @@ class ShardRun:
         self._is_again = is_again
         self.is_stuck = False
 
+    def statistics(self) -> dict[str, int]:
+        """Returns the statistics of its executions since the last call."""
+        return self._scorer.executions.drain()
+
     def stop(self) -> None:
         """Has it stop at the next batch."""
         self._chunks.stop()
