@@ -49,6 +49,7 @@ class JobOptions(TypedDict, total=False):
         key: The column that identifies rows, copied to the output; by default file, row group and row number are.
         passthrough: Columns to copy to the output; `["*"]` = all.
         exclude: With `["*"]`: columns to leave out.
+        bad_files: `fail` or `skip`: what input files do that can't be read.
         compression: Compression of the output, such as `zstd`, `snappy`, `none`.
         compression_level: The level of the compression; 0 = its default.
         rows_per_part: Maximum rows of one part.
@@ -72,6 +73,7 @@ class JobOptions(TypedDict, total=False):
     key: str
     passthrough: Sequence[str]
     exclude: Sequence[str]
+    bad_files: str
     compression: str
     compression_level: int
     rows_per_part: int
@@ -110,6 +112,7 @@ class JobStatus:
         shards: Shards of the job, each of which becomes a file; 0 before the job is planned.
         shards_done: Finished shards.
         shards_failed: Failed shards.
+        skipped_files: Input files that were left out because they can't be read.
         progress: The share of the rows that are done or failed, 0 … 1.
         rows_per_s: Rows per second so far; 0 before the first.
         eta_s: Estimated seconds until the end; `None` = not known.
@@ -128,6 +131,7 @@ class JobStatus:
     shards: int = 0
     shards_done: int = 0
     shards_failed: int = 0
+    skipped_files: int = 0
     progress: float = 0.0
     rows_per_s: float = 0.0
     eta_s: float | None = None
@@ -302,7 +306,9 @@ def _status(policy: Policy, reply: httpx.Response) -> JobStatus:
 
 def _status_of(policy: Policy, fields: Mapping[str, Any]) -> JobStatus:
     try:
-        rows, shards = (msgspec.convert(fields.get(name, {}), _Counts) for name in ("rows", "shards"))
+        rows, shards, skipped = (
+            msgspec.convert(fields.get(name) or {}, _Counts) for name in ("rows", "shards", "skipped_files")
+        )
         counts = {
             "rows": rows.total,
             "rows_done": rows.done,
@@ -310,6 +316,7 @@ def _status_of(policy: Policy, fields: Mapping[str, Any]) -> JobStatus:
             "shards": shards.total,
             "shards_done": shards.done,
             "shards_failed": shards.failed,
+            "skipped_files": skipped.total or 0,
         }
         known = {name: value for name, value in {**fields, **counts}.items() if value is not None}
         return msgspec.convert({**known, "fields": fields}, JobStatus)

@@ -88,6 +88,8 @@ def _figures(status: JobStatus, progress: list[str], failed: str, speed: str, le
     if not status.shards:
         return []
     found = [*progress, *([failed] if status.rows_failed else [])]
+    if status.skipped_files:
+        found.append(f"{status.skipped_files:,} files skipped")
     if status.rows_per_s:
         found.append(speed.format(status.rows_per_s))
     if status.eta_s is not None and not status.has_ended:

@@ -17,6 +17,7 @@ from qinfer.errors import InvalidRequest
 
 InputFormat = Literal["", "parquet", "arrow", "csv", "jsonl"]
 OutputFormat = Literal["parquet", "arrow"]
+BadFiles = Literal["fail", "skip"]
 Priority = Literal["high", "normal", "low"]
 
 PRIORITIES: Mapping[str, int] = {"high": 1, "normal": 2, "low": 3}
@@ -127,6 +128,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         key: A column that identifies rows, copied to the output; empty = file, row group and row number are.
         passthrough: Columns that are copied to the output; `*` = all.
         exclude: Columns that `passthrough: ["*"]` leaves out.
+        bad_files: What input files do that can't be read: they fail the job, or are skipped and listed.
         priority: Shards of a higher priority go first.
         error_threshold: When more rows than this fail, the job does: a number of rows, a fraction between 0 and 1, or
             -1 = never.
@@ -150,6 +152,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str = ""
     passthrough: _Texts = ()
     exclude: _Texts = ()
+    bad_files: BadFiles = "fail"
     priority: Priority = "normal"
     error_threshold: Threshold = 0.0
     max_parallel: Natural = 0
@@ -352,6 +355,7 @@ _ColumnsGiven = _Text | _SomeTexts | Columns
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "input_format": get_args(InputFormat),
     "output.format": get_args(OutputFormat),
+    "bad_files": get_args(BadFiles),
     "priority": get_args(Priority),
 }
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from qinfer.errors import CorruptEntry
-from qinfer.jobs.plan import PartInfo, Plan, Source, read_stored
+from qinfer.jobs.plan import BadFile, PartInfo, Plan, Source, read_stored
 
 MANIFEST_NAME = "_manifest.json"
 SUCCESS_NAME = "_SUCCESS"
@@ -53,6 +53,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         schema: The parts' columns as text, one `name: type` a line.
         parts: The parts in the order of the inputs' rows.
         sources: The input files in order.
+        skipped: The input files that were left out because they can't be read; their rows are in no part.
         created_at: When the manifest was made, in seconds since 1970.
         ended_at: Of an output that is not complete: the end of the job after which these parts were there, for the job
             may be resumed and end again; in seconds since 1970.
@@ -70,6 +71,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema: str
     parts: tuple[Part, ...]
     sources: tuple[Source, ...]
+    skipped: tuple[BadFile, ...] = ()
     created_at: float
     ended_at: float | msgspec.UnsetType = msgspec.UNSET
 
@@ -132,6 +134,7 @@ def make_manifest(plan: Plan, parts: Sequence[PartInfo], created_at: float) -> M
         schema=parts[0].schema if parts else "",
         parts=tuple(map(_part, names, parts)),
         sources=plan.sources,
+        skipped=plan.skipped,
         created_at=created_at,
     )
 

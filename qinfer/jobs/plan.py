@@ -16,6 +16,9 @@ Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
 NO_GROUPS = -1
 """The row group of formats that have none."""
 
+SHOWN_FILES = 20
+"""So many files that can't be read are named in a job's record, log and error."""
+
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one row group of one file.
@@ -69,6 +72,21 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     rows: int
 
 
+class BadFile(msgspec.Struct, frozen=True):
+    """An input file that can't be read.
+
+    Attributes:
+        url: Where it is.
+        reason: What is wrong with it, in words that go on after the URL.
+    """
+
+    url: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"'{self.url}' {self.reason}"
+
+
 class ShardTicket(msgspec.Struct, frozen=True, array_like=True):
     """Entry of a bulk lane: a shard of a job.
 
@@ -92,6 +110,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         sources: The input files in order.
         shards: The shards in order.
         rows: The rows of all files.
+        skipped: The files that were left out because they can't be read (`bad_files: skip`), in order.
     """
 
     job_id: str
@@ -101,6 +120,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[Source, ...]
     shards: tuple[Shard, ...]
     rows: int
+    skipped: tuple[BadFile, ...] = ()
 
 
 class InputFile(NamedTuple):
@@ -230,6 +250,7 @@ class _PlanJson(msgspec.Struct, frozen=True, kw_only=True):
     schema: str
     sources: tuple[Source, ...]
     shards: tuple[_Shard, ...]
+    skipped: tuple[BadFile, ...] = ()
 
 
 _tickets = msgspec.msgpack.Decoder(ShardTicket)
@@ -264,21 +285,36 @@ def decode_plan(data: bytes) -> Plan:
     return Plan(**fields | {"shards": shards})
 
 
+class SkippedFiles(msgspec.Struct, frozen=True):
+    """The input files that a job left out because they can't be read.
+
+    Attributes:
+        total: How many they are.
+        first: The first of them; the manifest has all.
+    """
+
+    total: int = 0
+    first: tuple[BadFile, ...] = ()
+
+
 class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
-    """Head of a plan: the part that every worker needs beside its shard; kept with the job's record.
+    """Head of a plan: the part that is needed without the shards; kept with the job's record.
 
     Attributes:
         model_hash: What the model's files were when the job was planned.
         schema: The inputs' columns, in the types that workers read them as (`schemas.decode_schema`).
+        skipped: The input files that were left out.
     """
 
     model_hash: str
     schema: str
+    skipped: SkippedFiles = SkippedFiles()
 
 
 def encode_plan_head(plan: Plan) -> bytes:
     """Returns the head of a plan as JSON."""
-    return msgspec.json.encode(PlanHead(model_hash=plan.model_hash, schema=plan.schema))
+    skipped = SkippedFiles(len(plan.skipped), plan.skipped[:SHOWN_FILES])
+    return msgspec.json.encode(PlanHead(model_hash=plan.model_hash, schema=plan.schema, skipped=skipped))
 
 
 def decode_plan_head(data: bytes) -> PlanHead:

@@ -5,9 +5,9 @@ footers, several at a time, and compares the files' columns. Both run in an exam
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -18,8 +18,8 @@ from qinfer.jobs.check import check, copied_columns
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.schemas import common_type, encode_schema
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
-from qinfer.jobs.plan import InputFile, Plan, Source, Unplanned
-from qinfer.jobs.rows.source import FileFormat, Footer, find_files, format_of, read_footer
+from qinfer.jobs.plan import SHOWN_FILES, BadFile, InputFile, Plan, Source, Unplanned
+from qinfer.jobs.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, read_footer
 from qinfer.jobs.rows.text_types import TextTypes, text_types, without_null
 from qinfer.jobs.shards import Pace, plan_shards, shard_sizes
 from qinfer.models.spec import ModelSpec
@@ -37,6 +37,7 @@ LISTING_S = 50.0
 """Seconds that looking for the inputs may take."""
 
 _MOST_EMPTY = 20
+_LISTED_CHARACTERS = 1700  # of one message: a job's error has 2000
 _AHEAD = 4
 _MOST_SCHEMAS = 64
 
@@ -48,7 +49,7 @@ class Examined(NamedTuple):
         spec: The job, its URLs in their one spelling: this is to be kept.
         files: Its input files in order, perhaps not all.
         format: Their format.
-        schema: The columns of the first file that has any.
+        schema: The columns of the first file that has any; none where only planning will find it.
     """
 
     spec: JobSpec
@@ -75,13 +76,14 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
     check_output_empty(spec.output.url)
     files = find_files(spec.inputs, readable(grant).check, enough=ENOUGH_FILES, within_s=LISTING_S)
     format_ = common_format(files, spec)
-    file, schema = first_schema(files, format_, text_types(spec, model))
-    try:
-        check(spec, model, schema)
-    except InvalidRequest as error:
-        if len(files) == 1:
-            raise
-        raise InvalidRequest(f"{error.message} (columns of '{file.url}')") from None
+    file, schema = first_schema(files, format_, spec, text_types(spec, model))
+    if file is not None:
+        try:
+            check(spec, model, schema)
+        except InvalidRequest as error:
+            if len(files) == 1:
+                raise
+            raise InvalidRequest(f"{error.message} (columns of '{file.url}')") from None
     return Examined(spec, tuple(files), format_, schema)
 
 
@@ -128,25 +130,35 @@ def common_format(files: Sequence[Stat], spec: JobSpec) -> FileFormat:
     return first
 
 
-def first_schema(files: Sequence[Stat], format_: FileFormat, types: TextTypes) -> tuple[Stat, pa.Schema]:
-    """Returns the first file that has any columns, and these.
+def first_schema(
+    files: Sequence[Stat], format_: FileFormat, spec: JobSpec, types: TextTypes
+) -> tuple[Stat | None, pa.Schema]:
+    """Returns the first file that has any columns, and these; `None` where it is far behind others that have none.
 
     Args:
         files: The files in order.
         format_: What they are.
+        spec: The job.
         types: What the job needs of the columns of CSV and JSON lines.
 
     Raises:
-        InvalidRequest: The files are empty, or damaged.
+        InvalidRequest: A file can't be read, and the job does not skip such; or no file has columns.
         StoreError: A store can't be read.
     """
+    bad: list[BadFile] = []
     for file in files[:_MOST_EMPTY]:
-        schema = read_footer(file, format_, types, columns_only=True).schema
-        if schema.names:
-            return file, schema
-    raise InvalidRequest(
-        f"input '{files[0].url}' and those after it are empty; without a row their columns are unknown"
-    )
+        try:
+            schema = read_footer(file, format_, types, columns_only=True).schema
+        except SourceBroken as error:
+            bad.append(_bad_file(file, error))
+        else:
+            if schema.names and (spec.bad_files == "skip" or not bad):
+                return file, schema
+    if bad and (spec.bad_files == "fail" or len(bad) == len(files)):
+        raise InvalidRequest(_cannot_be_read(bad, len(files), is_sure=len(files) <= _MOST_EMPTY))
+    if len(files) <= _MOST_EMPTY:
+        raise InvalidRequest(_no_columns(files))
+    return None, pa.schema([])
 
 
 def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading = lambda _: nullcontext()) -> Plan:
@@ -159,7 +171,8 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         reading: Learns which files are being read.
 
     Raises:
-        InvalidRequest: A file is damaged, lacks a column, or has another type than the others.
+        InvalidRequest: A file is damaged and the job does not skip such, lacks a column, or has another type than the
+            others.
         Forbidden: A file leads to what the job may not read.
         StoreError: A store can't be read.
     """
@@ -168,23 +181,21 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
     format_ = common_format(files, spec)
     columns = _CommonColumns(spec, job.model, is_csv=format_ == "csv")
     types = text_types(spec, job.model)
-    planned: list[InputFile] = []
 
-    def footer_of(file: Stat) -> Footer:
+    def footer_of(file: Stat) -> Footer | BadFile:
         with reading(file.url):
             check_read(file.url)  # again: the files may have been found long ago
-            return read_footer(file, format_, types)
+            try:
+                return read_footer(file, format_, types)
+            except SourceBroken as error:
+                return _bad_file(file, error)
 
-    rows = 0
-    footers = _footers(files, footer_of, threads)
-    for file, footer in footers:
-        columns.add(len(planned), file, footer)
-        planned.append(InputFile(Source(file.url, file.etag, file.size_bytes, footer.rows), footer.groups))
-        rows += footer.rows
-        if spec.limit and rows >= spec.limit:
-            rows = spec.limit
-            footers.close()
-            break
+    with closing(_footers(files, footer_of, threads)) as footers:
+        planned, bad = _sorted_out(footers, columns, spec)
+    if bad and (spec.bad_files == "fail" or not planned):
+        raise InvalidRequest(_cannot_be_read(bad, len(files), is_sure=len(bad) < SHOWN_FILES))
+    rows = sum(file.source.rows for file in planned)
+    rows = min(rows, spec.limit) if spec.limit else rows
     sizes = shard_sizes(spec.output.rows_per_part, rows, pace)
     return Plan(
         job_id=job.job_id,
@@ -194,14 +205,63 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         sources=tuple(file.source for file in planned),
         shards=plan_shards(planned, sizes, spec.output.format, example=columns.example, limit=spec.limit),
         rows=rows,
+        skipped=tuple(bad),
     )
 
 
+def _sorted_out(
+    footers: Iterable[tuple[Stat, Footer | BadFile]], columns: "_CommonColumns", spec: JobSpec
+) -> tuple[list[InputFile], list[BadFile]]:
+    """Returns the files that can be read and those that can't; it ends where there are rows or bad files enough."""
+    planned: list[InputFile] = []
+    bad: list[BadFile] = []
+    rows = 0
+    for file, footer in footers:
+        if isinstance(footer, BadFile):
+            bad.append(footer)
+        else:
+            columns.add(len(planned), file, footer)
+            planned.append(InputFile(Source(file.url, file.etag, file.size_bytes, footer.rows), footer.groups))
+            rows += footer.rows
+        if (spec.bad_files == "fail" and len(bad) == SHOWN_FILES) or (spec.limit and rows >= spec.limit):
+            break
+    return planned, bad
+
+
+def _bad_file(file: Stat, error: SourceBroken) -> BadFile:
+    return BadFile(file.url, error.message.removeprefix(f"'{file.url}' "))
+
+
+def _cannot_be_read(bad: Sequence[BadFile], files: int, *, is_sure: bool) -> str:
+    """Says which of a job's files can't be read, why, and what to do.
+
+    Args:
+        bad: Those files.
+        files: How many files there are.
+        is_sure: All of them were looked at.
+    """
+    if len(bad) == files:
+        remedy = "are they of another format than it seems?"
+    else:
+        remedy = f"repair or remove {'it' if len(bad) == 1 else 'them'}, or skip such files by 'bad_files': \"skip\""
+    if len(bad) == 1:
+        return f"{bad[0]}; {remedy}"
+    named = bad[:SHOWN_FILES]
+    room = max(0, _LISTED_CHARACTERS - sum(len(file.url) for file in named)) // len(named)
+    listed = (f"'{file.url}' {file.reason}"[: len(file.url) + 2 + room] for file in named)
+    many = f"{len(bad)} of {files}" if is_sure or len(bad) == files else f"at least {len(bad)} of {files}"
+    return f"{many} input files can't be read; {remedy} {'; '.join(listed)}"
+
+
+def _no_columns(files: Sequence[Stat]) -> str:
+    return f"input '{files[0].url}' and those after it are empty; without a row their columns are unknown"
+
+
 def _footers(
-    files: Sequence[Stat], footer_of: Callable[[Stat], Footer], threads: int
-) -> Generator[tuple[Stat, Footer], None, None]:
+    files: Sequence[Stat], footer_of: Callable[[Stat], Footer | BadFile], threads: int
+) -> Generator[tuple[Stat, Footer | BadFile], None, None]:
     """Reads the files' footers some files ahead; the first error in the files' order ends it."""
-    waiting: deque[tuple[Stat, Future[Footer]]] = deque()
+    waiting: deque[tuple[Stat, Future[Footer | BadFile]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="qinfer-footer") as pool:
         try:
             for file in files:
@@ -237,26 +297,32 @@ class _CommonColumns:
             InvalidRequest: The model can't be fed with them, or they do not go with those of the first file.
         """
         schema = footer.schema
-        if not (schema.names or footer.rows) or any(schema.equals(fine) for fine in self._fine):
+        if not footer.rows:  # its columns may be of no type, or fewer than it would have with rows
+            if schema.names and not self._schema.names:
+                self._first, self._schema, self.example = file.url, schema.remove_metadata(), number
+            return
+        if any(schema.equals(fine) for fine in self._fine):
             return
         try:
             check(self._spec, self._model, schema)
         except InvalidRequest as error:
             raise InvalidRequest(f"'{file.url}': {error.message}") from None
-        if self._has_rows and footer.rows:
+        if self._has_rows:
             self._merge(file.url, schema)
-        elif footer.rows or not self._schema.names:
+        else:
             self._first, self._schema, self.example = file.url, schema.remove_metadata(), number
-            self._has_rows = bool(footer.rows)
-        if footer.rows and len(self._fine) < _MOST_SCHEMAS:
+            self._has_rows = True
+        if len(self._fine) < _MOST_SCHEMAS:
             self._fine.append(schema)
 
     def schema(self) -> pa.Schema:
         """Returns the columns of the first file, in the types that all files' values can have.
 
         Raises:
-            InvalidRequest: The model can't be fed with those.
+            InvalidRequest: No file has columns, or the model can't be fed with those.
         """
+        if not (self._has_rows or self._schema.names):
+            raise InvalidRequest("the inputs are empty; without a row their columns are unknown")
         schema = without_null(self._schema) if self._is_csv else self._schema
         check(self._spec, self._model, schema)
         return schema

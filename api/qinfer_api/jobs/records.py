@@ -32,6 +32,7 @@ from qinfer.jobs.job import (
     with_checked_urls,
 )
 from qinfer.jobs.manifest import MANIFEST_NAME
+from qinfer.jobs.plan import SkippedFiles
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine, spec_of
 from qinfer_api.requests.service import WebhookBody, instant, shown_webhook, written
@@ -109,6 +110,7 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: validating | planning | running | finalizing | completed | failed | cancelling | cancelled | expired;
             after completed, failed, cancelled and expired it is over
+        skipped_files: Input files that were left out because they can't be read; null before it is planned.
         progress: The share of its rows that are done or failed, 0 … 1.
         eta_s: Seconds that the rest will take.
         error: Why it failed.
@@ -120,9 +122,9 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
         {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F", "model": "digits", "version": 1, "state": "running", "priority": "normal",
          "created_at": "2026-01-31T12:00:00.000Z", "started_at": "2026-01-31T12:00:00.500Z", "ended_at": null,
          "deadline_at": null, "rows": {"total": 1000, "done": 499, "failed": 1},
-         "shards": {"total": 4, "done": 2, "failed": 0, "active": 2}, "progress": 0.5, "rows_per_s": 250.0,
-         "eta_s": 2.0, "error": null, "waiting": null, "output_url": "s3://bucket/out", "manifest_url": null,
-         "metadata": {}, "webhook": null,
+         "shards": {"total": 4, "done": 2, "failed": 0, "active": 2}, "skipped_files": {"total": 0, "first": []},
+         "progress": 0.5, "rows_per_s": 250.0, "eta_s": 2.0, "error": null, "waiting": null,
+         "output_url": "s3://bucket/out", "manifest_url": null, "metadata": {}, "webhook": null,
          "spec": {"model": "digits", "inputs": ["s3://bucket/in/*.parquet"], "columns": {"image": "pixels"},
                   "key": "id", "output": {"url": "s3://bucket/out", "format": "parquet"}},
          "links": {"self": "/v1/jobs/01JX3M3TC8Z6Q5RYB7WS2K4D9F",
@@ -141,6 +143,7 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     deadline_at: str | None
     rows: JobCounts
     shards: JobShardCounts
+    skipped_files: SkippedFiles | None
     progress: float
     rows_per_s: float | None
     eta_s: float | None
@@ -318,6 +321,7 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
         deadline_at=instant(record.deadline_at),
         rows=JobCounts(record.rows if is_planned else None, record.rows_done, record.rows_failed),
         shards=JobShardCounts(record.shards or None, record.shards_done, record.shards_failed, record.in_lane),
+        skipped_files=msgspec.json.decode(record.head, type=_ShownHead).skipped if record.head else None,
         progress=round(progress.share, 6),
         rows_per_s=None if progress.rows_per_s is None else round(progress.rows_per_s, 3),
         eta_s=None if progress.eta_s is None else round(progress.eta_s, 3),
@@ -412,6 +416,12 @@ def _flat(spec: JobSpec) -> dict[str, object]:
 
 def _json(value: object) -> str:
     return shown(msgspec.json.encode(value).decode())
+
+
+class _ShownHead(msgspec.Struct, frozen=True):
+    """The shown part of a plan's head."""
+
+    skipped: SkippedFiles = SkippedFiles()
 
 
 class _ShownOutput(msgspec.Struct, frozen=True):

@@ -81,6 +81,12 @@ PassthroughOption = Annotated[
 ExcludeOption = Annotated[
     list[str] | None, typer.Option("--exclude", help="With --passthrough '*': a column to leave out.")
 ]
+BadFilesOption = Annotated[
+    str,
+    typer.Option(
+        "--bad-files", help="Input files that can't be read: fail (the default) fails the job, skip leaves them out."
+    ),
+]
 CompressionOption = Annotated[
     str,
     typer.Option("--compression", help="zstd, snappy, lz4, gzip, brotli or none; default: snappy, or zstd for arrow."),
@@ -157,6 +163,7 @@ def submit(
     key: KeyOption = "",
     passthrough: PassthroughOption = None,
     exclude: ExcludeOption = None,
+    bad_files: BadFilesOption = "",
     compression: CompressionOption = "",
     compression_level: CompressionLevelOption = 0,
     rows_per_part: RowsPerPartOption = 0,
@@ -335,6 +342,8 @@ def _show(status: "JobStatus", *, as_json: bool) -> None:
     about.add_row("model", Text(f"{status.model} version {status.version}"))
     about.add_row("rows", _counts(status.rows, status.rows_done, status.rows_failed))
     about.add_row("shards", _counts(status.shards, status.shards_done, status.shards_failed))
+    if status.skipped_files:
+        about.add_row("skipped files", Text(_skipped(status)))
     if status.rows_per_s:
         about.add_row("speed", f"{status.rows_per_s:,.0f} rows/s")
     if status.eta_s is not None and not status.has_ended:
@@ -381,6 +390,14 @@ def _print_list(found: "list[JobStatus]") -> None:
             *((speed, Text(status.output_url)) if is_wide else ()),
         )
     console.print(table)
+
+
+def _skipped(status: "JobStatus") -> str:
+    skipped = status.fields["skipped_files"]
+    lines = [f"'{file['url']}' {file['reason']}" for file in skipped["first"]]
+    if more := skipped["total"] - len(lines):
+        lines.append(f"and {more:,} more; _plan.json and _manifest.json have all")
+    return "\n".join([f"{skipped['total']:,}", *lines])
 
 
 def _counts(total: int, done: int, failed: int) -> str:

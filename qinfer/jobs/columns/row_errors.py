@@ -10,6 +10,9 @@ Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
 
+BAD_FILE = "bad_file"
+"""The `error_code` of rows that can't be read, in a job that skips such files."""
+
 
 class RowErrors:
     """The errors of a batch's rows; one for each batch. The first error of a row is kept.

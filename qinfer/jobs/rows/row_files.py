@@ -48,11 +48,13 @@ class Rows(NamedTuple):
         record: Their columns.
         size_bytes: The bytes that they take.
         is_too_large: It is a single row that would take more than may be; the largest of its columns are null.
+        fault: Why they can't be read, and all columns are null; empty = they were read.
     """
 
     record: pa.RecordBatch
     size_bytes: int
     is_too_large: bool = False
+    fault: str = ""
 
 
 def open_rows(

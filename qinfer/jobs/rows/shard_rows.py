@@ -12,12 +12,13 @@ from contextlib import closing, contextmanager, suppress
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
+import msgspec
 import pyarrow as pa
 
 from qinfer.errors import QinferError, StoreChanged, StoreNotFound
 from qinfer.jobs.columns.schemas import without_dictionary
-from qinfer.jobs.job import InputFormat
-from qinfer.jobs.plan import Range, Shard
+from qinfer.jobs.job import InputFormat, JobSpec, Output
+from qinfer.jobs.plan import NO_GROUPS, Range, Shard
 from qinfer.jobs.rows.row_files import Limits, RowFile, Rows, open_rows
 from qinfer.jobs.rows.source import SourceBroken, format_of
 from qinfer.storage.errors import store_error
@@ -32,6 +33,9 @@ READ_BYTES = 64 * 2**20
 _AHEAD = 8
 _SMALL_BYTES = 4 * 2**20
 _REASON_CHARACTERS = 200
+_LOST_ROWS = 4096  # in one batch
+_ANY_JOB = JobSpec(model="", inputs=(), output=Output(""))
+_REMEDY = "a new job can skip such files with 'bad_files': \"skip\""
 _OF_STORE = "AWS Error"  # in what Arrow's client of S3 says, which is an `OSError` as that of a damaged file is
 
 
@@ -55,6 +59,20 @@ class Segment(NamedTuple):
     rows: int
 
 
+class Fault(NamedTuple):
+    """Rows of a batch that can't be read.
+
+    Attributes:
+        first: The number of the first within the batch.
+        rows: How many rows.
+        message: Why.
+    """
+
+    first: int
+    rows: int
+    message: str
+
+
 class RowBatch(NamedTuple):
     """Rows of a shard.
 
@@ -62,11 +80,13 @@ class RowBatch(NamedTuple):
         record: Their columns.
         segments: Where they come from, in order.
         too_large: The numbers of the rows that would take more bytes than may be; their largest columns are null.
+        faults: The runs of rows that can't be read, whose columns are all null.
     """
 
     record: pa.RecordBatch
     segments: tuple[Segment, ...]
     too_large: tuple[int, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
 
 class ShardReader:
@@ -76,7 +96,7 @@ class ShardReader:
         shard: The shard.
         columns: The columns that are wanted (`InputColumns.columns` and `OutputColumns.copied`); each is read once.
         schema: The inputs' columns, in the types that they are read as (of the plan).
-        input_format: What the job says of the files' format.
+        spec: What the job says of its files: their format, and what is done with those that can't be read.
         store: Finds the store of a URL.
         read_bytes: About so many bytes of rows are held at once by whoever scores them.
 
@@ -90,7 +110,7 @@ class ShardReader:
         shard: Shard,
         columns: Sequence[str],
         schema: pa.Schema,
-        input_format: InputFormat = "",
+        spec: JobSpec = _ANY_JOB,
         store: Callable[[str], Store] = store_for,
         *,
         read_bytes: int = READ_BYTES,
@@ -98,7 +118,9 @@ class ShardReader:
         self.limits = Limits.of(read_bytes)
         fields = [schema.field(name) for name in dict.fromkeys(columns)]
         self.schema = pa.schema([(field.name, without_dictionary(field.type)) for field in fields])
-        self._files = _SourceFiles(shard.ranges if shard.rows else (), self.schema, input_format, store, self.limits)
+        ranges = shard.ranges if shard.rows else ()
+        self._files = _SourceFiles(ranges, self.schema, spec.input_format, store, self.limits)
+        self._skips_bad_files = spec.bad_files == "skip"
         self._chunks = self._read_chunks()
         self._rest: _Chunk | None = None
 
@@ -113,12 +135,13 @@ class ShardReader:
 
         Raises:
             SourceChanged: A file is not the planned one any more.
-            SourceBroken: A file is damaged, or has other columns.
+            SourceBroken: A file is damaged, or has other columns, and the job does not skip such.
             StoreError: A store fails; `retryable` tells whether another try helps.
         """
         records: list[pa.RecordBatch] = []
         segments: list[Segment] = []
         too_large: list[int] = []
+        faults: list[Fault] = []
         have = size_bytes = 0
         while have < rows:
             self._rest = self._rest or next(self._chunks, None)
@@ -131,11 +154,12 @@ class ShardReader:
             records.append(chunk.record)
             _extend(segments, segment._replace(rows=count))
             too_large += [have] * chunk.is_too_large
+            faults += [Fault(have, count, chunk.fault)] * bool(chunk.fault)
             have, size_bytes = have + count, size_bytes + chunk.size_bytes
         if not records:
             return None
         record = records[0] if len(records) == 1 else pa.concat_batches(records)
-        return RowBatch(record, tuple(segments), tuple(too_large))
+        return RowBatch(record, tuple(segments), tuple(too_large), tuple(faults))
 
     def close(self) -> None:
         """Closes what is open."""
@@ -144,13 +168,42 @@ class ShardReader:
 
     def _read_chunks(self) -> Generator["_Chunk", None, None]:
         for source, ranges in self._files:
-            with _explained(source), closing(self._files.open(source)) as file:
-                for wanted in ranges:
-                    row = wanted.first_row
-                    for rows in file.batches(wanted):
-                        yield rows, Segment(source.url, wanted.row_group, row, rows.record.num_rows)
-                        row += rows.record.num_rows
+            left = deque(ranges)
+            while left:
+                try:
+                    yield from self._read_file(source, left)
+                except SourceBroken as error:
+                    if not self._skips_bad_files:
+                        raise SourceBroken(f"{error.message} (from row {left[0].first_row} on); {_REMEDY}") from None
+                    yield from self._unread(source, left, error.message)
             source.check()
+
+    def _read_file(self, source: "_Source", left: deque[Range]) -> Generator["_Chunk", None, None]:
+        """Reads ranges of a file; `left` has what of them was not read yet."""
+        with _explained(source), closing(self._files.open(source)) as file:
+            while left:
+                for rows in file.batches(left[0]):
+                    now, left[0] = _parted(left[0], rows.record.num_rows)
+                    yield rows, Segment(source.url, now.row_group, now.first_row, now.rows)
+                left.popleft()
+
+    def _unread(self, source: "_Source", left: deque[Range], why: str) -> Generator["_Chunk", None, None]:
+        """Gives out rows without values for what is left of a range; of a file without groups, for all that is left."""
+        is_last = False
+        while left and not is_last:
+            lost = left.popleft()
+            is_last = lost.row_group != NO_GROUPS
+            message = f"rows {lost.first_row} to {lost.first_row + lost.rows - 1}: {why}"
+            most = max(1, min(_LOST_ROWS, self.limits.rows_bytes // max(1, self._nulls(1).nbytes)))
+            while lost.rows:
+                now, lost = _parted(lost, min(most, lost.rows))
+                record = self._nulls(now.rows)
+                segment = Segment(source.url, now.row_group, now.first_row, now.rows)
+                yield Rows(record, record.nbytes, fault=message), segment
+
+    def _nulls(self, rows: int) -> pa.RecordBatch:
+        columns = [pa.nulls(rows, field.type) for field in self.schema]
+        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
 
 _Chunk = tuple[Rows, Segment]
@@ -159,9 +212,20 @@ _Chunk = tuple[Rows, Segment]
 def _split(rows: Rows, segment: Segment, count: int) -> tuple[Rows, _Chunk]:
     """Returns the first rows of a chunk, and what is left."""
     first_bytes = rows.size_bytes * count // segment.rows
-    first = Rows(rows.record.slice(0, count), first_bytes)
-    rest = Rows(rows.record.slice(count), rows.size_bytes - first_bytes)
+    first = rows._replace(record=rows.record.slice(0, count), size_bytes=first_bytes)
+    rest = rows._replace(record=rows.record.slice(count), size_bytes=rows.size_bytes - first_bytes)
     return first, (rest, segment._replace(first_row=segment.first_row + count, rows=segment.rows - count))
+
+
+def _parted(whole: Range, rows: int) -> tuple[Range, Range]:
+    """Returns the first rows of a range, and what is left."""
+    rest = msgspec.structs.replace(
+        whole,
+        first_row=whole.first_row + rows,
+        rows=whole.rows - rows,
+        first_in_group=whole.first_in_group + rows,
+    )
+    return msgspec.structs.replace(whole, rows=rows), rest
 
 
 def _extend(segments: list[Segment], new: Segment) -> None:
@@ -268,8 +332,9 @@ class _SourceFiles:
             yield source, ranges
 
     def open(self, source: _Source) -> RowFile:
-        """Opens a file; raises what `_Source.content` and `open_rows` do."""
-        content = self._ahead.popleft()[1].result() if self._ahead else self._content(source)
+        """Opens a file, perhaps again; raises what `_Source.content` and `open_rows` do."""
+        is_ahead = self._ahead and self._ahead[0][0] is source
+        content = self._ahead.popleft()[1].result() if is_ahead else self._content(source)
         try:
             format_ = format_of(source.url, self._format)
             return open_rows(content, format_, self._wanted, source.url, far=source.is_far, limits=self._limits)

@@ -9,13 +9,14 @@ from typing import BinaryIO, Literal, NamedTuple
 
 import pyarrow as pa
 
-from qinfer.errors import InvalidRequest, StoreUnavailable
+from qinfer.errors import InvalidRequest, StoreDenied, StoreUnavailable
 from qinfer.jobs.job import InputFormat
 from qinfer.jobs.rows import text_rows
 from qinfer.jobs.rows.arrow_footer import batch_rows, open_arrow
 from qinfer.jobs.rows.parquet_pages import read_metadata
 from qinfer.jobs.rows.text_types import NOTHING_WANTED, TextTypes, check_key
 from qinfer.jobs.shards import MAX_FILES
+from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Stat
 
@@ -136,13 +137,12 @@ def read_footer(
         columns_only: Read the columns, of CSV and JSON lines those of the first block, and perhaps no rows.
 
     Raises:
-        InvalidRequest: It is damaged, or not of this format.
-        StoreError: It can't be read.
+        SourceBroken: It is damaged or not of this format, or, in a directory, not open to this server.
+        InvalidRequest: Its columns can't be what the job needs.
+        StoreError: The store fails, or refuses.
     """
-    if not file.size_bytes:
-        if format_ in ("csv", "jsonl"):
-            return Footer(pa.schema([]), 0, None)
-        raise InvalidRequest(f"'{file.url}' is empty, without even the footer of {format_} files; remove it")
+    if not file.size_bytes:  # tools that write folders leave such
+        return Footer(pa.schema([]), 0, None if format_ in ("csv", "jsonl") else ())
     try:
         with store_for(file.url).open(file.url, sequential=format_ in ("csv", "jsonl") and not columns_only) as content:
             if format_ == "parquet":
@@ -156,7 +156,11 @@ def read_footer(
         _read_names(footer.schema)
     except (pa.ArrowException, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
-        raise InvalidRequest(f"'{file.url}' can't be read as {format_}; is it damaged or cut off? {reason}") from None
+        raise SourceBroken(f"'{file.url}' can't be read as {format_}; is it damaged or cut off? {reason}") from None
+    except StoreDenied:
+        if local_path(file.url) is None:  # its credentials may have expired: that is no single file's fault
+            raise
+        raise SourceBroken(f"'{file.url}' may not be read by this server; change its permissions") from None
     if format_ in ("csv", "jsonl"):
         check_key(footer.schema, types, file.url)
     return footer

@@ -77,6 +77,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
     server = gateway(job("planning", 201))
     options = (
         "--format arrow --input-format csv --shape x=2,2 --null x=0 --output-column y=score --exclude name "
+        "--bad-files skip "
         "--compression lz4 --compression-level 3 --output-tensor y --output-tensor p --top-k p=2 "
         "--rows-per-part 100 --priority high --error-threshold 0.5 --max-parallel 2 --deadline 60 --metadata who=me "
         "--webhook https://x/y --id nightly --version 3 --passthrough * --limit 100"
@@ -102,6 +103,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
         "columns": {"x": {"columns": ["x"], "shape": [2, 2], "null": 0}},
         "passthrough": ["*"],
         "exclude": ["name"],
+        "bad_files": "skip",
         "priority": "high",
         "error_threshold": 0.5,
         "max_parallel": 2,
@@ -308,6 +310,19 @@ def test_no_jobs(gateway: Talk) -> None:
     gateway(reply(200, jobs=[], next=None))
 
     assert run("jobs", "list") == (0, "there are no jobs\n", "")
+
+
+def test_skipped_files_are_shown_with_their_reasons(gateway: Talk) -> None:
+    first = [{"url": "s3://b/a.csv", "reason": "is damaged"}, {"url": "s3://b/b.csv", "reason": "is no CSV"}]
+    answer = job("completed", skipped_files={"total": 3, "first": first})
+    gateway(answer, answer)
+
+    code, out, _ = run("jobs", "show", "j1")
+
+    words = " ".join(out.replace("│", " ").split())
+    assert code == 0, out
+    assert "skipped files 3 's3://b/a.csv' is damaged 's3://b/b.csv' is no CSV and 1 more; " in words
+    assert "3 files skipped" in run("jobs", "wait", "j1")[1]
 
 
 def test_a_job_is_shown(gateway: Talk) -> None:

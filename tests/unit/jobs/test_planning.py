@@ -1,9 +1,11 @@
 """Plans of real files: what their columns have in common, and what is said when they have not."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,11 +13,22 @@ import pytest
 from qinfer.errors import CorruptEntry, InvalidRequest
 from qinfer.jobs.columns.schemas import common_type, decode_schema
 from qinfer.jobs.job import JobSpec, Output
-from qinfer.jobs.plan import NO_GROUPS, Plan, Range, Unplanned, decode_plan_head, encode_plan_head
+from qinfer.jobs.plan import (
+    NO_GROUPS,
+    Plan,
+    Range,
+    SkippedFiles,
+    Unplanned,
+    decode_plan,
+    decode_plan_head,
+    encode_plan,
+    encode_plan_head,
+)
 from qinfer.jobs.planning import make_plan
 from qinfer.jobs.shards import Pace
 from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE
+from tests.support.jobs.bulk_data import write as write_rows
 
 MODEL = stub_spec(dims=(1,))
 PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
@@ -155,15 +168,101 @@ def test_lists_and_scalars_do_not_mix(tmp_path: Path) -> None:
         planned(tmp_path)
 
 
-def test_damaged_files_end_the_planning_with_the_first(tmp_path: Path) -> None:
-    """In the order of the inputs, however many are read at once."""
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """A folder of 40 files, of which the 18th, 26th and 32nd are cut off."""
     for number in range(40):
         write(tmp_path / f"{number:02d}.parquet", {"x": [1.0]})
     for number in (31, 17, 25):
         content = (tmp_path / f"{number}.parquet").read_bytes()
         (tmp_path / f"{number}.parquet").write_bytes(content[:-5])
-    with pytest.raises(InvalidRequest, match=r"/17.parquet' can't be read as parquet; is it damaged or cut off\?"):
+    return tmp_path
+
+
+def test_all_files_that_cannot_be_read_are_named(damaged: Path) -> None:
+    """In the order of the inputs, with what to do: one run tells all."""
+    with pytest.raises(InvalidRequest) as caught:
+        planned(damaged)
+    text = caught.value.message.replace(f"file://{damaged}/", "")
+    assert text.startswith(
+        "3 of 40 input files can't be read; repair or remove them, or skip such files by 'bad_files': \"skip\" "
+        "'17.parquet' can't be read as parquet; is it damaged or cut off?"
+    )
+    assert text.index("'17.parquet'") < text.index("'25.parquet'") < text.index("'31.parquet'")
+
+
+def test_not_more_files_are_named_than_a_job_s_error_can_hold(tmp_path: Path) -> None:
+    for number in range(60):
+        (tmp_path / f"{number:02d}.parquet").write_bytes(b"no Parquet at all")
+    write(tmp_path / "60.parquet", {"x": [1.0]})
+    with pytest.raises(InvalidRequest, match="at least 20 of 61 input files can't be read") as caught:
         planned(tmp_path)
+    assert len(caught.value.message) < 2000
+    assert caught.value.message.count(".parquet") == 20
+
+
+def test_files_that_cannot_be_read_are_skipped_and_listed(damaged: Path) -> None:
+    """With their reasons, in the plan and its head; their rows are in no shard."""
+    plan = planned(damaged, bad_files="skip")
+    assert (plan.rows, len(plan.sources)) == (37, 37)
+    assert [file.url[-10:] for file in plan.skipped] == ["17.parquet", "25.parquet", "31.parquet"]
+    assert plan.skipped[0].reason.startswith("can't be read as parquet; is it damaged or cut off?")
+    assert decode_plan(encode_plan(plan)) == plan
+    assert decode_plan_head(encode_plan_head(plan)).skipped == SkippedFiles(3, plan.skipped)
+
+
+def test_a_plan_of_a_release_that_skipped_no_files_is_read(damaged: Path) -> None:
+    plan = planned(damaged, bad_files="skip")
+    former = msgspec.json.decode(encode_plan(plan))
+    del former["skipped"], former["spec"]["bad_files"]
+    assert decode_plan(msgspec.json.encode(former)).skipped == ()
+    assert decode_plan_head(b'{"model_hash":"","schema":""}').skipped == SkippedFiles()
+
+
+def test_a_job_of_nothing_but_broken_files_fails_in_any_case(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.parquet").write_bytes(b"no Parquet at all")
+    with pytest.raises(InvalidRequest, match="2 of 2 input files can't be read; are they of another format"):
+        planned(tmp_path, bad_files="skip")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_the_server_may_not_read_is_a_bad_one(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / f"{name}.parquet", {"x": [1.0]})
+    (tmp_path / "b.parquet").chmod(0)
+    with pytest.raises(InvalidRequest, match=r"/b.parquet' may not be read by this server; change its permissions"):
+        planned(tmp_path)
+    assert planned(tmp_path, bad_files="skip").rows == 1
+
+
+def test_files_that_do_not_fit_the_model_are_not_skipped(tmp_path: Path) -> None:
+    """They are what the job is wrong about."""
+    write(tmp_path / "a.parquet", {"x": [1.0]})
+    write(tmp_path / "b.parquet", {"y": [1.0]})
+    with pytest.raises(InvalidRequest, match=r"/b.parquet': the inputs have no column 'x'"):
+        planned(tmp_path, bad_files="skip")
+
+
+@pytest.mark.parametrize("extension", ["parquet", "arrow", "csv", "jsonl"])
+def test_files_of_no_bytes_have_no_rows(tmp_path: Path, extension: str) -> None:
+    """In any format, wherever they are among others."""
+    for number in range(40):
+        (tmp_path / f"{number:02d}.{extension}").touch()
+    source = write_rows(tmp_path / f"30.{extension}", pa.table({"x": [1.5, 2.5]}))
+    plan = planned(tmp_path, f"*.{extension}")
+    assert (plan.rows, len(plan.sources), plan.skipped) == (2, 40, ())
+    assert [r.url for shard in plan.shards for r in shard.ranges] == [source]
+
+
+def test_files_without_rows_need_not_fit(tmp_path: Path) -> None:
+    """A frame without rows is written with columns of no type, or none."""
+    write(tmp_path / "a.parquet", {"x": pa.array([], pa.null()), "y": pa.array([], pa.string())})
+    write(tmp_path / "b.parquet", {"x": [1.0]})
+    write(tmp_path / "c.parquet", {"z": pa.array([], pa.string())})
+    plan = planned(tmp_path)
+    assert plan.rows == 1
+    assert decode_schema(plan.schema).names == ["x"]
 
 
 def test_one_huge_row_group_is_cut(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from qinfer.jobs.rows.source import SourceBroken
 from qinfer.storage.open import store_for
 from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Stat
-from tests.support.jobs.bulk_data import shard_of, write
+from tests.support.jobs.bulk_data import job_of, shard_of, write
 from tests.support.servers import object_stores
 
 FORMATS = ("parquet", "arrow", "csv", "jsonl")
@@ -169,6 +169,98 @@ def test_a_damaged_file_is_named(tmp_path: Path, extension: str, damage: str) ->
 
     with pytest.raises(SourceBroken, match=f"'{url}' can't be read; is it damaged"):
         read(Shard(0, "part-00000.parquet", shard.rows, same), 100, pa.schema([("n", pa.int64())]))
+
+
+def damage(url: str, begin: float, end: float) -> None:
+    """Overwrites a share of what is before a Parquet file's footer."""
+    path = Path(url.removeprefix("file://"))
+    content = bytearray(path.read_bytes())
+    size = len(content) - int.from_bytes(content[-8:-4], "little") - 8
+    for number in range(int(size * begin) + 4, int(size * end)):
+        content[number] ^= 0xFF
+    path.write_bytes(content)
+
+
+def faults_of(batches: list[Any]) -> list[tuple[int, int, str]]:
+    """Returns the runs of rows that can't be read: the first row of the shard, how many, and why."""
+    found, position = [], 0
+    for batch in batches:
+        found += [(position + fault.first, fault.rows, fault.message) for fault in batch.faults]
+        position += batch.record.num_rows
+    return found
+
+
+SKIPS = job_of(bad_files="skip")
+
+
+def test_rows_that_cannot_be_read_are_rows_all_the_same(tmp_path: Path) -> None:
+    """Only those of the damaged row group: each planned row comes once, in its place."""
+    urls = [write(tmp_path / f"{name}.parquet", table(300, 300 * index), group=100) for index, name in enumerate("abc")]
+    damage(urls[1], 0.4, 0.6)
+    shard = shard_of(*urls)
+
+    batches = read(shard, 70, SCHEMA, ("n", "t"), spec=SKIPS)
+
+    lost = set(range(400, 500))
+    assert numbers(batches) == [None if number in lost else number for number in range(900)]
+    faults = faults_of(batches)
+    assert [number for first, rows, _ in faults for number in range(first, first + rows)] == sorted(lost)
+    assert {message for _, _, message in faults} == {faults[0][2]}
+    assert faults[0][2].startswith(f"rows 100 to 199: '{urls[1]}' can't be read; is it damaged?")
+    with pytest.raises(
+        SourceBroken, match=r"\(from row 100 on\); a new job can skip such files with 'bad_files': \"skip\""
+    ):
+        read(shard, 70, SCHEMA, ("n", "t"))
+
+
+def test_a_text_file_is_lost_from_its_damaged_block_on(tmp_path: Path) -> None:
+    """Nobody knows where the next row begins; the files behind it are read."""
+    urls = [write(tmp_path / f"{name}.csv", table(9, 9 * index)) for index, name in enumerate("abc")]
+    path = tmp_path / "b.csv"
+    path.write_text("\n".join(line.replace("13", "word") for line in path.read_text().split("\n")))
+    shard = shard_of(*urls)
+
+    batches = read(shard, 5, SCHEMA, ("n", "x"), spec=SKIPS)
+
+    assert [number for number in numbers(batches) if number is not None] == [*range(9), *range(18, 27)]
+    assert [(first, rows) for first, rows, _ in faults_of(batches)] == [(9, 1), (10, 5), (15, 3)]
+    assert sum(segment.rows for batch in batches for segment in batch.segments) == 27
+
+
+def test_a_file_that_lacks_a_planned_column_is_lost_whole(tmp_path: Path) -> None:
+    urls = [write(tmp_path / f"{name}.parquet", table(3, 3 * index), group=2) for index, name in enumerate("abc")]
+    write(tmp_path / "b.parquet", table(3).drop_columns("t"), group=2)
+
+    batches = read(shard_of(*urls), 100, SCHEMA, ("n", "t"), spec=SKIPS)
+
+    assert numbers(batches) == [0, 1, 2, None, None, None, 6, 7, 8]
+    assert [fault[:2] for fault in faults_of(batches)] == [(3, 2), (5, 1)]
+
+
+def test_wide_rows_that_cannot_be_read_take_no_more_memory_than_others(tmp_path: Path) -> None:
+    """A list of fixed size has room for its items even where it is null."""
+    wide = pa.schema([("x", pa.list_(pa.float32(), 100_000))])
+    url = write(tmp_path / "a.parquet", pa.table({"y": list(range(1000))}))
+
+    with closing(ShardReader(shard_of(url), ("x",), wide, SKIPS, read_bytes=6 * 2**20)) as reader:
+        sizes = []
+        while (batch := reader.read(1000)) is not None:
+            sizes.append((batch.record.num_rows, batch.record.nbytes))
+
+    assert sum(rows for rows, _ in sizes) == 1000
+    assert max(size for _, size in sizes) <= 2**20
+
+
+def test_files_that_are_fetched_ahead_keep_their_places(s3: object_stores.ObjectStore, tmp_path: Path) -> None:
+    """A damaged one is opened again for its other row groups."""
+    for index in range(12):
+        write(tmp_path / f"{index:02d}.parquet", table(30, 30 * index), group=10)
+    damage(f"file://{tmp_path}/04.parquet", 0.1, 0.2)
+    folder = s3.upload(tmp_path, to="ahead")
+
+    batches = read(shard_of(*(f"{folder}/{index:02d}.parquet" for index in range(12))), 50, SCHEMA, spec=SKIPS)
+
+    assert numbers(batches) == [None if 120 <= number < 130 else number for number in range(360)]
 
 
 def test_damaged_offsets_are_noticed(tmp_path: Path) -> None:

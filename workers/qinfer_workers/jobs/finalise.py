@@ -72,7 +72,8 @@ class Finaliser:
             await jobs.note(record.id, f"{record.rows_failed} failed rows were counted; the parts have {failed_rows}")
         if not await jobs.move(record.id, {JobState.FINALIZING}, JobState.COMPLETED, error=""):
             raise NotWanted
-        await jobs.note(record.id, f"completed: {manifest.rows} rows, {manifest.errors} of them failed")
+        skipped = f"; {len(plan.skipped)} files were skipped" if plan.skipped else ""
+        await jobs.note(record.id, f"completed: {manifest.rows} rows, {manifest.errors} of them failed{skipped}")
         logger.info("job completed", extra={"job": record.id, "rows": manifest.rows, "errors": manifest.errors})
 
     async def _make_again(

@@ -15,7 +15,7 @@ import msgspec
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady
 from qinfer.jobs.job import JobSpec, JobState
-from qinfer.jobs.plan import Plan, Shard, Unplanned, decode_plan, encode_plan_head, frames_of
+from qinfer.jobs.plan import SHOWN_FILES, Plan, Shard, Unplanned, decode_plan, encode_plan_head, frames_of
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, spec_of
 from qinfer.jobs.shards import Pace
 from qinfer.models.config.config import from_json, to_spec
@@ -100,6 +100,9 @@ class Planner:
         if again:
             running = {JobState.RUNNING, JobState.FINALIZING}  # and not one that was cancelled meanwhile
             await jobs.requeue(record.id, [frames[shard.index] for shard in again], expected=running)
+        if is_new:
+            for file in plan.skipped[:SHOWN_FILES]:
+                await jobs.note(record.id, f"skipped: {file}")
         await jobs.note(record.id, _summary(plan, sum(not outcome.error for outcome in done.values()), len(again)))
         await jobs.advance(record.id, workers=await services.workers_for(record))
         logger.info("job planned", extra={"job": record.id, "shards": len(plan.shards), "rows": plan.rows})
@@ -195,6 +198,8 @@ def _changed(store_for: StoreFor, etags: Mapping[str, str], threads: int) -> lis
 
 def _summary(plan: Plan, committed: int, again: int) -> str:
     text = f"planned: {len(plan.shards)} shards of {len(plan.sources)} files, {plan.rows} rows"
+    if plan.skipped:
+        text += f"; {len(plan.skipped)} files that can't be read are skipped"
     if committed:
         text += f"; {committed} were done before"
     return f"{text}, {again} of their parts are gone or broken and are made again" if again else text

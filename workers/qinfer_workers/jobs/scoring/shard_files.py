@@ -15,7 +15,7 @@ from qinfer.core.store_urls import Grant
 from qinfer.errors import Conflict, ErrorCode, StoreNotFound, StoreUnavailable
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.outputs import OutputColumns
-from qinfer.jobs.columns.row_errors import RowErrors
+from qinfer.jobs.columns.row_errors import BAD_FILE, RowErrors
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.parts import PartBroken, PartWriter, part_metadata, validate_part
@@ -107,9 +107,13 @@ class ShardFiles:
 
     Args:
         task: What is to be done.
+
+    Attributes:
+        faults: What of the inputs can't be read, in words, where the job skips it.
     """
 
     def __init__(self, task: Task) -> None:
+        self.faults: dict[str, None] = {}
         self._task = task
         self._outputs: OutputColumns | None = None
 
@@ -151,7 +155,8 @@ class ShardFiles:
                     batch = reader.read(rows)
                     if batch is None:
                         break
-                    chunk = Chunk(batch, inputs.decode(batch.record, _too_large(batch, reader.limits.rows_bytes)))
+                    self.faults |= dict.fromkeys(fault.message for fault in batch.faults)
+                    chunk = Chunk(batch, inputs.decode(batch.record, _unread(batch, reader.limits.rows_bytes)))
                 chunks.add(chunk)
                 most = _MOST_SHARED_ROWS if chunks.is_shared else _MOST_ROWS
                 rows = min(rows * _GROWTH, most)
@@ -159,7 +164,7 @@ class ShardFiles:
 
     def _reader(self, columns: Sequence[str], schema: pa.Schema) -> ShardReader:
         task = self._task
-        return ShardReader(task.shard, columns, schema, task.spec.input_format, task.inputs, read_bytes=task.read_bytes)
+        return ShardReader(task.shard, columns, schema, task.spec, task.inputs, read_bytes=task.read_bytes)
 
     def write(self, chunks: Chunks) -> ShardOutcome | None:
         """Writes the scored rows, and commits the part; `None` if the chunks were stopped.
@@ -223,8 +228,8 @@ def clear_spool(folder: Path, older_than_at: float) -> None:
                     path.unlink()
 
 
-def _too_large(batch: RowBatch, max_bytes: int) -> RowErrors:
-    """Returns the errors of the rows of a batch that were too large to be read."""
+def _unread(batch: RowBatch, max_bytes: int) -> RowErrors:
+    """Returns the errors of the rows of a batch that were too large to be read, or can't be read."""
     errors = RowErrors(batch.record.num_rows)
     errors.mark(
         np.array(batch.too_large, np.int64),
@@ -232,6 +237,8 @@ def _too_large(batch: RowBatch, max_bytes: int) -> RowErrors:
         f"the row takes more than {max_bytes} bytes when it is decoded; make it smaller, or raise "
         "QINFER_BULK__MAX_READ_BYTES, which is six times as much",
     )
+    for fault in batch.faults:
+        errors.mark(np.arange(fault.first, fault.first + fault.rows), BAD_FILE, fault.message)
     return errors
 
 

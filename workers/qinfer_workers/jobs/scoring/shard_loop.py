@@ -185,7 +185,7 @@ class ShardTask:
         elif outcome is None:
             await self._insist(lambda: jobs.drop_shard(record.id, lease, ticket.shard.index))
         else:
-            await self._finish(record, outcome)
+            await self._finish(record, outcome, run.faults)
 
     async def _recorded(self, run: "ShardRun", ticket: ShardTicket, record: JobRecord) -> ShardOutcome | None:
         """Runs the shard, and records it as a span where the job is traced; `None` = the shard was abandoned."""
@@ -209,11 +209,14 @@ class ShardTask:
                 spans.shard(place, outcome, begin_s, error)
         return outcome
 
-    async def _finish(self, record: JobRecord, outcome: ShardOutcome) -> None:
+    async def _finish(self, record: JobRecord, outcome: ShardOutcome, faults: Sequence[str]) -> None:
         jobs = self._context.jobs
         is_counted = await self._insist(lambda: jobs.finish_shard(record.id, self._lease, outcome))
         if is_counted:
             self._count(outcome)
+            if faults:
+                more = f", and {len(faults) - 1} more ranges" if len(faults) > 1 else ""
+                await self._insist(lambda: jobs.note(record.id, f"can't be read: {faults[0]}{more}"))
         about = {"job": record.id, "shard": outcome.index, "rows": outcome.rows, "failed_rows": outcome.failed_rows}
         logger.info("shard finished", extra={**about, "counted": is_counted, "error": outcome.error})
 

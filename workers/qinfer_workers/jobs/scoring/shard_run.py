@@ -74,6 +74,11 @@ class ShardRun:
         """Returns the statistics of its executions since the last call."""
         return self._scorer.executions.drain()
 
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What of the inputs can't be read, in words, where the job skips it."""
+        return tuple(self._files.faults)
+
     def stop(self) -> None:
         """Has it stop at the next batch."""
         self._chunks.stop()
