@@ -233,6 +233,12 @@ ROWS = (
         ({"worker_id": "<id>"},),
     ),
     Row(
+        keys.pins,
+        "hash",
+        "expires with its last record",
+        "pins, which keep model versions loaded: model, version, content hash, reason, holder, and when each expires",
+    ),
+    Row(
         keys.scalers,
         "hash",
         "expires with its last record",

@@ -14,6 +14,7 @@ from qinfer.cli.local import runfile
 from qinfer.core.settings import RedisSettings, RepositorySettings, load_settings
 from qinfer.errors import SettingsError
 from qinfer.jobs.queue.jobs import Jobs
+from qinfer.models.pins import Pin, why_lost
 from qinfer.models.readiness import ModelStatus, assess
 from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.state import BULK, State, WorkerRecord
@@ -22,6 +23,22 @@ from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.models.work import VersionWork, read_work
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
+
+
+class PinRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A pin of a model version.
+
+    Attributes:
+        reason: The kind of the holder, such as `job`.
+        holder: The id of the holder.
+        content_hash: What the version must execute; empty = anything.
+        expires_s: Seconds until it ends unless it is renewed.
+    """
+
+    reason: str
+    holder: str
+    content_hash: str
+    expires_s: float
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +50,7 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
         state: The best state on any worker.
         reason: The reason for not being READY.
         pending: The version is loading, or no worker has reported on it yet.
+        pins: The pins that keep it loaded.
     """
 
     name: str
@@ -40,6 +58,7 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     reason: str = ""
     pending: bool = False
+    pins: tuple[PinRow, ...] = ()
 
 
 class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,8 +228,9 @@ async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = 
     desired = await store.desired()
     statuses = assess(desired, await store.models(desired), workers).values()
     work = await read_work(store, delivery, Jobs(delivery).open_rows)
+    rows = [row for status in statuses for row in model_rows(status, workers)]
     return Overview(
-        models=tuple(row for status in statuses for row in model_rows(status, workers)),
+        models=tuple(_with_pins(rows, await store.pins(), workers, now_s)),
         lanes=await _lane_rows(work, delivery),
         workers=tuple(_worker_row(worker, now_s) for worker in workers),
         work=tuple(_work_row(version) for version in work),
@@ -236,6 +256,30 @@ def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator
             reason=state.reason,
             pending=not reported or state.state is State.LOADING,
         )
+
+
+def _with_pins(
+    rows: Sequence[ModelRow], pins: Sequence[Pin], workers: Sequence[WorkerRecord], now_s: float
+) -> list[ModelRow]:
+    """Returns rows with their pins, sorted; a pinned version that no worker has READY has a row too."""
+    pinned: dict[tuple[str, int], list[PinRow]] = {}
+    lost: dict[tuple[str, int], str] = {}
+    for pin in pins:
+        lost[pin.model, pin.version] = why_lost(pin, workers)
+        row = PinRow(
+            reason=pin.reason,
+            holder=pin.holder,
+            content_hash=pin.content_hash,
+            expires_s=round(max(pin.expires_at - now_s, 0.0), 3),
+        )
+        pinned.setdefault((pin.model, pin.version), []).append(row)
+    shown = {(row.name, row.version): row for row in rows}
+    for key, reason in lost.items():
+        name, version = key
+        shown.setdefault(
+            key, ModelRow(name=name, version=version, state=State.UNAVAILABLE, reason=reason, pending=not reason)
+        )
+    return [msgspec.structs.replace(row, pins=tuple(pinned.get(key, ()))) for key, row in sorted(shown.items())]
 
 
 async def _lane_rows(work: Sequence[VersionWork], delivery: Queue) -> tuple[LaneRow, ...]:

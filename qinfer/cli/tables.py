@@ -18,6 +18,8 @@ from qinfer.cli.overview import LaneRow, ModelRow, Overview, WorkerRow, WorkRow
 from qinfer.errors import QinferError
 from qinfer.models.sync import SyncedModel
 
+_MAX_HOLDERS = 3
+"""So many holders of pins are shown of a version; JSON has all."""
 NO_WORKER = "no live worker: requests wait in their lanes"
 
 _COLOURS = {
@@ -50,11 +52,14 @@ def overview_tables(overview: Overview) -> RenderableType:
 
 
 def models_table(models: Iterable[ModelRow]) -> Table:
-    """Returns the models with their state, and why they are not READY."""
-    table = Table("model", "version", "state", "reason", title="Models", title_justify="left")
+    """Returns the models with their state, why they are not READY, and what keeps them loaded."""
+    table = Table("model", "version", "state", "reason", "pinned by", title="Models", title_justify="left")
     for model in models:
         version = str(model.version) if model.version else "-"
-        table.add_row(Text(model.name), version, _state(model.state), Text(model.reason))
+        holders = Text("\n".join(f"{pin.reason} {pin.holder}" for pin in model.pins[:_MAX_HOLDERS]))
+        if len(model.pins) > _MAX_HOLDERS:
+            holders.append(f"\nand {len(model.pins) - _MAX_HOLDERS} more")
+        table.add_row(Text(model.name), version, _state(model.state), Text(model.reason), holders)
     return table
 
 

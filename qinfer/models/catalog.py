@@ -277,17 +277,17 @@ class Catalog:
                 continue
             specs[model] = (stored[model], spec)
             newest = stored[model].generation
-            for version in status.ready_versions:  # ascending: the last one answers requests without a version
+            for version in status.ready_versions:
                 generation = status.versions[version].generation
                 last = self._view.served.get((model, version))
                 if last is None or last.generation != generation:  # else the spec of a reload's old generation stays
                     last = _served(spec, version, newest)
-                served[model, version] = served[model, 0] = last
+                _offer(served, last, status)
             for version in status.loadable_versions:
                 last, wait_s = self._view.accepting.get((model, version)), waits_s.get((model, version), 0.0)
                 if last is None or (last.generation, last.wait_s) != (newest, wait_s):
                     last = _served(spec, version, newest, wait_s)
-                accepting[model, version] = accepting[model, 0] = last
+                _offer(accepting, last, status)
         self._specs = specs
         return served, accepting
 
@@ -297,7 +297,7 @@ class Catalog:
         for version in status.ready_versions:
             last = self._view.served.get((status.model, version))
             if last is not None and last.generation == status.versions[version].generation:
-                kept[status.model, version] = kept[status.model, 0] = last
+                _offer(kept, last, status)
         return kept
 
     async def _capacities(
@@ -371,6 +371,16 @@ def _served(spec: ModelSpec, version: int, generation: int, wait_s: float = 0.0)
     routes = Routes(spec, version)
     lane = routes.default.lane
     return Served(spec=spec, version=version, generation=generation, lane=lane, routes=routes, wait_s=wait_s)
+
+
+def _offer(to: dict[tuple[str, int], Served], version: Served, status: ModelStatus) -> None:
+    """Adds a version, to be called in ascending order: the highest also answers requests that name none.
+
+    One that only pins keep loaded answers those that name it.
+    """
+    to[status.model, version.version] = version
+    if not status.versions[version.version].pinned:
+        to[status.model, 0] = version
 
 
 def _log_changes(old: Mapping[str, ModelStatus], new: Mapping[str, ModelStatus]) -> None:

@@ -1,11 +1,42 @@
-"""Hashes of what model versions execute, as workers report them. Pure."""
+"""Pins keep model versions loaded for those who are not done with them; and hashes of what versions execute. Pure.
 
-from collections.abc import Iterable
+A *pin* is part of the desired state: workers keep its version loaded though the version policy has dropped it, load it
+when they start, and offer it to no caller who does not name it. Its holder renews it, and removes it in the end.
+"""
 
-from qinfer.models.state import State, WorkerRecord
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
 
 EXECUTED = "sha256:"
 """The beginning of an executed hash; that of a plan of an earlier qinfer, which has none, is a `content_hash`."""
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """A model version that somebody is not done with.
+
+    Attributes:
+        model: The model's name.
+        version: The version, > 0.
+        content_hash: What it executed when it was pinned (`is_executed`); empty = whatever it executes is fine.
+        reason: The kind of the holder, such as `job`.
+        holder: The id of the holder.
+        expires_at: When it ends unless it is renewed, in seconds of the broker's time.
+    """
+
+    model: str
+    version: int
+    content_hash: str = ""
+    reason: str
+    holder: str
+    expires_at: float
+
+    @property
+    def id(self) -> str:
+        """What it is known by: a holder pins a version once."""
+        return f"{self.reason}/{self.holder}/{self.model}/{self.version}"
 
 
 def is_executed(content_hash: str) -> bool:
@@ -24,3 +55,29 @@ def executed_hash(workers: Iterable[WorkerRecord], model: str, version: int) -> 
     newest = max((state.generation for state in ready), default=0)
     hashes = {state.executed_hash for state in ready if state.generation == newest}
     return hashes.pop() if len(hashes) == 1 else ""
+
+
+def kept_by_pins(pins: Iterable[Pin], stored: StoredModel) -> Mapping[int, frozenset[str]]:
+    """Returns the versions of a model that only pins keep loaded → what they may execute."""
+    kept: dict[int, frozenset[str]] = {}
+    for pin in pins:
+        if pin.model == stored.model and pin.version not in stored.versions:
+            kept[pin.version] = kept.get(pin.version, frozenset()) | {pin.content_hash}
+    return kept
+
+
+def why_lost(pin: Pin, workers: Iterable[WorkerRecord]) -> str:
+    """Says why no live worker can keep what a pin names; empty = one has it, loads it, or none tells yet."""
+    states = [state for worker in workers if (state := worker.state_of(pin.model, pin.version)) is not None]
+    if any(_may_be(pin, state) for state in states):
+        return ""
+    reasons = sorted({state.reason or "its files or configuration have changed" for state in states})
+    return f"version {pin.version} of model '{pin.model}' can't be kept: {reasons[0]}" if reasons else ""
+
+
+def _may_be(pin: Pin, state: VersionState) -> bool:
+    """Tells whether a worker has what a pin names, or is about to; one that reports no hash may."""
+    if state.state is not State.READY:
+        return state.state is not State.UNAVAILABLE
+    is_known = state.executed_hash and is_executed(pin.content_hash)
+    return not is_known or state.executed_hash == pin.content_hash

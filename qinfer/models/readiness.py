@@ -5,8 +5,9 @@ all live workers that place it have failed; else it goes on.
 
 READY = desired, and loaded by a live worker, at the desired generation or, while that one is loading or
 when it fails to load, at an earlier one: a reload makes no gap. So a version that the new generation leaves out is
-shown as long as a worker serves it: workers retire it when they have loaded what replaces it. A model with
-`min_workers` 0 is READY without a live worker too, and while its first one loads: its requests wait in the queue.
+shown as long as a worker serves it: workers retire it when they have loaded what replaces it, unless it is pinned.
+A model with `min_workers` 0 is READY without a live worker too, and while its first one loads: its requests wait in the
+queue.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -168,7 +169,7 @@ def _left_out(stored: StoredModel, workers: list[WorkerRecord]) -> list[int]:
         version
         for worker in workers
         for version, state in worker.models.get(stored.model, {}).items()
-        if state.state is State.READY and state.generation < stored.generation
+        if state.state is State.READY and (state.generation < stored.generation or state.pinned)
     }
     return sorted(served.difference(stored.versions))
 

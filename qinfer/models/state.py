@@ -76,6 +76,7 @@ class VersionState(msgspec.Struct, frozen=True):
         executed_hash: The hash of what is executed, of a version that is READY: of its files and those beside the
             versions, and of inputs, outputs, parameters, backend and optimisation of the configuration. Empty = not
             known: the files changed while they were loaded, or an earlier qinfer has loaded them.
+        pinned: The version policy has dropped it, and only pins keep it loaded: no caller gets it who does not name it.
     """
 
     state: State
@@ -83,6 +84,7 @@ class VersionState(msgspec.Struct, frozen=True):
     reason: str = ""
     tried: int = 0
     executed_hash: str = ""
+    pinned: bool = False
 
 
 class Speed(msgspec.Struct, frozen=True):

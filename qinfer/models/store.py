@@ -17,6 +17,7 @@ import msgspec
 from redis.exceptions import RedisClusterException, RedisError
 
 from qinfer.errors import BrokerUnavailable
+from qinfer.models.pins import Pin
 from qinfer.models.state import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.observe.stats import LATEST
 from qinfer.queue import keys
@@ -36,7 +37,7 @@ _SET_DESIRED = load_script("set_desired", package="qinfer.models").text
 _EXCHANGE = load_script("exchange", package="qinfer.models").text
 _ADD_STATS = load_script("add_stats", package="qinfer.models").text
 _LIVENESS = load_script("liveness", "now_ms", package="qinfer.models").text
-_SCALERS = load_script("scalers", "now_ms", package="qinfer.models").text
+_EXPIRING = load_script("expiring", "now_ms", package="qinfer.models").text
 
 
 class ControlStore:
@@ -164,22 +165,29 @@ class ControlStore:
         """
         with translated():
             words = (record.id, int(ttl_s * 1000), encode_document(record))
-            await self.client.eval(_SCALERS, 1, keys.scalers(), *words)
+            await self.client.eval(_EXPIRING, 1, keys.scalers(), *words)
             for name, count in counts.items():
                 await self.client.hincrby(keys.scaler_counts(), name, count)
 
     async def scalers(self) -> list[ScalerRecord]:
         """Returns the records of all live autoscalers, by id."""
-        with translated():
-            words = iter(await self.client.eval(_SCALERS, 1, keys.scalers()))
-        read = _decoded(dict(zip(map(_text, words), words, strict=True)), ScalerRecord)
-        return [read[id_] for id_ in sorted(read)]
+        return await self._live(keys.scalers(), ScalerRecord)
 
     async def scaler_counts(self) -> dict[str, int]:
         """Returns what all autoscalers counted; the counts only grow."""
         with translated():
             values = await self.client.hgetall(keys.scaler_counts())
         return {_text(name): int(value) for name, value in values.items()}
+
+    async def put_pin(self, pin: Pin, ttl_s: float) -> None:
+        """Writes a pin, in place of the one of its id; it disappears `ttl_s` seconds later, or at once with 0."""
+        with translated():
+            words = (pin.id, int(ttl_s * 1000), encode_document(pin))
+            await self.client.eval(_EXPIRING, 1, keys.pins(), *words)
+
+    async def pins(self) -> list[Pin]:
+        """Returns all pins that have not expired, by id."""
+        return await self._live(keys.pins(), Pin)
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
         """Stores how fast a worker found a model version to be; the last writer wins. It outlives the worker."""
@@ -281,6 +289,13 @@ class ControlStore:
     async def close(self) -> None:
         """Closes the connections."""
         await self.client.aclose()
+
+    async def _live(self, key: str, kind: type[T]) -> list[T]:
+        """Returns the records of a hash that have not expired, by id."""
+        with translated():
+            words = iter(await self.client.eval(_EXPIRING, 1, key))
+        read = _decoded(dict(zip(map(_text, words), words, strict=True)), kind)
+        return [read[id_] for id_ in sorted(read)]
 
     async def _fields(self, wanted: list[tuple[str, str]]) -> list[bytes | None]:
         """Reads one field of each of several hashes: (key, field). One round trip; in a cluster, one to each node."""

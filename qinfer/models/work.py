@@ -138,8 +138,10 @@ async def read_work(
         wish = desired.get(model)
         desired = {} if wish is None else {model: msgspec.structs.replace(wish, load=True)}
     stored = await store.models(sorted(desired))
-    versions = _versions(desired, stored, workers)
     jobs = await open_rows()
+    # The version of an open job may be one that only a pin keeps, which no worker has loaded.
+    pinned = {(job.model, job.version) for job in jobs if job.rows and job.model in stored}
+    versions = sorted({*_versions(desired, stored, workers), *pinned})
     lanes = _lanes(versions, stored, jobs)
     earlier = _earlier_lanes(versions, stored, workers)
     flat = [lane for of_version in (*lanes.values(), *earlier.values()) for lane in of_version]

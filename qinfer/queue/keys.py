@@ -137,6 +137,11 @@ def workers() -> str:
     return "qinfer:workers"
 
 
+def pins() -> str:
+    """Returns the hash of the pins of model versions: the expiry of each (ms of Redis' time), and its record."""
+    return "qinfer:pins"
+
+
 def scalers() -> str:
     """Returns the hash of the live autoscalers: the expiry of each (ms of Redis' time), and its record."""
     return "qinfer:scalers"

@@ -10,6 +10,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.installation import is_claimed, read_snapshot
+from qinfer.models.pins import Pin
 from qinfer.models.repository.open import Repositories
 from qinfer.models.state import (
     SCALED_DOWN,
@@ -182,6 +183,20 @@ class Repository(Repositories):
 
     def scan(self) -> list[StoredModel]:
         return list(self._models)
+
+
+async def test_a_pin_ends_unless_it_is_renewed(stores: ControlPair) -> None:
+    """Or at once, where its holder lets it go; pins of several holders are side by side."""
+    one = Pin(model="m", version=1, content_hash="sha256:1", reason="job", holder="a", expires_at=1.0)
+    other = msgspec.structs.replace(one, holder="b")
+    await stores.one.put_pin(one, 60.0)
+    await stores.one.put_pin(other, 60.0)
+    both = await stores.other.pins()
+
+    await stores.one.put_pin(one, 0.0)
+
+    assert both == [one, other]
+    assert await stores.other.pins() == [other]
 
 
 def model(content_hash: str) -> StoredModel:

@@ -95,6 +95,7 @@ async def opened(server: RedisServer, directory: Path) -> AsyncIterator[BulkProc
     await store.put_model(MODEL)
     await delivery.ensure(bulk_lanes("stub", 1))
     one = BulkProcesses(directory, delivery, store, server.url)
+    await one.beat()
     try:
         await one.jobs.create(record_of(spec(directory)))
         yield one

@@ -6,6 +6,7 @@ from qinfer.cli.local.runfile import RunFile, read, remove, write
 from qinfer.cli.overview import ModelRow, read_overview
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
+from qinfer.models.pins import Pin
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Lane
@@ -47,6 +48,29 @@ async def test_state_reason_and_depth_are_shown(store: ControlStore, delivery: Q
     )
     assert [(row.model, row.version, row.depth) for row in overview.lanes] == [("digits", 1, 1), ("digits", 2, 0)]
     assert [(row.ready, round(row.up_s)) for row in overview.workers] == [(("digits:1",), 5)]
+
+
+async def test_pins_are_shown_with_what_they_keep(store: ControlStore, delivery: Queue) -> None:
+    """And one that can't be kept, with the reason."""
+    await put(store, "digits", 2)
+    await beat(
+        store,
+        delivery,
+        {"digits": {1: VersionState(State.UNAVAILABLE, 1, "no such file"), 2: VersionState(State.READY, 1)}},
+    )
+    for version in (1, 2):
+        pin = Pin(model="digits", version=version, reason="job", holder="j1", expires_at=delivery.clock.now_s() + 60)
+        await store.put_pin(pin, 60.0)
+
+    first, second = (await read_overview(store, delivery)).models
+
+    assert (first.version, first.state) == (1, State.UNAVAILABLE)
+    assert first.reason == "version 1 of model 'digits' can't be kept: no such file"
+    assert (second.version, second.state, [(one.reason, one.holder) for one in second.pins]) == (
+        2,
+        State.READY,
+        [("job", "j1")],
+    )
 
 
 async def test_bulk_lanes_are_shown_of_models_that_have_jobs(store: ControlStore, delivery: Queue) -> None:

@@ -93,6 +93,19 @@ async def test_without_a_version_the_highest_ready_one_answers(stack: Stack) -> 
     assert not stack.catalog.is_server_ready()
 
 
+async def test_a_version_that_only_pins_keep_answers_those_who_name_it(stack: Stack) -> None:
+    """Also where it is higher than those of the version policy: the model was rolled back."""
+    stack.write("m", 1)
+    generation = (await stack.sync())["m"].generation
+    states = {1: VersionState(State.READY, generation), 2: VersionState(State.READY, generation, pinned=True)}
+    await stack.store.heartbeat(WorkerRecord(id="w", started_at=0.0, models={"m": states}), TTL_S)
+
+    await stack.catalog.refresh()
+
+    assert [stack.catalog.resolve("m", version).version for version in (0, 1, 2)] == [1, 1, 2]
+    assert stack.catalog.accepting("m", 0).version == 1
+
+
 @pytest.mark.parametrize(
     ("model", "version", "error", "text"),
     [

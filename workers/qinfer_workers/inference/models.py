@@ -2,14 +2,15 @@
 
 Everything is re-read at start, when woken and every 10 s. A new generation is loaded and warmed up beside the old one,
 which serves until then, and goes on serving if the new one fails; the reason is in the heartbeat. Each model has a task
-of its own while something about it changes: a long load holds up no other model.
+of its own while something about it changes: a long load holds up no other model. A version that the version policy has
+dropped stays as it is while it is pinned, and is loaded again only as what it was pinned for.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -18,6 +19,7 @@ from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import BrokerUnavailable, ModelLoadFailed, QinferError
 from qinfer.models.config import config
 from qinfer.models.installation import Snapshot, is_gone
+from qinfer.models.pins import kept_by_pins
 from qinfer.models.readiness import PENDING_REASON, is_placed
 from qinfer.models.state import State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
@@ -62,6 +64,23 @@ class Host(Protocol):
         ...
 
 
+class Wanted(NamedTuple):
+    """What is to be loaded of a model.
+
+    Attributes:
+        stored: The model as it is stored.
+        kept: The versions that only pins keep loaded → what they may execute; see `pins.kept_by_pins`.
+    """
+
+    stored: StoredModel
+    kept: Mapping[int, frozenset[str]]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """All versions that are to be loaded."""
+        return (*self.stored.versions, *self.kept)
+
+
 class Models:
     """Keeps the loaded models equal to the desired state.
 
@@ -89,8 +108,8 @@ class Models:
         self._slots = asyncio.Semaphore(settings.load_threads)
         self._seen = Snapshot()
         self._loss = OutageLog(logger, "Redis has lost its data", "Redis has data again")
-        self._wanted: dict[str, StoredModel] = {}
-        self._settled: dict[str, StoredModel] = {}
+        self._wanted: dict[str, Wanted] = {}
+        self._settled: dict[str, Wanted] = {}
         """What was last made so, as far as it could be: what failed is not tried twice, unless time may help."""
         self._again_at: dict[str, float] = {}
         """When to try a load again, in the event loop's time."""
@@ -131,8 +150,11 @@ class Models:
         self._seen = now
         mine = [name for name, wish in now.desired.items() if wish.load and is_placed(name, self._globs)]
         found = await self._store.models(mine)
-        kept = {name: self._wanted[name] for name in mine if name in self._wanted}
-        self._wanted = {**kept, **found}
+        pins = await self._store.pins()
+        before = {name: self._wanted[name].stored for name in mine if name in self._wanted}
+        self._wanted = {
+            name: Wanted(stored, kept_by_pins(pins, stored)) for name, stored in {**before, **found}.items()
+        }
         return True
 
     def _start(self, tasks: asyncio.TaskGroup) -> None:
@@ -163,25 +185,43 @@ class Models:
         finally:
             del self._tasks[name]
 
-    async def _make_so(self, name: str, wanted: StoredModel | None) -> None:
+    async def _make_so(self, name: str, wanted: Wanted | None) -> None:
         """Loads first, then unloads the rest, only if everything was loaded: there is no gap."""
-        if wanted is not None and wanted.pending:
-            await self._complete_config(wanted)
+        if wanted is not None and wanted.stored.pending:
+            await self._complete_config(wanted.stored)
+            return
+        if wanted is not None and not await self._load_all(name, wanted):
             return
         versions = () if wanted is None else wanted.versions
-        async with asyncio.TaskGroup() as loads:
-            if wanted is not None:
-                results = [loads.create_task(self._load((name, version), wanted)) for version in versions]
-            else:
-                results = []
-        if wanted is not None and (wanted.error or not all(result.result() for result in results)):
-            return
         async with asyncio.TaskGroup() as unloads:
             for key in [key for key in self._states if key[0] == name and key[1] not in versions]:
                 unloads.create_task(self._unload(key))
 
-    async def _load(self, key: Key, model: StoredModel) -> bool:
-        """Loads a version; returns whether it is served now."""
+    async def _load_all(self, name: str, wanted: Wanted) -> bool:
+        """Loads what is wanted of a model; returns whether all versions of its policy are served now."""
+        stored = wanted.stored
+        async with asyncio.TaskGroup() as loads:
+            results = [loads.create_task(self._load((name, version), stored)) for version in stored.versions]
+            for version, hashes in wanted.kept.items():
+                loaded = self._loaded.get((name, version))
+                if loaded is None or not _executes(loaded, hashes):
+                    loads.create_task(self._load((name, version), stored, hashes))
+        if stored.error or not all(result.result() for result in results):
+            return False
+        for key in [(name, version) for version in wanted.kept]:
+            if (state := self._states.get(key)) and not state.pinned:
+                self._states[key] = replace(state, pinned=True)
+                self._changed()
+        return True
+
+    async def _load(self, key: Key, model: StoredModel, hashes: frozenset[str] = frozenset()) -> bool:
+        """Loads a version; returns whether it is served now.
+
+        Args:
+            key: Which.
+            model: The model as it is stored.
+            hashes: What the version may execute, where only pins keep it; empty = anything.
+        """
         name, version = key
         began_s = time.monotonic()
         self._show_loading(key, model.generation)
@@ -192,6 +232,9 @@ class Models:
             serving = self._loaded.get(key)
             async with self._slots:
                 change = await in_thread(f"load-{name}", lambda: self._loader.load(spec, version, model, serving))
+            if hashes and not _executes(change.loaded, hashes):
+                await in_thread(f"unload-{name}", lambda: self._loader.discard(change))
+                raise ModelLoadFailed("its files or configuration are not those that it was pinned with")
         except Exception as error:  # the boundary to backends; whatever it is, it fails this load only
             extra = {"model": name, "version": version, "generation": model.generation}
             if isinstance(error, QinferError) and error.__cause__ is None:
@@ -199,6 +242,8 @@ class Models:
             else:
                 logger.exception("load failed", extra=extra)
             self._fail(key, model.generation, error)
+            if hashes:  # its files may come back, or memory
+                self._again_at[name] = asyncio.get_running_loop().time() + RELOAD_S
             return False
         if name not in self._wanted and change.kind is not Kind.SAME:  # unloaded meanwhile
             await in_thread(f"unload-{name}", lambda: self._loader.discard(change))
@@ -210,7 +255,9 @@ class Models:
         if change.kind is Kind.NEW:
             self._load_s[key] = time.monotonic() - began_s
         executed_hash = change.loaded.executed_hash
-        self._states[key] = VersionState(State.READY, model.generation, "", model.generation, executed_hash)
+        self._states[key] = VersionState(
+            State.READY, model.generation, "", model.generation, executed_hash, pinned=bool(hashes)
+        )
         extra = {"model": name, "version": version, "generation": model.generation, "change": change.kind.value}
         logger.info("model ready", extra=extra)
         self._changed()
@@ -258,8 +305,8 @@ class Models:
         self._changed()
 
     def _is_wanted(self, key: Key) -> bool:
-        model = self._wanted.get(key[0])
-        return model is not None and key[1] in model.versions
+        wanted = self._wanted.get(key[0])
+        return wanted is not None and key[1] in wanted.versions
 
     async def _complete_config(self, model: StoredModel) -> None:
         """Completes a configuration; the model comes again, under the next generation, when that is stored."""
@@ -274,3 +321,8 @@ class Models:
                 self._fail((model.model, version), model.generation, error)
             return
         await put_completion(model, completion, self._store)
+
+
+def _executes(loaded: Loaded, hashes: frozenset[str]) -> bool:
+    """Tells whether a version executes what it was pinned for: one of these, or anything (empty)."""
+    return any(not one or loaded.hash_like(one) == one for one in hashes)

@@ -59,14 +59,19 @@ class Planner:
         await leave_partial(self._services, job_id)
 
     async def _await_model(self, job_id: str) -> None:
-        """Puts off a new job until workers tell what they execute; that is no attempt, and may take any time.
+        """Pins a job's model version; puts off a new job until workers tell what they execute of it.
+
+        That is no attempt at planning, and may take any time.
 
         Raises:
             ModelNotReady: No worker tells yet.
         """
         services = self._services
         record = await services.jobs.get(job_id)
-        if record is None or record.state != JobState.PLANNING or record.head:
+        if record is None or record.state != JobState.PLANNING:
+            return
+        await services.pin(record)
+        if record.head:
             return
         stored = await services.store.model(record.model)
         if stored is None or stored.error or stored.pending:  # planning says more of it
@@ -77,6 +82,7 @@ class Planner:
             return
         why = f"no worker has version {record.version} of model '{record.model}' ready yet"
         await services.say_waiting(record, why)
+        await services.store.wake()  # a worker may load it again, now that it is pinned
         raise ModelNotReady(f"job '{job_id}' is not planned: {why}")
 
     async def _plan(self, record: JobRecord, deaths: int) -> None:
@@ -94,6 +100,7 @@ class Planner:
         head = encode_plan_head(plan)
         if not await jobs.move(record.id, {JobState.PLANNING}, JobState.PLANNING, max_errors=most, head=head):
             raise NotWanted
+        await services.pin(msgspec.structs.replace(record, head=head))
         frames = frames_of(record.id, plan.shards)
         if not await jobs.plan(record.id, frames, plan.rows, complete=True):
             raise NotWanted

@@ -20,9 +20,10 @@ from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest, ModelNotReady, QinferError
 from qinfer.jobs.examiner_pool import DIED, ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobState
-from qinfer.jobs.plan import ExpectedParts, Plan, Shard
+from qinfer.jobs.plan import ExpectedParts, Plan, Shard, decode_plan_head
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine, granted, spec_of
+from qinfer.models.pins import Pin
 from qinfer.models.readiness import capacity_of
 from qinfer.models.store import ControlStore
 from qinfer.storage.store import Store
@@ -37,6 +38,11 @@ _STALE_ROUNDS = 3
 _IDLE_ROUNDS = 10
 _IDLE_S = 600.0
 
+
+PIN_REASON = "job"
+"""The reason of the pins that jobs hold."""
+PIN_TTL_S = 3600.0
+"""How long a job's model version is held without a bulk worker that renews its pin."""
 
 MAX_DEATHS = 5
 """So often a process may die over one job before that is taken for the job's fault."""
@@ -213,6 +219,21 @@ class JobServices:
         age_s = self.age_s(record)
         if age_s > max(_IDLE_S, _IDLE_ROUNDS * self.settings.sweep_every_s):
             await self.jobs.note(record.id, f"no bulk worker ran for {age_s:.0f} s")
+
+    def pin_of(self, record: JobRecord) -> Pin:
+        """Returns the pin by which a job holds its model version, with the hash of its plan once it is planned."""
+        return Pin(
+            model=record.model,
+            version=record.version,
+            content_hash=decode_plan_head(record.head).model_hash if record.head else "",
+            reason=PIN_REASON,
+            holder=record.id,
+            expires_at=self.clock.now_s() + PIN_TTL_S,
+        )
+
+    async def pin(self, record: JobRecord) -> None:
+        """Holds a job's model version, until the sweep lets go of it."""
+        await self.store.put_pin(self.pin_of(record), PIN_TTL_S)
 
     async def say_waiting(self, record: JobRecord, why: str) -> None:
         """Says in a job's record and log why it can't go on now; empty = it goes on. The record stays fresh."""

@@ -2,6 +2,8 @@
 
 What moves a job on is a task, a worker, or the notice of a shard's end. Each leaves a mark on the record; a job without
 one for `JobServices.stale_s` is looked at: its task is sent again, its lane filled, its end told.
+
+The sweep also renews the pins by which unfinished jobs hold their model versions, and removes those of the others.
 """
 
 import logging
@@ -12,7 +14,8 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import frames_of
 from qinfer.jobs.queue.records import JobRecord, why_failed
 from qinfer.jobs.tasks import BulkTasks
-from qinfer_workers.jobs.services import JobServices
+from qinfer.models.pins import Pin
+from qinfer_workers.jobs.services import PIN_REASON, PIN_TTL_S, JobServices
 
 logger = logging.getLogger("qinfer_workers.jobs")
 
@@ -50,11 +53,27 @@ class Sweeper:
             self._is_running = False
 
     async def _sweep(self) -> None:
+        pins = await self._services.store.pins()  # first: what was resumed since is among the unfinished
         for record in await self._services.jobs.overdue():
             await self._attend(self._expire, record)
-        for record in await self._services.jobs.unfinished():
+        unfinished = await self._services.jobs.unfinished()
+        await self._hold_pins(pins, unfinished)
+        for record in unfinished:
             if self._services.is_stale(record):
                 await self._attend(self._move_on, record)
+
+    async def _hold_pins(self, pins: Collection[Pin], unfinished: Collection[JobRecord]) -> None:
+        """Renews the pins of unfinished jobs when half of their time is over, and removes those of all others."""
+        services = self._services
+        held = {pin.id: pin for pin in pins if pin.reason == PIN_REASON}
+        renew_before = services.clock.now_s() + PIN_TTL_S / 2
+        for record in unfinished:
+            pin = services.pin_of(record)
+            there = held.pop(pin.id, None)
+            if there is None or there.content_hash != pin.content_hash or there.expires_at < renew_before:
+                await services.store.put_pin(pin, PIN_TTL_S)
+        for pin in held.values():
+            await services.store.put_pin(pin, 0.0)
 
     async def _attend(self, what: Callable[[JobRecord], Awaitable[None]], record: JobRecord) -> None:
         try:

@@ -11,6 +11,7 @@ import pytest
 from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import ModelFilesUnreachable, ModelLoadFailed
 from qinfer.models.config.config import normalise, parse, to_json
+from qinfer.models.pins import Pin
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.models.state import Desired, State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
@@ -21,6 +22,7 @@ from qinfer_workers.inference import models as following_models
 from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
 from qinfer_workers.inference.models import Models
 
+HASH = "sha256:1"
 CONFIG = (
     'backend: "stub" input { name: "x" data_type: TYPE_FP32 dims: 2 } output { name: "y" data_type: TYPE_FP32 dims: 2 }'
 )
@@ -32,6 +34,7 @@ class Slow:
     def __init__(self) -> None:
         self.gates: dict[str, threading.Event] = {}
         self.began: list[str] = []
+        self.executed: dict[int, str] = {}
         self.discarded: list[Change] = []
         self.completion: Completion | Exception = Completion(error="not asked for")
 
@@ -46,7 +49,14 @@ class Slow:
             raise ModelLoadFailed("bad file")
         if stored.content_hash == "away" and len(self.began) < 3:
             raise ModelFilesUnreachable("can't be reached now")
-        loaded = Loaded(spec=spec, version=version, generation=stored.generation, identity="", devices=(Device(),))
+        loaded = Loaded(
+            spec=spec,
+            version=version,
+            generation=stored.generation,
+            identity="",
+            devices=(Device(),),
+            executed_hash=self.executed.get(version, HASH),
+        )
         return Change(kind=Kind.NEW, loaded=loaded)
 
     def complete(self, stored: StoredModel) -> Completion:
@@ -81,15 +91,23 @@ class Scene:
         settings = WorkerSettings(models=("*",), load_threads=threads)
         self.models = Models(self.store, settings, LimitSettings(), cast("Loader", self.loader), self.host)
 
-    async def want(self, name: str, generation: int = 1, *, digest: str = "", pending: str = "") -> None:
+    async def want(
+        self, name: str, generation: int = 1, *, digest: str = "", pending: str = "", version: int = 1
+    ) -> None:
         config = to_json(normalise(parse(CONFIG), name))
-        stored = StoredModel(name, generation, config, (1,), content_hash=digest, pending=pending)
+        stored = StoredModel(name, generation, config, (version,), content_hash=digest, pending=pending)
         await self.store.put_model(stored)
         await self.store.set_desired(Desired(name, generation))
         await self.store.wake()
 
     async def unwant(self, name: str, generation: int = 1) -> None:
         await self.store.set_desired(Desired(name, generation, load=False))
+        await self.store.wake()
+
+    async def pin(self, content_hash: str = HASH, version: int = 1, ttl_s: float = 60.0) -> None:
+        """Pins a version of the model `m`, or lets go of it."""
+        pin = Pin(model="m", version=version, content_hash=content_hash, reason="job", holder="j", expires_at=1.0)
+        await self.store.put_pin(pin, ttl_s)
         await self.store.wake()
 
     async def until(self, name: str, state: State | None) -> VersionState | None:
@@ -186,6 +204,63 @@ async def test_loads_are_timed(store: ControlStore) -> None:
         assert list(scene.models.load_times()) == ["slow"]
 
 
+async def test_a_pinned_version_stays_as_it_is_until_it_is_let_go(store: ControlStore) -> None:
+    """The version policy has dropped it; it is not even loaded again."""
+    async with following(Scene(store)) as scene:
+        await scene.want("m")
+        await scene.until("m", State.READY)
+        await scene.pin()
+        await scene.want("m", 2, version=2)
+        await eventually(lambda: ("m", 2) in scene.host.served)
+        await eventually(lambda: scene.models.states()["m"][1].pinned)
+        kept = dict(scene.host.served)
+        begun = len(scene.loader.began)
+
+        await scene.pin(ttl_s=0.0)
+        await scene.until("m", None)
+
+    assert kept == {("m", 1): 1, ("m", 2): 2}
+    assert begun == 2
+    assert scene.host.served == {("m", 2): 2}
+
+
+async def test_a_pinned_version_is_loaded_by_a_worker_that_starts(store: ControlStore) -> None:
+    """As what it was pinned for: empty = anything."""
+    scene = Scene(store)
+    await scene.pin("", version=1)
+    await scene.want("m", 2, version=2)
+
+    async with following(scene):
+        state = await scene.until("m", State.READY)
+
+        assert state == VersionState(State.READY, 2, "", 2, HASH, pinned=True)
+        await eventually(lambda: scene.host.served == {("m", 1): 2, ("m", 2): 2})
+
+
+async def test_other_content_is_not_served_in_place_of_a_pinned_version(
+    store: ControlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was loaded is discarded; it is tried again, for the files may come back."""
+    monkeypatch.setattr(following_models, "RELOAD_S", 0.0)
+    scene = Scene(store)
+    scene.loader.executed[1] = "sha256:other"
+    await scene.pin()
+    await scene.want("m", 2, version=2)
+
+    async with following(scene):
+        failed = await scene.until("m", State.UNAVAILABLE)
+        await eventually(lambda: ("m", 2) in scene.host.served)
+        others = dict(scene.host.served)
+        scene.loader.executed.clear()
+        await store.wake()
+        await scene.until("m", State.READY)
+
+    assert failed is not None
+    assert failed.reason == "its files or configuration are not those that it was pinned with"
+    assert others == {("m", 2): 2}
+    assert scene.loader.discarded
+
+
 async def test_so_many_models_load_at_once(store: ControlStore) -> None:
     """`worker.load_threads`; the others wait for their turn."""
     async with following(Scene(store, threads=2)) as scene:
@@ -223,7 +298,7 @@ async def test_the_newest_generation_is_loaded_in_the_end(store: ControlStore) -
         await eventually(lambda: scene.loader.began == ["m"])
         for generation in (2, 3, 4):
             await scene.want("m", generation)
-        await eventually(lambda: scene.models._wanted["m"].generation == 4)
+        await eventually(lambda: scene.models._wanted["m"].stored.generation == 4)
         scene.loader.gates["m"].set()
 
         await eventually(lambda: scene.host.served == {("m", 1): 4})

@@ -10,9 +10,11 @@ import pytest
 from qinfer.errors import StoreUnavailable
 from qinfer.jobs.job import JobState
 from qinfer.jobs.tasks import BulkTasks
+from qinfer.models.pins import Pin
 from qinfer.testing import eventually
+from qinfer_workers.jobs.services import PIN_TTL_S
 from qinfer_workers.jobs.sweep import CREATION_S, Sweeper
-from tests.support.jobs.bulk_bench import Bench, bench, record_of, spec, write_inputs
+from tests.support.jobs.bulk_bench import HASH, Bench, bench, record_of, spec, write_inputs
 from tests.support.servers.servers import Database
 
 pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it
@@ -96,6 +98,39 @@ async def test_a_job_whose_creation_was_broken_off_fails(scene: Make) -> None:
     await one.sweep(CREATION_S)
 
     assert (await one.bench.record()).error == "its creation was broken off"
+
+
+async def test_a_job_s_model_version_is_pinned_until_its_end(scene: Make) -> None:
+    """By the sweep, even if no task has pinned it; with the content of its plan once there is one."""
+    one = await scene()
+    store, jobs = one.bench.store, one.bench.jobs
+    await one.sweep()
+    (new,) = await store.pins()
+    await one.bench.planner().run("job")
+    (planned,) = await store.pins()
+    await one.sweep(PIN_TTL_S * 0.4)
+    (same,) = await store.pins()
+    await one.sweep(PIN_TTL_S * 0.2)
+    (renewed,) = await store.pins()
+
+    await jobs.stop("job", JobState.CANCELLED, in_hand=True)
+    await one.sweep()
+
+    assert (new.model, new.version, new.content_hash, new.holder) == ("stub", 1, "", "job")
+    assert (planned.content_hash, same) == (HASH, planned)
+    assert renewed.expires_at > planned.expires_at
+    assert await store.pins() == []
+
+
+async def test_the_pins_of_others_are_left_alone(scene: Make) -> None:
+    """They renew and remove them."""
+    one = await scene()
+    other = Pin(model="stub", version=1, reason="sequence", holder="s1", expires_at=1.0)
+    await one.bench.store.put_pin(other, 60.0)
+
+    await one.sweep()
+
+    assert other in await one.bench.store.pins()
 
 
 async def test_the_lane_of_a_running_job_is_filled(scene: Make) -> None:
