@@ -20,7 +20,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from qinfer.models.store import decode_stored, translated
+from qinfer.models.store import StoredRecords, translated
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import Info
 from qinfer.observe.exposition import Family
@@ -255,6 +255,7 @@ class BridgeReports:
 
     def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
         self._client = client
+        self._records = StoredRecords()
 
     async def put(self, report: BridgeReport, ttl_s: float) -> None:
         """Writes what a bridge has in hand, and adds what it counted; of reports with one number, the first's only.
@@ -279,11 +280,8 @@ class BridgeReports:
                 for name in names:
                     pipe.hgetall(keys.route_counts(name))
                 found = await pipe.execute() if names else []
-        counts = {
-            name: {field.decode(): int(value) for field, value in of.items()}
-            for name, of in zip(names, found, strict=True)
-        }
-        read = [decode_stored(uses, BridgeUses, "a bridge") for uses in live]
+        counts = {name: self._records.counts(of, f"route {name}") for name, of in zip(names, found, strict=True)}
+        read = [self._records.one(uses, BridgeUses, "a bridge") for uses in live]
         return _merged(counts, [of.routes for of in read if of is not None])
 
     async def close(self) -> None:

@@ -92,6 +92,7 @@ class Catalog:
         self._refreshed = False
         self._refreshing = asyncio.Lock()
         self._specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
+        self._unusable: dict[str, StoredModel] = {}
 
     async def refresh(self) -> None:
         """Reads the store and replaces the view, unless the store has lost its data.
@@ -341,7 +342,9 @@ class Catalog:
         try:
             return to_spec(from_json(stored.config), self._limits, stored.labels)
         except QinferError as error:  # written by a newer qinfer: one model must not take the others down
-            logger.error("stored configuration unusable", extra={"model": stored.model, "error": error.message})
+            if self._unusable.get(stored.model) != stored:
+                self._unusable[stored.model] = stored
+                logger.error("stored configuration unusable", extra={"model": stored.model, "error": error.message})
             return None
 
     def _reason(self, model: str, version: int) -> ModelNotFound | ModelNotReady:
@@ -350,8 +353,9 @@ class Catalog:
         if status is None or (version and version not in status.versions):
             return refusal
         one = version or max(status.versions, default=0)
-        is_known = status.error or one in status.failed or status.versions[one].reason == PENDING_REASON
-        reason = status.error or (status.versions[one].reason if is_known else "")
+        state = status.versions.get(one)  # a configuration that is damaged may have no version
+        is_known = state is not None and (one in status.failed or state.reason == PENDING_REASON)
+        reason = status.error or (state.reason if state is not None and is_known else "")
         return ModelNotReady(f"{refusal.message}: {reason}" if reason else refusal.message)
 
     def _refusal(self, model: str, version: int) -> ModelNotFound | ModelNotReady:

@@ -5,17 +5,14 @@ time both succeed. `null` is what was cleared.
 """
 
 import asyncio
-import logging
 from collections.abc import Mapping
 
 import msgspec
 
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.store import ControlStore
+from qinfer.models.store import ControlStore, SettingValue
 from qinfer.observe import logs
 from qinfer.observe.logs import Switches
-
-logger = logging.getLogger(__name__)
 
 LOGGING = "logging"
 """The group of the log settings."""
@@ -25,20 +22,16 @@ TRACE = "trace"
 FOLLOW_EVERY_S = 2.0
 """The time after which a process notices a change that another gateway was asked for."""
 
-Value = bool | int | str | list[str] | None
+Value = SettingValue
 
 
 def of_group(stored: Mapping[str, str], group: str) -> dict[str, Value]:
-    """Returns the values of one group from `ControlStore.settings`, without what was cleared and what is no value."""
+    """Returns the values of one group from `ControlStore.settings`, without what was cleared."""
     values: dict[str, Value] = {}
     prefix = f"{group}/"
     for name, document in stored.items():
         if name.startswith(prefix):
-            try:
-                value: Value = msgspec.json.decode(document, type=Value)
-            except msgspec.DecodeError as error:  # a newer qinfer's
-                logger.error("stored setting unusable", extra={"setting": name, "error": str(error)})
-                continue
+            value: Value = msgspec.json.decode(document, type=Value)
             if value is not None:
                 values[name.removeprefix(prefix)] = value
     return values

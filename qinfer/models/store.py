@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.pins import Pin
@@ -29,8 +29,13 @@ logger = logging.getLogger(__name__)
 K = TypeVar("K")
 T = TypeVar("T")
 
+SettingValue = bool | int | str | list[str] | None
+"""A setting that clients change; `None` is what was cleared."""
+
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout
 _WAKES_KEPT = 16
+_MAX_DIGITS = 20  # those of Redis' integers, and their sign
+_MOST_REASONS = 1000
 
 _PUT_MODEL = load_script("put_model", package="qinfer.models").text
 _SET_DESIRED = load_script("set_desired", package="qinfer.models").text
@@ -52,6 +57,7 @@ class ControlStore:
 
     def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
         self.client = client
+        self._records = StoredRecords()
         self._last_wakes: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 
     async def installation(self) -> str:
@@ -88,7 +94,7 @@ class ControlStore:
         """Returns the desired state of every model."""
         with translated():
             values = await self.client.hgetall(keys.desired())
-        return _decoded({_text(model): value for model, value in values.items()}, Desired)
+        return self._records.all({_text(model): value for model, value in values.items()}, Desired)
 
     async def set_desired(self, desired: Desired) -> None:
         """Writes the desired state of one model; an older generation never replaces a newer one."""
@@ -101,13 +107,13 @@ class ControlStore:
         """Returns a model's stored configuration."""
         with translated():
             value = await self.client.hget(keys.config(name), "model")
-        return None if value is None else decode_stored(value, StoredModel, name)
+        return None if value is None else self._records.one(value, StoredModel, name)
 
     async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
         """Returns the stored configurations of those models that have one, by name; all of them in one round trip."""
         with translated():
             values = await self._fields([(keys.config(name), "model") for name in names])
-        return _decoded(dict(zip(names, values, strict=True)), StoredModel)
+        return self._records.all(dict(zip(names, values, strict=True)), StoredModel)
 
     async def put_model(self, stored: StoredModel) -> bool:
         """Stores a model's configuration, unless one of the same or a newer generation is stored already.
@@ -146,7 +152,7 @@ class ControlStore:
             dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
             if dead:
                 await self.client.zrem(keys.workers(), *dead)
-        return list(_decoded(dict(zip(ids, values, strict=True)), WorkerRecord).values())
+        return list(self._records.all(dict(zip(ids, values, strict=True)), WorkerRecord).values())
 
     async def report_liveness(self, program: str, process: str, ttl_s: float) -> None:
         """Notes for `ttl_s` seconds that a process of another program than the workers is live, such as `bulk`."""
@@ -177,7 +183,7 @@ class ControlStore:
         """Returns what all autoscalers counted; the counts only grow."""
         with translated():
             values = await self.client.hgetall(keys.scaler_counts())
-        return {_text(name): int(value) for name, value in values.items()}
+        return self._records.counts(values, "autoscalers")
 
     async def put_pin(self, pin: Pin, ttl_s: float) -> None:
         """Writes a pin, in place of the one of its id; it disappears `ttl_s` seconds later, or at once with 0."""
@@ -198,7 +204,7 @@ class ControlStore:
         """Returns what `put_speed` stored last of those versions (model, version) that have it; in one round trip."""
         with translated():
             values = await self._fields([(keys.config(model), _speed_field(version)) for model, version in versions])
-        return _decoded(dict(zip(versions, values, strict=True)), Speed)
+        return self._records.all(dict(zip(versions, values, strict=True)), Speed)
 
     async def put_completion(self, content_hash: str, completed: str) -> None:
         """Stores what a runtime completed of the files with this hash: a JSON document; the first one stays."""
@@ -220,7 +226,8 @@ class ControlStore:
         """Returns what `put_setting` stored, by name."""
         with translated():
             values = await self.client.hgetall(keys.settings())
-        return {_text(name): _text(value) for name, value in values.items()}
+        read = {_text(name): value for name, value in values.items()}
+        return {name: value.decode() for name, value in read.items() if self._records.is_setting(value, name)}
 
     async def wake(self) -> None:
         """Wakes everyone who waits in `wait`."""
@@ -263,15 +270,18 @@ class ControlStore:
 
     async def all_stats(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
         """Returns the statistics of several versions (model, version), each of them; in round trips as `some_stats`."""
-        found: list[Mapping[bytes, bytes]] = []
+        found: list[Mapping[bytes, bytes] | Exception] = []
         if versions:
             with translated():
                 async with self.client.pipeline(transaction=False) as pipe:
                     for model, version in versions:
                         pipe.hgetall(keys.stats(model, version))
-                    found = await pipe.execute()
-        read = [{_text(name): int(value) for name, value in values.items()} for values in found]
-        return dict(zip(versions, read, strict=True))
+                    found = await pipe.execute(raise_on_error=False)
+                wrong = next((each for each in found if isinstance(each, Exception) and not _is_wrong_type(each)), None)
+                if wrong is not None:
+                    raise wrong
+        pairs = zip(versions, found, strict=True)
+        return {version: self._records.counts(values, _shown(version)) for version, values in pairs}
 
     async def some_stats(
         self, versions: Collection[tuple[str, int]], fields: Collection[str]
@@ -283,8 +293,11 @@ class ControlStore:
         wanted = [(keys.stats(model, version), name) for model, version in versions for name in fields]
         with translated():
             values = iter(await self._fields(wanted))
-        read = {key: {name: next(values) for name in fields} for key in versions}
-        return {key: {name: int(raw) for name, raw in of.items() if raw is not None} for key, of in read.items()}
+        read = {key: {name.encode(): next(values) for name in fields} for key in versions}
+        return {
+            key: self._records.counts({name: raw for name, raw in of.items() if raw is not None}, _shown(key))
+            for key, of in read.items()
+        }
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -294,7 +307,7 @@ class ControlStore:
         """Returns the records of a hash that have not expired, by id."""
         with translated():
             words = iter(await self.client.eval(_EXPIRING, 1, key))
-        read = _decoded(dict(zip(map(_text, words), words, strict=True)), kind)
+        read = self._records.all(dict(zip(map(_text, words), words, strict=True)), kind)
         return [read[id_] for id_ in sorted(read)]
 
     async def _fields(self, wanted: list[tuple[str, str]]) -> list[bytes | None]:
@@ -321,19 +334,82 @@ def translated() -> Iterator[None]:
         raise asyncio.CancelledError
 
 
-def decode_stored(value: bytes, kind: type[T], whose: str) -> T | None:
-    """Decodes a record; `None` = it is logged, as one that a newer qinfer wrote must not hide the others."""
-    try:
-        return decode_document(value, kind)
-    except (NewerVersion, msgspec.DecodeError) as error:
-        logger.error("stored record unusable", extra={"kind": kind.__name__, "whose": whose, "error": str(error)})
-        return None
+class StoredRecords:
+    """Reads stored records; one that is damaged, or a newer qinfer's, hides no other.
+
+    It is left out, and logged once until it can be read again or fails for another reason.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: dict[tuple[str, str], str] = {}
+
+    def one(self, value: bytes, kind: type[T], whose: str) -> T | None:
+        """Returns a record; `None` = it can't be read."""
+        try:
+            record = decode_document(value, kind)
+        except (NewerVersion, msgspec.DecodeError) as error:
+            self._failed(kind.__name__, whose, str(error))
+            return None
+        self._is_well(kind.__name__, whose)
+        return record
+
+    def all(self, values: Mapping[K, bytes | None], kind: type[T]) -> dict[K, T]:
+        """Returns the records that are there and can be read."""
+        read = {whose: self.one(value, kind, str(whose)) for whose, value in values.items() if value is not None}
+        return {whose: record for whose, record in read.items() if record is not None}
+
+    def counts(self, values: Mapping[bytes, bytes] | Exception, whose: str) -> dict[str, int]:
+        """Returns the fields of a hash that are numbers; none where it could not be read."""
+        if isinstance(values, Exception):
+            self._failed("counts", whose, str(values))
+            return {}
+        self._is_well("counts", whose)
+        found = {}
+        for field, value in values.items():
+            name = _text(field)
+            try:
+                found[name] = _number(value)
+            except ValueError:
+                self._failed("counts", f"{whose}: {name}", "it is no number")
+            else:
+                self._is_well("counts", f"{whose}: {name}")
+        return found
+
+    def is_setting(self, value: bytes, name: str) -> bool:
+        """Tells whether a setting's value is one."""
+        try:
+            msgspec.json.decode(value, type=SettingValue)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._failed("setting", name, str(error))
+            return False
+        self._is_well("setting", name)
+        return True
+
+    def _is_well(self, kind: str, whose: str) -> None:
+        if self._reasons:
+            self._reasons.pop((kind, whose), None)
+
+    def _failed(self, kind: str, whose: str, reason: str) -> None:
+        if self._reasons.get((kind, whose)) == reason:
+            return
+        if len(self._reasons) >= _MOST_REASONS:  # names may be damaged, too
+            self._reasons.clear()
+        self._reasons[kind, whose] = reason
+        logger.error("stored record unusable", extra={"kind": kind, "whose": whose, "error": reason})
 
 
-def _decoded(values: Mapping[K, bytes | None], kind: type[T]) -> dict[K, T]:
-    """Decodes the records that are there and can be read."""
-    read = {whose: decode_stored(value, kind, str(whose)) for whose, value in values.items() if value is not None}
-    return {whose: record for whose, record in read.items() if record is not None}
+def _number(value: bytes) -> int:
+    if len(value) > _MAX_DIGITS:
+        raise ValueError("it has too many digits")
+    return int(value)
+
+
+def _is_wrong_type(error: Exception) -> bool:
+    return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
+
+
+def _shown(version: tuple[str, int]) -> str:
+    return f"version {version[1]} of {version[0]}"
 
 
 def _speed_field(version: int) -> str:

@@ -45,8 +45,8 @@ async def test_names_that_are_no_text(database: Database) -> None:
     """Damaged names hide no other: a gateway goes on with what it can read."""
     store = database.store()
     await store.set_desired(Desired("m", 1))
-    for key in (keys.desired(), keys.settings()):
-        await store.client.hset(key, b"\xff", b"{")
+    for key, value in ((keys.desired(), b"{"), (keys.settings(), b"1")):
+        await store.client.hset(key, b"\xff", value)
 
     assert list(await store.desired()) == ["m"]
     assert len(await store.settings()) == 1

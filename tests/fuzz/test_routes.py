@@ -5,6 +5,7 @@ as it is documented.
 """
 
 import http.client
+import itertools
 import json
 import random
 import socket
@@ -284,7 +285,8 @@ class Callers:
             identity = json.loads(text).get("id")
         except (ValueError, AttributeError, RecursionError):
             return
-        if isinstance(identity, str) and len(identity) > 20:
+        known = identity in itertools.chain(*self._ids.values())  # a request may be named like another tenant's job
+        if isinstance(identity, str) and len(identity) > 20 and not known:
             self._ids[who.name] = [*self._ids[who.name], identity][-KEPT_IDS:]
 
 

@@ -29,6 +29,7 @@ from qinfer.models.writing import write_model
 from qinfer.queue import keys
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Lane
+from qinfer.wire.versions import encode_document
 from tests.contract.conftest import ControlPair, RedisQueue
 from tests.support.servers.servers import free_port
 
@@ -175,6 +176,49 @@ async def test_of_the_last_inference_the_latest_stays(stores: ControlPair) -> No
         await store.add_stats("m", 1, {"last_inference_ms": at_ms, "success_count": 1})
 
     assert await stores.other.stats("m", 1) == {"last_inference_ms": 1_700_000_000_700, "success_count": 3}
+
+
+async def test_damaged_statistics_begin_again_and_hide_no_others(
+    stores: ControlPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = stores.one
+    for version in (1, 2, 3):
+        await store.add_stats("m", version, {"last_inference_ms": 7, "success_count": 1, "failure_count": 2})
+    damage = {"success_count": "x", "last_inference_ms": "", b"\xff": "9" * 30}
+    await store.client.hset(keys.stats("m", 1), mapping=damage)
+    await store.client.delete(keys.stats("m", 2))
+    await store.client.set(keys.stats("m", 2), "x")
+
+    versions = [("m", 1), ("m", 2), ("m", 3)]
+    damaged = [await store.all_stats(versions) for _ in range(3)][-1]
+    some = [await store.some_stats(versions[:1], ("success_count", "failure_count")) for _ in range(3)][-1]
+    for version in (1, 2):
+        await store.add_stats("m", version, {"last_inference_ms": 9, "success_count": 5, "failure_count": 1})
+    await store.client.hdel(keys.stats("m", 1), b"\xff")
+
+    whole = {"last_inference_ms": 7, "success_count": 1, "failure_count": 2}
+    assert damaged == {("m", 1): {"failure_count": 2}, ("m", 2): {}, ("m", 3): whole}
+    assert some == {("m", 1): {"failure_count": 2}}
+    assert await store.stats("m", 1) == {"last_inference_ms": 9, "success_count": 5, "failure_count": 3}
+    assert await store.stats("m", 2) == {"last_inference_ms": 9, "success_count": 5, "failure_count": 1}
+    assert len([record for record in caplog.records if record.message == "stored record unusable"]) == 4
+
+
+async def test_a_damaged_record_is_logged_once_until_it_is_well(
+    stores: ControlPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = stores.one
+    good = encode_document(Desired("m", 1))
+
+    for value in (b"{", b"{", b"[]", b"[]", good, b"{", b"{"):
+        await store.client.hset(keys.desired(), "m", value)
+        assert bool(await store.desired()) == (value == good)
+    for value in (b"{", b"{", b"1"):
+        await store.client.hset(keys.settings(), "logging/x", value)
+        assert bool(await store.settings()) == (value == b"1")
+
+    told = [vars(record)["whose"] for record in caplog.records if record.message == "stored record unusable"]
+    assert told == ["m", "m", "m", "logging/x"]
 
 
 class Repository(Repositories):

@@ -18,8 +18,10 @@ from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import Desired, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
+from qinfer.queue import keys
 from qinfer.queue.entries import Lane, bulk_lanes
 from qinfer.queue.lanes import Queue
+from qinfer.wire.versions import encode_document
 from tests.support.servers.servers import Database
 
 CONFIG = """
@@ -206,6 +208,20 @@ async def test_what_is_served_stays_when_its_new_configuration_can_not_be_used(s
     assert stack.catalog.lanes("m", 1) == (Lane("m", 1),)
 
 
+async def test_a_configuration_that_can_not_be_used_is_logged_once(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack.write("m", 1)
+    await stack.sync()
+    [stored] = (await stack.store.models(["m"])).values()
+    for config in ("{", "{", "["):
+        damaged = encode_document(msgspec.structs.replace(stored, config=config))
+        await stack.store.client.hset(keys.config("m"), "model", damaged)
+        await stack.catalog.refresh()
+
+    assert [record.message for record in caplog.records] == ["stored configuration unusable"] * 2
+
+
 class Hasty(ControlStore):
     """A store in which a model is reloaded at the moment at which its configurations have been read."""
 
@@ -308,6 +324,20 @@ async def test_changes_are_logged_once(stack: Stack, caplog: pytest.LogCaptureFi
         await stack.catalog.refresh()
 
     assert [r.message for r in caplog.records] == ["model version state"]
+
+
+@pytest.mark.parametrize("version", [0, 1])
+async def test_a_configuration_without_versions_is_a_refusal(stack: Stack, version: int) -> None:
+    """As a damaged one has none."""
+    stack.write("m", 1)
+    await stack.sync()
+    [stored] = (await stack.store.models(["m"])).values()
+    damaged = encode_document(msgspec.structs.replace(stored, versions=()))
+    await stack.store.client.hset(keys.config("m"), "model", damaged)
+    await stack.catalog.refresh()
+
+    with pytest.raises((ModelNotFound, ModelNotReady)):
+        stack.catalog.asked("m", version)
 
 
 @pytest.mark.parametrize(("asked", "version"), [(0, 2), (1, 1), (2, 2)])
