@@ -109,11 +109,12 @@ class JobStatus:
         rows: Rows of the inputs; 0 before they are counted.
         rows_done: Rows that have outputs.
         rows_failed: Rows that have an error instead.
+        rows_scored: Rows that are scored in shards which are being executed, and not written yet.
         shards: Shards of the job, each of which becomes a file; 0 before the job is planned.
         shards_done: Finished shards.
         shards_failed: Failed shards.
         skipped_files: Input files that were left out because they can't be read.
-        progress: The share of the rows that are done or failed, 0 … 1.
+        progress: The share of the rows that are done, failed or scored, 0 … 1.
         rows_per_s: Rows per second so far; 0 before the first.
         eta_s: Estimated seconds until the end; `None` = not known.
         error: The error of a failed job; empty otherwise.
@@ -128,6 +129,7 @@ class JobStatus:
     rows: int = 0
     rows_done: int = 0
     rows_failed: int = 0
+    rows_scored: int = 0
     shards: int = 0
     shards_done: int = 0
     shards_failed: int = 0
@@ -138,6 +140,11 @@ class JobStatus:
     error: str = ""
     output_url: str = ""
     fields: Mapping[str, Any]
+
+    @property
+    def rows_processed(self) -> int:
+        """Rows that are done, failed or scored."""
+        return self.rows_done + self.rows_failed + self.rows_scored
 
     @property
     def has_ended(self) -> bool:
@@ -313,6 +320,7 @@ def _status_of(policy: Policy, fields: Mapping[str, Any]) -> JobStatus:
             "rows": rows.total,
             "rows_done": rows.done,
             "rows_failed": rows.failed,
+            "rows_scored": rows.scored,
             "shards": shards.total,
             "shards_done": shards.done,
             "shards_failed": shards.failed,
@@ -328,3 +336,4 @@ class _Counts(msgspec.Struct, frozen=True):
     total: int | None = None
     done: int = 0
     failed: int = 0
+    scored: int = 0

@@ -70,16 +70,16 @@ class Lines:
 
 def progress_line(status: JobStatus) -> str:
     """Returns the state and the progress of a job in one line."""
-    settled, failed = f"{status.rows_done + status.rows_failed:,}", f"{status.rows_failed:,} rows failed"
-    progress = [f"{settled} of {status.rows:,} rows", f"{status.shards_done} of {status.shards} shards"]
+    processed, failed = f"{status.rows_processed:,}", f"{status.rows_failed:,} rows failed"
+    progress = [f"{processed} of {status.rows:,} rows", f"{status.shards_done} of {status.shards} shards"]
     found = _figures(status, progress, failed, "{:,.0f} rows/s", "{} left")
     return ", ".join([f"{status.id}: {status.state}", *found])
 
 
 def beside_bar(status: JobStatus) -> str:
     """Returns the progress of a job as it fits beside a bar on a terminal of 80 columns."""
-    settled, failed = f"{status.rows_done + status.rows_failed:,}", f"{status.rows_failed:,} failed"
-    progress = [f"{settled}/{status.rows:,} rows", f"{status.shards_done}/{status.shards} shards"]
+    processed, failed = f"{status.rows_processed:,}", f"{status.rows_failed:,} failed"
+    progress = [f"{processed}/{status.rows:,} rows", f"{status.shards_done}/{status.shards} shards"]
     return ", ".join(_figures(status, progress, failed, "{:,.0f}/s", "{}"))
 
 
@@ -124,7 +124,7 @@ def _bar() -> Iterator[OnStatus]:
 
         def show(status: JobStatus) -> None:
             figures = beside_bar(status) or planning_hint(status, time.monotonic() - began_s)
-            settled = status.rows_done + status.rows_failed
-            progress.update(task, total=status.rows or None, completed=settled, state=status.state, figures=figures)
+            processed = status.rows_processed
+            progress.update(task, total=status.rows or None, completed=processed, state=status.state, figures=figures)
 
         yield show

@@ -45,6 +45,8 @@ _BASE32, _CROCKFORD = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", "0123456789ABCDEFGHJKM
 _SHOWN = 128
 _MOST_DIFFERENCES = 5
 _LEAST_S = 1e-6  # of which a rate is made: clocks tell no shorter times
+_QUIET_S = 5.0  # without a change, before a job's rate falls: more than twice what is between two reports of a worker
+_LEAST_ETA_S = 1.0  # while it runs: the last rows may be scored, and are to be written
 
 
 _OWN_ID = "An id of your own: the same id with the same job is one job."
@@ -85,6 +87,17 @@ class JobCounts(msgspec.Struct, frozen=True):
     failed: int
 
 
+class JobRowCounts(JobCounts, frozen=True):
+    """Counts of rows.
+
+    Attributes:
+        total: Null until the job is planned.
+        scored: How many are scored in shards that are being executed, and not written yet.
+    """
+
+    scored: int
+
+
 class JobShardCounts(JobCounts, frozen=True):
     """Counts of shards.
 
@@ -111,7 +124,7 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
         state: validating | planning | running | finalizing | completed | failed | cancelling | cancelled | expired;
             after completed, failed, cancelled and expired it is over
         skipped_files: Input files that were left out because they can't be read; null before it is planned.
-        progress: The share of its rows that are done or failed, 0 … 1.
+        progress: The share of its rows that are done, failed or scored, 0 … 1.
         eta_s: Seconds that the rest will take.
         error: Why it failed.
         waiting: Why it can't go on now.
@@ -121,7 +134,7 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     Example:
         {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F", "model": "digits", "version": 1, "state": "running", "priority": "normal",
          "created_at": "2026-01-31T12:00:00.000Z", "started_at": "2026-01-31T12:00:00.500Z", "ended_at": null,
-         "deadline_at": null, "rows": {"total": 1000, "done": 499, "failed": 1},
+         "deadline_at": null, "rows": {"total": 1000, "done": 374, "failed": 1, "scored": 125},
          "shards": {"total": 4, "done": 2, "failed": 0, "active": 2}, "skipped_files": {"total": 0, "first": []},
          "progress": 0.5, "rows_per_s": 250.0, "eta_s": 2.0, "error": null, "waiting": null,
          "output_url": "s3://bucket/out", "manifest_url": null, "metadata": {}, "webhook": null,
@@ -141,7 +154,7 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     started_at: str | None
     ended_at: str | None
     deadline_at: str | None
-    rows: JobCounts
+    rows: JobRowCounts
     shards: JobShardCounts
     skipped_files: SkippedFiles | None
     progress: float
@@ -185,8 +198,8 @@ class Progress(NamedTuple):
     """How far a job is.
 
     Attributes:
-        share: Of its rows that are settled, 0 … 1.
-        rows_per_s: Settled rows a second since it began to run, or was resumed; `None` before the first.
+        share: Of its rows that are settled or scored, 0 … 1.
+        rows_per_s: Such rows a second since it began to run, or was resumed; `None` before the first.
         eta_s: Seconds until all are, at that rate; `None` = not known, or it does not run.
     """
 
@@ -198,25 +211,32 @@ class Progress(NamedTuple):
 def progress_of(record: JobRecord, now_s: float) -> Progress:
     """Computes how far a job is, and how long the rest will take.
 
-    The rate is that up to the last change: shards end seconds apart, and between two of them it would only seem to
-    fall.
+    The rate is that up to the last change: workers report every two seconds, and between two reports it would only seem
+    to fall. Where nothing was reported for longer, it does fall, and the rest takes longer: a job that stands still has
+    no end in sight.
 
     Args:
         record: The job.
         now_s: The broker's time.
     """
-    settled = record.rows_done + record.rows_failed
+    settled = record.rows_done + record.rows_failed + _rows_scored(record)
     share = min(settled / record.rows, 1.0) if record.rows else float(record.state == JobState.COMPLETED)
     since_s = max(record.started_at, record.resumed_at)
-    measured_s = max(record.ended_at or record.updated_at, since_s) - since_s
+    is_running = record.state == JobState.RUNNING
+    until_s = max(record.updated_at, now_s - _QUIET_S) if is_running else record.ended_at or record.updated_at
+    measured_s = max(until_s - since_s, 0.0)
     settled_since = settled - record.rows_before
     if not (settled_since > 0 and record.started_at and measured_s >= _LEAST_S):
         return Progress(share, None, None)
     rate = settled_since / measured_s
-    if record.state != JobState.RUNNING:
+    if not is_running:
         return Progress(share, rate, 0.0 if record.state == JobState.FINALIZING else None)
-    rest_s = max(record.rows - settled, 0) / rate
-    return Progress(share, rate, max(rest_s - max(now_s - record.updated_at, 0.0), 0.0))
+    return Progress(share, rate, max((record.rows - settled) / rate, _LEAST_ETA_S))
+
+
+def _rows_scored(record: JobRecord) -> int:
+    """Returns the rows that are scored and not written yet; of a job that has stopped they are not going to be."""
+    return record.rows_scored if record.state == JobState.RUNNING else 0
 
 
 def chosen_id(job_id: str, tenant: str) -> str:
@@ -319,7 +339,9 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
         started_at=instant(record.started_at),
         ended_at=instant(record.ended_at),
         deadline_at=instant(record.deadline_at),
-        rows=JobCounts(record.rows if is_planned else None, record.rows_done, record.rows_failed),
+        rows=JobRowCounts(
+            record.rows if is_planned else None, record.rows_done, record.rows_failed, _rows_scored(record)
+        ),
         shards=JobShardCounts(record.shards or None, record.shards_done, record.shards_failed, record.in_lane),
         skipped_files=msgspec.json.decode(record.head, type=_ShownHead).skipped if record.head else None,
         progress=round(progress.share, 6),

@@ -341,6 +341,8 @@ def _show(status: "JobStatus", *, as_json: bool) -> None:
         about.add_row("waits", Text(why, style="yellow"))
     about.add_row("model", Text(f"{status.model} version {status.version}"))
     about.add_row("rows", _counts(status.rows, status.rows_done, status.rows_failed))
+    if status.rows_scored:
+        about.add_row("scored", f"{status.rows_scored:,} rows of shards that are not written yet")
     about.add_row("shards", _counts(status.shards, status.shards_done, status.shards_failed))
     if status.skipped_files:
         about.add_row("skipped files", Text(_skipped(status)))

@@ -23,6 +23,7 @@ redis.call('XACK', lane, group, entry)
 redis.call('XDEL', lane, entry)
 if redis.call('HGET', in_lane, index) ~= entry then return is_buried end
 redis.call('HDEL', in_lane, index)
+redis.call('HDEL', record, scored(index))
 
 local state = redis.call('HGET', record, 'state')
 if not state then return is_buried end

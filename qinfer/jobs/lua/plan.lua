@@ -15,6 +15,7 @@ for i = 6, #ARGV, 2 do
       redis.call('XACK', lane, group, entry)
       redis.call('XDEL', lane, entry)
       redis.call('HDEL', in_lane, index)
+      redis.call('HDEL', record, scored(index))
     end
     if outcome then
       count(record, outcome, -1)

@@ -15,6 +15,7 @@ for i = 6, #ARGV, 2 do
       if owner then redis.call('XACK', lane, group, entry) end
       redis.call('XDEL', lane, entry)
       redis.call('HDEL', in_lane, index)
+      redis.call('HDEL', record, scored(index))
     end
   end
 end

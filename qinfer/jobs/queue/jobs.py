@@ -75,6 +75,7 @@ _MISSING = _load("missing")
 _MOVE = _load("move", *_SHARED)
 _NOTE = _load("note", *_SHARED)
 _PLAN = _load("plan", *_SHARED)
+_REPORT = _load("report", *_SHARED)
 _STOP = _load("stop", *_SHARED)
 _TOP_UP = _load("top_up", *_SHARED)
 _WITHDRAW = _load("withdraw", *_SHARED)
@@ -349,9 +350,20 @@ class Jobs:
             await self._index.remove(job_id)
         return deleted > 0
 
-    async def is_wanted(self, job_id: str) -> bool:
-        """Tells whether a shard of the job is worth being run: it is `running`, or about to be again."""
-        return await self._field(job_id, b"state") in (b"running", b"planning")
+    async def report(self, job_id: str, lease: Lease, index: int, rows: int) -> bool:
+        """Notes how many rows are scored of a shard that is being run, until the shard ends or is reported again.
+
+        Args:
+            job_id: The job.
+            lease: The lease on the shard.
+            index: The shard.
+            rows: How many; 0 = it is not being run any more.
+
+        Returns:
+            Whether the shard is worth being run: the job is `running`, or about to be again.
+        """
+        place = await self._index.find(job_id)
+        return place is not None and bool(await self._run(place, _REPORT, index, lease.entry.entry_id, rows))
 
     async def wait_for_change(self, job_id: str, since: int, timeout_s: float) -> JobRecord | None:
         """Waits until a job's `revision` is above `since`, and returns its record then, or after the timeout.

@@ -40,6 +40,7 @@ _COUNTS = (
 _INSTANTS = ("started_at", "ended_at", "resumed_at", "deadline_at", "updated_at")
 _TEXTS = ("state", "error", "waiting", "webhook", "webhook_state")
 _BYTES = ("spec", "head", "grant")
+_SCORED = "scored:"  # and the index of a shard that is being run: how many of its rows are scored
 
 OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started_at resumed_at".split())
 """The fields of a record that `open_rows` looks at."""
@@ -69,6 +70,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         rows: How many rows it has, once it is planned.
         rows_done: How many of them have an output.
         rows_failed: How many of them have an error; together with `rows_done` those of all settled shards.
+        rows_scored: How many rows are scored of the shards that are being run; they have a part only when those end.
         shards: How many shards it has, once it is planned.
         shards_done: How many of them were committed.
         shards_failed: How many of them were given up; the rest is waiting or in hand.
@@ -104,6 +106,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     rows: int = 0
     rows_done: int = 0
     rows_failed: int = 0
+    rows_scored: int = 0
     shards: int = 0
     shards_done: int = 0
     shards_failed: int = 0
@@ -304,6 +307,7 @@ def record_of(place: Place, fields: Mapping[bytes, bytes]) -> JobRecord:
     values |= {name: int(found[name]) / 1000 for name in _INSTANTS if name in found}
     values |= {name: found[name].decode() for name in _TEXTS if name in found}
     values |= {name: found[name] for name in _BYTES if name in found}
+    values["rows_scored"] = sum(int(rows) for name, rows in found.items() if name.startswith(_SCORED))
     if "kept_ms" in found:
         values["kept_s"] = int(found["kept_ms"]) / 1000
     return msgspec.convert(values, JobRecord)

@@ -207,6 +207,47 @@ async def test_a_job_that_is_not_being_planned_takes_no_shards(queue: RedisQueue
     assert (await known(delivery)).shards == 0
 
 
+# --- progress within shards ---
+
+
+async def test_rows_that_are_scored_count_until_their_shard_ends(queue: RedisQueue) -> None:
+    """Each report replaces the one before, and is a change where it says something new."""
+    delivery = await queue.connect()
+    await running(delivery, 4)
+    first, second = await fetch(delivery, 2)
+    before = (await known(delivery)).revision
+
+    for lease, rows in ((first, 3), (second, 4), (first, 7), (second, 4)):
+        assert await Jobs(delivery).report("j1", lease, index_of(lease), rows)
+    assert (await known(delivery)).rows_scored == 11
+    assert (await known(delivery)).revision == before + 3
+
+    await finish(delivery, first)
+    assert ((await known(delivery)).rows_scored, (await known(delivery)).rows_done) == (4, 10)
+    assert await Jobs(delivery).report("j1", second, 1, 0)
+    assert (await known(delivery)).rows_scored == 0
+
+
+async def test_only_who_has_a_shard_reports_it(queue: RedisQueue) -> None:
+    """Not a worker that lost it to another, nor one whose shard was taken back."""
+    delivery = await queue.connect()
+    await running(delivery, 4)
+    first, second, third = await fetch(delivery, 3)
+    for lease in (first, second, third):
+        await Jobs(delivery).report("j1", lease, index_of(lease), 5)
+
+    await Jobs(delivery).requeue("j1", shards(0))
+    await Jobs(delivery).drop_shard("j1", second, 1)
+    assert (await known(delivery)).rows_scored == 5
+    for lease in (first, second):
+        assert await Jobs(delivery).report("j1", lease, index_of(lease), 9)
+    assert (await known(delivery)).rows_scored == 5
+
+    await Jobs(delivery).stop("j1", "cancelled", in_hand=True)
+    assert not await Jobs(delivery).report("j1", third, 2, 9)
+    assert (await known(delivery)).rows_scored == 0
+
+
 # --- lanes (promise 3) ---
 
 

@@ -53,8 +53,8 @@ async def test_a_stopped_job_leaves_the_lane_and_no_other_does(queue: RedisQueue
     found = await known(delivery)
     assert (found.state, found.in_lane) == ("cancelled", 2)
     assert await waiting(delivery) == ["j2:0", "j2:1", "j2:2"]
-    assert not await Jobs(delivery).is_wanted("j1")
-    assert await Jobs(delivery).is_wanted("j2")
+    assert not await Jobs(delivery).report("j1", first, 0, 0)
+    assert await Jobs(delivery).report("j2", first, 0, 0)
     assert renew(delivery, [first, third]) == []
     assert not await finish(delivery, first)
     await Jobs(delivery).drop_shard("j1", third, index_of(third))
@@ -127,7 +127,7 @@ async def test_an_unknown_job_is_not_stopped(queue: RedisQueue) -> None:
     assert await Jobs(delivery).advance("j2") is None
     assert not await Jobs(delivery).requeue("j2", shards(0))
     assert not await Jobs(delivery).delete("j2")
-    assert not await Jobs(delivery).is_wanted("j2")
+    assert not await Jobs(delivery).report("j2", leases[0], 0, 5)
     assert list(await Jobs(delivery).missing("j2")) == []
 
 
@@ -263,7 +263,7 @@ async def test_only_a_job_that_has_ended_is_deleted(queue: RedisQueue) -> None:
     assert await Jobs(other).get("j1") is None
     assert (await Jobs(delivery).list()).records == []
     assert list(await Jobs(delivery).log("j1")) == []
-    assert not await Jobs(other).is_wanted("j1")
+    assert not await Jobs(other).report("j1", lease, 0, 5)
     await Jobs(other).drop_shard("j1", lease, 0)
     assert await delivery.depth(LANES) == [0, 0, 0]
     assert await Jobs(delivery).create(record())

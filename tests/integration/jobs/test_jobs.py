@@ -250,7 +250,7 @@ async def test_a_job_is_created(client: httpx.AsyncClient, place: Place, redis_s
         "error": None,
         "metadata": {"who": "me"},
     }
-    assert job["rows"] == {"total": None, "done": 0, "failed": 0}
+    assert job["rows"] == {"total": None, "done": 0, "failed": 0, "scored": 0}
     assert job["shards"] == {"total": None, "done": 0, "failed": 0, "active": 0}
     assert (job["progress"], job["rows_per_s"], job["eta_s"]) == (0.0, None, None)
     assert job["created_at"] < job["deadline_at"]

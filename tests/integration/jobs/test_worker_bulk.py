@@ -9,7 +9,7 @@ import pytest
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.plan import Shard
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import ShardOutcome
+from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe import stats
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
@@ -146,15 +146,15 @@ async def test_a_job_that_is_stopped_commits_nothing_more(
     await scene.worker()
     await begin(scene, work)
     asked = asyncio.Event()
-    is_wanted = Jobs.is_wanted
+    report = Jobs.report
 
-    async def noted(self: Jobs, job_id: str) -> bool:
-        wanted = await is_wanted(self, job_id)
+    async def noted(self: Jobs, *about: Any) -> bool:
+        wanted = await report(self, *about)
         if not wanted:
             asyncio.get_running_loop().call_soon(asked.set)  # when the worker knows
         return wanted
 
-    monkeypatch.setattr(Jobs, "is_wanted", noted)
+    monkeypatch.setattr(Jobs, "report", noted)
     await Jobs(scene.delivery).stop(JOB, "cancelling")
     await asked.wait()
     scene.go()
@@ -165,6 +165,37 @@ async def test_a_job_that_is_stopped_commits_nothing_more(
     await eventually(is_empty, description="empty lanes")
     assert not work.parts()
     assert not await Jobs(scene.delivery).outcomes(JOB)
+
+
+async def test_progress_moves_within_a_shard(
+    scene: InlineWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some rows are scored, none is done; what is released has to be scored again."""
+    monkeypatch.setattr(shard_loop, "WANTED_EVERY_S", 0.02)
+    work = Work(tmp_path, 20_000)
+    await scene.model()
+    worker = await scene.worker()
+    await begin(scene, work)
+    scene.go()
+    await scene.started()
+    scene.hold()
+
+    async def scored() -> bool:
+        found.append(await Jobs(scene.delivery).get(JOB))
+        return found[-1] is not None and found[-1].rows_scored > 0
+
+    found: list[JobRecord | None] = []
+    await eventually(scored, description="a report of scored rows")
+    assert found[-1] is not None
+    assert (found[-1].rows_done, found[-1].rows_scored < 20_000) == (0, True)
+
+    stopping = asyncio.create_task(scene.stop())
+    await eventually(lambda: all(loop.cancelling() for loop in worker._bulk.loops()), description="the drain")
+    scene.go()
+    await stopping
+    record = await Jobs(scene.delivery).get(JOB)
+    assert record is not None
+    assert record.rows_scored == 0
 
 
 async def test_a_job_that_can_not_be_run_now_holds_up_no_other(scene: InlineWorkers, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from qinfer.errors import InvalidRequest, JobNotFound
 from qinfer.jobs.job import JobSpec, Output, encode_spec
 from qinfer.jobs.queue.records import JobRecord
 from qinfer_api.jobs.records import (
-    JobCounts,
+    JobRowCounts,
     chosen_id,
     inner_id,
     job_path,
@@ -80,9 +80,12 @@ def test_other_ids_are_refused(job_id: str) -> None:
     [
         ({"state": "planning"}, (0.0, None, None)),
         ({"rows": 100, "started_at": 100.0}, (0.0, None, None)),
-        ({"rows": 100, "rows_done": 40, "rows_failed": 10, "started_at": 100.0, "updated_at": 110.0}, (0.5, 5.0, 8.0)),
-        ({"rows": 100, "rows_done": 50, "started_at": 100.0, "updated_at": 100.0}, (0.5, None, None)),
-        ({"rows": 100, "rows_done": 99, "started_at": 100.0, "updated_at": 110.0}, (0.99, 9.9, 0.0)),
+        ({"rows": 100, "rows_done": 40, "rows_failed": 10, "started_at": 100.0, "updated_at": 110.0}, (0.5, 5.0, 10.0)),
+        ({"rows": 100, "rows_done": 50, "started_at": 112.0, "updated_at": 112.0}, (0.5, None, None)),
+        ({"rows": 100, "rows_done": 40, "rows_scored": 10, "started_at": 100.0, "updated_at": 110.0}, (0.5, 5.0, 10.0)),
+        ({"rows": 100, "rows_done": 35, "started_at": 100.0, "updated_at": 101.0}, (0.35, 5.0, 13.0)),
+        ({"rows": 100, "rows_done": 99, "started_at": 100.0, "updated_at": 110.0}, (0.99, 9.9, 1.0)),
+        ({"rows": 9, "rows_scored": 5, "started_at": 100.0, "updated_at": 110.0, "state": "failed"}, (0, None, None)),
         ({"rows": 100, "rows_done": 100, "started_at": 100.0, "updated_at": 110.0, "state": "finalizing"}, (1, 10, 0)),
         (
             {"rows": 9, "rows_done": 3, "started_at": 100.0, "updated_at": 999.0, "ended_at": 103.0, "state": "failed"},
@@ -98,16 +101,16 @@ def test_other_ids_are_refused(job_id: str) -> None:
                 "rows_before": 30,
                 "updated_at": 110.0,
             },
-            (0.5, 1.0, 48.0),
+            (0.5, 1.0, 50.0),
         ),
         (
             {"rows": 100, "rows_done": 3, "started_at": 1.0, "resumed_at": 9.0, "rows_before": 4, "updated_at": 11.0},
             (0.03, None, None),
         ),
-        ({"rows": 10, "rows_done": 20, "started_at": 100.0, "updated_at": 110.0}, (1.0, 2.0, 0.0)),
+        ({"rows": 10, "rows_done": 20, "started_at": 100.0, "updated_at": 110.0}, (1.0, 2.0, 1.0)),
     ],
     ids=[
-        *("planning", "nothing", "half", "no time", "late", "finalizing"),
+        *("planning", "nothing", "half", "no time", "scored", "quiet", "last rows", "stopped", "finalizing"),
         *("failed", "no rows", "resumed", "less", "too many"),
     ],
 )
@@ -128,7 +131,7 @@ def test_progress(fields: dict[str, object], expected: tuple[float, float | None
 def test_progress_makes_sense(
     *, done: int, failed: int, rows: int, started: float, updated: float, now: float, state: str
 ) -> None:
-    """Whatever the record says; it never falls as rows are added, nor what is left rises as time goes by."""
+    """Whatever the record says; it never falls as rows are added, nor what is left while nothing moves."""
     before = record(rows=rows, rows_done=done, rows_failed=failed, started_at=started, updated_at=updated, state=state)
     found = progress_of(before, now)
     later = progress_of(before, now + 5)
@@ -136,8 +139,8 @@ def test_progress_makes_sense(
 
     assert 0 <= found.share <= more.share <= 1
     assert found.rows_per_s is None or (found.rows_per_s > 0 and math.isfinite(found.rows_per_s))
-    assert (found.eta_s is None) == (later.eta_s is None)
-    assert found.eta_s is None or later.eta_s is None or 0 <= later.eta_s <= found.eta_s < math.inf
+    assert found.eta_s is None or later.eta_s is not None
+    assert found.eta_s is None or later.eta_s is None or 0 <= found.eta_s <= later.eta_s < math.inf
 
 
 def test_what_is_shown() -> None:
@@ -145,7 +148,7 @@ def test_what_is_shown() -> None:
     planned = shown_job(record(rows=0, shards=1), 100.0)
     completed = shown_job(record(state="completed", webhook="https://x/y", webhook_state="delivered"), 100.0)
 
-    assert planned.rows == JobCounts(0, 0, 0)
+    assert planned.rows == JobRowCounts(0, 0, 0, 0)
     assert shown_job(record(), 100.0).rows.total is None
     assert (planned.manifest_url, planned.webhook, planned.priority) == (None, None, "normal")
     assert completed.manifest_url == "s3://b/out/_manifest.json"

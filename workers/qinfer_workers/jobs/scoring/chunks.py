@@ -144,7 +144,7 @@ class Chunks:
         self._on_work = on_work
         self._on_last_rows = on_last_rows
         self._began_s = 0.0
-        self._rows_scored = 0
+        self.rows_scored = 0
         self._is_told = False
         self._changed = threading.Condition()
         self._chunks: deque[Chunk] = deque()
@@ -249,7 +249,7 @@ class Chunks:
             if not part.is_apart:
                 self._size.observe(part.rows, seconds)
             part.chunk.put(part, outputs)
-            self._rows_scored += part.rows
+            self.rows_scored += part.rows
             if not part.chunk.left:
                 self._changed.notify_all()
         self._tell_of_last_rows()
@@ -263,6 +263,7 @@ class Chunks:
         """Takes note that rows have no outputs."""
         with self._changed:
             part.chunk.fail(part, code, message)
+            self.rows_scored += part.rows
             if not part.chunk.left:
                 self._changed.notify_all()
 
@@ -285,7 +286,7 @@ class Chunks:
                 return
             left = sum(chunk.left for chunk in self._chunks)
             ahead_s = SHARED_AHEAD_S if self._size.is_shared else AHEAD_S
-            self._is_told = left * (time.monotonic() - self._began_s) <= ahead_s * self._rows_scored
+            self._is_told = left * (time.monotonic() - self._began_s) <= ahead_s * self.rows_scored
             if not self._is_told:
                 return
         self._on_last_rows()

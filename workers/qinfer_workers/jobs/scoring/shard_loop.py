@@ -35,7 +35,7 @@ LEAST_DELIVERIES = 2
 """A worker may be killed for reasons of its own: one execution that did not end says nothing about a shard."""
 
 WANTED_EVERY_S = 2.0
-"""How often a job is asked whether it still wants its shards."""
+"""How often a job is told how far its shards are, and asked whether it still wants them."""
 
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
@@ -102,6 +102,7 @@ class ShardTask:
         self._make_run = make_run
         self._rests = rests
         self._shard_run: ShardRun | None = None
+        self._reported: ShardTicket | None = None
         self._held = HeldShard(lease, context.delivery.clock.now_s() + STALLED_S)
         self._outage = OutageLog(logger, "shard not finished, trying again", "shards are finished again")
 
@@ -173,7 +174,7 @@ class ShardTask:
         jobs, lease = self._context.jobs, self._lease
         run = self._shard_run = self._make_run(self._held, ticket, record, self.free)
         self._held.on_lost = run.stop
-        watch = asyncio.create_task(self._watch(run, record.id))
+        watch = asyncio.create_task(self._watch(run, ticket))
         try:
             outcome = await self._recorded(run, ticket, record)
         finally:
@@ -230,15 +231,19 @@ class ShardTask:
         lane = self._lease.entry.lane
         self._context.counts.merge(lane.model, lane.version, run.statistics())
 
-    async def _watch(self, run: "ShardRun", job_id: str) -> None:
-        """Stops the run when its job does not want it any more, and counts its executions meanwhile."""
+    async def _watch(self, run: "ShardRun", ticket: ShardTicket) -> None:
+        """Reports how far the run is, counts its executions, and stops it when its job does not want it any more."""
         while True:
             await asyncio.sleep(WANTED_EVERY_S)
             self._note_executions(run)
             with suppress(QinferError):
-                if not await self._context.jobs.is_wanted(job_id):
+                self._reported = ticket
+                if not await self._report(ticket, run.rows_scored):
                     run.stop()
                     return
+
+    async def _report(self, ticket: ShardTicket, rows: int) -> bool:
+        return await self._context.jobs.report(ticket.job_id, self._lease, ticket.shard.index, rows)
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeats a step in the queue while the broker is away.
@@ -263,6 +268,8 @@ class ShardTask:
         """Releases the shard; if the release is lost, another worker reclaims it when the lease expires."""
         if not self._held.lost:
             with suppress(QinferError):
+                if self._reported is not None:
+                    await self._report(self._reported, 0)
                 await self._context.delivery.release([self._lease], rest_s=min(rest_s, _LEFT_TO_OTHERS_S))
 
 

@@ -70,6 +70,11 @@ class ShardRun:
         self._is_again = is_again
         self.is_stuck = False
 
+    @property
+    def rows_scored(self) -> int:
+        """How many of its rows have an output or an error by now."""
+        return self._chunks.rows_scored
+
     def statistics(self) -> dict[str, int]:
         """Returns the statistics of its executions since the last call."""
         return self._scorer.executions.drain()
