@@ -39,7 +39,7 @@ class JobOptions(TypedDict, total=False):
     Attributes:
         id: An id of your own, so that a repeated submission finds the job; by default each call makes one job.
         version: The model's version; the highest that is ready by default.
-        format: Output format: `parquet` or `arrow`.
+        format: Output format: `parquet`, `arrow`, `csv` or `jsonl`.
         input_format: `parquet`, `arrow`, `csv` or `jsonl`; by default by file extension.
         columns: Input tensor → its column, a list of scalar columns that are its elements, or
             `{"columns": […], "shape": […], "null": …}`; by default the column has the tensor's name.

@@ -1,9 +1,16 @@
-"""Reads the output of a bulk job by its manifest: the parts in order, several at a time."""
+"""Reads the output of a bulk job by its manifest: the parts in order, several at a time.
 
+CSV and JSON lines are read by the types that the manifest has: numbers, booleans, texts, and lists of them, and bytes;
+a column of another type is text, as it is in the file.
+"""
+
+import re
+from binascii import a2b_base64
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +31,9 @@ LISTED_S = 10.0
 """Seconds to wait for the list of an incomplete output: it is written after the job's end."""
 
 _THREADS = 8
+_CODECS = {"gz": "gzip", "zst": "zstd"}
+_LIST = re.compile(r"(?:fixed_size_)?list<\w+: (?P<element>(?!binary).*?)(?: not null)?>(?:\[\d+\])?")
+_PLAIN = re.compile(r"u?int\d+|halffloat|float|double|bool|string|binary")
 _SAME_END_S = 0.001
 """Statuses have a resolution of milliseconds."""
 
@@ -39,6 +49,7 @@ class _Manifest(msgspec.Struct):
     output_format: str
     rows: int
     parts: list[_Part]
+    schema: str = ""
     ended_at: float = 0.0
 
 
@@ -167,7 +178,8 @@ def _read(files: Any, folder: str, manifest: _Manifest, columns: Sequence[str] |
     if not manifest.parts:
         return pa.table({})
     paths = [f"{folder}/{part.name}" for part in manifest.parts]
-    read = _read_arrow if manifest.output_format == "arrow" else _read_parquet
+    read = {"arrow": _read_arrow, "parquet": _read_parquet}.get(manifest.output_format)
+    read = read or partial(_read_text, text_schema(manifest.schema))
     with ThreadPoolExecutor(min(_THREADS, len(paths)), "qinfer-output") as threads:
         tables = list(threads.map(lambda path: read(files, path, columns), paths))
     return pa.concat_tables(tables).replace_schema_metadata(None).unify_dictionaries()
@@ -186,6 +198,107 @@ def _read_arrow(files: Any, path: str, columns: Sequence[str] | None) -> "pyarro
 
     with files.open(path, "rb", cache_type="none") as file, pyarrow.ipc.open_file(file) as part:
         return part.read_all().select(_chosen(part.schema.names, columns))
+
+
+def _read_text(schema: "pyarrow.Schema", files: Any, path: str, columns: Sequence[str] | None) -> "pyarrow.Table":
+    return read_text(files, path, schema).select(_chosen(schema.names, columns))
+
+
+def text_schema(text: str) -> "pyarrow.Schema":
+    """Returns the columns of parts that are text.
+
+    Args:
+        text: The schema of the manifest: one `name: type` a line.
+    """
+    import pyarrow as pa
+
+    pairs = (line.partition(": ") for line in text.split("\n") if line)
+    return pa.schema([(name, _type_of(kind)) for name, _, kind in pairs])
+
+
+def _type_of(text: str) -> "pyarrow.DataType":
+    import pyarrow as pa
+
+    if match := _LIST.fullmatch(text):
+        return pa.list_(_type_of(match["element"]))
+    return pa.type_for_alias(text) if _PLAIN.fullmatch(text) else pa.string()
+
+
+def read_text(files: Any, path: str, schema: "pyarrow.Schema") -> "pyarrow.Table":
+    """Reads a part that is CSV or JSON lines, compressed or not, by the extensions of its name.
+
+    Args:
+        files: The file system.
+        path: The part.
+        schema: The columns (`text_schema`).
+    """
+    import pyarrow as pa
+
+    extension = path.rpartition("part-")[2].split(".")[1:]
+    with files.open(path, "rb") as file:
+        data = file.read()
+    if len(extension) > 1:
+        data = pa.CompressedInputStream(pa.BufferReader(data), _CODECS[extension[1]]).read()
+    return _csv_table(data, schema) if extension[0] == "csv" else _json_table(data, schema)
+
+
+def _csv_table(data: bytes, schema: "pyarrow.Schema") -> "pyarrow.Table":
+    import pyarrow as pa
+    from pyarrow import csv
+
+    # As CSV's reader knows them: neither lists, which are texts, nor bytes as base64, nor half floats.
+    types = {field.name: field.type for field in schema}
+    read_as = {
+        name: pa.float32() if pa.types.is_float16(kind) else pa.string() if _is_coded(kind) else kind
+        for name, kind in types.items()
+    }
+    table = csv.read_csv(
+        pa.BufferReader(data),
+        read_options=csv.ReadOptions(block_size=len(data) + 1),  # one block: no row is cut
+        parse_options=csv.ParseOptions(newlines_in_values=True),
+        convert_options=csv.ConvertOptions(
+            column_types=read_as, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
+        ),
+    )
+    columns = [table.column(name) for name in types]
+    for number, kind in enumerate(types.values()):
+        if pa.types.is_list(kind):
+            texts = columns[number].to_pylist()
+            values = [None if text is None else msgspec.json.decode(text) for text in texts]
+            columns[number] = pa.chunked_array([pa.array(values, kind)])
+        elif pa.types.is_binary(kind):
+            columns[number] = pa.chunked_array([_decoded(columns[number].to_pylist())])
+    return pa.table([column.cast(kind) for column, kind in zip(columns, types.values(), strict=True)], schema=schema)
+
+
+def _json_table(data: bytes, schema: "pyarrow.Schema") -> "pyarrow.Table":
+    import pyarrow as pa
+
+    rows = msgspec.json.Decoder(dict[str, Any]).decode_lines(data)
+    columns = []
+    for field in schema:
+        values = [row[field.name] for row in rows]
+        if pa.types.is_string(field.type):
+            values = [_text_of(value) for value in values]
+        columns.append(_decoded(values) if pa.types.is_binary(field.type) else pa.array(values, field.type))
+    return pa.table(columns, schema=schema)
+
+
+def _is_coded(kind: "pyarrow.DataType") -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_binary(kind))
+
+
+def _decoded(texts: Sequence[str | None]) -> "pyarrow.Array":
+    import pyarrow as pa
+
+    return pa.array([None if text is None else a2b_base64(text) for text in texts], pa.binary())
+
+
+def _text_of(value: object) -> str | None:
+    """Returns a value of JSON that is read as text: an object or a list of a type that is not known, as it was."""
+    return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _chosen(names: list[str], columns: Sequence[str] | None) -> list[str]:

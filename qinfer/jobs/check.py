@@ -1,7 +1,7 @@
 """Whether a job, a model and the inputs' columns fit together. Pure; every problem names its column or field."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from io import BytesIO
 from itertools import islice
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.inputs import InputColumns, is_left_out
 from qinfer.jobs.job import JobSpec, shown
+from qinfer.jobs.text_parts import json_texts
 from qinfer.models.spec import ModelSpec, TensorSpec
 
 ERROR_COLUMNS = ("error_code", "error_message")
@@ -64,8 +65,7 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
     yield from _column_problems("passthrough", [name for name in spec.passthrough if name != "*"], names)
     yield from _column_problems("exclude", spec.exclude, names)
     yield from _collisions(spec, written, schema)
-    if spec.output.format == "parquet":
-        yield from _unwritable(spec, schema)
+    yield from _unwritable(spec, schema)
 
 
 def written_outputs(spec: JobSpec, model: ModelSpec) -> tuple[TensorSpec, ...]:
@@ -153,17 +153,18 @@ def _cases(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
 
 
 def _unwritable(spec: JobSpec, schema: pa.Schema) -> Iterator[str]:
-    """Finds copied columns of types that Parquet does not have."""
+    """Finds copied columns of types that the output's format does not have."""
+    format_name, has = _FORMATS[spec.output.format]
     known = {field.name: field for field in schema}
     fields = [known[name] for name in copied_columns(spec, schema) if name in known]
-    for field in () if _parquet_has(fields) else fields:
-        if not _parquet_has([field]):
+    for field in () if has(fields) else fields:
+        if not has([field]):
             name = field.name
             remedy = "exclude it" if "*" in spec.passthrough else "leave it out of 'passthrough'"
             remedy = "name another 'key'" if name == spec.key else remedy
             yield (
-                f"the copied column '{shown(name)}' is of type {shown(str(field.type))}, which Parquet does not have; "
-                f"{remedy}, or make 'output.format' arrow"
+                f"the copied column '{shown(name)}' is of type {shown(str(field.type))}, which "
+                f"{format_name} does not have; {remedy}, or make 'output.format' arrow"
             )
 
 
@@ -173,6 +174,28 @@ def _parquet_has(fields: Sequence[pa.Field]) -> bool:
     except (pa.ArrowException, OSError):
         return False
     return True
+
+
+def _text_has(fields: Sequence[pa.Field]) -> bool:
+    try:
+        for field in fields:
+            json_texts(pa.array([], field.type))
+    except pa.ArrowException:
+        return False
+    return True
+
+
+def _arrow_has(_: Sequence[pa.Field]) -> bool:
+    return True
+
+
+_FORMATS: Mapping[str, tuple[str, Callable[[Sequence[pa.Field]], bool]]] = {
+    "parquet": ("Parquet", _parquet_has),
+    "arrow": ("Arrow", _arrow_has),
+    "csv": ("CSV", _text_has),
+    "jsonl": ("JSON lines", _text_has),
+}
+"""Output format → its name, and whether it has columns of some types."""
 
 
 def _instead(name: str, known: list[str]) -> str:

@@ -16,7 +16,7 @@ from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest
 
 InputFormat = Literal["", "parquet", "arrow", "csv", "jsonl"]
-OutputFormat = Literal["parquet", "arrow"]
+OutputFormat = Literal["parquet", "arrow", "csv", "jsonl"]
 BadFiles = Literal["fail", "skip"]
 Priority = Literal["high", "normal", "low"]
 
@@ -26,8 +26,13 @@ PRIORITIES: Mapping[str, int] = {"high": 1, "normal": 2, "low": 3}
 COMPRESSIONS: Mapping[str, tuple[str, ...]] = {
     "parquet": ("snappy", "zstd", "lz4", "gzip", "brotli", "none"),
     "arrow": ("zstd", "lz4", "none"),
+    "csv": ("none", "gzip", "zstd"),
+    "jsonl": ("none", "gzip", "zstd"),
 }
 """Output format → its compressions; the first is the default."""
+
+TEXT_FORMATS = frozenset({"csv", "jsonl"})
+"""Output formats whose files can't say what they are."""
 
 LEVELS: Mapping[str, int] = {"zstd": 19, "lz4": 12, "gzip": 9, "brotli": 11}
 """Compression → its highest level; the others have none. Higher levels of zstd take hundreds of megabytes."""
@@ -87,10 +92,10 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         url: A folder's URL; nothing may be in it yet.
         format: The format of the parts.
-        compression: Of parquet snappy, zstd, lz4, gzip, brotli or none, of arrow zstd, lz4 or none; empty = the first
-            for the format: it costs the least processor time.
-        compression_level: 1 = the least processor time, the highest = the smallest parts: zstd has 19, lz4 12, gzip 9,
-            brotli 11; 0 = the default.
+        compression: Of parquet snappy, zstd, lz4, gzip, brotli or none, of arrow zstd, lz4 or none, of csv and jsonl
+            none, gzip or zstd; empty = the first for the format: it costs the least processor time.
+        compression_level: 1 = the least processor time, the highest = the smallest parts: zstd has 19 (none in csv and
+            jsonl), lz4 12, gzip 9, brotli 11; 0 = the default.
         rows_per_part: At most so many rows are in one part; 0 = the server decides.
         tensors: The output tensors that are asked of the model and written; empty = all.
         columns: Output tensor → the name of its column; default: the tensor's.
@@ -112,6 +117,13 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Fills in the format's compression."""
         if not self.compression:
             msgspec.structs.force_setattr(self, "compression", COMPRESSIONS[self.format][0])
+
+    @property
+    def extension(self) -> str:
+        """The extension of the parts' names, without the first dot."""
+        if self.format not in TEXT_FORMATS:
+            return self.format
+        return self.format + {"gzip": ".gz", "zstd": ".zst"}.get(self.compression, "")
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -273,11 +285,12 @@ def _check_output(output: Output) -> None:
         raise InvalidRequest(
             f"field 'output.compression' is '{shown(output.compression)}'; {output.format} has {', '.join(known)}"
         )
-    highest = LEVELS.get(output.compression, 0)
+    is_stream = output.format in TEXT_FORMATS and output.compression == "zstd"
+    highest = 0 if is_stream else LEVELS.get(output.compression, 0)
     if not 0 <= output.compression_level <= highest:
         raise InvalidRequest(
-            f"field 'output.compression_level' is {output.compression_level}; {output.compression} has "
-            + (f"1 to {highest}, or 0 for the default" if highest else "no levels: leave it out")
+            f"field 'output.compression_level' is {output.compression_level}; {output.compression} of {output.format} "
+            + (f"has 1 to {highest}, or 0 for the default" if highest else "has no levels: leave it out")
         )
     if not 0 <= output.rows_per_part < 2**31:
         raise InvalidRequest(

@@ -46,7 +46,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         model: The model's name.
         version: The model's version.
         model_hash: What the model's files were.
-        output_format: `parquet` or `arrow`.
+        output_format: `parquet`, `arrow`, `csv` or `jsonl`.
         rows: The rows of all parts, as many as the inputs have.
         ok: Those that have outputs.
         errors: Those that have an `error_code`.

@@ -2,15 +2,20 @@
 
 A part says in its metadata, key `qinfer`, which shard of which job it is, of which inputs and model, and how many rows
 failed: a Parquet file in its own metadata, an Arrow file in its footer and, as far as failed rows go, with its last
-batch. Whoever may write to the output folder can put another file there, so a check reads footers and headers only,
+batch. A text file has no place for it: its *commit record* says it, `_commits/<part>/<hash>.json` in the output folder,
+named by the hash of the part's bytes. It is written before the part is committed, so that each part has one, whatever
+dies in between; a record without a part means nothing.
+
+Whoever may write to the output folder can put another file there, so a check reads footers, headers and records only,
 within their limits, and no rows.
 
 Encodings are chosen for the speed of writing: floats have no dictionary, since hardly any value is there twice, and
 row numbers are stored as differences.
 """
 
+import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,13 +28,16 @@ import pyarrow.parquet as pq
 
 from qinfer.errors import QinferError, StoreError, StoreNotFound
 from qinfer.jobs.check import ERROR_COLUMNS, PLACE_COLUMNS
-from qinfer.jobs.job import Output
+from qinfer.jobs.job import TEXT_FORMATS, Output
 from qinfer.jobs.plan import ExpectedParts, PartInfo, Shard
 from qinfer.jobs.rows.arrow_footer import batch_metadata, batch_rows, open_arrow
 from qinfer.jobs.rows.parquet_pages import read_metadata
-from qinfer.storage.store import Store
+from qinfer.jobs.text_parts import TextFile
+from qinfer.storage.store import Stat, Store
 
 METADATA_KEY = b"qinfer"
+RECORDS = "_commits"
+"""The folder, in that of an output, of the records of parts that are text."""
 
 _ZSTD_LEVEL = 1
 _GROUP_ROWS = 2**18
@@ -39,6 +47,9 @@ _SMALL_ROWS = 4096
 _ENCODED_ROWS = 65_536  # at a time: some percent faster than 1024, which is usual
 _COUNTED = PLACE_COLUMNS[1:]  # row group and row: they grow by one, or stay
 _REASON_CHARACTERS = 200
+_RECORD_BYTES = 2 * 2**20
+_MOST_RECORDS = 64  # of one part: each attempt to make it may leave one
+_HASHED_BYTES = 2**20
 
 
 class PartBroken(StoreError):
@@ -65,6 +76,25 @@ class PartMetadata(msgspec.Struct, frozen=True):
     errors: int = -1
 
 
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Commit record of a part that is text.
+
+    Attributes:
+        metadata: What the part is.
+        schema: Its columns, before they became text: one `name: type` a line.
+        size_bytes: Its size.
+        sha256: The hash of its bytes.
+    """
+
+    metadata: PartMetadata
+    schema: str
+    size_bytes: int
+    sha256: str
+
+
+_records = msgspec.json.Decoder(_Record)
+
+
 def part_metadata(job_id: str, shard: Shard, model_hash: str) -> PartMetadata:
     """Returns what the part of a shard says of itself, failed rows aside."""
     etags = dict.fromkeys((part.url, part.etag) for part in shard.ranges)
@@ -89,8 +119,10 @@ class PartWriter:
         self.rows = 0
         self.errors = 0
         self._path = path
+        self._schema = schema
         self._metadata = metadata
-        kind = _ParquetFile if output.format == "parquet" else _ArrowFile
+        self._has_record = output.format in TEXT_FORMATS
+        kind = _KINDS[output.format]
         self._file = kind(path, schema, output, metadata)
         self._has_ended = False
         self._waiting: list[pa.RecordBatch] = []
@@ -138,6 +170,28 @@ class PartWriter:
         self._flush()
         self._has_ended = True
         self._file.close(self.errors)
+
+    def put_record(self, store: Store, url: str) -> None:
+        """Writes the commit record of a file that is closed and text; does nothing for others, which need none.
+
+        Args:
+            store: Where the part will be committed to.
+            url: Its URL.
+
+        Raises:
+            StoreError: The store fails.
+        """
+        if not self._has_record:
+            return
+        with self._path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        record = _Record(
+            metadata=msgspec.structs.replace(self._metadata, errors=self.errors),
+            schema=_as_text(self._schema),
+            size_bytes=self._path.stat().st_size,
+            sha256=sha256,
+        )
+        store.put_if_absent(msgspec.json.encode(record), f"{_records_of(url)}/{sha256}.json")
 
     def abort(self) -> None:
         """Deletes the file."""
@@ -208,6 +262,14 @@ class _ArrowFile:
         self._sink.close()
 
 
+_KINDS: Mapping[str, type[_ParquetFile | _ArrowFile | TextFile]] = {
+    "parquet": _ParquetFile,
+    "arrow": _ArrowFile,
+    "csv": TextFile,
+    "jsonl": TextFile,
+}
+
+
 def _level(output: Output) -> int | None:
     """Returns the compression level that a job asks for; `None` = the codec's default."""
     return output.compression_level or (_ZSTD_LEVEL if output.compression == "zstd" else None)
@@ -230,7 +292,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def validate_part(store: Store, url: str, shard: Shard, job_id: str, model_hash: str) -> PartInfo:
-    """Checks that the part of a shard is whole: its footer can be read and says what the plan does.
+    """Checks that the part of a shard is whole: its footer, or its commit record, can be read and fits the plan.
 
     Args:
         store: Where it is kept.
@@ -248,10 +310,12 @@ def validate_part(store: Store, url: str, shard: Shard, job_id: str, model_hash:
     if stat is None:
         raise StoreNotFound(f"'{url}' does not exist")
     try:
-        with store.open(url) as content:
-            found, rows, schema = _parquet_footer(content) if url.endswith(".parquet") else _arrow_footer(content)
-        # The same text for all parts of a job is kept once.
-        text = sys.intern("\n".join(f"{field.name}: {field.type}" for field in schema))
+        if url.endswith((".parquet", ".arrow")):
+            with store.open(url) as content:
+                found, rows, text = _parquet_footer(content) if url.endswith(".parquet") else _arrow_footer(content)
+        else:
+            record = _record_of(store, stat)
+            found, rows, text = record.metadata, record.metadata.rows, record.schema
     except QinferError:
         raise
     except (pa.ArrowException, msgspec.MsgspecError, ValueError, OSError) as error:
@@ -265,7 +329,8 @@ def validate_part(store: Store, url: str, shard: Shard, job_id: str, model_hash:
             raise PartBroken(f"'{url}' says {name} {said}, the plan {planned!r}: it is the part of something else")
     if rows != shard.rows or not 0 <= found.errors <= rows:
         raise PartBroken(f"'{url}' has {rows} rows, {found.errors} of them failed; the plan says {shard.rows} rows")
-    return PartInfo(url, rows, found.errors, stat.size_bytes, stat.etag, text)
+    # The same text for all parts of a job is kept once.
+    return PartInfo(url, rows, found.errors, stat.size_bytes, stat.etag, sys.intern(text))
 
 
 def part_of(store: Store, parts: ExpectedParts, shard: Shard) -> PartInfo | str:
@@ -297,18 +362,56 @@ def set_aside(store: Store, parts: ExpectedParts, shard: Shard) -> None:
         store.set_aside(url, found.etag)
 
 
-def _parquet_footer(content: Any) -> tuple[PartMetadata, int, pa.Schema]:
+def _records_of(url: str) -> str:
+    """Returns the folder of the commit records of a part."""
+    folder, _, name = url.rpartition("/")
+    return f"{folder}/{RECORDS}/{name}"
+
+
+def _record_of(store: Store, stat: Stat) -> _Record:
+    """Returns the commit record of the part at a URL.
+
+    Whoever committed the part had written its record before. So if one record has its size, it is that one; if attempts
+    at the part have left several, its bytes tell.
+
+    Raises:
+        ValueError: There is none, or nobody could have left so many.
+        StoreError: The store fails.
+    """
+    folder = _records_of(stat.url)
+    names = [child.name for child in store.children(folder) if not child.is_folder]
+    if len(names) > _MOST_RECORDS:
+        raise ValueError(f"it has {len(names)} commit records; at most {_MOST_RECORDS}")
+    records = (_records.decode(store.read(f"{folder}/{name}", _RECORD_BYTES)) for name in names)
+    fitting = [record for record in records if record.size_bytes == stat.size_bytes]
+    if len(fitting) > 1:
+        digest = hashlib.sha256()
+        with store.open(stat.url, sequential=True) as content:
+            while data := content.read(_HASHED_BYTES):
+                digest.update(data)
+        fitting = [record for record in fitting if record.sha256 == digest.hexdigest()]
+    if not fitting:
+        raise ValueError("it has no commit record of its size and content")
+    return fitting[0]
+
+
+def _as_text(schema: pa.Schema) -> str:
+    """Returns columns as text, one `name: type` a line."""
+    return "\n".join(f"{field.name}: {field.type}" for field in schema)
+
+
+def _parquet_footer(content: Any) -> tuple[PartMetadata, int, str]:
     metadata = read_metadata(content)
     found = _decoded((metadata.metadata or {}).get(METADATA_KEY))
-    return found, metadata.num_rows, metadata.schema.to_arrow_schema()
+    return found, metadata.num_rows, _as_text(metadata.schema.to_arrow_schema())
 
 
-def _arrow_footer(content: Any) -> tuple[PartMetadata, int, pa.Schema]:
+def _arrow_footer(content: Any) -> tuple[PartMetadata, int, str]:
     reader = open_arrow(content)
     found = _decoded((reader.metadata or {}).get(METADATA_KEY))
     rows = batch_rows(content)
     errors = batch_metadata(content, len(rows) - 1).get(METADATA_KEY, b"-1") if rows else b"0"
-    return msgspec.structs.replace(found, errors=int(errors)), sum(rows), reader.schema
+    return msgspec.structs.replace(found, errors=int(errors)), sum(rows), _as_text(reader.schema)
 
 
 def _decoded(data: bytes | None) -> PartMetadata:

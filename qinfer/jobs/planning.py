@@ -203,7 +203,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         model_hash=job.model_hash,
         schema=encode_schema(columns.schema()),
         sources=tuple(file.source for file in planned),
-        shards=plan_shards(planned, sizes, spec.output.format, example=columns.example, limit=spec.limit),
+        shards=plan_shards(planned, sizes, spec.output.extension, example=columns.example, limit=spec.limit),
         rows=rows,
         skipped=tuple(bad),
     )

@@ -33,7 +33,7 @@ InputsArgument = Annotated[
     typer.Argument(metavar="INPUT...", help="Files or patterns: URLs, or paths that the workers can read too."),
 ]
 OutputArgument = Annotated[str, typer.Argument(help="The output folder; it must be empty.")]
-FormatOption = Annotated[str, typer.Option("--format", help="Output format: parquet or arrow.")]
+FormatOption = Annotated[str, typer.Option("--format", help="Output format: parquet, arrow, csv or jsonl.")]
 InputFormatOption = Annotated[
     str, typer.Option("--input-format", help="parquet, arrow, csv or jsonl; default: by file extension.")
 ]
@@ -89,7 +89,10 @@ BadFilesOption = Annotated[
 ]
 CompressionOption = Annotated[
     str,
-    typer.Option("--compression", help="zstd, snappy, lz4, gzip, brotli or none; default: snappy, or zstd for arrow."),
+    typer.Option(
+        "--compression",
+        help="zstd, snappy, lz4, gzip, brotli or none; default: snappy; zstd for arrow, none for csv and jsonl.",
+    ),
 ]
 CompressionLevelOption = Annotated[
     int, typer.Option("--compression-level", min=0, help="Level of the compression; 0: its default.")

@@ -1,4 +1,7 @@
-"""Reads the output of a bulk job row by row, in bounded memory: a batch of rows at a time, part after part."""
+"""Reads the output of a bulk job row by row, in bounded memory: a batch of rows at a time, part after part.
+
+Of parts that are text, a whole part is held at a time.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,10 +10,10 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from qinfer.client.job_output import MANIFEST, PARTIAL, open_folder, store_errors
+from qinfer.client.job_output import MANIFEST, PARTIAL, open_folder, read_text, store_errors, text_schema
 from qinfer.errors import InvalidRequest, ResultNotFound
 from qinfer.jobs.check import ERROR_COLUMNS
-from qinfer.jobs.job import JobSpec
+from qinfer.jobs.job import TEXT_FORMATS, JobSpec
 from qinfer.jobs.manifest import Manifest, decode_manifest
 from qinfer.labeling.values import Array
 
@@ -148,6 +151,8 @@ class JobRows:
 
         if not self._manifest.parts:
             return pa.schema([])
+        if self._manifest.output_format in TEXT_FORMATS:
+            return text_schema(self._manifest.schema)
         with self._open(self._manifest.parts[0].name) as file:
             if self._manifest.output_format == "arrow":
                 return pyarrow.ipc.open_file(file).schema
@@ -158,6 +163,12 @@ class JobRows:
         import pyarrow.parquet as pq
 
         for part in self._manifest.parts:
+            if self._manifest.output_format in TEXT_FORMATS:
+                with store_errors(self._url):
+                    table = read_text(self._files, f"{self._folder}/{part.name}", self.schema)
+                    batches = table.select(columns).combine_chunks().to_batches(_ROWS)
+                yield from batches
+                continue
             with store_errors(self._url), self._open(part.name) as file:
                 if self._manifest.output_format == "arrow":
                     reader = pyarrow.ipc.open_file(file)

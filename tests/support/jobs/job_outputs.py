@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 from qinfer.jobs.job import JobSpec, Output, OutputFormat
 from qinfer.jobs.manifest import Manifest, Part, encode_manifest
 from qinfer.jobs.plan import Plan, encode_plan
+from qinfer.jobs.text_parts import TextFile
 
 
 def write_job_output(
@@ -43,7 +44,7 @@ def write_job_output(
         rows=sum(part.rows for part in parts),
         ok=sum(part.ok for part in parts),
         errors=sum(part.errors for part in parts),
-        schema="",
+        schema="\n".join(f"{field.name}: {field.type}" for field in whole[0].schema) if whole else "",
         parts=parts,
         sources=(),
         created_at=0.0,
@@ -64,6 +65,10 @@ def _write(folder: Path, name: str, table: pa.Table) -> Part:
     if name.endswith(".arrow"):
         with pyarrow.ipc.new_file(path, table.schema) as file:
             file.write_table(table, max_chunksize=2)
+    elif name.endswith((".csv", ".jsonl")):
+        file = TextFile(path, table.schema, Output(url="", format=name.rpartition(".")[2]))  # type: ignore[arg-type]
+        file.write(table.to_batches())
+        file.close()
     else:
         pq.write_table(table, path, row_group_size=2)
     errors = table.num_rows - table.column("error_code").null_count

@@ -59,7 +59,7 @@ def lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("output_format", ["parquet", "arrow"])
+@pytest.mark.parametrize("output_format", ["parquet", "arrow", "csv", "jsonl"])
 def test_tasks_of_a_job(tmp_path: Path, mapping: Path, output_format: OutputFormat) -> None:
     """All rows of all parts in order; fields are what tools can show, with confidence and version."""
     folder = write_job_output(

@@ -75,7 +75,14 @@ def test_a_specification_survives_its_json() -> None:
         ({"output": {"url": ""}}, r"field 'output.url' is empty"),
         ({"output": {"url": "s3://a/*"}}, r"field 'output.url' may be no pattern"),
         ({"output": {"url": "s3://a", "formt": "x"}}, r"no field 'output.formt'; did you mean 'output.format'\?"),
-        ({"output": {"url": "s3://a", "format": "csv"}}, r"'output.format': .*'csv'; expected parquet, arrow"),
+        (
+            {"output": {"url": "s3://a", "format": "orc"}},
+            r"'output.format': .*'orc'; expected parquet, arrow, csv, jsonl",
+        ),
+        (
+            {"output": {"url": "s3://a", "format": "csv", "compression": "zstd", "compression_level": 1}},
+            r"'output.compression_level' is 1; zstd of csv has no levels",
+        ),
         ({"output": {"url": "s3://a", "compression": "lzma"}}, r"'output.compression' is 'lzma'; parquet has snappy"),
         (
             {"output": {"url": "s3://a", "format": "arrow", "compression": "snappy"}},
@@ -87,11 +94,11 @@ def test_a_specification_survives_its_json() -> None:
         ({"output": {"url": "s3://a", "top_k": {"y": 0}}}, r"'output.top_k.y' is 0; 1 or more"),
         (
             {"output": {"url": "s3://a", "compression_level": 1}},
-            r"'output.compression_level' is 1; snappy has no levels",
+            r"'output.compression_level' is 1; snappy of parquet has no levels",
         ),
         (
             {"output": {"url": "s3://a", "compression": "zstd", "compression_level": 20}},
-            r"'output.compression_level' is 20; zstd has 1 to 19, or 0",
+            r"'output.compression_level' is 20; zstd of parquet has 1 to 19, or 0",
         ),
         ({"columns": {"good": "a", "bad": 3}}, r"field 'columns.bad': Expected str"),
         ({"columns": {"x": {"columns": "y"}}}, r"field 'columns.x.columns': Expected array, got str"),

@@ -23,14 +23,17 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import StoreSettings
 from qinfer.core.store_urls import Grant
-from qinfer.errors import InferenceFailed, QueueFull
+from qinfer.errors import InferenceFailed, QueueFull, StoreUnavailable
 from qinfer.jobs.columns.schemas import encode_schema
-from qinfer.jobs.job import JobSpec
+from qinfer.jobs.job import JobSpec, Output
+from qinfer.jobs.parts import RECORDS
 from qinfer.jobs.plan import PlanHead, Range, Shard, decode_plan_head
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.models.spec import Device as DeviceSpec
 from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.storage.local import LocalStore
+from qinfer.storage.store import Outcome
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.executor import ThreadExecutor
@@ -586,3 +589,29 @@ async def test_a_part_is_not_written_through_a_link_out_of_what_was_granted(tmp_
 
     assert "may write" in outcome.error
     assert not list((tmp_path / "other").iterdir())
+
+
+class LostStore(LocalStore):
+    """Fails where a part would be committed: what was written before stays."""
+
+    def commit_if_absent(self, local: Path, url: str) -> Outcome:
+        raise StoreUnavailable(f"'{local}' does not reach '{url}'")
+
+
+@pytest.mark.parametrize("format_", ["csv", "jsonl"])
+async def test_an_attempt_that_ends_before_its_part_is_there_does_not_count(tmp_path: Path, format_: Any) -> None:
+    """Its commit record is there, of other errors than the attempt that follows has."""
+    ground, (whole, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 100)
+    shard = msgspec.structs.replace(whole, part=f"part-00000.{format_}")
+    spec = msgspec.structs.replace(spec, output=Output(spec.output.url, format_))
+    ground.model.bad = {5.0}
+    with pytest.raises(PutOff):
+        await ground.run(shard, spec, store_for=lambda _: LostStore()).run()
+    ground.model.bad = ()
+
+    outcome = await ground.run(shard, spec, is_again=True).run()
+    again = await ground.run(shard, spec, is_again=True).run()
+
+    assert outcome == again == ShardOutcome(0, 100, 0)
+    assert len(list((ground.output / RECORDS / shard.part).iterdir())) == 2
+    assert not ground.left()

@@ -187,7 +187,7 @@ class ShardFiles:
                 if chunks.is_stopped:
                     writer.abort()
                     return None
-            return self._commit(path, writer.errors)
+            return self._commit(path, writer)
         finally:
             path.unlink(missing_ok=True)
 
@@ -204,13 +204,14 @@ class ShardFiles:
             chunks.written()
             chunk = chunks.next_scored()
 
-    def _commit(self, path: Path, errors: int) -> ShardOutcome:
+    def _commit(self, path: Path, writer: PartWriter) -> ShardOutcome:
         """Commits the part; where one is already that is whole, that one counts."""
         task = self._task
         store = task.outputs(task.url)
+        writer.put_record(store, task.url)
         for _ in range(_COMMITS):
             if store.commit_if_absent(path, task.url) is Outcome.CREATED:
-                return ShardOutcome(task.shard.index, task.shard.rows, errors)
+                return ShardOutcome(task.shard.index, task.shard.rows, writer.errors)
             found = store.stat(task.url)
             if found is not None:
                 if (outcome := self.existing()) is not None:

@@ -1,0 +1,201 @@
+"""Parts as CSV and JSON lines: columns become texts, and texts a file, compressed or not.
+
+Numbers are the shortest that are read back as the same. JSON has no NaN and no infinities: they are null. Lists,
+structs and maps are JSON in both formats, bytes are base64, and instants, dates and times are text as Arrow prints it.
+What is no UTF-8 in a copied text has replacement characters. Everything is made a column at a time.
+"""
+
+import gzip
+from binascii import b2a_base64
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from qinfer.jobs.job import Output
+
+_GZIP_LEVEL = 1
+_SLICE_BYTES = 8 * 2**20
+"""Rows of so many bytes become text at a time: Arrow's texts have at most 2 GiB."""
+_ESCAPED = r'["\\\x00-\x1f]'
+"""Characters that JSON has escaped only (RFC 8259 §7)."""
+
+
+class TextFile:
+    """A file of rows as CSV, which begins with a header, or JSON lines.
+
+    Args:
+        path: The file; nothing has its name yet.
+        schema: The columns.
+        output: Format and compression.
+    """
+
+    group_bytes = _SLICE_BYTES
+
+    def __init__(self, path: Path, schema: pa.Schema, output: Output, _: object = None) -> None:
+        with ExitStack() as opened:
+            sink: Any = opened.enter_context(path.open("wb"))
+            if output.compression == "gzip":
+                # Without the time, so that the same rows are the same bytes.
+                level = output.compression_level or _GZIP_LEVEL
+                sink = opened.enter_context(gzip.GzipFile("", "wb", level, sink, mtime=0))
+            elif output.compression == "zstd":
+                sink = opened.enter_context(pa.CompressedOutputStream(sink, "zstd"))
+            kind: type[_Rows] = _CsvRows if output.format == "csv" else _JsonRows
+            self._rows = kind(sink, schema)
+            self._opened = opened.pop_all()
+
+    def write(self, records: Sequence[pa.RecordBatch]) -> None:
+        """Writes rows."""
+        for record in records:
+            size = max(1, record.num_rows * _SLICE_BYTES // max(record.nbytes, 1))
+            for first in range(0, record.num_rows, size):
+                self._rows.write(record.slice(first, size))
+
+    def close(self, _: int = 0) -> None:
+        """Ends the file."""
+        with self._opened:
+            self._rows.close()
+
+
+class _Rows(Protocol):
+    def __init__(self, sink: IO[bytes], schema: pa.Schema) -> None: ...
+
+    def write(self, record: pa.RecordBatch) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _CsvRows:
+    def __init__(self, sink: IO[bytes], schema: pa.Schema) -> None:
+        nothing = [csv_column(pa.array([], field.type)) for field in schema]
+        self._schema = pa.schema([(name, column.type) for name, column in zip(schema.names, nothing, strict=True)])
+        self._writer = pa.csv.CSVWriter(sink, self._schema)
+
+    def write(self, record: pa.RecordBatch) -> None:
+        columns = [csv_column(column) for column in record.columns]
+        self._writer.write(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _JsonRows:
+    def __init__(self, sink: IO[bytes], schema: pa.Schema) -> None:
+        self._sink = sink
+        self._names = schema.names
+        self._is_empty = True
+
+    def write(self, record: pa.RecordBatch) -> None:
+        lines = pc.binary_join_element_wise(_objects(self._names, record.columns), "\n", "")
+        self._sink.write("".join(lines.to_pylist()).encode())
+        self._is_empty = False
+
+    def close(self) -> None:
+        # Stores take no empty files.
+        if self._is_empty:
+            self._sink.write(b"\n")
+
+
+def csv_column(column: pa.Array) -> pa.Array:
+    """Returns a column as CSV has it: numbers and instants as they are, anything else as text."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return csv_column(column.dictionary_decode())
+    if pa.types.is_nested(kind):
+        return json_texts(column)
+    if _is_binary(kind):
+        return _base64(column)
+    if _is_text(kind):
+        return _utf8(column)
+    return column
+
+
+def json_texts(values: pa.Array) -> pa.Array:
+    """Returns values as JSON texts; null stays null.
+
+    Raises:
+        pa.ArrowException: Their type has no text.
+    """
+    kind = values.type
+    if pa.types.is_dictionary(kind):
+        return json_texts(values.dictionary_decode())
+    if pa.types.is_nested(kind):
+        return _nested(values)
+    if pa.types.is_duration(kind):
+        values = values.cast(pa.int64())
+    elif pa.types.is_float16(kind):
+        # Arrow can't tell whether half floats are finite.
+        values = values.cast(pa.float32())
+    if pa.types.is_floating(values.type):
+        return pc.if_else(pc.is_finite(values), values.cast(pa.string()), None)
+    if (pa.types.is_primitive(values.type) and not pa.types.is_temporal(values.type)) or pa.types.is_null(kind):
+        return values.cast(pa.string())
+    return _quoted(values)
+
+
+def _objects(names: Sequence[str], columns: Sequence[pa.Array]) -> pa.Array:
+    """Returns a JSON object for each row."""
+    pieces: list[Any] = []
+    for number, (name, column) in enumerate(zip(names, columns, strict=True)):
+        pieces.append(f"{',' if number else '{'}{msgspec.json.encode(name).decode()}:")
+        pieces.append(json_texts(column).fill_null("null"))
+    return pc.binary_join_element_wise(*pieces, "}", "")
+
+
+def _nested(values: pa.Array) -> pa.Array:
+    kind = values.type
+    if pa.types.is_map(kind):
+        return _nested(values.cast(pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))))
+    if pa.types.is_struct(kind):
+        names = [field.name for field in kind]
+        texts = _objects(names, values.flatten()) if names else pa.array(["{}"] * len(values))
+    else:
+        lengths = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        elements = json_texts(pc.list_flatten(values)).fill_null("null")
+        joined = pc.binary_join(pa.ListArray.from_arrays(pa.array(offsets), elements), ",")
+        texts = pc.binary_join_element_wise("[", joined, "]", "")
+    return pc.if_else(values.is_valid(), texts, None)
+
+
+def _quoted(values: pa.Array) -> pa.Array:
+    """Returns values as JSON strings; texts that need it are escaped one by one."""
+    if _is_binary(values.type):
+        return pc.binary_join_element_wise('"', _base64(values), '"', "")
+    texts = _utf8(values) if _is_text(values.type) else values.cast(pa.string())
+    quoted = pc.binary_join_element_wise('"', texts, '"', "")
+    special = pc.match_substring_regex(texts, _ESCAPED).fill_null(False)
+    if not special.true_count:
+        return quoted
+    escaped = [msgspec.json.encode(text).decode() for text in texts.filter(special).to_pylist()]
+    return pc.replace_with_mask(quoted, special, pa.array(escaped, pa.string()))
+
+
+def _utf8(texts: pa.Array) -> pa.Array:
+    try:
+        texts.validate(full=True)
+        return texts.cast(pa.string())
+    except pa.ArrowInvalid:
+        found = texts.cast(pa.large_binary()).to_pylist()
+        return pa.array([value if value is None else value.decode(errors="replace") for value in found], pa.string())
+
+
+def _base64(values: pa.Array) -> pa.Array:
+    found = values.to_pylist()
+    texts = [value if value is None else b2a_base64(value, newline=False).decode() for value in found]
+    return pa.array(texts, pa.string())
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
