@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qinfer.errors import InvalidRequest
+from qinfer.jobs.columns.fields import Fields
 from qinfer.jobs.columns.inputs import InputColumns, is_left_out
 from qinfer.jobs.job import JobSpec, shown
 from qinfer.jobs.text_parts import json_texts
@@ -44,7 +45,7 @@ def check(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
 
 def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
     """Finds names that are of nothing, and names that several would have; in words."""
-    names = Counter(schema.names)
+    fields = Fields(schema)
     yield from _unknown("columns", spec.columns, [tensor.name for tensor in model.inputs], f"input of '{model.name}'")
     outputs, written = [tensor.name for tensor in model.outputs], written_outputs(spec, model)
     for field, given in (
@@ -59,11 +60,12 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
     yield from _unranked(spec, written)
     for tensor in model.inputs:
         if not is_left_out(spec, tensor, schema):
-            yield from _column_problems(f"columns.{tensor.name}", spec.columns_of(tensor.name).columns, names)
+            yield from _column_problems(f"columns.{tensor.name}", spec.columns_of(tensor.name).columns, fields)
     if spec.key:
-        yield from _column_problems("key", [spec.key], names)
-    yield from _column_problems("passthrough", [name for name in spec.passthrough if name != "*"], names)
-    yield from _column_problems("exclude", spec.exclude, names)
+        yield from _column_problems("key", [spec.key], fields)
+    yield from _column_problems("passthrough", [name for name in spec.passthrough if name != "*"], fields)
+    # `exclude` leaves out whole columns.
+    yield from _column_problems("exclude", spec.exclude, Fields(pa.schema([(n, pa.null()) for n in schema.names])))
     yield from _collisions(spec, written, schema)
     yield from _unwritable(spec, schema)
 
@@ -95,12 +97,14 @@ def _unknown(field: str, given: Iterable[str], known: list[str], what: str) -> I
             yield f"field '{field}' names '{shown(name)}', which is no {what}; {_instead(name, known)}"
 
 
-def _column_problems(field: str, wanted: Sequence[str], names: Counter[str]) -> Iterator[str]:
+def _column_problems(field: str, wanted: Sequence[str], fields: Fields) -> Iterator[str]:
     for name in wanted:
-        if name not in names:
-            yield f"the inputs have no column '{shown(name)}' of field '{field}'; {_instead(name, list(names))}"
-        elif names[name] > 1:
-            yield f"the inputs have {names[name]} columns named '{shown(name)}', of field '{field}'; rename them"
+        count = len(fields.places(name))
+        if not count:
+            instead = _instead(name, fields.names, fields.paths())
+            yield f"the inputs have no column '{shown(name)}' of field '{field}'; {instead}"
+        elif count > 1:
+            yield f"the inputs have {count} columns named '{shown(name)}', of field '{field}'; rename them"
 
 
 def _unranked(spec: JobSpec, written: Sequence[TensorSpec]) -> Iterator[str]:
@@ -155,8 +159,8 @@ def _cases(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
 def _unwritable(spec: JobSpec, schema: pa.Schema) -> Iterator[str]:
     """Finds copied columns of types that the output's format does not have."""
     format_name, has = _FORMATS[spec.output.format]
-    known = {field.name: field for field in schema}
-    fields = [known[name] for name in copied_columns(spec, schema) if name in known]
+    there = Fields(schema)
+    fields = [field for name in copied_columns(spec, schema) if (field := there.field(name)) is not None]
     for field in () if has(fields) else fields:
         if not has([field]):
             name = field.name
@@ -198,8 +202,10 @@ _FORMATS: Mapping[str, tuple[str, Callable[[Sequence[pa.Field]], bool]]] = {
 """Output format → its name, and whether it has columns of some types."""
 
 
-def _instead(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known[:_MOST_COMPARED], n=3) if len(name) <= _LONGEST_COMPARED else ()
+def _instead(name: str, known: list[str], compared: Iterable[str] | None = None) -> str:
+    """Returns what may be meant, of the known names or of more, else some of the known ones."""
+    some = islice(known if compared is None else compared, _MOST_COMPARED)
+    near = get_close_matches(name, some, n=3) if len(name) <= _LONGEST_COMPARED else ()
     if near:
         return f"did you mean {' or '.join(map(repr, map(shown, near)))}?"
     more = f", and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""

@@ -70,7 +70,8 @@ class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     """The columns that one input tensor is made of.
 
     Attributes:
-        columns: One column, or several scalar columns that become the elements of a row in this order.
+        columns: One column, or several scalar columns that become the elements of a row in this order; fields of
+            structs by their paths, such as `image.bytes`.
         shape: The shape of one row, without the batch dimension; empty = the tensor's.
         null: What becomes of nulls, in lists as well: `error` fails their rows, `nan` makes them not a number (in
             inputs of floats), any other value of the input's datatype replaces them. Or by column: column → the same;

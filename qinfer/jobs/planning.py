@@ -15,6 +15,7 @@ import pyarrow as pa
 from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.check import check, copied_columns
+from qinfer.jobs.columns.fields import Fields, replaced
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.schemas import common_type, encode_schema
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
@@ -330,26 +331,30 @@ class _CommonColumns:
     def _merge(self, url: str, schema: pa.Schema) -> None:
         copied = {*copied_columns(self._spec, schema), *copied_columns(self._spec, self._schema)}
         fed = {*self._fed(schema), *self._fed(self._schema)}
+        new, known = Fields(schema), Fields(self._schema)
         for name in sorted(copied | fed):
-            if name not in schema.names or name not in self._schema.names:
-                has, lacks = (self._first, url) if name in self._schema.names else (url, self._first)
+            here, there = new.field(name), known.field(name)
+            if here is None or there is None:
+                has, lacks = (self._first, url) if here is None else (url, self._first)
                 raise InvalidRequest(
                     f"'{has}' has the column '{shown(name)}', and '{lacks}' lacks it; add it there, or leave it out of "
                     f"{'passthrough' if name in copied else 'both'}"
                 )
-            here, there = schema.field(name).type, self._schema.field(name).type
-            common = common_type(here, there)
+            common = common_type(here.type, there.type)
+            if len(new.places(name)[0]) != len(known.places(name)[0]):
+                raise InvalidRequest(
+                    f"'{shown(name)}' is a column in one of '{url}' and '{self._first}', and a field of a struct in "
+                    "the other; rename one of them"
+                )
             if common is None and self._is_csv and name not in fed:
                 common = pa.string()  # which all values of CSV are
             if common is None:
                 raise InvalidRequest(
-                    f"column '{shown(name)}' is {here} in '{url}' and {there} in '{self._first}'; convert one of them"
-                    + (", or leave it out of 'passthrough'" if name in copied - fed else "")
+                    f"column '{shown(name)}' is {here.type} in '{url}' and {there.type} in '{self._first}'; convert "
+                    "one of them" + (", or leave it out of 'passthrough'" if name in copied - fed else "")
                 )
-            field = self._schema.field(name)
-            nullable = field.nullable or schema.field(name).nullable
-            merged = field.with_type(common).with_nullable(nullable)
-            self._schema = self._schema.set(self._schema.get_field_index(name), merged)
+            merged = here.with_type(common).with_nullable(here.nullable or there.nullable)
+            self._schema = replaced(self._schema, name, merged)
 
     def _fed(self, schema: pa.Schema) -> tuple[str, ...]:
         return InputColumns(self._spec, self._model, schema).columns

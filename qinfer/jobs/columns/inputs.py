@@ -4,7 +4,6 @@ Rows that no tensor can be made of (nulls, lists of the wrong length, numbers th
 `RowErrors` and left out of the arrays. Where a dimension is variable, rows of one shape make one `Piece`.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from qinfer.errors import InvalidRequest
+from qinfer.jobs.columns.fields import Fields, pick, select
 from qinfer.jobs.columns.row_errors import Array, Indices, RowErrors
 from qinfer.jobs.columns.schemas import schema_without_views, without_views
 from qinfer.jobs.columns.tensor_columns import ListColumn, ScalarColumns
@@ -51,7 +51,7 @@ class Decoded(NamedTuple):
 
 def is_left_out(spec: JobSpec, tensor: TensorSpec, schema: pa.Schema) -> bool:
     """Tells whether the model runs without an input: an optional one that the job names no column for."""
-    return tensor.optional and tensor.name not in spec.columns and tensor.name not in schema.names
+    return tensor.optional and tensor.name not in spec.columns and not Fields(schema).places(tensor.name)
 
 
 class InputColumns:
@@ -63,7 +63,7 @@ class InputColumns:
         schema: The inputs' columns and their types.
 
     Attributes:
-        columns: The columns that batches need, each once.
+        columns: The paths of the columns that batches need, each once.
 
     Raises:
         InvalidRequest: A column is missing, its type or size does not fit, or there is no such input. The message
@@ -77,25 +77,27 @@ class InputColumns:
                 f"field 'columns' names input '{unknown[0]}', which model '{model.name}' lacks; "
                 f"it has {', '.join(sorted(known))}"
             )
-        plain = schema_without_views(schema)
-        self._has_views = plain.types != schema.types
-        schema, counts = plain, Counter(schema.names)
+        fields = Fields(schema)
         self._tensors = [
-            _tensor(tensor, spec.columns_of(tensor.name), schema, counts)
+            _tensor(tensor, spec.columns_of(tensor.name), schema, fields)
             for tensor in model.inputs
             if not is_left_out(spec, tensor, schema)
         ]
         self.columns = tuple(dict.fromkeys(name for tensor in self._tensors for name in tensor.columns))
+        flat = select(schema, self.columns)
+        self._has_views = schema_without_views(flat).types != flat.types
 
     def decode(self, record: pa.RecordBatch, errors: RowErrors | None = None) -> Decoded:
         """Makes the arrays of a batch.
 
         Args:
-            record: At least `columns`, in the types of the schema; in place of a dictionary there may be its values.
+            record: At least `columns`, or what these are fields of, in the types of the schema; in place of a
+                dictionary there may be its values.
             errors: What is wrong with rows already; `None` = nothing.
         """
+        record = pick(record, self.columns)
         if self._has_views:
-            record = without_views(record.select(self.columns))
+            record = without_views(record)
         errors = RowErrors(record.num_rows) if errors is None else errors
         shapes: list[Indices] = []
         for tensor in self._tensors:
@@ -130,12 +132,15 @@ class InputColumns:
         return pieces
 
 
-def _tensor(tensor: TensorSpec, given: Columns, schema: pa.Schema, counts: Counter[str]) -> ScalarColumns | ListColumn:
+def _tensor(tensor: TensorSpec, given: Columns, schema: pa.Schema, fields: Fields) -> ScalarColumns | ListColumn:
+    chosen = []
     for name in given.columns:
-        if counts[name] != 1:
-            raise InvalidRequest(_absent(tensor, name, schema, counts[name]))
+        field = fields.field(name)
+        if field is None:
+            raise InvalidRequest(_absent(tensor, name, schema, len(fields.places(name))))
+        chosen.append(field)
     shape = _shape(tensor, given)
-    kinds = [schema.field(name).type for name in given.columns]
+    kinds = schema_without_views(pa.schema(chosen)).types
     if len(given.columns) == 1 and ListColumn.reads(kinds[0]):
         return ListColumn(tensor, given, kinds[0], shape)
     return ScalarColumns(tensor, given, kinds, shape)

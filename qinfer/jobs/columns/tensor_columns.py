@@ -367,11 +367,14 @@ def _check_type(tensor: TensorSpec, column: str, kind: pa.DataType, shown: pa.Da
     Raises:
         InvalidRequest: They can't.
     """
-    if not casts.fits(kind, tensor.datatype):
-        raise InvalidRequest(
-            f"column '{column}' is of type {shown}, which does not fit input '{tensor.name}' of {tensor.datatype}; "
-            "map another column to it, or convert the column in the inputs"
-        )
+    if casts.fits(kind, tensor.datatype):
+        return
+    remedy = "map another column to it, or convert the column in the inputs"
+    if pa.types.is_struct(kind) and kind.num_fields:
+        remedy = f"map one of its fields to it, such as '{column}.{kind.field(0).name}'"
+    raise InvalidRequest(
+        f"column '{column}' is of type {shown}, which does not fit input '{tensor.name}' of {tensor.datatype}; {remedy}"
+    )
 
 
 def _fill(tensor: TensorSpec, given: Columns, column: str) -> Any:

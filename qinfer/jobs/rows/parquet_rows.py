@@ -99,7 +99,7 @@ class ParquetGroups:
 
     Args:
         content: The file; it is closed with this.
-        names: The columns that are wanted.
+        names: The columns that are wanted, and the fields of structs, by their paths.
         url: Its URL, for messages.
         far: Whether each read takes long, as those of object stores do.
         rows_bytes: About so many bytes of rows are decoded at a time.
@@ -238,9 +238,8 @@ class ParquetGroups:
 
     def _dictionary_of(self, leaf: _Leaf, group: int) -> pa.Array | None:
         """Reads the dictionary of a leaf, which comes with its first value."""
-        name = next(name for name in self._names if leaf.path == name or leaf.path.startswith(f"{name}."))
         for record in self._open([leaf.path]).iter_batches(_PEEKED_ROWS, [group], [leaf.path], use_threads=False):
-            values = _dictionary_in(record.column(name))
+            values = _dictionary_in(record.column(0))
             if values is not None and len(values):
                 return values
         return None
@@ -273,7 +272,7 @@ def _read_at(content: Any) -> ReadAt:
 
 
 def _leaves(metadata: Any, names: Sequence[str]) -> list[int]:
-    """Returns the numbers of the leaf columns that top-level columns are made of."""
+    """Returns the numbers of the leaf columns that columns and fields of structs are made of."""
     wanted = set(names)
     found = []
     for leaf in range(metadata.num_columns):

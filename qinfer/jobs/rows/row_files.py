@@ -5,8 +5,7 @@ and JSON lines by blocks. What was read is cut into runs of rows before dictiona
 decoded, so that the decoded rows are bounded, too.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
@@ -14,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from qinfer.jobs.columns.decoded_sizes import cut
-from qinfer.jobs.columns.schemas import common_type
+from qinfer.jobs.columns.fields import Fields, pick, pruned, select
+from qinfer.jobs.columns.schemas import common_type, without_dictionary
 from qinfer.jobs.plan import Range
 from qinfer.jobs.rows.arrow_footer import BatchSizes, open_arrow
 from qinfer.jobs.rows.parquet_rows import ParquetGroups
@@ -41,6 +41,25 @@ class Limits(NamedTuple):
         return cls(read_bytes // _CHUNKS, 2 * read_bytes)
 
 
+class Wanted(NamedTuple):
+    """Columns and fields of structs that are read.
+
+    Attributes:
+        columns: Each as a column that is named by its path, in the type that it gets.
+        nested: The columns of the files that they are in, with structs that have nothing else.
+    """
+
+    columns: pa.Schema
+    nested: pa.Schema
+
+    @classmethod
+    def of(cls, schema: pa.Schema, paths: Iterable[str]) -> "Wanted":
+        """Returns some of the fields of a schema; those that have dictionaries get their values' types."""
+        chosen = tuple(dict.fromkeys(paths))
+        columns = [field.with_type(without_dictionary(field.type)) for field in select(schema, chosen)]
+        return cls(pa.schema([(field.name, field.type) for field in columns]), pruned(schema, chosen))
+
+
 class Rows(NamedTuple):
     """Rows of a file.
 
@@ -58,14 +77,14 @@ class Rows(NamedTuple):
 
 
 def open_rows(
-    content: BinaryIO | Any, format_: FileFormat, wanted: pa.Schema, url: str, *, far: bool, limits: Limits
+    content: BinaryIO | Any, format_: FileFormat, wanted: Wanted, url: str, *, far: bool, limits: Limits
 ) -> "RowFile":
     """Opens an input file.
 
     Args:
         content: What pyarrow reads of: it is closed with the rows.
         format_: What it is.
-        wanted: The columns that are wanted, in order, and their types.
+        wanted: What is to be read, in order.
         url: Its URL, for messages.
         far: Whether each read takes long, as those of object stores do.
         limits: What may be held in memory.
@@ -75,9 +94,9 @@ def open_rows(
         pyarrow.ArrowException, OSError: The file is damaged, or can't be read.
     """
     if format_ == "parquet":
-        return _Parquet(content, wanted, url, far=far, limits=limits)
+        return _Parquet(content, wanted.columns, url, far=far, limits=limits)
     if format_ == "arrow":
-        return _Arrow(content, wanted, url, limits)
+        return _Arrow(content, wanted.columns, url, limits)
     return _Text(content, format_, wanted, url, limits)
 
 
@@ -101,8 +120,9 @@ class _Arrow:
         self._content, self._url, self._limits = content, url, limits
         there = open_arrow(content).schema
         self._columns = _Columns(there, wanted, url, limits.rows_bytes)
-        self._sizes = BatchSizes(content, there, self._columns.wanted.names)
-        fields = [there.get_field_index(name) for name in self._columns.wanted.names]
+        names = pruned(there, wanted.names).names
+        self._sizes = BatchSizes(content, there, names)
+        fields = [there.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         self._reader = pa.ipc.open_file(content, options=options)
 
@@ -131,17 +151,17 @@ class _Arrow:
 class _Text:
     """CSV or JSON lines, in the types of the plan: whether columns have them shows as they are read."""
 
-    def __init__(self, content: BinaryIO, format_: FileFormat, wanted: pa.Schema, url: str, limits: Limits) -> None:
+    def __init__(self, content: BinaryIO, format_: FileFormat, wanted: Wanted, url: str, limits: Limits) -> None:
         assert format_ in ("csv", "jsonl")
         self._content, self._wanted, self._url, self._limits = content, wanted, url, limits
-        self._reader = open_text(content, format_, wanted)
+        self._reader = open_text(content, format_, wanted.nested)
         self._read = iter(self._reader) if self._reader is not None else iter(())
         self._row = 0  # the first that was not read yet
 
     def batches(self, wanted: Range) -> Iterator[Rows]:
         end = wanted.first_row + wanted.rows
         for record in _within(self._read, wanted.first_row - self._row, wanted.rows, self._url, self._put_back):
-            yield from _cut(record.select(self._wanted.names), self._limits.rows_bytes)
+            yield from _cut(pick(record, self._wanted.columns.names), self._limits.rows_bytes)
         self._row = end
 
     def _put_back(self, rest: pa.RecordBatch) -> None:
@@ -169,12 +189,14 @@ class _Columns:
         self.wanted = wanted
         self._url = url
         self._rows_bytes = rows_bytes
-        counts = Counter(there.names)
+        fields = Fields(there)
         for field in wanted:
-            if (count := counts[field.name]) != 1:
+            one = fields.field(field.name)
+            if one is None:
+                count = len(fields.places(field.name))
                 state = f"has {count} columns" if count else "lacks the column"
                 raise SourceBroken(f"'{url}' {state} '{field.name}', which the job reads")
-            found = there.field(field.name).type
+            found = one.type
             if found != field.type and common_type(found, field.type) != field.type:
                 raise SourceBroken(self._text(field, found))
 
@@ -184,7 +206,7 @@ class _Columns:
         Raises:
             SourceBroken: A value does not fit the wanted type.
         """
-        for rows in _cut(record.select(self.wanted.names), self._rows_bytes):
+        for rows in _cut(pick(record, self.wanted.names), self._rows_bytes):
             yield rows._replace(record=self._decoded(rows.record))
 
     def _decoded(self, record: pa.RecordBatch) -> pa.RecordBatch:

@@ -16,10 +16,9 @@ import msgspec
 import pyarrow as pa
 
 from qinfer.errors import QinferError, StoreChanged, StoreNotFound
-from qinfer.jobs.columns.schemas import without_dictionary
 from qinfer.jobs.job import InputFormat, JobSpec, Output
 from qinfer.jobs.plan import NO_GROUPS, Range, Shard
-from qinfer.jobs.rows.row_files import Limits, RowFile, Rows, open_rows
+from qinfer.jobs.rows.row_files import Limits, RowFile, Rows, Wanted, open_rows
 from qinfer.jobs.rows.source import SourceBroken, format_of
 from qinfer.storage.errors import store_error
 from qinfer.storage.local import local_path
@@ -116,10 +115,10 @@ class ShardReader:
         read_bytes: int = READ_BYTES,
     ) -> None:
         self.limits = Limits.of(read_bytes)
-        fields = [schema.field(name) for name in dict.fromkeys(columns)]
-        self.schema = pa.schema([(field.name, without_dictionary(field.type)) for field in fields])
+        wanted = Wanted.of(schema, columns)
+        self.schema = wanted.columns
         ranges = shard.ranges if shard.rows else ()
-        self._files = _SourceFiles(ranges, self.schema, spec.input_format, store, self.limits)
+        self._files = _SourceFiles(ranges, wanted, spec.input_format, store, self.limits)
         self._skips_bad_files = spec.bad_files == "skip"
         self._chunks = self._read_chunks()
         self._rest: _Chunk | None = None
@@ -296,7 +295,7 @@ class _SourceFiles:
 
     Args:
         ranges: The shard's rows.
-        wanted: The columns to read, and their types.
+        wanted: What is to be read.
         input_format: What the job says of the files' format.
         store: Finds the store of a URL.
         limits: What may be held in memory.
@@ -305,7 +304,7 @@ class _SourceFiles:
     def __init__(
         self,
         ranges: Sequence[Range],
-        wanted: pa.Schema,
+        wanted: Wanted,
         input_format: InputFormat,
         store: Callable[[str], Store],
         limits: Limits,

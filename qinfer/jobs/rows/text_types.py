@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from qinfer.errors import InvalidRequest
+from qinfer.jobs.columns.fields import Fields
 from qinfer.jobs.job import JobSpec, shown
 from qinfer.models.spec import ModelSpec
 
@@ -74,7 +75,8 @@ def check_key(schema: pa.Schema, types: TextTypes, url: str) -> None:
     Raises:
         InvalidRequest: They would be rounded.
     """
-    if types.key in schema.names and any(pa.types.is_floating(f.type) for f in schema if f.name == types.key):
+    key = Fields(schema).field(types.key)
+    if key is not None and pa.types.is_floating(key.type):
         raise InvalidRequest(
             f"the key column '{shown(types.key)}' of '{url}' has fractions or whole numbers beyond 2^63, which "
             "would be rounded; make its values text, or leave 'key' out"

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.casts import is_text
+from qinfer.jobs.columns.fields import pruned
 from qinfer.jobs.columns.inputs import Decoded, InputColumns
 from qinfer.jobs.columns.schemas import without_views
 from qinfer.jobs.job import shown
@@ -328,7 +329,7 @@ class RowInputs:
         columns = self._inputs(schema).columns
         if not columns:
             raise InvalidRequest(self._none_of_them(schema.names))
-        return read_batch(body, kind, columns, self._limits)
+        return read_batch(body, kind, pruned(schema, columns).names, self._limits)
 
     def _of_json(self, rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
         if not rows:
