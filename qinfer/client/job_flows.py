@@ -49,6 +49,8 @@ class JobOptions(TypedDict, total=False):
         key: The column that identifies rows, copied to the output; by default file, row group and row number are.
         passthrough: Columns to copy to the output; `["*"]` = all.
         exclude: With `["*"]`: columns to leave out.
+        partitioning: `hive` = folders such as `country=de` in the files' URLs are columns.
+        partition_by: Such columns, whose folders the output has, too.
         bad_files: `fail` or `skip`: what input files do that can't be read.
         compression: Compression of the output, such as `zstd`, `snappy`, `none`.
         compression_level: The level of the compression; 0 = its default.
@@ -73,6 +75,8 @@ class JobOptions(TypedDict, total=False):
     key: str
     passthrough: Sequence[str]
     exclude: Sequence[str]
+    partitioning: str
+    partition_by: Sequence[str]
     bad_files: str
     compression: str
     compression_level: int
@@ -93,6 +97,7 @@ _OF_OUTPUT = {
     "tensors": "tensors",
     "top_k": "top_k",
     "rows_per_part": "rows_per_part",
+    "partition_by": "partition_by",
     "output_columns": "columns",
 }
 

@@ -6,7 +6,7 @@ a column of another type is text, as it is in the file.
 
 import re
 from binascii import a2b_base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
@@ -18,6 +18,7 @@ import msgspec
 
 from qinfer.client.job_flows import JobStatus, polls
 from qinfer.errors import InvalidRequest, QinferError, ResultNotFound, StoreError, UnsupportedFeature
+from qinfer.storage.hive import Values, number_columns, partition_values
 from qinfer.storage.open import remedy
 
 if TYPE_CHECKING:
@@ -180,9 +181,28 @@ def _read(files: Any, folder: str, manifest: _Manifest, columns: Sequence[str] |
     paths = [f"{folder}/{part.name}" for part in manifest.parts]
     read = {"arrow": _read_arrow, "parquet": _read_parquet}.get(manifest.output_format)
     read = read or partial(_read_text, text_schema(manifest.schema))
+    partitions = [partition_values(part.name) for part in manifest.parts]
+    stored = columns and [name for name in columns if name not in partitions[0]]
     with ThreadPoolExecutor(min(_THREADS, len(paths)), "qinfer-output") as threads:
-        tables = list(threads.map(lambda path: read(files, path, columns), paths))
-    return pa.concat_tables(tables).replace_schema_metadata(None).unify_dictionaries()
+        tables = list(threads.map(lambda path: read(files, path, stored), paths))
+    if partitions[0]:
+        numbers = number_columns(partitions)
+        tables = [_beside(table, values, numbers) for table, values in zip(tables, partitions, strict=True)]
+    table = pa.concat_tables(tables).replace_schema_metadata(None).unify_dictionaries()
+    return table.select(columns) if columns else table
+
+
+def _beside(table: "pyarrow.Table", values: Values, numbers: Collection[str]) -> "pyarrow.Table":
+    """Returns the rows of a part with the columns of its folders behind."""
+    import pyarrow as pa
+
+    for name, value in values.items():
+        if name in numbers:
+            scalar = pa.scalar(None if value is None else int(value), pa.int64())
+        else:
+            scalar = pa.scalar(value, pa.string())
+        table = table.append_column(name, pa.repeat(scalar, table.num_rows))
+    return table
 
 
 def _read_parquet(files: Any, path: str, columns: Sequence[str] | None) -> "pyarrow.Table":

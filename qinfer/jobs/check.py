@@ -87,7 +87,8 @@ def copied_columns(spec: JobSpec, schema: pa.Schema) -> tuple[str, ...]:
     """Returns the columns that are copied to the output: `passthrough` in its order or the inputs', then the key."""
     names = spec.passthrough
     if names == ("*",):
-        names = tuple(name for name in schema.names if name not in spec.exclude)
+        left_out = {*spec.exclude, *spec.output.partition_by}
+        names = tuple(name for name in schema.names if name not in left_out)
     return names if not spec.key or spec.key in names else (*names, spec.key)
 
 

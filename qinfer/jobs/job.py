@@ -18,6 +18,7 @@ from qinfer.errors import InvalidRequest
 InputFormat = Literal["", "parquet", "arrow", "csv", "jsonl"]
 OutputFormat = Literal["parquet", "arrow", "csv", "jsonl"]
 BadFiles = Literal["fail", "skip"]
+Partitioning = Literal["", "hive"]
 Priority = Literal["high", "normal", "low"]
 
 PRIORITIES: Mapping[str, int] = {"high": 1, "normal": 2, "low": 3}
@@ -98,6 +99,8 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         compression_level: 1 = the least processor time, the highest = the smallest parts: zstd has 19 (none in csv and
             jsonl), lz4 12, gzip 9, brotli 11; 0 = the default.
         rows_per_part: At most so many rows are in one part; 0 = the server decides.
+        partition_by: Partition columns of the inputs (`partitioning`): the parts are in folders of their names and
+            values, such as `country=de/`, and lack these columns.
         tensors: The output tensors that are asked of the model and written; empty = all.
         columns: Output tensor → the name of its column; default: the tensor's.
         top_k: Output tensor → how many of its greatest elements are written instead of all, in columns whose names are
@@ -110,6 +113,7 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compression: _Compression = ""
     compression_level: Natural = 0
     rows_per_part: Natural = 0
+    partition_by: _Texts = ()
     tensors: _Texts = ()
     columns: dict[str, str] = {}
     top_k: dict[str, _Size] = {}
@@ -132,7 +136,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         model: The model's name.
-        inputs: URLs of files, and patterns such as `s3://bucket/in/*.parquet`; rows keep their order.
+        inputs: URLs of files and folders, and patterns such as `s3://bucket/in/*.parquet`; rows keep their order.
         output: Where the parts go.
         version: The model's version; 0 = the newest at creation.
         input_format: The format of the inputs; empty = by their extensions.
@@ -141,6 +145,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         key: A column that identifies rows, copied to the output; empty = file, row group and row number are.
         passthrough: Columns that are copied to the output; `*` = all.
         exclude: Columns that `passthrough: ["*"]` leaves out.
+        partitioning: `hive` = folders such as `country=de` in the files' URLs are columns, too; empty = they are not.
         bad_files: What input files do that can't be read: they fail the job, or are skipped and listed.
         priority: Shards of a higher priority go first.
         error_threshold: When more rows than this fail, the job does: a number of rows, a fraction between 0 and 1, or
@@ -165,6 +170,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str = ""
     passthrough: _Texts = ()
     exclude: _Texts = ()
+    partitioning: Partitioning = ""
     bad_files: BadFiles = "fail"
     priority: Priority = "normal"
     error_threshold: Threshold = 0.0
@@ -319,6 +325,16 @@ def _check_columns(spec: JobSpec) -> None:
         raise InvalidRequest("field 'passthrough' has '*' and other columns; '*' is all of them")
     if spec.exclude and spec.passthrough != ("*",):
         raise InvalidRequest("field 'exclude' is for \"passthrough\": [\"*\"] only; name the columns in 'passthrough'")
+    _check_names("output.partition_by", spec.output.partition_by)
+    for name in spec.output.partition_by:
+        if not spec.partitioning:
+            raise InvalidRequest('field \'output.partition_by\' is for jobs with "partitioning": "hive"; add that')
+        if name == spec.key or name in spec.passthrough:
+            field = "key" if name == spec.key else "passthrough"
+            raise InvalidRequest(
+                f"field 'output.partition_by' names '{shown(name)}', which '{field}' copies into the parts; leave it "
+                "out of one: the parts' folders have its name and values"
+            )
     if spec.key and spec.key in spec.exclude:
         raise InvalidRequest(f"field 'exclude' names '{shown(spec.key)}', which is the job's key")
 
@@ -370,6 +386,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "input_format": get_args(InputFormat),
     "output.format": get_args(OutputFormat),
     "bad_files": get_args(BadFiles),
+    "partitioning": get_args(Partitioning),
     "priority": get_args(Priority),
 }
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")

@@ -21,7 +21,7 @@ class Part(msgspec.Struct, frozen=True):
     """A part of an output.
 
     Attributes:
-        name: Its name in the output folder.
+        name: Its name in the output folder, with the folders of its partition (`output.partition_by`).
         rows: Its rows.
         ok: Those that have outputs.
         errors: Those that have an `error_code`.
@@ -111,7 +111,8 @@ def make_manifest(plan: Plan, parts: Sequence[PartInfo], created_at: float) -> M
     Raises:
         CorruptEntry: The parts are not the plan's shards, their rows do not add up, or their columns differ.
     """
-    names = [info.url.rpartition("/")[2] for info in parts]
+    folder = plan.spec.output.url.rstrip("/")
+    names = [info.url.removeprefix(f"{folder}/") for info in parts]
     if names != [shard.part for shard in plan.shards]:
         raise CorruptEntry(
             f"job '{plan.job_id}' has {len(plan.shards)} shards, and {len(names)} parts that are not theirs"

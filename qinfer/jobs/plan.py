@@ -45,7 +45,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         index: Its place among the job's shards.
-        part: The name of its part in the output folder.
+        part: The name of its part in the output folder, perhaps with folders.
         rows: The rows of all its ranges.
         ranges: Its rows in order; the one shard of a job without rows has one range of 0 rows, of a file with columns.
     """

@@ -20,6 +20,7 @@ from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.schemas import common_type, encode_schema
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
 from qinfer.jobs.plan import SHOWN_FILES, BadFile, InputFile, Plan, Source, Unplanned
+from qinfer.jobs.rows.partitions import Partitions
 from qinfer.jobs.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, read_footer
 from qinfer.jobs.rows.text_types import TextTypes, text_types, without_null
 from qinfer.jobs.shards import Pace, plan_shards, shard_sizes
@@ -77,9 +78,12 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
     check_output_empty(spec.output.url)
     files = find_files(spec.inputs, readable(grant).check, enough=ENOUGH_FILES, within_s=LISTING_S)
     format_ = common_format(files, spec)
-    file, schema = first_schema(files, format_, spec, text_types(spec, model))
+    types = text_types(spec, model)
+    partitions = Partitions([file.url for file in files], spec, types)
+    file, schema = first_schema(files, format_, spec, types)
     if file is not None:
         try:
+            schema = partitions.beside(schema, file.url)
             check(spec, model, schema)
         except InvalidRequest as error:
             if len(files) == 1:
@@ -182,14 +186,16 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
     format_ = common_format(files, spec)
     columns = _CommonColumns(spec, job.model, is_csv=format_ == "csv")
     types = text_types(spec, job.model)
+    partitions = Partitions([file.url for file in files], spec, types)
 
     def footer_of(file: Stat) -> Footer | BadFile:
         with reading(file.url):
             check_read(file.url)  # again: the files may have been found long ago
             try:
-                return read_footer(file, format_, types)
+                footer = read_footer(file, format_, types)
             except SourceBroken as error:
                 return _bad_file(file, error)
+        return footer._replace(schema=partitions.beside(footer.schema, file.url)) if footer.schema.names else footer
 
     with closing(_footers(files, footer_of, threads)) as footers:
         planned, bad = _sorted_out(footers, columns, spec)
@@ -198,13 +204,23 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
     rows = sum(file.source.rows for file in planned)
     rows = min(rows, spec.limit) if spec.limit else rows
     sizes = shard_sizes(spec.output.rows_per_part, rows, pace)
+    schema = columns.schema()
+    if partitions.schema.names:
+        partitions.check_read({*InputColumns(spec, job.model, schema).columns, *copied_columns(spec, schema)})
     return Plan(
         job_id=job.job_id,
         spec=spec,
         model_hash=job.model_hash,
-        schema=encode_schema(columns.schema()),
+        schema=encode_schema(schema),
         sources=tuple(file.source for file in planned),
-        shards=plan_shards(planned, sizes, spec.output.extension, example=columns.example, limit=spec.limit),
+        shards=plan_shards(
+            planned,
+            sizes,
+            spec.output.extension,
+            example=columns.example,
+            limit=spec.limit,
+            folder_of=partitions.folder_of,
+        ),
         rows=rows,
         skipped=tuple(bad),
     )

@@ -4,7 +4,7 @@ Files and row groups stay in the order of the inputs, small ones are put togethe
 is cut by row ranges; each row is in exactly one shard.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ MAX_SHARD_FILES = 256
 """Files of one shard: a store takes tens of milliseconds to open each, and another worker can have the next ones."""
 MAX_SHARD_RANGES = 1024
 """Ranges of one shard: its ticket is one entry of a stream."""
+
+FolderOf = Callable[[str], str]
 
 
 class Pace(NamedTuple):
@@ -110,7 +112,13 @@ def shard_sizes(rows_per_part: int, rows: int, pace: Pace) -> Sizes:
 
 
 def plan_shards(
-    files: Sequence[InputFile], sizes: Sizes, extension: str, *, example: int = 0, limit: int = 0
+    files: Sequence[InputFile],
+    sizes: Sizes,
+    extension: str,
+    *,
+    example: int = 0,
+    limit: int = 0,
+    folder_of: FolderOf = lambda _: "",
 ) -> tuple[Shard, ...]:
     """Cuts files into shards.
 
@@ -120,27 +128,30 @@ def plan_shards(
         extension: That of the parts, such as `parquet`.
         example: The number of a file that has columns: the one part of a job without rows gets them.
         limit: Only the first rows, so many; 0 = all.
+        folder_of: URL of a file → the folder in the output that its rows go to, with `/` behind; no shard has rows of
+            several.
 
     Raises:
         InvalidRequest: There would be more than `MAX_SHARDS`.
     """
     shards: list[Shard] = []
     wanted = list(_first_rows(files, limit)) if limit else files
-    for ranges in _Packing(sizes, sum(file.source.rows for file in wanted)).run(wanted):
+    for ranges in _Packing(sizes, sum(file.source.rows for file in wanted), folder_of).run(wanted):
         index = len(shards)
         if index == MAX_SHARDS:
             raise InvalidRequest(_too_many(files, sizes))
         rows = sum(part.rows for part in ranges)
-        shards.append(Shard(index, part_name(index, extension), rows, tuple(ranges)))
+        name = folder_of(ranges[0].url) + part_name(index, extension)
+        shards.append(Shard(index, name, rows, tuple(ranges)))
     if not shards:  # one part without rows: readers find the columns
         file = files[example].source
         nothing = Range(file.url, file.etag, NO_GROUPS, 0, 0, 0)
-        shards.append(Shard(0, part_name(0, extension), 0, (nothing,)))
+        shards.append(Shard(0, folder_of(file.url) + part_name(0, extension), 0, (nothing,)))
     return tuple(shards)
 
 
 def part_name(index: int, extension: str) -> str:
-    """Returns the name of a shard's part in the output folder."""
+    """Returns the name of a shard's part in its folder."""
     return f"part-{index:05d}.{extension}"
 
 
@@ -163,10 +174,13 @@ class _Packing:
     Args:
         sizes: How many rows the shards have.
         left: The rows of all files.
+        folder_of: URL of a file → the folder of its rows; no shard has rows of several.
     """
 
-    def __init__(self, sizes: Sizes, left: int) -> None:
+    def __init__(self, sizes: Sizes, left: int, folder_of: FolderOf) -> None:
         self._sizes = sizes
+        self._folder_of = folder_of
+        self._folder = ""
         self._left = left  # rows of no shard before the one that is being filled
         self._index = 0
         self._shard: list[Range] = []
@@ -175,7 +189,10 @@ class _Packing:
     def run(self, files: Iterable[InputFile]) -> Iterator[list[Range]]:
         """Returns the ranges of each shard."""
         for source, groups in files:
-            first_row = 0
+            first_row, folder = 0, self._folder_of(source.url)
+            if self._shard and folder != self._folder:
+                yield self._close()
+            self._folder = folder
             for number, rows in enumerate(groups) if groups is not None else [(NO_GROUPS, source.rows)]:
                 begin = 0
                 while begin < rows:

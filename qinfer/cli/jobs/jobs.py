@@ -30,7 +30,9 @@ _COLOURS = {"completed": "green", "failed": "red", "expired": "red", "cancelled"
 
 InputsArgument = Annotated[
     list[str],
-    typer.Argument(metavar="INPUT...", help="Files or patterns: URLs, or paths that the workers can read too."),
+    typer.Argument(
+        metavar="INPUT...", help="Files, folders or patterns: URLs, or paths that the workers can read too."
+    ),
 ]
 OutputArgument = Annotated[str, typer.Argument(help="The output folder; it must be empty.")]
 FormatOption = Annotated[str, typer.Option("--format", help="Output format: parquet, arrow, csv or jsonl.")]
@@ -80,6 +82,13 @@ PassthroughOption = Annotated[
 ]
 ExcludeOption = Annotated[
     list[str] | None, typer.Option("--exclude", help="With --passthrough '*': a column to leave out.")
+]
+PartitioningOption = Annotated[
+    str, typer.Option("--partitioning", help="hive: folders such as country=de are columns; default: they are not.")
+]
+PartitionByOption = Annotated[
+    list[str] | None,
+    typer.Option("--partition-by", help="With --partitioning: a column whose folders the output has, too."),
 ]
 BadFilesOption = Annotated[
     str,
@@ -166,6 +175,8 @@ def submit(
     key: KeyOption = "",
     passthrough: PassthroughOption = None,
     exclude: ExcludeOption = None,
+    partitioning: PartitioningOption = "",
+    partition_by: PartitionByOption = None,
     bad_files: BadFilesOption = "",
     compression: CompressionOption = "",
     compression_level: CompressionLevelOption = 0,

@@ -6,7 +6,7 @@ at a time.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from itertools import groupby, islice
@@ -18,9 +18,11 @@ import pyarrow as pa
 from qinfer.errors import QinferError, StoreChanged, StoreNotFound
 from qinfer.jobs.job import InputFormat, JobSpec, Output
 from qinfer.jobs.plan import NO_GROUPS, Range, Shard
+from qinfer.jobs.rows.partitions import partition_arrays
 from qinfer.jobs.rows.row_files import Limits, RowFile, Rows, Wanted, open_rows
 from qinfer.jobs.rows.source import SourceBroken, format_of
 from qinfer.storage.errors import store_error
+from qinfer.storage.hive import partition_values
 from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
 from qinfer.storage.s3_native import open_native
@@ -115,10 +117,13 @@ class ShardReader:
         read_bytes: int = READ_BYTES,
     ) -> None:
         self.limits = Limits.of(read_bytes)
-        wanted = Wanted.of(schema, columns)
-        self.schema = wanted.columns
+        self.schema = Wanted.of(schema, columns).columns
         ranges = shard.ranges if shard.rows else ()
-        self._files = _SourceFiles(ranges, wanted, spec.input_format, store, self.limits)
+        partitions = partition_values(ranges[0].url) if ranges and spec.partitioning else {}
+        self._partitions = pa.schema([field for field in self.schema if field.name in partitions])
+        stored = Wanted.of(schema, [name for name in columns if name not in partitions])
+        self._stored = stored.columns
+        self._files = _SourceFiles(ranges, stored, spec.input_format, store, self.limits)
         self._skips_bad_files = spec.bad_files == "skip"
         self._chunks = self._read_chunks()
         self._rest: _Chunk | None = None
@@ -181,7 +186,7 @@ class ShardReader:
         """Reads ranges of a file; `left` has what of them was not read yet."""
         with _explained(source), closing(self._files.open(source)) as file:
             while left:
-                for rows in file.batches(left[0]):
+                for rows in self._with_partitions(source.url, file.batches(left[0])):
                     now, left[0] = _parted(left[0], rows.record.num_rows)
                     yield rows, Segment(source.url, now.row_group, now.first_row, now.rows)
                 left.popleft()
@@ -198,11 +203,28 @@ class ShardReader:
                 now, lost = _parted(lost, min(most, lost.rows))
                 record = self._nulls(now.rows)
                 segment = Segment(source.url, now.row_group, now.first_row, now.rows)
-                yield Rows(record, record.nbytes, fault=message), segment
+                for rows in self._with_partitions(source.url, [Rows(record, record.nbytes, fault=message)]):
+                    yield rows, segment._replace(rows=rows.record.num_rows)
 
     def _nulls(self, rows: int) -> pa.RecordBatch:
-        columns = [pa.nulls(rows, field.type) for field in self.schema]
-        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+        columns = [pa.nulls(rows, field.type) for field in self._stored]
+        return pa.RecordBatch.from_arrays(columns, schema=self._stored)
+
+    def _with_partitions(self, url: str, read: Iterable[Rows]) -> Iterator[Rows]:
+        """Adds the columns that are the names of a file's folders, in runs of rows that take no more than may be."""
+        if not self._partitions.names:
+            yield from read
+            return
+        row_bytes = sum(array.nbytes for array in partition_arrays(url, self._partitions, 1).values())
+        most = max(1, self.limits.rows_bytes // (2 * row_bytes))
+        for rows in read:
+            for begin in range(0, rows.record.num_rows, most):
+                part = rows.record.slice(begin, most)
+                arrays = partition_arrays(url, self._partitions, part.num_rows)
+                columns = [arrays[name] if name in arrays else part.column(name) for name in self.schema.names]
+                size_bytes = rows.size_bytes * part.num_rows // rows.record.num_rows + row_bytes * part.num_rows
+                record = pa.RecordBatch.from_arrays(columns, schema=self.schema)
+                yield rows._replace(record=record, size_bytes=size_bytes)
 
 
 _Chunk = tuple[Rows, Segment]

@@ -67,10 +67,10 @@ def find_files(
     """Lists the files of a job; it looks at several URLs at once.
 
     `*` stands for any part of a name, `**` for any folders, `[0-9]` for one of some characters; names that begin with
-    `_` or `.` are matched only by patterns that begin so.
+    `_` or `.` are matched only by patterns that begin so. A folder means the files in it, in folders as well.
 
     Args:
-        inputs: URLs of files and patterns, each in its one spelling.
+        inputs: URLs of files and folders, and patterns, each in its one spelling.
         check_read: Is asked before a file or folder is looked at, and for each file that a pattern means.
         enough: No more of a folder is looked at when its patterns have so many files, and each at least one.
         within_s: Seconds that looking at folders may take.
@@ -91,10 +91,10 @@ def find_files(
         stats = dict(zip(literal, pool.map(lambda url: store_for(url).stat(url), literal), strict=True))
         folders: dict[str, dict[str, re.Pattern[str]]] = {}
         for url in inputs:
-            if _is_pattern(url) and stats.get(url) is None:
-                folder = _folder(url)
+            if stats.get(url) is None:
+                folder = _folder(url) if _is_pattern(url) else url
                 check_read(folder)
-                folders.setdefault(folder, {})[url] = _compiled(url[len(folder) :].lstrip("/"))
+                folders.setdefault(folder, {})[url] = _compiled(url[len(folder) :].lstrip("/") or "**")
         listings = pool.map(lambda folder: _listing(folder, folders[folder], enough, until_s), folders)
         matches = {url: files for listing in listings for url, files in listing.items()}
     found: dict[str, Stat] = {}
@@ -231,7 +231,7 @@ def _none(url: str) -> list[Stat]:
             "begin with '_' or '.' are left out"
         )
     if next(iter(store_for(url).scan(url)), None) is not None:
-        raise InvalidRequest(f"input '{url}' is a folder; name its files, such as {url}/*.parquet")
+        raise InvalidRequest(f"input '{url}' is a folder whose files' names begin with '_' or '.'; name them")
     raise InvalidRequest(f"input '{url}' does not exist")
 
 

@@ -77,7 +77,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
     server = gateway(job("planning", 201))
     options = (
         "--format arrow --input-format csv --shape x=2,2 --null x=0 --output-column y=score --exclude name "
-        "--bad-files skip "
+        "--bad-files skip --partitioning hive --partition-by day "
         "--compression lz4 --compression-level 3 --output-tensor y --output-tensor p --top-k p=2 "
         "--rows-per-part 100 --priority high --error-threshold 0.5 --max-parallel 2 --deadline 60 --metadata who=me "
         "--webhook https://x/y --id nightly --version 3 --passthrough * --limit 100"
@@ -97,6 +97,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
             "tensors": ["y", "p"],
             "top_k": {"p": 2},
             "rows_per_part": 100,
+            "partition_by": ["day"],
             "columns": {"y": "score"},
         },
         "input_format": "csv",
@@ -104,6 +105,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
         "passthrough": ["*"],
         "exclude": ["name"],
         "bad_files": "skip",
+        "partitioning": "hive",
         "priority": "high",
         "error_threshold": 0.5,
         "max_parallel": 2,

@@ -143,7 +143,9 @@ def test_jobs_are_examined_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         with pytest.raises(InvalidRequest, match=f"output '{bucket}/in' is not empty"):
             examine(job(f"{bucket}/in/*.parquet", output=f"{bucket}/in"), MODEL, Grant(allow, allow))
-        with pytest.raises(InvalidRequest, match=f"input '{bucket}/in' is a folder"):
-            examine(job(f"{bucket}/in", output=f"{bucket}/out"), MODEL, Grant(allow, allow))
+        folder = examine(job(f"{bucket}/in/", output=f"{bucket}/out"), MODEL, Grant(allow, allow))
+        assert [file.url for file in folder.files] == [
+            f"{bucket}/in/{name}" for name in ("a.parquet", "b.parquet", "deep/c.parquet")
+        ]
         with pytest.raises(StoreNotFound, match="no-such-bucket"):
             examine(job("s3://no-such-bucket/*.parquet", output=f"{bucket}/out"), MODEL, Grant(allow, allow))

@@ -30,7 +30,7 @@ def plan_of(*rows: int) -> Plan:
 
 def info(index: int, rows: int, errors: int, **more: Any) -> PartInfo:
     return PartInfo(
-        f"s3://b/out/part-{index:05d}.parquet", rows, errors, 100 * rows, f"tag{index}", more.get("schema", "y: float")
+        f"file:///out/part-{index:05d}.parquet", rows, errors, 100 * rows, f"tag{index}", more.get("schema", "y: float")
     )
 
 

@@ -1,0 +1,105 @@
+"""Partition columns of a job's inputs, and the folders of its output: see `qinfer.storage.hive`. Pure."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import pyarrow as pa
+
+from qinfer.errors import InvalidRequest
+from qinfer.jobs.job import JobSpec, shown
+from qinfer.jobs.rows.text_types import TextTypes
+from qinfer.storage.hive import Values, number_columns, partition_folders, partition_values
+
+
+class Partitions:
+    """The partition columns of a job's files.
+
+    Args:
+        urls: The files; at least one.
+        spec: The job.
+        types: What the job needs of columns whose values are text: a number stays text where that is needed.
+
+    Attributes:
+        schema: The columns in the order of the folders; none where the job does not ask for them.
+
+    Raises:
+        InvalidRequest: The files' folders have different names, or the output is to be partitioned by another.
+    """
+
+    def __init__(self, urls: Sequence[str], spec: JobSpec, types: TextTypes) -> None:
+        self._output = spec.output.partition_by
+        self.schema = _schema(urls, types) if spec.partitioning else pa.schema([])
+        for name in self._output:
+            if name not in self.schema.names:
+                there = ", ".join(map(shown, self.schema.names)) or "none"
+                raise InvalidRequest(
+                    f"field 'output.partition_by' names '{shown(name)}', which is the name of no folder of the inputs; "
+                    f"there are {there}: an output is partitioned as its inputs are"
+                )
+
+    def beside(self, columns: pa.Schema, url: str) -> pa.Schema:
+        """Returns the columns of a file with those of its folders behind.
+
+        Raises:
+            InvalidRequest: A column is in both.
+        """
+        if twice := [name for name in self.schema.names if name in columns.names]:
+            raise InvalidRequest(
+                f"'{url}' has the column '{shown(twice[0])}', and its folder has one of that name; leave out "
+                "'partitioning' to read that of the files"
+            )
+        return pa.schema([*columns, *self.schema]) if self.schema.names else columns
+
+    def check_read(self, columns: Collection[str]) -> None:
+        """Checks that a job reads a column of its files beside those of the folders.
+
+        Raises:
+            InvalidRequest: It reads none.
+        """
+        if not set(columns) - set(self.schema.names):
+            raise InvalidRequest(
+                "the job reads only names of folders; name a column of the files, as 'key' for example"
+            )
+
+    def folder_of(self, url: str) -> str:
+        """Returns the folders in the output that the rows of a file go to, such as `country=de/`; empty = none."""
+        if not self._output:
+            return ""
+        folders = partition_folders(url)
+        return "".join(f"{folders[name]}/" for name in self._output)
+
+
+def partition_arrays(url: str, schema: pa.Schema, rows: int) -> dict[str, pa.Array]:
+    """Returns partition columns of some rows of a file, in the types of a plan."""
+    values = partition_values(url)
+    arrays = {}
+    for field in schema:
+        value = values[field.name]
+        plain = int(value) if value is not None and pa.types.is_integer(field.type) else value
+        arrays[field.name] = pa.repeat(pa.scalar(plain, field.type), rows)
+    return arrays
+
+
+def _schema(urls: Sequence[str], types: TextTypes) -> pa.Schema:
+    names = partition_values(urls[0])
+
+    def checked() -> Iterator[Values]:
+        for url in urls:
+            values = partition_values(url)
+            if values.keys() != names.keys():
+                raise InvalidRequest(_different(urls[0], names, url, values))
+            yield values
+
+    numbers = number_columns(checked())
+    return pa.schema(
+        [
+            (name, pa.int64() if name in numbers and types.wanted.get(name) != pa.string() else pa.string())
+            for name in names
+        ]
+    )
+
+
+def _different(first: str, there: Values, url: str, here: Values) -> str:
+    missing = there.keys() - here.keys()
+    has, lacks = (first, url) if missing else (url, first)
+    name = min(missing or here.keys() - there.keys())
+    return f"'{has}' is in a folder '{shown(name)}=…', and '{lacks}' is in none; move one, or leave out 'partitioning'"

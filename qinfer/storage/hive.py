@@ -1,0 +1,59 @@
+"""Hive partitions: folders such as `country=de/day=2026-11-01` whose names are columns of the files in them. Pure.
+
+Names and values are percent-decoded, and `__HIVE_DEFAULT_PARTITION__` is null. A column whose values are whole numbers
+in all files is one of numbers, any other is text.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from urllib.parse import unquote
+
+from qinfer.errors import InvalidRequest
+
+Values = Mapping[str, str | None]
+"""Partition column → its value as text, in the order of the folders; `None` = null."""
+
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
+
+
+def partition_values(url: str) -> Values:
+    """Returns the partition columns of a file, and their values.
+
+    Args:
+        url: The file, or the end of its URL.
+
+    Raises:
+        InvalidRequest: A column is there twice, or a name or value is no UTF-8.
+    """
+    found: dict[str, str | None] = {}
+    for folder in _folders(url):
+        try:
+            name, value = (unquote(part, errors="strict") for part in folder.split("=", 1))
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"a folder of '{url}' is no UTF-8 once it is percent-decoded; rename it") from None
+        if name in found:
+            raise InvalidRequest(f"'{url}' is in two folders of the name '{name}'; rename one")
+        found[name] = None if value == _NULL else value
+    return found
+
+
+def partition_folders(url: str) -> Mapping[str, str]:
+    """Returns partition column → folder, as it is spelled."""
+    return {unquote(folder.split("=", 1)[0]): folder for folder in _folders(url)}
+
+
+def number_columns(files: Iterable[Values]) -> frozenset[str]:
+    """Returns the partition columns whose values are whole numbers in all files."""
+    filled, texts = set[str](), set[str]()
+    for values in files:
+        for name, value in values.items():
+            if value is not None:
+                filled.add(name)
+                if not _INTEGER.fullmatch(value):
+                    texts.add(name)
+    return frozenset(filled - texts)
+
+
+def _folders(url: str) -> list[str]:
+    return [folder for folder in url.split("/")[:-1] if folder.find("=") > 0]
