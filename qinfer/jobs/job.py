@@ -53,6 +53,7 @@ _Text = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
 _Texts = tuple[_Text, ...]
 _SomeTexts = Annotated[_Texts, Meta(extra_json_schema={"minItems": 1})]
 _Size = Annotated[int, Meta(extra_json_schema={"minimum": 1})]
+_Dimension = Annotated[int, Meta(extra_json_schema={"minimum": -1})]
 Natural = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
 Seconds = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
 Threshold = Annotated[float, Meta(extra_json_schema={"minimum": -1})]
@@ -73,14 +74,15 @@ class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     Attributes:
         columns: One column, or several scalar columns that become the elements of a row in this order; fields of
             structs by their paths, such as `image.bytes`.
-        shape: The shape of one row, without the batch dimension; empty = the tensor's.
+        shape: The shape of one row, without the batch dimension, -1 where it differs from row to row; empty = the
+            tensor's.
         null: What becomes of nulls, in lists as well: `error` fails their rows, `nan` makes them not a number (in
             inputs of floats), any other value of the input's datatype replaces them. Or by column: column → the same;
             columns that are not named have `error`.
     """
 
     columns: _SomeTexts
-    shape: tuple[_Size, ...] = ()
+    shape: tuple[_Dimension, ...] = ()
     null: Null | dict[str, Null] = "error"
 
     def null_of(self, column: str) -> Null:
@@ -314,9 +316,10 @@ def _check_columns(spec: JobSpec) -> None:
     for tensor in spec.columns:
         _check_names(f"columns.{shown(tensor)}", spec.columns_of(tensor).columns, repeats=True)
         shape = spec.columns_of(tensor).shape
-        if any(not 0 < size < 2**31 for size in shape):
+        if any(size != -1 and not 0 < size < 2**31 for size in shape):
             raise InvalidRequest(
-                f"field 'columns.{shown(tensor)}.shape' is {list(shape)}; its dimensions are 1 or more"
+                f"field 'columns.{shown(tensor)}.shape' is {list(shape)}; its dimensions are 1 or more, or -1 where "
+                "rows differ"
             )
         _check_null(f"columns.{shown(tensor)}.null", spec.columns_of(tensor))
     _check_names("passthrough", spec.passthrough)

@@ -51,7 +51,9 @@ ColumnOption = Annotated[
 ShapeOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--shape", help="TENSOR=3,4: the shape of one row, without the batch dimension; default: the tensor's."
+        "--shape",
+        help="TENSOR=3,4: the shape of one row, without the batch dimension, -1 where rows differ; default: the "
+        "tensor's.",
     ),
 ]
 NullOption = Annotated[
@@ -468,7 +470,7 @@ def _numbers(option: str, values: Sequence[str]) -> dict[str, int]:
 
 
 def _sizes(tensor: str, text: str) -> list[int]:
-    if not all(size.isascii() and size.isdecimal() and len(size) < 10 for size in text.split(",")):
+    if not all(size == "-1" or (size.isascii() and size.isdecimal() and len(size) < 10) for size in text.split(",")):
         raise InvalidRequest(f"--shape '{tensor}={text}' can't be read; expected sizes such as {tensor}=3,4")
     return [int(size) for size in text.split(",")]
 

@@ -18,7 +18,6 @@ from qinfer.models.spec import TensorSpec
 
 _RAGGED = -1
 _MESSAGES = 100
-_NULL = -1
 _NULL_REMEDY = "'null' of its input can give it a value"
 
 
@@ -100,11 +99,11 @@ class ListColumn:
     """Makes one tensor of a column of lists.
 
     The lists are nested as deep as the tensor has dimensions, or they are flat and have all elements of a row, in
-    row-major order.
+    row-major order. A column of Arrow's fixed-shape tensors is one of flat lists whose type says the shape.
 
     Args:
         tensor: The input.
-        given: The column's name, and what becomes of nulls.
+        given: The column's name, whether a shape is asked for, and what becomes of nulls.
         kind: Its type.
         shape: The shape of one row; -1 = it may differ from row to row.
 
@@ -121,10 +120,12 @@ class ListColumn:
         sizes, element = _levels(kind)
         _check_type(tensor, column, element, kind)
         self._depth = len(sizes)
+        self._layout = _Layout.of(kind)
+        if self._layout is not None and not given.shape:
+            shape = _of_tensors(tensor, column, shape, self._layout)
         self._is_flat = self._depth == 1 and len(shape) != 1
         self._shape = _resolved(tensor, column, kind, shape, sizes)
         self._is_fixed = _RAGGED not in self._shape
-        self._fills_rows = self._fill is not None and self._is_fixed
         self._remedy = f"; {_NULL_REMEDY}" if self._fill is None else ", of no known length"
 
     @staticmethod
@@ -136,14 +137,16 @@ class ListColumn:
         """Marks the rows of a batch that no tensor can be made of.
 
         Returns:
-            The shape of each row, `[rows, dimensions]`, meaningless for marked ones and -1 for a null that is filled;
-            `None` if all have the same.
+            What tells rows apart that can't be in one array: the shape of each, `[rows, dimensions]`, or where all have
+            the same, `[rows, 1]` whether a row is a null that is filled; meaningless for marked rows. `None` = nothing.
         """
         array = casts.as_plain(record.column(self._column))
-        rows = None
+        rows = is_filled = None
         if array.null_count:
             mask = array.is_null().to_numpy(zero_copy_only=False)
-            if not self._fills_rows:
+            if self._fill is not None and self._is_fixed:
+                is_filled = mask[:, np.newaxis].astype(np.int64)
+            else:
                 _Notes(errors, None).mark(mask, f"column '{self._column}' is null{self._remedy}")
             rows = np.flatnonzero(~mask)
             array = array.drop_null()
@@ -156,11 +159,9 @@ class ListColumn:
                 notes.mark(found.has_null, f"column '{self._column}' has a list with a null in it")
             self._check_values(found, notes)
             shapes = self._shapes(found.sizes)
-        if rows is None:
-            return None if self._is_fixed else shapes
-        if self._is_fixed and not self._fills_rows:
-            return None
-        whole = np.full((record.num_rows, shapes.shape[1]), _NULL)
+        if rows is None or self._is_fixed:
+            return is_filled if self._is_fixed else shapes
+        whole = np.zeros((record.num_rows, shapes.shape[1]), np.int64)
         whole[rows] = shapes
         return whole
 
@@ -175,7 +176,10 @@ class ListColumn:
             shape = tuple(self._shapes(_walk(array.slice(0, 1), self._depth).sizes)[0].tolist())
         for _ in range(self._depth):
             array = casts.as_plain(array.flatten())
-        return casts.to_array(array, self._datatype, self._fill).reshape(rows, *shape)
+        values = casts.to_array(array, self._datatype, self._fill)
+        if self._layout is not None:
+            values = self._layout.in_order(values, rows)
+        return values.reshape(rows, *shape)
 
     def _check_sizes(self, found: "_Walked", notes: "_Notes") -> None:
         for level in range(self._depth):
@@ -215,6 +219,34 @@ class ListColumn:
         for index, dim in enumerate(self._shape):
             shapes[:, index] = sizes[:, 0] // step if dim == _RAGGED else dim
         return shapes
+
+
+class _Layout(NamedTuple):
+    """Where the elements of fixed-shape tensors are (https://arrow.apache.org/docs/format/CanonicalExtensions.html).
+
+    Attributes:
+        stored: The sizes of the dimensions in the order in which they are stored, row-major.
+        order: For each dimension of the tensor, which of the stored ones it is.
+    """
+
+    stored: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kind: pa.DataType) -> "_Layout | None":
+        """Returns the layout of a type of tensors; `None` of another type."""
+        if not isinstance(kind, pa.FixedShapeTensorType):
+            return None
+        return cls(tuple(kind.shape), tuple(kind.permutation or range(len(kind.shape))))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensors."""
+        return tuple(self.stored[dimension] for dimension in self.order)
+
+    def in_order(self, values: Array, rows: int) -> Array:
+        """Returns the elements of tensors, as they are stored, in the order of the tensors' own dimensions."""
+        return values.reshape(rows, *self.stored).transpose(0, *(dimension + 1 for dimension in self.order))
 
 
 class _Notes:
@@ -330,6 +362,28 @@ def _levels(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
     return sizes, kind
 
 
+def _of_tensors(tensor: TensorSpec, column: str, dims: tuple[int, ...], layout: _Layout) -> tuple[int, ...]:
+    """Returns the shape of an input's rows that are made of fixed-shape tensors: theirs, but for sizes of 1, or flat.
+
+    Raises:
+        InvalidRequest: The input has another shape.
+    """
+    shape = layout.shape
+    if len(dims) == len(shape) and all(dim in (_RAGGED, size) for dim, size in zip(dims, shape, strict=True)):
+        return shape
+    if len(dims) == 1 and dims[0] in (_RAGGED, prod(shape)):
+        return (prod(shape),)
+    sizes = [size for size in shape if size != 1]
+    asked = [dim for dim in dims if dim != 1]
+    if len(sizes) != len(asked) or any(d not in (_RAGGED, size) for d, size in zip(asked, sizes, strict=True)):
+        raise InvalidRequest(
+            f"column '{column}' has tensors of the shape {list(shape)}; a row of input '{tensor.name}' has the shape "
+            f"{list(dims)}; map another column, or give 'shape' to have their elements in row-major order"
+        )
+    rest = iter(sizes)
+    return tuple(1 if dim == 1 else next(rest) for dim in dims)
+
+
 def _resolved(
     tensor: TensorSpec, column: str, kind: pa.DataType, shape: tuple[int, ...], sizes: list[int]
 ) -> tuple[int, ...]:
@@ -346,7 +400,7 @@ def _resolved(
     if len(sizes) > 1:
         raise InvalidRequest(f"{text}; nest the lists {len(shape)} deep, or make them flat")
     if shape.count(_RAGGED) > 1:
-        raise InvalidRequest(f"{text}, of which a flat list tells too little; give 'shape' with the column")
+        raise InvalidRequest(f"{text}, of which a flat list tells too little; give 'shape' with at most one -1")
     step = prod(dim for dim in shape if dim != _RAGGED)
     if sizes[0] == _RAGGED:
         return shape

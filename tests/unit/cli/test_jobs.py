@@ -125,6 +125,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
         (["x=a,b", "y=c"], [], [], {"x": ["a", "b"], "y": "c"}),
         (["x=a"], ["x=2,3"], [], {"x": {"columns": ["a"], "shape": [2, 3]}}),
         ([], ["x=4"], [], {"x": {"columns": ["x"], "shape": [4]}}),
+        ([], ["x=-1,64"], [], {"x": {"columns": ["x"], "shape": [-1, 64]}}),
         (["x=a=b"], [], [], {"x": "a=b"}),
         (["x=a"], ["x=4"], ["x=nan"], {"x": {"columns": ["a"], "shape": [4], "null": "nan"}}),
         ([], [], ["x=0", "y=-0.5"], {"x": {"columns": ["x"], "null": 0}, "y": {"columns": ["y"], "null": -0.5}}),
@@ -144,7 +145,7 @@ def test_columns_that_can_not_be(columns: list[str], shapes: list[str], said: st
         read_columns(columns, shapes)
 
 
-@pytest.mark.parametrize("shape", ["x=", "x=a", "x=-1", "x=2x3", "x=9999999999"])
+@pytest.mark.parametrize("shape", ["x=", "x=a", "x=-2", "x=2x3", "x=9999999999"])
 def test_shapes_that_can_not_be(shape: str) -> None:
     """The text has what was typed, and an example."""
     with pytest.raises(InvalidRequest, match=f"{shape}' can't be read; expected sizes such as x=3,4"):

@@ -115,6 +115,71 @@ def test_the_job_may_fix_a_variable_dimension() -> None:
     assert messages(decoded) == [None, "column 'x' has a list of 5, not 6"]
 
 
+def test_one_dimension_of_a_flat_list_may_differ_from_row_to_row() -> None:
+    record = pa.record_batch({"x": pa.array([[1.0] * 6, [2.0] * 3, [3.0] * 5, [4.0] * 6])})
+
+    decoded = decode(record, [tensor("x", "FP64", -1, -1)], {"x": Columns(("x",), (-1, 3))})
+
+    shapes = {tuple(piece.rows.tolist()): piece.inputs["x"].shape for piece in decoded.pieces if piece.rows is not None}
+    assert shapes == {(0, 3): (2, 2, 3), (1,): (1, 1, 3)}
+    assert messages(decoded) == [None, None, "column 'x' has a list of 5, not a multiple of 3", None]
+
+
+TENSORS = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        ((2, 3), (2, 3)),
+        ((-1, -1), (2, 3)),
+        ((2, -1), (2, 3)),
+        ((1, 2, 3), (1, 2, 3)),
+        ((2, 1, -1), (2, 1, 3)),
+        ((6,), (6,)),
+        ((-1,), (6,)),
+    ],
+)
+def test_fixed_shape_tensors_need_no_shape(dims: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    record = pa.record_batch({"x": pa.FixedShapeTensorArray.from_numpy_ndarray(TENSORS)}).slice(1)
+
+    array = only(record, tensor("x", "FP32", *dims))
+
+    assert array.shape == (3, *shape)
+    assert array.ravel().tolist() == list(range(6, 24))
+
+
+def test_tensors_that_are_stored_in_another_order_are_put_in_theirs() -> None:
+    other = np.transpose(TENSORS, (0, 2, 1))
+    column = pa.FixedShapeTensorArray.from_numpy_ndarray(other)
+    assert (column.type.shape, column.type.permutation) == ([2, 3], [1, 0])
+
+    for column_of, dims in (("x", (3, 2)), (Columns(("x",), (3, 1, 2)), (3, 1, 2))):
+        array = only(pa.record_batch({"x": column}), tensor("x", "FP32", *dims), column_of)
+        np.testing.assert_array_equal(array, other.reshape(4, *dims))
+
+
+def test_tensors_of_another_shape_are_refused_unless_one_is_given() -> None:
+    """An image of height, width, colour is not one of colour, height, width."""
+    record = pa.record_batch({"x": pa.FixedShapeTensorArray.from_numpy_ndarray(TENSORS)})
+
+    with pytest.raises(InvalidRequest, match=r"tensors of the shape \[2, 3\]; a row .* has the shape \[3, 2\]; map"):
+        decode(record, [tensor("x", "FP32", 3, 2)])
+    array = only(record, tensor("x", "FP32", 3, 2), Columns(("x",), (3, 2)))
+    assert array.ravel().tolist() == TENSORS.ravel().tolist()
+
+
+def test_tensors_with_nulls_are_filled() -> None:
+    kind = pa.fixed_shape_tensor(pa.float32(), (1, 2))
+    record = pa.record_batch(
+        {"x": pa.ExtensionArray.from_storage(kind, pa.array([[1, None], None], kind.storage_type))}
+    )
+
+    decoded = decode(record, [tensor("x", "FP32", 2)], {"x": Columns(("x",), null=0)})
+
+    assert sorted(piece.inputs["x"].tolist() for piece in decoded.pieces) == [[[0, 0]], [[1, 0]]]
+
+
 @pytest.mark.parametrize(
     "kind",
     [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(2)],

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qinfer.errors import StoreUnavailable
+from qinfer.jobs.columns.schemas import common_type, decode_schema, encode_schema
 from qinfer.jobs.plan import Range, Shard
 from qinfer.jobs.rows.shard_rows import Segment, ShardReader, SourceChanged
-from qinfer.jobs.rows.source import SourceBroken
+from qinfer.jobs.rows.source import SourceBroken, format_of, read_footer
 from qinfer.storage.open import store_for
 from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Stat
@@ -494,3 +495,29 @@ def test_any_part_of_any_files_is_read_whole(
     bases = dict(zip(urls, np.cumsum([0, *groups]).tolist(), strict=False))
     places = [bases[s.url] + s.first_row + i for batch in batches for s in batch.segments for i in range(s.rows)]
     assert places == numbers(batches)
+
+
+@pytest.mark.parametrize("extension", ["parquet", "arrow"])
+def test_fixed_shape_tensors_stay_what_they_are(tmp_path: Path, extension: str) -> None:
+    """Parquet files keep their type in the metadata that Arrow adds; a plan keeps it, too."""
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12, dtype=np.float32).reshape(2, 2, 3))
+    url = write(tmp_path / f"x.{extension}", pa.table({"x": tensors}))
+    stat = store_for(url).stat(url)
+    assert stat is not None
+    schema = decode_schema(encode_schema(read_footer(stat, format_of(url, "")).schema))
+
+    (batch,) = read(shard_of(url), 10, schema, ("x",))
+
+    assert batch.record.column("x").equals(tensors)
+    assert batch.record.schema.field("x").type == pa.fixed_shape_tensor(pa.float32(), (2, 3), permutation=(0, 1))
+
+
+@pytest.mark.parametrize("extension", ["parquet", "arrow"])
+def test_lists_of_a_fixed_width_are_read_as_those_of_files_with_others(tmp_path: Path, extension: str) -> None:
+    files = [pa.table({"x": pa.array([[1.0] * width] * 2, pa.list_(pa.float32(), width))}) for width in (3, 4)]
+    urls = [write(tmp_path / f"{i}.{extension}", file) for i, file in enumerate(files)]
+    common = common_type(files[0].schema.field("x").type, files[1].schema.field("x").type)
+
+    batches = read(shard_of(*urls), 10, pa.schema([("x", common)]), ("x",))
+
+    assert [len(row) for batch in batches for row in batch.record.column("x").to_pylist()] == [3, 3, 4, 4]
