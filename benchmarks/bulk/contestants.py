@@ -154,12 +154,18 @@ def _cpu_s(found: Sequence[psutil.Process]) -> float:
 
 @contextlib.contextmanager
 def serving(directory: Path, models: Sequence[str], batches: dict[str, int]) -> Iterator[Qinfer]:
-    """Starts `qinfer up` with the models, each with its batch size, and stops it whatever happens."""
+    """Starts `qinfer up` with models, and stops it whatever happens.
+
+    Args:
+        directory: Where it may read and write; `models` in it is the repository.
+        models: What is to be ready.
+        batches: Batch sizes of those that are to be written; the others are there.
+    """
     repository, port = directory / "models", processes.free_port()
-    for name in models:
+    for name, batch in batches.items():
         write_repository(MODELS[name], repository)
         config = repository / name / "config.pbtxt"
-        text = config.read_text().replace("max_batch_size: 64", f"max_batch_size: {batches[name]}")
+        text = config.read_text().replace("max_batch_size: 64", f"max_batch_size: {batch}")
         config.write_text(text)
     shutil.rmtree(directory / "data", ignore_errors=True)
     command = [str(Path(sys.executable).with_name("qinfer")), "up", "--model-repository", str(repository)]

@@ -183,6 +183,7 @@ class _Packing:
         self._folder = ""
         self._left = left  # rows of no shard before the one that is being filled
         self._index = 0
+        self._target = sizes.next_rows(0, left)
         self._shard: list[Range] = []
         self._rows = self._files = 0
 
@@ -207,10 +208,6 @@ class _Packing:
         if self._shard:
             yield self._close()
 
-    @property
-    def _target(self) -> int:
-        return self._sizes.next_rows(self._index, self._left)
-
     def _piece(self, rows: int, begin: int) -> int:
         """Returns how many rows of a row group go together: all, or one of several pieces of about the same size."""
         target, sizes = self._target, self._sizes
@@ -227,6 +224,7 @@ class _Packing:
         self._left -= self._rows
         self._rows = self._files = 0
         self._index += 1
+        self._target = self._sizes.next_rows(self._index, self._left)
         return shard
 
 

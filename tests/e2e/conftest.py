@@ -77,12 +77,12 @@ def rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
 
 
 @contextmanager
-def running(repository: Path | str, directory: Path, **settings: str) -> Iterator[Stack]:
+def running(repository: Path | str, directory: Path, workers: int = 1, /, **settings: str) -> Iterator[Stack]:
     """Runs `qinfer up` with data and log in `directory`; it must end well when it is asked to."""
     port, grpc_port = free_port(), free_port()
     command = [sys.executable, "-m", "qinfer.cli.main", "up", "--model-repository", str(repository)]
     command += ["--data-dir", str(directory / "data"), "--http-port", str(port)]
-    command += ["--grpc-port", str(grpc_port), "--metrics-port", "0"]
+    command += ["--grpc-port", str(grpc_port), "--metrics-port", "0", "--workers", str(workers)]
     log = directory / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=clean_environment() | settings)

@@ -37,12 +37,12 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, **settings: str) -> Iterator[Server]:
-    """Runs a server."""
+def serving(folder: Path, workers: int = 1, /, **settings: str) -> Iterator[Server]:
+    """Runs a server, with the models that are in the folder already, too."""
     write_model(folder / "models")
     with ExitStack() as opened:
         settings["QINFER_STORES__ALLOW"] = f'["file://{folder}"]'
-        stack = opened.enter_context(running(folder / "models", folder, **settings))
+        stack = opened.enter_context(running(folder / "models", folder, workers, **settings))
         yield Server(stack, opened.enter_context(Client(f"http://{stack.address}")), folder)
 
 
