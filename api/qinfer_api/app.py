@@ -21,10 +21,12 @@ import qinfer
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.messages import IdFactory
 from qinfer.core.retry import PATIENCE_S
-from qinfer.core.settings import HttpSettings, RepositorySettings, Settings
+from qinfer.core.settings import BulkSettings, HttpSettings, RepositorySettings, Settings
 from qinfer.errors import Overloaded, QinferError
 from qinfer.jobs.examiner_pool import ExaminerPool
+from qinfer.jobs.pace import pace_of
 from qinfer.jobs.queue.jobs import Jobs
+from qinfer.jobs.shards import Pace
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.control import ModelControl
@@ -251,7 +253,13 @@ class Gateway:
             targets=self.requests.targets,
             tasks=self._tasks,
             check=self._examiners.check,
+            estimate=self._examiners.estimate,
+            pace=partial(self._pace, settings.bulk),
         )
+
+    async def _pace(self, settings: BulkSettings, model: str, version: int) -> Pace:
+        """Returns what is known of the speed of a model version."""
+        return pace_of(settings, await self._store.stats(model, version), self.catalog.capacity(model, version).workers)
 
     def _services(self, settings: Settings, fast: FastPath, restrictions: Restrictions) -> Services:
         """Creates the services of the routes and of the calls of gRPC."""

@@ -10,7 +10,7 @@ import httpx
 from qinfer.client import flows, job_flows
 from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Inputs, Keys, Submission
-from qinfer.client.job_flows import JobOptions, JobStatus, Location, job_body
+from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
 from qinfer.client.jobs import AsyncJob
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
 from qinfer.client.steps import Flow, Outcome, Pause, Send
@@ -167,6 +167,12 @@ class AsyncClient:
         """Submits a bulk job; see `Client.submit_job`."""
         body = job_body(model, inputs, output, options)
         return self.job((await self._run(job_flows.submit_job(self._policy, body, resume=resume))).id)
+
+    async def validate_job(
+        self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
+    ) -> JobEstimate:
+        """Has a bulk job checked and estimated; see `Client.validate_job`."""
+        return await self._run(job_flows.validate_job(self._policy, job_body(model, inputs, output, options)))
 
     def job(self, job_id: str) -> AsyncJob:
         """Returns the job of an id, without a check that it exists; see `Client.job`."""

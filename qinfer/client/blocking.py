@@ -11,7 +11,7 @@ import httpx
 from qinfer.client import flows, job_flows
 from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Inputs, Keys, Submission
-from qinfer.client.job_flows import JobOptions, JobStatus, Location, job_body
+from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
 from qinfer.client.jobs import Job
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
 from qinfer.client.steps import Flow, Outcome, Pause, Send
@@ -283,6 +283,22 @@ class Client:
         """
         body = job_body(model, inputs, output, options)
         return self.job(self._run(job_flows.submit_job(self._policy, body, resume=resume)).id)
+
+    def validate_job(
+        self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
+    ) -> JobEstimate:
+        """Has a bulk job checked and estimated, and all its input files looked at; nothing is created.
+
+        Args:
+            model: As in `submit_job`, and so the rest.
+            inputs: See there.
+            output: See there.
+            options: See there.
+
+        Raises:
+            QinferError: As `submit_job`.
+        """
+        return self._run(job_flows.validate_job(self._policy, job_body(model, inputs, output, options)))
 
     def job(self, job_id: str) -> Job:
         """Returns the job of an id, without a check that it exists."""

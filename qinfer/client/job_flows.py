@@ -158,6 +158,31 @@ class JobStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobEstimate:
+    """The size of a bulk job that the gateway would accept.
+
+    Attributes:
+        model: The model.
+        version: The version that would score it.
+        files: Input files.
+        rows: Rows of the inputs, up to the job's `limit`.
+        shards: Shards that the job would have.
+        workers: Workers that have the model version now.
+        rows_per_s: Rows per second of one worker; `None` = not known yet.
+        estimated_s: Seconds that the job would take with these workers and no other work; `None` = not known.
+    """
+
+    model: str
+    version: int
+    files: int
+    rows: int
+    shards: int
+    workers: int
+    rows_per_s: float | None
+    estimated_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobLogLine:
     """A line of a job's log; `at` is an instant in RFC 3339."""
 
@@ -207,10 +232,7 @@ def submit_job(policy: Policy, body: Mapping[str, Any], *, resume: bool = False)
         raise InvalidRequest("a job is resumed by its id; name the id that it was submitted with")
     if not body.get("id"):
         headers["Idempotency-Key"] = str(uuid4())
-    try:
-        content = msgspec.json.encode(body)
-    except TypeError as error:
-        raise InvalidRequest(f"the job can't be written as JSON: {error}") from None
+    content = _encoded(body)
     send = Send("POST", "/v1/jobs?resume=true" if resume else "/v1/jobs", headers, content)
     ends_s, pauses = policy.clock.monotonic_s() + policy.timeout_s, polls()
     while True:
@@ -220,6 +242,16 @@ def submit_job(policy: Policy, body: Mapping[str, Any], *, resume: bool = False)
         if policy.clock.monotonic_s() >= ends_s:
             raise DeadlineExceeded(f"job '{status.id}' is still being cancelled; resume it later")
         yield Pause(pauses.next_s())
+
+
+def validate_job(policy: Policy, body: Mapping[str, Any]) -> Flow[JobEstimate]:
+    """Has a job checked and estimated; nothing is created."""
+    headers = {"Content-Type": "application/json"}
+    reply = yield from call(policy, Send("POST", "/v1/jobs/validate", headers, _encoded(body)))
+    try:
+        return msgspec.convert(json_object(policy, reply), JobEstimate)
+    except msgspec.ValidationError as error:
+        raise Unreachable(f"what answers at {policy.url} sent no estimate ({error}); is it a gateway?") from None
 
 
 def job(policy: Policy, job_id: str) -> Flow[JobStatus]:
@@ -310,6 +342,13 @@ def job_path(job_id: str) -> str:
         InvalidRequest: The id is empty, or not printable ASCII.
     """
     return f"/v1/jobs/{quote(header_value('the job id', job_id), safe='')}"
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(body)
+    except TypeError as error:
+        raise InvalidRequest(f"the job can't be written as JSON: {error}") from None
 
 
 def _status(policy: Policy, reply: httpx.Response) -> JobStatus:

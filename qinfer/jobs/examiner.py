@@ -74,6 +74,14 @@ class PlanJob(msgspec.Struct, array_like=True, tag=True):
     threads: int
 
 
+class EstimateJob(msgspec.Struct, array_like=True, tag=True):
+    """Asks whether a job can be taken, and its size; answered with an `Estimate` (`qinfer.jobs.planning.estimate`)."""
+
+    job: Unplanned
+    pace: Pace
+    threads: int
+
+
 class ReadParts(msgspec.Struct, array_like=True, tag=True):
     """Asks what is at the URLs of parts; answered with a `PartInfo` or what is wrong, for each shard in order."""
 
@@ -88,7 +96,7 @@ class SetAside(msgspec.Struct, array_like=True, tag=True):
     threads: int
 
 
-Work = CheckJob | PlanJob | ReadParts | SetAside
+Work = CheckJob | PlanJob | EstimateJob | ReadParts | SetAside
 
 
 class Request(msgspec.Struct, array_like=True):
@@ -240,7 +248,7 @@ def _loaded(allow: Sequence[str]) -> _Do:
     """Loads what does the work, and the drivers of the stores that jobs may use."""
     try:
         from qinfer.jobs.parts import part_of, set_aside
-        from qinfer.jobs.planning import examine, make_plan
+        from qinfer.jobs.planning import estimate, examine, make_plan
         from qinfer.storage import local  # noqa: F401  what the first job would load else
         from qinfer.storage.within import writable
     except ImportError as error:
@@ -262,6 +270,8 @@ def _loaded(allow: Sequence[str]) -> _Do:
             return b""
         if isinstance(work, PlanJob):
             return encode_plan(make_plan(work.job, work.pace, threads=work.threads, reading=notes.reading))
+        if isinstance(work, EstimateJob):
+            return msgspec.msgpack.encode(estimate(work.job, work.pace, work.threads))
         function = part_of if isinstance(work, ReadParts) else set_aside
         parts, stores = work.parts, writable(work.parts.grant)
 

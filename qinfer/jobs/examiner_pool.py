@@ -32,6 +32,7 @@ from qinfer.jobs.examiner import (
     NO_MEMORY,
     Answer,
     CheckJob,
+    EstimateJob,
     Hello,
     PlanJob,
     ReadParts,
@@ -42,7 +43,7 @@ from qinfer.jobs.examiner import (
     parts_found,
 )
 from qinfer.jobs.job import JobSpec
-from qinfer.jobs.plan import ExpectedParts, PartInfo, Unplanned
+from qinfer.jobs.plan import Estimate, ExpectedParts, PartInfo, Unplanned
 from qinfer.jobs.shards import Pace
 from qinfer.models.spec import ModelSpec
 
@@ -53,6 +54,8 @@ GATEWAY_PROCESSES = 2
 """So many new jobs a gateway has checked at once; further ones wait in line."""
 PLAN_SHARES = 4
 """A process that plans jobs may take so many times `bulk.max_examine_bytes`: it keeps all files of a job in memory."""
+ESTIMATE_THREADS = 16
+"""So many footers of a job that is only estimated are read at once."""
 CHECK_S = 120
 """Seconds after which the kernel ends a process that checks a new job; the gateway gives up long before."""
 
@@ -75,6 +78,9 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "ARROW_DEFA
 _CLASSES = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, QinferError)
 }
+
+
+_estimates = msgspec.msgpack.Decoder(Estimate)
 
 
 class ExaminerDied(QinferError):
@@ -161,8 +167,24 @@ class ExaminerPool:
             UnsupportedFeature: A library is missing that reads the inputs.
             Overloaded: No process can be started now, or this one is shutting down.
         """
+        await self._ask_gateway(CheckJob(spec, model, grant), spec)
+
+    async def estimate(self, job: Unplanned, pace: Pace) -> Estimate:
+        """Checks whether a job can be taken, and returns its size.
+
+        Args:
+            job: The job; its id and the content of its model do not matter.
+            pace: What is known of the model's speed.
+
+        Raises:
+            QinferError: As `check`, and as `qinfer.jobs.planning.make_plan`.
+        """
+        return _estimates.decode(await self._ask_gateway(EstimateJob(job, pace, ESTIMATE_THREADS), job.spec))
+
+    async def _ask_gateway(self, work: Work, spec: JobSpec) -> bytes:
+        """Has a new job looked at; a process that dies of it refuses it."""
         try:
-            await self._ask(CheckJob(spec, model, grant), CHECK_S)
+            return await self._ask(work, CHECK_S)
         except ExaminerDied as died:
             more = f" and {len(spec.inputs) - 1} more" if len(spec.inputs) > 1 else ""
             raise InvalidRequest(

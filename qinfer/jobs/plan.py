@@ -153,6 +153,20 @@ class Unplanned(NamedTuple):
     grant: Grant
 
 
+class Estimate(msgspec.Struct, frozen=True, array_like=True):
+    """The size of a job that can be taken.
+
+    Attributes:
+        files: Its input files.
+        rows: Their rows, up to the job's limit.
+        shards: The shards that it would have now.
+    """
+
+    files: int
+    rows: int
+    shards: int
+
+
 class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
     """Parts that a plan says an output has.
 

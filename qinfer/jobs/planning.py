@@ -19,7 +19,7 @@ from qinfer.jobs.columns.fields import Fields, replaced
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.schemas import common_type, encode_schema
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
-from qinfer.jobs.plan import SHOWN_FILES, BadFile, InputFile, Plan, Source, Unplanned
+from qinfer.jobs.plan import SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned
 from qinfer.jobs.rows.partitions import Partitions
 from qinfer.jobs.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, read_footer
 from qinfer.jobs.rows.text_types import TextTypes, text_types, without_null
@@ -90,6 +90,17 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
                 raise
             raise InvalidRequest(f"{error.message} (columns of '{file.url}')") from None
     return Examined(spec, tuple(files), format_, schema)
+
+
+def estimate(job: Unplanned, pace: Pace, threads: int) -> Estimate:
+    """Checks a job as `examine` does, and counts what its plan would have; it blocks until every footer is read.
+
+    Raises:
+        QinferError: As `examine` and `make_plan`.
+    """
+    spec = examine(job.spec, job.model, job.grant).spec
+    plan = make_plan(job._replace(spec=spec), pace, threads=threads)
+    return Estimate(len(plan.sources), plan.rows, len(plan.shards))
 
 
 def check_output_empty(url: str) -> None:

@@ -32,9 +32,10 @@ from qinfer.jobs.job import (
     with_checked_urls,
 )
 from qinfer.jobs.manifest import MANIFEST_NAME
-from qinfer.jobs.plan import SkippedFiles
+from qinfer.jobs.plan import Estimate, SkippedFiles
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine, spec_of
+from qinfer.jobs.shards import Pace
 from qinfer_api.requests.service import WebhookBody, instant, shown_webhook, written
 from qinfer_api.requests.webhooks import Message, envelope
 
@@ -179,6 +180,33 @@ class JobsBody(msgspec.Struct, frozen=True):
 
     jobs: list[JobBody]
     next: str | None
+
+
+class EstimateBody(msgspec.Struct, frozen=True):
+    """A job that can be created, and its size; nothing is created.
+
+    Attributes:
+        version: The version that would score it.
+        files: Its input files.
+        rows: Their rows, up to the job's `limit`.
+        shards: The shards that it would have.
+        workers: The workers that have the model version now.
+        rows_per_s: The speed of one of them; null = not known yet.
+        estimated_s: Seconds that the job would take with these workers, without other work; null = not known.
+
+    Example:
+        {"model": "digits", "version": 1, "files": 2, "rows": 100000, "shards": 8, "workers": 2, "rows_per_s": 5000.0,
+         "estimated_s": 10.0}
+    """
+
+    model: str
+    version: int
+    files: int
+    rows: int
+    shards: int
+    workers: int
+    rows_per_s: float | None
+    estimated_s: float | None
 
 
 class JobLine(msgspec.Struct, frozen=True):
@@ -355,6 +383,22 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
         webhook=shown_webhook(record.webhook, record.webhook_state),
         spec=msgspec.Raw(record.spec),
         links=JobLinks(path, f"{path}/events", f"{path}/log"),
+    )
+
+
+def shown_estimate(spec: JobSpec, size: Estimate, pace: Pace) -> EstimateBody:
+    """Returns the size of a job, and how long the workers that there are would take."""
+    workers = min(pace.workers, size.shards, spec.max_parallel or pace.workers)
+    rate = workers * pace.rows_per_s
+    return EstimateBody(
+        model=spec.model,
+        version=spec.version,
+        files=size.files,
+        rows=size.rows,
+        shards=size.shards,
+        workers=pace.workers,
+        rows_per_s=round(pace.rows_per_s, 3) or None,
+        estimated_s=round(size.rows / rate, 3) if rate else None,
     )
 
 

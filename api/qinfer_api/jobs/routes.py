@@ -11,6 +11,7 @@ from qinfer.wire.kserve_json import check_depth
 from qinfer_api.auth import Context
 from qinfer_api.jobs.records import (
     Changes,
+    EstimateBody,
     JobBody,
     JobLog,
     JobsBody,
@@ -70,6 +71,14 @@ _CREATE = operation(
     ),
     takes=body(NewJob),
 )
+_VALIDATE = operation(
+    "Validate a job",
+    {
+        200: answer("The job could be created, and has this size.", EstimateBody),
+        **_refusals(400, 401, 403, 404, 429, 500, 501, 503),
+    },
+    takes=body(NewJob),
+)
 _LIST = operation(
     "List the jobs",
     {200: answer("The jobs.", JobsBody), **_refusals(400, 401, 403, 503)},
@@ -109,6 +118,7 @@ _EVENTS = operation(
 def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
     """Returns the routes of bulk jobs."""
     router = APIRouter(tags=["bulk jobs"])
+    _add_validation(router, services, jobs)
 
     @router.post("/v1/jobs", name="create_job", **_CREATE)
     async def create(request: Request) -> HttpResponse:
@@ -155,6 +165,14 @@ def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
         return await _events(services, jobs, request, job_id)
 
     return router
+
+
+def _add_validation(router: APIRouter, services: Services, jobs: BulkJobs) -> None:
+    @router.post("/v1/jobs/validate", name="validate_job", **_VALIDATE)
+    async def validate(request: Request) -> HttpResponse:
+        """Checks a job and all its input files, and estimates it; nothing is created."""
+        context = _context(services, request)
+        return send_json(await jobs.validate(context, await _body_of(services, request)))
 
 
 async def _create(services: Services, jobs: BulkJobs, request: Request) -> HttpResponse:

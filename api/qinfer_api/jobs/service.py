@@ -30,8 +30,10 @@ from qinfer.errors import (
     UnsupportedFeature,
 )
 from qinfer.jobs.job import ENDED_EARLY, JobSpec, JobState, encode_spec, with_checked_urls
+from qinfer.jobs.plan import Estimate, Unplanned
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import Change, JobRecord, LogLine, spec_of
+from qinfer.jobs.shards import Pace
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec
@@ -40,6 +42,7 @@ from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.jobs.records import (
     Changes,
+    EstimateBody,
     changed,
     check_same,
     chosen_id,
@@ -48,6 +51,7 @@ from qinfer_api.jobs.records import (
     inner_id,
     keyed_id,
     new_record,
+    shown_estimate,
     shown_job_id,
     unknown_job,
 )
@@ -90,6 +94,8 @@ class BulkJobs:
         targets: Where webhooks may go.
         tasks: Celery.
         check: Refuses a job whose inputs or output do not fit; `ExaminerPool.check`.
+        estimate: Does the same and returns the job's size; `ExaminerPool.estimate`.
+        pace: Returns what is known of the speed of a model version.
         ids: Makes ids.
         watchers: How many follow a job now.
         turns: Of several tenants each has one job checked at a time, so that one whose files take long leaves processes
@@ -104,6 +110,8 @@ class BulkJobs:
     targets: Targets
     tasks: BulkTasks
     check: Callable[[JobSpec, ModelSpec, Grant], Awaitable[None]]
+    estimate: Callable[[Unplanned, Pace], Awaitable[Estimate]]
+    pace: Callable[[str, int], Awaitable[Pace]]
     ids: IdFactory = field(default_factory=IdFactory)
     watchers: int = 0
     turns: dict[str, asyncio.Lock] = field(default_factory=dict)
@@ -143,7 +151,7 @@ class BulkJobs:
         await self._check_count(context)
         if spec.webhook:
             await self.targets.check(spec.webhook)
-        await self._checked(context, spec, served.spec, grant)
+        await self._in_turn(context, spec, lambda: self.check(spec, served.spec, grant))
         spec = msgspec.structs.replace(spec, version=served.version)
         job_id = job_id or self.ids.ulid()
         record = new_record(
@@ -159,6 +167,24 @@ class BulkJobs:
         await self.jobs.note(record.id, f"created; {_WAITS}")
         await self._planned(record.id)
         return Ticket(await self._known(record.id), is_new=True)
+
+    async def validate(self, context: Context, body: bytes) -> EstimateBody:
+        """Checks a job as `create` does, reads all its inputs' footers, and estimates it; nothing is created.
+
+        Raises:
+            QinferError: As `create`, or a file can't be read that `create` would not look at.
+        """
+        self._check_enabled()
+        grant = self._grant_of(context)
+        spec, _ = await asyncio.to_thread(decode_job, body, grant)
+        served = self.resolve(spec.model, spec.version)
+        self.dispatcher.charge(context)
+        if spec.webhook:
+            await self.targets.check(spec.webhook)
+        pace = await self.pace(spec.model, served.version)
+        job = Unplanned("", msgspec.structs.replace(spec, version=served.version), served.spec, "", grant)
+        found = await self._in_turn(context, spec, lambda: self.estimate(job, pace))
+        return shown_estimate(job.spec, found, pace)
 
     async def get(self, context: Context, job_id: str) -> JobRecord:
         """Returns the record of a job.
@@ -312,12 +338,13 @@ class BulkJobs:
                 _FULL_AGAIN_S,
             )
 
-    async def _checked(self, context: Context, spec: JobSpec, model: ModelSpec, grant: Grant) -> None:
+    async def _in_turn(self, context: Context, spec: JobSpec, look: Callable[[], Awaitable[T]]) -> T:
+        """Looks at the files of a job, one job of each tenant at a time."""
         is_shared = self.dispatcher.has_tenants
         turn = self.turns.setdefault(context.tenant, asyncio.Lock()) if is_shared else contextlib.nullcontext()
         try:
             async with asyncio.timeout(EXAMINE_S), turn:
-                await self.check(spec, model, grant)
+                return await look()
         except TimeoutError:
             raise StoreUnavailable(
                 f"the stores of '{spec.inputs[0]}' and '{spec.output.url}' did not answer within {EXAMINE_S:g} s; "

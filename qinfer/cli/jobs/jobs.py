@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, print_json
+from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, print_json, show
 from qinfer.cli.jobs.waiting import StopSignals, finish, print_status
 from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from qinfer.cli.client import GatewayClient
     from qinfer.client import JobStatus
-    from qinfer.client.job_flows import JobOptions
+    from qinfer.client.job_flows import JobEstimate, JobOptions
 
 app = typer.Typer(help="Manage bulk jobs: list, show, wait, cancel, resume, delete.", no_args_is_help=True)
 
@@ -143,7 +143,20 @@ _OPTIONS = {
     "job_id": "id",
 }
 """Parameter of `submit` → the option of the job, where their names differ."""
-_OTHERS = {"model", "inputs", "output", "column", "shape", "null", "wait", "resume", "cancel_on_exit", "url", "as_json"}
+_OTHERS = {
+    "model",
+    "inputs",
+    "output",
+    "column",
+    "shape",
+    "null",
+    "wait",
+    "resume",
+    "cancel_on_exit",
+    "validate_only",
+    "url",
+    "as_json",
+}
 """Parameters of `submit` that are no options of the job, or are read together."""
 WaitOption = Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job ends, and show progress.")]
 ResumeOption = Annotated[
@@ -153,6 +166,9 @@ ResumeOption = Annotated[
         help="With --id: resume the job if it has failed, has expired or was cancelled. If it is completed, the "
         "command ends at once.",
     ),
+]
+ValidateOption = Annotated[
+    bool, typer.Option("--validate-only", help="Check the job and all its files, estimate it, and submit nothing.")
 ]
 CancelOption = Annotated[
     bool, typer.Option("--cancel-on-exit", help="With --wait: cancel the job on SIGINT (Ctrl-C) and SIGTERM.")
@@ -195,6 +211,7 @@ def submit(
     wait: WaitOption = False,
     resume: ResumeOption = False,
     cancel_on_exit: CancelOption = False,
+    validate_only: ValidateOption = False,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
@@ -210,9 +227,27 @@ def submit(
         raise InvalidRequest("--resume finds the job by its id; add the --id that it was submitted with")
     if cancel_on_exit and not wait:
         raise InvalidRequest("--cancel-on-exit is for --wait; add --wait, or cancel the job by `qinfer jobs cancel`")
+    options = job_options(context.params)
     with _client(url) as client, StopSignals(wanted=cancel_on_exit) as stop:
-        job = client.submit_job(model, inputs, output, resume=resume, **job_options(context.params))
+        if validate_only:
+            estimate = client.validate_job(model, inputs, output, **options)
+            show(estimate, _estimated(estimate), as_json=as_json)
+            return
+        job = client.submit_job(model, inputs, output, resume=resume, **options)
         finish(job, url, wait=wait, as_json=as_json, stop=stop)
+
+
+def _estimated(estimate: "JobEstimate") -> str:
+    from qinfer.client.job_progress import duration
+
+    seconds = estimate.estimated_s
+    time = "the time is not known yet" if seconds is None else f"about {duration(seconds)} with"
+    workers = f"{estimate.workers} worker" + "s" * (estimate.workers != 1)
+    return (
+        f"valid: {estimate.rows:,} rows of {estimate.files:,} files, {estimate.shards:,} shards; {time}"
+        + (f" {workers}" if seconds is not None else f", there are {workers}")
+        + "; nothing was submitted"
+    )
 
 
 def job_options(given: Mapping[str, Any]) -> "JobOptions":

@@ -236,6 +236,34 @@ async def test_too_many_jobs(redis_server: RedisServer, place: Place) -> None:
 # --- created ---
 
 
+async def test_a_job_is_validated(client: httpx.AsyncClient, place: Place, redis_server: RedisServer) -> None:
+    """Its size is told, and no trace of it remains."""
+    before = job_keys(redis_server)
+
+    reply = await client.post(f"{JOBS}/validate", json=place.job(output_rows_per_part=2))
+    limited = await client.post(f"{JOBS}/validate", json=place.job(limit=1))
+
+    assert reply.status_code == 200, reply.text
+    found = reply.json()
+    assert (found["model"], found["files"], found["rows"], found["shards"]) == ("echo", 1, 3, 2)
+    assert (found["rows_per_s"], found["estimated_s"]) == (None, None)
+    assert (limited.json()["rows"], limited.json()["shards"]) == (1, 1)
+    assert job_keys(redis_server) == before
+
+
+async def test_a_validation_finds_what_planning_would(client: httpx.AsyncClient, place: Place) -> None:
+    """Creation looks at the columns of one file only."""
+    (place.folder / "two").mkdir()
+    for name, columns in (("a", {"x": [[1.0, 2.0, 3.0, 4.0]]}), ("b", {"y": [1.0]})):
+        pq.write_table(pa.table(columns), place.folder / "two" / f"{name}.parquet")
+
+    reply = await client.post(f"{JOBS}/validate", json=place.job(inputs=[f"{place.url}/two/*.parquet"]))
+    wrong = await client.post(f"{JOBS}/validate", json=place.job(model="nobody"))
+
+    assert (reply.status_code, "b.parquet" in reply.json()["error"]) == (400, True), reply.text
+    assert wrong.status_code == 404
+
+
 async def test_a_job_is_created(client: httpx.AsyncClient, place: Place, redis_server: RedisServer) -> None:
     """Its record, its path, and a task that plans it."""
     reply = await client.post(JOBS, json=place.job(metadata={"who": "me"}, deadline_s=3600, priority="high"))

@@ -244,6 +244,31 @@ def test_the_same_command_resumes(gateway: Talk) -> None:
     assert server.paths == ["POST /v1/jobs?resume=true"] * 3 + ["GET /v1/jobs/j1"]
 
 
+@pytest.mark.parametrize(
+    ("estimated_s", "said"), [(90.0, "about 0:01:30 with 2 workers"), (None, "not known yet, there are 2 workers")]
+)
+def test_a_job_is_only_validated(gateway: Talk, estimated_s: float | None, said: str) -> None:
+    """The size is printed, and nothing is submitted."""
+    size: dict[str, Any] = {
+        "model": "m",
+        "version": 3,
+        "files": 2,
+        "rows": 9000,
+        "shards": 4,
+        "workers": 2,
+        "rows_per_s": 50.0,
+    }
+    server = gateway(reply(200, **size, estimated_s=estimated_s))
+
+    code, out, _ = run("submit", "m", IN, OUT, "--validate-only", "--wait")
+    as_json = run("submit", "m", IN, OUT, "--validate-only", "--json")[1]
+
+    assert code == 0
+    assert f"9,000 rows of 2 files, 4 shards; {said}" in " ".join(out.split()).replace("the time is ", "")
+    assert json.loads(as_json) == {**size, "estimated_s": estimated_s}
+    assert server.paths == ["POST /v1/jobs/validate"] * 2
+
+
 @pytest.mark.parametrize(("option", "said"), [("--resume", "--id"), ("--cancel-on-exit", "--wait")])
 def test_options_that_need_another(gateway: Talk, option: str, said: str) -> None:
     server = gateway(job())

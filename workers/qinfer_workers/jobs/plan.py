@@ -15,25 +15,18 @@ import msgspec
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady
 from qinfer.jobs.job import JobSpec, JobState
+from qinfer.jobs.pace import pace_of
 from qinfer.jobs.plan import SHOWN_FILES, Plan, Shard, Unplanned, decode_plan, encode_plan_head, frames_of
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, spec_of
-from qinfer.jobs.shards import Pace
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.installation import refuse_lost
 from qinfer.models.pins import executed_hash, is_executed
-from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, batches
 from qinfer.storage.store import Outcome
 from qinfer_workers.jobs.documents import MAX_BYTES, PLAN_NAME, StoreFor, read_plan, url_of
 from qinfer_workers.jobs.finalise import leave_partial
 from qinfer_workers.jobs.services import PLANNING, JobServices, NotWanted
 
 logger = logging.getLogger("qinfer_workers.jobs")
-
-_ENOUGH_NS = 3 * 10**9
-"""Nanoseconds of scoring before the speed of jobs is believed: small shards say little."""
-
-_ENOUGH = 3
-"""Executions of a batch size before it is believed: the first ones of a runtime are slow."""
 
 
 class Planner:
@@ -126,13 +119,8 @@ class Planner:
         if not content_hash:
             raise ModelNotReady(f"no worker has version {record.version} of model '{record.model}' ready any more")
         model = to_spec(from_json(stored.config), self._limits, stored.labels)
-        pace = Pace(
-            rows_per_s=rows_per_s(await services.store.stats(record.model, record.version)),
-            shard_s=services.settings.shard_s,
-            default_rows=services.settings.default_rows_per_shard,
-            max_rows=services.settings.max_rows_per_shard,
-            workers=await services.workers_for(record),
-        )
+        stats = await services.store.stats(record.model, record.version)
+        pace = pace_of(services.settings, stats, await services.workers_for(record))
         resolved = msgspec.structs.replace(spec, version=record.version)
         job = Unplanned(record.id, resolved, model, content_hash, services.grant_of(record))
         data = await services.examiners.plan(job, pace, readers)
@@ -210,23 +198,3 @@ def _summary(plan: Plan, committed: int, again: int) -> str:
     if committed:
         text += f"; {committed} were done before"
     return f"{text}, {again} of their parts are gone or broken and are made again" if again else text
-
-
-def rows_per_s(stats: Mapping[str, int]) -> float:
-    """Returns how many rows of a job a worker scores in a second; 0 = nothing was measured.
-
-    Jobs tell it best, once they took some seconds: reading and writing, and online requests, are part of it. Else it is
-    that of one instance at the batch size that was fastest: bulk batches are as large as is best, so that the small
-    ones of online requests say too little.
-
-    Args:
-        stats: The statistics of a model version.
-    """
-    if stats.get(JOB_SCORING_NS, 0) >= _ENOUGH_NS:
-        return stats.get(JOB_ROWS_SCORED, 0) / stats[JOB_SCORING_NS] * 1e9
-    best = 0.0
-    for batch in batches(stats):
-        spent_ns = batch.input_ns + batch.infer_ns + batch.output_ns
-        if batch.executions >= _ENOUGH and spent_ns > 0:
-            best = max(best, batch.rows * batch.executions / spent_ns * 1e9)
-    return best

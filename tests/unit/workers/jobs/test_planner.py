@@ -13,6 +13,7 @@ from qinfer.core.store_urls import Grant
 from qinfer.errors import BrokerUnavailable, ModelNotReady, StoreUnavailable
 from qinfer.jobs.examiner_pool import ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobState
+from qinfer.jobs.pace import rows_per_s
 from qinfer.jobs.plan import encode_plan
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.state import State
@@ -20,7 +21,7 @@ from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, StatsTally
 from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer_workers.jobs import services
-from qinfer_workers.jobs.plan import Planner, rows_per_s
+from qinfer_workers.jobs.plan import Planner
 from qinfer_workers.jobs.sweep import Sweeper
 from tests.support.jobs.bulk_bench import HASH, MODEL, Bench, bench, record_of, spec, write_inputs
 from tests.support.jobs.examiner_stub import STUB
