@@ -8,12 +8,14 @@ import sys
 from collections.abc import Iterator
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 from onnx import TensorProto, helper
 
+from qinfer.testing import wait_until
 from tests.e2e.conftest import clean_environment
-from tests.e2e.job_scene import Scene, Server, serving
+from tests.e2e.job_scene import WITHIN_S, Scene, Server, serving
 from tests.support import models
 from tests.support.jobs.job_proof import parquet
 
@@ -74,6 +76,14 @@ def features() -> pa.Table:
     return pa.table([pa.array(rng.permutation(ROWS)), *columns], names=["id", *FEATURES])
 
 
+def check_features(table: pa.Table, output: pa.Table) -> None:
+    """Checks that each row has its answer, once, with -1 in place of nulls and NaN."""
+    assert line(table, output) == "missing=0 extra=0 duplicates=0"
+    assert output["error_code"].null_count == ROWS
+    given = np.stack([table[name].cast(pa.float64()).to_numpy() for name in FEATURES], axis=1)
+    np.testing.assert_array_equal(np.array(output["y"].to_pylist()), np.where(np.isnan(given), -1, given))
+
+
 def test_null_features_are_scored_as_nan(scene: Scene) -> None:
     """With the command of the documentation; the model sees NaN where a value is null, or NaN already."""
     table = features()
@@ -82,10 +92,23 @@ def test_null_features_are_scored_as_nan(scene: Scene) -> None:
 
     output = submit(scene, THREE, "--column", "x=age,income,score", "--null", "x=nan")
 
-    assert line(table, output) == "missing=0 extra=0 duplicates=0"
-    assert output["error_code"].null_count == ROWS
-    given = np.stack([table[name].cast(pa.float64()).to_numpy() for name in FEATURES], axis=1)
-    np.testing.assert_array_equal(np.array(output["y"].to_pylist()), np.where(np.isnan(given), -1, given))
+    check_features(table, output)
+
+
+def test_null_features_are_scored_once_whatever_is_killed(scene: Scene) -> None:
+    table = features()
+    scene.place.put("in/a.parquet", parquet(table))
+    columns = {"x": {"columns": FEATURES, "null": "nan"}}
+
+    job = scene.submit(model=THREE, columns=columns, rows_per_part=500, error_threshold=0)
+    wait_until(lambda: job.status().shards_done > 1, WITHIN_S, "the first parts")
+    for child in psutil.Process(scene.stack.pid).children(recursive=True):
+        if "qinfer_workers.inference" in child.cmdline():
+            child.kill()
+    assert job.status().shards_done < ROWS // 500
+
+    assert job.wait(timeout_s=WITHIN_S).state == "completed"
+    check_features(table, scene.place.table("out"))
 
 
 def test_null_features_fail_their_rows_with_reasons(scene: Scene) -> None:
