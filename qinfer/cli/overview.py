@@ -229,8 +229,9 @@ async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = 
     statuses = assess(desired, await store.models(desired), workers).values()
     work = await read_work(store, delivery, Jobs(delivery).open_rows)
     rows = [row for status in statuses for row in model_rows(status, workers)]
+    pins = await store.pins()
     return Overview(
-        models=tuple(_with_pins(rows, await store.pins(), workers, now_s)),
+        models=tuple(_with_pins(rows, pins, now_s, lambda pin: why_lost(pin, workers, desired.get(pin.model)))),
         lanes=await _lane_rows(work, delivery),
         workers=tuple(_worker_row(worker, now_s) for worker in workers),
         work=tuple(_work_row(version) for version in work),
@@ -259,26 +260,26 @@ def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator
 
 
 def _with_pins(
-    rows: Sequence[ModelRow], pins: Sequence[Pin], workers: Sequence[WorkerRecord], now_s: float
+    rows: Sequence[ModelRow], pins: Sequence[Pin], now_s: float, why_gone: Callable[[Pin], str]
 ) -> list[ModelRow]:
-    """Returns rows with their pins, sorted; a pinned version that no worker has READY has a row too."""
+    """Returns rows with their pins, sorted, and why these can't be kept; each pinned version has a row."""
     pinned: dict[tuple[str, int], list[PinRow]] = {}
     lost: dict[tuple[str, int], str] = {}
     for pin in pins:
-        lost[pin.model, pin.version] = why_lost(pin, workers)
-        row = PinRow(
+        lost[pin.model, pin.version] = lost.get((pin.model, pin.version)) or why_gone(pin)
+        one = PinRow(
             reason=pin.reason,
             holder=pin.holder,
             content_hash=pin.content_hash,
             expires_s=round(max(pin.expires_at - now_s, 0.0), 3),
         )
-        pinned.setdefault((pin.model, pin.version), []).append(row)
+        pinned.setdefault((pin.model, pin.version), []).append(one)
     shown = {(row.name, row.version): row for row in rows}
     for key, reason in lost.items():
         name, version = key
-        shown.setdefault(
-            key, ModelRow(name=name, version=version, state=State.UNAVAILABLE, reason=reason, pending=not reason)
-        )
+        new = ModelRow(name=name, version=version, state=State.UNAVAILABLE, pending=not reason)
+        row = shown.get(key, new)
+        shown[key] = msgspec.structs.replace(row, reason=reason or row.reason)
     return [msgspec.structs.replace(row, pins=tuple(pinned.get(key, ()))) for key, row in sorted(shown.items())]
 
 

@@ -56,6 +56,7 @@ class JobOptions(TypedDict, total=False):
         compression_level: The level of the compression; 0 = its default.
         rows_per_part: Maximum rows of one part.
         priority: `high`, `normal` or `low`.
+        on_version_change: `wait` or `fail`: what the job does when its model version can't be kept as it was.
         error_threshold: Failed rows that fail the job when exceeded: a number, a fraction below 1, or -1 = no limit.
         max_parallel: Maximum workers that score the job at a time.
         deadline_s: Seconds after which the job expires.
@@ -82,6 +83,7 @@ class JobOptions(TypedDict, total=False):
     compression_level: int
     rows_per_part: int
     priority: str
+    on_version_change: str
     error_threshold: float
     max_parallel: int
     deadline_s: float

@@ -20,6 +20,7 @@ OutputFormat = Literal["parquet", "arrow", "csv", "jsonl"]
 BadFiles = Literal["fail", "skip"]
 Partitioning = Literal["", "hive"]
 Priority = Literal["high", "normal", "low"]
+OnVersionChange = Literal["wait", "fail"]
 
 PRIORITIES: Mapping[str, int] = {"high": 1, "normal": 2, "low": 3}
 """Priority → its number, which is that of its bulk lane; 1 goes first."""
@@ -150,6 +151,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         partitioning: `hive` = folders such as `country=de` in the files' URLs are columns, too; empty = they are not.
         bad_files: What input files do that can't be read: they fail the job, or are skipped and listed.
         priority: Shards of a higher priority go first.
+        on_version_change: What the job does when its model version can't be kept as it was: it waits until the version
+            is back, or fails.
         error_threshold: When more rows than this fail, the job does: a number of rows, a fraction between 0 and 1, or
             -1 = never.
         max_parallel: At most so many shards run at a time; 0 = as many as there are workers.
@@ -175,6 +178,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     partitioning: Partitioning = ""
     bad_files: BadFiles = "fail"
     priority: Priority = "normal"
+    on_version_change: OnVersionChange = "wait"
     error_threshold: Threshold = 0.0
     max_parallel: Natural = 0
     deadline_s: Seconds = 0.0
@@ -391,6 +395,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "bad_files": get_args(BadFiles),
     "partitioning": get_args(Partitioning),
     "priority": get_args(Priority),
+    "on_version_change": get_args(OnVersionChange),
 }
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at .*)?", re.DOTALL)

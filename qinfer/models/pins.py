@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 
 EXECUTED = "sha256:"
 """The beginning of an executed hash; that of a plan of an earlier qinfer, which has none, is a `content_hash`."""
@@ -66,8 +66,16 @@ def kept_by_pins(pins: Iterable[Pin], stored: StoredModel) -> Mapping[int, froze
     return kept
 
 
-def why_lost(pin: Pin, workers: Iterable[WorkerRecord]) -> str:
-    """Says why no live worker can keep what a pin names; empty = one has it, loads it, or none tells yet."""
+def why_lost(pin: Pin, workers: Iterable[WorkerRecord], wish: Desired | None = None) -> str:
+    """Says why no live worker can keep what a pin names; empty = one has it, loads it, or none tells yet.
+
+    Args:
+        pin: The pin.
+        workers: The live workers.
+        wish: The desired state of the model; `None` = not known.
+    """
+    if wish is not None and not wish.load:
+        return f"version {pin.version} of model '{pin.model}' can't be kept: the model was unloaded"
     states = [state for worker in workers if (state := worker.state_of(pin.model, pin.version)) is not None]
     if any(_may_be(pin, state) for state in states):
         return ""

@@ -239,7 +239,7 @@ class BulkJobs:
             return record
         grant = self._grant_of(context)
         spec = with_checked_urls(changed(spec_of(record), changes), grant)
-        self.resolve(record.model, record.version)
+        self.resolve(record.model, 0)  # its own version is loaded again, if the version policy has dropped it
         self.dispatcher.charge(context)
         await _in_thread(self._check_tasks)
         await self._check_count(context)

@@ -112,6 +112,12 @@ RowsPerPartOption = Annotated[
     int, typer.Option("--rows-per-part", min=0, help="Maximum rows per output file; 0: the server decides.")
 ]
 PriorityOption = Annotated[str, typer.Option("--priority", help="high, normal or low.")]
+OnVersionChangeOption = Annotated[
+    str,
+    typer.Option(
+        "--on-version-change", help="wait or fail: what the job does when its model version can't be kept as it was."
+    ),
+]
 ErrorThresholdOption = Annotated[
     float,
     typer.Option(
@@ -200,6 +206,7 @@ def submit(
     compression_level: CompressionLevelOption = 0,
     rows_per_part: RowsPerPartOption = 0,
     priority: PriorityOption = "normal",
+    on_version_change: OnVersionChangeOption = "",
     error_threshold: ErrorThresholdOption = 0.0,
     max_parallel: MaxParallelOption = 0,
     deadline: DeadlineOption = 0.0,

@@ -79,7 +79,8 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
         "--format arrow --input-format csv --shape x=2,2 --null x=0 --output-column y=score --exclude name "
         "--bad-files skip --partitioning hive --partition-by day "
         "--compression lz4 --compression-level 3 --output-tensor y --output-tensor p --top-k p=2 "
-        "--rows-per-part 100 --priority high --error-threshold 0.5 --max-parallel 2 --deadline 60 --metadata who=me "
+        "--rows-per-part 100 --priority high --on-version-change fail "
+        "--error-threshold 0.5 --max-parallel 2 --deadline 60 --metadata who=me "
         "--webhook https://x/y --id nightly --version 3 --passthrough * --limit 100"
     )
 
@@ -107,6 +108,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
         "bad_files": "skip",
         "partitioning": "hive",
         "priority": "high",
+        "on_version_change": "fail",
         "error_threshold": 0.5,
         "max_parallel": 2,
         "deadline_s": 60.0,

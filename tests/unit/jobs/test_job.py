@@ -118,6 +118,7 @@ def test_a_specification_survives_its_json() -> None:
         ({"exclude": ["a"]}, r"field 'exclude' is for \"passthrough\": \[\"\*\"\] only"),
         ({"passthrough": ["*"], "exclude": ["id"], "key": "id"}, r"'exclude' names 'id', which is the job's key"),
         ({"priority": "urgent"}, r"field 'priority': .*'urgent'; expected high, normal, low"),
+        ({"on_version_change": "stop"}, r"field 'on_version_change': .*'stop'; expected wait, fail"),
         ({"error_threshold": 1.5}, r"field 'error_threshold' is 1.5"),
         ({"error_threshold": -2}, r"field 'error_threshold' is -2"),
         ({"max_parallel": -1}, r"field 'max_parallel' is -1; 1 to 10000, or 0"),

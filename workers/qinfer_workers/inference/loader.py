@@ -71,6 +71,10 @@ class Loaded:
         """Returns its hash of the kind that another one is, to be compared with that."""
         return self.executed_hash if is_executed(other) else self.content_hash
 
+    def executes(self, hashes: Collection[str]) -> bool:
+        """Tells whether it executes what it was pinned with: one of these, or anything (empty)."""
+        return any(not one or self.hash_like(one) == one for one in hashes)
+
 
 class Kind(Enum):
     """How much a load has changed."""
@@ -122,7 +126,14 @@ class Loader:
         self._read: dict[tuple[str, int], dict[Any, str]] = {}
         """What was read of a version's files; see `VersionFiles.executed_hash`."""
 
-    def load(self, spec: ModelSpec, version: int, stored: StoredModel, serving: Loaded | None = None) -> Change:
+    def load(
+        self,
+        spec: ModelSpec,
+        version: int,
+        stored: StoredModel,
+        serving: Loaded | None = None,
+        pinned: Collection[str] = (),
+    ) -> Change:
         """Loads the versions that differ from the served ones, and warms them up.
 
         Args:
@@ -130,9 +141,11 @@ class Loader:
             version: The version to load.
             stored: The model as it is stored.
             serving: What is served of the version; `None` = nothing.
+            pinned: What the version may execute, where only pins keep it; empty = anything.
 
         Raises:
-            QinferError: An instance could not be loaded; none stays loaded but what is served.
+            QinferError: An instance could not be loaded, or would not execute what is pinned; none stays loaded but
+                what is served.
         """
         directory = self._version_dir(spec.name, version, stored.location, stored.content_hash)
         devices = devices_of(spec, self.gpus)
@@ -150,6 +163,8 @@ class Loader:
             content_hash=stored.content_hash,
             executed_hash=executed_hash,
         )
+        if pinned and not loaded.executes(pinned):
+            raise ModelLoadFailed("its files or configuration are not those that it was pinned with")
         if serving is not None and serving.identity == loaded.identity:
             missing = list((Counter(devices) - Counter(serving.devices)).elements())
             surplus = list((Counter(serving.devices) - Counter(devices)).elements())

@@ -204,7 +204,7 @@ class Models:
             results = [loads.create_task(self._load((name, version), stored)) for version in stored.versions]
             for version, hashes in wanted.kept.items():
                 loaded = self._loaded.get((name, version))
-                if loaded is None or not _executes(loaded, hashes):
+                if loaded is None or not loaded.executes(hashes):
                     loads.create_task(self._load((name, version), stored, hashes))
         if stored.error or not all(result.result() for result in results):
             return False
@@ -231,10 +231,9 @@ class Models:
             spec = config.to_spec(config.from_json(model.config), self._limits, model.labels)
             serving = self._loaded.get(key)
             async with self._slots:
-                change = await in_thread(f"load-{name}", lambda: self._loader.load(spec, version, model, serving))
-            if hashes and not _executes(change.loaded, hashes):
-                await in_thread(f"unload-{name}", lambda: self._loader.discard(change))
-                raise ModelLoadFailed("its files or configuration are not those that it was pinned with")
+                change = await in_thread(
+                    f"load-{name}", lambda: self._loader.load(spec, version, model, serving, hashes)
+                )
         except Exception as error:  # the boundary to backends; whatever it is, it fails this load only
             extra = {"model": name, "version": version, "generation": model.generation}
             if isinstance(error, QinferError) and error.__cause__ is None:
@@ -321,8 +320,3 @@ class Models:
                 self._fail((model.model, version), model.generation, error)
             return
         await put_completion(model, completion, self._store)
-
-
-def _executes(loaded: Loaded, hashes: frozenset[str]) -> bool:
-    """Tells whether a version executes what it was pinned for: one of these, or anything (empty)."""
-    return any(not one or loaded.hash_like(one) == one for one in hashes)

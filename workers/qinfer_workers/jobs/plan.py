@@ -64,18 +64,23 @@ class Planner:
         if record is None or record.state != JobState.PLANNING:
             return
         await services.pin(record)
+        await services.store.wake()  # a worker may have to load it again, now that it is pinned
         if record.head:
             return
         stored = await services.store.model(record.model)
         if stored is None or stored.error or stored.pending:  # planning says more of it
             return
-        if executed_hash(await services.store.workers(), record.model, record.version):
+        workers = await services.store.workers()
+        if executed_hash(workers, record.model, record.version):
             if record.waiting:
                 await services.say_waiting(record, "")
             return
-        why = f"no worker has version {record.version} of model '{record.model}' ready yet"
+        version = f"version {record.version} of model '{record.model}'"
+        is_ready = any(worker.is_ready(record.model, record.version) for worker in workers)
+        unknown = f"workers have loaded {version} with different contents, or are of an earlier qinfer"
+        why = services.why_lost(record, workers, await services.store.desired())
+        why = why or (unknown if is_ready else f"no worker has {version} ready yet")
         await services.say_waiting(record, why)
-        await services.store.wake()  # a worker may load it again, now that it is pinned
         raise ModelNotReady(f"job '{job_id}' is not planned: {why}")
 
     async def _plan(self, record: JobRecord, deaths: int) -> None:
@@ -127,14 +132,14 @@ class Planner:
         return await services.in_thread(_written, services.outputs_of(record), job, data)
 
     async def _check_model(self, record: JobRecord, plan: Plan) -> None:
-        """Refuses to go on with other files of the model: one output would be of two models."""
-        store = self._services.store
+        """Refuses to go on with a plan of an earlier qinfer, and other files: one output would be of two models.
+
+        The shards of other plans wait for a worker that executes what they name, and the sweep looks after them.
+        """
         if is_executed(plan.model_hash):
-            now = executed_hash(await store.workers(), record.model, record.version)
-        else:
-            stored = await store.model(record.model)
-            now = "" if stored is None or stored.pending else stored.content_hash
-        if now and now != plan.model_hash:
+            return
+        stored = await self._services.store.model(record.model)
+        if stored is not None and not stored.pending and stored.content_hash != plan.model_hash:
             raise InvalidRequest(
                 f"model '{record.model}' has changed since the job was planned; load the former one, or make a new job"
             )

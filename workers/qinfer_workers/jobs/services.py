@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,8 +23,9 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import ExpectedParts, Plan, Shard, decode_plan_head
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine, granted, spec_of
-from qinfer.models.pins import Pin
+from qinfer.models.pins import Pin, why_lost
 from qinfer.models.readiness import capacity_of
+from qinfer.models.state import Desired, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.storage.store import Store
 from qinfer.storage.within import Within, readable, writable
@@ -234,6 +235,10 @@ class JobServices:
     async def pin(self, record: JobRecord) -> None:
         """Holds a job's model version, until the sweep lets go of it."""
         await self.store.put_pin(self.pin_of(record), PIN_TTL_S)
+
+    def why_lost(self, record: JobRecord, workers: Iterable[WorkerRecord], desired: Mapping[str, Desired]) -> str:
+        """Says why a job's model version can't be kept as it was; empty = it can, as far as is known."""
+        return why_lost(self.pin_of(record), workers, desired.get(record.model))
 
     async def say_waiting(self, record: JobRecord, why: str) -> None:
         """Says in a job's record and log why it can't go on now; empty = it goes on. The record stays fresh."""

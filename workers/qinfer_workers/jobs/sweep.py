@@ -3,22 +3,26 @@
 What moves a job on is a task, a worker, or the notice of a shard's end. Each leaves a mark on the record; a job without
 one for `JobServices.stale_s` is looked at: its task is sent again, its lane filled, its end told.
 
-The sweep also renews the pins by which unfinished jobs hold their model versions, and removes those of the others.
+The sweep also renews the pins by which unfinished jobs hold their model versions, and removes those of the others. Of a
+job whose version can't be kept it says so, and ends it if the job asks for that.
 """
 
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import frames_of
-from qinfer.jobs.queue.records import JobRecord, why_failed
+from qinfer.jobs.queue.records import JobRecord, spec_of, why_failed
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.pins import Pin
 from qinfer_workers.jobs.services import PIN_REASON, PIN_TTL_S, JobServices
 
 logger = logging.getLogger("qinfer_workers.jobs")
 
+RESUMED_S = 45.0
+"""Workers that could not load a pinned version try again sooner."""
 CREATION_S = 600.0
 """Creating a job lists its inputs, and takes no longer."""
 
@@ -53,27 +57,43 @@ class Sweeper:
             self._is_running = False
 
     async def _sweep(self) -> None:
-        pins = await self._services.store.pins()  # first: what was resumed since is among the unfinished
-        for record in await self._services.jobs.overdue():
-            await self._attend(self._expire, record)
-        unfinished = await self._services.jobs.unfinished()
-        await self._hold_pins(pins, unfinished)
-        for record in unfinished:
-            if self._services.is_stale(record):
-                await self._attend(self._move_on, record)
-
-    async def _hold_pins(self, pins: Collection[Pin], unfinished: Collection[JobRecord]) -> None:
-        """Renews the pins of unfinished jobs when half of their time is over, and removes those of all others."""
         services = self._services
-        held = {pin.id: pin for pin in pins if pin.reason == PIN_REASON}
-        renew_before = services.clock.now_s() + PIN_TTL_S / 2
+        # First: what was resumed since is among the unfinished.
+        held = {pin.holder: pin for pin in await services.store.pins() if pin.reason == PIN_REASON}
+        for record in await services.jobs.overdue():
+            await self._attend(self._expire, record)
+        unfinished = await services.jobs.unfinished()
+        workers, desired = await services.store.workers(), await services.store.desired()
         for record in unfinished:
-            pin = services.pin_of(record)
-            there = held.pop(pin.id, None)
-            if there is None or there.content_hash != pin.content_hash or there.expires_at < renew_before:
-                await services.store.put_pin(pin, PIN_TTL_S)
+            await self._attend(partial(self._hold, held.pop(record.id, None)), record)
+            await self._attend(lambda job: self._check_version(job, services.why_lost(job, workers, desired)), record)
+            if services.is_stale(record):
+                await self._attend(self._move_on, record)
         for pin in held.values():
             await services.store.put_pin(pin, 0.0)
+
+    async def _hold(self, held: Pin | None, record: JobRecord) -> None:
+        """Renews the pin of a job when half of its time is over, and one of which the job's plan knows more."""
+        services = self._services
+        pin = services.pin_of(record)
+        renew_before = services.clock.now_s() + PIN_TTL_S / 2
+        if held is None or held.content_hash != pin.content_hash or held.expires_at < renew_before:
+            await services.pin(record)
+
+    async def _check_version(self, record: JobRecord, why: str) -> None:
+        """Says why a job's model version can't be kept, and that it can again; ends the job where it asks for that.
+
+        That takes two sweeps, for files that are being changed may be away for a moment, and after a `resume` until
+        workers have looked again. Of a job that is to be planned the planner says that it goes on.
+        """
+        if record.state not in (JobState.PLANNING, JobState.RUNNING):
+            return
+        is_resumed = self._services.clock.now_s() < record.resumed_at + RESUMED_S
+        has_failed = why and why == record.waiting and spec_of(record).on_version_change == "fail"
+        if has_failed and not is_resumed:
+            await self._end(record, JobState.FAILED, why)
+        elif why != record.waiting and (why or record.state == JobState.RUNNING):
+            await self._services.say_waiting(record, why)
 
     async def _attend(self, what: Callable[[JobRecord], Awaitable[None]], record: JobRecord) -> None:
         try:

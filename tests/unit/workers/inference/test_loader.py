@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,19 @@ class Scene:
         return self.made[-1]
 
     def load(
-        self, *, rows: int = 8, latest: int = 1, count: int = 1, spec: ModelSpec | None = None, more: str = ""
+        self,
+        *,
+        rows: int = 8,
+        latest: int = 1,
+        count: int = 1,
+        spec: ModelSpec | None = None,
+        more: str = "",
+        pinned: Sequence[str] = (),
     ) -> Change:
         self.generation += 1
         config = to_json(normalise(parse(CONFIG.format(rows=rows, latest=latest, count=count) + more), "m"))
         stored = StoredModel("m", self.generation, config, (1,))
-        change = self.loader.load(spec or to_spec(from_json(config), LimitSettings()), 1, stored, self.serving)
+        change = self.loader.load(spec or to_spec(from_json(config), LimitSettings()), 1, stored, self.serving, pinned)
         self.serving = change.loaded
         return change
 
@@ -170,6 +177,19 @@ def test_files_that_change_while_they_are_loaded_have_no_hash(scene: Scene) -> N
     scene.on_make = lambda: scene.write("1/model.stub", "other weights")
 
     assert not scene.load().loaded.executed_hash
+
+
+def test_other_content_than_was_pinned_is_not_loaded(scene: Scene) -> None:
+    """Nothing is made of it; any content fits a pin that names none."""
+    executed = scene.load().loaded.executed_hash
+    scene.serving = None
+
+    with pytest.raises(ModelLoadFailed, match="not those that it was pinned with"):
+        scene.load(pinned=("sha256:other",))
+
+    assert len(scene.made) == 1
+    assert scene.load(pinned=("sha256:other", executed)).kind is Kind.NEW
+    assert scene.load(rows=4, pinned=("",)).kind is Kind.NEW
 
 
 def test_another_copy_of_the_same_remote_files_is_no_change(scene: Scene, tmp_path: Path) -> None:

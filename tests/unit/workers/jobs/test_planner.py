@@ -481,8 +481,8 @@ async def test_a_job_does_not_go_on_with_an_input_that_has_changed(database: Dat
     assert "in-0.parquet' has changed since the job was planned" in record.error
 
 
-async def test_a_job_does_not_go_on_with_another_model(database: Database, tmp_path: Path) -> None:
-    """One output is of one model."""
+async def test_a_job_is_resumed_though_its_model_has_changed(database: Database, tmp_path: Path) -> None:
+    """One output is of one model: its shards wait for a worker that has that, and the version is pinned."""
     one = await planned(database, tmp_path)
     await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
     assert await one.jobs.move("job", {JobState.CANCELLED}, JobState.PLANNING)
@@ -490,7 +490,9 @@ async def test_a_job_does_not_go_on_with_another_model(database: Database, tmp_p
 
     await one.planner().run("job")
 
-    assert (await one.record()).error.startswith("model 'stub' has changed since the job was planned")
+    (pin,) = await one.store.pins()
+    assert (await one.record()).state == JobState.RUNNING
+    assert pin.content_hash == one.plan().model_hash == HASH
 
 
 async def test_a_job_goes_on_though_the_model_s_directory_has_changed(database: Database, tmp_path: Path) -> None:
@@ -518,6 +520,19 @@ async def test_a_plan_of_an_earlier_qinfer_is_compared_by_its_own_kind_of_hash(
     await one.planner().run("job")
 
     assert (await one.record()).state == JobState.RUNNING
+
+
+async def test_a_plan_of_an_earlier_qinfer_does_not_go_on_with_other_files(database: Database, tmp_path: Path) -> None:
+    """Nothing tells whether these would execute the same."""
+    one = await planned(database, tmp_path)
+    earlier = one.directory / "out" / "_plan.json"
+    earlier.write_bytes(encode_plan(msgspec.structs.replace(one.plan(), model_hash="another")))
+    await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
+    assert await one.jobs.move("job", {JobState.CANCELLED}, JobState.PLANNING)
+
+    await one.planner().run("job")
+
+    assert (await one.record()).error.startswith("model 'stub' has changed since the job was planned")
 
 
 async def test_a_job_waits_until_a_worker_tells_what_it_executes(database: Database, tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from qinfer.errors import StoreUnavailable
-from qinfer.jobs.job import JobState
+from qinfer.jobs.job import JobState, encode_spec
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.pins import Pin
+from qinfer.models.state import Desired
 from qinfer.testing import eventually
 from qinfer_workers.jobs.services import PIN_TTL_S
-from qinfer_workers.jobs.sweep import CREATION_S, Sweeper
+from qinfer_workers.jobs.sweep import CREATION_S, RESUMED_S, Sweeper
 from tests.support.jobs.bulk_bench import HASH, Bench, bench, record_of, spec, write_inputs
 from tests.support.servers.servers import Database
 
@@ -120,6 +121,72 @@ async def test_a_job_s_model_version_is_pinned_until_its_end(scene: Make) -> Non
     assert (planned.content_hash, same) == (HASH, planned)
     assert renewed.expires_at > planned.expires_at
     assert await store.pins() == []
+
+
+async def running(scene: Make, tmp_path: Path, **changes: object) -> Scene:
+    """Returns a scene with a running job whose model version was replaced meanwhile."""
+    one = await scene()
+    job = spec(tmp_path, **changes)
+    await one.bench.jobs.move("job", {JobState.PLANNING}, JobState.PLANNING, spec=encode_spec(job))
+    await one.bench.planner().run("job")
+    await one.bench.beat("sha256:other")
+    return one
+
+
+WHY = "version 1 of model 'stub' can't be kept: its files or configuration have changed"
+
+
+async def test_a_job_whose_version_can_t_be_kept_says_so_until_it_is_back(scene: Make, tmp_path: Path) -> None:
+    """In its record and log, once."""
+    one = await running(scene, tmp_path)
+
+    for _ in range(3):
+        await one.sweep()
+    lost = await one.bench.record()
+    await one.bench.beat()
+    await one.sweep()
+
+    assert (lost.state, lost.waiting) == (JobState.RUNNING, WHY)
+    assert (await one.bench.record()).waiting == ""
+    assert (await one.bench.texts())[-2:] == [f"waits: {WHY}", "goes on"]
+
+
+async def test_a_job_that_is_not_to_wait_for_its_version_fails(scene: Make, tmp_path: Path) -> None:
+    """At the second look: files that are being changed may be away for a moment."""
+    one = await running(scene, tmp_path, on_version_change="fail")
+
+    first = await one.sweep()
+    second = await one.sweep()
+
+    record = await one.bench.record()
+    assert (first, second) == ([], [("finalise", "job")])
+    assert (record.state, record.error) == (JobState.FAILED, WHY)
+
+
+async def test_a_job_that_was_resumed_waits_until_workers_have_looked_again(scene: Make, tmp_path: Path) -> None:
+    """What they report is of before the files were put back."""
+    one = await running(scene, tmp_path, on_version_change="fail")
+    now_s = one.bench.delivery.clock.now_s()
+    await one.bench.jobs.move("job", {JobState.RUNNING}, JobState.RUNNING, resumed_at=now_s)
+
+    for _ in range(3):
+        await one.sweep()
+    waiting = (await one.bench.record()).state
+    await one.sweep(RESUMED_S)
+
+    assert (waiting, (await one.bench.record()).state) == (JobState.RUNNING, JobState.FAILED)
+
+
+async def test_a_job_of_a_model_that_was_unloaded_says_so(scene: Make, tmp_path: Path) -> None:
+    """No worker reports anything of it."""
+    one = await scene()
+    await one.bench.planner().run("job")
+    await one.bench.store.set_desired(Desired("stub", 1, load=False))
+
+    await one.sweep()
+
+    why = "version 1 of model 'stub' can't be kept: the model was unloaded"
+    assert (await one.bench.record()).waiting == why
 
 
 async def test_the_pins_of_others_are_left_alone(scene: Make) -> None:

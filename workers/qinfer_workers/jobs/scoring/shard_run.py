@@ -19,6 +19,7 @@ from qinfer.errors import Cancelled, DeliveryError, QinferError
 from qinfer.jobs.job import decode_spec
 from qinfer.jobs.plan import ShardTicket, decode_plan_head
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, granted
+from qinfer.models.pins import is_executed
 from qinfer_workers.inference.executor import Borrower, ThreadExecutor, in_thread
 from qinfer_workers.jobs.scoring.arbiter import Turn
 from qinfer_workers.jobs.scoring.chunks import Chunks
@@ -211,15 +212,17 @@ def make_run(served: Served, held: HeldShard, ticket: ShardTicket, record: JobRe
     """Makes the run of a shard; a `context.MakeRun` of a model version.
 
     Raises:
-        PutOff: This worker can't read the job: it is a newer qinfer's. Or it has not the plan's files of the model, and
-            may have yet to load them.
+        PutOff: This worker can't read the job: it is a newer qinfer's. Or it has not the model version as the plan has
+            it: it may have yet to load that, or the job waits, as the bulk worker says.
     """
     try:
         spec, head = decode_spec(record.spec), decode_plan_head(record.head)
     except QinferError as error:
         raise PutOff(error.message) from error
     model, model_hash = served.batcher.model, served.loaded.hash_like(head.model_hash)
-    if head.model_hash != model_hash and served.clock.now_s() < record.started_at + MODEL_LOADS_WITHIN_S:
+    # An earlier qinfer's job fails in the end, for nothing tells whether its content will be back.
+    is_patient = is_executed(head.model_hash) or served.clock.now_s() < record.started_at + MODEL_LOADS_WITHIN_S
+    if head.model_hash != model_hash and is_patient:
         raise PutOff("the model is not loaded here as the job was planned with it")
 
     def progress() -> None:
