@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec, Output, check_spec
@@ -16,8 +17,11 @@ from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.jobs.shards import Pace
 from qinfer.models.spec import TensorSpec
 from qinfer.storage.hive import partition_values
+from qinfer.storage.open import store_for
+from qinfer.storage.store import Outcome
 from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE, model_of, tensor, write
+from tests.support.servers import object_stores
 
 MODEL = stub_spec(dims=(1,))
 PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
@@ -161,6 +165,33 @@ def test_an_output_without_rows_has_a_folder_too(tmp_path: Path) -> None:
     table_of(tmp_path, "parquet", "c=de", rows=0)
     plan = planned(tmp_path, partition_by=("c",))
     assert [(shard.part, shard.rows) for shard in plan.shards] == [("c=de/part-00000.parquet", 0)]
+
+
+@pytest.mark.parametrize("small_bytes", [0, 2**22])
+def test_tables_in_a_bucket_are_read_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_bytes: int
+) -> None:
+    """Percent signs of their names are as they were, whichever client reads them."""
+    monkeypatch.setattr("qinfer.jobs.rows.shard_rows._SMALL_BYTES", small_bytes)
+    table_of(tmp_path, "parquet", "c=d%20e", "c=fr")
+    with object_stores.s3("partitions") as bucket:
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        table = bucket.upload(tmp_path / "table", to="table")
+        spec = spec_of(tmp_path, inputs=(table,), partition_by=("c",))
+        grant = Grant((*ANY_FILE.read, table), ANY_FILE.write)
+        plan = make_plan(Unplanned("job-1", spec, model_of(MODEL.inputs), "hash", grant), PACE)
+        assert rows_of(plan, "c", "x") == [("d e", float(x)) for x in range(3)] + [
+            ("fr", float(x)) for x in range(3, 6)
+        ]
+
+        (tmp_path / "part").write_bytes(b"some")
+        for shard in plan.shards:
+            url = f"{table}/out/{shard.part}"
+            store = store_for(url)
+            assert store.commit_if_absent(tmp_path / "part", url) is Outcome.CREATED
+            assert store.commit_if_absent(tmp_path / "part", url) is Outcome.EXISTS
+            assert [found.url for found in store.scan(url.rpartition("/")[0])] == [url]
 
 
 def test_long_values_take_no_more_memory_than_rows_may(tmp_path: Path) -> None:
