@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks import environments, processes
+from benchmarks.bulk import sleepy
 from benchmarks.bulk.contestants import PROCESSES, RunFailed, serving
 
 WORK = environments.HERE / ".work" / "never_asked"
@@ -33,27 +34,6 @@ TIME_BAR = 1.15
 
 _POLL_S = 0.25
 _NAME = "sleepy"
-_CONFIG = f"""
-name: "{_NAME}" backend: "python" max_batch_size: 64
-input {{ name: "x" data_type: TYPE_FP32 dims: [ 4 ] }}
-output {{ name: "y" data_type: TYPE_FP32 dims: [ 4 ] }}
-"""
-_MODEL = """
-import os
-import time
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        arrays = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
-        rows = sum(len(array) for array in arrays)
-        with open({trace!r}, "a") as trace:
-            trace.write(f"{{os.getpid()}} {{time.time()}} {{rows}}\\n")
-        time.sleep({row_s} * rows)
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", array)]) for array in arrays]
-"""
 
 
 class Execution(NamedTuple):
@@ -77,16 +57,15 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=100_000)
     rows = parser.parse_args().rows
     with processes.alone(WORK):
-        source, trace = _write_input(rows), _write_model()
-        out = WORK / "out"
+        source, out, trace = _write_input(rows), WORK / "out", WORK / "trace"
+        sleepy.install(WORK / "installed")
+        sleepy.write_model(WORK / "models", _NAME, ROW_S, trace)
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         with serving(WORK, [_NAME], {}) as qinfer:
             trace.write_text("")  # what it did to warm up
             asked_s = time.time()
-            job = qinfer.submit(
-                {"model": _NAME, "inputs": [source.as_uri()], "output": {"url": out.as_uri()}},
-            )
+            job = qinfer.submit({"model": _NAME, "inputs": [source.as_uri()], "output": {"url": out.as_uri()}})
             looks, ended = _follow(f"{qinfer.url}/v1/jobs/{job['id']}")
         executions = [Execution(int(p), float(s), int(n)) for p, s, n in map(str.split, trace.read_text().splitlines())]
         if ended["state"] != "completed" or pq.read_table(out).num_rows != rows:
@@ -140,15 +119,6 @@ def _write_input(rows: int) -> Path:
     table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(values), 4)})
     pq.write_table(table, path, row_group_size=rows)
     return path
-
-
-def _write_model() -> Path:
-    trace, folder = WORK / "trace", WORK / "models" / _NAME
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "1").mkdir(parents=True)
-    (folder / "config.pbtxt").write_text(_CONFIG)
-    (folder / "1" / "model.py").write_text(_MODEL.format(trace=str(trace), row_s=ROW_S))
-    return trace
 
 
 if __name__ == "__main__":
