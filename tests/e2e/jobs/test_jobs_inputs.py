@@ -120,7 +120,7 @@ def test_nulls_that_are_too_many(scene: Scene) -> None:
     """More rows with errors than the job allows fail it, and it says how many and why."""
     scene.place.put("in/a.parquet", parquet(rows_of(0, NULL_EVERY * 3, NULL_EVERY * 3)))
 
-    text = scene.failure(error_threshold=1)
+    text = scene.failure(error_threshold=1, rows_per_part=NULL_EVERY * 3)
 
     assert text.startswith("3 rows failed; the job allows 1 (error_threshold)")
     assert "'a.parquet': column 'x' is null" in text
