@@ -98,6 +98,17 @@ def test_airflow_finds_the_provider(airflow: Airflow) -> None:
     assert "qinfer.integrations.airflow.hook.QinferHook" in airflow.command("providers", "hooks", "-o", "plain")
 
 
+def test_a_trigger_is_its_job_its_connection_and_an_interval(airflow: Airflow) -> None:
+    script = (
+        "from qinfer.integrations.airflow.trigger import QinferBulkJobTrigger as T; print(T('j', 'c', 1.0).serialize())"
+    )
+
+    told = airflow.python(script)
+
+    path, name = "qinfer.integrations.airflow.trigger", "QinferBulkJobTrigger"
+    assert str((f"{path}.{name}", {"job_id": "j", "qinfer_conn_id": "c", "poll_s": 1.0})) in told
+
+
 @pytest.mark.parametrize("wait", ["deferred", "blocking"])
 def test_a_task_that_failed_is_retried_with_the_same_job(airflow: Airflow, scene: Scene, wait: str) -> None:
     """The second file lacks a column, which planning finds; once it is mended, the retry resumes the job."""
@@ -130,7 +141,6 @@ def test_a_deferred_task_survives_its_triggerer(airflow: Airflow, running: Servi
     running.wait_for("survives", "first", "score", "success")
 
     assert trigger["classpath"] == "qinfer.integrations.airflow.trigger.QinferBulkJobTrigger"
-    assert [name for name in ("job_id", "qinfer_conn_id", "poll_s") if name not in trigger["kwargs"]] == []
     assert KEY.encode() not in (airflow.home / "airflow.db").read_bytes()
     with Client(f"http://{scene.stack.address}") as client:
         scene.check(client.jobs(limit=1)[0], rows_of(0, 1500, 3000), rows_of(1500, 1500, 3000))
@@ -144,6 +154,9 @@ def test_a_deferred_task_that_is_marked_as_failed_cancels_its_job(
     with scene.without_workers(), Client(f"http://{scene.stack.address}") as client:
         running.run("marked", "first")
         running.wait_for("marked", "first", "score", "deferred")
+        # One that no triggerer has begun is removed without a word to the trigger.
+        logs = airflow.home / "logs" / "dag_id=marked"
+        wait_until(lambda: any(logs.rglob("*.trigger.*.log")), WITHIN_S, "a trigger that runs")
         running.mark_failed("marked", "first", "score")
         wait_until(lambda: client.jobs(limit=1)[0].state in ("cancelling", "cancelled"), WITHIN_S, "a cancelled job")
 
