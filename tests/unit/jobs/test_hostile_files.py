@@ -317,7 +317,7 @@ FILES: Mapping[str, Hostile] = {
         "jsonl", lambda: object_of(100_000, "y"), message="its lines have more than 10000 fields"
     ),
     "JSON lines: null": Hostile("jsonl", lambda: b"null\n" * 1000, message="a line is null"),
-    "a file of nothing": Hostile("parquet", lambda: b"", message="is empty"),
+    "a file of nothing": Hostile("parquet", lambda: b"", message="the inputs have no column"),
 }
 
 
