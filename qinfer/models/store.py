@@ -58,6 +58,7 @@ class ControlStore:
     def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
         self.client = client
         self._records = StoredRecords()
+        self._desired: dict[str, Desired] = {}
         self._last_wakes: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 
     async def installation(self) -> str:
@@ -91,10 +92,13 @@ class ControlStore:
             return {_text(name) for name in await self.client.hgetall(keys.desired())}
 
     async def desired(self) -> dict[str, Desired]:
-        """Returns the desired state of every model."""
+        """Returns the desired state of every model; where it is damaged, what it was at the last look, if any."""
         with translated():
             values = await self.client.hgetall(keys.desired())
-        return self._records.all({_text(model): value for model, value in values.items()}, Desired)
+        read = {_text(model): value for model, value in values.items()}
+        known = {model: desired for model, desired in self._desired.items() if model in read}
+        self._desired = known | self._records.all(read, Desired)
+        return dict(self._desired)
 
     async def set_desired(self, desired: Desired) -> None:
         """Writes the desired state of one model; an older generation never replaces a newer one."""

@@ -13,13 +13,17 @@ import msgspec
 import pytest
 import redis
 
+from qinfer.core.settings import StoreSettings
 from qinfer.errors import CorruptEntry, QinferError
+from qinfer.jobs.queue.jobs import Jobs
+from qinfer.jobs.queue.records import Place, granted, spec_of
 from qinfer.models.state import Desired
 from qinfer.models.store import ControlStore
 from qinfer.queue import keys
 from qinfer.queue.lanes import Queue
 from qinfer.testing import wait_until
 from qinfer.wire.versions import decode_document
+from tests.support.bulk_jobs import planned, record
 from tests.support.fuzzing import damaged, fuzz, within_limits
 from tests.support.requests import accept, address
 from tests.support.servers.servers import Database
@@ -69,6 +73,46 @@ async def test_a_request_whose_record_is_damaged(delivery: Queue, store: Control
 
     with pytest.raises(CorruptEntry, match="record of request 'r1' is damaged"):
         await delivery.requests.record(address())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("about", b""),
+        ("about", b"\x01x"),
+        ("state", b"\xff"),
+        ("rows", "9" * 5000),
+        ("deadline_at", "9" * 400),
+        ("deadline_at", "x"),
+        ("kept_ms", "?"),
+    ],
+)
+async def test_a_job_whose_record_is_damaged(
+    delivery: Queue, store: ControlStore, caplog: pytest.LogCaptureFixture, field: str, value: Any
+) -> None:
+    """It hides no other, and is logged once by who looks at all again and again."""
+    jobs = Jobs(delivery)
+    for job_id in ("j1", "j2"):
+        await planned(delivery, 2, job_id)
+    await store.client.hset(Place("digits", 0, "j1").record, field, value)
+
+    for _ in range(3):
+        assert [record.id for record in await jobs.unfinished()] == ["j2"]
+        assert [record.id for record in (await jobs.list()).records] == ["j2"]
+        assert len(await jobs.open_rows()) in (1, 2)  # it reads but a few of the fields
+    with pytest.raises(CorruptEntry, match=r"job 'j1' is damaged|record of a bulk job"):
+        await jobs.get("j1")
+    assert len([record for record in caplog.records if record.message == "job unreadable"]) == 1
+
+
+@pytest.mark.parametrize("text", [b"{", b"\xff", b"[]", b"[" * 100_000])
+def test_a_specification_or_grant_that_is_damaged(text: bytes) -> None:
+    job = record(spec=text, grant=text)
+
+    with pytest.raises(CorruptEntry):
+        spec_of(job)
+    with pytest.raises(CorruptEntry):
+        granted(job, StoreSettings())
 
 
 class Damage:

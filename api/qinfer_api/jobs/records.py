@@ -34,7 +34,7 @@ from qinfer.jobs.job import (
 from qinfer.jobs.manifest import MANIFEST_NAME
 from qinfer.jobs.plan import Estimate, SkippedFiles
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import JobRecord, LogLine, spec_of
+from qinfer.jobs.queue.records import JobRecord, LogLine, damage_told, spec_of
 from qinfer.jobs.shards import Pace
 from qinfer_api.requests.service import WebhookBody, instant, shown_webhook, written
 from qinfer_api.requests.webhooks import Message, envelope
@@ -353,15 +353,21 @@ def deadline_at(spec: JobSpec, now_s: float) -> float:
 
 
 def shown_job(record: JobRecord, now_s: float) -> JobBody:
-    """Returns a job as clients have it."""
+    """Returns a job as clients have it.
+
+    Raises:
+        CorruptEntry: Its record is damaged.
+    """
     progress, path = progress_of(record, now_s), job_path(record)
-    spec = msgspec.json.decode(record.spec, type=_ShownSpec)
+    with damage_told(record.id):
+        state, spec = JobState(record.state), msgspec.json.decode(record.spec, type=_ShownSpec)
+        skipped = msgspec.json.decode(record.head, type=_ShownHead).skipped if record.head else None
     is_planned = bool(record.shards)
     return JobBody(
         id=shown_job_id(record),
         model=record.model,
         version=record.version,
-        state=JobState(record.state),
+        state=state,
         priority=_PRIORITY_NAMES.get(record.priority, "normal"),
         created_at=written(record.created_at),
         started_at=instant(record.started_at),
@@ -371,7 +377,7 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
             record.rows if is_planned else None, record.rows_done, record.rows_failed, _rows_scored(record)
         ),
         shards=JobShardCounts(record.shards or None, record.shards_done, record.shards_failed, record.in_lane),
-        skipped_files=msgspec.json.decode(record.head, type=_ShownHead).skipped if record.head else None,
+        skipped_files=skipped,
         progress=round(progress.share, 6),
         rows_per_s=None if progress.rows_per_s is None else round(progress.rows_per_s, 3),
         eta_s=None if progress.eta_s is None else round(progress.eta_s, 3),

@@ -1,10 +1,12 @@
 """`/v1/jobs`: bulk jobs over HTTP (docs/reference/jobs-api.md)."""
 
+from contextlib import suppress
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from qinfer.errors import InvalidRequest
+from qinfer.errors import CorruptEntry, InvalidRequest
 from qinfer.jobs.job import JobState
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.wire.kserve_json import check_depth
@@ -191,7 +193,11 @@ async def _list(services: Services, jobs: BulkJobs, request: Request) -> HttpRes
     context, query = _context(services, request), request.query_params
     state, after = query.get("state", ""), query.get("after", "")
     found, following = await jobs.list(context, state, after, _limit(query.get("limit")))
-    return send_json(JobsBody([_body(jobs, record) for record in found], following or None))
+    bodies = []
+    for record in found:
+        with suppress(CorruptEntry):  # a damaged one hides no other; asked by its id, it says so
+            bodies.append(_body(jobs, record))
+    return send_json(JobsBody(bodies, following or None))
 
 
 async def _body_of(services: Services, request: Request) -> bytes:

@@ -12,16 +12,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from qinfer.core.clock import ServerClock
-from qinfer.errors import InvalidRequest
+from qinfer.errors import CorruptEntry, InvalidRequest
 from qinfer.jobs.queue.records import OPEN_FIELDS, JobRecord, Page, Place, open_rows, record_of
 from qinfer.models.work import OpenRows
 from qinfer.queue import keys
 from qinfer.queue.router import Router
-from qinfer.wire.versions import NewerVersion
 
 logger = logging.getLogger(__name__)
 
 _CREATION_S = 60.0
+_MOST_SKIPPED = 1000
 _JOBS, _OPEN, _PLACES = keys.jobs().encode(), keys.open_jobs().encode(), keys.job_places().encode()
 _LOOKS = 10  # of a listing: a page that few jobs fit ends before it is full
 _PAGE = 100
@@ -41,6 +41,7 @@ class JobIndex:
     def __init__(self, router: Router, clock: ServerClock) -> None:
         self._router = router
         self._clock = clock
+        self._skipped: set[str] = set()
 
     async def add(self, place: Place, created_ms: int, deadline_at: float) -> bool:
         """Adds a job, open; False when there is one of that id elsewhere. One whose record is gone makes room."""
@@ -108,8 +109,8 @@ class JobIndex:
                 continue  # its record is gone, or not there yet
             try:
                 record = record_of(place, dict(zip(OPEN_FIELDS, values, strict=True)))
-            except NewerVersion as error:
-                skip(place.job_id, error)
+            except CorruptEntry as error:
+                self.skip(place.job_id, error)
                 continue
             if not record.is_over:
                 found.append(open_rows(record, now_s))
@@ -117,7 +118,7 @@ class JobIndex:
 
     async def page(
         self,
-        read: Callable[[str], Awaitable[JobRecord | NewerVersion | None]],
+        read: Callable[[str], Awaitable[JobRecord | CorruptEntry | None]],
         fits: Callable[[JobRecord], bool],
         after: str,
         count: int,
@@ -125,7 +126,7 @@ class JobIndex:
         """Returns up to `count` jobs that fit, the newest first.
 
         Args:
-            read: Returns a job's record, or that it is a newer qinfer's, which is left out.
+            read: Returns a job's record, or why it can't be read: it is left out then.
             fits: Whether a job belongs to the listing.
             after: Where to begin; empty = at the newest.
             count: How many at most.
@@ -152,6 +153,14 @@ class JobIndex:
             if is_last:
                 return Page(found, "")
         return Page(found, cursor_of(*place) if place is not None else "")
+
+    def skip(self, job_id: str, error: CorruptEntry) -> None:
+        """Logs once that a job is left out of what is read of many, so that it hides no other."""
+        if job_id not in self._skipped:
+            if len(self._skipped) >= _MOST_SKIPPED:
+                self._skipped.clear()
+            self._skipped.add(job_id)
+            logger.error("job unreadable", extra={"job": job_id, "reason": error.message})
 
     async def forget(self, job_id: str, created_ms: int | None = None) -> None:
         """Drops a job without a record, unless it may just be being created."""
@@ -192,11 +201,6 @@ def _place(job_id: str, where: bytes) -> Place:
     """Reads a place as `add` writes it."""
     partition, _, model = where.decode().partition(" ")
     return Place(model, int(partition), job_id)
-
-
-def skip(job_id: str, error: NewerVersion) -> None:
-    """Logs that a job is left out of what is read of many, so that it hides no other."""
-    logger.error("job unreadable", extra={"job": job_id, "reason": error.message})
 
 
 def cursor_of(created_ms: int, job_id: str) -> str:

@@ -30,8 +30,9 @@ from typing import Any, Unpack
 
 import msgspec
 
+from qinfer.errors import CorruptEntry
 from qinfer.jobs.job import TERMINAL, JobState
-from qinfer.jobs.queue.index import JobIndex, skip
+from qinfer.jobs.queue.index import JobIndex
 from qinfer.jobs.queue.records import (
     MAX_LINE_CHARACTERS,
     MAX_LOG_LINES,
@@ -57,7 +58,6 @@ from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
 from qinfer.queue.router import Call, Script, load_script, run_script, ttl_ms
-from qinfer.wire.versions import NewerVersion
 
 POLL_S = 0.5
 """The pause between two looks of `wait_for_change`."""
@@ -422,7 +422,7 @@ class Jobs:
     async def _open(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         """Returns the jobs that have not ended; the others leave the index of open ones."""
         found = await asyncio.gather(*map(self._readable, job_ids))
-        records = [record for record in found if not isinstance(record, NewerVersion)]
+        records = [record for record in found if not isinstance(record, CorruptEntry)]
         for job_id, record in zip(job_ids, found, strict=True):
             if record is None:
                 await self._index.forget(job_id)
@@ -433,12 +433,12 @@ class Jobs:
                     await self._index.open(job_id, again.deadline_at)
         return sorted((record for record in records if record is not None and not record.is_over), key=service_order)
 
-    async def _readable(self, job_id: str) -> JobRecord | NewerVersion | None:
-        """Returns what is known of a job, one of many: that it is a newer qinfer's hides no other."""
+    async def _readable(self, job_id: str) -> JobRecord | CorruptEntry | None:
+        """Returns what is known of a job, one of many: that it is damaged, or a newer qinfer's, hides no other."""
         try:
             return await self.get(job_id)
-        except NewerVersion as error:
-            skip(job_id, error)
+        except CorruptEntry as error:
+            self._index.skip(job_id, error)
             return error
 
     async def _reopen(self, place: Place) -> None:

@@ -5,13 +5,15 @@ A record is a hash. What is fixed at a job's creation and no script reads is one
 write. Instants are whole milliseconds there.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple, TypedDict
 
 import msgspec
 
 from qinfer.core.settings import StoreSettings
 from qinfer.core.store_urls import Grant
+from qinfer.errors import CorruptEntry
 from qinfer.jobs.job import TERMINAL, JobSpec, JobState
 from qinfer.models.work import OpenRows
 from qinfer.queue import keys
@@ -298,8 +300,13 @@ def record_of(place: Place, fields: Mapping[bytes, bytes]) -> JobRecord:
 
     Raises:
         NewerVersion: A newer qinfer wrote it.
+        CorruptEntry: It is damaged.
     """
-    found = {name.decode(): value for name, value in fields.items()}
+    with damage_told(place.job_id):
+        return _record_of(place, {name.decode(): value for name, value in fields.items()})
+
+
+def _record_of(place: Place, found: dict[str, bytes]) -> JobRecord:
     about = _ABOUT.decode(found.pop("about"))
     values: dict[str, str | bytes | float] = {"id": place.job_id, "model": place.model, "partition": place.partition}
     values |= msgspec.structs.asdict(about)
@@ -326,8 +333,13 @@ def line_of(text: bytes) -> LogLine:
 
 
 def spec_of(record: JobRecord) -> JobSpec:
-    """Returns the specification of a stored job."""
-    return msgspec.json.decode(record.spec, type=JobSpec)
+    """Returns the specification of a stored job.
+
+    Raises:
+        CorruptEntry: It is damaged.
+    """
+    with damage_told(record.id):
+        return msgspec.json.decode(record.spec, type=JobSpec)
 
 
 def granted(record: JobRecord, stores: StoreSettings) -> Grant:
@@ -336,9 +348,30 @@ def granted(record: JobRecord, stores: StoreSettings) -> Grant:
     Args:
         record: The job; without a grant, an older gateway has stored it.
         stores: The settings of this process.
+
+    Raises:
+        CorruptEntry: The grant is damaged.
     """
     here = stores.grant_of(record.tenant)
-    return msgspec.json.decode(record.grant, type=Grant).narrowed(here) if record.grant else here
+    with damage_told(record.id):
+        return msgspec.json.decode(record.grant, type=Grant).narrowed(here) if record.grant else here
+
+
+@contextmanager
+def damage_told(job_id: str) -> Iterator[None]:
+    """Has `CorruptEntry` raised of a record whose fields can't be read."""
+    try:
+        yield
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+        msgspec.MsgspecError,
+    ) as error:
+        raise CorruptEntry(f"the record of job '{job_id}' is damaged: {error}") from None
 
 
 def why_failed(outcomes: Iterable[ShardOutcome], max_errors: int, shards: int) -> str:

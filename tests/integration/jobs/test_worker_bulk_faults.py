@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import JobRecord, ShardOutcome
+from qinfer.jobs.queue.records import JobRecord, Place, ShardOutcome
+from qinfer.queue import keys
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
 from tests.support.faulty_backend import CRASH, SLOW, write_model
@@ -86,6 +87,61 @@ async def test_a_killed_worker_s_shard_is_finished_by_another(
     await work.worker(**job.environment)
 
     await job.check(work)
+
+
+async def logged(text: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """Waits until workers have logged something; returns what they logged so far."""
+    told = list[str]()
+
+    def is_told() -> bool:
+        told.append(capfd.readouterr().err)
+        return text in "".join(told)
+
+    await eventually(is_told, 40.0, text)
+    return "".join(told)
+
+
+@pytest.mark.parametrize(("field", "damage"), [("about", b"\x01\xc1"), ("grant", b"{"), ("rows", b"x")])
+async def test_a_job_whose_record_is_damaged_rests_until_it_is_well(
+    work: WorkerProcesses, tmp_path: Path, capfd: pytest.CaptureFixture[str], field: str, damage: bytes
+) -> None:
+    """The worker goes on with requests; entries that are no requests become dead letters."""
+    job, client = Job(tmp_path), work.store.client
+    process = await work.worker(**job.environment)
+    lane = Lane("faulty", 1)
+    process.send_signal(signal.SIGSTOP)
+    await job.submit(work)
+    place = Place("faulty", lane.partition, JOB).record
+    whole = await client.hget(place, field)
+    await client.hset(place, field, damage)
+    for fields in ({"f": b"\xff"}, {"f": b"\x01" + bytes(40)}, {b"\xff": b""}):
+        await client.xadd(keys.lane(lane), fields)
+    resume(process)
+    log = await logged("shard put off", capfd)
+    [answer] = await work.answered(work.submit(7.0))
+    assert answer.failure is None
+    assert process.poll() is None
+    assert "Traceback" not in log
+    await (client.hdel(place, field) if whole is None else client.hset(place, field, whole))
+
+    await job.check(work)
+    assert process.poll() is None
+
+
+async def test_a_damaged_wish_or_configuration_unloads_nothing(
+    work: WorkerProcesses, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = work.store.client
+    process = await work.worker()
+    await client.hset(keys.desired(), "faulty", b"{")
+    await client.hset(keys.config("faulty"), "model", b"{")
+    await work.store.wake()
+    log = await logged('"kind":"StoredModel"', capfd)
+    [answer] = await work.answered(work.submit(7.0))
+
+    assert answer.failure is None
+    assert "Traceback" not in log
+    await work.ready(process)
 
 
 async def test_two_workers_on_one_shard_make_one_part(work: WorkerProcesses, tmp_path: Path, trace: Path) -> None:

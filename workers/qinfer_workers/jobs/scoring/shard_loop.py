@@ -138,7 +138,11 @@ class ShardTask:
         if rest_s := self._rests.left_s(job_id):
             await self._release(rest_s)
             return
-        record = await self._insist(lambda: jobs.get(job_id))
+        try:
+            record = await self._insist(lambda: jobs.get(job_id))
+        except CorruptEntry as error:
+            await self._put_off(job_id, index, error.message)
+            return
         if record is None or record.state not in (JobState.RUNNING, JobState.PLANNING):
             await self._insist(lambda: jobs.drop_shard(job_id, lease, index))
         elif lease.deliveries > max(self._context.max_deliveries, LEAST_DELIVERIES):
@@ -152,12 +156,14 @@ class ShardTask:
         try:
             await self._run_through(ticket, record)
         except PutOff as error:
-            about = {"job": record.id, "shard": ticket.shard.index, "reason": str(error)}
-            logger.warning("shard put off", extra=about)
-            self._rests.begin(record.id, time.monotonic() - began_s)
-            await self._release(self._rests.left_s(record.id))
+            await self._put_off(record.id, ticket.shard.index, str(error), time.monotonic() - began_s)
         else:
             self._rests.end(record.id)
+
+    async def _put_off(self, job_id: str, index: int, reason: str, took_s: float = 0.0) -> None:
+        logger.warning("shard put off", extra={"job": job_id, "shard": index, "reason": reason})
+        self._rests.begin(job_id, took_s)
+        await self._release(self._rests.left_s(job_id))
 
     async def _give_up(self, ticket: ShardTicket) -> None:
         jobs, shard = self._context.jobs, ticket.shard

@@ -212,11 +212,11 @@ def make_run(served: Served, held: HeldShard, ticket: ShardTicket, record: JobRe
     """Makes the run of a shard; a `context.MakeRun` of a model version.
 
     Raises:
-        PutOff: This worker can't read the job: it is a newer qinfer's. Or it has not the model version as the plan has
-            it: it may have yet to load that, or the job waits, as the bulk worker says.
+        PutOff: This worker can't read the job: it is a newer qinfer's, or damaged. Or it has not the model version as
+            the plan has it: it may have yet to load that, or the job waits, as the bulk worker says.
     """
     try:
-        spec, head = decode_spec(record.spec), decode_plan_head(record.head)
+        spec, head, grant = decode_spec(record.spec), decode_plan_head(record.head), granted(record, served.stores)
     except QinferError as error:
         raise PutOff(error.message) from error
     model, model_hash = served.batcher.model, served.loaded.hash_like(head.model_hash)
@@ -238,7 +238,7 @@ def make_run(served: Served, held: HeldShard, ticket: ShardTicket, record: JobRe
         max_errors=record.max_errors,
         spool=served.spool,
         read_bytes=served.read_bytes,
-        grant=granted(record, served.stores),
+        grant=grant,
     )
     name = f"{record.id}-{ticket.shard.index}"
     purpose = Purpose(
