@@ -52,6 +52,7 @@ class JobOptions(TypedDict, total=False):
         partitioning: `hive` = folders such as `country=de` in the files' URLs are columns.
         partition_by: Such columns, whose folders the output has, too.
         bad_files: `fail` or `skip`: what input files do that can't be read.
+        failed_rows: `inline` in the parts, or `separate` in files of their own.
         compression: Compression of the output, such as `zstd`, `snappy`, `none`.
         compression_level: The level of the compression; 0 = its default.
         rows_per_part: Maximum rows of one part.
@@ -73,6 +74,7 @@ class JobOptions(TypedDict, total=False):
     tensors: Sequence[str]
     output_columns: Mapping[str, str]
     top_k: Mapping[str, int]
+    failed_rows: str
     key: str
     passthrough: Sequence[str]
     exclude: Sequence[str]
@@ -98,6 +100,7 @@ _OF_OUTPUT = {
     "compression_level": "compression_level",
     "tensors": "tensors",
     "top_k": "top_k",
+    "failed_rows": "failed_rows",
     "rows_per_part": "rows_per_part",
     "partition_by": "partition_by",
     "output_columns": "columns",

@@ -49,8 +49,10 @@ class _Manifest(msgspec.Struct):
 
     output_format: str
     rows: int
+    ok: int
     parts: list[_Part]
     schema: str = ""
+    failed_rows: str = "inline"
     ended_at: float = 0.0
 
 
@@ -74,10 +76,9 @@ def read_output(
     with store_errors(status.output_url):
         manifest = _manifest(files, f"{folder}/{name}") if name == MANIFEST else _listed(files, folder, status)
         table = _read(files, folder, manifest, columns)
-    if table.num_rows != manifest.rows:
-        raise ResultNotFound(
-            f"the output of job '{status.id}' has {table.num_rows} rows; its {name} says {manifest.rows}"
-        )
+    rows = manifest.ok if manifest.failed_rows == "separate" else manifest.rows
+    if table.num_rows != rows:
+        raise ResultNotFound(f"the output of job '{status.id}' has {table.num_rows} rows; its {name} says {rows}")
     return table
 
 

@@ -83,6 +83,11 @@ def output_columns(spec: JobSpec, tensor: TensorSpec) -> tuple[str, ...]:
     return tuple(f"{name}_{part}" for part in TOP_K_PARTS if part != "label" or tensor.labels)
 
 
+def has_place(spec: JobSpec) -> bool:
+    """Tells whether an output says where rows are from: without a key, or with files of failed rows."""
+    return not spec.key or spec.output.is_split
+
+
 def copied_columns(spec: JobSpec, schema: pa.Schema) -> tuple[str, ...]:
     """Returns the columns that are copied to the output: `passthrough` in its order or the inputs', then the key."""
     names = spec.passthrough
@@ -119,7 +124,7 @@ def _unranked(spec: JobSpec, written: Sequence[TensorSpec]) -> Iterator[str]:
 
 
 def _server_columns(spec: JobSpec) -> tuple[str, ...]:
-    return (*ERROR_COLUMNS, *(() if spec.key else PLACE_COLUMNS))
+    return (*ERROR_COLUMNS, *(PLACE_COLUMNS if has_place(spec) else ()))
 
 
 def _collisions(spec: JobSpec, written: Sequence[TensorSpec], schema: pa.Schema) -> Iterator[str]:

@@ -17,6 +17,7 @@ from qinfer.errors import InvalidRequest
 
 InputFormat = Literal["", "parquet", "arrow", "csv", "jsonl"]
 OutputFormat = Literal["parquet", "arrow", "csv", "jsonl"]
+FailedRows = Literal["inline", "separate"]
 BadFiles = Literal["fail", "skip"]
 Partitioning = Literal["", "hive"]
 Priority = Literal["high", "normal", "low"]
@@ -109,6 +110,8 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         top_k: Output tensor → how many of its greatest elements are written instead of all, in columns whose names are
             the tensor's with `_label` (where the model has labels), `_index` and `_score` behind; 1 = plain columns,
             more = lists, the greatest first.
+        failed_rows: `inline` = failed rows are in the parts, in their places, with an error; `separate` = they are in
+            files of their own in the folder `_failed`, with their errors, files and row numbers.
     """
 
     url: str
@@ -120,11 +123,17 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: _Texts = ()
     columns: dict[str, str] = {}
     top_k: dict[str, _Size] = {}
+    failed_rows: FailedRows = "inline"
 
     def __post_init__(self) -> None:
         """Fills in the format's compression."""
         if not self.compression:
             msgspec.structs.force_setattr(self, "compression", COMPRESSIONS[self.format][0])
+
+    @property
+    def is_split(self) -> bool:
+        """Whether failed rows are in files of their own."""
+        return self.failed_rows == "separate"
 
     @property
     def extension(self) -> str:
@@ -392,6 +401,7 @@ _ColumnsGiven = _Text | _SomeTexts | Columns
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "input_format": get_args(InputFormat),
     "output.format": get_args(OutputFormat),
+    "output.failed_rows": get_args(FailedRows),
     "bad_files": get_args(BadFiles),
     "partitioning": get_args(Partitioning),
     "priority": get_args(Priority),

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from qinfer.errors import CorruptEntry
+from qinfer.jobs.job import FailedRows
 from qinfer.jobs.plan import BadFile, PartInfo, Plan, Source, read_stored
 
 MANIFEST_NAME = "_manifest.json"
@@ -27,6 +28,7 @@ class Part(msgspec.Struct, frozen=True):
         errors: Those that have an `error_code`.
         size_bytes: Its size.
         etag: What the store calls its content.
+        failed: The name, in the output folder, of the file of its failed rows; empty = they are in it, or it has none.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Part(msgspec.Struct, frozen=True):
     errors: int
     size_bytes: int
     etag: str
+    failed: str = ""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         version: The model's version.
         model_hash: What the model's files were.
         output_format: `parquet`, `arrow`, `csv` or `jsonl`.
+        failed_rows: `inline` = failed rows are in the parts, `separate` = in files of their own.
         rows: The rows of all parts, as many as the inputs have.
         ok: Those that have outputs.
         errors: Those that have an `error_code`.
@@ -73,6 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[Source, ...]
     skipped: tuple[BadFile, ...] = ()
     created_at: float
+    failed_rows: FailedRows = "inline"
     ended_at: float | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -129,6 +134,7 @@ def make_manifest(plan: Plan, parts: Sequence[PartInfo], created_at: float) -> M
         version=plan.spec.version,
         model_hash=plan.model_hash,
         output_format=plan.spec.output.format,
+        failed_rows=plan.spec.output.failed_rows,
         rows=rows,
         ok=rows - errors,
         errors=errors,
@@ -188,4 +194,4 @@ def decode_success(data: bytes, manifest: bytes) -> Success:
 
 
 def _part(name: str, info: PartInfo) -> Part:
-    return Part(name, info.rows, info.rows - info.errors, info.errors, info.size_bytes, info.etag)
+    return Part(name, info.rows, info.rows - info.errors, info.errors, info.size_bytes, info.etag, info.failed)

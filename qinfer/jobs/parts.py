@@ -2,9 +2,10 @@
 
 A part says in its metadata, key `qinfer`, which shard of which job it is, of which inputs and model, and how many rows
 failed: a Parquet file in its own metadata, an Arrow file in its footer and, as far as failed rows go, with its last
-batch. A text file has no place for it: its *commit record* says it, `_commits/<part>/<hash>.json` in the output folder,
-named by the hash of the part's bytes. It is written before the part is committed, so that each part has one, whatever
-dies in between; a record without a part means nothing.
+batch. A text file has no place for it, and a part whose failed rows are in a file of their own, in `_failed`, is not
+all there is: *commit records* say it, `_commits/<part>/<hash>.json` in the output folder. Record and failed rows are
+written before the part is committed, under names that only the same content has. So each part has its own, whatever
+dies in between; those without a part mean nothing.
 
 Whoever may write to the output folder can put another file there, so a check reads footers, headers and records only,
 within their limits, and no rows.
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -29,7 +30,7 @@ import pyarrow.parquet as pq
 from qinfer.errors import QinferError, StoreError, StoreNotFound
 from qinfer.jobs.check import ERROR_COLUMNS, PLACE_COLUMNS
 from qinfer.jobs.job import TEXT_FORMATS, Output
-from qinfer.jobs.plan import ExpectedParts, PartInfo, Shard
+from qinfer.jobs.plan import FAILED, ExpectedParts, PartInfo, Shard
 from qinfer.jobs.rows.arrow_footer import batch_metadata, batch_rows, open_arrow
 from qinfer.jobs.rows.parquet_pages import read_metadata
 from qinfer.jobs.text_parts import TextFile
@@ -50,6 +51,7 @@ _REASON_CHARACTERS = 200
 _RECORD_BYTES = 2 * 2**20
 _MOST_RECORDS = 64  # of one part: each attempt to make it may leave one
 _HASHED_BYTES = 2**20
+_HASH_CHARACTERS = 16
 
 
 class PartBroken(StoreError):
@@ -76,20 +78,27 @@ class PartMetadata(msgspec.Struct, frozen=True):
     errors: int = -1
 
 
+class _File(msgspec.Struct, frozen=True):
+    """Size and hash of a file's bytes."""
+
+    size_bytes: int
+    sha256: str
+
+
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Commit record of a part that is text.
+    """Commit record of a part that can't say by itself what it is.
 
     Attributes:
         metadata: What the part is.
         schema: Its columns, before they became text: one `name: type` a line.
-        size_bytes: Its size.
-        sha256: The hash of its bytes.
+        part: Its file.
+        failed: The file of its failed rows; `None` = it has none.
     """
 
     metadata: PartMetadata
     schema: str
-    size_bytes: int
-    sha256: str
+    part: _File
+    failed: _File | None = None
 
 
 _records = msgspec.json.Decoder(_Record)
@@ -101,6 +110,18 @@ def part_metadata(job_id: str, shard: Shard, model_hash: str) -> PartMetadata:
     return PartMetadata(job_id, shard.index, shard.rows, tuple(etag for _, etag in etags), model_hash)
 
 
+class Split(NamedTuple):
+    """Columns of a part without failed rows, and of the file of these.
+
+    Attributes:
+        good: Names of the part's columns.
+        failed: Names of the columns of failed rows.
+    """
+
+    good: Sequence[str]
+    failed: Sequence[str]
+
+
 class PartWriter:
     """Writes one part to a local file; left by an exception, it deletes the file.
 
@@ -109,24 +130,26 @@ class PartWriter:
         schema: The columns (`OutputColumns.schema`).
         output: Format and compression.
         metadata: What the part says of itself.
+        split: How failed rows, if there are any, go to a file of their own beside it, `<path>.failed`; `None` = they
+            stay in the part.
 
     Attributes:
         rows: Rows written so far.
         errors: Those that have an `error_code`.
     """
 
-    def __init__(self, path: Path, schema: pa.Schema, output: Output, metadata: PartMetadata) -> None:
+    def __init__(
+        self, path: Path, schema: pa.Schema, output: Output, metadata: PartMetadata, split: Split | None = None
+    ) -> None:
         self.rows = 0
         self.errors = 0
-        self._path = path
+        self._output = output
         self._schema = schema
         self._metadata = metadata
-        self._has_record = output.format in TEXT_FORMATS
-        kind = _KINDS[output.format]
-        self._file = kind(path, schema, output, metadata)
+        self._split = split
+        self._good = self._file(path, split.good if split else schema.names)
+        self._failed: _BufferedFile | None = None
         self._has_ended = False
-        self._waiting: list[pa.RecordBatch] = []
-        self._waiting_rows = self._waiting_bytes = 0
 
     def __enter__(self) -> "PartWriter":
         return self
@@ -147,13 +170,16 @@ class PartWriter:
         """
         if not record.num_rows:
             return
+        codes = record.column(ERROR_COLUMNS[0])
         self.rows += record.num_rows
-        self.errors += record.num_rows - record.column(ERROR_COLUMNS[0]).null_count
-        self._waiting.append(record)
-        self._waiting_rows += record.num_rows
-        self._waiting_bytes += record.nbytes
-        if self._waiting_bytes >= self._file.group_bytes or self._waiting_rows >= _GROUP_ROWS:
-            self._flush()
+        self.errors += record.num_rows - codes.null_count
+        if self._split and codes.null_count < record.num_rows:
+            if self._failed is None:
+                path = self._good.path
+                self._failed = self._file(path.with_name(f"{path.name}.failed"), self._split.failed)
+            self._failed.write(record.filter(codes.is_valid()))
+            record = record.filter(codes.is_null())
+        self._good.write(record)
 
     def close(self) -> None:
         """Ends the file; does nothing where it was deleted, or has ended.
@@ -167,12 +193,14 @@ class PartWriter:
         if self.rows != self._metadata.rows:
             self.abort()
             raise ValueError(f"a part of {self._metadata.rows} rows has {self.rows}")
-        self._flush()
         self._has_ended = True
-        self._file.close(self.errors)
+        for file in self._files:
+            file.close(self.errors)
 
-    def put_record(self, store: Store, url: str) -> None:
-        """Writes the commit record of a file that is closed and text; does nothing for others, which need none.
+    def prepare(self, store: Store, url: str) -> None:
+        """Writes what has to be there before the part is: the file of its failed rows, and its commit record.
+
+        Does nothing for parts that have neither.
 
         Args:
             store: Where the part will be committed to.
@@ -181,31 +209,78 @@ class PartWriter:
         Raises:
             StoreError: The store fails.
         """
-        if not self._has_record:
+        if not self._split and self._output.format not in TEXT_FORMATS:
             return
-        with self._path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        part, failed = self._good.written(), None
+        if self._failed is not None:
+            failed = self._failed.written()
+            store.commit_if_absent(self._failed.path, _failed_url(url, failed.sha256))
         record = _Record(
             metadata=msgspec.structs.replace(self._metadata, errors=self.errors),
-            schema=_as_text(self._schema),
-            size_bytes=self._path.stat().st_size,
-            sha256=sha256,
+            schema=_as_text(self._good.schema),
+            part=part,
+            failed=failed,
         )
-        store.put_if_absent(msgspec.json.encode(record), f"{_records_of(url)}/{sha256}.json")
+        data = msgspec.json.encode(record)
+        store.put_if_absent(data, f"{_records_of(url)}/{hashlib.sha256(data).hexdigest()}.json")
 
     def abort(self) -> None:
         """Deletes the file."""
         self._has_ended = True
-        self._waiting.clear()
-        with suppress(Exception):  # the file is of no use in any case
-            self._file.close(self.errors)
-        self._path.unlink(missing_ok=True)
+        for file in self._files:
+            with suppress(Exception):  # the file is of no use in any case
+                file.close(self.errors)
+        self.delete()
+
+    def delete(self) -> None:
+        """Deletes what is there of its files still."""
+        for file in self._files:
+            file.path.unlink(missing_ok=True)
+
+    @property
+    def _files(self) -> "list[_BufferedFile]":
+        return [self._good, *([self._failed] if self._failed is not None else [])]
+
+    def _file(self, path: Path, names: Sequence[str]) -> "_BufferedFile":
+        schema = pa.schema([self._schema.field(name) for name in names])
+        return _BufferedFile(path, schema, _KINDS[self._output.format](path, schema, self._output, self._metadata))
+
+
+class _BufferedFile:
+    """A file whose rows are written when there are enough of them."""
+
+    def __init__(self, path: Path, schema: pa.Schema, file: "_ParquetFile | _ArrowFile | TextFile") -> None:
+        self.path = path
+        self.schema = schema
+        self._file = file
+        self._waiting: list[pa.RecordBatch] = []
+        self._rows = self._bytes = 0
+
+    def write(self, record: pa.RecordBatch) -> None:
+        if not record.num_rows:
+            return
+        if record.num_columns > len(self.schema):
+            record = record.select(self.schema.names)
+        self._waiting.append(record)
+        self._rows += record.num_rows
+        self._bytes += record.nbytes
+        if self._bytes >= self._file.group_bytes or self._rows >= _GROUP_ROWS:
+            self._flush()
+
+    def close(self, errors: int) -> None:
+        self._flush()
+        self._file.close(errors)
+
+    def written(self) -> "_File":
+        """Returns what was written; only after `close`."""
+        with self.path.open("rb") as file:
+            return _File(self.path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
     def _flush(self) -> None:
         if self._waiting:
             self._file.write(self._waiting)
         self._waiting = []
-        self._waiting_rows = self._waiting_bytes = 0
+        self._rows = self._bytes = 0
 
 
 class _ParquetFile:
@@ -291,7 +366,9 @@ def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_dictionary(kind) or any(check(kind) for check in checks)
 
 
-def validate_part(store: Store, url: str, shard: Shard, job_id: str, model_hash: str) -> PartInfo:
+def validate_part(
+    store: Store, url: str, shard: Shard, job_id: str, model_hash: str, *, is_split: bool = False
+) -> PartInfo:
     """Checks that the part of a shard is whole: its footer, or its commit record, can be read and fits the plan.
 
     Args:
@@ -300,6 +377,7 @@ def validate_part(store: Store, url: str, shard: Shard, job_id: str, model_hash:
         shard: Its shard.
         job_id: Its job.
         model_hash: What the model's files were when the job was planned.
+        is_split: Whether failed rows are in files of their own.
 
     Raises:
         PartBroken: It is cut off, damaged, or something else; the message says what.
@@ -310,12 +388,14 @@ def validate_part(store: Store, url: str, shard: Shard, job_id: str, model_hash:
     if stat is None:
         raise StoreNotFound(f"'{url}' does not exist")
     try:
-        if url.endswith((".parquet", ".arrow")):
+        failed = ""
+        if url.endswith((".parquet", ".arrow")) and not is_split:
             with store.open(url) as content:
                 found, rows, text = _parquet_footer(content) if url.endswith(".parquet") else _arrow_footer(content)
         else:
             record = _record_of(store, stat)
             found, rows, text = record.metadata, record.metadata.rows, record.schema
+            failed = _failed_name(store, url, record)
     except QinferError:
         raise
     except (pa.ArrowException, msgspec.MsgspecError, ValueError, OSError) as error:
@@ -330,7 +410,7 @@ def validate_part(store: Store, url: str, shard: Shard, job_id: str, model_hash:
     if rows != shard.rows or not 0 <= found.errors <= rows:
         raise PartBroken(f"'{url}' has {rows} rows, {found.errors} of them failed; the plan says {shard.rows} rows")
     # The same text for all parts of a job is kept once.
-    return PartInfo(url, rows, found.errors, stat.size_bytes, stat.etag, sys.intern(text))
+    return PartInfo(url, rows, found.errors, stat.size_bytes, stat.etag, sys.intern(text), failed)
 
 
 def part_of(store: Store, parts: ExpectedParts, shard: Shard) -> PartInfo | str:
@@ -343,7 +423,7 @@ def part_of(store: Store, parts: ExpectedParts, shard: Shard) -> PartInfo | str:
         StoreError: The store does not tell.
     """
     try:
-        return validate_part(store, parts.url_of(shard), shard, parts.job_id, parts.model_hash)
+        return validate_part(store, parts.url_of(shard), shard, parts.job_id, parts.model_hash, is_split=parts.is_split)
     except (PartBroken, StoreNotFound) as error:
         return error.message
 
@@ -379,20 +459,44 @@ def _record_of(store: Store, stat: Stat) -> _Record:
         StoreError: The store fails.
     """
     folder = _records_of(stat.url)
-    names = [child.name for child in store.children(folder) if not child.is_folder]
+    # Sorted: of records that differ in failed rows only, all readers take the same.
+    names = sorted(child.name for child in store.children(folder) if not child.is_folder)
     if len(names) > _MOST_RECORDS:
         raise ValueError(f"it has {len(names)} commit records; at most {_MOST_RECORDS}")
     records = (_records.decode(store.read(f"{folder}/{name}", _RECORD_BYTES)) for name in names)
-    fitting = [record for record in records if record.size_bytes == stat.size_bytes]
+    fitting = [record for record in records if record.part.size_bytes == stat.size_bytes]
     if len(fitting) > 1:
         digest = hashlib.sha256()
         with store.open(stat.url, sequential=True) as content:
             while data := content.read(_HASHED_BYTES):
                 digest.update(data)
-        fitting = [record for record in fitting if record.sha256 == digest.hexdigest()]
+        fitting = [record for record in fitting if record.part.sha256 == digest.hexdigest()]
     if not fitting:
         raise ValueError("it has no commit record of its size and content")
     return fitting[0]
+
+
+def _failed_url(url: str, sha256: str) -> str:
+    """Returns where the failed rows of a part are: each attempt at the part has a name of its own."""
+    folder, _, name = url.rpartition("/")
+    stem, _, extension = name.partition(".")
+    return f"{folder}/{FAILED}/{stem}-{sha256[:_HASH_CHARACTERS]}.{extension}"
+
+
+def _failed_name(store: Store, url: str, record: _Record) -> str:
+    """Returns the name, in the output folder, of the file of a part's failed rows; empty = it has none.
+
+    Raises:
+        ValueError: It should have one, which is not there whole.
+        StoreError: The store fails.
+    """
+    if record.failed is None:
+        return ""
+    failed_url = _failed_url(url, record.failed.sha256)
+    stat = store.stat(failed_url)
+    if stat is None or stat.size_bytes != record.failed.size_bytes:
+        raise ValueError("the file of its failed rows is gone, or not whole")
+    return failed_url.removeprefix(url.rpartition("/")[0] + "/")
 
 
 def _as_text(schema: pa.Schema) -> str:

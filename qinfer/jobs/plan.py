@@ -13,6 +13,9 @@ from qinfer.models.spec import ModelSpec
 T = TypeVar("T")
 Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
 
+FAILED = "_failed"
+"""The folder, in that of an output, of failed rows that have files of their own."""
+
 NO_GROUPS = -1
 """The row group of formats that have none."""
 
@@ -176,6 +179,7 @@ class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
         output_url: The folder.
         shards: The shards whose parts are meant.
         grant: The URL prefixes that the job may use.
+        is_split: Whether failed rows are in files of their own.
     """
 
     job_id: str
@@ -183,6 +187,7 @@ class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
     output_url: str
     shards: tuple[Shard, ...]
     grant: Grant
+    is_split: bool = False
 
     def url_of(self, shard: Shard) -> str:
         """Returns where the part of a shard is."""
@@ -199,6 +204,7 @@ class PartInfo(NamedTuple):
         size_bytes: Its size.
         etag: What the store calls its content.
         schema: Its columns as text, one `name: type` a line.
+        failed: The name, in the output folder, of the file of its failed rows; empty = it has none.
     """
 
     url: str
@@ -207,6 +213,7 @@ class PartInfo(NamedTuple):
     size_bytes: int
     etag: str
     schema: str
+    failed: str = ""
 
 
 def read_stored(decoder: Decoder[T], data: bytes | memoryview, what: str) -> T:

@@ -76,6 +76,9 @@ TopKOption = Annotated[
     list[str] | None,
     typer.Option("--top-k", help="TENSOR=3: write the greatest elements of an output, with indices and labels."),
 ]
+FailedRowsOption = Annotated[
+    str, typer.Option("--failed-rows", help="inline (the default) in the parts, or separate in files of their own.")
+]
 KeyOption = Annotated[
     str, typer.Option("--key", help="The column that identifies rows; default: file and row number are written.")
 ]
@@ -196,6 +199,7 @@ def submit(
     output_tensor: OutputTensorOption = None,
     output_column: OutputColumnOption = None,
     top_k: TopKOption = None,
+    failed_rows: FailedRowsOption = "",
     key: KeyOption = "",
     passthrough: PassthroughOption = None,
     exclude: ExcludeOption = None,

@@ -103,7 +103,9 @@ class JobRows:
             StoreError: The store can't be read.
         """
         columns = {name: self._column(name) for name in outputs}
-        wanted = list(dict.fromkeys([*columns.values(), *fields.values(), *ERROR_COLUMNS]))
+        is_split = self._manifest.failed_rows == "separate"
+        errors = () if is_split else ERROR_COLUMNS
+        wanted = list(dict.fromkeys([*columns.values(), *fields.values(), *errors]))
         if self._manifest.parts:
             self._check(wanted)
         number = 0
@@ -111,7 +113,7 @@ class JobRows:
             with store_errors(self._url):
                 rows = [_values(batch.column(column)) for column in fields.values()]
                 values = {name: _arrays(batch.column(column)) for name, column in columns.items()}
-                codes, messages = (batch.column(name).to_pylist() for name in ERROR_COLUMNS)
+                codes, messages = [batch.column(name).to_pylist() for name in errors] or [[None] * batch.num_rows] * 2
             for i in range(batch.num_rows):
                 number += 1
                 data = dict(zip(fields, (column[i] for column in rows), strict=True))
@@ -119,8 +121,9 @@ class JobRows:
                     yield Row(number, data, {}, f"{codes[i]}: {messages[i]}")
                 else:
                     yield Row(number, data, {name: column[i] for name, column in values.items()}, "")
-        if number != self._manifest.rows:
-            raise ResultNotFound(f"the output has {number} rows, and its manifest says {self._manifest.rows}")
+        expected = self._manifest.ok if is_split else self._manifest.rows
+        if number != expected:
+            raise ResultNotFound(f"the output has {number} rows, and its manifest says {expected}")
 
     def _column(self, output: str) -> str:
         return self._columns.get(output, output)

@@ -20,6 +20,7 @@ from qinfer.jobs.check import (
     ERROR_COLUMNS,
     PLACE_COLUMNS,
     copied_columns,
+    has_place,
     output_columns,
     problems,
     written_outputs,
@@ -60,6 +61,8 @@ class OutputColumns:
     Attributes:
         schema: The output's columns, the same for all parts.
         copied: The columns of the inputs that batches need for it.
+        good: Names of the columns of rows that have not failed, where failed ones have files of their own.
+        failed: Names of the columns of those files.
 
     Raises:
         InvalidRequest: A column does not exist, or two would have one name.
@@ -79,7 +82,7 @@ class OutputColumns:
         self.copied = copied_columns(spec, schema)
         self._urls = {url: number for number, url in enumerate(dict.fromkeys(urls))}
         self._url_column = pa.array(list(self._urls), pa.string())
-        self._has_place = not spec.key
+        self._has_place = has_place(spec)
         fields = [pa.field(*pair) for output in self._outputs for pair in output.columns]
         fields += [pa.field(field.name, without_dictionary(field.type)) for field in select(schema, self.copied)]
         if self._has_place:
@@ -87,6 +90,10 @@ class OutputColumns:
             fields += [pa.field(*pair, nullable=False) for pair in zip(PLACE_COLUMNS, kinds, strict=True)]
         fields += [pa.field(name, pa.string()) for name in ERROR_COLUMNS]
         self.schema = pa.schema(fields)
+        asides = {*ERROR_COLUMNS, *(PLACE_COLUMNS if spec.key else ())}
+        outputs = {name for output in self._outputs for name, _ in output.columns}
+        self.good = [name for name in self.schema.names if name not in asides]
+        self.failed = [name for name in self.schema.names if name not in outputs]
 
     def encode(self, batch: RowBatch, scored: Sequence[Scored], errors: RowErrors) -> pa.RecordBatch:
         """Makes the output's rows of a batch.

@@ -83,6 +83,38 @@ def test_text_is_exact_when_a_worker_is_killed(scene: Scene, format_: str, compr
     assert found == (0, 0, 0), "missing, extra, duplicates"
 
 
+@pytest.mark.parametrize("format_", ["parquet", "csv"])
+def test_each_row_is_good_or_failed_when_a_worker_is_killed(scene: Scene, format_: str) -> None:
+    """By anti-join of keys with the parts and the files of failed rows together."""
+    table = rows_of(0, ROWS, ROWS)
+    scene.place.put("in/a.parquet", parquet(table))
+    job = scene.submit(format=format_, rows_per_part=ROWS // PARTS, failed_rows="separate")
+    wait_until(lambda: job.status().shards_done > 1, WITHIN_S, "the first parts")
+    kill_worker(scene)
+    assert job.status().shards_done < PARTS
+
+    status = job.wait(timeout_s=WITHIN_S)
+
+    assert status.state == "completed", status.error
+    assert status.rows_failed == table["x"].null_count > 0
+    good = job.to_arrow()
+    assert good.column_names == ["y", "id"]
+    with duckdb.connect() as db:
+        db.register("i", table)
+        db.register("good", good)
+        pattern = scene.place.path(f"out/_failed/part-*.{format_}")
+        db.execute(f"CREATE VIEW failed AS SELECT * FROM read_{format_}('{pattern}')")
+        db.execute("CREATE VIEW o AS SELECT id FROM good UNION ALL SELECT id FROM failed")
+        found = db.execute("""
+            SELECT (SELECT count(*) FROM i ANTI JOIN o USING (id)),
+                   (SELECT count(*) FROM o ANTI JOIN i USING (id)),
+                   (SELECT count(*) - count(DISTINCT id) FROM o),
+                   (SELECT count(*) FROM good JOIN i USING (id) WHERE x IS NULL OR y[1] <> 2 * x[1]),
+                   (SELECT count(*) FROM failed JOIN i USING (id) WHERE x IS NOT NULL OR error_code IS NULL)
+        """).fetchone()
+    assert found == (0, 0, 0, 0, 0), "missing, extra, duplicates, wrong, undeserved"
+
+
 def test_the_greatest_elements_of_a_chosen_output(scene: Scene) -> None:
     """By the command: only the named output is there, as label, index and score."""
     ids = list(range(100))

@@ -78,6 +78,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
     options = (
         "--format arrow --input-format csv --shape x=2,2 --null x=0 --output-column y=score --exclude name "
         "--bad-files skip --partitioning hive --partition-by day "
+        "--failed-rows separate "
         "--compression lz4 --compression-level 3 --output-tensor y --output-tensor p --top-k p=2 "
         "--rows-per-part 100 --priority high --on-version-change fail "
         "--error-threshold 0.5 --max-parallel 2 --deadline 60 --metadata who=me "
@@ -97,6 +98,7 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
             "compression_level": 3,
             "tensors": ["y", "p"],
             "top_k": {"p": 2},
+            "failed_rows": "separate",
             "rows_per_part": 100,
             "partition_by": ["day"],
             "columns": {"y": "score"},

@@ -47,7 +47,7 @@ def part(folder: Path, output: Output, table: pa.Table = ROWS, *, record: bool =
             writer.write(batch)
     url = f"file://{path}"
     if record:
-        writer.put_record(store_for(url), url)
+        writer.prepare(store_for(url), url)
     return shard, url
 
 
@@ -210,12 +210,12 @@ def test_records_of_attempts_that_died_do_not_count(tmp_path: Path, format_: Out
     shard, url = part(tmp_path, output)
     records = records_of(tmp_path, shard)
 
-    assert len({json.loads(record.read_text())["size_bytes"] for record in records}) == 1
+    assert len({json.loads(record.read_text())["part"]["size_bytes"] for record in records}) == 1
     assert len(records) == 2
     assert check(shard, url).errors == 1
     for record in records:
         said = json.loads(record.read_text())
-        (record.parent / record.name).write_text(json.dumps(said | {"sha256": said["sha256"][::-1]}))
+        record.write_text(json.dumps(said | {"part": said["part"] | {"sha256": said["part"]["sha256"][::-1]}}))
     with pytest.raises(PartBroken, match="no commit record of its size and content"):
         check(shard, url)
 

@@ -21,7 +21,7 @@ from qinfer.jobs.manifest import (
     encode_success,
     make_manifest,
 )
-from qinfer.jobs.plan import ExpectedParts, PartInfo, Plan, Shard, decode_plan
+from qinfer.jobs.plan import FAILED, ExpectedParts, PartInfo, Plan, Shard, decode_plan
 from qinfer.storage.store import Outcome, Store
 
 StoreFor = Callable[[str], Store]
@@ -42,7 +42,8 @@ def url_of(output_url: str, name: str) -> str:
 
 def expected(plan: Plan, shards: Iterable[Shard], grant: Grant) -> ExpectedParts:
     """Returns what the parts of some shards are by the plan."""
-    return ExpectedParts(plan.job_id, plan.model_hash, plan.spec.output.url, tuple(shards), grant)
+    output = plan.spec.output
+    return ExpectedParts(plan.job_id, plan.model_hash, output.url, tuple(shards), grant, output.is_split)
 
 
 def read_plan(store_for: StoreFor, job_id: str, output_url: str) -> Plan | None:
@@ -87,6 +88,8 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
     data = encode_manifest(manifest)
     manifest_url, success_url = (url_of(plan.spec.output.url, name) for name in (MANIFEST_NAME, SUCCESS_NAME))
     store = store_for(manifest_url)
+    if plan.spec.output.is_split:
+        _set_aside_others(store, plan, parts)
     for _ in range(_TRIES):  # others may do the same, and what is there may be of parts that were broken since
         if store.put_if_absent(data, manifest_url) is Outcome.EXISTS:
             there = _read(store, manifest_url)
@@ -128,6 +131,14 @@ def write_partial(
     store = store_for(url)
     store.delete(url)  # that of an earlier end
     store.put_if_absent(data, url)
+
+
+def _set_aside_others(store: Store, plan: Plan, parts: Sequence[PartInfo]) -> None:
+    """Moves away the files of failed rows that attempts without a part have left."""
+    folder, own = url_of(plan.spec.output.url, FAILED), {part.failed for part in parts}
+    for child in store.children(folder):
+        if not child.is_folder and f"{FAILED}/{child.name}" not in own:
+            store.set_aside(f"{folder}/{child.name}")
 
 
 def _read(store: Store, url: str) -> bytes | None:

@@ -18,7 +18,7 @@ from qinfer.jobs.columns.outputs import OutputColumns
 from qinfer.jobs.columns.row_errors import BAD_FILE, RowErrors
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec
-from qinfer.jobs.parts import PartBroken, PartWriter, part_metadata, validate_part
+from qinfer.jobs.parts import PartBroken, PartWriter, Split, part_metadata, validate_part
 from qinfer.jobs.plan import PlanHead, Shard
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.jobs.rows.shard_rows import RowBatch, ShardReader
@@ -127,7 +127,14 @@ class ShardFiles:
         """Returns the outcome of a part that was committed before; `None` where there is none that is whole."""
         task = self._task
         try:
-            info = validate_part(task.outputs(task.url), task.url, task.shard, task.job_id, task.head.model_hash)
+            info = validate_part(
+                task.outputs(task.url),
+                task.url,
+                task.shard,
+                task.job_id,
+                task.head.model_hash,
+                is_split=task.spec.output.is_split,
+            )
         except (PartBroken, StoreNotFound):
             return None
         return ShardOutcome(task.shard.index, info.rows, info.errors)
@@ -180,16 +187,19 @@ class ShardFiles:
         if chunks.is_stopped:
             return None
         assert self._outputs is not None
+        outputs, output = self._outputs, task.spec.output
+        split = Split(outputs.good, outputs.failed) if output.is_split else None
         metadata = part_metadata(task.job_id, task.shard, task.model_hash)
+        writer = PartWriter(path, outputs.schema, output, metadata, split)
         try:
-            with PartWriter(path, self._outputs.schema, task.spec.output, metadata) as writer:
+            with writer:
                 self._write_all(writer, first, chunks)
                 if chunks.is_stopped:
                     writer.abort()
                     return None
             return self._commit(path, writer)
         finally:
-            path.unlink(missing_ok=True)
+            writer.delete()
 
     def _write_all(self, writer: PartWriter, chunk: Chunk | None, chunks: Chunks) -> None:
         assert self._outputs is not None
@@ -208,7 +218,7 @@ class ShardFiles:
         """Commits the part; where one is already that is whole, that one counts."""
         task = self._task
         store = task.outputs(task.url)
-        writer.put_record(store, task.url)
+        writer.prepare(store, task.url)
         for _ in range(_COMMITS):
             if store.commit_if_absent(path, task.url) is Outcome.CREATED:
                 return ShardOutcome(task.shard.index, task.shard.rows, writer.errors)
