@@ -197,14 +197,15 @@ class PartWriter:
         for file in self._files:
             file.close(self.errors)
 
-    def prepare(self, store: Store, url: str) -> None:
+    def prepare(self, store: Store, folder: str, name: str) -> None:
         """Writes what has to be there before the part is: the file of its failed rows, and its commit record.
 
         Does nothing for parts that have neither.
 
         Args:
             store: Where the part will be committed to.
-            url: Its URL.
+            folder: The URL of the output folder.
+            name: The part's name there.
 
         Raises:
             StoreError: The store fails.
@@ -214,7 +215,7 @@ class PartWriter:
         part, failed = self._good.written(), None
         if self._failed is not None:
             failed = self._failed.written()
-            store.commit_if_absent(self._failed.path, _failed_url(url, failed.sha256))
+            store.commit_if_absent(self._failed.path, f"{folder}/{_failed_name(name, failed)}")
         record = _Record(
             metadata=msgspec.structs.replace(self._metadata, errors=self.errors),
             schema=_as_text(self._good.schema),
@@ -222,7 +223,7 @@ class PartWriter:
             failed=failed,
         )
         data = msgspec.json.encode(record)
-        store.put_if_absent(data, f"{_records_of(url)}/{hashlib.sha256(data).hexdigest()}.json")
+        store.put_if_absent(data, f"{folder}/{RECORDS}/{name}/{hashlib.sha256(data).hexdigest()}.json")
 
     def abort(self) -> None:
         """Deletes the file."""
@@ -393,9 +394,10 @@ def validate_part(
             with store.open(url) as content:
                 found, rows, text = _parquet_footer(content) if url.endswith(".parquet") else _arrow_footer(content)
         else:
-            record = _record_of(store, stat)
+            folder = url.removesuffix(f"/{shard.part}")
+            record = _record_of(store, stat, f"{folder}/{RECORDS}/{shard.part}")
             found, rows, text = record.metadata, record.metadata.rows, record.schema
-            failed = _failed_name(store, url, record)
+            failed = _failed_of(store, folder, shard.part, record)
     except QinferError:
         raise
     except (pa.ArrowException, msgspec.MsgspecError, ValueError, OSError) as error:
@@ -442,14 +444,8 @@ def set_aside(store: Store, parts: ExpectedParts, shard: Shard) -> None:
         store.set_aside(url, found.etag)
 
 
-def _records_of(url: str) -> str:
-    """Returns the folder of the commit records of a part."""
-    folder, _, name = url.rpartition("/")
-    return f"{folder}/{RECORDS}/{name}"
-
-
-def _record_of(store: Store, stat: Stat) -> _Record:
-    """Returns the commit record of the part at a URL.
+def _record_of(store: Store, stat: Stat, folder: str) -> _Record:
+    """Returns the commit record of a part, one of those in a folder.
 
     Whoever committed the part had written its record before. So if one record has its size, it is that one; if attempts
     at the part have left several, its bytes tell.
@@ -458,7 +454,6 @@ def _record_of(store: Store, stat: Stat) -> _Record:
         ValueError: There is none, or nobody could have left so many.
         StoreError: The store fails.
     """
-    folder = _records_of(stat.url)
     # Sorted: of records that differ in failed rows only, all readers take the same.
     names = sorted(child.name for child in store.children(folder) if not child.is_folder)
     if len(names) > _MOST_RECORDS:
@@ -476,14 +471,14 @@ def _record_of(store: Store, stat: Stat) -> _Record:
     return fitting[0]
 
 
-def _failed_url(url: str, sha256: str) -> str:
-    """Returns where the failed rows of a part are: each attempt at the part has a name of its own."""
-    folder, _, name = url.rpartition("/")
-    stem, _, extension = name.partition(".")
-    return f"{folder}/{FAILED}/{stem}-{sha256[:_HASH_CHARACTERS]}.{extension}"
+def _failed_name(name: str, failed: _File) -> str:
+    """Returns the name of the file of a part's failed rows: each content has its own."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, extension = file.partition(".")
+    return f"{FAILED}/{folder}{slash}{stem}-{failed.sha256[:_HASH_CHARACTERS]}.{extension}"
 
 
-def _failed_name(store: Store, url: str, record: _Record) -> str:
+def _failed_of(store: Store, folder: str, name: str, record: _Record) -> str:
     """Returns the name, in the output folder, of the file of a part's failed rows; empty = it has none.
 
     Raises:
@@ -492,11 +487,11 @@ def _failed_name(store: Store, url: str, record: _Record) -> str:
     """
     if record.failed is None:
         return ""
-    failed_url = _failed_url(url, record.failed.sha256)
-    stat = store.stat(failed_url)
+    failed = _failed_name(name, record.failed)
+    stat = store.stat(f"{folder}/{failed}")
     if stat is None or stat.size_bytes != record.failed.size_bytes:
         raise ValueError("the file of its failed rows is gone, or not whole")
-    return failed_url.removeprefix(url.rpartition("/")[0] + "/")
+    return failed
 
 
 def _as_text(schema: pa.Schema) -> str:

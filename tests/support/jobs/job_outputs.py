@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from qinfer.jobs.job import JobSpec, Output, OutputFormat
+from qinfer.jobs.job import FailedRows, JobSpec, Output, OutputFormat
 from qinfer.jobs.manifest import Manifest, Part, encode_manifest
 from qinfer.jobs.plan import Plan, encode_plan
 from qinfer.jobs.text_parts import TextFile
@@ -22,6 +22,7 @@ def write_job_output(
     columns: dict[str, str] | None = None,
     output_format: OutputFormat = "parquet",
     partial: bool = False,
+    failed_rows: FailedRows = "inline",
 ) -> str:
     """Writes the output of a job whose parts are these tables; error columns are added where they lack them.
 
@@ -29,7 +30,7 @@ def write_job_output(
         The folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    whole = [_with_errors(table) for table in tables]
+    whole = tables if failed_rows == "separate" else [_with_errors(table) for table in tables]
     parts = tuple(_write(folder, f"part-{i:05}.{output_format}", table) for i, table in enumerate(whole))
     output = Output(url=f"file://{folder}", format=output_format, columns=columns or {})
     spec = JobSpec(model=model, version=version, inputs=("file:///in.parquet",), output=output, key=key)
@@ -48,6 +49,7 @@ def write_job_output(
         parts=parts,
         sources=(),
         created_at=0.0,
+        failed_rows=failed_rows,
     )
     (folder / ("_manifest.partial.json" if partial else "_manifest.json")).write_bytes(encode_manifest(manifest))
     return str(folder)
@@ -71,5 +73,6 @@ def _write(folder: Path, name: str, table: pa.Table) -> Part:
         file.close()
     else:
         pq.write_table(table, path, row_group_size=2)
-    errors = table.num_rows - table.column("error_code").null_count
+    has_errors = "error_code" in table.column_names
+    errors = table.num_rows - table.column("error_code").null_count if has_errors else 0
     return Part(name, table.num_rows, table.num_rows - errors, errors, path.stat().st_size, "e")

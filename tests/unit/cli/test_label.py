@@ -77,6 +77,16 @@ def test_tasks_of_a_job(tmp_path: Path, mapping: Path, output_format: OutputForm
     assert {prediction["result"][0]["value"]["choices"][0] for prediction in predictions} == {"pos"}
 
 
+def test_parts_without_failed_rows_have_no_errors(tmp_path: Path, mapping: Path) -> None:
+    """Failed rows that have files of their own are no tasks."""
+    folder = write_job_output(tmp_path / "out", [table(0, 3), table(3, 5)], failed_rows="separate")
+
+    code, out, err = run(folder, "--mapping", mapping)
+
+    assert (code, err) == (0, "5 rows written")
+    assert [task["data"]["id"] for task in lines(out)] == [f"r{i}" for i in range(5)]
+
+
 @pytest.mark.parametrize(("limit", "expected"), [(0, ["r3", "r1", "r2", "r4", "r0"]), (2, ["r3", "r1"])])
 def test_the_least_sure_first(tmp_path: Path, mapping: Path, limit: int, expected: list[str]) -> None:
     """What a person's label teaches most; a file has its name when it is whole."""

@@ -71,7 +71,7 @@ def score(folder: Path, output: Output, size: int = 30, rows: int = ROWS) -> tup
             scored = [Scored(piece.rows, model(piece.inputs["x"])) for piece in decoded.pieces]
             writer.write(columns.encode(batch, scored, decoded.errors))
     url = f"file://{path}"
-    writer.prepare(store_for(url), url)
+    writer.prepare(store_for(url), f"file://{folder}", shard.part)
     return shard, url
 
 

@@ -47,7 +47,7 @@ def part(folder: Path, output: Output, table: pa.Table = ROWS, *, record: bool =
             writer.write(batch)
     url = f"file://{path}"
     if record:
-        writer.prepare(store_for(url), url)
+        writer.prepare(store_for(url), f"file://{folder}", shard.part)
     return shard, url
 
 

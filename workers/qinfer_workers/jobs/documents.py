@@ -22,7 +22,7 @@ from qinfer.jobs.manifest import (
     make_manifest,
 )
 from qinfer.jobs.plan import FAILED, ExpectedParts, PartInfo, Plan, Shard, decode_plan
-from qinfer.storage.store import Outcome, Store
+from qinfer.storage.store import BROKEN, Outcome, Store
 
 StoreFor = Callable[[str], Store]
 
@@ -135,10 +135,10 @@ def write_partial(
 
 def _set_aside_others(store: Store, plan: Plan, parts: Sequence[PartInfo]) -> None:
     """Moves away the files of failed rows that attempts without a part have left."""
-    folder, own = url_of(plan.spec.output.url, FAILED), {part.failed for part in parts}
-    for child in store.children(folder):
-        if not child.is_folder and f"{FAILED}/{child.name}" not in own:
-            store.set_aside(f"{folder}/{child.name}")
+    own = {url_of(plan.spec.output.url, part.failed) for part in parts}
+    for found in list(store.scan(url_of(plan.spec.output.url, FAILED))):
+        if found.url not in own and f"/{BROKEN}/" not in found.url:
+            store.set_aside(found.url, found.etag)
 
 
 def _read(store: Store, url: str) -> bytes | None:

@@ -218,7 +218,7 @@ class ShardFiles:
         """Commits the part; where one is already that is whole, that one counts."""
         task = self._task
         store = task.outputs(task.url)
-        writer.prepare(store, task.url)
+        writer.prepare(store, task.spec.output.url.rstrip("/"), task.shard.part)
         for _ in range(_COMMITS):
             if store.commit_if_absent(path, task.url) is Outcome.CREATED:
                 return ShardOutcome(task.shard.index, task.shard.rows, writer.errors)
