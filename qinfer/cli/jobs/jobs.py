@@ -234,10 +234,6 @@ def submit(
     or a job that is refused, 3 the server can't be reached or is overloaded (repeat the command with its --id), 130
     or 143 stopped by SIGINT or SIGTERM: the job goes on, but for --cancel-on-exit.
     """
-    if resume and not job_id:
-        raise InvalidRequest("--resume finds the job by its id; add the --id that it was submitted with")
-    if cancel_on_exit and not wait:
-        raise InvalidRequest("--cancel-on-exit is for --wait; add --wait, or cancel the job by `qinfer jobs cancel`")
     options = job_options(context.params)
     with _client(url) as client, StopSignals(wanted=cancel_on_exit) as stop:
         if validate_only:
@@ -268,8 +264,12 @@ def job_options(given: Mapping[str, Any]) -> "JobOptions":
         given: The parameters of `submit` by name.
 
     Raises:
-        InvalidRequest: A parameter can't be read.
+        InvalidRequest: A parameter can't be read, or needs another one.
     """
+    if given["resume"] and not given["job_id"]:
+        raise InvalidRequest("--resume finds the job by its id; add the --id that it was submitted with")
+    if given["cancel_on_exit"] and not given["wait"]:
+        raise InvalidRequest("--cancel-on-exit is for --wait; add --wait, or cancel the job by `qinfer jobs cancel`")
     read = {
         "metadata": pairs("--metadata", given["metadata"] or []),
         "output_column": pairs("--output-column", given["output_column"] or []),
