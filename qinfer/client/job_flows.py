@@ -41,6 +41,9 @@ class JobOptions(TypedDict, total=False):
         version: The model's version; the highest that is ready by default.
         format: Output format: `parquet`, `arrow`, `csv` or `jsonl`.
         input_format: `parquet`, `arrow`, `csv` or `jsonl`; by default by file extension.
+        input_compression: `gzip`, `zstd`, `bz2` or `none`, of CSV and JSON lines; by default by file extension.
+        csv: The form of CSV inputs: `{"delimiter": ";", "quote": "'", "decimal_point": ",", "encoding": "latin-1",
+            "header": False, "column_names": […]}`, or some of these.
         columns: Input tensor → its column, a list of scalar columns that are its elements, or
             `{"columns": […], "shape": […], "null": …}`; by default the column has the tensor's name.
         tensors: The output tensors to ask for and to write; by default all.
@@ -70,6 +73,8 @@ class JobOptions(TypedDict, total=False):
     version: int
     format: str
     input_format: str
+    input_compression: str
+    csv: Mapping[str, object] | None
     columns: Mapping[str, object]
     tensors: Sequence[str]
     output_columns: Mapping[str, str]

@@ -1,5 +1,6 @@
 """A bulk job: its specification, as users write it in JSON, and the states that it goes through. Pure."""
 
+import codecs
 import math
 import re
 from collections import Counter
@@ -16,6 +17,7 @@ from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest
 
 InputFormat = Literal["", "parquet", "arrow", "csv", "jsonl"]
+InputCompression = Literal["", "gzip", "zstd", "bz2", "none"]
 OutputFormat = Literal["parquet", "arrow", "csv", "jsonl"]
 FailedRows = Literal["inline", "separate"]
 BadFiles = Literal["fail", "skip"]
@@ -47,6 +49,20 @@ MAX_METADATA_CHARACTERS = 1024
 MAX_NULL_CHARACTERS = 1024
 MAX_DEADLINE_S = 365 * 86400.0
 MAX_PARALLEL = 10_000
+
+UTF_8 = "utf-8"
+
+ENCODINGS = frozenset(
+    codecs.lookup(name).name
+    for name in (
+        *("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "ascii"),
+        *(f"iso8859-{number}" for number in range(1, 17) if number != 12),
+        *(f"cp125{number}" for number in range(9)),
+        *("cp437", "cp850", "cp852", "cp866", "mac-roman", "koi8-r", "koi8-u"),
+        *("shift_jis", "cp932", "euc_jp", "gbk", "gb18030", "big5", "euc_kr", "cp949"),
+    )
+)
+"""The encodings that CSV inputs may have, each by the name that Python gives it."""
 
 _SHOWN = 60
 
@@ -143,6 +159,26 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.format + {"gzip": ".gz", "zstd": ".zst"}.get(self.compression, "")
 
 
+class Csv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of CSV inputs.
+
+    Attributes:
+        delimiter: The character between two values.
+        quote: The character around values that hold delimiters or line ends, two within for one; empty = there is none.
+        decimal_point: The character before the fraction of a number.
+        encoding: The encoding of the text, such as utf-8, latin-1, windows-1252 or utf-16.
+        header: Whether the first row names the columns.
+        column_names: The names of the columns where no row does, in order; empty = f0, f1, ….
+    """
+
+    delimiter: str = ","
+    quote: str = '"'
+    decimal_point: str = "."
+    encoding: str = UTF_8
+    header: bool = True
+    column_names: _Texts = ()
+
+
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A bulk job as users ask for it.
 
@@ -152,6 +188,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         output: Where the parts go.
         version: The model's version; 0 = the newest at creation.
         input_format: The format of the inputs; empty = by their extensions.
+        input_compression: The compression of CSV and JSON lines inputs; empty = by their extensions.
+        csv: The form of CSV inputs.
         columns: Input tensor → its column, its scalar columns, which are the elements of a row, or `Columns`; default:
             the column of the tensor's name.
         key: A column that identifies rows, copied to the output; empty = file, row group and row number are.
@@ -194,6 +232,28 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit: Natural = 0
     metadata: dict[str, str] = {}
     webhook: str = ""
+    # Unset, they are not written: a process of the former release reads all jobs without them, and refuses the others.
+    input_compression: InputCompression | msgspec.UnsetType = msgspec.UNSET
+    csv: Csv | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        """Unsets what says no more than a job without it."""
+        if self.input_compression == "":
+            msgspec.structs.force_setattr(self, "input_compression", msgspec.UNSET)
+        if self.csv == Csv():
+            msgspec.structs.force_setattr(self, "csv", msgspec.UNSET)
+
+    @property
+    def compression_of_inputs(self) -> InputCompression:
+        """The compression of CSV and JSON lines inputs; empty = by their extensions."""
+        return "" if self.input_compression is msgspec.UNSET else self.input_compression
+
+    @property
+    def csv_form(self) -> Csv:
+        """The form of CSV inputs, its encoding by the one name that Python has for it."""
+        if self.csv is msgspec.UNSET:
+            return Csv()
+        return msgspec.structs.replace(self.csv, encoding=codecs.lookup(self.csv.encoding).name)
 
     def columns_of(self, tensor: str) -> Columns:
         """Returns the columns of an input tensor: those that the job names, else the one of its name."""
@@ -293,6 +353,8 @@ def check_spec(spec: JobSpec) -> None:
     if len(spec.inputs) > MAX_INPUTS:
         raise InvalidRequest(f"field 'inputs' has {len(spec.inputs)} entries; at most {MAX_INPUTS}: use patterns")
     _check_output(spec.output)
+    if spec.csv is not msgspec.UNSET:
+        _check_csv(spec.csv)
     _check_columns(spec)
     _check_limits(spec)
 
@@ -323,6 +385,25 @@ def _check_output(output: Output) -> None:
     for tensor, count in output.top_k.items():
         if not 0 < count < 2**31:
             raise InvalidRequest(f"field 'output.top_k.{shown(tensor)}' is {count}; 1 or more")
+
+
+def _check_csv(csv: Csv) -> None:
+    for name in ("delimiter", "quote", "decimal_point"):
+        value = getattr(csv, name)
+        if not (name == "quote" and not value) and not (len(value) == 1 and value.isascii() and value not in "\r\n\0"):
+            raise InvalidRequest(f"field 'csv.{name}' is '{shown(value)}'; one ASCII character that ends no line")
+    if len({csv.delimiter, csv.quote, csv.decimal_point}) < 3:
+        raise InvalidRequest("fields 'csv.delimiter', 'csv.quote' and 'csv.decimal_point' have to differ")
+    try:
+        is_known = csv.encoding.isascii() and codecs.lookup(csv.encoding).name in ENCODINGS
+    except (LookupError, ValueError):  # no codec, or no name
+        is_known = False
+    if not is_known:
+        known = ", ".join(sorted(ENCODINGS))
+        raise InvalidRequest(f"field 'csv.encoding' is '{shown(csv.encoding)}', which is not known; there are {known}")
+    if csv.column_names and csv.header:
+        raise InvalidRequest("field 'csv.column_names' is for \"header\": false only; a header names the columns")
+    _check_names("csv.column_names", csv.column_names)
 
 
 def _check_columns(spec: JobSpec) -> None:
@@ -400,6 +481,7 @@ def _check_limits(spec: JobSpec) -> None:
 _ColumnsGiven = _Text | _SomeTexts | Columns
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "input_format": get_args(InputFormat),
+    "input_compression": get_args(InputCompression),
     "output.format": get_args(OutputFormat),
     "output.failed_rows": get_args(FailedRows),
     "bad_files": get_args(BadFiles),
@@ -420,7 +502,7 @@ def _explained(text: str, body: bytes, kind: type[JobSpec]) -> str:
         path = _column_path(path, body)
     inside = f"{path}." if path else ""
     if unknown := _UNKNOWN.fullmatch(text):
-        kinds: Mapping[str, type[msgspec.Struct]] = {"": kind, "output": Output}
+        kinds: Mapping[str, type[msgspec.Struct]] = {"": kind, "output": Output, "csv": Csv}
         fields = kinds.get(path, Columns).__struct_fields__
         near = get_close_matches(unknown["name"], fields, n=1)
         remedy = f"did you mean '{inside}{near[0]}'?" if near else f"there are {', '.join(fields)}"

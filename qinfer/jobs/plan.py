@@ -23,6 +23,18 @@ SHOWN_FILES = 20
 """So many files that can't be read are named in a job's record, log and error."""
 
 
+class Cut(NamedTuple):
+    """A place between two rows of CSV or JSON lines from which they can be read.
+
+    Attributes:
+        first_row: The number of the row that begins there.
+        begin: Bytes of the text before it.
+    """
+
+    first_row: int
+    begin: int
+
+
 class Range(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one row group of one file.
 
@@ -32,7 +44,8 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
         row_group: The row group (Parquet) or record batch (Arrow); -1 = the format has none (CSV, JSON lines).
         first_row: The number of the first row within the file.
         rows: How many rows.
-        first_in_group: The number of the first row within the row group.
+        first_in_group: The number of the first row within the row group; of CSV and JSON lines after `begin`.
+        begin: Bytes of the text before the cut point from which CSV and JSON lines are read.
     """
 
     url: str
@@ -41,6 +54,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
     first_row: int
     rows: int
     first_in_group: int
+    begin: int = 0
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
@@ -132,10 +146,12 @@ class InputFile(NamedTuple):
     Attributes:
         source: The file.
         groups: The rows of each of its row groups; `None` = its format has none.
+        cuts: Where it can be read from, if it has no row groups.
     """
 
     source: Source
     groups: tuple[int, ...] | None
+    cuts: tuple[Cut, ...] = ()
 
 
 class Unplanned(NamedTuple):
@@ -255,6 +271,7 @@ class _Piece(msgspec.Struct, frozen=True, array_like=True):
     first_row: int
     rows: int
     first_in_group: int
+    begin: int = 0
 
 
 class _Shard(msgspec.Struct, frozen=True, array_like=True):
@@ -284,7 +301,10 @@ def encode_plan(plan: Plan) -> bytes:
     shards = tuple(
         _Shard(
             shard.part,
-            tuple(_Piece(numbers[r.url], r.row_group, r.first_row, r.rows, r.first_in_group) for r in shard.ranges),
+            tuple(
+                _Piece(numbers[r.url], r.row_group, r.first_row, r.rows, r.first_in_group, r.begin)
+                for r in shard.ranges
+            ),
         )
         for shard in plan.shards
     )
@@ -352,7 +372,6 @@ _heads = msgspec.json.Decoder(PlanHead)
 
 def _shard(index: int, shard: _Shard, sources: Sequence[Source]) -> Shard:
     ranges = tuple(
-        Range(sources[p.source].url, sources[p.source].etag, p.row_group, p.first_row, p.rows, p.first_in_group)
-        for p in shard.ranges
+        Range(sources[p.source].url, sources[p.source].etag, *msgspec.structs.astuple(p)[1:]) for p in shard.ranges
     )
     return Shard(index, shard.part, sum(piece.rows for piece in ranges), ranges)

@@ -21,7 +21,8 @@ from qinfer.jobs.columns.schemas import common_type, encode_schema
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
 from qinfer.jobs.plan import SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned
 from qinfer.jobs.rows.partitions import Partitions
-from qinfer.jobs.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, read_footer
+from qinfer.jobs.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
+from qinfer.jobs.rows.text_streams import PieceKeeper
 from qinfer.jobs.rows.text_types import TextTypes, text_types, without_null
 from qinfer.jobs.shards import Pace, plan_shards, shard_sizes
 from qinfer.models.spec import ModelSpec
@@ -203,7 +204,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         with reading(file.url):
             check_read(file.url)  # again: the files may have been found long ago
             try:
-                footer = read_footer(file, format_, types)
+                footer = _read_and_kept(file, format_, types, job)
             except SourceBroken as error:
                 return _bad_file(file, error)
         return footer._replace(schema=partitions.beside(footer.schema, file.url)) if footer.schema.names else footer
@@ -237,6 +238,16 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
     )
 
 
+def _read_and_kept(file: Stat, format_: FileFormat, types: TextTypes, job: Unplanned) -> Footer:
+    """Reads the footer of a file; keeps the text of one that has to be decoded."""
+    if not (is_text(format_) and types.form.is_decoded(file.url, format_)):
+        return read_footer(file, format_, types)
+    keeper = PieceKeeper(writable(job.grant), types.form.kept_url, file.url, file.etag)
+    footer = read_footer(file, format_, types, on_block=keeper.add)
+    keeper.finish()
+    return footer
+
+
 def _sorted_out(
     footers: Iterable[tuple[Stat, Footer | BadFile]], columns: "_CommonColumns", spec: JobSpec
 ) -> tuple[list[InputFile], list[BadFile]]:
@@ -249,7 +260,9 @@ def _sorted_out(
             bad.append(footer)
         else:
             columns.add(len(planned), file, footer)
-            planned.append(InputFile(Source(file.url, file.etag, file.size_bytes, footer.rows), footer.groups))
+            planned.append(
+                InputFile(Source(file.url, file.etag, file.size_bytes, footer.rows), footer.groups, footer.cuts)
+            )
             rows += footer.rows
         if (spec.bad_files == "fail" and len(bad) == SHOWN_FILES) or (spec.limit and rows >= spec.limit):
             break

@@ -4,14 +4,16 @@ Files and row groups stay in the order of the inputs, small ones are put togethe
 is cut by row ranges; each row is in exactly one shard.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.plan import NO_GROUPS, InputFile, Range, Shard
+from qinfer.jobs.plan import NO_GROUPS, Cut, InputFile, Range, Shard
 
 MAX_SHARDS = 100_000
 MAX_FILES = 1_000_000
@@ -78,6 +80,8 @@ class Sizes(NamedTuple):
         return rows
 
 
+_BEGINNING = Cut(0, 0)
+_first_row = attrgetter("first_row")
 _SHARDS_A_WORKER = 4  # of a small job, so that its workers end at about the same time
 _LEAST_S = 0.25
 _WHOLE_OF_TARGET = 2
@@ -157,12 +161,12 @@ def part_name(index: int, extension: str) -> str:
 
 def _first_rows(files: Iterable[InputFile], limit: int) -> Iterator[InputFile]:
     """Returns files up to a number of rows; the last one seems to end there."""
-    for source, groups in files:
+    for source, groups, cuts in files:
         rows = min(source.rows, limit)
         # What is left of the rows at the beginning and at the end of each group.
         left = [max(rows - end, 0) for end in accumulate(groups or (), initial=0)]
         kept = tuple(begin - end for begin, end in pairwise(left) if begin)
-        yield InputFile(msgspec.structs.replace(source, rows=rows), None if groups is None else kept)
+        yield InputFile(msgspec.structs.replace(source, rows=rows), None if groups is None else kept, cuts)
         limit -= rows
         if limit <= 0:
             return
@@ -189,7 +193,7 @@ class _Packing:
 
     def run(self, files: Iterable[InputFile]) -> Iterator[list[Range]]:
         """Returns the ranges of each shard."""
-        for source, groups in files:
+        for source, groups, cuts in files:
             first_row, folder = 0, self._folder_of(source.url)
             if self._shard and folder != self._folder:
                 yield self._close()
@@ -202,7 +206,9 @@ class _Packing:
                     if self._shard and self._is_full(piece, is_other=other):
                         yield self._close()
                         continue
-                    self._shard.append(Range(source.url, source.etag, number, first_row + begin, piece, begin))
+                    cut = _cut_before(begin, cuts)
+                    place = (first_row + begin, piece, begin - cut.first_row, cut.begin)
+                    self._shard.append(Range(source.url, source.etag, number, *place))
                     self._rows, self._files, begin = self._rows + piece, self._files + other, begin + piece
                 first_row += rows
         if self._shard:
@@ -226,6 +232,11 @@ class _Packing:
         self._index += 1
         self._target = self._sizes.next_rows(self._index, self._left)
         return shard
+
+
+def _cut_before(row: int, cuts: Sequence[Cut]) -> Cut:
+    """Returns the last cut point of a text before one of its rows."""
+    return cuts[bisect_right(cuts, row, key=_first_row) - 1] if cuts else _BEGINNING
 
 
 def _least_rows_a_shard(rows: int) -> int:

@@ -42,7 +42,7 @@ def file_lists(draw: st.DrawFn) -> list[InputFile]:
 def rows_of(files: list[InputFile]) -> list[tuple[str, int, int, int]]:
     """Lists every row as file, row group, row within the file and row within the group."""
     rows = []
-    for source, groups in files:
+    for source, groups, _ in files:
         row = 0
         for number, count in enumerate(groups) if groups is not None else [(NO_GROUPS, source.rows)]:
             for inside in range(count):
@@ -89,7 +89,7 @@ def test_row_groups_are_cut_only_when_they_are_huge(files: list[InputFile], size
     """Who starts within a row group reads what is before it again."""
     by_url = {file.source.url: file for file in files}
     for piece in (piece for shard in plan_shards(files, size, "parquet") for piece in shard.ranges if piece.rows):
-        source, groups = by_url[piece.url]
+        source, groups, _ = by_url[piece.url]
         whole = source.rows if groups is None else groups[piece.row_group]
         assert piece.rows == whole or whole > size.whole
 

@@ -48,6 +48,32 @@ ColumnOption = Annotated[
         "Default: the column named like the input tensor.",
     ),
 ]
+InputCompressionOption = Annotated[
+    str,
+    typer.Option(
+        "--input-compression", help="gzip, zstd, bz2 or none, of CSV and JSON lines; default: by file extension."
+    ),
+]
+DelimiterOption = Annotated[
+    str | None, typer.Option("--delimiter", help=r"The character between the values of CSV; default: a comma.")
+]
+QuoteOption = Annotated[
+    str | None,
+    typer.Option("--quote", help="The character around values of CSV, '' if there is none; default: a double quote."),
+]
+DecimalPointOption = Annotated[
+    str | None, typer.Option("--decimal-point", help="The character before the fraction of a number in CSV; default: .")
+]
+EncodingOption = Annotated[
+    str | None, typer.Option("--encoding", help="The encoding of CSV, such as latin-1 or utf-16; default: utf-8.")
+]
+HeaderOption = Annotated[
+    bool,
+    typer.Option("--header/--no-header", help="The first row of CSV names the columns, or they are f0, f1, …."),
+]
+ColumnNamesOption = Annotated[
+    str, typer.Option("--column-names", help="NAME,NAME,...: the columns of CSV that has no header.")
+]
 ShapeOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -152,7 +178,9 @@ _OPTIONS = {
     "job_id": "id",
 }
 """Parameter of `submit` → the option of the job, where their names differ."""
-_OTHERS = {
+_OF_CSV = {"delimiter", "quote", "decimal_point", "encoding", "header", "column_names"}
+"""Parameters of `submit` that are fields of `csv`."""
+_OTHERS = _OF_CSV | {
     "model",
     "inputs",
     "output",
@@ -193,6 +221,13 @@ def submit(
     *,
     output_format: FormatOption = "parquet",
     input_format: InputFormatOption = "",
+    input_compression: InputCompressionOption = "",
+    delimiter: DelimiterOption = None,
+    quote: QuoteOption = None,
+    decimal_point: DecimalPointOption = None,
+    encoding: EncodingOption = None,
+    header: HeaderOption = True,
+    column_names: ColumnNamesOption = "",
     column: ColumnOption = None,
     shape: ShapeOption = None,
     null: NullOption = None,
@@ -276,8 +311,16 @@ def job_options(given: Mapping[str, Any]) -> "JobOptions":
         "top_k": _numbers("--top-k", given["top_k"] or []),
     }
     found = {_OPTIONS.get(name, name): read.get(name, value) for name, value in given.items() if name not in _OTHERS}
+    found["csv"] = _csv_form(given)
     found["columns"] = read_columns(given["column"] or [], given["shape"] or [], given["null"] or [])
     return cast("JobOptions", {name: value for name, value in found.items() if value})
+
+
+def _csv_form(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is said of the form of CSV: what is said at all, for an empty quote says that there is none."""
+    form = {name: given[name] for name in _OF_CSV if given[name] is not None}
+    form["column_names"] = given["column_names"].split(",") if given["column_names"] else None
+    return {name: value for name, value in form.items() if value not in (None, True)}
 
 
 @app.command("list", epilog="Example: qinfer jobs list --state running")

@@ -7,7 +7,7 @@ decoded, so that the decoded rows are bounded, too.
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,11 +15,13 @@ import pyarrow.compute as pc
 from qinfer.jobs.columns.decoded_sizes import cut
 from qinfer.jobs.columns.fields import Fields, pick, pruned, select
 from qinfer.jobs.columns.schemas import common_type, without_dictionary
+from qinfer.jobs.job import Csv
 from qinfer.jobs.plan import Range
 from qinfer.jobs.rows.arrow_footer import BatchSizes, open_arrow
 from qinfer.jobs.rows.parquet_rows import ParquetGroups
 from qinfer.jobs.rows.source import FileFormat, SourceBroken
-from qinfer.jobs.rows.text_rows import open_text
+from qinfer.jobs.rows.text_rows import located, open_text
+from qinfer.jobs.rows.text_streams import TextFormat, TextStream
 
 _CHUNKS = 6  # that a worker holds at once: three, as rows and as tensors
 
@@ -76,10 +78,8 @@ class Rows(NamedTuple):
     fault: str = ""
 
 
-def open_rows(
-    content: BinaryIO | Any, format_: FileFormat, wanted: Wanted, url: str, *, far: bool, limits: Limits
-) -> "RowFile":
-    """Opens an input file.
+def open_rows(content: Any, format_: FileFormat, wanted: Wanted, url: str, *, far: bool, limits: Limits) -> "RowFile":
+    """Opens an input file of Parquet or Arrow.
 
     Args:
         content: What pyarrow reads of: it is closed with the rows.
@@ -95,9 +95,7 @@ def open_rows(
     """
     if format_ == "parquet":
         return _Parquet(content, wanted.columns, url, far=far, limits=limits)
-    if format_ == "arrow":
-        return _Arrow(content, wanted.columns, url, limits)
-    return _Text(content, format_, wanted, url, limits)
+    return _Arrow(content, wanted.columns, url, limits)
 
 
 class _Parquet:
@@ -148,32 +146,53 @@ class _Arrow:
             )
 
 
-class _Text:
-    """CSV or JSON lines, in the types of the plan: whether columns have them shows as they are read."""
+class TextRows:
+    """CSV or JSON lines, in the types of the plan: whether columns have them shows as they are read.
 
-    def __init__(self, content: BinaryIO, format_: FileFormat, wanted: Wanted, url: str, limits: Limits) -> None:
-        assert format_ in ("csv", "jsonl")
-        self._content, self._wanted, self._url, self._limits = content, wanted, url, limits
-        self._reader = open_text(content, format_, wanted.nested)
+    Args:
+        content: The text from the cut point of the first range on; it is closed with the rows.
+        format_: What it is.
+        wanted: What is to be read.
+        url: Its URL, for messages.
+        limits: What may be held in memory.
+        csv: The form of CSV.
+
+    Raises:
+        pyarrow.ArrowException, OSError: The file is damaged, or can't be read.
+    """
+
+    def __init__(
+        self, content: TextStream, format_: TextFormat, wanted: Wanted, url: str, limits: Limits, csv: Csv
+    ) -> None:
+        self._content, self._wanted, self._url, self._limits, self._csv = content, wanted, url, limits, csv
+        self._reader = open_text(content, format_, wanted.nested, csv)
         self._read = iter(self._reader) if self._reader is not None else iter(())
-        self._row = 0  # the first that was not read yet
+        self._begin = 0
+        self._row = -1  # the first that was not read yet
 
     def batches(self, wanted: Range) -> Iterator[Rows]:
-        end = wanted.first_row + wanted.rows
-        for record in _within(self._read, wanted.first_row - self._row, wanted.rows, self._url, self._put_back):
-            yield from _cut(pick(record, self._wanted.columns.names), self._limits.rows_bytes)
-        self._row = end
+        """Reads a range that comes after those read before; see `RowFile`."""
+        if self._row < 0:
+            self._row = self._begin = wanted.first_row - wanted.first_in_group
+        skip = wanted.first_row - self._row
+        try:
+            for record in _within(self._read, skip, wanted.rows, self._url, self._put_back):
+                yield from _cut(pick(record, self._wanted.columns.names), self._limits.rows_bytes)
+        except pa.ArrowInvalid as error:
+            raise located(error, self._csv, self._begin) from None
+        self._row = wanted.first_row + wanted.rows
 
     def _put_back(self, rest: pa.RecordBatch) -> None:
         self._read = chain([rest], self._read)
 
     def close(self) -> None:
+        """Closes the text."""
         if self._reader is not None:
             self._reader.close()
         self._content.close()
 
 
-RowFile = _Parquet | _Arrow | _Text
+RowFile = _Parquet | _Arrow | TextRows
 """An open input file, to be closed.
 
 `batches` reads a range in order, in batches of the wanted columns and types. It raises `SourceBroken` where the range

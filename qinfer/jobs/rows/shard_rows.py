@@ -16,11 +16,13 @@ import msgspec
 import pyarrow as pa
 
 from qinfer.errors import QinferError, StoreChanged, StoreNotFound
-from qinfer.jobs.job import InputFormat, JobSpec, Output
+from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import NO_GROUPS, Range, Shard
 from qinfer.jobs.rows.partitions import partition_arrays
-from qinfer.jobs.rows.row_files import Limits, RowFile, Rows, Wanted, open_rows
-from qinfer.jobs.rows.source import SourceBroken, format_of
+from qinfer.jobs.rows.row_files import Limits, RowFile, Rows, TextRows, Wanted, open_rows
+from qinfer.jobs.rows.source import SourceBroken, format_of, is_text, reason_of
+from qinfer.jobs.rows.text_rows import header_of
+from qinfer.jobs.rows.text_streams import InputForm, KeptText, TextStream, open_stream
 from qinfer.storage.errors import store_error
 from qinfer.storage.hive import partition_values
 from qinfer.storage.local import local_path
@@ -33,7 +35,6 @@ READ_BYTES = 64 * 2**20
 
 _AHEAD = 8
 _SMALL_BYTES = 4 * 2**20
-_REASON_CHARACTERS = 200
 _LOST_ROWS = 4096  # in one batch
 _ANY_JOB = JobSpec(model="", inputs=(), output=Output(""))
 _REMEDY = "a new job can skip such files with 'bad_files': \"skip\""
@@ -97,8 +98,8 @@ class ShardReader:
         shard: The shard.
         columns: The columns that are wanted (`InputColumns.columns` and `OutputColumns.copied`); each is read once.
         schema: The inputs' columns, in the types that they are read as (of the plan).
-        spec: What the job says of its files: their format, and what is done with those that can't be read.
-        store: Finds the store of a URL.
+        spec: What the job says of its files: their form, and what is done with those that can't be read.
+        store: Finds the store of a URL; also of those of the job's kept pieces (`InputForm.kept_url`).
         read_bytes: About so many bytes of rows are held at once by whoever scores them.
 
     Attributes:
@@ -123,7 +124,7 @@ class ShardReader:
         self._partitions = pa.schema([field for field in self.schema if field.name in partitions])
         stored = Wanted.of(schema, [name for name in columns if name not in partitions])
         self._stored = stored.columns
-        self._files = _SourceFiles(ranges, stored, spec.input_format, store, self.limits)
+        self._files = _SourceFiles(ranges, stored, InputForm.of(spec), store, self.limits)
         self._skips_bad_files = spec.bad_files == "skip"
         self._chunks = self._read_chunks()
         self._rest: _Chunk | None = None
@@ -184,7 +185,7 @@ class ShardReader:
 
     def _read_file(self, source: "_Source", left: deque[Range]) -> Generator["_Chunk", None, None]:
         """Reads ranges of a file; `left` has what of them was not read yet."""
-        with _explained(source), closing(self._files.open(source)) as file:
+        with _explained(source), closing(self._files.open(source, left)) as file:
             while left:
                 for rows in self._with_partitions(source.url, file.batches(left[0])):
                     now, left[0] = _parted(left[0], rows.record.num_rows)
@@ -268,12 +269,13 @@ class _Source:
 
     Attributes:
         url: Where it is.
+        etag: See above.
         is_far: Whether each read takes long.
     """
 
     def __init__(self, url: str, etag: str, store: Store) -> None:
         self.url = url
-        self._etag = etag
+        self.etag = etag
         self._store = store
         self.is_far = local_path(url) is None
 
@@ -287,7 +289,7 @@ class _Source:
         found = self._store.stat(self.url)
         if found is None:
             raise SourceChanged(f"'{self.url}' does not exist any more; bring it back, and resume the job")
-        if found.etag != self._etag:
+        if found.etag != self.etag:
             raise SourceChanged(
                 f"'{self.url}' has changed since the job was planned; its output would mix two contents. Make a new job"
             )
@@ -318,7 +320,7 @@ class _SourceFiles:
     Args:
         ranges: The shard's rows.
         wanted: What is to be read.
-        input_format: What the job says of the files' format.
+        form: What the job says of the files' form.
         store: Finds the store of a URL.
         limits: What may be held in memory.
     """
@@ -327,13 +329,14 @@ class _SourceFiles:
         self,
         ranges: Sequence[Range],
         wanted: Wanted,
-        input_format: InputFormat,
+        form: InputForm,
         store: Callable[[str], Store],
         limits: Limits,
     ) -> None:
         self._wanted = wanted
         self._limits = limits
-        self._format: InputFormat = input_format
+        self._form = form
+        self._store = store
         self._list = [
             (_Source(url, etag, store(url)), tuple(own))
             for (url, etag), own in groupby(ranges, lambda r: (r.url, r.etag))
@@ -343,21 +346,23 @@ class _SourceFiles:
 
     def __iter__(self) -> Iterator[tuple[_Source, tuple[Range, ...]]]:
         """Walks the files; each is to be opened before the next."""
-        waiting = (source for source, _ in self._list)
+        waiting = iter(self._list)
         several = len(self._list) > 1 and self._list[0][0].is_far
         for source, ranges in self._list:
             if several:
                 self._pool = self._pool or ThreadPoolExecutor(_AHEAD, thread_name_prefix="qinfer-rows")
                 for following in islice(waiting, _AHEAD + 1 - len(self._ahead)):
-                    self._ahead.append((following, self._pool.submit(self._content, following)))
+                    self._ahead.append((following[0], self._pool.submit(self._content, *following)))
             yield source, ranges
 
-    def open(self, source: _Source) -> RowFile:
-        """Opens a file, perhaps again; raises what `_Source.content` and `open_rows` do."""
+    def open(self, source: _Source, ranges: Sequence[Range]) -> RowFile:
+        """Opens a file for ranges, perhaps again; raises what `_Source.content` and `open_rows` do."""
         is_ahead = self._ahead and self._ahead[0][0] is source
-        content = self._ahead.popleft()[1].result() if is_ahead else self._content(source)
+        content = self._ahead.popleft()[1].result() if is_ahead else self._content(source, ranges)
         try:
-            format_ = format_of(source.url, self._format)
+            format_ = format_of(source.url, self._form.format)
+            if is_text(format_):
+                return TextRows(content, format_, self._wanted, source.url, self._limits, self._form.csv)
             return open_rows(content, format_, self._wanted, source.url, far=source.is_far, limits=self._limits)
         except BaseException:
             content.close()
@@ -371,8 +376,20 @@ class _SourceFiles:
             future.add_done_callback(_close)
         self._ahead.clear()
 
-    def _content(self, source: _Source) -> Any:
-        return source.content(sequential=format_of(source.url, self._format) in ("csv", "jsonl"))
+    def _content(self, source: _Source, ranges: Sequence[Range]) -> Any:
+        format_ = format_of(source.url, self._form.format)
+        content = source.content(sequential=is_text(format_))
+        if not is_text(format_):
+            return content
+        text, begin = open_stream(content, source.url, format_, self._form), ranges[0].begin
+        if not begin:
+            return text
+        header = header_of(text, format_, self._form.csv)
+        if not self._form.is_decoded(source.url, format_):
+            content.seek(begin)
+            return TextStream(content, header)
+        text.close()
+        return TextStream(KeptText(self._store, self._form.kept_url, source.url, source.etag, begin), header)
 
 
 @contextmanager
@@ -395,8 +412,7 @@ def _explained(source: _Source) -> Iterator[None]:
         source.check()
         if isinstance(error, OSError) and (error.errno is not None or _OF_STORE in str(error)):
             raise store_error(error, source.url) from None
-        reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
-        raise SourceBroken(f"'{source.url}' can't be read; is it damaged? {reason}") from None
+        raise SourceBroken(f"'{source.url}' can't be read; is it damaged? {reason_of(error)}") from None
 
 
 def _close(future: "Future[Any]") -> None:

@@ -5,15 +5,17 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple, TypeGuard
 
 import pyarrow as pa
 
 from qinfer.errors import InvalidRequest, StoreDenied, StoreUnavailable
 from qinfer.jobs.job import InputFormat
-from qinfer.jobs.rows import text_rows
+from qinfer.jobs.plan import Cut
 from qinfer.jobs.rows.arrow_footer import batch_rows, open_arrow
 from qinfer.jobs.rows.parquet_pages import read_metadata
+from qinfer.jobs.rows.text_rows import OnBlock, read_through, text_schema
+from qinfer.jobs.rows.text_streams import COMPRESSED_EXTENSIONS, NotText, TextFormat, check_text, open_stream
 from qinfer.jobs.rows.text_types import NOTHING_WANTED, TextTypes, check_key
 from qinfer.jobs.shards import MAX_FILES
 from qinfer.storage.local import local_path
@@ -26,8 +28,9 @@ _EXTENSIONS: dict[str, FileFormat] = {
     "parquet": "parquet", "pq": "parquet", "parq": "parquet",
     "arrow": "arrow", "feather": "arrow", "ipc": "arrow",
     "csv": "csv",
-    "jsonl": "jsonl", "ndjson": "jsonl",
+    "jsonl": "jsonl", "ndjson": "jsonl", "json": "jsonl",
 }  # fmt: skip
+TEXT_FORMATS = ("csv", "jsonl")
 _THREADS = 16
 _SMALL_BATCH_BYTES = 256 * 1024
 _REASON_CHARACTERS = 200
@@ -46,11 +49,13 @@ class Footer(NamedTuple):
         schema: Its columns; none where a CSV or JSON lines file is empty.
         rows: Its rows.
         groups: The rows of each row group (Parquet) or record batch (Arrow); `None` = the format has none.
+        cuts: Where a CSV or JSON lines file can be read from.
     """
 
     schema: pa.Schema
     rows: int
     groups: tuple[int, ...] | None
+    cuts: tuple[Cut, ...] = ()
 
 
 CheckRead = Callable[[str], None]
@@ -117,7 +122,9 @@ def format_of(url: str, input_format: InputFormat) -> FileFormat:
     """
     if input_format:
         return input_format
-    extension = url.rpartition("/")[2].rpartition(".")[2].lower()
+    *_, inner, extension = ("", *url.rpartition("/")[2].lower().split("."))
+    if extension in COMPRESSED_EXTENSIONS and _EXTENSIONS.get(inner) in TEXT_FORMATS:
+        extension = inner
     if extension not in _EXTENSIONS:
         raise InvalidRequest(
             f"the extension of '{url}' is that of no format; set 'input_format' to parquet, arrow, csv or jsonl"
@@ -125,8 +132,18 @@ def format_of(url: str, input_format: InputFormat) -> FileFormat:
     return _EXTENSIONS[extension]
 
 
+def is_text(format_: FileFormat) -> TypeGuard[TextFormat]:
+    """Tells whether a format is CSV or JSON lines."""
+    return format_ in TEXT_FORMATS
+
+
 def read_footer(
-    file: Stat, format_: FileFormat, types: TextTypes = NOTHING_WANTED, *, columns_only: bool = False
+    file: Stat,
+    format_: FileFormat,
+    types: TextTypes = NOTHING_WANTED,
+    *,
+    columns_only: bool = False,
+    on_block: OnBlock = lambda *_: None,
 ) -> Footer:
     """Reads what planning needs of a file; CSV and JSON lines are read to their end.
 
@@ -135,6 +152,7 @@ def read_footer(
         format_: What it is.
         types: What the job needs of the columns of CSV and JSON lines.
         columns_only: Read the columns, of CSV and JSON lines those of the first block, and perhaps no rows.
+        on_block: Is given the text of CSV and JSON lines, block by block.
 
     Raises:
         SourceBroken: It is damaged or not of this format, or, in a directory, not open to this server.
@@ -142,28 +160,41 @@ def read_footer(
         StoreError: The store fails, or refuses.
     """
     if not file.size_bytes:  # tools that write folders leave such
-        return Footer(pa.schema([]), 0, None if format_ in ("csv", "jsonl") else ())
+        return Footer(pa.schema([]), 0, None if is_text(format_) else ())
     try:
-        with store_for(file.url).open(file.url, sequential=format_ in ("csv", "jsonl") and not columns_only) as content:
+        with store_for(file.url).open(file.url, sequential=is_text(format_) and not columns_only) as content:
             if format_ == "parquet":
                 footer = _parquet(content)
             elif format_ == "arrow":
                 footer = _arrow(content, file, columns_only=columns_only)
-            elif columns_only:
-                footer = Footer(text_rows.text_schema(content, format_, types), 0, None)
             else:
-                footer = Footer(*text_rows.read_through(content, format_, types), None)
+                text = open_stream(content, file.url, format_, types.form)
+                check_text(text, format_)
+                if columns_only:
+                    footer = Footer(text_schema(text, format_, types), 0, None)
+                else:
+                    contents = read_through(text, format_, types, on_block)
+                    footer = Footer(contents.schema, contents.rows, None, contents.cuts)
         _read_names(footer.schema)
+    except NotText as error:
+        raise SourceBroken(f"'{file.url}' can't be read as {format_}: {reason_of(error)}") from None
     except (pa.ArrowException, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
-        raise SourceBroken(f"'{file.url}' can't be read as {format_}; is it damaged or cut off? {reason}") from None
+        raise SourceBroken(
+            f"'{file.url}' can't be read as {format_}; is it damaged or cut off? {reason_of(error)}"
+        ) from None
     except StoreDenied:
         if local_path(file.url) is None:  # its credentials may have expired: that is no single file's fault
             raise
         raise SourceBroken(f"'{file.url}' may not be read by this server; change its permissions") from None
-    if format_ in ("csv", "jsonl"):
+    if is_text(format_):
         check_key(footer.schema, types, file.url)
     return footer
+
+
+def reason_of(error: Exception) -> str:
+    """Returns what a message shows of a reader's error: what can be printed, and not all of a long one."""
+    words = " ".join(str(error).split())[:_REASON_CHARACTERS]
+    return "".join(character if character.isprintable() else "?" for character in words)
 
 
 def _read_names(schema: pa.Schema) -> None:

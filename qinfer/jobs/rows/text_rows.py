@@ -1,22 +1,25 @@
-"""CSV and JSON lines: their columns, their rows, and how many there are. Options are the same wherever they are read.
+"""CSV and JSON lines: their columns, their rows, how many there are, and from where they can be read.
 
-The first line of a CSV file names its columns; a value in quotes may hold line ends. Blank lines are no rows. Which
-types columns get is decided in `text_types`.
+The first row of a CSV file names its columns, unless the job does; a value in quotes may hold line ends. Blank lines
+are no rows. Which types columns get is decided in `text_types`, what a file's text is in `text_streams`.
 
-A reader of pyarrow reads ahead in a thread of its own, for as long as it likes: a file that was given to one is never
+A reader of pyarrow reads ahead in a thread of its own, for as long as it likes: a text that was given to one is never
 used again, not even after the reader was closed.
 """
 
-from collections.abc import Iterator
-from typing import BinaryIO, Literal, NamedTuple
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 
+from qinfer.jobs.job import Csv
+from qinfer.jobs.plan import Cut
+from qinfer.jobs.rows.text_cuts import CUT_BYTES, first_row, row_blocks
+from qinfer.jobs.rows.text_streams import NotText, TextFormat, TextStream
 from qinfer.jobs.rows.text_types import TextTypes, csv_schema, joined, json_schema, loses
-
-TextFormat = Literal["csv", "jsonl"]
 
 BLOCK_BYTES = 4 * 2**20
 """A row may be as long as this."""
@@ -38,22 +41,28 @@ _LINE_ENDS = bytes.maketrans(b"\r", b"\n")
 
 
 class Contents(NamedTuple):
-    """Schema and row count of a text file, as planning needs them.
+    """Schema and row count of a text, as planning needs them.
 
     Attributes:
-        schema: Its columns; an empty file has none.
+        schema: Its columns; an empty one has none.
         rows: Its rows.
+        cuts: Places from which it can be read; the first row of each follows those of the one before.
     """
 
     schema: pa.Schema
     rows: int
+    cuts: tuple[Cut, ...]
 
 
-def text_schema(file: BinaryIO, format_: TextFormat, types: TextTypes) -> pa.Schema:
-    """Returns a file's columns, as its first block shows them; an empty file has none.
+OnBlock = Callable[[bytes, Cut | None], None]
+"""Gets each block of whole rows of a text, and the cut point before it if there is one."""
+
+
+def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.Schema:
+    """Returns the columns of a text, as its first block shows them; an empty one has none.
 
     Args:
-        file: The file, at its beginning; it is read from, and no reader has it afterwards.
+        text: The text, at its beginning; of CSV nothing is taken from it.
         format_: What it is.
         types: What the job needs of its columns.
 
@@ -61,63 +70,123 @@ def text_schema(file: BinaryIO, format_: TextFormat, types: TextTypes) -> pa.Sch
         pyarrow.ArrowInvalid: It is not what it should be.
     """
     if format_ == "csv":
-        return _csv_schema(file.read(2 * BLOCK_BYTES), types)  # a row that begins in the first block ends in the second
-    return next((schema for schema, _ in _json_parts(file) if schema.names), pa.schema([]))
+        return _csv_schema(text.peek(2 * BLOCK_BYTES), types)  # a row that begins in the first block ends in the second
+    blocks = row_blocks(_Objects(text), "jsonl", Csv(), BLOCK_BYTES)
+    return next((schema for block in blocks for schema, _ in _json_parts(block) if schema.names), pa.schema([]))
 
 
-def read_through(file: BinaryIO, format_: TextFormat, types: TextTypes) -> Contents:
-    """Reads a file to its end: how many rows it has, and its columns; JSON lines' are those of all lines.
+def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_block: OnBlock) -> Contents:
+    """Reads a text to its end: how many rows it has, and its columns; JSON lines' are those of all lines.
 
     The values of CSV are not looked at beyond the first block.
 
     Args:
-        file: The file, at its beginning; a reader has it afterwards.
+        text: The text, at its beginning.
         format_: What it is.
         types: What the job needs of its columns.
+        on_block: Is given the text, block by block.
 
     Raises:
         pyarrow.ArrowInvalid: It is not what it should be.
     """
-    if format_ == "csv":
-        schema = text_schema(file, "csv", types)
-        file.seek(0)
-        only = pa.schema([(schema.names[0], pa.binary())]) if schema.names else None  # converts nothing else
-        reader = open_text(file, "csv", only)
-        return Contents(schema, sum(batch.num_rows for batch in reader) if reader is not None else 0)
-    schema, rows = pa.schema([]), 0
-    for found, count in _json_parts(file):
-        schema, rows = joined(schema, found), rows + count
-    return Contents(schema, rows)
+    counting = _Csv(text, types) if format_ == "csv" else _Json(text)
+    cuts, begin, uncut = [Cut(0, 0)], 0, 0
+    for block in counting.blocks():
+        cut = Cut(counting.rows, begin) if uncut >= CUT_BYTES and counting.rows > 0 else None
+        if cut is not None:
+            cuts.append(cut)
+            uncut = 0
+        on_block(block, cut)
+        counting.add(block)
+        begin, uncut = begin + len(block), uncut + len(block)
+    return Contents(counting.schema, counting.rows, tuple(cuts))
 
 
-def open_text(file: BinaryIO, format_: TextFormat, types: pa.Schema | None) -> pa.RecordBatchReader | None:
-    """Reads a file's rows as they are asked for.
+class _Csv:
+    """The rows of a CSV file, as they are counted; values of no column are converted."""
+
+    def __init__(self, text: TextStream, types: TextTypes) -> None:
+        self.schema = _csv_schema(text.peek(2 * BLOCK_BYTES), types)
+        self.rows = 0
+        self._text, self._csv = text, types.form.csv
+        self._lines = 0  # without blank ones
+        options = pyarrow.csv.ReadOptions(use_threads=False, block_size=2**31 - 1)
+        options.column_names = [str(number) for number in range(len(self.schema))]
+        self._options = options
+
+    def blocks(self) -> Iterator[bytes]:
+        return row_blocks(self._text, "csv", self._csv, BLOCK_BYTES)
+
+    def add(self, block: bytes) -> None:
+        if not self.schema.names:
+            return
+        try:
+            table = pyarrow.csv.read_csv(
+                pa.BufferReader(block),
+                read_options=self._options,
+                parse_options=_parse_options(self._csv),
+                convert_options=pyarrow.csv.ConvertOptions(include_columns=["0"], column_types={"0": pa.binary()}),
+            )
+        except pa.ArrowInvalid as error:
+            if str(error).startswith("Empty CSV"):  # blank lines
+                return
+            raise located(error, self._csv, self._lines) from None
+        self._lines += table.num_rows
+        self.rows = self._lines - self._csv.header
+
+
+class _Json:
+    """The rows of JSON lines, as they are counted, and their fields."""
+
+    def __init__(self, text: TextStream) -> None:
+        self.schema = pa.schema([])
+        self.rows = 0
+        self._text = text
+
+    def blocks(self) -> Iterator[bytes]:
+        return row_blocks(_Objects(self._text), "jsonl", Csv(), BLOCK_BYTES)
+
+    def add(self, block: bytes) -> None:
+        for found, count in _json_parts(block):
+            self.schema, self.rows = joined(self.schema, found), self.rows + count
+
+
+def open_text(text: TextStream, format_: TextFormat, types: pa.Schema | None, csv: Csv) -> pa.RecordBatchReader | None:
+    """Reads the rows of a text as they are asked for.
 
     Args:
-        file: The file, at its beginning; the reader has it from here on.
+        text: The text, at its beginning; the reader has it from here on.
         format_: What it is.
         types: The columns that are wanted, and their types; `None` = all columns of a CSV file, in types that the first
             block looks like.
+        csv: The form of CSV.
 
     Returns:
-        The reader; `None` = the file is empty.
+        The reader; `None` = the text is empty.
 
     Raises:
         pyarrow.ArrowInvalid: It is not what it should be; reading raises it, too.
     """
     try:
         if format_ == "csv":
-            _check_header(file)
+            _check_header(text.peek(BLOCK_BYTES), csv)
             return pyarrow.csv.open_csv(
-                file,
-                read_options=pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES),
-                parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+                text,
+                read_options=pyarrow.csv.ReadOptions(
+                    block_size=BLOCK_BYTES,
+                    use_threads=False,  # else errors do not say in which row they are, and it is no faster
+                    column_names=csv.column_names or None,
+                    autogenerate_column_names=not (csv.header or csv.column_names),
+                ),
+                parse_options=_parse_options(csv),
                 convert_options=pyarrow.csv.ConvertOptions(
-                    column_types=types, include_columns=types.names if types is not None else None
+                    column_types=types,
+                    include_columns=types.names if types is not None else None,
+                    decimal_point=csv.decimal_point,
                 ),
             )
         return pyarrow.json.open_json(
-            _Objects(file, max_lines=_max_lines(len(types) if types is not None else 1)),
+            _Objects(text, max_lines=_max_lines(len(types) if types is not None else 1)),
             read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES),
             parse_options=pyarrow.json.ParseOptions(explicit_schema=types, unexpected_field_behavior="ignore"),
         )
@@ -127,22 +196,62 @@ def open_text(file: BinaryIO, format_: TextFormat, types: pa.Schema | None) -> p
         raise
 
 
+def header_of(text: TextStream, format_: TextFormat, csv: Csv) -> bytes:
+    """Returns what has to be before rows of a text for them to be read: the row that names the columns, if one does."""
+    return first_row(text.peek(BLOCK_BYTES), csv) if format_ == "csv" and csv.header else b""
+
+
+_SET_ENCODING = "set 'csv.encoding', such as to latin-1"
+_CSV_ERROR = re.compile(
+    r"(?:In CSV column #(?P<column>\d+): )?(?:CSV parse error: )?Row #(?P<row>\d+): (?P<what>.*)", re.DOTALL
+)
+
+
+def located(error: pa.ArrowInvalid, csv: Csv, lines: int) -> pa.ArrowInvalid:
+    """Returns what a reader says of a row of CSV with the row's place in the file.
+
+    Args:
+        error: What it says.
+        csv: The form of CSV.
+        lines: How many lines are before those that the reader has read.
+    """
+    found = _CSV_ERROR.fullmatch(str(error))
+    if found is None:
+        return error
+    line = lines + int(found["row"])
+    value = f"value {int(found['column']) + 1} of " if found["column"] else ""
+    place = f"{value}row {line - csv.header}, in line {line} or, where values hold line ends, later"
+    remedy = f"; {_SET_ENCODING}" if "invalid UTF8" in found["what"] else ""
+    return pa.ArrowInvalid(f"{place}: {found['what']}{remedy}")
+
+
+def _parse_options(csv: Csv) -> pyarrow.csv.ParseOptions:
+    return pyarrow.csv.ParseOptions(
+        delimiter=csv.delimiter, quote_char=csv.quote or False, newlines_in_values=bool(csv.quote)
+    )
+
+
 def _csv_schema(head: bytes, types: TextTypes) -> pa.Schema:
-    reader = open_text(pa.BufferReader(head), "csv", None)
-    if reader is None:
-        return pa.schema([])
-    schema = csv_schema(reader.schema, types)
+    csv = types.form.csv
+    try:
+        reader = open_text(TextStream(pa.BufferReader(head)), "csv", None, csv)
+        if reader is None:
+            return pa.schema([])
+        schema = csv_schema(reader.schema, types)
+    except UnicodeDecodeError:
+        raise NotText(f"its first row is no UTF-8 text; {_SET_ENCODING}") from None
     numbers = [
         name
         for name, kind in zip(schema.names, schema.types, strict=True)
         if types.wanted.get(name) is None and (pa.types.is_integer(kind) or pa.types.is_floating(kind))
     ]
-    return _with_text(schema, head, numbers) if numbers else schema
+    return _with_text(schema, head, numbers, csv) if numbers else schema
 
 
-def _with_text(schema: pa.Schema, head: bytes, numbers: list[str]) -> pa.Schema:
+def _with_text(schema: pa.Schema, head: bytes, numbers: list[str], csv: Csv) -> pa.Schema:
     """Returns the columns of a CSV file with text for those that numbers would lose something of."""
-    reader = open_text(pa.BufferReader(head), "csv", pa.schema([(name, pa.string()) for name in numbers]))
+    wanted = pa.schema([(name, pa.string()) for name in numbers])
+    reader = open_text(TextStream(pa.BufferReader(head)), "csv", wanted, csv)
     assert reader is not None
     first = next(iter(reader), None)
     for name, values in zip(numbers, first.columns if first is not None else (), strict=False):
@@ -152,16 +261,15 @@ def _with_text(schema: pa.Schema, head: bytes, numbers: list[str]) -> pa.Schema:
     return schema
 
 
-def _json_parts(file: BinaryIO) -> Iterator[tuple[pa.Schema, int]]:
-    """Reads a file of JSON lines by blocks: the fields of each, and how many rows it has."""
-    for block in _lines(_Objects(file)):
-        for part in _apart(block):
-            table = pyarrow.json.read_json(
-                pa.BufferReader(part), pyarrow.json.ReadOptions(use_threads=False, block_size=len(part))
-            )
-            if table.num_columns > MAX_COLUMNS:
-                raise pa.ArrowInvalid(f"its lines have more than {MAX_COLUMNS} fields")
-            yield json_schema(table.schema), table.num_rows
+def _json_parts(block: bytes) -> Iterator[tuple[pa.Schema, int]]:
+    """Reads a block of JSON lines by parts: the fields of each, and how many rows it has."""
+    for part in _apart(block):
+        table = pyarrow.json.read_json(
+            pa.BufferReader(part), pyarrow.json.ReadOptions(use_threads=False, block_size=len(part))
+        )
+        if table.num_columns > MAX_COLUMNS:
+            raise pa.ArrowInvalid(f"its lines have more than {MAX_COLUMNS} fields")
+        yield json_schema(table.schema), table.num_rows
 
 
 def _apart(block: bytes) -> Iterator[bytes]:
@@ -180,62 +288,42 @@ def _max_lines(columns: int, cells_bytes: int = _CELLS_BYTES) -> int:
     return max(1, cells_bytes // _CELL_BYTES // max(1, columns))
 
 
-def _lines(file: "_Objects") -> Iterator[bytes]:
-    """Reads a file by blocks of whole lines.
+def _check_header(head: bytes, csv: Csv) -> None:
+    """Looks at the first row of a CSV file.
 
     Raises:
-        pyarrow.ArrowInvalid: A line is longer than may be.
+        pyarrow.ArrowInvalid: It has too many columns: each takes kilobytes to be read.
     """
-    rest = b""
-    while block := file.read(BLOCK_BYTES):
-        end = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
-        if not end and len(block) == BLOCK_BYTES:
-            raise pa.ArrowInvalid(f"a line is longer than {BLOCK_BYTES} bytes")
-        if end:
-            yield rest + block[:end]
-            rest = b""
-        rest += block[end:]
-    if rest:
-        yield rest
-
-
-def _check_header(file: BinaryIO) -> None:
-    """Looks at the first line of a CSV file, which is at its beginning before and after.
-
-    Raises:
-        pyarrow.ArrowInvalid: It names too many columns: each takes kilobytes to be read.
-    """
-    block = file.read(BLOCK_BYTES)
-    file.seek(0)
-    header = b"".join(block.split(b'"')[::2]).translate(_LINE_ENDS).lstrip(b"\n").partition(b"\n")[0]
-    if header.count(b",") >= MAX_COLUMNS:
+    parts = head.split(csv.quote.encode())[::2] if csv.quote else [head]
+    row = b"".join(parts).translate(_LINE_ENDS).lstrip(b"\n").partition(b"\n")[0]
+    if row.count(csv.delimiter.encode()) >= MAX_COLUMNS:
         raise pa.ArrowInvalid(f"its first line names more than {MAX_COLUMNS} columns")
 
 
 class _Objects:
-    """A file of JSON lines without what pyarrow crashes at: a block of nothing but null, and deep nesting.
+    """JSON lines without what pyarrow crashes at: a block of nothing but null, and deep nesting.
 
     Args:
-        file: The file.
+        text: The text.
         max_lines: About so many lines are given out at a time; 0 = as many as there are.
     """
 
     closed = False
 
-    def __init__(self, file: BinaryIO, *, max_lines: int = 0) -> None:
-        self._file = file
+    def __init__(self, text: TextStream, *, max_lines: int = 0) -> None:
+        self._text = text
         self._max_lines = max_lines
         self._rest = b""
         self._last = b"\n"
         self._nesting = Nesting()
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int) -> bytes:
         """Reads what is next.
 
         Raises:
             ValueError: A line begins with null, or is nested too deep.
         """
-        data = self._some_lines(self._rest or self._file.read(size))
+        data = self._some_lines(self._rest or self._text.read(size))
         self._nesting.check(data)
         begins = data.translate(_LINE_ENDS, b" \t")
         if b"\nn" in begins or (self._last + begins[:1]) == b"\nn":
@@ -252,15 +340,15 @@ class _Objects:
         return data
 
     def readable(self) -> bool:
-        """Returns true: the file can be read."""
+        """Returns true: the text can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Returns false: the file is read from front to back."""
+        """Returns false: the text is read from front to back."""
         return False
 
     def close(self) -> None:
-        """Leaves the file to who opened it."""
+        """Leaves the text to who opened it."""
 
 
 class Nesting:

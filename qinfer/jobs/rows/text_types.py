@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.fields import Fields
 from qinfer.jobs.job import JobSpec, shown
+from qinfer.jobs.rows.text_streams import PLAIN, InputForm
 from qinfer.models.spec import ModelSpec
 
 _FLOATS = ("FP16", "BF16", "FP32", "FP64")
@@ -26,10 +27,12 @@ class TextTypes(NamedTuple):
     Attributes:
         wanted: Column → the type that its use asks for; `None` = its uses ask for different ones.
         key: The column that tells rows apart; empty = there is none.
+        form: What the job says of the files.
     """
 
     wanted: Mapping[str, pa.DataType | None]
     key: str = ""
+    form: InputForm = PLAIN
 
 
 NOTHING_WANTED = TextTypes({})
@@ -45,7 +48,7 @@ def text_types(spec: JobSpec, model: ModelSpec) -> TextTypes:
     if spec.key:
         is_rounded = wanted.get(spec.key) == pa.float64()
         wanted[spec.key] = None if is_rounded else wanted.get(spec.key, pa.string())
-    return TextTypes(wanted, spec.key)
+    return TextTypes(wanted, spec.key, InputForm.of(spec))
 
 
 def csv_schema(guessed: pa.Schema, types: TextTypes) -> pa.Schema:

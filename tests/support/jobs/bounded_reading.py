@@ -14,9 +14,14 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+
+if TYPE_CHECKING:
+    from qinfer.jobs.rows.source import Footer
+    from qinfer.storage.store import Stat
 
 GUARD_BYTES = 3 * 2**30
 READ_BYTES = 64 * 2**20
@@ -117,7 +122,6 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     from qinfer.jobs.columns.schemas import encode_schema
     from qinfer.jobs.job import JobSpec, Output
     from qinfer.jobs.plan import Plan, Range, Shard, decode_plan_head, encode_plan_head
-    from qinfer.jobs.rows.source import format_of, read_footer
     from qinfer.models.spec import ModelSpec, TensorSpec
     from qinfer.storage.open import store_for
     from qinfer_workers.jobs.scoring.batch_size import BatchSize
@@ -127,7 +131,7 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     url = f"file://{case.path}"
     stat = store_for(url).stat(url)
     assert stat is not None
-    footer = read_footer(stat, format_of(url, ""))
+    footer = _planned(stat, folder)
     found.planned_bytes = _peak_bytes() - base
     pa.default_memory_pool().release_unused()
     _begin_peak()  # another process plans
@@ -174,6 +178,15 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     messages = part.column("error_message").drop_null()
     found.rows, found.failed, found.scored = part.num_rows, len(messages), sum(scored)
     found.message = messages[0].as_py() if len(messages) else ""
+
+
+def _planned(file: "Stat", folder: Path) -> "Footer":
+    from qinfer.jobs.rows.source import format_of, read_footer
+    from qinfer.jobs.rows.text_streams import PieceKeeper
+    from qinfer.storage.open import store_for
+
+    kept = PieceKeeper(store_for, f"file://{folder}/kept", file.url, file.etag)
+    return read_footer(file, format_of(file.url, ""), on_block=kept.add)
 
 
 def _echo(chunks: "object", work: threading.Event, scored: list[int]) -> None:

@@ -47,7 +47,7 @@ def file_of(url: str) -> InputFile:
     stat = store_for(url).stat(url)
     assert stat is not None
     footer = read_footer(stat, format_of(url, ""))
-    return InputFile(Source(url, stat.etag, stat.size_bytes, footer.rows), footer.groups)
+    return InputFile(Source(url, stat.etag, stat.size_bytes, footer.rows), footer.groups, footer.cuts)
 
 
 def shard_of(*urls: str, first: int = 0, rows: int | None = None, extension: str = "parquet") -> Shard:
@@ -56,7 +56,7 @@ def shard_of(*urls: str, first: int = 0, rows: int | None = None, extension: str
     end = None if rows is None else first + rows
     position = 0
     for url in urls:
-        source, groups = file_of(url)
+        source, groups, _ = file_of(url)
         in_file = 0
         for number, count in enumerate(groups) if groups is not None else [(-1, source.rows)]:
             begin = max(first - position, 0)

@@ -76,9 +76,9 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
     """Each option has its field."""
     server = gateway(job("planning", 201))
     options = (
-        "--format arrow --input-format csv --shape x=2,2 --null x=0 --output-column y=score --exclude name "
-        "--bad-files skip --partitioning hive --partition-by day "
-        "--failed-rows separate "
+        "--input-compression gzip --delimiter ; --quote ' --decimal-point , --encoding latin-1 --no-header "
+        "--column-names x,y --format arrow --input-format csv --shape x=2,2 --null x=0 --bad-files skip "
+        "--partitioning hive --partition-by day --failed-rows separate --output-column y=score --exclude name "
         "--compression lz4 --compression-level 3 --output-tensor y --output-tensor p --top-k p=2 "
         "--rows-per-part 100 --priority high --on-version-change fail "
         "--error-threshold 0.5 --max-parallel 2 --deadline 60 --metadata who=me "
@@ -104,6 +104,15 @@ def test_all_that_can_be_said(gateway: Talk) -> None:
             "columns": {"y": "score"},
         },
         "input_format": "csv",
+        "input_compression": "gzip",
+        "csv": {
+            "delimiter": ";",
+            "quote": "'",
+            "decimal_point": ",",
+            "encoding": "latin-1",
+            "header": False,
+            "column_names": ["x", "y"],
+        },
         "columns": {"x": {"columns": ["x"], "shape": [2, 2], "null": 0}},
         "passthrough": ["*"],
         "exclude": ["name"],

@@ -4,6 +4,7 @@ A value that is stored once and meant a thousand times, a size in a header that 
 file is planned and scored by the parts of a worker, in a process of its own whose peak is measured.
 """
 
+import gzip
 import io
 import json
 import struct
@@ -126,6 +127,16 @@ def table_head(columns: int) -> bytes:
 def object_of(fields: int, prefix: str = "k") -> bytes:
     """Returns a line with `x`, and fields that are copied where the prefix is `k`."""
     return json.dumps({"x": "a", **{f"{prefix}{number}": 1 for number in range(fields)}}).encode() + b"\n"
+
+
+def bomb(compression: str, piece: bytes, times: int) -> bytes:
+    """Returns a compressed file whose text is a line with `x`, and then one piece again and again."""
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, compression) as file:
+        file.write(b"x\n")
+        for _ in range(times):
+            file.write(piece)
+    return bytes(sink.getvalue())
 
 
 def column_chunks(groups: int, columns: int) -> bytes:
@@ -317,6 +328,27 @@ FILES: Mapping[str, Hostile] = {
         "jsonl", lambda: object_of(100_000, "y"), message="its lines have more than 10000 fields"
     ),
     "JSON lines: null": Hostile("jsonl", lambda: b"null\n" * 1000, message="a line is null"),
+    "gzip: a gibibyte of zeros": Hostile(
+        "csv.gz", lambda: bomb("gzip", bytes(MIB), 1024), message="a line is longer than"
+    ),
+    "gzip: line ends without end": Hostile("csv.gz", lambda: bomb("gzip", b"\n" * MIB, 64), TEXT, 0, 0, ""),
+    "gzip: many rows in few bytes": Hostile("csv.gz", lambda: bomb("gzip", b"a" * 1000 + b"\n", 60_000), TEXT, 60_000),
+    "gzip: two members": Hostile("csv.gz", lambda: gzip.compress(b"x\na\n") + gzip.compress(b"b\nc\n"), TEXT, 3),
+    "gzip: cut off": Hostile(
+        "csv.gz", lambda: gzip.compress(b"x\n" + b"a\n" * 10**6)[:-100], message="Truncated compressed stream"
+    ),
+    "gzip: garbage behind the end": Hostile(
+        "csv.gz", lambda: gzip.compress(b"x\na\n") + b"garbage", message="can't be read as csv"
+    ),
+    "gzip: within gzip": Hostile("csv.gz", lambda: gzip.compress(gzip.compress(b"x\na\n")), message="it is gzip; set"),
+    "zstd: a gibibyte of zeros": Hostile(
+        "csv.zst",
+        lambda: bomb("zstd", bytes(MIB), 1024),
+        message="a line is longer than",
+    ),
+    "bz2: a quarter of a gibibyte of zeros": Hostile(
+        "csv.bz2", lambda: bomb("bz2", bytes(MIB), 256), message="a line is longer than"
+    ),
     "a file of nothing": Hostile("parquet", lambda: b"", message="the inputs have no column"),
 }
 

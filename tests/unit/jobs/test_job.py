@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.job import Columns, decode_spec, encode_spec
+from qinfer.jobs.job import Columns, Csv, decode_spec, encode_spec
 
 LEAST: dict[str, Any] = {"model": "digits", "inputs": ["s3://lake/in/*.parquet"], "output": {"url": "s3://lake/out"}}
 
@@ -51,6 +51,21 @@ def test_columns_that_use_no_newer_field_are_written_as_the_former_release_reads
     assert json.loads(encode_spec(spec))["columns"] == {"v": {"columns": ["list"], "shape": [2, 3]}}
 
 
+def test_a_job_of_plain_files_is_written_as_the_former_release_reads_it() -> None:
+    spec = decode_spec(with_fields(input_compression="", csv={"delimiter": ",", "header": True}))
+
+    assert {"csv", "input_compression"}.isdisjoint(json.loads(encode_spec(spec)))
+    assert spec.csv_form == Csv()
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "Latin1", "ISO-8859-1"])
+def test_an_encoding_has_several_names(encoding: str) -> None:
+    spec = decode_spec(with_fields(csv={"encoding": encoding}))
+
+    assert decode_spec(encode_spec(spec)) == spec
+    assert spec.csv_form.encoding == "iso8859-1"
+
+
 def test_a_specification_survives_its_json() -> None:
     """The record of a job holds it so."""
     spec = decode_spec(
@@ -71,6 +86,20 @@ def test_a_specification_survives_its_json() -> None:
         ({"inputs": ["x"] * 1001}, r"field 'inputs' has 1001 entries; at most 1000: use patterns"),
         ({"inputs": ["s3://a/b", 3]}, r"field 'inputs\[1\]': Expected str, got int"),
         ({"input_format": "orc"}, r"field 'input_format': Invalid enum value 'orc'; expected nothing, parquet, arrow"),
+        ({"input_compression": "xz"}, r"field 'input_compression': Invalid enum value 'xz'; expected nothing, gzip"),
+        ({"csv": {"delimiter": ";;"}}, r"field 'csv.delimiter' is ';;'; one ASCII character"),
+        ({"csv": {"delimiter": "\n"}}, r"field 'csv.delimiter' is '\?'; one ASCII character"),
+        ({"csv": {"delimiter": ""}}, r"field 'csv.delimiter' is ''; one ASCII character"),
+        ({"csv": {"quote": "«"}}, r"field 'csv.quote' is '«'; one ASCII character"),
+        (
+            {"csv": {"decimal_point": ","}},
+            r"fields 'csv.delimiter', 'csv.quote' and 'csv.decimal_point' have to differ",
+        ),
+        ({"csv": {"encoding": "punycode"}}, r"field 'csv.encoding' is 'punycode', which is not known; there are ascii"),
+        ({"csv": {"encoding": "\0"}}, r"field 'csv.encoding' is '\?', which is not known"),
+        ({"csv": {"column_names": ["a"]}}, r"field 'csv.column_names' is for \"header\": false only"),
+        ({"csv": {"header": False, "column_names": ["a", "a"]}}, r"field 'csv.column_names' names 'a' twice"),
+        ({"csv": {"separator": ";"}}, r"no field 'csv.separator'"),
         ({"output": {}}, r"field 'output.url' is missing"),
         ({"output": {"url": ""}}, r"field 'output.url' is empty"),
         ({"output": {"url": "s3://a/*"}}, r"field 'output.url' may be no pattern"),

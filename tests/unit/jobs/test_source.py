@@ -130,7 +130,17 @@ def test_a_changed_file_has_another_etag(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "format_"),
-    [("x.parquet", "parquet"), ("x.PQ", "parquet"), ("x.feather", "arrow"), ("a.b.csv", "csv"), ("x.ndjson", "jsonl")],
+    [
+        ("x.parquet", "parquet"),
+        ("x.PQ", "parquet"),
+        ("x.feather", "arrow"),
+        ("a.b.csv", "csv"),
+        ("x.ndjson", "jsonl"),
+        ("x.json", "jsonl"),
+        ("x.csv.GZ", "csv"),
+        ("x.jsonl.zst", "jsonl"),
+        ("x.csv.bz2", "csv"),
+    ],
 )
 def test_extensions_tell_formats(name: str, format_: str) -> None:
     """Unless the job says another."""
@@ -138,7 +148,7 @@ def test_extensions_tell_formats(name: str, format_: str) -> None:
     assert format_of(f"s3://lake/{name}", "csv") == "csv"
 
 
-@pytest.mark.parametrize("name", ["x", "x.csv.gz", "x.d/part-0", "x.parquet.bak"])
+@pytest.mark.parametrize("name", ["x", "x.parquet.gz", "x.d/part-0", "x.parquet.bak"])
 def test_other_extensions_ask_for_the_format(name: str) -> None:
     """With the field that names it."""
     with pytest.raises(InvalidRequest, match=rf"'s3://lake/{name}' is that of no format; set 'input_format'"):
@@ -219,7 +229,7 @@ def test_files_without_rows_have_columns(tmp_path: Path) -> None:
     for name, format_ in formats.items():
         footer = footer_of(tmp_path / name, format_)
         assert (footer.rows, footer.schema.names) == (0, ["id", "x", "v"])
-    assert footer_of(tmp_path / "x.jsonl", "jsonl")[1:] == (0, None)
+    assert footer_of(tmp_path / "x.jsonl", "jsonl")[1:3] == (0, None)
 
 
 @pytest.mark.parametrize(("format_", "groups"), [("csv", None), ("jsonl", None), ("parquet", ()), ("arrow", ())])

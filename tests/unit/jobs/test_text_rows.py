@@ -11,12 +11,13 @@ import pytest
 
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.schemas import decode_schema
-from qinfer.jobs.job import JobSpec, Output
+from qinfer.jobs.job import Csv, JobSpec, Output
 from qinfer.jobs.plan import Plan, Range, Unplanned
 from qinfer.jobs.planning import examine, make_plan
-from qinfer.jobs.rows.row_files import Limits, open_rows
+from qinfer.jobs.rows.row_files import Limits, TextRows, Wanted
 from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.jobs.rows.source import FileFormat, read_footer
+from qinfer.jobs.rows.text_streams import TextFormat, TextStream
 from qinfer.jobs.rows.text_types import text_types
 from qinfer.jobs.shards import Pace
 from qinfer.models.spec import ModelSpec
@@ -101,13 +102,14 @@ def test_a_reader_that_reads_ahead_has_a_file_for_itself_in_planning(
 
 
 @pytest.mark.parametrize("format_", ["csv", "jsonl"])
-def test_a_reader_that_reads_ahead_has_a_file_for_itself_in_a_worker(tmp_path: Path, format_: FileFormat) -> None:
+def test_a_reader_that_reads_ahead_has_a_file_for_itself_in_a_worker(tmp_path: Path, format_: TextFormat) -> None:
     """As in planning."""
     path = tmp_path / "x"
     path.write_text("\n".join(LINES[format_]))
     file = Watched(path)
 
-    opened = open_rows(file, format_, pa.schema([("n", pa.int64())]), "file:///x", far=False, limits=Limits.of(2**26))
+    wanted = Wanted.of(pa.schema([("n", pa.int64())]), ["n"])
+    opened = TextRows(TextStream(file), format_, wanted, "file:///x", Limits.of(2**26), Csv())
     found = pa.Table.from_batches([rows.record for rows in opened.batches(Range("file:///x", "", -1, 120, 30, 120))])
     opened.close()
 

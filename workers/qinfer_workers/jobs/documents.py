@@ -22,6 +22,7 @@ from qinfer.jobs.manifest import (
     make_manifest,
 )
 from qinfer.jobs.plan import FAILED, ExpectedParts, PartInfo, Plan, Shard, decode_plan
+from qinfer.jobs.rows.text_streams import InputForm
 from qinfer.storage.store import BROKEN, Outcome, Store
 
 StoreFor = Callable[[str], Store]
@@ -104,6 +105,8 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
                 store.delete(success_url)
                 continue
         store.delete(url_of(plan.spec.output.url, PARTIAL_NAME))
+        if plan.skipped or any(part.begin for shard in plan.shards for part in shard.ranges):
+            store.delete_folder(InputForm.of(plan.spec).kept_url)
         return decode_manifest(data)
     raise CorruptEntry(f"others write to output '{plan.spec.output.url}'; make a new job with an empty output")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from qinfer.core.store_urls import Grant
+from qinfer.core.store_urls import Grant, is_below
 from qinfer.errors import Conflict, ErrorCode, StoreNotFound, StoreUnavailable
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.outputs import OutputColumns
@@ -22,6 +22,7 @@ from qinfer.jobs.parts import PartBroken, PartWriter, Split, part_metadata, vali
 from qinfer.jobs.plan import PlanHead, Shard
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.jobs.rows.shard_rows import RowBatch, ShardReader
+from qinfer.jobs.rows.text_streams import InputForm
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Outcome, Store
@@ -171,7 +172,12 @@ class ShardFiles:
 
     def _reader(self, columns: Sequence[str], schema: pa.Schema) -> ShardReader:
         task = self._task
-        return ShardReader(task.shard, columns, schema, task.spec, task.inputs, read_bytes=task.read_bytes)
+        kept_url, inputs, outputs = InputForm.of(task.spec).kept_url, task.inputs, task.outputs
+
+        def store_of(url: str) -> Store:
+            return outputs(url) if is_below(url, kept_url) else inputs(url)
+
+        return ShardReader(task.shard, columns, schema, task.spec, store_of, read_bytes=task.read_bytes)
 
     def write(self, chunks: Chunks) -> ShardOutcome | None:
         """Writes the scored rows, and commits the part; `None` if the chunks were stopped.

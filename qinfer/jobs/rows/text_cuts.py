@@ -1,0 +1,96 @@
+"""Where the rows of CSV and JSON lines end, so that a text can be cut between two of them. Pure.
+
+A line of JSON ends at its line end. A row of CSV may have line ends in quotes; what quotes mean is decided as pyarrow's
+parser does: one that begins a value opens it, two within are one, and after the closing one they mean themselves.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from qinfer.jobs.job import Csv
+
+_TAIL_BYTES = 64 * 2**10
+
+CUT_BYTES = 16 * 2**20
+"""About so much text is between two cut points."""
+
+
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+def row_blocks(text: _Readable, format_: Literal["csv", "jsonl"], csv: Csv, block_bytes: int) -> Iterator[bytes]:
+    """Reads a text by blocks of whole rows; all of them together are the text.
+
+    Raises:
+        pyarrow.ArrowInvalid: A row is longer than a block.
+    """
+    quote = csv.quote.encode() if format_ == "csv" else b""
+    rest = b""
+    while block := text.read(block_bytes):
+        rows = rest + block
+        end = _quoted_end(rows, csv) if quote and quote in rows else _last_end(rows)
+        if not end and len(rows) > block_bytes:
+            raise pa.ArrowInvalid(f"a line is longer than {block_bytes} bytes, or a quote in it does not end")
+        if end:
+            yield rows[:end]
+        rest = rows[end:]
+    if rest:
+        yield rest
+
+
+def first_row(text: bytes, csv: Csv) -> bytes:
+    """Returns the first row of a CSV file, with what is before it and its end."""
+    return text[: _end_of(_row(csv).match(text))]
+
+
+def _last_end(text: bytes) -> int:
+    """Returns where the last whole line ends; a carriage return at the end may be the first half of a line end."""
+    return max(text.rfind(b"\n"), text.rfind(b"\r", 0, -1)) + 1
+
+
+def _quoted_end(text: bytes, csv: Csv) -> int:
+    """Returns where the last whole row ends of a text that begins with a row and has quotes."""
+    data = np.frombuffer(text, np.uint8)
+    quotes = np.flatnonzero(data == ord(csv.quote))
+    opening = quotes[::2]
+    before = data[opening[1 if opening[0] == 0 else 0 :] - 1]
+    if before.tobytes().translate(None, f"{csv.delimiter}{csv.quote}\r\n".encode()):
+        return _end_of(_rows(csv).match(text))  # some quotes are within values, and mean themselves
+    for begin in (max(0, len(text) - _TAIL_BYTES), 0):  # the last row end is near the end, if rows are short
+        tail = data[begin : len(text) - text.endswith(b"\r")]
+        ends = np.flatnonzero((tail == ord("\n")) | (tail == ord("\r"))) + begin
+        ends = ends[np.searchsorted(quotes, ends) % 2 == 0]
+        if len(ends):
+            return int(ends[-1]) + 1
+    return 0
+
+
+def _end_of(match: "re.Match[bytes] | None") -> int:
+    return match.end() if match else 0
+
+
+@lru_cache
+def _rows(csv: Csv) -> "re.Pattern[bytes]":
+    """Returns the grammar of rows that have ended: it takes as many as there are, and never looks back."""
+    return re.compile(rb"(?:%s(?:\r\n|\n|\r(?!\Z)))*+" % _values(csv))
+
+
+@lru_cache
+def _row(csv: Csv) -> "re.Pattern[bytes]":
+    return re.compile(rb"[\r\n]*+%s(?:\r\n|\n|\r|\Z)" % _values(csv))
+
+
+def _values(csv: Csv) -> bytes:
+    end = re.escape(csv.delimiter.encode()) + rb"\r\n"
+    if not csv.quote:
+        return rb"[^\r\n]*+"
+    quote = re.escape(csv.quote.encode())
+    quoted = rb"%(q)s[^%(q)s]*+(?:%(q)s%(q)s[^%(q)s]*+)*+%(q)s" % {b"q": quote}
+    value = rb"(?>(?:%s|(?!%s))[^%s]*+)" % (quoted, quote, end)
+    return rb"%s(?:%s%s)*+" % (value, re.escape(csv.delimiter.encode()), value)

@@ -1,0 +1,317 @@
+"""CSV and JSON lines as one stream of UTF-8 text each, whatever their compression and encoding.
+
+A text that has to be decoded can't be entered in its middle. Planning decodes it once, to its end, and keeps what
+comes after its first cut point in pieces beside the plan; shards that begin there read the pieces
+(docs/explanation/decisions/0017-decoded-text-is-kept.md). What is decoded is bounded.
+"""
+
+import codecs
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
+
+import pyarrow as pa
+
+from qinfer.errors import StoreNotFound
+from qinfer.jobs.job import UTF_8, Csv, InputCompression, InputFormat, JobSpec
+from qinfer.jobs.plan import Cut
+from qinfer.storage.store import Store
+
+TextFormat = Literal["csv", "jsonl"]
+
+MAX_DECODED_BYTES = 64 * 2**30
+"""So much text may a compressed file have."""
+
+BOM = codecs.BOM_UTF8
+
+KEPT_FOLDER = "_input"
+"""The folder of kept pieces below a job's output."""
+
+COMPRESSED_EXTENSIONS: Mapping[str, InputCompression] = {
+    "gz": "gzip", "gzip": "gzip", "zst": "zstd", "zstd": "zstd", "bz2": "bz2",
+}  # fmt: skip
+
+_MOST_PIECE_BYTES = 2**30  # beyond any piece that planning writes
+_MAGIC: Mapping[str, bytes] = {
+    "gzip": rb"\x1f\x8b",
+    "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+    "bz2": rb"BZh[1-9]",
+}
+_OTHERS: Mapping[bytes, str] = {
+    **{magic: f"is {name}; set 'input_compression' to {name}" for name, magic in _MAGIC.items()},
+    rb"\xff\xfe|\xfe\xff": "is UTF-16 text; of CSV set 'csv.encoding' to utf-16, JSON lines are to be UTF-8",
+    rb"PK\x03\x04": "is a zip archive, or a file of Excel; unpack it, or export it as CSV",
+    rb"PAR1[\x00-\x1f]": "is Parquet; set 'input_format' to parquet",
+    rb"ARROW1\x00\x00": "is an Arrow file; set 'input_format' to arrow",
+    rb"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a[^\n]*\x00": "is an image; leave it out of 'inputs'",
+    rb"%PDF-": "is a PDF document; leave it out of 'inputs'",
+    rb"SQLite format 3\x00": "is a database of SQLite; export its table as CSV",
+}
+_ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
+
+
+class NotText(ValueError):
+    """A file is of another kind, or more text than may be; the message says so of `it`, and the remedy."""
+
+
+class InputForm(NamedTuple):
+    """The form of a job's input files.
+
+    Attributes:
+        format: Their format; empty = by their extensions.
+        compression: The compression of CSV and JSON lines; empty = by their extensions.
+        csv: The form of CSV.
+        kept_url: The folder of kept pieces.
+    """
+
+    format: InputFormat = ""
+    compression: InputCompression = ""
+    csv: Csv = Csv()
+    kept_url: str = ""
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> "InputForm":
+        """Returns the form that a job names."""
+        kept_url = f"{spec.output.url.rstrip('/')}/{KEPT_FOLDER}"
+        return cls(spec.input_format, spec.compression_of_inputs, spec.csv_form, kept_url)
+
+    def compression_of(self, url: str) -> str:
+        """Returns the compression of a file; `none` = it has none."""
+        return self.compression or COMPRESSED_EXTENSIONS.get(url.rpartition(".")[2].lower(), "none")
+
+    def is_decoded(self, url: str, format_: TextFormat) -> bool:
+        """Tells whether a file is something else than UTF-8 text."""
+        return self.compression_of(url) != "none" or (format_ == "csv" and self.csv.encoding != UTF_8)
+
+
+PLAIN = InputForm()
+
+
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+class TextStream:
+    """A text that is read from front to back, by pyarrow too.
+
+    Args:
+        file: Closed with the stream.
+        head: Bytes that come before those of the file.
+    """
+
+    closed = False
+
+    def __init__(self, file: _Readable, head: bytes = b"") -> None:
+        self._file = file
+        self._head = head
+
+    def peek(self, size: int) -> bytes:
+        """Returns the next bytes, which stay to be read: so many, or all that there are."""
+        while len(self._head) < size and (more := self._file.read(size - len(self._head))):
+            self._head += more
+        return self._head[:size]
+
+    def read(self, size: int) -> bytes:
+        """Reads what is next: so many bytes, or all that there are."""
+        data = self.peek(size)
+        self._head = self._head[size:]
+        return data
+
+    def readable(self) -> bool:
+        """Returns true: the text can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Returns false: the text is read from front to back."""
+        return False
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def open_stream(file: BinaryIO | Any, url: str, format_: TextFormat, form: InputForm) -> TextStream:
+    """Returns the text of a file, from its beginning.
+
+    Args:
+        file: The file at its beginning; closed with the text.
+        url: Its URL, whose extension may tell its compression.
+        format_: What it is.
+        form: What the job says of it.
+
+    Raises:
+        NotText: It begins as a file of another kind.
+    """
+    raw = TextStream(file)
+    compression = form.compression_of(url)
+    encoding = form.csv.encoding if format_ == "csv" else UTF_8
+    if compression == "none":
+        return raw if encoding == UTF_8 else TextStream(_Recoded(raw, encoding))
+    if (head := raw.peek(16)) and not re.match(_MAGIC[compression], head):
+        raise NotText(f"it is not {compression}, as its extension or 'input_compression' says; set the latter")
+    plain = _Bounded(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression), raw)
+    return TextStream(plain if encoding == UTF_8 else _Recoded(plain, encoding))
+
+
+def check_text(stream: TextStream, format_: TextFormat) -> None:
+    """Looks at the beginning of a text.
+
+    Raises:
+        NotText: It is a file of another kind.
+    """
+    head = stream.peek(64)
+    _check_kind(head)
+    if format_ == "jsonl" and _ARRAY.match(head):
+        raise NotText(
+            "it is a JSON array; JSON lines have one object a line: make them by jq -c '.[]' array.json > lines.jsonl"
+        )
+
+
+def _check_kind(head: bytes) -> None:
+    for magic, what in _OTHERS.items():
+        if re.match(magic, head):
+            raise NotText(f"it {what}")
+
+
+class _Bounded:
+    """A decompressed file, as far as may be read."""
+
+    def __init__(self, file: _Readable, raw: TextStream) -> None:
+        self._file, self._raw = file, raw
+        self._bytes = 0
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self._bytes += len(data)
+        if self._bytes > MAX_DECODED_BYTES:
+            raise NotText(
+                f"it has more than {MAX_DECODED_BYTES} bytes when it is decompressed, which is the most; split it"
+            )
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+        self._raw.close()
+
+
+class _Recoded:
+    """A text of another encoding as UTF-8."""
+
+    def __init__(self, file: _Readable, encoding: str) -> None:
+        self._file = file
+        self._encoding = encoding
+        self._decode = codecs.getincrementaldecoder(encoding)()
+        self._rest = b""
+        self._is_over = False
+
+    def read(self, size: int) -> bytes:
+        while not (self._rest or self._is_over):
+            data = self._file.read(size)
+            self._is_over = not data
+            try:
+                self._rest = self._decode.decode(data, final=self._is_over).encode()
+            except UnicodeError as error:
+                raise NotText(f"it is no {self._encoding} text: {error}; set 'csv.encoding' to what it is") from None
+        found, self._rest = self._rest[:size], self._rest[size:]
+        return found
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _piece_url(folder: str, url: str, etag: str, begin: int) -> str:
+    """Returns where a kept piece is: its name tells the file's content, and where in its text the piece begins."""
+    return f"{folder}/{hashlib.sha256(f'{url} {etag}'.encode()).hexdigest()[:24]}-{begin:015d}.zst"
+
+
+class PieceKeeper:
+    """Keeps the pieces of one file's text in a store; each is compressed, as it costs less to write so.
+
+    What is before the first cut point is not kept: it is read from the file.
+
+    Args:
+        store_for: Returns the store of a URL.
+        folder: The folder's URL.
+        url: The file that the text is of.
+        etag: What its content is called.
+    """
+
+    def __init__(self, store_for: Callable[[str], Store], folder: str, url: str, etag: str) -> None:
+        self._store_for = store_for
+        self._text = (folder, url, etag)
+        self._url = ""
+        self._sink = pa.BufferOutputStream()
+        self._piece: Any = None
+
+    def add(self, rows: bytes, cut: Cut | None) -> None:
+        """Takes the next of the text, and the cut point before it, where a piece begins, if there is one.
+
+        Raises:
+            StoreError: The store fails.
+        """
+        if cut is not None:
+            self.finish()
+            self._url, self._sink = _piece_url(*self._text, cut.begin), pa.BufferOutputStream()
+            self._piece = pa.CompressedOutputStream(self._sink, "zstd")
+        if self._piece is not None:
+            self._piece.write(rows)
+
+    def finish(self) -> None:
+        """Writes the piece that was begun, unless an earlier try has.
+
+        Raises:
+            StoreError: The store fails.
+        """
+        if self._piece is not None:
+            self._piece.close()
+            self._piece = None
+            self._store_for(self._url).put_if_absent(self._sink.getvalue().to_pybytes(), self._url)
+
+
+class KeptText:
+    """A text from a piece on, read from one piece to the next; it ends where there is none.
+
+    Args:
+        store_for: Returns the store of a URL.
+        folder: The folder's URL.
+        url: The file that the text is of.
+        etag: What its content is called.
+        begin: Where the first piece begins.
+    """
+
+    def __init__(self, store_for: Callable[[str], Store], folder: str, url: str, etag: str, begin: int) -> None:
+        self._store_for = store_for
+        self._text = (folder, url, etag)
+        self._next = begin
+        self._piece: Any = None
+
+    def read(self, size: int) -> bytes:
+        """Reads what is next: at most so many bytes, none at the end.
+
+        Raises:
+            StoreError: The store fails.
+            OSError: A piece is damaged.
+        """
+        while self._piece is not None or self._open():
+            data: bytes = self._piece.read(size)
+            self._next += len(data)
+            if data:
+                return data
+            self._piece = None
+        return b""
+
+    def close(self) -> None:
+        """Forgets the piece."""
+        self._piece = None
+
+    def _open(self) -> bool:
+        try:
+            piece = _piece_url(*self._text, self._next)
+            data = self._store_for(piece).read(piece, _MOST_PIECE_BYTES)
+        except StoreNotFound:  # whoever reads counts the rows
+            return False
+        self._piece = pa.CompressedInputStream(pa.BufferReader(data), "zstd")
+        return True
