@@ -14,10 +14,10 @@ import pyarrow as pa
 
 from qinfer.jobs.job import Csv
 
-_TAIL_BYTES = 64 * 2**10
-
 CUT_BYTES = 16 * 2**20
 """About so much text is between two cut points."""
+
+_TAIL_BYTES = 64 * 2**10
 
 
 class _Readable(Protocol):
