@@ -67,6 +67,16 @@ def test_an_export_in_gzip(scene: Scene, *, kill: bool) -> None:
     assert not (Path(scene.place.path("out")) / "_input").exists()
 
 
+def test_kept_text_that_no_shard_begins_in_is_removed_too(scene: Scene) -> None:
+    export(scene, "export.csv.gz", 0)
+    form = {"delimiter": ";", "decimal_point": ",", "encoding": "latin-1", "header": False}
+
+    status = scene.submit("*.gz", csv=form, columns={"x": ["f1", "f2"]}, key="f0", limit=100).wait(timeout_s=WITHIN_S)
+
+    assert (status.state, status.rows_done) == ("completed", 100), status.error
+    assert not (Path(scene.place.path("out")) / "_input").exists()
+
+
 def _kill_workers(scene: Scene) -> None:
     children = psutil.Process(scene.stack.pid).children(recursive=True)
     workers = [child for child in children if "qinfer_workers.inference" in child.cmdline()]

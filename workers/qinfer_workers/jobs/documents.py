@@ -105,8 +105,9 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
                 store.delete(success_url)
                 continue
         store.delete(url_of(plan.spec.output.url, PARTIAL_NAME))
-        if plan.skipped or any(part.begin for shard in plan.shards for part in shard.ranges):
-            store.delete_folder(InputForm.of(plan.spec).kept_url)
+        form = InputForm.of(plan.spec)
+        if plan.skipped or any(form.is_decoded(source.url, "csv") for source in plan.sources):
+            store.delete_folder(form.kept_url)
         return decode_manifest(data)
     raise CorruptEntry(f"others write to output '{plan.spec.output.url}'; make a new job with an empty output")
 
