@@ -7,7 +7,7 @@ flatbuffer `Footer`, that footer's length and `ARROW1`; each of the footer's blo
 
 import struct
 from collections.abc import Collection, Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 
@@ -17,17 +17,33 @@ _MAGIC = b"ARROW1"
 TAIL = struct.Struct("<i6s")
 END_BYTES = 64 * 1024
 """The end of a file that is read at once: most footers are in it, and a store takes long for each read."""
-BLOCK = struct.Struct("<qi4xq")  # offset, length of the message's metadata, length of its body
+BLOCK = struct.Struct("<qi4xq")
+"""Layout of a block of the footer: the fields of `Block`."""
 _CONTINUATION = b"\xff\xff\xff\xff"
 _MAX_FOOTER_BYTES = 16 * 2**20  # of a footer, and of a record batch's header
 
 _FOOTER_SCHEMA, _FOOTER_DICTIONARIES, _FOOTER_BATCHES, _FOOTER_METADATA = 1, 2, 3, 4
-_MESSAGE_HEADER, _MESSAGE_METADATA = 2, 4  # Message: version, the header's type, the header, its body's length, …
+# Message: version, the header's type, the header, its body's length, metadata.
+_MESSAGE_HEADER, _MESSAGE_BODY_LENGTH, _MESSAGE_METADATA = 2, 3, 4
 _KEY, _VALUE = 0, 1  # KeyValue
 _BATCH_LENGTH, _BATCH_BUFFERS, _BATCH_COMPRESSION, _BATCH_VARIADIC = 0, 2, 3, 4  # RecordBatch: length, nodes, …
 _DICTIONARY_DATA = 1  # DictionaryBatch: id, data
 _BUFFER = struct.Struct("<qq")  # offset within the body, length
 _LENGTH = struct.Struct("<q")  # before each compressed buffer: the length that it becomes, -1 = it is not compressed
+
+
+class Block(NamedTuple):
+    """The place of a message in a file, in bytes.
+
+    Attributes:
+        offset: Its beginning.
+        header: The length of its flatbuffer, with what is before it.
+        body: The length of what comes behind that.
+    """
+
+    offset: int
+    header: int
+    body: int
 
 
 def open_arrow(file: BinaryIO | Any) -> pa.ipc.RecordBatchFileReader:
@@ -60,7 +76,7 @@ def batch_rows(file: BinaryIO) -> tuple[int, ...]:
         ValueError: It is none, or damaged.
     """
     try:
-        return tuple(_length(file, offset, size) for offset, size in _blocks(file, _FOOTER_BATCHES))
+        return tuple(_length(file, block) for block in _blocks(file, _FOOTER_BATCHES))
     except (struct.error, IndexError) as error:
         raise ValueError(f"its footer is damaged: {error}") from None
 
@@ -76,7 +92,7 @@ def batch_metadata(file: BinaryIO, number: int) -> dict[bytes, bytes]:
         ValueError: The file is damaged.
     """
     try:
-        message = _message(file, *_blocks(file, _FOOTER_BATCHES)[number])
+        message = _message(file, _blocks(file, _FOOTER_BATCHES)[number])
         pairs = _tables(message, unsigned(message, 0), _MESSAGE_METADATA)
         return {text_of(message, pair, _KEY): text_of(message, pair, _VALUE) for pair in pairs}
     except (struct.error, IndexError) as error:
@@ -117,11 +133,10 @@ class BatchSizes:
 
 
 def _buffer_bytes(
-    file: BinaryIO | Any, block: tuple[int, int], of: tuple[pa.Schema, Collection[str]] | None = None
+    file: BinaryIO | Any, block: Block, of: tuple[pa.Schema, Collection[str]] | None = None
 ) -> int:
     """Returns the bytes of the buffers of a record batch's columns, or of all of a dictionary's, where `of` is none."""
-    offset, size = block
-    message, table = _header(file, offset, size)
+    message, table = _header(file, block)
     if of is None:
         table = _table(message, table, _DICTIONARY_DATA)
     field = field_of(message, table, _BATCH_BUFFERS)
@@ -140,7 +155,7 @@ def _buffer_bytes(
             raise ValueError("a buffer is outside its record batch")
         total += length
         if is_compressed and length:
-            file.seek(offset + size + place)
+            file.seek(block.offset + block.header + place)
             total += max(0, _LENGTH.unpack(file.read(_LENGTH.size))[0])
     return total
 
@@ -197,7 +212,7 @@ def _variadic(message: bytes, table: int) -> Iterator[int]:
             yield _LENGTH.unpack_from(message, vector + 4 + _LENGTH.size * index)[0]
 
 
-def _blocks(file: BinaryIO, number: int) -> list[tuple[int, int]]:
+def _blocks(file: BinaryIO, number: int) -> list[Block]:
     """Reads where the messages are that a field of the footer lists."""
     footer = _footer(file)
     field = field_of(footer, unsigned(footer, 0), number)
@@ -205,10 +220,13 @@ def _blocks(file: BinaryIO, number: int) -> list[tuple[int, int]]:
         return []
     vector = field + unsigned(footer, field)
     first, count = vector + 4, unsigned(footer, vector)
-    return [
-        (offset, length)
-        for offset, length, _ in (BLOCK.unpack_from(footer, first + BLOCK.size * i) for i in range(count))
-    ]
+    end, blocks = file.seek(0, 2), []
+    for place in range(first, first + BLOCK.size * count, BLOCK.size):
+        block = Block._make(BLOCK.unpack_from(footer, place))
+        if min(block) < 0 or sum(block) > end:
+            raise ValueError("its footer names a record batch that is not within the file")
+        blocks.append(block)
+    return blocks
 
 
 def _footer(file: BinaryIO) -> bytes:
@@ -229,9 +247,9 @@ def _footer(file: BinaryIO) -> bytes:
     return data[-TAIL.size - size : -TAIL.size]
 
 
-def _length(file: BinaryIO, offset: int, size: int) -> int:
+def _length(file: BinaryIO, block: Block) -> int:
     """Reads a record batch's number of rows."""
-    message, batch = _header(file, offset, size)
+    message, batch = _header(file, block)
     field = field_of(message, batch, _BATCH_LENGTH)
     rows = struct.unpack_from("<q", message, field)[0] if field else 0
     if rows < 0:
@@ -239,19 +257,25 @@ def _length(file: BinaryIO, offset: int, size: int) -> int:
     return int(rows)
 
 
-def _header(file: BinaryIO, offset: int, size: int) -> tuple[bytes, int]:
+def _header(file: BinaryIO, block: Block) -> tuple[bytes, int]:
     """Reads the flatbuffer of a message; returns it, and where the table of its header is."""
-    message = _message(file, offset, size)
+    message = _message(file, block)
     return message, _table(message, unsigned(message, 0), _MESSAGE_HEADER)
 
 
-def _message(file: BinaryIO, offset: int, size: int) -> bytes:
+def _message(file: BinaryIO, block: Block) -> bytes:
     """Reads the flatbuffer of a message."""
-    if not 0 < size <= _MAX_FOOTER_BYTES:
-        raise ValueError(f"a record batch's header has {size} bytes")
-    file.seek(offset)
-    data = file.read(size)
-    return data[8:] if data.startswith(_CONTINUATION) else data[4:]
+    if not 0 < block.header <= _MAX_FOOTER_BYTES:
+        raise ValueError(f"a record batch's header has {block.header} bytes")
+    file.seek(block.offset)
+    data = file.read(block.header)
+    message = data[8:] if data.startswith(_CONTINUATION) else data[4:]
+    field = field_of(message, unsigned(message, 0), _MESSAGE_BODY_LENGTH)
+    body = _LENGTH.unpack_from(message, field)[0] if field else 0
+    # pyarrow allocates that much before it compares the two.
+    if body != block.body:
+        raise ValueError(f"a record batch has {block.body} bytes by the footer, {body} by its header")
+    return message
 
 
 def _table(message: bytes, table: int, number: int) -> int:
