@@ -118,6 +118,7 @@ class Caller:
         self._pages: list[str] = [""]
         self.routes: dict[str, Callable[[str], Call]] = {
             "POST /v1/jobs": self._create,
+            "POST /v1/jobs/validate": self._create,
             "GET /v1/jobs": self._list,
             "POST /v1/models/{model}/requests": self._submit,
             "POST /v1/models/{model}/versions/{version}/requests": self._submit,
@@ -201,12 +202,15 @@ class Caller:
             "error_threshold": [-1, 0.5, 3],
             "deadline_s": [600],
             "priority": ["high", "low"],
+            "bad_files": ["skip"],
+            "partitioning": ["hive"],
+            "limit": [1],
         }
         for field, values in choices.items():
             if self._chance.random() < 0.25:
                 spec[field] = self._chance.choice(values)
         headers = {"idempotency-key": self._name()} if self._chance.random() < 0.3 and "id" not in spec else {}
-        return Call("POST", route, "/v1/jobs", spec, headers)
+        return Call("POST", route, route.partition(" ")[2], spec, headers)
 
     def _list(self, route: str) -> Call:
         query = {"limit": self._one_of("1", "100"), "state": self._one_of("", "planning", "cancelled")}
@@ -299,7 +303,7 @@ def check(who: Tenant, other: Tenant, call: Call, status: int, text: str) -> Non
     asked = call.path.partition("?")[0].split("/")
     if not other.ids.isdisjoint(asked) and who.ids.isdisjoint(asked):
         assert status in (400, 404), f"something of {other.name}"
-    if status in FINE and call.route == "POST /v1/jobs":
+    if status in FINE and call.route in ("POST /v1/jobs", "POST /v1/jobs/validate"):
         urls = [*call.body["inputs"], call.body["output"]["url"]]
         assert not [url for url in urls if not url.startswith(who.folder)], f"files of {other.name}"
 

@@ -376,7 +376,7 @@ def written(folder: Path, output_format: str = "parquet", name: str = MANIFEST) 
     found = [
         {"name": f"part-{n:05d}.{output_format}", "rows": len(part["y"]), "etag": ""} for n, part in enumerate(parts)
     ]
-    manifest = {"format": 1, "output_format": output_format, "rows": 3, "parts": found, "job": "j1"}
+    manifest = {"format": 1, "output_format": output_format, "rows": 3, "ok": 3, "parts": found, "job": "j1"}
     (folder / name).write_text(json.dumps(manifest))
     return f"file://{folder}"
 
