@@ -132,9 +132,7 @@ class BatchSizes:
         return self._dictionaries + own
 
 
-def _buffer_bytes(
-    file: BinaryIO | Any, block: Block, of: tuple[pa.Schema, Collection[str]] | None = None
-) -> int:
+def _buffer_bytes(file: BinaryIO | Any, block: Block, of: tuple[pa.Schema, Collection[str]] | None = None) -> int:
     """Returns the bytes of the buffers of a record batch's columns, or of all of a dictionary's, where `of` is none."""
     message, table = _header(file, block)
     if of is None:
