@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import redis.utils
+from hypothesis import HealthCheck, settings
 
 from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
@@ -20,6 +21,10 @@ _SELDOM = 1000
 """Collections of the middle generation before one of the oldest: with a million objects Python itself waits as long.
 
 Sooner, what one test has left open would fail whichever test runs then."""
+
+# The time that an example takes is the machine's.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:

@@ -223,14 +223,14 @@ def test_a_byte_order_mark_is_no_value(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("a.csv", gzip.compress(b"x\n1\n"), "it is gzip; set 'input_compression' to gzip"),
+        ("a.csv", gzip.compress(b"x\n1\n", mtime=0), "it is gzip; set 'input_compression' to gzip"),
         ("a.csv", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "it is an image; leave it out of 'inputs'"),
         ("a.csv", b"PK\x03\x04\x14\0", "it is a zip archive, or a file of Excel"),
         ("a.csv", b"PAR1\x15\x04", "it is Parquet; set 'input_format' to parquet"),
         ("a.csv", "x\n1\n".encode("utf-16"), "it is UTF-16 text; of CSV set 'csv.encoding' to utf-16"),
         ("a.csv", "xé,t\n1,2\n".encode("latin-1"), "its first row is no UTF-8 text; set 'csv.encoding'"),
         ("a.json", b' \n [{"x": 1}]', r"it is a JSON array; .* jq -c '\.\[\]'"),
-        ("a.csv.gz", gzip.compress(gzip.compress(b"x\n1\n")), "it is gzip"),
+        ("a.csv.gz", gzip.compress(gzip.compress(b"x\n1\n", mtime=0), mtime=0), "it is gzip"),
     ],
 )
 def test_a_file_of_another_kind_is_named_with_the_remedy(tmp_path: Path, name: str, data: bytes, said: str) -> None:
