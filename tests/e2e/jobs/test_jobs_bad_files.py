@@ -19,7 +19,7 @@ from tests.e2e.conftest import clean_environment
 from tests.e2e.job_scene import WITHIN_S, Scene, Server, serving
 from tests.support.jobs.job_proof import MODEL, compare, parquet, rows_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
 
 FILES = 1000
 ROWS = 5

@@ -11,7 +11,7 @@ from tests.e2e.job_scene import WITHIN_S, serving
 from tests.support import python_models
 from tests.support.jobs.job_proof import parquet, rows_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
 
 ROWS = 8_000
 TWICE = """

@@ -18,7 +18,7 @@ from tests.e2e.job_scene import WITHIN_S, Scene, Server, serving
 from tests.support import models
 from tests.support.jobs.job_proof import compare, parquet, rows_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
 
 TWO = "two"
 """A model of two outputs, of which one has labels."""

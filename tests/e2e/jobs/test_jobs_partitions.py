@@ -19,7 +19,7 @@ from qinfer.testing import wait_until
 from tests.e2e.job_scene import WITHIN_S, Scene, Server, serving
 from tests.support.jobs.job_proof import compare, parquet, rows_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(200)]
 
 COUNTRIES, DAYS = ("de", "f%20r", "__HIVE_DEFAULT_PARTITION__"), ("2026-11-01", "2026-11-02")
 ROWS = 20_000

@@ -13,7 +13,7 @@ import pytest
 from qinfer.testing import wait_until
 from tests.e2e.job_scene import WITHIN_S, Scene, Server, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
 
 ROWS = 40_000
 PADDING = "é;" * 300

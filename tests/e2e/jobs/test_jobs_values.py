@@ -19,7 +19,7 @@ from tests.e2e.job_scene import WITHIN_S, Scene, Server, serving
 from tests.support import models
 from tests.support.jobs.job_proof import parquet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
 
 ROWS = 20_000
 TEXTS, WIDTHS, THREE = "texts", "widths", "three"
