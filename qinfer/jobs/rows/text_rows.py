@@ -18,7 +18,7 @@ import pyarrow.json
 from qinfer.jobs.job import Csv
 from qinfer.jobs.plan import Cut
 from qinfer.jobs.rows.text_cuts import CUT_BYTES, first_row, row_blocks
-from qinfer.jobs.rows.text_streams import NotText, TextFormat, TextStream
+from qinfer.jobs.rows.text_streams import ForwardOnly, NotText, TextFormat, TextStream
 from qinfer.jobs.rows.text_types import TextTypes, csv_schema, joined, json_schema, loses
 
 BLOCK_BYTES = 4 * 2**20
@@ -300,15 +300,13 @@ def _check_header(head: bytes, csv: Csv) -> None:
         raise pa.ArrowInvalid(f"its first line names more than {MAX_COLUMNS} columns")
 
 
-class _Objects:
+class _Objects(ForwardOnly):
     """JSON lines without what pyarrow crashes at: a block of nothing but null, and deep nesting.
 
     Args:
         text: The text.
         max_lines: About so many lines are given out at a time; 0 = as many as there are.
     """
-
-    closed = False
 
     def __init__(self, text: TextStream, *, max_lines: int = 0) -> None:
         self._text = text
@@ -338,14 +336,6 @@ class _Objects:
             half = len(data) // 2
             data, self._rest = data[:half], data[half:] + self._rest
         return data
-
-    def readable(self) -> bool:
-        """Returns true: the text can be read."""
-        return True
-
-    def seekable(self) -> bool:
-        """Returns false: the text is read from front to back."""
-        return False
 
     def close(self) -> None:
         """Leaves the text to who opened it."""

@@ -94,15 +94,27 @@ class _Readable(Protocol):
     def close(self) -> None: ...
 
 
-class TextStream:
+class ForwardOnly:
+    """The part of a Python file that pyarrow asks for, of one that is read from front to back."""
+
+    closed = False
+
+    def readable(self) -> bool:
+        """Returns true: the text can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Returns false: the text is read from front to back."""
+        return False
+
+
+class TextStream(ForwardOnly):
     """A text that is read from front to back, by pyarrow too.
 
     Args:
         file: Closed with the stream.
         head: Bytes that come before those of the file.
     """
-
-    closed = False
 
     def __init__(self, file: _Readable, head: bytes = b"") -> None:
         self._file = file
@@ -119,14 +131,6 @@ class TextStream:
         data = self.peek(size)
         self._head = self._head[size:]
         return data
-
-    def readable(self) -> bool:
-        """Returns true: the text can be read."""
-        return True
-
-    def seekable(self) -> bool:
-        """Returns false: the text is read from front to back."""
-        return False
 
     def close(self) -> None:
         """Closes the file."""
