@@ -21,7 +21,7 @@ ERROR_COLUMNS = ("error_code", "error_message")
 PLACE_COLUMNS = ("_file", "_row_group", "_row")
 """Where a row is from, in the output of a job without a key."""
 TOP_K_PARTS = ("label", "index", "score")
-"""What is written of each of an output's greatest elements: columns whose names end so."""
+"""Endings of the names of the columns that are written of an output's greatest elements."""
 
 _MOST_PROBLEMS = 5
 _MOST_NAMES = 8

@@ -82,7 +82,7 @@ _Compression = Annotated[
 
 
 Null = str | bool | int | float
-"""What becomes of a null: `error` = its row fails, `nan` = not a number, or the value that it is replaced by."""
+"""Treatment of nulls: `error` = the row fails, `nan` = not a number, or the value that replaces them."""
 
 
 # Without defaults in its JSON: a worker of the former release reads the jobs that do not use the newer fields.

@@ -35,7 +35,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """What it is known by: a holder pins a version once."""
+        """The id of the pin: a holder pins a version once."""
         return f"{self.reason}/{self.holder}/{self.model}/{self.version}"
 
 

@@ -176,7 +176,7 @@ async def test_a_released_suspect_stays_one(queue: RedisQueue) -> None:
 
 
 async def test_a_released_suspect_may_have_to_rest(queue: RedisQueue) -> None:
-    """It is reclaimed afterwards, though its owner was silent for a lease's time long before."""
+    """An entry that rests is reclaimed afterwards, though its owner was silent for a lease's time long before."""
     delivery = await ready(queue, b"x", b"y")
     await fetch(delivery, "a")
     long, short = await suspects(delivery, "b")

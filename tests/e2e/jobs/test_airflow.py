@@ -129,7 +129,7 @@ def test_a_task_that_failed_is_retried_with_the_same_job(airflow: Airflow, scene
 
 
 def test_a_deferred_task_survives_its_triggerer(airflow: Airflow, running: Serving, scene: Scene) -> None:
-    """What Airflow keeps of a trigger is enough to make it anew, and has no key."""
+    """A trigger's record in Airflow is enough to make it anew, and has no key."""
     write_dag(airflow, scene, "survives", deferrable=True)
 
     with scene.without_workers():

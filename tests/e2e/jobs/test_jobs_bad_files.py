@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
 
 FILES = 1000
 ROWS = 5
-"""Of each file."""
+"""Rows of each file."""
 EMPTY, CUT_OFF, OTHER, DAMAGED = 7, 300, 555, 800
 """The numbers of the files that are not as they should be: the last is so only within."""
 
@@ -67,7 +67,7 @@ def qinfer(scene: Scene, *arguments: str) -> str:
 
 
 def test_a_thousand_files_of_which_three_are_broken(scene: Scene) -> None:
-    """By default the job fails and names them; with `--bad-files skip` every other row has its answer, once."""
+    """A job names its broken files and fails; with `--bad-files skip` every other row has its answer, once."""
     write_files(scene)
     broken = [f"{number:04d}.parquet" for number in (CUT_OFF, OTHER)]
 

@@ -38,7 +38,7 @@ def scene(server: Server) -> Scene:
 
 
 def test_an_empty_file(scene: Scene) -> None:
-    """It has no rows, in any format; where no other file has any, its columns are unknown."""
+    """A file without bytes has no rows, in any format; where no other file has any, its columns are unknown."""
     scene.place.put("in/a.parquet", b"")
     assert "are empty; without a row their columns are unknown" in scene.refusal()
 

@@ -1,4 +1,4 @@
-"""What bulk jobs write, through the whole server: every format is exact, whichever worker is killed in the middle."""
+"""Output of bulk jobs through the whole server: every format is exact, whichever worker is killed in the middle."""
 
 import os
 import signal
@@ -58,7 +58,7 @@ def kill_worker(scene: Scene) -> None:
     [("csv", "gzip", "read_csv"), ("jsonl", "zstd", "read_json"), ("csv", "none", "read_csv")],
 )
 def test_text_is_exact_when_a_worker_is_killed(scene: Scene, format_: str, compression: str, reader: str) -> None:
-    """By anti-join of keys, read by the client and by another reader."""
+    """An anti-join of keys finds nothing, as the client and another reader read them."""
     table = rows_of(0, ROWS, ROWS)
     scene.place.put("in/a.parquet", parquet(table))
     job = scene.submit(format=format_, compression=compression, rows_per_part=ROWS // PARTS)
@@ -85,7 +85,7 @@ def test_text_is_exact_when_a_worker_is_killed(scene: Scene, format_: str, compr
 
 @pytest.mark.parametrize("format_", ["parquet", "csv"])
 def test_each_row_is_good_or_failed_when_a_worker_is_killed(scene: Scene, format_: str) -> None:
-    """By anti-join of keys with the parts and the files of failed rows together."""
+    """An anti-join of keys with the parts and the files of failed rows together finds nothing."""
     table = rows_of(0, ROWS, ROWS)
     scene.place.put("in/a.parquet", parquet(table))
     job = scene.submit(format=format_, rows_per_part=ROWS // PARTS, failed_rows="separate")

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(200)]
 
 COUNTRIES, DAYS = ("de", "f%20r", "__HIVE_DEFAULT_PARTITION__"), ("2026-11-01", "2026-11-02")
 ROWS = 20_000
-"""Of each file."""
+"""Rows of each file."""
 
 
 @pytest.fixture(scope="module")
