@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from qinfer.backends.base import Batch
+from qinfer.backends.base import Batch, OneResponse
 from qinfer.backends.python import PythonBackend
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.core.settings import LimitSettings
@@ -39,7 +39,7 @@ CASES = ((1, 2, 5000), (32, 2, 2000), (1, 256 * 1024, 500), (1, 2_621_440, 200),
 """Requests of a batch, elements of each, batches."""
 
 
-class Unheard:
+class Unheard(OneResponse):
     """A context that lets go of what it is told."""
 
     def respond(

@@ -7,7 +7,7 @@
     ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden · Restricted · ValueRefused
     ├─ ModelError      ModelNotReady · ModelLoadFailed (ModelFilesUnreachable) · ControlDisabled
     │                  BackendUnavailable · InferenceFailed · OutputMismatch
-    ├─ DeliveryError   BrokerUnavailable · LeaseLost · CorruptEntry
+    ├─ DeliveryError   BrokerUnavailable · LeaseLost · CorruptEntry · StreamBroken
     ├─ ResultError     ResultNotFound · ResultExpired
     ├─ StoreError      StoreUnavailable · StoreDenied · StoreNotFound · StoreChanged
     └─ SettingsError · Unreachable · JobFailed(state)
@@ -52,6 +52,7 @@ class ErrorCode(StrEnum):
     BROKER_UNAVAILABLE = "broker_unavailable"
     LEASE_LOST = "lease_lost"
     CORRUPT_ENTRY = "corrupt_entry"
+    STREAM_BROKEN = "stream_broken"
     RESULT_NOT_FOUND = "result_not_found"
     RESULT_EXPIRED = "result_expired"
     STORE_REFUSED = "store_refused"
@@ -283,6 +284,13 @@ class CorruptEntry(DeliveryError):
     """A frame can't be decoded."""
 
     code = ErrorCode.CORRUPT_ENTRY
+
+
+class StreamBroken(DeliveryError):
+    """The worker that sent the first responses of a stream ended; the request has to be sent again."""
+
+    code = ErrorCode.STREAM_BROKEN
+    retryable = True
 
 
 class ResultError(QinferError):

@@ -122,6 +122,19 @@ ROWS = (
         "an idempotency key's request id, and the hash of its body",
         ({"tenant": "<tenant>", "key_hash": "<hash>"},),
     ),
+    Row(
+        keys.sent,
+        "string",
+        "until the request's deadline and a while longer",
+        "a mark: a response of this entry's stream has left, so that whoever reclaims the entry does not execute it",
+        ({"entry_id": "<entry>"},),
+    ),
+    Row(
+        keys.cancels,
+        "stream",
+        "an hour after the last",
+        "the entries that were cancelled while a worker held them, the last thousand",
+    ),
     Row(keys.due, "sorted set", "permanent", "asynchronous requests that have not ended, by deadline"),
     Row(
         keys.deliveries,
@@ -275,7 +288,7 @@ ROWS = (
         keys.reply,
         "stream",
         "expires with its reader",
-        "responses for one gateway, or for one worker whose models call others",
+        "responses for one gateway, or for one worker whose models call others; credits for a worker's streams",
         ({"reply_to": "reply:<owner>"},),
     ),
 )

@@ -44,6 +44,16 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 class Context(Protocol):
     """A batch's way back. Items are named by their position in the batch."""
 
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether an item may have 0, 1 or many responses, from any thread, also after `execute` has returned."""
+        ...
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of outputs of one item that may be on their way to its caller; 0 where responses leave as a whole."""
+        ...
+
     def respond(
         self,
         item: int,
@@ -52,7 +62,42 @@ class Context(Protocol):
         final: bool = True,
         parameters: Mapping[str, Scalar] | None = None,
     ) -> None:
-        """Answers an item: with outputs and perhaps parameters, or with the error that it alone failed with."""
+        """Answers an item: with outputs and perhaps parameters, or with the error that it alone failed with.
+
+        A decoupled model ends an item with one final response, which may be empty. Until then it may send others, which
+        leave at once: the calling thread waits while the item's window is used up. A response larger than the window
+        passes when nothing of the item is on its way.
+
+        Raises:
+            OutputMismatch: The item has its final answer already.
+            Cancelled: Nobody waits for the item any more; decoupled models only.
+        """
+        ...
+
+    def offer(
+        self,
+        item: int,
+        outputs: tuple[Tensor, ...] | QinferError,
+        *,
+        final: bool = True,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> None:
+        """Answers an item as `respond` does, and never waits: whoever calls it keeps to the window by `on_taken`.
+
+        Raises:
+            OutputMismatch: The item has its final answer already.
+            Cancelled: Nobody waits for the item any more; decoupled models only.
+        """
+        ...
+
+    def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
+        """Has `callback` called with the bytes of outputs that an item's caller took since the last time.
+
+        Args:
+            item: The item, of a decoupled model; others have no window, and nothing is called.
+            callback: Called from any thread; it must not block. The last call, with 0 bytes, is made when nobody waits
+                for the item any more: `cancelled` is true by then.
+        """
         ...
 
     def cancelled(self, item: int) -> bool:
@@ -90,6 +135,47 @@ class Context(Protocol):
         ...
 
 
+class OneResponse:
+    """The part of a `Context` that is about streams, where each item has exactly one response."""
+
+    __slots__ = ()
+
+    @property
+    def is_decoupled(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def window_bytes(self) -> int:
+        """0: there is no window."""
+        return 0
+
+    def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
+        """Does nothing, because nothing waits for room."""
+
+    def respond(
+        self,
+        item: int,
+        outputs: tuple[Tensor, ...] | QinferError,
+        *,
+        final: bool = True,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> None:
+        """Takes an answer; every context has a way of its own. See `Context.respond`."""
+        raise NotImplementedError
+
+    def offer(
+        self,
+        item: int,
+        outputs: tuple[Tensor, ...] | QinferError,
+        *,
+        final: bool = True,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> None:
+        """Takes an answer: `respond` does not wait either."""
+        self.respond(item, outputs, final=final, parameters=parameters)
+
+
 class Backend(Protocol):
     """One model instance on one device.
 
@@ -110,7 +196,7 @@ class Backend(Protocol):
         ...
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs a batch and answers every item exactly once as final.
+        """Runs a batch and answers every item exactly once as final: a decoupled model's at any later time.
 
         An exception fails every item that was not answered yet, with the exception's own text for `QinferError`s. The
         refusal of a call (`RequestError`) becomes `InferenceFailed` on the way: the mistake is not the client's.

@@ -3,7 +3,7 @@
 A wrapper around any backend, so that none has to know of it. Elements stay in place: only shapes change.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -71,6 +71,33 @@ class _Answers:
         if not isinstance(outputs, QinferError):
             outputs = tuple(map(self._reshaped, outputs))
         self._ctx.respond(item, outputs, final=final, parameters=parameters)
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether an item may have several responses."""
+        return self._ctx.is_decoupled
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of one item on their way; other shapes have as many."""
+        return self._ctx.window_bytes
+
+    def offer(
+        self,
+        item: int,
+        outputs: tuple[Tensor, ...] | QinferError,
+        *,
+        final: bool = True,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> None:
+        """Passes an answer on, without waiting."""
+        if not isinstance(outputs, QinferError):
+            outputs = tuple(map(self._reshaped, outputs))
+        self._ctx.offer(item, outputs, final=final, parameters=parameters)
+
+    def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
+        """Has the batch's own context call back."""
+        self._ctx.on_taken(item, callback)
 
     def cancelled(self, item: int) -> bool:
         """Asks the batch's own context."""

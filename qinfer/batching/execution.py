@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from qinfer.backends.base import Array, Backend, Batch
+from qinfer.backends.base import Array, Backend, Batch, OneResponse
 from qinfer.batching.policy import Item
 from qinfer.core.messages import Failure, InferRequest, Response, Scalar, Timing
 from qinfer.errors import (
@@ -160,7 +160,7 @@ class Caller(Protocol):
         ...
 
 
-class Execution(msgspec.Struct, eq=False):
+class Execution(msgspec.Struct, OneResponse, eq=False):
     """A batch that runs, or ran; see the module docstring for who may touch it when.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The records that cross processes: a request, a response, a failure. `qinfer.wire` knows how they become bytes.
+"""The records that cross processes: a request, a response, a failure, a credit. `qinfer.wire` encodes them.
 
 A response is `(request_id, attempt, index, final, outputs | failure)`: a request gets 0..n responses, of which the
 last is `final`. Ids are made here too: `<ulid>.<partition>.<model>` tells every reader where the request's keys are.
@@ -7,6 +7,7 @@ last is `final`. Ids are made here too: `<ulid>.<partition>.<model>` tells every
 import os
 import time
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -110,6 +111,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
         timing: Set by the worker when it executed the request.
         stored: True when the outputs are stored beside the reply stream (`Queue.take_result`) and not in the blob.
         parameters: What the model returns besides its outputs (reference §1.6).
+        credit_to: The reply address of the worker that counts the window of this stream, for `Credit`s; empty where
+            nobody counts, as on every final response.
     """
 
     request_id: str
@@ -123,6 +126,22 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing | None = None
     stored: bool = False
     parameters: Mapping[str, Scalar] = msgspec.field(default_factory=dict)
+    credit_to: str = ""
+
+
+class Credit(msgspec.Struct, frozen=True, array_like=True):
+    """Word from the reader of a stream to its worker: so much was taken, and makes room in the stream's window.
+
+    Attributes:
+        request_id: The request whose responses are read.
+        attempt: The execution whose responses were taken.
+        taken_bytes: Bytes of outputs taken since the stream began. Cumulative, so that one that is lost, late or
+            repeated does no harm.
+    """
+
+    request_id: str
+    attempt: Annotated[int, msgspec.Meta(ge=0)]
+    taken_bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32

@@ -135,6 +135,15 @@ class LimitSettings(_Section):
         gt=0,
         description="Larger tensors of a request are stored outside the stream; outputs of an answer above 1 MiB.",
     )
+    stream_window_bytes: int = Field(
+        2**20,
+        gt=0,
+        description="Bytes of outputs of one stream (a request to a decoupled model) that are on their way to its "
+        "caller: the model waits before it sends more.",
+    )
+    stream_stall_s: float = Field(
+        60.0, gt=0, description="Seconds after which a stream is cancelled whose caller takes nothing while it waits."
+    )
     payload_url: str = Field(
         "",
         description="Store of the largest tensors: an fsspec URL such as s3://bucket/qinfer or file:///shared "

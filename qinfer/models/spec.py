@@ -181,6 +181,9 @@ class ModelSpec:
         cuda_graphs: `optimization.cuda.graphs`: record an execution of each shape, and replay it.
         lane_capacity: Requests that may wait in one lane.
         min_workers: 0 = the model is READY without a live worker: its requests wait until one has started.
+        decoupled: A request has 0, 1 or many responses (`model_transaction_policy`).
+        stream_resume: A stream whose worker ends is executed again, and what its caller has is skipped: the model
+            gives the same responses each time.
         config_json: The whole configuration, in the dialect of `GET …/config`; only backend `python` has use for it.
     """
 
@@ -203,6 +206,8 @@ class ModelSpec:
     cuda_graphs: bool = False
     lane_capacity: int = 10_000
     min_workers: int = 1
+    decoupled: bool = False
+    stream_resume: bool = False
     config_json: str = ""
 
     @property

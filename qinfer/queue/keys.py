@@ -77,6 +77,16 @@ def idempotency(model: str, partition: int, tenant: str, key_hash: str) -> str:
     return f"{_partition(model, partition)}idem:{tenant}:{key_hash}"
 
 
+def sent(of: Lane, entry_id: str) -> str:
+    """Returns the string that marks an entry of whose stream a response has left: it is not executed again."""
+    return f"{_partition(of.model, of.partition)}sent:{of.version}:{of.name}:{entry_id}"
+
+
+def cancels(model: str, partition: int = 0) -> str:
+    """Returns the stream of the entries of a partition that were cancelled while a worker held them."""
+    return f"{_partition(model, partition)}cancels"
+
+
 def due(model: str, partition: int = 0) -> str:
     """Returns the sorted set of the deadlines of asynchronous requests."""
     return f"{_partition(model, partition)}due"

@@ -1,11 +1,11 @@
-"""The frame: how requests and responses look in Redis. Fixed for good by the golden files in `tests/unit/golden`.
+"""The frame: how requests, responses and credits look in Redis. Golden files in `tests/unit/wire` fix it for good.
 
     byte 0      the frame version
-    byte 1      what it holds: 0 = one request, 1 = responses
+    byte 1      what it holds: 0 = one request, 1 = responses, 2 = credits
     bytes 2-3   zero
     bytes 4-7   length of the header, uint32 little-endian
     bytes 8-…   the header: msgpack arrays, whose fields are only ever appended
-    then        the tensors' raw bytes; each begins at a multiple of 8 from the frame's start
+    then        the tensors' raw bytes, if any; each begins at a multiple of 8 from the frame's start
 
 A header names each tensor's offset (from the end of the padded header) and size, so that `numpy.frombuffer` takes it
 from the frame without a copy. A reader accepts its own version and the one before, skips header fields that it does
@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from qinfer.core.messages import Failure, InferRequest, Response, Scalar, Sequence, Timing
+from qinfer.core.messages import Credit, Failure, InferRequest, Response, Scalar, Sequence, Timing
 from qinfer.errors import CorruptEntry, DeliveryError
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.versions import NewerVersion
@@ -33,7 +33,7 @@ OLDEST_READABLE = 1
 ALIGNMENT = 8
 """Of a tensor, in bytes from the frame's start."""
 
-_REQUEST, _RESPONSES = 0, 1
+_REQUEST, _RESPONSES, _CREDITS = 0, 1, 2
 _PRELUDE = struct.Struct("<BBHI")
 _BESIDE = "redis"
 _PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
@@ -105,9 +105,14 @@ class _LongestResponseHeader(_LongResponseHeader, array_like=True, gc=False):
     parameters: Mapping[str, Scalar] = {}
 
 
+class _StreamedResponseHeader(_LongestResponseHeader, array_like=True, gc=False):
+    credit_to: str = ""
+
+
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(_LongRequestHeader)
-_responses_decoder = msgspec.msgpack.Decoder(list[_LongestResponseHeader])
+_responses_decoder = msgspec.msgpack.Decoder(list[_StreamedResponseHeader])
+_credits_decoder = msgspec.msgpack.Decoder(list[Credit])
 
 
 def encode_request(request: InferRequest) -> bytes:
@@ -220,12 +225,15 @@ def encode_responses(responses: Items[Response]) -> bytes:
             response.failure,
             response.timing,
         )
-        if response.stored or response.parameters:
+        if response.stored or response.parameters or response.credit_to:
             header = _LongResponseHeader(*msgspec.structs.astuple(header))
             header.stored = response.stored
-        if response.parameters:
+        if response.parameters or response.credit_to:
             header = _LongestResponseHeader(*msgspec.structs.astuple(header))
             header.parameters = response.parameters
+        if response.credit_to:
+            header = _StreamedResponseHeader(*msgspec.structs.astuple(header))
+            header.credit_to = response.credit_to
         headers.append(header)
     return _join(_RESPONSES, _encoder.encode(headers), parts)
 
@@ -260,9 +268,34 @@ def decode_responses(blob: Bytes) -> list[Response]:
                 timing=header.timing,
                 stored=header.stored,
                 parameters=header.parameters,
+                credit_to=header.credit_to,
             )
         )
     return responses
+
+
+def encode_credits(credits_: Items[Credit]) -> bytes:
+    """Encodes credits as one blob, for the reply stream of the worker that counts them."""
+    return _join(_CREDITS, _encoder.encode(credits_), [])
+
+
+def decode_credits(blob: Bytes) -> list[Credit]:
+    """Decodes credits.
+
+    Raises:
+        NewerVersion: The blob's version is above `FRAME_VERSION`.
+        CorruptEntry: It is no such blob, or is damaged.
+    """
+    view, end = _open(blob, _CREDITS)
+    try:
+        return _credits_decoder.decode(view[_PRELUDE.size : end])
+    except _UNREADABLE as error:
+        raise _corrupt(error) from None
+
+
+def is_credits(blob: Bytes) -> bool:
+    """Tells whether a blob of a reply stream holds credits, and not responses."""
+    return len(blob) > 1 and blob[1] == _CREDITS
 
 
 # A broken header shows itself as msgspec's errors, as text that is not UTF-8, or as nesting without end.

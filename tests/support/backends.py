@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qinfer.backends.base import Array, Backend, Batch
+from qinfer.backends.base import Array, Backend, Batch, OneResponse
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import QinferError
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
@@ -17,7 +17,7 @@ from qinfer.tensors import Tensor, to_numpy
 CPU, GPU = Device(), Device("gpu", 0)
 
 
-class Answers:
+class Answers(OneResponse):
     """A context that keeps what it is told.
 
     Args:

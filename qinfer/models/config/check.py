@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.message import ModelConfig, model_config_pb2
-from qinfer.models.config.to_spec import parameter_problems
+from qinfer.models.config.to_spec import STREAM_RESUME, parameter_problems
 
 SUPPORTED = {
     "name": "The directory's name; may be omitted.",
@@ -43,6 +43,7 @@ SUPPORTED = {
     "instance_group.passive": "Passive instances would execute nothing, and are not created.",
     "default_model_filename": "A path within the version directory.",
     "parameters": "Read by the backends; those that begin with `qinfer.` are listed below.",
+    "model_transaction_policy.decoupled": "A request has 0, 1 or many responses.",
     "model_warmup": "Zeros, random data, or a file in the model's directory `warmup` with one row.",
 }
 
@@ -76,7 +77,6 @@ REFUSED = {
     "instance_group.profile": "A TensorRT profile is chosen by the batch's shape.",
     "cc_model_filenames": "The model file is the same for all GPUs.",
     "model_operations.op_library_filename": "Custom operations can't be loaded.",
-    "model_transaction_policy.decoupled": "A request has one response.",
     "model_repository_agents.agents": "There are no agents.",
     "response_cache.enable": "There is no response cache.",
 }
@@ -123,6 +123,7 @@ def check(config: ModelConfig) -> None:
         *_file_problems(config),
         *_version_problems(config),
         *_warmup_problems(config),
+        *_stream_problems(config),
         *parameter_problems(config),
     ]
     if problems:
@@ -265,3 +266,11 @@ def _warmup_problems(config: ModelConfig) -> Iterator[str]:
                 yield f"model warmup '{sample.name}' has input '{name}', which the model has not"
             elif data.data_type != inputs[name].data_type or any(dim < 1 for dim in data.dims):
                 yield f"model warmup '{sample.name}' must give input '{name}' the model's data_type and fixed dims"
+
+
+def _stream_problems(config: ModelConfig) -> Iterator[str]:
+    is_decoupled = config.model_transaction_policy.decoupled
+    if STREAM_RESUME in config.parameters and not is_decoupled:
+        yield f"parameter '{STREAM_RESUME}' is for decoupled models; set 'decoupled: true', or remove it"
+    if is_decoupled and config.backend == "python":
+        yield "'model_transaction_policy.decoupled' is not supported for the backend python; remove it"

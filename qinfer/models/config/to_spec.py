@@ -27,7 +27,17 @@ MIN_WORKERS = "qinfer.min_workers"
 TORCH_AMP = "qinfer.torch_amp"
 TORCH_COMPILE = "qinfer.torch_compile"
 BINARY_OUTPUTS = "qinfer.binary_outputs"
-KNOWN_PARAMETERS = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS, TORCH_AMP, TORCH_COMPILE, BINARY_OUTPUTS)
+STREAM_RESUME = "qinfer.stream_resume"
+KNOWN_PARAMETERS = (
+    DEFAULT_TIMEOUT,
+    MAX_TIMEOUT,
+    LANE_CAPACITY,
+    MIN_WORKERS,
+    TORCH_AMP,
+    TORCH_COMPILE,
+    BINARY_OUTPUTS,
+    STREAM_RESUME,
+)
 _USUAL = LimitSettings()
 
 
@@ -72,6 +82,8 @@ def to_spec(
         cuda_graphs=config.optimization.cuda.graphs,
         lane_capacity=int(parameters.get(LANE_CAPACITY, limits.lane_capacity)),
         min_workers=int(parameters.get(MIN_WORKERS, 1)),
+        decoupled=config.model_transaction_policy.decoupled,
+        stream_resume=STREAM_RESUME in parameters,
         config_json=to_json(config) if config.backend == "python" else "",
     )
 
@@ -109,6 +121,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     TORCH_AMP: ("a precision of PyTorch", bool),  # the backend knows which ones there are
     TORCH_COMPILE: ("a mode of torch.compile", bool),
     BINARY_OUTPUTS: ("names of outputs, with commas between", lambda text: all(map(str.strip, text.split(",")))),
+    STREAM_RESUME: ("'skip'", lambda text: text == "skip"),
 }
 
 PARAMETERS = {
@@ -119,6 +132,8 @@ PARAMETERS = {
     TORCH_AMP: "Executes with automatic mixed precision (backend `pytorch`).",
     TORCH_COMPILE: "Compiles the model when it is loaded (backend `pytorch`).",
     BINARY_OUTPUTS: "BYTES outputs that are no text: [bulk jobs](../how-to/bulk-jobs.md) write them as binary columns.",
+    STREAM_RESUME: "`skip` = a stream whose worker ends is executed again, and the responses that its caller has are "
+    "skipped; for decoupled models that give the same responses each time.",
 }
 """The meaning of each of `KNOWN_PARAMETERS`, for the reference page."""
 

@@ -119,6 +119,14 @@ def test_a_platform_tells_the_backend() -> None:
             ONNX + 'parameters { key: "qinfer.binary_outputs" value { string_value: "a,,b" } }',
             "must be names of outputs, with commas between, got 'a,,b'",
         ),
+        (
+            ONNX + 'parameters { key: "qinfer.stream_resume" value { string_value: "yes" } }',
+            "'qinfer.stream_resume' must be 'skip', got 'yes'",
+        ),
+        (
+            ONNX + 'parameters { key: "qinfer.stream_resume" value { string_value: "skip" } }',
+            "'qinfer.stream_resume' is for decoupled models",
+        ),
         (ONNX + "dynamic_batching { priority_levels: 2 }", r"default priority level must be in range \[1, 2\] for m"),
         (
             ONNX + "dynamic_batching { priority_levels: 2 default_priority_level: 3 }",
@@ -153,7 +161,6 @@ def test_mistakes_are_refused(text: str, message: str) -> None:
         ("ensemble_scheduling { }", "ensemble_scheduling"),
         ("batch_input { }", "batch_input"),
         ("batch_output { }", "batch_output"),
-        ("model_transaction_policy { decoupled: true }", "model_transaction_policy.decoupled"),
         ("response_cache { enable: true }", "response_cache.enable"),
         ('runtime: "x"', "runtime"),
         ('model_operations { op_library_filename: "x.so" }', "model_operations.op_library_filename"),
@@ -184,6 +191,18 @@ def test_what_is_not_offered_is_refused_by_name(text: str, setting: str) -> None
 def test_hints_are_accepted(text: str) -> None:
     """What changes speed only, or says what is so anyway, is no reason to refuse a model."""
     assert normal(ONNX + text).name == "m"
+
+
+def test_decoupled_models_are_accepted() -> None:
+    config = normal(
+        ONNX
+        + "model_transaction_policy { decoupled: true }"
+        + 'parameters { key: "qinfer.stream_resume" value { string_value: "skip" } }'
+    )
+
+    assert to_spec(config).decoupled
+    assert to_spec(config).stream_resume
+    assert not to_spec(normal(ONNX)).decoupled
 
 
 def test_json_is_tritons_dialect() -> None:

@@ -8,17 +8,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from qinfer.core.messages import Failure, InferRequest, Response, Sequence, Timing
+from qinfer.core.messages import Credit, Failure, InferRequest, Response, Sequence, Timing
 from qinfer.errors import CorruptEntry
 from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy
 from qinfer.wire.frame import (
     FRAME_VERSION,
     PayloadApart,
+    decode_credits,
     decode_request,
     decode_responses,
+    encode_credits,
     encode_request,
     encode_request_apart,
     encode_responses,
+    is_credits,
 )
 from qinfer.wire.versions import NewerVersion
 
@@ -89,6 +92,20 @@ SPOKEN = [
     Response(request_id="b", stored=True, parameters={"x": -1}),
     Response(request_id="c"),
 ]
+STREAMED = [
+    Response(
+        request_id="a",
+        model="m",
+        version=2,
+        outputs=(Tensor("y", "UINT8", (2,), b"\x05\x06"),),
+        attempt=1,
+        index=4,
+        final=False,
+        credit_to="reply:worker-1",
+    ),
+    Response(request_id="a", model="m", version=2, index=5),
+]
+CREDITS = [Credit("01ARZ3NDEKTSV4RRFFQ69G5FAV.0.m", 1, 0), Credit("b", 3, 2**40)]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +131,13 @@ def test_golden_request_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "responses"), [("responses", RESPONSES), ("responses_stored", STORED), ("responses_spoken", SPOKEN)]
+    ("name", "responses"),
+    [
+        ("responses", RESPONSES),
+        ("responses_stored", STORED),
+        ("responses_spoken", SPOKEN),
+        ("responses_streamed", STREAMED),
+    ],
 )
 def test_golden_responses(name: str, responses: list[Response]) -> None:
     """The committed blob decodes to the responses, and is what encoding them gives, bit by bit."""
@@ -125,14 +148,35 @@ def test_golden_responses(name: str, responses: list[Response]) -> None:
     assert encode_responses(decode_responses(blob)) == blob
 
 
+def test_golden_credits() -> None:
+    """The committed blob decodes to the credits, and is what encoding them gives, bit by bit."""
+    blob = (GOLDEN / "credits.v1.bin").read_bytes()
+
+    assert decode_credits(blob) == CREDITS
+    assert encode_credits(CREDITS) == blob
+
+
+def test_credits_are_told_from_responses() -> None:
+    assert is_credits(encode_credits(CREDITS))
+    assert not is_credits(encode_responses(RESPONSES))
+    assert not is_credits(b"")
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x01\x02", encode_responses(RESPONSES), encode_credits(CREDITS)[:-1]])
+def test_damaged_credits_are_told(damage: bytes) -> None:
+    with pytest.raises(CorruptEntry):
+        decode_credits(damage)
+
+
 def test_every_field_is_set_in_a_golden_frame() -> None:
     """A field added to `InferRequest` or `Response` without a place in a golden frame is noticed here."""
     request, response = InferRequest(model="", inputs=()), Response(request_id="")
 
     for field in InferRequest.__struct_fields__:
         assert any(getattr(r, field) != getattr(request, field) for r in (FULL, LIMITED, APART)), field
+    golden = (*RESPONSES, *STORED, *SPOKEN, *STREAMED)
     for field in Response.__struct_fields__:
-        assert any(getattr(r, field) != getattr(response, field) for r in (*RESPONSES, *STORED, *SPOKEN)), field
+        assert any(getattr(r, field) != getattr(response, field) for r in golden), field
 
 
 def test_tensors_are_aligned_views_of_the_frame() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from qinfer.backends.base import Array, Backend, BackendFactory, Batch
+from qinfer.backends.base import Array, Backend, BackendFactory, Batch, OneResponse
 from qinfer.backends.registry import CompleteConfig
 from qinfer.backends.reshape import reshaped
 from qinfer.batching.policy import LatencyModel
@@ -235,7 +235,7 @@ def _without_path(text: str, directory: Path) -> str:
     return text.replace(f"{directory.parent}/", "").replace(str(directory.parent), "the model's directory")
 
 
-class _Unheard:
+class _Unheard(OneResponse):
     """A context whose answers are discarded.
 
     Attributes:

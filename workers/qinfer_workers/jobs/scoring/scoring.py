@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from qinfer.backends.base import Backend, Batch
+from qinfer.backends.base import Backend, Batch, OneResponse
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Answer, Responder
 from qinfer.core.clock import ServerClock
@@ -240,7 +240,7 @@ class Borrowed:
             chunks.leave()
 
 
-class _Way:
+class _Way(OneResponse):
     """The `Context` of a bulk batch, which is one item of many rows."""
 
     def __init__(self, scorer: Scorer) -> None:
