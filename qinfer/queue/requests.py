@@ -20,10 +20,9 @@ came, it expires.
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -49,15 +48,13 @@ from qinfer.queue.entries import (
     check_outbox,
 )
 from qinfer.queue.router import Call, Router, Words, load_script, run_each, run_script, ttl_ms
-from qinfer.queue.values import LARGE_BYTES, Values
-from qinfer.tensors import Bytes
+from qinfer.queue.values import LARGE_BYTES, StagedValue, Values, given
 from qinfer.wire.frame import encode_responses
 from qinfer.wire.versions import Record
 
 logger = logging.getLogger(__name__)
 
 _NOT_IN_TIME = "the data of the request did not arrive in time; try again"
-_STAGED_TTL_S = 600.0
 
 AT_ONCE = 32
 """So many requests one script takes at most: a millisecond of Redis, for which all others wait."""
@@ -101,20 +98,6 @@ _FAILURE = Record(_Failure, "the failure of a request")
 _NO_FAILURE = _Failure("", "")
 
 
-class _Value(NamedTuple):
-    """A payload or a result as a script takes it.
-
-    Attributes:
-        place: none | given | staged.
-        data: The bytes, where they are given.
-        staged: The name that they were stored under, where they are staged.
-    """
-
-    place: bytes
-    data: Bytes
-    staged: str
-
-
 class Requests:
     """Asynchronous requests; every coroutine raises `BrokerUnavailable` when Redis can't be reached.
 
@@ -142,7 +125,7 @@ class Requests:
             check_outbox(acceptance)
         address = acceptance.address
         kept_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
-        payload = await self._staged(_payload_name(address), acceptance.payload, kept_s)
+        payload = await self._values.stage(_payload_name(address), acceptance.payload, kept_s)
         write = partial(_accept, requests=[(acceptance, payload)])
         (reply,) = await self._durability.write(address.model, address.partition, write)
         accepted = self._accepted(reply)
@@ -297,7 +280,7 @@ class Requests:
                 return [await self.accept(acceptances[0])]
             for acceptance in acceptances:
                 check_outbox(acceptance)
-            requests = [(each, _given(_payload_name(each.address), each.payload)) for each in acceptances]
+            requests = [(each, given(_payload_name(each.address), each.payload)) for each in acceptances]
             write = partial(_accept, requests=requests)
             replies = await self._durability.write(first.model, first.partition, write)
         except (InvalidRequest, Refused) as error:  # of one of them
@@ -328,9 +311,9 @@ class Requests:
         record = ending.record and msgspec.structs.replace(ending.record, has_result=blob is not None)
         return msgspec.structs.replace(ending, blob=blob, record=record)
 
-    async def _staged_results(self, settlements: Sequence[Settlement]) -> list[_Value]:
+    async def _staged_results(self, settlements: Sequence[Settlement]) -> list[StagedValue]:
         """Returns the results as the script takes them; large ones are stored first."""
-        values = [_given(_result_name(each.address), each.outcome.blob) for each in settlements]
+        values = [given(_result_name(each.address), each.outcome.blob) for each in settlements]
         large = [number for number, value in enumerate(values) if self._values.is_apart(len(value.data))]
         if large:
             stored = await asyncio.gather(*(self._staged_result(settlements[number]) for number in large))
@@ -338,28 +321,16 @@ class Requests:
                 values[number] = value
         return values
 
-    async def _staged_result(self, settlement: Settlement) -> _Value:
+    async def _staged_result(self, settlement: Settlement) -> StagedValue:
         address, blob, kept_s = settlement.address, settlement.outcome.blob, 0.0
         if self._values.is_object(len(blob)):
             key = _record_key(address)
             kept_s = int(await self._router.call(keys.slot(key), b"HGET", key, b"result_ttl_ms") or 0) / 1000
-        return await self._staged(_result_name(address), blob, kept_s)
+        return await self._values.stage(_result_name(address), blob, kept_s)
 
-    async def _staged(self, name: str, value: Bytes, kept_s: float) -> _Value:
-        """Returns a value as a script takes it; a large one is stored first.
-
-        Args:
-            name: The name that the script gives it.
-            value: The bytes.
-            kept_s: How long it is kept then.
-        """
-        if not self._values.is_apart(len(value)):
-            return _given(name, value)
-        staged = keys.staged(name, secrets.token_hex(8))
-        await self._values.set(keys.slot(name), staged, value, _STAGED_TTL_S, later_s=kept_s)
-        return _Value(b"staged", b"", staged)
-
-    async def _settle(self, settlements: Sequence[Settlement], results: Sequence[_Value]) -> list[Sequence[str] | None]:
+    async def _settle(
+        self, settlements: Sequence[Settlement], results: Sequence[StagedValue]
+    ) -> list[Sequence[str] | None]:
         """Ends requests of one partition in one step; returns for each who waits for it, `None` = it had ended before.
 
         Raises:
@@ -398,14 +369,9 @@ def hint(addresses: Sequence[Address]) -> bytes:
     return encode_responses([Response(request_id=address.id) for address in addresses])
 
 
-async def _accept(call: Call, requests: Sequence[tuple[Acceptance, _Value]]) -> Sequence[Any]:
+async def _accept(call: Call, requests: Sequence[tuple[Acceptance, StagedValue]]) -> Sequence[Any]:
     """Stores and enqueues requests of one partition, unless they are known or their lane is full."""
     return await run_each(call, _ACCEPT, [_acceptance(acceptance, payload) for acceptance, payload in requests])  # type: ignore[no-any-return]  # a list
-
-
-def _given(name: str, data: Bytes) -> _Value:
-    """Returns a value that is passed to the script, which stores it under `name`."""
-    return _Value(b"given" if data else b"none", data, keys.staged(name, ""))
 
 
 def _parts_of(addresses: Sequence[Address], sizes: Sequence[int]) -> list[list[int]]:
@@ -504,9 +470,9 @@ def _instant_s(value: bytes | None) -> float:
 
 def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, bool]:
     """Reads one of the replies of endings.lua."""
-    item_id, attempts, request_id, notes, values, place, given = reply
+    item_id, attempts, request_id, notes, values, place, inline = reply
     address = Address(model, partition, request_id.decode())
-    blob = given if place == b"given" else None
+    blob = inline if place == b"given" else None
     record = None if values[0] is None else _record_of(address, values, has_result=blob is not None)
     ending = Ending(
         id=item_id.decode(), request_id=address.id, record=record, notes=notes, blob=blob, attempts=attempts
@@ -514,7 +480,7 @@ def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, b
     return ending, place == b"apart"
 
 
-def _acceptance(acceptance: Acceptance, payload: _Value) -> Words:
+def _acceptance(acceptance: Acceptance, payload: StagedValue) -> Words:
     """Returns the arguments of accept.lua."""
     address = acceptance.address
     model, partition = address.model, address.partition
@@ -539,7 +505,7 @@ def _acceptance(acceptance: Acceptance, payload: _Value) -> Words:
     return Words(names, arguments)
 
 
-def _settlement(settlement: Settlement, result: _Value) -> Words:
+def _settlement(settlement: Settlement, result: StagedValue) -> Words:
     """Returns the arguments of settle.lua."""
     address, entry, outcome = settlement.address, settlement.entry, settlement.outcome
     model, partition = address.model, address.partition

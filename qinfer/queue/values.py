@@ -8,13 +8,15 @@ the fields `v`, `name` and `size`. Bytes are always a string, so that no bytes c
 """
 
 import re
+import secrets
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from qinfer.errors import BrokerUnavailable, CorruptEntry, PayloadTooLarge
+from qinfer.queue import keys
 from qinfer.queue.connection import pack, packable
 from qinfer.queue.router import BlockingLink, Router, Script, load_script
 from qinfer.tensors import Bytes
@@ -28,6 +30,7 @@ LARGE_BYTES = 2**20
 MAX_BYTES = 512 * 2**20
 """The longest string that Redis stores."""
 
+_STAGED_TTL_S = 600.0
 _TRANSFER_S = 55.0  # a large value may take so much longer than a command until Redis answers
 
 
@@ -53,6 +56,25 @@ class Reference(msgspec.Struct, frozen=True):
     def fields(self) -> tuple[bytes | str | int, ...]:
         """The hash that Redis holds."""
         return (b"v", self.version, b"name", self.name, b"size", self.size)
+
+
+class StagedValue(NamedTuple):
+    """A value as a script takes it: small bytes are its argument, large ones were stored before, to be renamed by it.
+
+    Attributes:
+        place: none | given | staged.
+        data: The bytes, where they are given.
+        staged: The name that they were stored under, where they are staged.
+    """
+
+    place: bytes
+    data: Bytes
+    staged: str
+
+
+def given(name: str, data: Bytes) -> StagedValue:
+    """Returns a value that is passed to the script, which stores it under `name`."""
+    return StagedValue(b"given" if data else b"none", data, keys.staged(name, ""))
 
 
 class Values:
@@ -105,6 +127,20 @@ class Values:
             await self._large(slot, *command)
         else:
             await self._router.call(slot, *command)
+
+    async def stage(self, name: str, value: Bytes, kept_s: float) -> StagedValue:
+        """Returns a value as a script takes it; a large one is stored first.
+
+        Args:
+            name: The name that the script gives it.
+            value: The bytes.
+            kept_s: How long it is kept then.
+        """
+        if not self.is_apart(len(value)):
+            return given(name, value)
+        staged = keys.staged(name, secrets.token_hex(8))
+        await self.set(keys.slot(name), staged, value, _STAGED_TTL_S, later_s=kept_s)
+        return StagedValue(b"staged", b"", staged)
 
     async def get(self, slot: int, key: str | bytes) -> bytes | None:
         """Returns a value; `None` when it is gone.
