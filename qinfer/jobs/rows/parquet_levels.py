@@ -2,7 +2,8 @@
 
 A page's header tells how many values the page has, not whose they are: one row may have those of a whole column chunk.
 A row begins where the repetition level is 0. Levels are runs and bit-packed groups
-(https://parquet.apache.org/docs/file-format/data-pages/encodings/#RLE).
+(https://parquet.apache.org/docs/file-format/data-pages/encodings/#RLE). Lists of numbers mostly make a run and a group
+of a few bytes for each row, which plain integers take faster than arrays.
 """
 
 import struct
@@ -17,6 +18,7 @@ from qinfer.jobs.rows.parquet_pages import PageData, varint
 
 _LENGTH = struct.Struct("<I")
 _BIG_LENGTHS = struct.Struct(">II")  # of a block of Hadoop's LZ4: decompressed, compressed
+_SHORT_BYTES = 16
 
 
 class RowLengths:
@@ -50,6 +52,8 @@ class RowLengths:
             count = min(values, left)
             if isinstance(levels, int):
                 self._add_run(levels, count)
+            elif isinstance(levels, bytes):
+                self._add_bits(levels, count)
             else:
                 self._add_group(levels[:count])
             left -= count
@@ -60,7 +64,19 @@ class RowLengths:
 
     def _add_run(self, level: int, count: int) -> None:
         self._current = self._current + count if level else 1
-        self.longest = max(self.longest, self._current)
+        if self._current > self.longest:
+            self.longest = self._current
+
+    def _add_bits(self, levels: bytes, count: int) -> None:
+        """Takes levels of one bit, the first one lowest."""
+        begins = ~int.from_bytes(levels, "little") & ((1 << count) - 1)
+        at = 0
+        while begins:
+            first = (begins & -begins).bit_length() - 1
+            self.longest = max(self.longest, self._current + first - at)
+            self._current, at = 0, first
+            begins &= begins - 1
+        self._add_run(1, count - at)
 
     def _add_group(self, levels: Mask) -> None:
         begins = np.flatnonzero(~levels)
@@ -101,7 +117,7 @@ def _decompressed(page: PageData, codec: str) -> bytes:
 
 
 def _runs(data: bytes, bits: int) -> Iterator[tuple[Any, int]]:
-    """Yields runs: a level, or for each of several whether it is not 0, and how many values they are for."""
+    """Yields runs: a level, or of several whether each is not 0, as an array or as bits, and how many values it is."""
     at, width = 0, (bits + 7) // 8
     while at < len(data):
         head, at = varint(data, at)
@@ -110,6 +126,10 @@ def _runs(data: bytes, bits: int) -> Iterator[tuple[Any, int]]:
             at += width
             continue
         size = (head >> 1) * bits
+        if bits == 1 and size <= _SHORT_BYTES:
+            yield data[at : at + size], min(size, len(data) - at) * 8
+            at += size
+            continue
         packed = np.frombuffer(data, np.uint8, count=min(size, len(data) - at), offset=at)
         flags = np.unpackbits(packed, bitorder="little")
         levels: Mask = np.any(flags[: len(flags) // bits * bits].reshape(-1, bits), axis=1)
