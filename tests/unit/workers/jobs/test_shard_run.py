@@ -3,10 +3,11 @@
 import asyncio
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ from qinfer.tensors import from_numpy
 from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.loader import Loaded
+from qinfer_workers.jobs.scoring import scoring
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
 from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, Served
@@ -94,6 +96,7 @@ class Ground:
         self.arbiter = DeviceArbiter()
         self.arbiter.place(self.batcher, [DeviceSpec()])
         self.free, self.hurry, self.line = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        self.progress: Callable[[], None] = lambda: None
 
     def task(self, shard: Shard, spec: JobSpec, **options: Any) -> Task:
         head = decode_plan_head(plan_head([shard], "h"))
@@ -123,7 +126,13 @@ class Ground:
             stores=StoreSettings(allow=ANY_FILE.read),
             line=self.line,
         )
-        purpose = Purpose(model=self.loaded, clock=self.clock, request_id="job1-0", outputs=spec.output.tensors)
+        purpose = Purpose(
+            model=self.loaded,
+            clock=self.clock,
+            request_id="job1-0",
+            progress=self.progress,
+            outputs=spec.output.tensors,
+        )
         return ShardRun(files, purpose, served, self.free, is_again=is_again)
 
     def left(self) -> list[str]:
@@ -179,6 +188,31 @@ async def test_several_instances_score_one_shard(tmp_path: Path) -> None:
     await running
 
     assert scored_rows(ground.output) == [(row, float(row)) for row in range(20_000)]
+
+
+async def test_time_between_two_batches_counts_for_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A millisecond a row and one after each batch: 32 rows cost 3 % more a row than infinitely many."""
+    passed_s = 0.0
+
+    def pass_time(seconds: float) -> None:
+        nonlocal passed_s
+        passed_s += seconds
+
+    class Slow(Model):
+        def execute(self, batch: Batch, ctx: Context) -> None:
+            pass_time(1e-3 * sum(batch.rows))
+            super().execute(batch, ctx)
+
+    clock = SimpleNamespace(
+        perf_counter=lambda: passed_s, perf_counter_ns=lambda: int(passed_s * 1e9), thread_time=lambda: 0.0
+    )
+    monkeypatch.setattr(scoring, "time", clock)
+    ground, (shard, spec) = Ground(tmp_path, Slow()), one_shard(tmp_path, 2000)
+    ground.progress = partial(pass_time, 1e-3)
+
+    await ground.run(shard, spec).run()
+
+    assert ground.model.sizes[-2] >= 16
 
 
 async def test_rows_that_fail_cost_no_other_row_its_output(tmp_path: Path) -> None:

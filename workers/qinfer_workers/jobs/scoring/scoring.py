@@ -92,9 +92,14 @@ class Scorer:
         )
         self._is_warned = False
 
-    def run(self, instance: Backend, part: Slice) -> None:
-        """Executes a slice; raises nothing."""
-        watch = _Watch()
+    def run(self, instance: Backend, part: Slice, watch: "Watch") -> None:
+        """Executes a slice; raises nothing.
+
+        Args:
+            instance: What executes it.
+            part: The slice.
+            watch: Runs since the slice before was done: what is between two batches costs time as well.
+        """
         try:
             outputs = self._execute(instance, part, watch)
         except _LATER as error:
@@ -112,7 +117,7 @@ class Scorer:
             self.executions.add(part.rows, watch.laps_ns, self.purpose.clock.now_s())
             self.chunks.done(part, outputs, watch.seconds())
 
-    def _execute(self, instance: Backend, part: Slice, watch: "_Watch") -> Outputs:
+    def _execute(self, instance: Backend, part: Slice, watch: "Watch") -> Outputs:
         inputs = part.inputs()
         is_batched = self._spec.max_batch_size > 0
         if not is_batched:
@@ -191,7 +196,7 @@ class Executions:
             return self._tally.drain() | {field: count for field, count in counted.items() if count}
 
 
-class _Watch:
+class Watch:
     """Tells how long the device was busy: not how long others had the core, where this thread is the device.
 
     Attributes:
@@ -210,6 +215,7 @@ class _Watch:
         self._lap_ns = now_ns
 
     def seconds(self) -> float:
+        """Returns how long it has run."""
         worked_s, whole_s = time.thread_time() - self._worked_s, time.perf_counter() - self._began_s
         return worked_s if worked_s > _OWN_WORK * whole_s else whole_s
 
@@ -230,9 +236,11 @@ class Borrowed:
         """Scores slices until the turn is over, or there are none."""
         chunks = self._scorer.chunks
         chunks.begin()
+        watch = Watch()
         try:
             while (part := chunks.take()) is not None:
-                self._scorer.run(instance, part)
+                self._scorer.run(instance, part, watch)
+                watch = Watch()
                 self._scorer.purpose.progress()
                 if not self._turn.goes_on():
                     break
