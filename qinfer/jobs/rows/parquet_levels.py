@@ -64,8 +64,7 @@ class RowLengths:
 
     def _add_run(self, level: int, count: int) -> None:
         self._current = self._current + count if level else 1
-        if self._current > self.longest:
-            self.longest = self._current
+        self.longest = max(self.longest, self._current)
 
     def _add_bits(self, levels: bytes, count: int) -> None:
         """Takes levels of one bit, the first one lowest."""
