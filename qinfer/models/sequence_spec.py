@@ -1,0 +1,212 @@
+"""`SequenceSpec`: a model's `sequence_batching` as the rest of qinfer reads it, and the check of a request against it.
+
+`config.sequences` makes it of a `ModelConfig`. Defaults, checks and texts are Triton's (reference §3.4; core
+`src/model_config_utils.cc`, `src/sequence_batch_scheduler/`).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from qinfer.core.messages import InferRequest, Sequence
+from qinfer.errors import InvalidRequest, ModelLoadFailed
+from qinfer.tensors import Tensor, datatype, element_count, pack_bytes
+
+MAX_ID_BYTES = 128
+"""A correlation ID that is text may have so many bytes (`STRING_CORRELATION_ID_MAX_LENGTH_BYTES` in Triton)."""
+
+
+class ControlKind(StrEnum):
+    """Names what a control input tells the model, as `config.pbtxt` does."""
+
+    START = "CONTROL_SEQUENCE_START"
+    READY = "CONTROL_SEQUENCE_READY"
+    END = "CONTROL_SEQUENCE_END"
+    CORRID = "CONTROL_SEQUENCE_CORRID"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlSpec:
+    """An input that the server fills, of one element for each row of the batch.
+
+    Attributes:
+        name: The input's name.
+        kind: What it tells the model.
+        datatype: INT32, FP32 or BOOL; of a CORRID UINT64, INT64, UINT32, INT32 or BYTES.
+        false: Its value where START, READY or END does not hold; a CORRID has none.
+        true: Its value where it holds.
+    """
+
+    name: str
+    kind: ControlKind
+    datatype: str
+    false: float = 0
+    true: float = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """An implicit state: an input that gets what an output was in the step before.
+
+    Attributes:
+        input: The input's name.
+        output: The output's name.
+        datatype: The wire datatype of both.
+        dims: Their dimensions without the batch dimension; -1 is variable.
+        initial_dims: The dimensions in the first step, all of them fixed: those of `initial_state`, else `dims` with
+            1 for each variable one.
+        file: A file of the model's directory `initial_state` with the bytes of one row; empty = zeros.
+        same_buffer: A runtime may read and write the state in one buffer (`use_same_buffer_for_input_output`).
+        growable: That buffer may grow in place (`use_growable_memory`).
+    """
+
+    input: str
+    output: str
+    datatype: str
+    dims: tuple[int, ...]
+    initial_dims: tuple[int, ...]
+    file: str = ""
+    same_buffer: bool = False
+    growable: bool = False
+
+    def initial(self, content: bytes | None, *, batched: bool) -> Tensor:
+        """Makes the state of the first step; elements of a BYTES state of zeros are empty.
+
+        Args:
+            content: The bytes of `file`, of which as many are taken as one row has; all of them for BYTES. `None`
+                where there is no file.
+            batched: The model has a batch dimension, here of one row.
+
+        Raises:
+            ModelLoadFailed: The file has fewer bytes than the state.
+        """
+        count, itemsize = element_count(self.initial_dims), datatype(self.datatype).itemsize
+        shape = (1, *self.initial_dims) if batched else self.initial_dims
+        if content is None:
+            zeros = bytes(count * itemsize) if itemsize else pack_bytes([b""] * count)
+            return Tensor(self.input, self.datatype, shape, zeros)
+        if itemsize == 0:
+            return Tensor(self.input, self.datatype, shape, content)
+        if len(content) < count * itemsize:
+            raise ModelLoadFailed(
+                f"initial_state setting expects {count * itemsize} bytes, but the data provided from {self.file} only "
+                f"has {len(content)} bytes."
+            )
+        return Tensor(self.input, self.datatype, shape, content[: count * itemsize])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectSpec:
+    """The strategy `direct`: each sequence has a row of the batch to itself, from START to END.
+
+    Attributes:
+        minimum_rows: So many rows have to have a request before a batch leaves (`minimum_slot_utilization`); 0 = it
+            leaves with what is there.
+        max_queue_delay_s: How long a request waits for that at most; 0 = it does not wait.
+    """
+
+    minimum_rows: int = 0
+    max_queue_delay_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldestSpec:
+    """The strategy `oldest`: the candidates' next requests are batched as a dynamic batcher does it.
+
+    Attributes:
+        preferred_sizes: Sizes worth stopping at, ascending; never empty (`[max_batch_size]` by default).
+        max_queue_delay_s: How long the oldest request may wait for the batch to fill; 0 = do not wait.
+        preserve_ordering: Responses leave in the order of the requests. An instance executes one batch after another,
+            so that they do in any case.
+    """
+
+    preferred_sizes: tuple[int, ...]
+    max_queue_delay_s: float = 0.0
+    preserve_ordering: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpec:
+    """The `sequence_batching` part of a configuration (reference §3.4).
+
+    Attributes:
+        strategy: How batches are made of the requests of several sequences.
+        slots: Sequences that one instance works on at a time: `max_batch_size` or `max_candidate_sequences`.
+        max_rows: No batch has more rows than this; 1 for a model without a batch dimension.
+        max_idle_s: How long a sequence may have nothing that waits or executes before it is ended.
+        controls: Inputs that tell the model about the sequence of each row; no kind more than once.
+        states: The implicit states.
+        iterative: A request is a sequence of its own: it executes again and again, until the model says that it is
+            done.
+    """
+
+    strategy: DirectSpec | OldestSpec
+    slots: int
+    max_rows: int
+    max_idle_s: float = 1.0
+    controls: tuple[ControlSpec, ...] = ()
+    states: tuple[StateSpec, ...] = ()
+    iterative: bool = False
+
+    def control(self, kind: ControlKind) -> ControlSpec | None:
+        """Returns the control input of a kind; `None` = the model has none."""
+        return next((control for control in self.controls if control.kind is kind), None)
+
+
+def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequence | None:
+    """Checks a request's flags; which sequences are open is not looked at.
+
+    Args:
+        request: The request.
+        rows: Its batch size, as `validate` returned it.
+        spec: The sequences of its model.
+
+    Returns:
+        Its flags; `None` for a request to an iterative model that names no sequence.
+
+    Raises:
+        InvalidRequest: It has several rows, lacks a correlation ID, or has one that the model can't be told.
+    """
+    if rows != 1:
+        raise InvalidRequest(
+            f"inference request to model '{request.model}' must specify batch-size 1 due to requirements of sequence "
+            "batcher"
+        )
+    sequence = request.sequence
+    if sequence is None or not sequence.id:
+        if spec.iterative:
+            return None
+        raise InvalidRequest(
+            f"inference request to model '{request.model}' must specify a non-zero or non-empty correlation ID"
+        )
+    if isinstance(sequence.id, str):
+        _check_text(request.model, sequence.id, spec)
+    return sequence
+
+
+def _check_text(model: str, correlation_id: str, spec: SequenceSpec) -> None:
+    nbytes = len(correlation_id.encode())
+    if nbytes > MAX_ID_BYTES:
+        raise InvalidRequest(
+            f"inference request to model '{model}' has a correlation ID of {nbytes} bytes; text may have {MAX_ID_BYTES}"
+        )
+    corrid = spec.control(ControlKind.CORRID)
+    if corrid is not None and corrid.datatype != "BYTES":
+        raise InvalidRequest(
+            f"inference request for sequence {correlation_id} to model '{model}' must have a number as correlation ID: "
+            f"the model's input '{corrid.name}' takes it as {corrid.datatype}"
+        )
+
+
+def start_missing(model: str, correlation_id: int | str, ended: str = "") -> InvalidRequest:
+    """Returns the error of a request whose sequence is not open.
+
+    Args:
+        model: The model's name.
+        correlation_id: The sequence's correlation ID.
+        ended: What ended the sequence that was open, such as `its request 3 expired`; empty = nobody knows of one.
+    """
+    reason = f"; the one before was ended: {ended}" if ended else ""
+    return InvalidRequest(
+        f"inference request for sequence {correlation_id} to model '{model}' must specify the START flag on the first "
+        f"request of the sequence{reason}"
+    )
