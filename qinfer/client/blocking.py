@@ -267,10 +267,10 @@ class Client:
             model: The model's name.
             inputs: Files and patterns, as URLs such as `s3://bucket/in/*.parquet`, or as paths, which have to be the
                 same for the gateway and the workers.
-            output: The folder of the output; it must be empty.
+            output: The folder of the output; it must be empty, but for `overwrite`.
             resume: Resume the job of the same `id` if it has failed, has expired or was cancelled, with the
-                `error_threshold`, `max_parallel` and `deadline_s` of this call; any other job of that `id` is returned
-                as it is.
+                `error_threshold`, `max_parallel` and `deadline_s` of this call; with `overwrite`, run it anew if it is
+                completed; any other job of that `id` is returned as it is.
             options: See `JobOptions`.
 
         Raises:
@@ -278,7 +278,8 @@ class Client:
                 names column or URL.
             ModelNotFound: The model or version does not exist.
             Forbidden: The server does not allow that store.
-            Conflict: The id belongs to another job; the text has the fields that differ.
+            Conflict: The id belongs to another job, and the text has the fields that differ; or another job writes to
+                the output that is to be overwritten.
             QinferError: As `infer`.
         """
         body = job_body(model, inputs, output, options)

@@ -65,6 +65,8 @@ class JobOptions(TypedDict, total=False):
         max_parallel: Maximum workers that score the job at a time.
         deadline_s: Seconds after which the job expires.
         limit: Only the first rows of the inputs, so many.
+        overwrite: Remove the files of an ended job from the output folder, and no others; with `resume`, a job that is
+            completed is run anew.
         metadata: Metadata of your own, kept with the job.
         webhook: A URL to notify when the job ends.
     """
@@ -95,6 +97,7 @@ class JobOptions(TypedDict, total=False):
     max_parallel: int
     deadline_s: float
     limit: int
+    overwrite: bool
     metadata: Mapping[str, str]
     webhook: str
 

@@ -51,6 +51,7 @@ class _Manifest(msgspec.Struct):
     rows: int
     ok: int
     parts: list[_Part]
+    job: str = ""
     schema: str = ""
     failed_rows: str = "inline"
     ended_at: float = 0.0
@@ -75,7 +76,10 @@ def read_output(
     files, folder = open_folder(status.output_url, storage_options or {})
     with store_errors(status.output_url):
         manifest = _manifest(files, f"{folder}/{name}") if name == MANIFEST else _listed(files, folder, status)
+        _check_own(manifest, status)
         table = _read(files, folder, manifest, columns)
+        if name == MANIFEST:  # else its parts may be those of two jobs
+            _check_own(_manifest(files, f"{folder}/{name}"), status)
     rows = manifest.ok if manifest.failed_rows == "separate" else manifest.rows
     if table.num_rows != rows:
         raise ResultNotFound(f"the output of job '{status.id}' has {table.num_rows} rows; its {name} says {rows}")
@@ -142,6 +146,13 @@ def _listed(files: Any, folder: str, status: JobStatus) -> _Manifest:
                 "try again, or resume() the job"
             )
         sleep(min(pauses.next_s(), left_s))
+
+
+def _check_own(manifest: _Manifest, status: JobStatus) -> None:
+    """Raises `ResultNotFound` if an output is not that of a job any more; ids of tenants have `@<tenant>` behind."""
+    writer = manifest.job.partition("@")[0]
+    if writer != status.id:
+        raise ResultNotFound(f"the output of job '{status.id}' was overwritten by job '{writer}'")
 
 
 def _is_of_end(manifest: _Manifest, status: JobStatus) -> bool:

@@ -112,7 +112,7 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Location and format of the parts.
 
     Attributes:
-        url: A folder's URL; nothing may be in it yet.
+        url: A folder's URL; nothing may be in it yet, but for jobs that `overwrite`.
         format: The format of the parts.
         compression: Of parquet snappy, zstd, lz4, gzip, brotli or none, of arrow zstd, lz4 or none, of csv and jsonl
             none, gzip or zstd; empty = the first for the format: it costs the least processor time.
@@ -205,6 +205,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_parallel: At most so many shards run at a time; 0 = as many as there are workers.
         deadline_s: Seconds after its creation at which the job expires; 0 = never.
         limit: Only the first rows, so many; 0 = all.
+        overwrite: Whether the files of an ended job in the output folder are removed, once this job is planned; others
+            stay.
         metadata: The user's own words, kept with the job.
         webhook: URL that is notified of the end by a signed POST.
 
@@ -235,9 +237,12 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Unset, they are not written: a process of the former release reads all jobs without them, and refuses the others.
     input_compression: InputCompression | msgspec.UnsetType = msgspec.UNSET
     csv: Csv | msgspec.UnsetType = msgspec.UNSET
+    overwrite: bool | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         """Unsets what says no more than a job without it."""
+        if not self.overwrite:
+            msgspec.structs.force_setattr(self, "overwrite", msgspec.UNSET)
         if self.input_compression == "":
             msgspec.structs.force_setattr(self, "input_compression", msgspec.UNSET)
         if self.csv == Csv():

@@ -15,6 +15,7 @@ row numbers are stored as differences.
 """
 
 import hashlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,16 +31,13 @@ import pyarrow.parquet as pq
 from qinfer.errors import QinferError, StoreError, StoreNotFound
 from qinfer.jobs.check import ERROR_COLUMNS, PLACE_COLUMNS
 from qinfer.jobs.job import TEXT_FORMATS, Output
-from qinfer.jobs.plan import FAILED, ExpectedParts, PartInfo, Shard
+from qinfer.jobs.plan import FAILED, RECORDS, ExpectedParts, PartInfo, Shard
 from qinfer.jobs.rows.arrow_footer import batch_metadata, batch_rows, open_arrow
 from qinfer.jobs.rows.parquet_pages import read_metadata
 from qinfer.jobs.text_parts import TextFile
 from qinfer.storage.store import Stat, Store
 
 METADATA_KEY = b"qinfer"
-RECORDS = "_commits"
-"""The folder, in that of an output, of the records of parts that are text."""
-
 _ZSTD_LEVEL = 1
 _GROUP_ROWS = 2**18
 _PARQUET_GROUP_BYTES = 32 * 2**20
@@ -52,6 +50,7 @@ _RECORD_BYTES = 2 * 2**20
 _MOST_RECORDS = 64  # of one part: each attempt to make it may leave one
 _HASHED_BYTES = 2**20
 _HASH_CHARACTERS = 16
+_FAILED_DIGEST = rf"-[0-9a-f]{{{_HASH_CHARACTERS}}}(?=\.[^/]*$)"
 
 
 class PartBroken(StoreError):
@@ -476,6 +475,11 @@ def _failed_name(name: str, failed: _File) -> str:
     folder, slash, file = name.rpartition("/")
     stem, _, extension = file.partition(".")
     return f"{FAILED}/{folder}{slash}{stem}-{failed.sha256[:_HASH_CHARACTERS]}.{extension}"
+
+
+def part_of_failed(name: str) -> str:
+    """Returns the name of the part whose failed rows a file is named for, in an output's folder of such files."""
+    return re.sub(_FAILED_DIGEST, "", name)
 
 
 def _failed_of(store: Store, folder: str, name: str, record: _Record) -> str:

@@ -13,8 +13,14 @@ from qinfer.models.spec import ModelSpec
 T = TypeVar("T")
 Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
 
+PLAN_NAME = "_plan.json"
+"""The name of a plan in an output folder."""
+
 FAILED = "_failed"
 """The folder, in that of an output, of failed rows that have files of their own."""
+
+RECORDS = "_commits"
+"""The folder, in that of an output, of the records of parts that are text."""
 
 NO_GROUPS = -1
 """The row group of formats that have none."""
@@ -128,6 +134,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         shards: The shards in order.
         rows: The rows of all files.
         skipped: The files that were left out because they can't be read (`bad_files: skip`), in order.
+        created_at: When the job was created, in seconds since 1970: it tells the job from an earlier one of its id; 0 =
+            the plan of an earlier qinfer does not say.
     """
 
     job_id: str
@@ -138,6 +146,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[Shard, ...]
     rows: int
     skipped: tuple[BadFile, ...] = ()
+    created_at: float = 0.0
 
 
 class InputFile(NamedTuple):
@@ -163,6 +172,7 @@ class Unplanned(NamedTuple):
         model: The model's configuration.
         model_hash: What the model's files are.
         grant: The URL prefixes that it may use.
+        created_at: When it was created, in seconds since 1970.
     """
 
     job_id: str
@@ -170,6 +180,7 @@ class Unplanned(NamedTuple):
     model: ModelSpec
     model_hash: str
     grant: Grant
+    created_at: float = 0.0
 
 
 class Estimate(msgspec.Struct, frozen=True, array_like=True):
@@ -207,7 +218,7 @@ class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
 
     def url_of(self, shard: Shard) -> str:
         """Returns where the part of a shard is."""
-        return f"{self.output_url.rstrip('/')}/{shard.part}"
+        return url_of(self.output_url, shard.part)
 
 
 class PartInfo(NamedTuple):
@@ -230,6 +241,11 @@ class PartInfo(NamedTuple):
     etag: str
     schema: str
     failed: str = ""
+
+
+def url_of(output_url: str, name: str) -> str:
+    """Returns where something in an output is."""
+    return f"{output_url.rstrip('/')}/{name}"
 
 
 def read_stored(decoder: Decoder[T], data: bytes | memoryview, what: str) -> T:
@@ -289,10 +305,34 @@ class _PlanJson(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[Source, ...]
     shards: tuple[_Shard, ...]
     skipped: tuple[BadFile, ...] = ()
+    created_at: float = 0.0
+
+
+class _NamedShard(msgspec.Struct, frozen=True, array_like=True):
+    part: str
+
+
+class PlanNames(msgspec.Struct, frozen=True):
+    """The fields of a plan, of whatever version, that tell whose output it is and which parts that has.
+
+    Attributes:
+        job_id: The job.
+        created_at: When it was created, in seconds since 1970; 0 = the plan does not say.
+        shards: Its shards.
+    """
+
+    job_id: str
+    shards: tuple[_NamedShard, ...]
+    created_at: float = 0.0
+
+    def parts(self) -> frozenset[str]:
+        """Returns the names of its parts."""
+        return frozenset(shard.part for shard in self.shards)
 
 
 _tickets = msgspec.msgpack.Decoder(ShardTicket)
 _plans = msgspec.json.Decoder(_PlanJson)
+_plan_names = msgspec.json.Decoder(PlanNames)
 
 
 def encode_plan(plan: Plan) -> bytes:
@@ -324,6 +364,15 @@ def decode_plan(data: bytes) -> Plan:
         raise CorruptEntry(f"the job's plan can't be read: {error}") from None
     fields = {name: getattr(wire, name) for name in Plan.__struct_fields__}
     return Plan(**fields | {"shards": shards})
+
+
+def decode_plan_names(data: bytes) -> PlanNames:
+    """Reads whose plan it is, and the names of its parts.
+
+    Raises:
+        CorruptEntry: It is no plan.
+    """
+    return read_stored(_plan_names, data, "the job's plan")
 
 
 class SkippedFiles(msgspec.Struct, frozen=True):

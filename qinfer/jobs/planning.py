@@ -19,7 +19,7 @@ from qinfer.jobs.columns.fields import Fields, replaced
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.schemas import common_type, encode_schema
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
-from qinfer.jobs.plan import SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned
+from qinfer.jobs.plan import PLAN_NAME, SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned, url_of
 from qinfer.jobs.rows.partitions import Partitions
 from qinfer.jobs.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
 from qinfer.jobs.rows.text_streams import PieceKeeper
@@ -76,7 +76,7 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
     """
     spec = with_checked_urls(spec, grant)
     writable(grant).check(spec.output.url)
-    check_output_empty(spec.output.url)
+    check_output(spec)
     files = find_files(spec.inputs, readable(grant).check, enough=ENOUGH_FILES, within_s=LISTING_S)
     format_ = common_format(files, spec)
     types = text_types(spec, model)
@@ -104,22 +104,32 @@ def estimate(job: Unplanned, pace: Pace, threads: int) -> Estimate:
     return Estimate(len(plan.sources), plan.rows, len(plan.shards))
 
 
-def check_output_empty(url: str) -> None:
-    """Checks that nothing is in a job's output folder.
+def check_output(spec: JobSpec) -> None:
+    """Checks that nothing is in a job's output folder, or an output that the job overwrites.
 
     Raises:
-        InvalidRequest: Something is, or a file has that name or the name of a folder above.
+        InvalidRequest: Something else is, or a file has that name or the name of a folder above.
         StoreError: The store can't be read.
     """
+    url = spec.output.url
     store = store_for(url)
     if store.stat(url) is not None:
         raise InvalidRequest(f"output '{url}' is a file; name a folder")
     if file := _file_above(url):
         raise InvalidRequest(f"output '{url}' would be beneath '{file}', which is a file; name a folder")
     found = next(iter(store.scan(url)), None)
-    if found is not None:
-        name = found.url.removeprefix(url).lstrip("/")
-        raise InvalidRequest(f"output '{url}' is not empty, it has '{name}'; name a new folder, or empty this one")
+    if found is None or (spec.overwrite and store.stat(url_of(url, PLAN_NAME)) is not None):
+        return
+    name = found.url.removeprefix(url).lstrip("/")
+    if spec.overwrite:
+        raise InvalidRequest(
+            f"output '{url}' has '{name}' and no {PLAN_NAME}, so no job has written it, and 'overwrite' leaves it; "
+            "name another folder, or empty this one"
+        )
+    raise InvalidRequest(
+        f"output '{url}' is not empty, it has '{name}'; name a new folder, empty this one, or have an earlier job's "
+        "files removed by 'overwrite': true (qinfer submit --overwrite)"
+    )
 
 
 def _file_above(url: str) -> str:
@@ -235,6 +245,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         ),
         rows=rows,
         skipped=tuple(bad),
+        created_at=job.created_at,
     )
 
 

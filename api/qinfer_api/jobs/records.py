@@ -462,12 +462,14 @@ def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: boo
         asked: What is asked for now.
         any_limits: Allow other values of the fields that `resume` changes.
 
+    `overwrite` may differ: it is about how a job begins, and the known one has begun.
+
     Raises:
         Conflict: It asks for another job; the text has the fields that differ.
     """
     there, here = (_flat(spec) for spec in (spec_of(known), asked))
     here["version"] = asked.version or known.version
-    free = Changes.__struct_fields__ if any_limits else ()
+    free = ("overwrite", *(Changes.__struct_fields__ if any_limits else ()))
     differing = [name for name in there if there[name] != here[name] and name not in free]
     if known.tenant != tenant or differing:
         fields = [f"'{name}': {_json(there[name])}, now {_json(here[name])}" for name in differing[:_MOST_DIFFERENCES]]
@@ -479,6 +481,28 @@ def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: boo
         )
 
 
+def check_unshared(tenant: str, asked: JobSpec, unfinished: Sequence[JobRecord]) -> None:
+    """Checks that no unfinished job writes to a job's output folder where one of the two overwrites what is there.
+
+    Args:
+        tenant: Who asks for the job.
+        asked: The job that is to be created or resumed.
+        unfinished: The jobs that have not ended.
+
+    Raises:
+        Conflict: One does.
+    """
+    for record in unfinished:
+        with damage_told(record.id):
+            spec = msgspec.json.decode(record.spec, type=_ShownSpec)
+        if spec.output.url == asked.output.url and (asked.overwrite or spec.overwrite):
+            name = f"job '{shown_job_id(record)}'" if record.tenant == tenant else "a job of another tenant"
+            raise Conflict(
+                f"{name}, which is {record.state}, writes to output '{spec.output.url}', and one of the two overwrites "
+                "what is there; cancel that job, wait for its end, or name another folder"
+            )
+
+
 def _flat(spec: JobSpec) -> dict[str, object]:
     """Returns the fields of a job by their paths."""
     fields = msgspec.structs.asdict(spec)
@@ -487,7 +511,7 @@ def _flat(spec: JobSpec) -> dict[str, object]:
 
 
 def _json(value: object) -> str:
-    return shown(msgspec.json.encode(value).decode())
+    return shown(msgspec.json.encode(None if value is UNSET else value).decode())
 
 
 class _ShownHead(msgspec.Struct, frozen=True):
@@ -505,6 +529,7 @@ class _ShownSpec(msgspec.Struct, frozen=True):
 
     output: _ShownOutput
     metadata: dict[str, str] = {}
+    overwrite: bool = False
 
 
 async def message_of(jobs: Jobs, job_id: str) -> Message | None:

@@ -45,6 +45,7 @@ from qinfer_api.jobs.records import (
     EstimateBody,
     changed,
     check_same,
+    check_unshared,
     chosen_id,
     deadline_at,
     decode_job,
@@ -123,14 +124,15 @@ class BulkJobs:
             context: Who asks, authorized.
             body: The JSON of a `JobSpec`, which may have an `id` too.
             key: The caller's idempotency key; empty without one.
-            resume: Resume the job that is found if it has ended early, with the limits of this body.
+            resume: Resume the job that is found if it has ended early, with the limits of this body; create one that is
+                completed anew, where the body has `overwrite`.
 
         Raises:
             InvalidRequest: A field can't be, the inputs do not fit the model, or the output is not empty; the text
                 names the field, column or URL.
             ModelNotFound: No such model or version.
             Forbidden: A URL is in no store that its tenant may use, or leads out of those.
-            Conflict: The id or key belongs to another job.
+            Conflict: The id or key belongs to another job, or another job writes to the output to be overwritten.
             QuotaExceeded: There are as many jobs as there may be, or the tenant's rate is used up.
             UnsupportedFeature: The server takes no jobs; the text says what it needs.
             QinferError: The store or the queue can't be reached.
@@ -143,15 +145,19 @@ class BulkJobs:
         job_id = chosen_id(chosen, context.tenant) if chosen else keyed_id(key, context.tenant) if key else ""
         if resume and not job_id:
             raise InvalidRequest("resume=true finds a job by its id; give the job an 'id', or an Idempotency-Key")
-        if job_id and (known := await self.jobs.get(job_id)):
+        known = await self.jobs.get(job_id) if job_id else None
+        is_anew = known is not None and resume and bool(spec.overwrite) and known.state == JobState.COMPLETED
+        if known is not None and not is_anew:
             return await self._again(context, known, spec, resume=resume)
         served = self.resolve(spec.model, spec.version)
         self.dispatcher.charge(context)
         await _in_thread(self._check_tasks)
-        await self._check_count(context)
+        await self._check_count(context, spec)
         if spec.webhook:
             await self.targets.check(spec.webhook)
         await self._in_turn(context, spec, lambda: self.check(spec, served.spec, grant))
+        if is_anew:
+            await self.jobs.delete(job_id)
         spec = msgspec.structs.replace(spec, version=served.version)
         job_id = job_id or self.ids.ulid()
         record = new_record(
@@ -225,7 +231,7 @@ class BulkJobs:
         Raises:
             InvalidRequest: A change can't be.
             JobNotFound: Nothing is known of it, or it is another tenant's.
-            Conflict: It is complete, or is being cancelled still.
+            Conflict: It is complete, or is being cancelled still, or another job writes to its output.
             Forbidden: A URL of it is in no store that its tenant may use now.
             QinferError: As `create`.
         """
@@ -242,7 +248,7 @@ class BulkJobs:
         self.resolve(record.model, 0)  # its own version is loaded again, if the version policy has dropped it
         self.dispatcher.charge(context)
         await _in_thread(self._check_tasks)
-        await self._check_count(context)
+        await self._check_count(context, spec)
         change: Change = {
             "error": "",
             "spec": encode_spec(spec),
@@ -330,8 +336,11 @@ class BulkJobs:
     def _grant_of(self, context: Context) -> Grant:
         return self.settings.stores.grant_of(context.tenant, is_shared=self.dispatcher.has_tenants)
 
-    async def _check_count(self, context: Context) -> None:
-        count = sum(record.tenant == context.tenant for record in await self.jobs.unfinished())
+    async def _check_count(self, context: Context, spec: JobSpec) -> None:
+        """Checks that a tenant may have one more unfinished job, and that this one may have its output."""
+        unfinished = await self.jobs.unfinished()
+        check_unshared(context.tenant, spec, unfinished)
+        count = sum(record.tenant == context.tenant for record in unfinished)
         if count >= self.settings.bulk.max_jobs:
             raise QuotaExceeded(
                 f"{count} jobs are unfinished, as many as there may be (QINFER_BULK__MAX_JOBS); wait for one to end",

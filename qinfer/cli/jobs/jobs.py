@@ -160,6 +160,14 @@ MaxParallelOption = Annotated[
 ]
 DeadlineOption = Annotated[float, typer.Option("--deadline", min=0, help="Seconds until the job expires; 0: never.")]
 LimitOption = Annotated[int, typer.Option("--limit", min=0, help="Score the first rows only, so many; 0: all.")]
+OverwriteOption = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Remove the files of an ended job from the output folder, and no others. With --resume: if the job is "
+        "completed, run it anew.",
+    ),
+]
 MetadataOption = Annotated[
     list[str] | None, typer.Option("--metadata", help="NAME=TEXT: metadata to keep with the job.")
 ]
@@ -201,7 +209,7 @@ ResumeOption = Annotated[
     typer.Option(
         "--resume",
         help="With --id: resume the job if it has failed, has expired or was cancelled. If it is completed, the "
-        "command ends at once.",
+        "command ends at once, but for --overwrite.",
     ),
 ]
 ValidateOption = Annotated[
@@ -250,6 +258,7 @@ def submit(
     max_parallel: MaxParallelOption = 0,
     deadline: DeadlineOption = 0.0,
     limit: LimitOption = 0,
+    overwrite: OverwriteOption = False,
     metadata: MetadataOption = None,
     webhook: WebhookOption = "",
     job_id: IdOption = "",

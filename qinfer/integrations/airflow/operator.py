@@ -27,6 +27,9 @@ class QinferBulkJobOperator(BaseOperator):
     attempt before, resumes it if it ended early, and goes on waiting if it still runs. A task that is killed cancels
     its job.
 
+    A task that is cleared after its job was completed ends at once; with the option `overwrite`, the job is run anew,
+    and its output replaced.
+
     Args:
         model: The model's name.
         inputs: Files and patterns: URLs, or paths that gateway and workers can read too.

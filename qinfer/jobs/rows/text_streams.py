@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
+import msgspec
 import pyarrow as pa
 
 from qinfer.errors import StoreNotFound
@@ -72,8 +73,15 @@ class InputForm(NamedTuple):
 
     @classmethod
     def of(cls, spec: JobSpec) -> "InputForm":
-        """Returns the form that a job names."""
+        """Returns the form that a job names.
+
+        Jobs that overwrite an output keep pieces in a folder of their form: the earlier job may have left some there
+        whose text was decoded otherwise.
+        """
         kept_url = f"{spec.output.url.rstrip('/')}/{KEPT_FOLDER}"
+        if spec.overwrite:
+            form = msgspec.json.encode([spec.input_format, spec.compression_of_inputs, spec.csv_form])
+            kept_url += f"/{hashlib.sha256(form).hexdigest()[:16]}"
         return cls(spec.input_format, spec.compression_of_inputs, spec.csv_form, kept_url)
 
     def compression_of(self, url: str) -> str:

@@ -531,6 +531,76 @@ async def test_a_completed_job_is_not_resumed(client: httpx.AsyncClient, running
     assert (await client.post(job["links"]["self"] + "/cancel")).json()["state"] == "completed"
 
 
+# --- overwriting ---
+
+
+def with_plan(place: Place, name: str) -> dict[str, Any]:
+    """Returns a job whose output folder has the plan of an earlier one."""
+    (place.folder / name).mkdir(exist_ok=True)
+    (place.folder / name / "_plan.json").write_text('{"job_id": "earlier", "shards": []}')
+    return place.job(output_url=f"{place.url}/{name}", overwrite=True)
+
+
+async def test_an_earlier_jobs_output_may_be_overwritten(client: httpx.AsyncClient, place: Place) -> None:
+    """Where no job has written, nothing is; nothing is removed before the new job is planned."""
+    body = with_plan(place, "earlier")
+
+    plain = await client.post(JOBS, json=body | {"overwrite": False})
+    foreign = await client.post(JOBS, json=place.job(output_url=f"{place.url}/full", overwrite=True))
+    job = await created(client, body)
+
+    assert (plain.status_code, "--overwrite" in plain.json()["error"]) == (400, True)
+    assert (foreign.status_code, "no _plan.json" in foreign.json()["error"]) == (400, True)
+    assert job["spec"]["overwrite"] is True
+    assert [path.name for path in (place.folder / "earlier").iterdir()] == ["_plan.json"]
+
+
+@pytest.mark.parametrize("first", [False, True])
+async def test_a_job_that_overwrites_is_alone_in_its_folder(
+    client: httpx.AsyncClient, running: Running, place: Place, *, first: bool
+) -> None:
+    """Whichever of the two came first; and a job that ended early may not be resumed beside it."""
+    body = place.job(output_url=f"{place.url}/alone-{first}")
+    one = await created(client, body | {"overwrite": first})
+
+    refused = await client.post(JOBS, json=body | {"overwrite": not first})
+    await Jobs(running.delivery).stop(one["id"], "cancelled")
+    other = await created(client, body | {"overwrite": not first})
+    resumed = await client.post(one["links"]["self"] + "/resume")
+
+    for reply, holder in ((refused, one), (resumed, other)):
+        assert (reply.status_code, holder["id"] in reply.json()["error"]) == (409, True)
+
+
+async def test_the_same_body_runs_a_completed_job_anew(
+    client: httpx.AsyncClient, running: Running, place: Place
+) -> None:
+    """A scheduler's "clear and run again"; a job that ended early goes on, and without `resume` nothing happens."""
+    body, resume = with_plan(place, "anew") | {"id": "anew"}, {"resume": "true"}
+    first = (await client.post(JOBS, json=body, params=resume)).json()
+    await Jobs(running.delivery).stop("anew", "failed", error="1 rows failed")
+    went_on = await client.post(JOBS, json=body, params=resume)
+    await Jobs(running.delivery).move("anew", {"planning"}, "completed")
+
+    plain = await client.post(JOBS, json=body)
+    kept = await client.post(JOBS, json=body | {"overwrite": False}, params=resume)
+    anew = await client.post(JOBS, json=body | {"key": "id"}, params=resume)
+
+    assert (went_on.status_code, went_on.json()["created_at"]) == (200, first["created_at"])
+    assert [(reply.status_code, reply.json()["state"]) for reply in (plain, kept)] == [(200, "completed")] * 2
+    assert (anew.status_code, anew.json()["state"], anew.json()["spec"]["key"]) == (201, "planning", "id")
+
+
+async def test_a_repeated_id_says_which_fields_are_new(client: httpx.AsyncClient, place: Place) -> None:
+    """Those that the known job has not are null."""
+    body = place.job(id="forms")
+    await created(client, body)
+
+    reply = await client.post(JOBS, json=body | {"csv": {"delimiter": ";"}})
+
+    assert (reply.status_code, "'csv': null, now" in reply.json()["error"]) == (409, True)
+
+
 # --- events ---
 
 

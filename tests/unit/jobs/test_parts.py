@@ -22,8 +22,8 @@ from qinfer.errors import StoreNotFound
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.outputs import OutputColumns, Scored
 from qinfer.jobs.job import LEVELS, TEXT_FORMATS, Output
-from qinfer.jobs.parts import RECORDS, PartBroken, PartWriter, part_metadata, validate_part
-from qinfer.jobs.plan import PartInfo, Shard
+from qinfer.jobs.parts import PartBroken, PartWriter, part_metadata, validate_part
+from qinfer.jobs.plan import RECORDS, PartInfo, Shard
 from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.storage.open import store_for
 from tests.support.jobs import parquet_bytes as raw

@@ -16,8 +16,8 @@ import pytest
 
 from qinfer.client.job_output import read_text, text_schema
 from qinfer.jobs.job import Output, OutputFormat
-from qinfer.jobs.parts import RECORDS, PartBroken, PartWriter, part_metadata, validate_part
-from qinfer.jobs.plan import PartInfo, Shard
+from qinfer.jobs.parts import PartBroken, PartWriter, part_metadata, validate_part
+from qinfer.jobs.plan import RECORDS, PartInfo, Shard
 from qinfer.jobs.text_parts import json_texts
 from qinfer.storage.open import store_for
 from tests.support.jobs.bulk_data import HASH, JOB

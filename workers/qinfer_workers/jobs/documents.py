@@ -21,13 +21,24 @@ from qinfer.jobs.manifest import (
     encode_success,
     make_manifest,
 )
-from qinfer.jobs.plan import FAILED, ExpectedParts, PartInfo, Plan, Shard, decode_plan
+from qinfer.jobs.plan import (
+    FAILED,
+    PLAN_NAME,
+    ExpectedParts,
+    PartInfo,
+    Plan,
+    PlanNames,
+    Shard,
+    decode_plan,
+    decode_plan_names,
+    url_of,
+)
+from qinfer.jobs.queue.records import JobRecord, spec_of
 from qinfer.jobs.rows.text_streams import InputForm
 from qinfer.storage.store import BROKEN, Outcome, Store
 
 StoreFor = Callable[[str], Store]
 
-PLAN_NAME = "_plan.json"
 PARTIAL_NAME = "_manifest.partial.json"
 
 MAX_BYTES = 2**30
@@ -36,37 +47,40 @@ MAX_BYTES = 2**30
 _TRIES = 5
 
 
-def url_of(output_url: str, name: str) -> str:
-    """Returns where something in an output is."""
-    return f"{output_url.rstrip('/')}/{name}"
-
-
 def expected(plan: Plan, shards: Iterable[Shard], grant: Grant) -> ExpectedParts:
     """Returns what the parts of some shards are by the plan."""
     output = plan.spec.output
     return ExpectedParts(plan.job_id, plan.model_hash, output.url, tuple(shards), grant, output.is_split)
 
 
-def read_plan(store_for: StoreFor, job_id: str, output_url: str) -> Plan | None:
-    """Reads the plan of a job; `None` = it has none yet.
+def read_plan(store_for: StoreFor, record: JobRecord) -> Plan | None:
+    """Reads the plan of a job; `None` = it has none yet: none is there, or one that the job will overwrite.
 
     Raises:
         InvalidRequest: The output is another job's, or its plan is damaged.
         StoreError: The store can't be read.
     """
-    url = url_of(output_url, PLAN_NAME)
+    spec = spec_of(record)
+    url = url_of(spec.output.url, PLAN_NAME)
     data = _read(store_for(url), url)
     if data is None:
         return None
     try:
-        plan = decode_plan(data)
+        names = decode_plan_names(data)
+        if is_of(names, record):
+            return decode_plan(data)
     except CorruptEntry:
         raise InvalidRequest(f"'{url}' is no plan that can be read; make a new job with an empty output") from None
-    if plan.job_id != job_id:
-        raise InvalidRequest(
-            f"output '{output_url}' is that of job '{plan.job_id}'; make a new job with an empty output"
-        )
-    return plan
+    if spec.overwrite and not record.head:
+        return None
+    raise InvalidRequest(
+        f"output '{spec.output.url}' is that of job '{names.job_id}'; make a new job with an empty output"
+    )
+
+
+def is_of(names: PlanNames, record: JobRecord) -> bool:
+    """Tells whether a plan is that of a job; what a job overwrites may be the plan of an earlier job of its id."""
+    return names.job_id == record.id and (names.created_at == record.created_at or not spec_of(record).overwrite)
 
 
 def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], now_s: float) -> Manifest:
@@ -106,7 +120,7 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
                 continue
         store.delete(url_of(plan.spec.output.url, PARTIAL_NAME))
         form = InputForm.of(plan.spec)
-        if plan.skipped or any(form.is_decoded(source.url, "csv") for source in plan.sources):
+        if plan.spec.overwrite or plan.skipped or any(form.is_decoded(source.url, "csv") for source in plan.sources):
             store.delete_folder(form.kept_url)
         return decode_manifest(data)
     raise CorruptEntry(f"others write to output '{plan.spec.output.url}'; make a new job with an empty output")

@@ -16,14 +16,25 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady
 from qinfer.jobs.job import JobSpec, JobState
 from qinfer.jobs.pace import pace_of
-from qinfer.jobs.plan import SHOWN_FILES, Plan, Shard, Unplanned, decode_plan, encode_plan_head, frames_of
+from qinfer.jobs.plan import (
+    PLAN_NAME,
+    SHOWN_FILES,
+    Plan,
+    Shard,
+    Unplanned,
+    decode_plan,
+    encode_plan_head,
+    frames_of,
+    url_of,
+)
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, spec_of
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.installation import refuse_lost
 from qinfer.models.pins import executed_hash, is_executed
 from qinfer.storage.store import Outcome
-from qinfer_workers.jobs.documents import MAX_BYTES, PLAN_NAME, StoreFor, read_plan, url_of
+from qinfer_workers.jobs.documents import MAX_BYTES, StoreFor, read_plan
 from qinfer_workers.jobs.finalise import leave_partial
+from qinfer_workers.jobs.overwrite import clear, earlier_output
 from qinfer_workers.jobs.services import PLANNING, JobServices, NotWanted
 
 logger = logging.getLogger("qinfer_workers.jobs")
@@ -127,9 +138,30 @@ class Planner:
         stats = await services.store.stats(record.model, record.version)
         pace = pace_of(services.settings, stats, await services.workers_for(record))
         resolved = msgspec.structs.replace(spec, version=record.version)
-        job = Unplanned(record.id, resolved, model, content_hash, services.grant_of(record))
+        job = Unplanned(record.id, resolved, model, content_hash, services.grant_of(record), record.created_at)
         data = await services.examiners.plan(job, pace, readers)
-        return await services.in_thread(_written, services.outputs_of(record), job, data)
+        if spec.overwrite:
+            await self._clear(record, readers)
+        return await services.in_thread(_written, services.outputs_of(record), record, data)
+
+    async def _clear(self, record: JobRecord, threads: int) -> None:
+        """Removes the output of an earlier job.
+
+        Raises:
+            InvalidRequest: That job has not ended.
+        """
+        services = self._services
+        earlier = await services.in_thread(earlier_output, services.outputs_of(record), record)
+        if earlier is None:
+            return
+        other = await services.jobs.get(earlier.job_id)
+        if other is not None and other.id != record.id and not other.is_over:
+            raise InvalidRequest(
+                f"output '{spec_of(record).output.url}' is that of job '{other.id}', which is {other.state}; cancel "
+                "that one, or wait for its end, and resume this one"
+            )
+        await services.in_thread(clear, services.outputs_of(record), earlier, threads)
+        await services.jobs.note(record.id, f"removed {len(earlier.files)} files of job '{earlier.job_id}'")
 
     async def _check_model(self, record: JobRecord, plan: Plan) -> None:
         """Refuses to go on with a plan of an earlier qinfer, and other files: one output would be of two models.
@@ -171,15 +203,17 @@ class Planner:
         return again
 
 
-def _written(store_for: StoreFor, job: Unplanned, data: bytes) -> Plan:
+def _written(store_for: StoreFor, record: JobRecord, data: bytes) -> Plan:
     """Writes a new plan; returns it, or the one that was there before."""
-    url = url_of(job.spec.output.url, PLAN_NAME)
+    output_url = spec_of(record).output.url
+    url = url_of(output_url, PLAN_NAME)
     if len(data) > MAX_BYTES:  # nobody could read it
         raise InvalidRequest(f"the job's plan has {len(data)} bytes, {MAX_BYTES} are allowed; make several jobs of it")
     if store_for(url).put_if_absent(data, url) is Outcome.CREATED:
         return decode_plan(data)
-    other = read_plan(store_for, job.job_id, job.spec.output.url)
-    assert other is not None, "a plan that exists can't be read"
+    other = read_plan(store_for, record)
+    if other is None:
+        raise InvalidRequest(f"another job writes to output '{output_url}' meanwhile; name a folder for each job")
     return other
 
 

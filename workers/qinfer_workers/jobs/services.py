@@ -22,7 +22,7 @@ from qinfer.jobs.examiner_pool import DIED, ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import ExpectedParts, Plan, Shard, decode_plan_head
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import JobRecord, LogLine, granted, spec_of
+from qinfer.jobs.queue.records import JobRecord, LogLine, granted
 from qinfer.models.pins import Pin, why_lost
 from qinfer.models.readiness import capacity_of
 from qinfer.models.state import Desired, WorkerRecord
@@ -162,7 +162,7 @@ class JobServices:
 
     async def plan_of(self, record: JobRecord) -> Plan | None:
         """Reads the plan of a job; `None` = it has none yet. Raises as `read_plan`."""
-        return await self.in_thread(read_plan, self.outputs_of(record), record.id, spec_of(record).output.url)
+        return await self.in_thread(read_plan, self.outputs_of(record), record)
 
     async def plan_there(self, record: JobRecord) -> Plan:
         """Reads the plan of a job that was planned.

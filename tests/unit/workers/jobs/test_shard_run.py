@@ -27,8 +27,7 @@ from qinfer.core.store_urls import Grant
 from qinfer.errors import InferenceFailed, QueueFull, StoreUnavailable
 from qinfer.jobs.columns.schemas import encode_schema
 from qinfer.jobs.job import JobSpec, Output
-from qinfer.jobs.parts import RECORDS
-from qinfer.jobs.plan import PlanHead, Range, Shard, decode_plan_head
+from qinfer.jobs.plan import RECORDS, PlanHead, Range, Shard, decode_plan_head
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.models.spec import Device as DeviceSpec
 from qinfer.models.spec import ModelSpec
