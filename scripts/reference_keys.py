@@ -109,6 +109,13 @@ ROWS = (
         _ID,
     ),
     Row(
+        keys.responses,
+        "list",
+        "as its request's record; from the end on the result's time to live",
+        "the responses of an asynchronous request to a decoupled model, but the final one",
+        _ID,
+    ),
+    Row(
         keys.staged,
         _VALUE,
         "at most ten minutes",

@@ -136,13 +136,13 @@ class LimitSettings(_Section):
         description="Larger tensors of a request are stored outside the stream; outputs of an answer above 1 MiB.",
     )
     stream_window_bytes: int = Field(
-        2**20,
-        gt=0,
-        description="Bytes of outputs of one stream (a request to a decoupled model) that are on their way to its "
-        "caller: the model waits before it sends more.",
+        2**20, gt=0, description="Bytes of one stream's outputs on their way to its caller; the model waits with more."
     )
     stream_stall_s: float = Field(
         60.0, gt=0, description="Seconds after which a stream is cancelled whose caller takes nothing while it waits."
+    )
+    stream_result_bytes: int = Field(
+        64 * 2**20, gt=0, description="Bytes of all responses that are stored of one asynchronous request."
     )
     payload_url: str = Field(
         "",

@@ -123,6 +123,7 @@ class DeadLetters:
             *(_key(model), keys.lane(letter.lane), payload, record),
             keys.result(model, partition, letter.request_id).encode(),
             keys.due(model, partition).encode(),
+            keys.responses(model, partition, letter.request_id).encode(),
         ]
         ttl_s = payload_ttl_s(letter.frame)
         copied: tuple[int, str, int] | tuple[()] = ()

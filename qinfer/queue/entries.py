@@ -186,6 +186,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         tenant: Whose request it is.
         client_id: The `id` of the body, echoed in the result.
         plan: How the result is to be encoded: the encoded `OutputPlan`.
+        decoupled: Whether it is for a decoupled model: its result is a list of responses.
         idempotency_key: The hash of the caller's key; empty without one.
         idempotency_ttl_s: How long the key is remembered.
         webhook: Where to tell its end; empty = nowhere. Not together with an outbox.
@@ -207,6 +208,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     client_id: str = ""
     plan: bytes = b""
+    decoupled: bool = False
     idempotency_key: str = ""
     idempotency_ttl_s: float = 86400.0
     webhook: str = ""
@@ -273,6 +275,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         code: The failure's error code.
         message: The failure's text.
         plan: How its result is to be encoded.
+        decoupled: Whether its result is a list of responses.
+        responses: How many of them are stored before the final one.
         has_result: Whether its result can still be read.
         webhook: The URL that is notified of its end.
         webhook_state: `` | pending | delivered | failed.
@@ -291,6 +295,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
     message: str = ""
     plan: bytes = b""
+    decoupled: bool = False
+    responses: int = 0
     has_result: bool = False
     webhook: str = ""
     webhook_state: str = ""

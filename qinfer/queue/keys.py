@@ -59,6 +59,11 @@ def result(model: str, partition: int, request_id: str) -> str:
     return f"{_partition(model, partition)}result:{request_id}"
 
 
+def responses(model: str, partition: int, request_id: str) -> str:
+    """Returns the list of the stored responses of an asynchronous request to a decoupled model, but the final one."""
+    return f"{_partition(model, partition)}responses:{request_id}"
+
+
 def request(model: str, partition: int, request_id: str) -> str:
     """Returns the hash of an asynchronous request's state."""
     return f"{_partition(model, partition)}request:{request_id}"

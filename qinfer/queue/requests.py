@@ -48,6 +48,7 @@ from qinfer.queue.entries import (
     check_outbox,
 )
 from qinfer.queue.router import Call, Router, Words, load_script, run_each, run_script, ttl_ms
+from qinfer.queue.stored_responses import StoredResponses
 from qinfer.queue.values import LARGE_BYTES, StagedValue, Values, given
 from qinfer.wire.frame import encode_responses
 from qinfer.wire.versions import Record
@@ -82,6 +83,7 @@ class _Accepted(msgspec.Struct, array_like=True, frozen=True):
     tenant: str
     client_id: str
     plan: bytes
+    decoupled: bool = False
 
 
 class _Failure(msgspec.Struct, array_like=True, frozen=True):
@@ -105,9 +107,13 @@ class Requests:
         router: The way to Redis.
         values: The way for large payloads and results.
         durability: Makes what was accepted as safe as the settings ask.
+
+    Attributes:
+        responses: The responses that decoupled models gave before the final one.
     """
 
     def __init__(self, router: Router, values: Values, durability: Durability) -> None:
+        self.responses = StoredResponses(router, values, self._tell)
         self._router = router
         self._values = values
         self._durability = durability
@@ -263,14 +269,16 @@ class Requests:
 
     async def _record(self, address: Address, watcher: str = "") -> RequestRecord | None:
         """Reads the record of a request, and registers a watcher of its end; `None` = there is none."""
-        names = (_record_key(address), _result_name(address).encode())
+        responses = keys.responses(address.model, address.partition, address.id).encode()
+        names = (_record_key(address), _result_name(address).encode(), responses)
         prefix = keys.prefix(address.model, address.partition)
         arguments = (prefix, keys.GROUP, keys.RELEASED, keys.SUSPECTS, watcher, MAX_WATCHERS)
         found = await self._router.run(keys.slot(names[0]), _RECORD, names, *arguments, *_RECORD_FIELDS)
         if found is None:
             return None
-        values, has_result, is_held, deliveries = found
-        return _record_of(address, values, has_result=bool(has_result), is_held=bool(is_held), deliveries=deliveries)
+        values, has_result, is_held, deliveries, stored = found
+        record = _record_of(address, values, has_result=bool(has_result), is_held=bool(is_held), deliveries=deliveries)
+        return msgspec.structs.replace(record, responses=stored) if stored else record
 
     async def _accept_part(self, acceptances: Sequence[Acceptance]) -> Sequence[Accepted | QinferError]:
         """Accepts requests of one partition in one step; returns the outcome of each."""
@@ -448,6 +456,7 @@ def _record_of(
             code=ended.code,
             message=ended.message,
             plan=about.plan,
+            decoupled=about.decoupled,
             has_result=has_result,
             webhook=webhook.decode(),
             webhook_state=webhook_state.decode(),
@@ -499,7 +508,7 @@ def _acceptance(acceptance: Acceptance, payload: StagedValue) -> Words:
         *map(ttl_ms, times),
         ttl_ms(acceptance.idempotency_ttl_s) if acceptance.idempotency_key else 0,
         *(acceptance.body_hash, acceptance.lane.version, acceptance.lane.name),
-        _ACCEPTED.encode(_Accepted(acceptance.tenant, acceptance.client_id, acceptance.plan)),
+        _ACCEPTED.encode(_Accepted(acceptance.tenant, acceptance.client_id, acceptance.plan, acceptance.decoupled)),
         *(acceptance.webhook, acceptance.outbox, acceptance.notes, acceptance.watcher),
     ]
     return Words(names, arguments)
@@ -516,6 +525,7 @@ def _settlement(settlement: Settlement, result: StagedValue) -> Words:
         keys.due(model, partition).encode(),
         keys.deliveries(model, partition, WEBHOOKS).encode(),
         _payload_name(address).encode(),
+        keys.responses(model, partition, address.id).encode(),
     )
     where = (keys.lane(entry.lane), entry.entry_id) if entry is not None else (b"", b"")
     failure = _FAILURE.encode(_Failure(outcome.code, outcome.message)) if outcome.code or outcome.message else b""

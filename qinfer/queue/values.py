@@ -124,7 +124,7 @@ class Values:
             raise PayloadTooLarge(f"{len(value)} bytes in one piece are more than the {MAX_BYTES} that the queue takes")
         command = (b"SET", key, packable(value), b"PX", ttl_ms)
         if len(value) > LARGE_BYTES:
-            await self._large(slot, *command)
+            await self.call_large(slot, *command)
         else:
             await self._router.call(slot, *command)
 
@@ -225,7 +225,7 @@ class Values:
         found = await self._run(slot, _READ, key, LARGE_BYTES)
         for _ in range(2):
             if isinstance(found, int):
-                return await self._large(slot, b"GET", key), None
+                return await self.call_large(slot, b"GET", key), None
             if not isinstance(found, list):
                 return found, None
             reference = _reference(found)
@@ -247,7 +247,8 @@ class Values:
         name = key if isinstance(key, bytes) else key.encode()
         return await self._router.run(slot, script, [name], *arguments)
 
-    async def _large(self, slot: int, *command: Any) -> Any:
+    async def call_large(self, slot: int, *command: Any) -> Any:
+        """Sends a command over the connection of large values; see `Router.call`."""
         place = slot if self._is_cluster else 0
         link = self._links.get(place)
         if link is None:

@@ -53,14 +53,14 @@ async def test_what_is_cut_off_while_it_is_taken_can_be_taken_again(
 ) -> None:
     """It is removed only once it has arrived."""
     await values.set(SLOT, KEY, bytes(2 * LARGE_BYTES), 60.0)
-    whole = values._large
+    whole = values.call_large
 
     async def cut(*words: Any) -> Any:
         await whole(*words)
         raise BrokerUnavailable("the connection broke")
 
     with monkeypatch.context() as patch:
-        patch.setattr(values, "_large", cut)
+        patch.setattr(values, "call_large", cut)
         with pytest.raises(BrokerUnavailable):
             await values.take(SLOT, KEY)
 

@@ -1,9 +1,9 @@
 -- Puts a dead letter back at the end of its lane, as never delivered; an asynchronous request is `queued` again.
--- KEYS: the dead letters, the lane, the payload, the request's record, its result, the deadlines.
+-- KEYS: the dead letters, the lane, the payload, the request's record, its result, the deadlines, its stored responses.
 -- ARGV: the dead letter's id, the request's id, the payload's time to live in ms, the lane's name, ms that a record is
 -- kept beyond its other times, and where the payload is an object: version of the reference, name of its new copy, size.
 -- Returns {the entry's id, names of objects that nothing refers to now}, or nil where the dead letter is gone.
-local letters, lane, payload, record, result, due = unpack(KEYS)
+local letters, lane, payload, record, result, due, responses = unpack(KEYS)
 local id, request, ttl, name, margin, version, copy, size = unpack(ARGV)
 
 local letter = redis.call('XRANGE', letters, id, id)[1]
@@ -32,9 +32,11 @@ local gone = {body.object}
 if times[1] then
   local deadline = now_ms() + times[1]
   redis.call('HSET', record, 'state', 'queued', 'lane', name, 'entry', entry, 'deadline_at', deadline)
-  redis.call('HDEL', record, 'failure', 'attempts', 'finished_at', 'expires_at', 'webhook_state', 'notice')
+  redis.call('HDEL', record, 'failure', 'attempts', 'finished_at', 'expires_at', 'webhook_state', 'notice',
+    'stored_by', 'stored_bytes')
   redis.call('PEXPIRE', record, ttl)
   drop(result, gone)
+  redis.call('UNLINK', responses)
   redis.call('ZADD', due, deadline, request)
 end
 return {entry, gone}

@@ -1,8 +1,9 @@
 -- Reads what is known of an asynchronous request, and notes who wants to be told of its end.
--- KEYS: record, result. ARGV: what the partition's keys begin with, group, consumer of what was released, of suspects,
+-- KEYS: record, result, responses. ARGV: what the partition's keys begin with, group, consumer of what was released, of suspects,
 --   who wants to be told ('' = nobody), how many may want it, the fields that are read.
--- Returns {values of the fields, whether there is a result, whether a consumer holds its entry, deliveries}, or nil.
-local record, result = unpack(KEYS)
+-- Returns {values of the fields, whether there is a result, whether a consumer holds its entry, deliveries, how many responses
+--   are stored}, or nil.
+local record, result, responses = unpack(KEYS)
 local prefix, group, released, suspects, reply_to, most = unpack(ARGV)
 
 local state, version, name, entry, known = unpack(redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'waiters'))
@@ -27,4 +28,5 @@ if state == 'queued' then
     redis.pcall('HSET', record, 'waiters', line) -- where memory is full there will be no hint
   end
 end
-return {redis.call('HMGET', record, unpack(ARGV, 7)), redis.call('EXISTS', result), is_held, deliveries}
+return {redis.call('HMGET', record, unpack(ARGV, 7)), redis.call('EXISTS', result), is_held, deliveries,
+  redis.call('LLEN', responses)}

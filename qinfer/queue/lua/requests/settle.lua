@@ -1,5 +1,5 @@
 -- Ends an asynchronous request, unless it has ended, and removes its entry in any case.
--- KEYS: record, result, result as it was staged, due, queue of the webhooks, payload.
+-- KEYS: record, result, result as it was staged, due, queue of the webhooks, payload, responses.
 -- ARGV: what the partition's keys begin with, group, id, the entry's lane and id ('' = those of the record), result's place
 --   (none | given | staged), result, attempt (0 = it was not executed), the record's state, and
 --   why it failed ('' = it did not).
@@ -7,7 +7,7 @@
 --   result: nothing was done).
 local function one(KEYS, ARGV)
 local DAY_MS = 86400000
-local record, result, staged, due, webhooks, payload = unpack(KEYS)
+local record, result, staged, due, webhooks, payload, responses = unpack(KEYS)
 local prefix, group, id, given_lane, given_entry, place, blob, attempt, state, failure = unpack(ARGV)
 
 local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'webhook', 'waiters', 'outbox',
@@ -46,6 +46,7 @@ end
 redis.call('HSET', record, unpack(fields))
 if known[6] then redis.call('HDEL', record, 'waiters') end
 redis.call('PEXPIRE', record, lifetime)
+redis.call('PEXPIRE', responses, result_ttl)
 if place == 'staged' then
   redis.call('RENAME', staged, result)
   redis.call('PEXPIRE', result, result_ttl)

@@ -1,0 +1,29 @@
+-- Appends responses to those that are stored of an asynchronous request, for the consumer that holds its entry.
+-- KEYS: record, responses. ARGV: what the partition's keys begin with, group, consumer, which delivery it holds, the entry's
+--   lane and id, whether a later delivery goes on where an earlier one was (1 | 0), how many bytes may be stored, the index of
+--   the first response, the responses.
+-- Returns {what, how many are stored, who waits, by line}: what is stored | ended (or another's) | broken | full.
+local record, responses = KEYS[1], KEYS[2]
+local prefix, group, consumer, delivery, lane, entry, resumes, most, index = unpack(ARGV, 1, 9)
+local FIRST = 10
+
+local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'waiters', 'stored_by', 'stored_bytes')
+local held = redis.pcall('XPENDING', lane, group, entry, entry, 1, consumer)[1] -- an error where there is no group any more
+local is_holder = held and held[4] == tonumber(delivery)
+local is_its = known[1] == 'queued' and lane == prefix .. known[2] .. ':' .. known[3] and entry == known[4]
+if not (is_holder and is_its) then return {'ended', 0, ''} end
+
+-- What an earlier execution gave is not what this one gives, unless its model says so. What is missing was lost by Redis.
+local count, size = redis.call('LLEN', responses), tonumber(known[7] or '0')
+local is_other = count > 0 and known[6] ~= delivery and resumes == '0'
+if is_other or tonumber(index) > count then return {'broken', count, ''} end
+
+local new = FIRST + count - tonumber(index)
+for i = new, #ARGV do size = size + #ARGV[i] end
+if size > tonumber(most) then return {'full', count, ''} end
+
+-- Where memory is full the first of these writes raises, and nothing is stored.
+for i = new, #ARGV do redis.call('RPUSH', responses, ARGV[i]) end
+redis.call('HSET', record, 'stored_by', delivery, 'stored_bytes', size)
+if count == 0 then redis.call('PEXPIRE', responses, redis.call('PTTL', record)) end
+return {'stored', math.max(count, tonumber(index) + #ARGV - FIRST + 1), new <= #ARGV and known[5] or ''}

@@ -1,0 +1,109 @@
+"""Responses of asynchronous requests to decoupled models: stored one by one as they come, and read from any on.
+
+    append   the worker that holds the entry adds the next responses; seen at once by `read` and by watchers
+    settle   the final response ends the request, as any (`qinfer.queue.requests`)
+
+The promises, each a test in `tests/contract/requests/`:
+
+1. Response *i* is stored only where exactly *i* are: none twice, none missing, whoever appends, and however often.
+2. Only the holder of the entry appends, and only until the request ends.
+3. What one execution stored is continued by another only where its model gives the same responses each time.
+4. A request stores at most so many bytes.
+
+Responses above `LARGE_BYTES` travel over the connection of large values, so that small commands do not wait for them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from qinfer.errors import PayloadTooLarge, StreamBroken
+from qinfer.queue import keys
+from qinfer.queue.connection import Argument, packable
+from qinfer.queue.entries import Address, Lease
+from qinfer.queue.router import Call, Router, load_script, run_script
+from qinfer.queue.values import LARGE_BYTES, Values
+from qinfer.tensors import Bytes
+
+_APPEND = load_script("requests/append")
+_RESPONSES = load_script("requests/responses")
+
+
+class StoredResponses:
+    """The stored responses of requests; every coroutine raises `BrokerUnavailable` when Redis can't be reached.
+
+    Args:
+        router: The way to Redis.
+        values: The way for large responses.
+        tell: Sends a hint to a reply address that there is something new of a request.
+    """
+
+    def __init__(self, router: Router, values: Values, tell: Callable[[str, Sequence[Address]], None]) -> None:
+        self._router = router
+        self._values = values
+        self._tell = tell
+
+    async def append(
+        self, lease: Lease, request_id: str, index: int, blobs: Sequence[Bytes], *, resumes: bool, max_bytes: int
+    ) -> bool:
+        """Stores responses of a request whose entry the caller holds; those that are stored already are skipped.
+
+        Args:
+            lease: The lease on its entry.
+            request_id: The request.
+            index: The index of the first of the responses within the request.
+            blobs: The responses in their order, each encoded by `encode_responses`; none of them is final.
+            resumes: Whether the model gives the same responses at each execution (`ModelSpec.stream_resume`), so that
+                this one continues what an earlier one stored.
+            max_bytes: How many bytes all stored responses of a request may take.
+
+        Returns:
+            Whether they are stored; False = the request has ended, or its lease is another's: nobody wants the rest.
+
+        Raises:
+            StreamBroken: An earlier execution stored responses and can't be continued, or some before these are lost.
+            PayloadTooLarge: They would take more than `max_bytes`; none of these was stored.
+            QueueFull: The broker has no memory left; none of these was stored.
+        """
+        entry = lease.entry
+        address = Address(entry.lane.model, entry.lane.partition, request_id)
+        arguments: list[Argument] = [
+            *(keys.prefix(address.model, address.partition), keys.GROUP, lease.consumer, lease.deliveries),
+            *(keys.lane(entry.lane), entry.entry_id, int(resumes), max_bytes, index),
+            *map(packable, blobs),
+        ]
+        call = self._call(address, sum(map(len, blobs)))
+        what, count, watchers = await run_script(call, _APPEND, [_record(address), _responses(address)], *arguments)
+        if what == b"broken":
+            raise StreamBroken(
+                f"the worker that executed the request ended after {count} responses; send the request again"
+            )
+        if what == b"full":
+            raise PayloadTooLarge(
+                f"the responses of the request take more than {max_bytes} bytes, after {count} of them; ask for fewer, "
+                "read them from an inference that is not stored, or raise QINFER_LIMITS__STREAM_RESULT_BYTES"
+            )
+        for reply_to in watchers.decode().split():
+            self._tell(reply_to, [address])
+        return bool(what == b"stored")
+
+    async def read(self, address: Address, index: int) -> list[bytes]:
+        """Returns stored responses from an index on: a megabyte of them at most, but one if there is any."""
+        name = _responses(address)
+        found = await run_script(self._call(address, 0), _RESPONSES, [name], index, LARGE_BYTES)
+        if isinstance(found, int):
+            (response,) = await self._call(address, found)(b"LRANGE", name, index, index)
+            return [response]
+        return list(found)
+
+    def _call(self, address: Address, nbytes: int) -> Call:
+        """Returns what sends a command that carries so many bytes, one way or the other."""
+        slot = keys.slot(_responses(address))
+        return partial(self._values.call_large if nbytes > LARGE_BYTES else self._router.call, slot)
+
+
+def _record(address: Address) -> bytes:
+    return keys.request(address.model, address.partition, address.id).encode()
+
+
+def _responses(address: Address) -> bytes:
+    return keys.responses(address.model, address.partition, address.id).encode()
