@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
@@ -25,7 +26,7 @@ from qinfer_api.jobs.records import (
 )
 from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.rest.openapi import LAST_EVENT, Json, answer, body, errors, followed, header, operation, query
-from qinfer_api.rest.services import Services, authorize, event_stream, idempotency_key, read_body, send_json
+from qinfer_api.rest.services import Event, Services, authorize, event_stream, idempotency_key, read_body, send_json
 
 MAX_LIMIT = 1000
 """The most jobs of one listing."""
@@ -214,7 +215,12 @@ async def _events(services: Services, jobs: BulkJobs, request: Request, job_id: 
         return HttpResponse(status_code=204)
     jobs.check_watchers()
     changes = jobs.changes(context, record, HEARTBEAT_S)
-    return event_stream("progress", changes, lambda one: str(one.revision), lambda one: _body(jobs, one), seen)
+    events = (None if one is None else _progress(jobs, one) async for one in changes)
+    return event_stream(events, seen)
+
+
+def _progress(jobs: BulkJobs, record: JobRecord) -> Event:
+    return Event("progress", str(record.revision), msgspec.json.encode(_body(jobs, record)))
 
 
 def _context(services: Services, request: Request) -> Context:

@@ -6,7 +6,10 @@ encoded is stored with the request.
 Its states come as server-sent events (WHATWG HTML, "Server-sent events") too:
 
     event: state          the record as data, now and at each change; the stream ends after the terminal state
+    event: response       each response of a decoupled model, while it executes and after (`qinfer_api.http.responses`)
     : a comment           every `HEARTBEAT_S` seconds, so that proxies keep the connection
+
+An event's id says what was told: `<attempts>-<state>`, then `.<responses>` where there were any.
 
 A browser comes back by itself when a stream ends, with the id of the last event it saw: one that saw the end gets
 204, which stops it; others are not sent again what they have.
@@ -14,6 +17,8 @@ A browser comes back by itself when a stream ends, with the id of the last event
 
 import hashlib
 import math
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -21,17 +26,21 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from qinfer.errors import Conflict, InvalidRequest, ModelError, Overloaded, QinferError, RequestError
-from qinfer.queue.entries import Address, RequestRecord
+from qinfer.core.messages import Response
+from qinfer.errors import Conflict, InvalidRequest, ModelError, Overloaded, QinferError, RequestError, ResultExpired
+from qinfer.queue.entries import Address, RequestRecord, RequestState
 from qinfer.tensors import Bytes
+from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
 from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target
+from qinfer_api.http.responses import encode_event, says_something
 from qinfer_api.requests.service import RequestBody, SubmitOptions, Ticket, address_of, path_of, shown_record
 from qinfer_api.rest.openapi import LAST_EVENT, answer, errors, followed, header, operation, query
 from qinfer_api.rest.services import (
     INFER_BODY,
     JSON_LENGTH,
     OUTPUTS,
+    Event,
     Preferences,
     Services,
     answers,
@@ -63,6 +72,7 @@ PREFER = header(
 )
 """The header that `/v2/…/infer` takes too."""
 
+_LIST = 'Of a decoupled model the object is `{"responses": […]}`: a list of such objects.'
 _STATE = {"Qinfer-Request-State": "The state."}
 ACCEPTED = answer(
     "Accepted: it will end in exactly one terminal state.",
@@ -97,7 +107,7 @@ _RECORD = operation("Look at a request", {200: answer("The request.", RequestBod
 _RESULT = operation(
     "Read a result",
     {
-        200: {**OUTPUTS, **answer(OUTPUTS["description"], headers=_STATE)},
+        200: {**OUTPUTS, **answer(f"{OUTPUTS['description']} {_LIST}", headers=_STATE)},
         202: answer(
             "It has not ended.", RequestBody, headers={"Retry-After": "When to ask again, in seconds.", **_STATE}
         ),
@@ -113,7 +123,11 @@ _EVENT = 'event: state\nid: 1-succeeded\ndata: {"id": "…", "state": "succeeded
 _EVENTS = operation(
     "Follow a request",
     {
-        **followed("Server-sent events: the record at each change, until the end.", _EVENT),
+        **followed(
+            "Server-sent events: the record at each change, until the end, and each response of a decoupled model. A "
+            "second line of `data` has the bytes of its binary outputs in base64.",
+            _EVENT,
+        ),
         **errors(401, 403, 404, 503),
     },
     LAST_EVENT,
@@ -255,8 +269,7 @@ async def _result(services: Services, request: Request) -> HttpResponse:
 
 
 def _shown(services: Services, record: RequestRecord, status: int, again_s: int = 0) -> HttpResponse:
-    body = msgspec.json.encode(shown_record(record, services.requests.now_s()))
-    response = send(Reply(status, body, retry_after_s=again_s))
+    response = send(Reply(status, _state(services, record), retry_after_s=again_s))
     response.headers["qinfer-request-state"] = record.state.value
     return response
 
@@ -264,7 +277,13 @@ def _shown(services: Services, record: RequestRecord, status: int, again_s: int 
 async def _outcome(services: Services, request: Request, record: RequestRecord) -> HttpResponse:
     """Answers as the synchronous call would have been; trying again would change nothing."""
     outcome, plan = await services.requests.result(record)
-    response = await send_outputs(services, request, outcome, record.client_id, plan)
+    if record.decoupled and outcome.failure is None:
+        responses = [one async for one in services.requests.stored(record)]
+        if says_something(outcome):
+            responses.append(outcome)
+        response = await send_outputs(services, request, responses, record.client_id, plan)
+    else:
+        response = await send_outputs(services, request, outcome, record.client_id, plan)
     del response.headers["retry-after"]
     response.headers["qinfer-request-state"] = record.state.value
     return response
@@ -274,7 +293,7 @@ async def _events(services: Services, request: Request) -> HttpResponse:
     context, address = _located(services, request)
     record = await services.requests.record(context, address)
     seen = request.headers.get("last-event-id", "")
-    if record.state.is_terminal and seen == _event_id(record):
+    if record.state.is_terminal and _seen(seen)[0] == _told(record):
         return HttpResponse(status_code=204)
     if services.dispatcher.draining:
         raise Overloaded("Server exiting")
@@ -282,11 +301,69 @@ async def _events(services: Services, request: Request) -> HttpResponse:
         raise Overloaded("too many clients wait at this server for requests to end; poll, or try again later")
     changes = services.requests.waits.changes(address, HEARTBEAT_S, partial(recheck, services, request))
     own = (one async for one in changes if one is None or one.tenant == context.tenant)
-    return event_stream("state", own, _event_id, lambda one: shown_record(one, services.requests.now_s()), seen)
+    return event_stream(_told_events(services, own, *_seen(seen)), seen)
 
 
-def _event_id(record: RequestRecord) -> str:
+async def _told_events(
+    services: Services, changes: AsyncIterator[RequestRecord | None], told: str, taken: int
+) -> AsyncIterator[Event | None]:
+    """Yields the events of a request: its states and responses as they come, its last state after all responses.
+
+    Args:
+        services: Reads and encodes the responses.
+        changes: The record at each change; `None` = nothing has changed for long.
+        told: The state that was told last.
+        taken: How many responses were.
+    """
+    async for record in changes:
+        if record is None:
+            yield None
+            continue
+        if not record.state.is_terminal and told != _told(record):
+            told = _told(record)
+            yield Event("state", _event_id(told, taken), _state(services, record))
+        if record.decoupled:
+            async for data in _responses(services, record, taken):
+                taken += 1
+                yield Event("response", _event_id(told, taken), data)
+        if record.state.is_terminal:
+            yield Event("state", _event_id(_told(record), taken), _state(services, record))
+
+
+async def _responses(services: Services, record: RequestRecord, index: int) -> AsyncIterator[bytes]:
+    """Yields the encoded responses of a decoupled model from an index on, as far as they are there."""
+    requests = services.requests
+    plan = requests.plan(record)
+    with suppress(ResultExpired):
+        async for response in requests.stored(record, index):
+            yield await _encoded(services, response, record.client_id, plan)
+        if record.state is RequestState.SUCCEEDED and index <= record.responses:
+            outcome, _ = await requests.result(record)
+            if says_something(outcome):
+                yield await _encoded(services, outcome, record.client_id, plan)
+
+
+async def _encoded(services: Services, response: Response, client_id: str, plan: OutputPlan) -> bytes:
+    size = sum(output.nbytes for output in response.outputs)
+    return await off_loop(size, encode_event, services.codec, response, client_id, plan)
+
+
+def _state(services: Services, record: RequestRecord) -> bytes:
+    return msgspec.json.encode(shown_record(record, services.requests.now_s()))
+
+
+def _told(record: RequestRecord) -> str:
     return f"{record.attempts}-{record.state.value}"
+
+
+def _event_id(told: str, taken: int) -> str:
+    return f"{told}.{taken}" if taken else told
+
+
+def _seen(event_id: str) -> tuple[str, int]:
+    """Reads the id of an event: the state that was told last, and how many responses were."""
+    told, _, taken = event_id.partition(".")
+    return told, int(taken) if taken.isascii() and taken.isdecimal() and len(taken) < 10 else 0
 
 
 async def _hashed(options: SubmitOptions, target: Target, request: Request, body: Bytes) -> SubmitOptions:

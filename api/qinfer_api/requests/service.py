@@ -13,11 +13,13 @@ import contextlib
 import functools
 import math
 import re
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from urllib.parse import quote
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from qinfer.core.messages import Failure, IdFactory, InferRequest, Response, parse_request_id
 from qinfer.core.settings import RequestSettings
@@ -91,6 +93,7 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
         expires_at: When its result will be gone.
         age_s: Seconds since it was accepted; once it has ended, seconds that it took.
         attempts: How often a worker has taken it.
+        responses: How many responses are stored before the final one; left out for models that give one.
 
     Example:
         {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits", "model": "digits", "version": 1, "state": "queued",
@@ -114,6 +117,7 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
     error: RequestProblem | None
     webhook: WebhookBody | None
     links: RequestLinks
+    responses: int | UnsetType = UNSET
 
 
 def chosen_address(model: str, request_id: str, tenant: str) -> Address:
@@ -226,6 +230,7 @@ def shown_record(record: RequestRecord, now_s: float) -> RequestBody:
         error=RequestProblem(record.code, record.message) if failed else None,
         webhook=shown_webhook(record.webhook, record.webhook_state),
         links=RequestLinks(path, f"{path}/result", f"{path}/events"),
+        responses=record.responses if record.decoupled else UNSET,
     )
 
 
@@ -410,6 +415,10 @@ class AsyncRequests:
         check = functools.partial(self.dispatcher.recheck, context)
         return own_record(context.tenant, address, await self.waits.ended(address, wait_s, check))
 
+    def plan(self, record: RequestRecord) -> OutputPlan:
+        """Returns the form in which the outputs of a request travel."""
+        return msgspec.msgpack.decode(record.plan, type=OutputPlan) if record.plan else OutputPlan()
+
     async def result(self, record: RequestRecord) -> tuple[Response, OutputPlan]:
         """Returns the response of a request that ended, outputs or failure, as a synchronous call would have had it.
 
@@ -417,7 +426,7 @@ class AsyncRequests:
             ResultExpired: Its time to live is over.
             BrokerUnavailable: The queue can't be reached.
         """
-        plan = msgspec.msgpack.decode(record.plan, type=OutputPlan) if record.plan else OutputPlan()
+        plan = self.plan(record)
         if record.state is not RequestState.SUCCEEDED:
             if record.expires_at <= self.now_s():
                 raise expired(record)
@@ -430,6 +439,22 @@ class AsyncRequests:
             raise expired(record)
         (response,) = decode_responses(blob)
         return response, plan
+
+    async def stored(self, record: RequestRecord, index: int = 0) -> AsyncIterator[Response]:
+        """Yields the responses of a decoupled model that are stored, from an index on; the final one is the result.
+
+        Raises:
+            ResultExpired: The time to live of the result is over.
+            BrokerUnavailable: The queue can't be reached.
+        """
+        while index < record.responses:
+            blobs = await self.delivery.requests.responses.read(record.address, index)
+            if not blobs:
+                raise expired(record)
+            for blob in blobs:
+                (response,) = decode_responses(blob)
+                yield response
+            index += len(blobs)
 
     async def cancel(self, context: Context, address: Address) -> RequestRecord:
         """Ends a request, unless it has ended; returns its record then.
@@ -527,6 +552,7 @@ class AsyncRequests:
             tenant=context.tenant,
             client_id=request.client_id,
             plan=msgspec.msgpack.encode(plan),
+            decoupled=served.spec.decoupled,
             idempotency_key=options.idempotency_key,
             idempotency_ttl_s=min(settings.idempotency_ttl_s, kept_s),
             webhook=options.webhook,
@@ -545,6 +571,7 @@ class AsyncRequests:
             client_id=acceptance.client_id,
             created_at=now_s,
             deadline_at=now_s + acceptance.timeout_s,
+            decoupled=acceptance.decoupled,
             webhook=acceptance.webhook,
         )
 

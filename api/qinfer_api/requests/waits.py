@@ -77,7 +77,7 @@ class Waits:
     async def changes(
         self, address: Address, heartbeat_s: float, check: Callable[[], None]
     ) -> AsyncIterator[RequestRecord | None]:
-        """Yields a request's record now and at each change, and `None` when nothing changed for `heartbeat_s` seconds.
+        """Yields a request's record now, at each change and after new responses; `None` after `heartbeat_s` without.
 
         It ends after the terminal state, when the request is gone, and when the gateway shuts down.
 
@@ -87,12 +87,13 @@ class Waits:
             check: Called after each reading; may end the waiting by raising.
         """
         with self._waiting(address.id) as event:
-            last: tuple[str, int] | None = None
+            last: tuple[str, int, int] | None = None
             said_s = time.monotonic()
             record = await self._requests.watch(address, self._reply_to)
             while record is not None:
-                if last != (record.state, record.attempts):
-                    last, said_s = (record.state, record.attempts), time.monotonic()
+                now = (record.state, record.attempts, record.responses)
+                if last != now:
+                    last, said_s = now, time.monotonic()
                     yield record
                 elif time.monotonic() - said_s >= heartbeat_s:
                     said_s = time.monotonic()

@@ -50,6 +50,7 @@ from qinfer_api.http.infer import (
     too_large,
     with_headers,
 )
+from qinfer_api.http.responses import encode_list
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.receiving import SMALL_BYTES, ReceivingBudget
@@ -406,44 +407,56 @@ async def off_loop(nbytes: float, work: Callable[[*Ts], T], *arguments: *Ts) -> 
 
 
 async def send_outputs(
-    services: Services, request: Request, response: Response, client_id: str, plan: OutputPlan
+    services: Services, request: Request, response: Response | Sequence[Response], client_id: str, plan: OutputPlan
 ) -> HttpResponse:
-    """Makes the HTTP response of a model's response, as the client asked for it and in an encoding that it takes."""
-    size = sum(output.nbytes for output in response.outputs)
-    reply = await off_loop(size, services.codec.encode, response, client_id, plan)
+    """Makes the HTTP response of a model's response, as the client asked for it and in an encoding that it takes.
+
+    Several responses, those of a decoupled model, become one list.
+    """
+    if isinstance(response, Response):
+        reply = await off_loop(_nbytes(response), services.codec.encode, response, client_id, plan)
+    else:
+        reply = await off_loop(sum(map(_nbytes, response)), encode_list, services.codec, response, client_id, plan)
     encoding = response_encoding(request.headers.get("accept-encoding"))
     if encoding is not None and reply.status == 200:
         reply = await off_loop(len(reply.body), reply.compressed, encoding)
     return send(reply)
 
 
-def event_stream(
-    event: str, changes: AsyncIterator[T | None], id_of: Callable[[T], str], shown: Callable[[T], object], seen: str
-) -> HttpResponse:
+def _nbytes(response: Response) -> int:
+    return sum(output.nbytes for output in response.outputs)
+
+
+class Event(NamedTuple):
+    """A server-sent event: its name, its id, and its data, a line of which becomes a field."""
+
+    name: str
+    id: str
+    data: bytes
+
+
+def event_stream(events: AsyncIterator[Event | None], seen: str) -> HttpResponse:
     """Makes the HTTP response of server-sent events.
 
     Args:
-        event: The name of the events.
-        changes: What is told; `None` becomes a comment, which keeps the connection. When it can't be had any more, or
+        events: What is told; `None` becomes a comment, which keeps the connection. When it can't be had any more, or
             its caller's key is revoked, the stream ends; whoever listens comes again, and gets the error then.
-        id_of: Returns the id of an event.
-        shown: Returns the data of an event.
         seen: The id of the last event that the client has seen, which it is not sent again.
     """
 
-    async def events() -> AsyncIterator[bytes]:
+    async def lines() -> AsyncIterator[bytes]:
         last = seen
         with suppress(DeliveryError, Unauthorized, Forbidden):
-            async for change in changes:
-                if change is None:
+            async for event in events:
+                if event is None:
                     yield b": still here\n\n"
-                elif id_of(change) != last:
-                    last = id_of(change)
-                    data = msgspec.json.encode(shown(change))
-                    yield b"event: %b\nid: %b\ndata: %b\n\n" % (event.encode(), last.encode(), data)
+                elif event.id != last:
+                    last = event.id
+                    data = event.data.replace(b"\n", b"\ndata: ")
+                    yield b"event: %b\nid: %b\ndata: %b\n\n" % (event.name.encode(), last.encode(), data)
 
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

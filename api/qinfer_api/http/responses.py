@@ -1,0 +1,52 @@
+"""Many responses to one request, as JSON with exact tensors: in one list, and one by one as server-sent events.
+
+    list    {"responses": [each as infer would answer it]} ‖ the bytes of all binary outputs, in the responses' order
+    event   `data:` each as infer would answer it; binary outputs follow in a second `data:`, their bytes in base64
+
+So each response reads as a reply of infer does: its JSON, then the bytes that the JSON gives the lengths of.
+"""
+
+from base64 import b64encode
+from collections.abc import Sequence
+
+from qinfer.core.messages import Response
+from qinfer.wire.outputs import OutputPlan
+from qinfer_api.http.infer import InferCodec, Reply
+
+
+def says_something(response: Response) -> bool:
+    """Tells whether a response is more than the word that no other comes."""
+    return not response.final or bool(response.outputs or response.parameters or response.failure is not None)
+
+
+def encode_list(codec: InferCodec, responses: Sequence[Response], client_id: str, plan: OutputPlan) -> Reply:
+    """Encodes the responses to a request as one reply; one that can't be encoded becomes its error reply.
+
+    Args:
+        codec: Encodes each.
+        responses: The responses in their order.
+        client_id: The `id` that each of them echoes.
+        plan: The form in which outputs travel.
+    """
+    texts, outputs = list[bytes](), list[bytes]()
+    for response in responses:
+        reply = codec.encode(response, client_id, plan)
+        if reply.status != 200:
+            return reply
+        text, binary = _parts(reply)
+        texts.append(text)
+        outputs.append(binary)
+    text, binary = b'{"responses":[%b]}' % b",".join(texts), b"".join(outputs)
+    return Reply(200, text + binary, len(text) if binary else None)
+
+
+def encode_event(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> bytes:
+    """Encodes a response, or its error, as the data of an event: one line, or two where outputs are binary."""
+    text, binary = _parts(codec.encode(response, client_id, plan))
+    return b"%b\n%b" % (text, b64encode(binary)) if binary else text
+
+
+def _parts(reply: Reply) -> tuple[bytes, bytes]:
+    """Returns the JSON of a reply, and the binary outputs after it."""
+    length = reply.json_length
+    return (reply.body, b"") if length is None else (reply.body[:length], reply.body[length:])
