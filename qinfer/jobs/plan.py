@@ -1,7 +1,7 @@
 """The plan of a job: which rows of which files are which shard, what its parts are; its JSON and its tickets. Pure."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -24,6 +24,9 @@ RECORDS = "_commits"
 
 NO_GROUPS = -1
 """The row group of formats that have none."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Group = Annotated[int, msgspec.Meta(ge=NO_GROUPS)]
 
 SHOWN_FILES = 20
 """So many files that can't be read are named in a job's record, log and error."""
@@ -56,11 +59,11 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
     url: str
     etag: str
-    row_group: int
-    first_row: int
-    rows: int
-    first_in_group: int
-    begin: int = 0
+    row_group: _Group
+    first_row: _Count
+    rows: _Count
+    first_in_group: _Count
+    begin: _Count = 0
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
@@ -73,9 +76,9 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
         ranges: Its rows in order; the one shard of a job without rows has one range of 0 rows, of a file with columns.
     """
 
-    index: int
+    index: _Count
     part: str
-    rows: int
+    rows: _Count
     ranges: tuple[Range, ...]
 
 
@@ -274,20 +277,24 @@ def decode_ticket(data: bytes | memoryview) -> ShardTicket:
     """Decodes a ticket of a lane.
 
     Raises:
-        CorruptEntry: It is no ticket.
+        CorruptEntry: It is no ticket, or it contradicts itself.
     """
-    return read_stored(_tickets, data, "a shard's ticket")
+    ticket = read_stored(_tickets, data, "a shard's ticket")
+    rows = sum(part.rows for part in ticket.shard.ranges)
+    if ticket.shard.rows != rows:
+        raise CorruptEntry(f"a shard's ticket says {ticket.shard.rows} rows, and its ranges have {rows}")
+    return ticket
 
 
 class _Piece(msgspec.Struct, frozen=True, array_like=True):
     """A range in the plan's JSON: files are named once, in `sources`."""
 
-    source: int
-    row_group: int
-    first_row: int
-    rows: int
-    first_in_group: int
-    begin: int = 0
+    source: _Count
+    row_group: _Group
+    first_row: _Count
+    rows: _Count
+    first_in_group: _Count
+    begin: _Count = 0
 
 
 class _Shard(msgspec.Struct, frozen=True, array_like=True):

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import json
+import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,16 +17,21 @@ import redis
 
 from qinfer.core.settings import StoreSettings
 from qinfer.errors import CorruptEntry, QinferError
+from qinfer.jobs.plan import Range, Shard, ShardTicket, decode_ticket, encode_ticket
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import Place, granted, spec_of
+from qinfer.jobs.queue.records import Place, ShardOutcome, granted, spec_of
 from qinfer.models.state import Desired
 from qinfer.models.store import ControlStore
 from qinfer.queue import keys
+from qinfer.queue.entries import Lane, bulk_lanes
 from qinfer.queue.lanes import Queue
 from qinfer.testing import wait_until
 from qinfer.wire.versions import decode_document
 from tests.support.bulk_jobs import planned, record
-from tests.support.fuzzing import damaged, fuzz, within_limits
+from tests.support.fuzzing import NASTY, damaged, fuzz, within_limits
+from tests.support.inline_workers import InlineWorkers, inline_workers
+from tests.support.inline_workers import value as value_of
+from tests.support.jobs.shard_runs import job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
 from tests.support.requests import accept, address
 from tests.support.servers.servers import Database
 from tests.support.threaded_gateway import Server, settings
@@ -113,6 +120,28 @@ def test_a_specification_or_grant_that_is_damaged(text: bytes) -> None:
         spec_of(job)
     with pytest.raises(CorruptEntry):
         granted(job, StoreSettings())
+
+
+@pytest.mark.parametrize(
+    ("shard", "part"),
+    [
+        ({"index": -1}, {}),
+        ({"rows": 11}, {}),
+        ({"rows": -1}, {"rows": -1}),
+        ({}, {"row_group": -2}),
+        ({}, {"first_row": -1}),
+        ({}, {"first_in_group": -1}),
+        ({}, {"begin": -1}),
+    ],
+)
+def test_a_ticket_with_numbers_that_no_plan_has(shard: dict[str, int], part: dict[str, int]) -> None:
+    whole = Shard(0, "part-00000.parquet", 10, (Range("file:///in.parquet", "etag", 0, 0, 10, 0),))
+    assert decode_ticket(encode_ticket(ShardTicket("j1", whole))).shard == whole
+    ranges = (msgspec.structs.replace(whole.ranges[0], **part),)
+    damaged_one = msgspec.structs.replace(whole, ranges=ranges, **shard)
+
+    with pytest.raises(CorruptEntry, match="a shard's ticket"):
+        decode_ticket(encode_ticket(ShardTicket("j1", damaged_one)))
 
 
 class Damage:
@@ -219,3 +248,78 @@ def test_damaged_records(server: tuple[Server, str], caplog: pytest.LogCaptureFi
 
         fuzz(0.05, one)
     damage.close()
+
+
+ROWS, GROUP = 40, 20
+
+
+def damaged_ticket(chance: random.Random, job_id: str, shards: Sequence[Shard]) -> bytes:
+    """Returns a ticket with other bytes, or one of which a field has a value that no plan has."""
+    ticket = ShardTicket(job_id, chance.choice(shards))
+    if chance.random() < 0.3:
+        return damaged(chance, encode_ticket(ticket))
+    fields = msgspec.to_builtins(ticket)
+    place = fields[1]
+    if chance.random() < 0.7:
+        place = place[3][0]
+    at = chance.choice([number for number, was in enumerate(place) if not isinstance(was, list)])
+    numbers = (-(2**63), -1, 0, 1, 19, 2**31, 2**62, 2**63 - 1)
+    texts = (
+        "",
+        "/",
+        "/etc/passwd",
+        "../../escaped",
+        "a/../../escaped",
+        "file:///etc/passwd",
+        "s3://bucket/x",
+        "x" * 5000,
+    )
+    text = chance.choice((*texts, chance.choice(NASTY).decode("latin-1")))
+    place[at] = chance.choice(numbers) if isinstance(place[at], int) else text
+    return msgspec.msgpack.encode(fields)
+
+
+async def steal(chance: random.Random, store: ControlStore, lane: Lane) -> None:
+    """Has a stranger take the leases that a worker holds, with another count of deliveries, or with none."""
+    key, group, pending = keys.lane(lane), keys.GROUP, []
+    with contextlib.suppress(redis.ResponseError):  # no worker has asked for a shard yet
+        pending = await store.client.xpending_range(key, group, "-", "+", 10)
+    for lease in pending:
+        count = chance.choice((0, 1))
+        await store.client.execute_command(
+            "XCLAIM", key, group, "stranger", 0, lease["message_id"], "RETRYCOUNT", count
+        )
+
+
+async def test_damaged_tickets_and_leases(
+    delivery: Queue, store: ControlStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker goes on with the shards of other jobs: each of their rows is scored once, and nothing lies elsewhere."""
+    url, loop = write_rows(tmp_path / "in.parquet", ROWS, group=GROUP), asyncio.get_running_loop()
+    shards, lane = shards_of(url), bulk_lanes("stub", 1)[1]
+
+    async def one(scene: InlineWorkers, chance: random.Random) -> None:
+        name = f"{chance.getrandbits(64):x}"
+        bad, good = f"bad-{name}", f"good-{name}"
+        await submit_job(delivery, job_spec([url], tmp_path / bad), shards, job_id=bad)
+        for _ in range(5):
+            await store.client.xadd(keys.lane(lane), {"f": damaged_ticket(chance, bad, shards)})
+        await submit_job(delivery, job_spec([url], tmp_path / good), shards, job_id=good)
+        if chance.random() < 0.3:
+            await steal(chance, store, lane)
+        found = await outcomes(delivery, len(shards), job_id=good)
+        assert found == [ShardOutcome(shard.index, shard.rows) for shard in shards]
+        assert scored_rows(tmp_path / good) == [(row, float(row)) for row in range(ROWS)]
+        assert await Jobs(delivery).stop(bad, "cancelled", in_hand=True)
+
+    async with inline_workers(delivery, store) as scene:
+        await scene.model()
+        await scene.worker(lease_s=0.4, renew_every_s=0.1, max_deliveries=100)
+        await asyncio.to_thread(
+            fuzz, 0.05, lambda chance: asyncio.run_coroutine_threadsafe(one(scene, chance), loop).result(ANSWER_S)
+        )
+        assert value_of(await scene.submit(7.0)) == 7.0
+
+    assert all(name.startswith(("in.parquet", "bad-", "good-")) for name in os.listdir(tmp_path))
+    raised = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert not raised
