@@ -52,6 +52,8 @@ class ErrorCode(StrEnum):
     BROKER_UNAVAILABLE = "broker_unavailable"
     LEASE_LOST = "lease_lost"
     CORRUPT_ENTRY = "corrupt_entry"
+    SEQUENCE_ENDED = "sequence_ended"
+    SEQUENCE_LOST = "sequence_lost"
     STREAM_BROKEN = "stream_broken"
     RESULT_NOT_FOUND = "result_not_found"
     RESULT_EXPIRED = "result_expired"
@@ -290,6 +292,19 @@ class StreamBroken(DeliveryError):
     """The worker that sent the first responses of a stream ended; the request has to be sent again."""
 
     code = ErrorCode.STREAM_BROKEN
+    retryable = True
+
+
+class SequenceEnded(DeliveryError):
+    """The sequence of this request was ended by an error at an earlier step; it can be begun again."""
+
+    code = ErrorCode.SEQUENCE_ENDED
+
+
+class SequenceLost(SequenceEnded):
+    """The state of the sequence is lost with the worker, or with the Redis, that had it."""
+
+    code = ErrorCode.SEQUENCE_LOST
     retryable = True
 
 

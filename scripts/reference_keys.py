@@ -63,6 +63,7 @@ class Row:
     suffix: str = ""
 
 
+_SEQUENCE = ({"name": "<name>"},)
 _ID = ({"request_id": "<id>"},)
 _JOB = ({"job_id": "<id>"},)
 _VALUE = "string, or hash"
@@ -211,6 +212,40 @@ ROWS = (
         _boards("waiting", "open", "sending", "done", "failed"),
     ),
     Row(keys.label_boards, "sorted set", "the same", "the projects of which a model has tasks"),
+    Row(
+        keys.sequence,
+        "hash",
+        "a day longer than its steps and its idle time; after its end five minutes",
+        "the record of a sequence: owner, fencing token, version, steps accepted and committed. Its steps are in the "
+        "lane `0:steps:<name>`",
+        _SEQUENCE,
+    ),
+    Row(keys.sequence_state, _VALUE, "until its life ends", "the committed state of a sequence", _SEQUENCE),
+    Row(
+        keys.sequence_answer,
+        _VALUE,
+        "until the next step is committed; a day at most",
+        "the response to a committed step",
+        ({"name": "<name>", "step": "<step>"},),
+    ),
+    Row(
+        keys.sequences, "sorted set", "permanent", "open sequences, by the time at which the janitor looks at them next"
+    ),
+    Row(
+        keys.sequence_endings,
+        "sorted set",
+        "permanent",
+        "sequences with unanswered steps of a life that has ended, by when to answer these",
+    ),
+    Row(keys.sequence_owners, "sorted set", "permanent", "the workers that own sequences, by the ends of their leases"),
+    Row(
+        keys.sequence_owned,
+        "set",
+        "until its last sequence has ended",
+        "the sequences that a worker owns; without an id those of workers whose lease has ended",
+        ({"worker_id": "<worker>"},),
+    ),
+    Row(keys.sequence_counts, "hash", "permanent", "counts of sequences: handed over, lost"),
     Row(
         keys.dead_letters,
         "stream",

@@ -52,6 +52,8 @@ STATUSES: dict[ErrorCode, Status] = {
     ErrorCode.LEASE_LOST: Status(500, "INTERNAL"),
     ErrorCode.CORRUPT_ENTRY: Status(500, "INTERNAL"),
     ErrorCode.STREAM_BROKEN: Status(503, "UNAVAILABLE"),
+    ErrorCode.SEQUENCE_ENDED: Status(400, "INVALID_ARGUMENT"),
+    ErrorCode.SEQUENCE_LOST: Status(503, "UNAVAILABLE"),
     ErrorCode.RESULT_NOT_FOUND: Status(404, "NOT_FOUND"),
     ErrorCode.RESULT_EXPIRED: Status(410, "NOT_FOUND"),
     ErrorCode.STORE_REFUSED: Status(400, "INVALID_ARGUMENT"),

@@ -28,8 +28,8 @@ class Lane(msgspec.Struct, frozen=True, cache_hash=True):
 
     Attributes:
         model: The model's name.
-        version: Its version, > 0.
-        name: An opaque lane name: `p1` … `p8`, `p2.delayed`, `bulk1` … `bulk3`
+        version: Its version, > 0; 0 = the steps of a sequence, of whichever version.
+        name: An opaque lane name: `p1` … `p8`, `p2.delayed`, `bulk1` … `bulk3`, `seq`, `seq@<worker>`.
         partition: The queue partition; the lanes of one partition share a cluster slot.
     """
 

@@ -107,6 +107,46 @@ def confirm(model: str, partition: int = 0) -> str:
     return f"{_partition(model, partition)}confirm"
 
 
+def sequence(model: str, partition: int, name: str) -> str:
+    """Returns the hash of a sequence; `name` has its tenant and its correlation id."""
+    return f"{_partition(model, partition)}sequence:{name}"
+
+
+def sequence_state(model: str, partition: int, name: str) -> str:
+    """Returns the string that holds the committed state of a sequence."""
+    return f"{_partition(model, partition)}sequence-state:{name}"
+
+
+def sequence_answer(model: str, partition: int, name: str, step: str) -> str:
+    """Returns the string that holds the response to a committed step, `<life>.<number>`, of a sequence."""
+    return f"{_partition(model, partition)}sequence-answer:{step}:{name}"
+
+
+def sequences(model: str, partition: int) -> str:
+    """Returns the sorted set of the open sequences, by the time at which the janitor looks at them next."""
+    return f"{_partition(model, partition)}sequences"
+
+
+def sequence_endings(model: str, partition: int) -> str:
+    """Returns the sorted set of the sequences with unanswered steps of an ended life, by when to answer these."""
+    return f"{_partition(model, partition)}sequence-endings"
+
+
+def sequence_owners(model: str, partition: int) -> str:
+    """Returns the sorted set of the workers that own sequences, by the ends of their leases."""
+    return f"{_partition(model, partition)}sequence-owners"
+
+
+def sequence_owned(model: str, partition: int, worker_id: str) -> str:
+    """Returns the set of the sequences that a worker owns."""
+    return f"{_partition(model, partition)}sequence-owned:{worker_id}"
+
+
+def sequence_counts(model: str, partition: int) -> str:
+    """Returns the hash of the counts of sequences that were handed over and lost."""
+    return f"{_partition(model, partition)}sequence-counts"
+
+
 def config(model: str) -> str:
     """Returns the hash of a model's normalised configuration and latency model."""
     return f"{_partition(model, 0)}config"

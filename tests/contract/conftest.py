@@ -22,6 +22,10 @@ PERMANENT = (
     "due",
     "deliveries:jobs",
     "deliveries:jobs|later",
+    "sequences",
+    "sequence-counts",
+    "sequence-endings",
+    "sequence-owners",
 )  # of a partition; lanes and statistics are told by their numbers
 WHOLE = {"qinfer:desired", "qinfer:control", "qinfer:workers", "qinfer:jobs", "qinfer:jobs:places", "qinfer:jobs:open"}
 WHOLE |= {"qinfer:scaler-counts", "qinfer:installation", "qinfer:settings"}
@@ -87,7 +91,7 @@ def _may_stay(key: str) -> bool:
         return True
     _, _, of_partition = key.partition("}:")
     name, _, _ = of_partition.partition(":")
-    return name.isdecimal() or name == "stats" or of_partition in PERMANENT
+    return name.isdecimal() or name in {"stats", "sequence-owned"} or of_partition in PERMANENT
 
 
 @pytest.fixture(scope="session")

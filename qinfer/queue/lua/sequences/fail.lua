@@ -1,0 +1,25 @@
+-- Ends a life of a sequence by an error at one of its steps, or, without a code, because it was idle for its time.
+-- KEYS: record. ARGV: partition's prefix, whether Redis may lose, name, token of the owner ('' = anybody), life, step, code
+--   ('' = it was idle), text.
+-- Returns {whether it ended or, where it has not begun, is going to, names of objects that nothing refers to now}.
+begin(ARGV[1], ARGV[2])
+local name, token, life, n, code, text = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8]
+local of = load(name)
+if not of or of.state ~= 'open' then return {0, {}} end
+if token ~= '' and (of.owner == '' or of.token ~= tonumber(token)) then return {0, {}} end
+
+if code == '' then
+  local is_idle = of.life == life and of.tail == life and redis.call('XLEN', steps_of(name)) == 0
+  if not is_idle or now_ms() - of.used < of.idle then return {0, {}} end
+  local gone = over(of, GRACE_MS)
+  redis.call('ZREM', prefix .. 'sequence-endings', name)
+  redis.call('UNLINK', steps_of(name))
+  redis.call('PEXPIRE', KEYS[1], TOMBSTONE_MS)
+  return {1, gone}
+end
+if life > of.life and life <= of.tail then
+  redis.call('HSETNX', KEYS[1], 'fail:' .. life, n .. ' ' .. code .. ' ' .. text)
+  return {1, {}}
+end
+if of.life ~= life or n <= of.committed then return {0, {}} end
+return {1, fail(of, code, text, n)}

@@ -1,0 +1,32 @@
+-- Makes a worker the owner of sequences that wait for one, those that were handed over first, and tells it their steps.
+-- KEYS: the lanes that they wait in, by priority, then the worker's own lane.
+-- ARGV: partition's prefix, whether Redis may lose, worker, count, names of the lanes they wait in.
+-- Returns {whether the worker's lease is alive, {name, life, token, committed, generation, kind, idle ms} of each}.
+begin(ARGV[1], ARGV[2])
+local worker, left, own = ARGV[3], tonumber(ARGV[4]), KEYS[#KEYS]
+local owned, now = {}, now_ms()
+if tonumber(redis.call('ZSCORE', prefix .. 'sequence-owners', worker) or 0) <= now then return {0, {}} end
+
+local function take(of)
+  write(of, {owner = worker, token = of.token + 1, ticket = '', taken = of.committed, used = now})
+  redis.call('SADD', prefix .. 'sequence-owned:' .. worker, of.name)
+  redis.call('ZADD', prefix .. 'sequences', now + LOOK_MS, of.name)
+  each_step(of.name, function(id, step)
+    if tonumber(step.l) == of.life then
+      redis.call('XADD', own, '*', 's', of.name, 'l', of.life, 'n', step.n, 'e', id)
+    end
+  end)
+  owned[#owned + 1] = {of.name, of.life, of.token, of.committed, of.generation, of.kind, string.format('%.0f', of.idle)}
+  left = left - 1
+end
+
+for i = 1, #KEYS - 1 do
+  local tickets = left > 0 and redis.call('XRANGE', KEYS[i], '-', '+', 'COUNT', left) or {}
+  for _, ticket in ipairs(tickets) do
+    local of = load(ticket[2][2])
+    if of and of.state == 'open' and of.ticket == ARGV[4 + i] .. ' ' .. ticket[1] then take(of) end
+    redis.call('XDEL', KEYS[i], ticket[1])
+  end
+end
+if #owned > 0 then redis.call('PEXPIRE', own, DAY_MS) end
+return {1, owned}

@@ -1,0 +1,22 @@
+-- Gives the sequences of workers whose lease has ended to whoever has free slots.
+-- KEYS: the owners, the sequences of workers whose lease has ended. ARGV: partition's prefix, whether Redis may lose, how many
+--   sequences at most.
+-- Returns {how many were handed over or ended, names of objects that nothing refers to now}.
+begin(ARGV[1], ARGV[2])
+local owners, orphans = KEYS[1], KEYS[2]
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', owners, '-inf', now_ms(), 'LIMIT', 0, 10)) do
+  local owned = prefix .. 'sequence-owned:' .. worker
+  redis.call('SUNIONSTORE', orphans, orphans, owned)
+  redis.call('UNLINK', owned)
+  redis.call('ZREM', owners, worker)
+end
+
+local reaped, all = 0, {}
+for _, name in ipairs(redis.call('SPOP', orphans, ARGV[3])) do
+  local of = load(name)
+  if of and of.state == 'open' and of.owner ~= '' and not redis.call('ZSCORE', owners, of.owner) then
+    for _, object in ipairs(hand_over(of, true)) do all[#all + 1] = object end
+    reaped = reaped + 1
+  end
+end
+return {reaped, all}

@@ -1,0 +1,76 @@
+-- Appends a step to a sequence. One with START begins a life, behind the one that executes; a numbered step that is known
+-- already gets the stored response, or waits for it behind the first of its number.
+-- KEYS: record, steps.
+-- ARGV: partition's prefix, whether Redis may lose (1), name, flags (S, E, SE or empty), number (0 = none), hash of a START's
+--   content, frame, id of the request whose payload is stored ('' = none), ms: until its deadline, limit of the steps that
+--   wait in the sequence (0 = none), limit of open sequences (0 = none), and of a START `<version> <generation> <kind> <idle ms>`.
+-- Returns {new, life, number, entry id} | {stored, life, number} | {gap, number that is next} | {old, the last number} |
+--   {ended, code, text, step} | {unknown} | {full}.
+local record, steps = KEYS[1], KEYS[2]
+begin(ARGV[1], ARGV[2])
+local name, flags, number, hash, frame, payload = ARGV[3], ARGV[4], tonumber(ARGV[5]), unpack(ARGV, 6, 8)
+local timeout, limit, most, about = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12]
+local is_start, is_end = string.find(flags, 'S') ~= nil, string.find(flags, 'E') ~= nil
+local of, now = load(name), now_ms()
+local is_open = of and of.state == 'open'
+
+local function append(life, n)
+  local fields = {'f', frame, 'l', life, 'n', n, 'd', string.format('%.0f', now + timeout)}
+  if payload ~= '' then fields[9], fields[10] = 'p', payload end
+  local entry = redis.call('XADD', steps, '*', unpack(fields))
+  keep(name, of.idle + timeout + DAY_MS)
+  redis.call('HSET', record, 'used', string.format('%.0f', now))
+  if is_end then redis.call('HSETNX', record, 'last:' .. life, n) end
+  if of.state == 'open' and of.life == life and of.owner ~= '' then
+    redis.call('XADD', lane_of(of.version, of.owner), '*', 's', name, 'l', life, 'n', n, 'e', entry)
+  end
+  return {'new', life, n, entry}
+end
+
+local function is_repeated(n, committed)
+  return n > 0 and n <= committed and redis.call('EXISTS', answer_of(name, of.tail, n)) == 1
+end
+
+local is_full = limit > 0 and redis.call('XLEN', steps) >= limit
+
+-- A START that is sent again, because its response was lost, is told from a new life by its content.
+local is_again = is_start and number == 1 and of and of.accepted == 1 and of.hash == hash
+  and (is_open or is_repeated(1, of.committed))
+if is_start and not is_again then
+  if number > 1 then return {'gap', 1} end
+  if is_full then return {'full'} end
+  if not is_open then
+    if most > 0 and redis.call('ZCARD', prefix .. 'sequences') >= most then return {'full'} end
+    local version, generation, kind, idle = string.match(about, '^(%S+) (%S+) (%S+) (%S+)$')
+    local life, token = of and of.tail + 1 or 1, of and of.token or 0
+    of = {name = name}
+    write(of, {state = 'open', life = life, version = version, generation = generation, kind = kind, idle = tonumber(idle),
+      token = token, taken = 0, committed = 0, entry = '', deaths = 0, used = now, era = era, tail = life, accepted = 1,
+      hash = hash})
+    wait_for_owner(of, 'seq', now)
+    return append(life, 1)
+  end
+  redis.call('HSETNX', record, 'last:' .. of.tail, of.accepted)
+  local is_done = of.life == of.tail and of.committed >= of.accepted
+  local life = of.tail + 1
+  write(of, {tail = life, accepted = 1, hash = hash})
+  redis.call('HSET', record, 'next:' .. life, about)
+  local answer = append(life, 1)
+  if is_done then over(of, GRACE_MS) end
+  return answer
+end
+
+if not of then return {'unknown'} end
+local committed = of.life == of.tail and of.committed or 0
+if is_repeated(number, committed) then return {'stored', of.tail, number} end
+if not is_open then
+  if of.failed_life == of.life then return {'ended', of.code, of.text, of.failed} end
+  return {'unknown'}
+end
+if number > of.accepted + 1 then return {'gap', of.accepted + 1} end
+if number > 0 and number <= committed then return {'old', committed} end
+if is_full then return {'full'} end
+if number > 0 and number <= of.accepted then return append(of.tail, number) end
+if redis.call('HEXISTS', record, 'last:' .. of.tail) == 1 then return {'unknown'} end
+write(of, {accepted = of.accepted + 1})
+return append(of.tail, of.accepted)

@@ -1,0 +1,34 @@
+-- Ends sequences that nobody owns: at the deadline of a step that waits, or where nothing of them waits after a time.
+-- KEYS: the open sequences. ARGV: partition's prefix, whether Redis may lose, how many are looked at.
+-- Returns {how many ended, names of objects that nothing refers to now}.
+begin(ARGV[1], ARGV[2])
+local ended, all, now = 0, {}, now_ms()
+
+local function end_unowned(of)
+  local first
+  each_step(of.name, function(_, step)
+    if tonumber(step.l) == of.life then first = math.min(first or tonumber(step.d), tonumber(step.d)) end
+  end)
+  if first and first <= now then
+    return fail(of, 'deadline_exceeded', 'timeout of the corresponding sequence has been expired', of.committed + 1)
+  end
+  local due = first or of.used + math.max(of.idle, LOOK_MS)
+  if due <= now then return over(of, GRACE_MS) end
+  redis.call('ZADD', KEYS[1], math.min(due, now + LOOK_MS), of.name)
+end
+
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])) do
+  local of = load(name)
+  if not of or of.state ~= 'open' then
+    redis.call('ZREM', KEYS[1], name)
+  elseif of.owner == '' then
+    local gone = end_unowned(of)
+    if gone then ended = ended + 1 end
+    for _, object in ipairs(gone or {}) do all[#all + 1] = object end
+  elseif redis.call('ZSCORE', prefix .. 'sequence-owners', of.owner) then
+    redis.call('ZADD', KEYS[1], now + LOOK_MS, name)
+  else
+    hand_over(of, true)
+  end
+end
+return {ended, all}

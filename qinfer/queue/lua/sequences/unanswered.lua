@@ -1,0 +1,26 @@
+-- Tells steps of lives that have ended and that nobody has answered; they are told again later, unless they are finished.
+-- KEYS: the endings. ARGV: partition's prefix, whether Redis may lose, how many at most, how many bytes of frames (at least one).
+-- Returns {name, life, number, entry id, fields, whether its response is stored, code, text, step that failed} of each.
+begin(ARGV[1], ARGV[2])
+local left, room, found, now = tonumber(ARGV[3]), tonumber(ARGV[4]), {}, now_ms()
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, left)) do
+  local of, is_any = load(name), false
+  each_step(name, function(id, step)
+    local life, n = tonumber(step.l), tonumber(step.n)
+    if of and of.state == 'open' and life >= of.life then return false end
+    is_any = true
+    room = room - #step.f
+    if left <= 0 or (room < 0 and #found > 0) then return false end
+    local why = of and of.failed_life >= life and {of.code, of.text, of.failed} or {'', '', 0}
+    found[#found + 1] = {name, life, n, id, {'f', step.f, 'p', step.p or ''},
+      redis.call('EXISTS', answer_of(name, life, n)), unpack(why)}
+    left = left - 1
+  end)
+  if is_any then
+    redis.call('ZADD', KEYS[1], now + GRACE_MS, name)
+  else
+    redis.call('ZREM', KEYS[1], name)
+  end
+  if left <= 0 or room < 0 then break end
+end
+return found

@@ -1,0 +1,162 @@
+"""Records of sequences in the queue: what is submitted, owned, taken, committed, and left unanswered."""
+
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import msgspec
+
+from qinfer.core.messages import Failure
+from qinfer.queue.entries import Entry, Lease, Payload
+from qinfer.tensors import Bytes
+
+
+class SequenceId(msgspec.Struct, frozen=True):
+    """A sequence within a model's partition: its tenant, and the correlation id, a number or a text."""
+
+    tenant: str
+    correlation_id: int | str
+
+    @property
+    def name(self) -> str:
+        """Spells it in keys, so that no two sequences share one."""
+        tenant = self.tenant.replace("%", "%25").replace(":", "%3A")
+        kind = "n" if isinstance(self.correlation_id, int) else "t"
+        return f"{tenant}:{kind}{self.correlation_id}"
+
+    @classmethod
+    def of(cls, name: str) -> "SequenceId":
+        """Reads a name."""
+        tenant, _, rest = name.partition(":")
+        value = int(rest[1:]) if rest[0] == "n" else rest[1:]
+        return cls(tenant.replace("%3A", ":").replace("%25", "%"), value)
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that a life of a sequence stays on from START to END.
+
+    Attributes:
+        version: The model's version, > 0.
+        generation: Its generation.
+        is_explicit: The state is in the model's own memory, and ends with its worker.
+        idle_s: The life ends after so long without a step.
+    """
+
+    version: int
+    generation: int = 0
+    is_explicit: bool = False
+    idle_s: float = 1.0
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a sequence, to be submitted.
+
+    Attributes:
+        frame: The encoded request.
+        timeout_s: Until its deadline.
+        start: What its life stays on, where it is the first; `None` otherwise.
+        end: It is the last one.
+        number: The caller's `qinfer_step`, from 1; 0 = the step is not numbered.
+        digest: Identifies the content of a START with a number: the same one sent again begins no new life.
+        payload: Tensors that do not travel in the frame.
+    """
+
+    frame: Bytes
+    timeout_s: float
+    start: Pin | None = None
+    end: bool = False
+    number: int = 0
+    digest: str = ""
+    payload: Payload | None = None
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Which step of which life of a sequence, both from 1."""
+
+    sequence: SequenceId
+    life: int
+    number: int
+
+
+class Limits(NamedTuple):
+    """The limits of `submit`; 0 = none.
+
+    Attributes:
+        steps: So many steps of one sequence wait at most.
+        open: So many sequences of the partition are open at most.
+    """
+
+    steps: int = 0
+    open: int = 0
+
+
+NO_LIMITS = Limits()
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    """The outcome of `submit`: where the step is; `entry` is `None` where its response is stored already."""
+
+    place: Place
+    entry: Entry | None
+
+
+class Owned(msgspec.Struct, frozen=True, kw_only=True):
+    """A life of a sequence that a worker has become the owner of; it has a `state` where steps are committed."""
+
+    sequence: SequenceId
+    life: int
+    token: int
+    committed: int
+    generation: int
+    is_explicit: bool
+    idle_s: float
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """A step for its sequence's owner; `lease` is `None` where the life has ended, and the worker drops it."""
+
+    place: Place
+    token: int
+    lease: Lease | None
+
+
+class News(msgspec.Struct, frozen=True):
+    """The outcome of `take`; to be confirmed by its `ticket` with the next one."""
+
+    ticket: str
+    taken: Items[Taken]
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that was executed, to be committed.
+
+    Attributes:
+        place: Which one.
+        token: The owner's.
+        entry: The step's entry.
+        response: The encoded response, or failure.
+        state: The state after it; `None` = it has not changed, or is in the model's memory.
+    """
+
+    place: Place
+    token: int
+    entry: Entry
+    response: Bytes
+    state: Bytes | None = None
+
+
+class Unanswered(msgspec.Struct, frozen=True):
+    """A step of a life that has ended: its stored response is to be published, or this failure; then `finish` it."""
+
+    place: Place
+    entry: Entry
+    frame: bytes
+    failure: Failure | None
+
+
+class Sizes(NamedTuple):
+    """Counts of a partition's sequences: open, waiting for an owner; handed over and lost since the model is known."""
+
+    open: int
+    waiting: int
+    handed_over: int
+    lost: int

@@ -1,0 +1,447 @@
+"""Sequences in the queue: who owns one, which steps of it are committed, and what becomes of it when its owner dies.
+
+    submit ──▶ steps ──ticket──▶ own ──▶ take ──▶ execute ──▶ commit ──▶ publish ──▶ finish
+                                  ▲
+                                  └── give_back (a drain), reap (a dead owner's)
+
+A *sequence* is a tenant's correlation id at a model. Its *life* begins with START and ends with END, by its idle time,
+or by an error; a START while it runs begins the next life behind it. The promises, each a test in `tests/contract/`:
+
+1. Steps execute in the order in which `submit` took them. They stay in one stream from `submit` to `finish`: what goes
+   from lane to lane are *tickets*, so that a hand-over moves no tensors.
+2. An open sequence has one owner at most. Each new owner has a higher *token*; `commit` with an old one does nothing.
+3. `commit` stores state, response and number of a step together, in order, as durably as the settings ask. A step that
+   is committed is never executed again: whoever has its entry then publishes the stored response.
+4. The sequences of a worker whose lease has ended go on at others, from the state last committed. Those whose state was
+   in its memory (`explicit`) end with a retryable error.
+5. What ends a life by an error answers all its steps (`unanswered`), and tells later ones why for five minutes.
+6. A step with a number is accepted once: `submit` returns the stored response of the last committed one, has a repeated
+   one wait for that of its first, and refuses a gap.
+7. Where Redis may lose what it has confirmed, a sequence does not outlive its restart or failover.
+8. A sequence that nobody owns ends, too: at its steps' deadline, or when nothing of it waits for a minute.
+
+No program offers sequences yet.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Iterable
+from collections.abc import Sequence as Items
+from contextlib import suppress
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+from qinfer.core.messages import Failure
+from qinfer.errors import (
+    BrokerUnavailable,
+    InvalidRequest,
+    PayloadTooLarge,
+    QinferError,
+    QueueFull,
+    SequenceEnded,
+    SequenceLost,
+)
+from qinfer.queue import keys
+from qinfer.queue.connection import packable
+from qinfer.queue.durability import Durability
+from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.queue.router import BlockingLink, Router, Script, Words, load_script, run_each, ttl_ms
+from qinfer.queue.sequence_records import (
+    NO_LIMITS,
+    Committed,
+    Limits,
+    News,
+    Owned,
+    Place,
+    SequenceId,
+    Sizes,
+    Step,
+    Submitted,
+    Taken,
+    Unanswered,
+)
+from qinfer.queue.values import Values
+
+MAX_STATE_BYTES = 64 * 2**20
+"""The largest state of a sequence."""
+
+AT_ONCE = 32
+"""So many steps are committed by one script at most."""
+
+_WAITING = ("seq.handed", "seq")
+"""The lanes of a model version in which sequences wait for an owner; those that were handed over go first."""
+
+_KEPT_S = 86400.0
+"""So long an object of a state or a response is kept beyond its staging; as its record in `record.lua`."""
+
+_MAX_BLOCK_S = 0.5
+_STAGED_LATE = "the state or the response of a step did not arrive in time; try again"
+_NO_RESPONSE = "the response to this step of the sequence is no longer kept"
+
+_SHARED = ("now_ms", "drop", "sequences/record")
+_SUBMIT = load_script("sequences/submit", *_SHARED)
+_OWN = load_script("sequences/own", *_SHARED)
+_TAKE = load_script("sequences/take", *_SHARED)
+_COMMIT = load_script("each", *_SHARED, "sequences/commit")
+_FINISH = load_script("each", *_SHARED, "sequences/finish")
+_FAIL = load_script("sequences/fail", *_SHARED)
+_GIVE_BACK = load_script("sequences/give_back", *_SHARED)
+_REAP = load_script("sequences/reap", *_SHARED)
+_SWEEP = load_script("sequences/sweep", *_SHARED)
+_UNANSWERED = load_script("sequences/unanswered", *_SHARED)
+_RENEW = load_script("sequences/renew", "now_ms")
+_LEAVE = load_script("sequences/leave")
+_SIZES = load_script("sequences/sizes")
+
+
+class Sequences:
+    """The sequences of one partition of a model; every coroutine raises `BrokerUnavailable` without Redis.
+
+    Args:
+        router: The way to Redis.
+        values: The way for large states and responses.
+        durability: Makes commits as safe as the settings ask.
+        model: The model, and
+        partition: its partition.
+        is_fragile: Redis may lose what it has confirmed: its durability is weaker than `always`, or it may fail over to
+            a replica that lags.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        values: Values,
+        durability: Durability,
+        model: str,
+        partition: int = 0,
+        *,
+        is_fragile: bool,
+    ) -> None:
+        self._router = router
+        self._values = values
+        self._durability = durability
+        self._model = model
+        self._partition = partition
+        self._begin = (keys.prefix(model, partition), int(is_fragile))
+        self._slot = keys.slot(keys.sequences(model, partition))
+        self._owners = keys.sequence_owners(model, partition).encode()
+        self._orphans = keys.sequence_owned(model, partition, "").encode()
+        self._locks: WeakValueDictionary[SequenceId, asyncio.Lock] = WeakValueDictionary()
+        self._links: dict[str, BlockingLink] = {}
+
+    async def submit(self, sequence: SequenceId, step: Step, limits: Limits = NO_LIMITS) -> Submitted:
+        """Appends a step. Steps of one sequence are appended in the order of the calls, large payloads or not.
+
+        Raises:
+            InvalidRequest: There is no such sequence, a number leaves a gap, or its response is no longer kept.
+            SequenceEnded: The sequence was ended by an error; the text names the step.
+            SequenceLost: Its state is lost.
+            QueueFull: A limit is reached.
+            BrokerUnavailable: It may have been submitted.
+        """
+        lock = self._locks.setdefault(sequence, asyncio.Lock())
+        async with lock:
+            reply = await self._submit(sequence, step, limits)
+        what = reply[0]
+        if what in (b"new", b"stored"):
+            place = Place(sequence, reply[1], reply[2])
+            payload_id = step.payload.request_id if step.payload else ""
+            is_new = what == b"new"
+            return Submitted(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
+        raise self._refusal(sequence, step, what, reply[1:])
+
+    async def join(self, worker_id: str, lanes: Items[int], lease_s: float) -> None:
+        """Begins a worker's lease; what a worker of that id owned before is handed over first.
+
+        Args:
+            worker_id: The worker.
+            lanes: The versions that it serves.
+            lease_s: The lease ends after so long without `renew`.
+        """
+        while not await self._renew(worker_id, lanes, lease_s, is_new=True):
+            await self.reap()
+
+    async def renew(self, worker_id: str, lanes: Items[int], lease_s: float) -> bool:
+        """Renews a worker's lease; False where it has ended: the worker drops all its sequences, and joins again."""
+        return await self._renew(worker_id, lanes, lease_s, is_new=False)
+
+    async def leave(self, worker_id: str, lanes: Items[int]) -> bool:
+        """Ends the lease of a worker that owns nothing any more; False where it does own sequences."""
+        owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
+        names = [self._owners, owned, *(self._own_lane(version, worker_id) for version in lanes)]
+        return bool(await self._router.run(self._slot, _LEAVE, names, worker_id))
+
+    async def own(self, worker_id: str, version: int, count: int) -> list[Owned] | None:
+        """Makes a worker the owner of up to `count` sequences that wait for one; `None` where its lease has ended."""
+        if count <= 0:
+            return []
+        names = [*self._waiting(version), self._own_lane(version, worker_id)]
+        is_alive, found = await self._run(_OWN, names, worker_id, count, *_WAITING)
+        return list(map(_owned, found)) if is_alive else None
+
+    async def take(
+        self, worker_id: str, version: int, after: str = "", count: int = 100, max_bytes: int = 2**20
+    ) -> News | None:
+        """Returns the steps of a worker's sequences, in order, and the lives that have ended.
+
+        A step may come again after a connection broke; its number tells.
+
+        Args:
+            worker_id: The worker.
+            version: The model version.
+            after: The `News.ticket` of the call before: what it brought is not told again.
+            count: How many at most.
+            max_bytes: Frames of so many bytes at most, but for a single one.
+
+        Returns:
+            What is new; `None` where the worker's lease has ended.
+        """
+        names = [self._own_lane(version, worker_id)]
+        is_alive, ticket, told = await self._run(_TAKE, names, worker_id, after, count, max_bytes)
+        if not is_alive:
+            return None
+        return News(ticket.decode(), [self._taken(worker_id, each) for each in told])
+
+    async def wait(self, worker_id: str, version: int, after: str, wait_s: float, *, has_slots: bool) -> bool:
+        """Waits until `take` has something new, or, with free slots, `own`; False = not within `wait_s` seconds."""
+        streams = [self._own_lane(version, worker_id), *(self._waiting(version) if has_slots else ())]
+        ids = [after or "0", *(["0", "0"] if has_slots else [])]
+        link = self._links.get(worker_id)
+        if link is None:
+            link = self._links[worker_id] = self._router.blocking(self._slot, "qinfer-sequences", _MAX_BLOCK_S)
+        block_ms = max(1, int(min(wait_s, _MAX_BLOCK_S) * 1000))
+        reply = await link.call(b"XREAD", b"COUNT", 1, b"BLOCK", block_ms, b"STREAMS", *streams, *ids)
+        return bool(reply)
+
+    async def commit(self, steps: Items[Committed]) -> list[bool]:
+        """Commits steps of different sequences, as durably as the settings ask.
+
+        Returns:
+            For each, whether it is committed; False = another worker owns the sequence: drop it.
+
+        Raises:
+            PayloadTooLarge: A state is larger than `MAX_STATE_BYTES`, or than Redis can store; none is committed.
+            BrokerUnavailable: Some may be committed: repeat it.
+        """
+        for step in steps:
+            if step.state is not None and len(step.state) > MAX_STATE_BYTES:
+                size = len(step.state)
+                raise PayloadTooLarge(f"the state of a sequence has {size} bytes, more than {MAX_STATE_BYTES}")
+        words = await asyncio.gather(*map(self._commit_words, steps))
+        replies: list[Any] = []
+        for start in range(0, len(words), AT_ONCE):
+            write = partial(run_each, script=_COMMIT, requests=words[start : start + AT_ONCE])
+            replies += await self._durability.write(self._model, self._partition, write)
+        for _, gone in replies:
+            self._values.forget(gone)
+        if any(what == b"gone" for what, _ in replies):
+            raise BrokerUnavailable(_STAGED_LATE)
+        return [what != b"lost" for what, _ in replies]
+
+    async def state(self, sequence: SequenceId) -> bytes | None:
+        """Returns the state that was committed last; `None` = there is none yet."""
+        return await self._values.get(self._slot, keys.sequence_state(self._model, self._partition, sequence.name))
+
+    async def response(self, place: Place) -> bytes | None:
+        """Returns the stored response to a committed step; `None` = it is no longer kept."""
+        return await self._values.get(self._slot, self._answer(place))
+
+    async def finish(self, answered: Iterable[tuple[Place, Entry]]) -> None:
+        """Removes steps whose response was published; to finish one again is no error."""
+        words = [self._finish_words(place, entry) for place, entry in answered]
+        call = partial(self._router.call, self._slot)
+        for start in range(0, len(words), AT_ONCE):
+            for gone in await run_each(call, _FINISH, words[start : start + AT_ONCE]):
+                self._values.forget(gone)
+
+    async def fail(self, place: Place, failure: Failure, token: int | None = None) -> bool:
+        """Ends a life by the failure of a step, or has it end when it begins; `unanswered` tells its steps.
+
+        Args:
+            place: The step that expired, was cancelled, or became a dead letter.
+            failure: Its own failure, which the steps behind it will name.
+            token: The owner's; `None` = anybody's, such as a caller that cancels.
+
+        Returns:
+            False when it had ended before, the step is committed, or another worker owns the sequence.
+        """
+        return await self._fail(place, failure.code, failure.message, "" if token is None else token)
+
+    async def end_idle(self, place: Place, token: int) -> bool:
+        """Ends a life that was idle for its time; False where that is not so by Redis' clock."""
+        return await self._fail(place, "", "", token)
+
+    async def give_back(self, worker_id: str, sequences: Iterable[SequenceId]) -> int:
+        """Gives sequences of a worker that drains, of which nothing executes, to others; explicit ones are lost."""
+        names = [sequence.name for sequence in sequences]
+        owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
+        given = 0
+        for start in range(0, len(names), AT_ONCE):
+            count, gone = await self._run(_GIVE_BACK, [owned], worker_id, *names[start : start + AT_ONCE])
+            self._values.forget(gone)
+            given += count
+        return given
+
+    async def reap(self, count: int = 100) -> int:
+        """Hands over up to `count` sequences of workers whose lease has ended; returns how many it was."""
+        return await self._counted(_REAP, [self._owners, self._orphans], count)
+
+    async def sweep(self, count: int = 100) -> int:
+        """Ends sequences that nobody owns, and whose time is over; looks at `count`, returns how many ended."""
+        return await self._counted(_SWEEP, [keys.sequences(self._model, self._partition).encode()], count)
+
+    async def unanswered(self, count: int = 100, max_bytes: int = 2**20) -> list[Unanswered]:
+        """Returns steps of lives that have ended, for the caller to answer and finish; else they come again in 10 s."""
+        name = keys.sequence_endings(self._model, self._partition).encode()
+        return [self._left(each) for each in await self._run(_UNANSWERED, [name], count, max_bytes)]
+
+    async def sizes(self, versions: Items[int]) -> Sizes:
+        """Counts the partition's sequences; those that wait for an owner are of these versions."""
+        names = [keys.sequences(self._model, self._partition), keys.sequence_counts(self._model, self._partition)]
+        lanes = [lane for version in versions for lane in self._waiting(version)]
+        return Sizes(*await self._router.run(self._slot, _SIZES, [*(name.encode() for name in names), *lanes]))
+
+    async def close(self) -> None:
+        """Closes the connections of `wait`."""
+        for link in self._links.values():
+            await link.close()
+
+    async def _submit(self, sequence: SequenceId, step: Step, limits: Limits) -> Items[Any]:
+        """Stores the payload, and runs the script; a payload that nothing refers to is removed."""
+        payload = step.payload
+        key = keys.payload(self._model, self._partition, payload.request_id) if payload else ""
+        if payload is not None:
+            await self._values.set(self._slot, key, payload.data, payload.ttl_s)
+        pin = step.start
+        about = ""
+        if pin is not None:
+            kind = "explicit" if pin.is_explicit else "implicit"
+            about = f"{pin.version} {pin.generation} {kind} {ttl_ms(pin.idle_s)}"
+        flags = ("S" if pin else "") + ("E" if step.end else "")
+        numbers = (ttl_ms(step.timeout_s), limits.steps, limits.open)
+        of = (sequence.name, flags, step.number, step.digest, packable(step.frame))
+        names = [self._record(sequence), keys.lane(self._steps(sequence))]
+        reply = await self._run(_SUBMIT, names, *of, payload.request_id if payload else "", *numbers, about)
+        if payload is not None and reply[0] != b"new":
+            with suppress(BrokerUnavailable):  # its time to live ends it
+                await self._values.remove(self._slot, key)
+        return reply  # type: ignore[no-any-return]  # a list
+
+    def _refusal(self, sequence: SequenceId, step: Step, what: bytes, about: Items[Any]) -> QinferError:
+        """Returns the error for a step that the script refused; the first text is Triton's (reference §3.4)."""
+        of = f"sequence {sequence.correlation_id} to model '{self._model}'"
+        if what == b"full":
+            return QueueFull(f"too many steps or sequences wait at model '{self._model}'; try again later")
+        if what == b"gap":
+            return InvalidRequest(f"step {step.number} of {of} leaves a gap: send step {about[0]} first")
+        if what == b"old":
+            return InvalidRequest(
+                f"the response to step {step.number} of {of} is no longer kept: step {about[0]} is committed"
+            )
+        if what == b"ended":
+            return self._ended(sequence, *about)
+        return InvalidRequest(
+            f"inference request for {of} must specify the START flag on the first request of the sequence"
+        )
+
+    async def _renew(self, worker_id: str, lanes: Items[int], lease_s: float, *, is_new: bool) -> bool:
+        names = [self._owners, self._orphans, *(self._own_lane(version, worker_id) for version in lanes)]
+        return bool(await self._router.run(self._slot, _RENEW, names, worker_id, ttl_ms(lease_s), int(is_new)))
+
+    async def _fail(self, place: Place, code: str, text: str, token: int | str) -> bool:
+        about = (place.sequence.name, token, place.life, place.number, code, text)
+        return bool(await self._counted(_FAIL, [self._record(place.sequence)], *about))
+
+    async def _counted(self, script: Script, names: Items[bytes], *arguments: Any) -> int:
+        """Runs a script that returns a number, and the names of objects that nothing refers to now."""
+        count, gone = await self._run(script, names, *arguments)
+        self._values.forget(gone)
+        return int(count)
+
+    def _run(self, script: Script, names: Items[bytes], *arguments: Any) -> Awaitable[Any]:
+        return self._router.run(self._slot, script, names, *self._begin, *arguments)
+
+    async def _commit_words(self, step: Committed) -> Words:
+        """Returns the arguments of commit.lua for one step; what is large is stored first."""
+        place, of = step.place, (self._model, self._partition, step.place.sequence.name)
+        state = await self._values.stage(keys.sequence_state(*of), step.state or b"", _KEPT_S)
+        response = await self._values.stage(self._answer(place), step.response, _KEPT_S)
+        names = (keys.sequence_state(*of), state.staged, self._answer(place), response.staged)
+        values = (state.place, packable(state.data), response.place, packable(response.data))
+        about = (place.sequence.name, step.token, place.life, place.number, step.entry.entry_id)
+        return Words(
+            (self._record(place.sequence), *(name.encode() for name in names)), (*self._begin, *about, *values)
+        )
+
+    def _finish_words(self, place: Place, entry: Entry) -> Words:
+        """Returns the arguments of finish.lua for one step."""
+        payload = keys.payload(self._model, self._partition, entry.payload_id or "|")
+        names = (self._record(place.sequence), keys.lane(entry.lane), self._answer(place).encode(), payload.encode())
+        return Words(names, (*self._begin, place.sequence.name, place.life, place.number, entry.entry_id))
+
+    def _taken(self, worker_id: str, told: Items[Any]) -> Taken:
+        """Reads one of the replies of take.lua."""
+        name, life, number, token, entry_id, fields, deliveries = told
+        place = Place(SequenceId.of(name.decode()), life, number)
+        if not number:
+            return Taken(place, token, None)
+        entry, frame = self._read(place.sequence, entry_id, fields)
+        return Taken(place, token, Lease(entry, worker_id, frame, deliveries, suspect=deliveries > 1))
+
+    def _left(self, told: Items[Any]) -> Unanswered:
+        """Reads one of the replies of unanswered.lua."""
+        name, life, number, entry_id, fields, is_stored, code, text, failed = told
+        place = Place(SequenceId.of(name.decode()), life, number)
+        entry, frame = self._read(place.sequence, entry_id, fields)
+        failure = None
+        if not is_stored and not code:
+            failure = Failure.of(SequenceEnded(_NO_RESPONSE))
+        elif not is_stored and number == failed and code.decode() != SequenceLost.code:
+            failure = Failure(code.decode(), text.decode())
+        elif not is_stored:
+            failure = Failure.of(self._ended(place.sequence, code, text, failed))
+        return Unanswered(place, entry, frame, failure)
+
+    def _read(self, sequence: SequenceId, entry_id: bytes, fields: Items[bytes]) -> tuple[Entry, bytes]:
+        """Reads an entry of a sequence's steps, and its frame."""
+        of = dict(zip(fields[::2], fields[1::2], strict=True))
+        return Entry(self._steps(sequence), entry_id.decode(), payload_id=of.get(b"p", b"").decode()), of[b"f"]
+
+    def _ended(self, sequence: SequenceId, code: bytes, text: bytes, number: int) -> SequenceEnded:
+        """Returns the error for a step behind the one that ended its sequence."""
+        error = SequenceLost if code.decode() == SequenceLost.code else SequenceEnded
+        return error(
+            f"sequence {sequence.correlation_id} of model '{self._model}' was ended at step {number}: {text.decode()}; "
+            "begin it again with the START flag"
+        )
+
+    def _steps(self, sequence: SequenceId) -> Lane:
+        """Returns the lane of a sequence's steps, of whichever version."""
+        return Lane(self._model, 0, f"steps:{sequence.name}", self._partition)
+
+    def _record(self, sequence: SequenceId) -> bytes:
+        return keys.sequence(self._model, self._partition, sequence.name).encode()
+
+    def _answer(self, place: Place) -> str:
+        step = f"{place.life}.{place.number}"
+        return keys.sequence_answer(self._model, self._partition, place.sequence.name, step)
+
+    def _own_lane(self, version: int, worker_id: str) -> bytes:
+        return keys.lane(Lane(self._model, version, f"seq@{worker_id}", self._partition))
+
+    def _waiting(self, version: int) -> list[bytes]:
+        return [keys.lane(Lane(self._model, version, name, self._partition)) for name in _WAITING]
+
+
+def _owned(found: Items[Any]) -> Owned:
+    """Reads one of the replies of own.lua."""
+    name, life, token, committed, generation, kind, idle_ms = found
+    return Owned(
+        sequence=SequenceId.of(name.decode()),
+        life=life,
+        token=token,
+        committed=committed,
+        generation=int(generation),
+        is_explicit=kind == b"explicit",
+        idle_s=int(idle_ms) / 1000,
+    )

@@ -1,0 +1,597 @@
+"""The contract of sequences (the numbered promises of `qinfer.queue.sequences`) on each server."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from qinfer.core.messages import Failure
+from qinfer.errors import InvalidRequest, PayloadTooLarge, QueueFull, SequenceEnded, SequenceLost
+from qinfer.queue import keys, sequences
+from qinfer.queue.entries import Payload
+from qinfer.queue.sequence_records import Committed, Limits, Place, SequenceId, Step
+from qinfer.testing import EmbeddedServer, eventually
+from tests.contract.conftest import RedisQueue
+from tests.support.sequences import EIGHT, LEASE_S, SEVEN, Gateway, Worker, first, later, sequences_of
+from tests.support.servers.servers import Database
+
+LATE = Failure("deadline_exceeded", "Request timeout expired")
+
+
+@pytest.fixture
+async def gateway(queue: RedisQueue) -> AsyncIterator[Gateway]:
+    """A gateway on each kind of server."""
+    gateway = Gateway(sequences_of(await queue.connect()))
+    yield gateway
+    await gateway.sequences.close()
+
+
+@pytest.fixture
+async def later_on(timed: EmbeddedServer, database: Database) -> Gateway:
+    """A gateway on a server whose time moves."""
+    return Gateway(sequences_of(await database.delivery()))
+
+
+# --- order and owners (promises 1 and 2) ---
+
+
+async def test_steps_are_executed_in_order_by_one_owner(gateway: Gateway) -> None:
+    await gateway.send(SEVEN, first(1), later(2), later(3, end=True))
+    await gateway.send(EIGHT, first(10))
+    one, other = await Worker(gateway, "w1").join(), await Worker(gateway, "w2").join()
+
+    assert [owned.sequence for owned in await one.own(1)] == [SEVEN]
+    assert [(owned.sequence, owned.generation) for owned in await other.own(5)] == [(EIGHT, 3)]
+    for worker in (one, other):
+        await worker.work()
+
+    assert gateway.texts == ["=1", "=3", "=6", "=10"]
+    assert len(one.executed) == 3
+    assert await gateway.sequences.sizes([1]) == (1, 0, 0, 0)
+
+
+async def test_a_step_goes_to_the_owner_of_its_sequence(gateway: Gateway) -> None:
+    one, other = await Worker(gateway, "w1").join(), await Worker(gateway, "w2").join()
+    await gateway.send(SEVEN, first(1))
+    await one.work()
+
+    await gateway.send(SEVEN, later(2))
+
+    assert not await gateway.sequences.wait("w2", 1, "", 0.01, has_slots=True)
+    assert await gateway.sequences.wait("w1", 1, one.ticket, 0.01, has_slots=False)
+    assert await other.take() == []
+    await one.work()
+    assert gateway.texts == ["=1", "=3"]
+
+
+async def test_a_worker_is_woken_by_a_sequence_that_waits_only_with_free_slots(gateway: Gateway) -> None:
+    await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1))
+
+    assert await gateway.sequences.wait("w1", 1, "", 0.01, has_slots=True)
+    assert not await gateway.sequences.wait("w1", 1, "", 0.01, has_slots=False)
+
+
+async def test_steps_that_were_told_come_again_until_they_are_confirmed(gateway: Gateway) -> None:
+    """The reply to `take` may be lost with its connection."""
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1), later(2))
+    await worker.own()
+
+    lost, again = [await gateway.sequences.take("w1", 1, "") for _ in range(2)]
+    assert lost is not None
+    assert lost == again
+    rest = await gateway.sequences.take("w1", 1, lost.ticket)
+
+    assert [taken.place.number for taken in lost.taken] == [1, 2]
+    assert rest is not None
+    assert rest.taken == []
+
+
+async def test_a_reply_has_bounded_bytes(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, *(Step(frame=b"x" * 600, timeout_s=9.0, start=first(1).start) for _ in range(1)))
+    await gateway.send(SEVEN, *(Step(frame=b"x" * 600, timeout_s=9.0) for _ in range(3)))
+    await worker.own()
+
+    parts, ticket = [], ""
+    for _ in range(4):
+        news = await gateway.sequences.take("w1", 1, ticket, max_bytes=1200)
+        assert news is not None
+        parts.append([taken.place.number for taken in news.taken])
+        ticket = news.ticket
+
+    assert parts == [[1, 2], [3, 4], [], []]
+
+
+async def test_large_tensors_do_not_change_the_order(gateway: Gateway) -> None:
+    large = Payload("r1", b"x" * 3_000_000, 60.0)
+    steps = [Step(frame=b"1", timeout_s=60.0, start=first(1).start, payload=large), later(2), later(3)]
+
+    await asyncio.gather(*(gateway.sequences.submit(SEVEN, step) for step in steps))
+    worker = await Worker(gateway, "w1").join()
+    await worker.own()
+    await worker.take()
+
+    leases = [taken.lease for taken in worker.waiting if taken.lease is not None]
+    assert [lease.frame for lease in leases] == [b"1", b"2", b"3"]
+    assert leases[0].entry.payload_id == "r1"
+    await worker.work()
+    assert gateway.texts == ["=1", "=3", "=6"]
+
+
+async def test_ids_of_tenants_and_types_are_never_confused(gateway: Gateway) -> None:
+    ids = [
+        SequenceId("a", 7),
+        SequenceId("a", "7"),
+        SequenceId("a:n7", 7),
+        SequenceId("a", ":n7"),
+        SequenceId("", "a:7"),
+    ]
+    for number, each in enumerate(ids):
+        await gateway.send(each, first(number))
+
+    worker = await Worker(gateway, "w1").join()
+
+    assert {owned.sequence for owned in await worker.own()} == set(ids)
+
+
+async def test_limits_refuse_steps_and_sequences(gateway: Gateway) -> None:
+    await gateway.send(SEVEN, first(1), later(2))
+
+    with pytest.raises(QueueFull):
+        await gateway.sequences.submit(SEVEN, later(3), Limits(steps=2))
+    with pytest.raises(QueueFull):
+        await gateway.sequences.submit(EIGHT, first(1), Limits(open=1))
+    assert await gateway.sequences.submit(SEVEN, later(3), Limits(steps=3, open=1))
+
+
+# --- lives ---
+
+
+async def test_a_sequence_begins_with_start(gateway: Gateway) -> None:
+    with pytest.raises(InvalidRequest, match="must specify the START flag on the first request of the sequence"):
+        await gateway.send(SEVEN, later(1))
+
+
+async def test_after_its_end_a_sequence_is_not_known(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1), later(2, end=True))
+
+    with pytest.raises(InvalidRequest, match="START"):
+        await gateway.send(SEVEN, later(1))
+    await worker.work()
+    with pytest.raises(InvalidRequest, match="START"):
+        await gateway.send(SEVEN, later(1))
+
+    assert await gateway.sequences.sizes([1]) == (0, 0, 0, 0)
+    await worker.take()
+    assert worker.held == {}
+    assert await gateway.sequences.leave("w1", [1])
+
+
+async def test_a_start_ends_the_life_that_runs_and_waits_behind_it(gateway: Gateway) -> None:
+    """Also of another version, which other workers have."""
+    old, new = await Worker(gateway, "w1").join(), await Worker(gateway, "w2", version=2).join()
+    await gateway.send(SEVEN, first(1), later(2), first(10, version=2), later(20), first(100), later(200, end=True))
+
+    await new.work()
+    assert gateway.texts == []
+    await old.work()
+    await new.work()
+    await old.work()
+
+    assert gateway.texts == ["=1", "=3", "=10", "=30", "=100", "=300"]
+    assert len(new.executed) == 2
+
+
+async def test_a_start_of_a_life_of_which_nothing_waits_begins_at_once(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1), later(2))
+    await worker.work()
+
+    await gateway.send(SEVEN, first(10))
+    await worker.work()
+
+    assert gateway.texts == ["=1", "=3", "=10"]
+
+
+# --- commits (promise 3) ---
+
+
+async def test_a_committed_step_is_published_and_not_executed_by_the_next_owner(gateway: Gateway) -> None:
+    one, other = await Worker(gateway, "w1").join(), await Worker(gateway, "w2").join()
+    await gateway.send(SEVEN, first(1), later(2))
+    await one.own()
+    await one.take()
+    await one.commit(one.waiting[0])
+
+    await gateway.sequences.give_back("w1", [SEVEN])
+    await other.work()
+
+    assert gateway.texts == ["=1", "=3"]
+    assert [place.number for place in other.executed] == [2]
+
+
+async def test_a_commit_by_a_former_owner_does_nothing(gateway: Gateway) -> None:
+    one, other = await Worker(gateway, "w1").join(), await Worker(gateway, "w2").join()
+    await gateway.send(SEVEN, first(1))
+    await one.own()
+    await one.take()
+
+    await gateway.sequences.give_back("w1", [SEVEN])
+    assert not await one.commit(one.waiting[0])
+    await other.work()
+
+    assert one.held == {}
+    assert gateway.texts == ["=1"]
+    assert await gateway.sequences.state(SEVEN) == b"1"
+
+
+async def test_a_commit_is_repeated_without_harm(gateway: Gateway) -> None:
+    """Its reply may be lost; also that of the last step."""
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1, end=True))
+    await worker.own()
+    await worker.take()
+    (taken,) = worker.waiting
+    assert taken.lease is not None
+
+    for response in (b"one", b"another"):
+        step = Committed(place=taken.place, token=taken.token, entry=taken.lease.entry, response=response, state=b"1")
+        assert await gateway.sequences.commit([step]) == [True]
+
+    assert await gateway.sequences.response(taken.place) == b"one"
+
+
+async def test_large_states_and_responses_replace_one_another(queue: RedisQueue, gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1), later(2), later(3, end=True))
+    await worker.own()
+    await worker.take()
+    for taken in list(worker.waiting):
+        assert taken.lease is not None
+        blob = b"%d" % taken.place.number * 2_000_000
+        step = Committed(place=taken.place, token=taken.token, entry=taken.lease.entry, response=blob, state=blob)
+        assert await gateway.sequences.commit([step]) == [True]
+        assert await gateway.sequences.response(taken.place) == blob
+        assert await gateway.sequences.state(SEVEN) == (blob if taken.place.number < 3 else None)
+        await worker.finish(taken)
+
+    assert await gateway.sequences.response(Place(SEVEN, 1, 1)) is None
+
+
+async def test_a_state_has_bounded_bytes(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequences, "MAX_STATE_BYTES", 3)
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1000))
+    await worker.own()
+    await worker.take()
+
+    with pytest.raises(PayloadTooLarge, match="4 bytes, more than 3"):
+        await worker.commit(worker.waiting[0])
+
+
+async def test_the_response_before_the_last_is_kept_until_it_is_answered(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1), later(2))
+    await worker.own()
+    await worker.take()
+    one, two = worker.waiting
+    for taken in (one, two):
+        await worker.commit(taken)
+
+    assert await gateway.sequences.response(one.place) == b"=1"
+    await worker.finish(one)
+    assert await gateway.sequences.response(one.place) is None
+    await worker.finish(two)
+    assert await gateway.sequences.response(two.place) == b"=3"
+
+
+# --- errors (promise 5) ---
+
+
+async def test_an_error_at_a_step_answers_those_behind_it_and_later_ones(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1), later(2), later(3))
+    await worker.own()
+    await worker.take()
+    one, two, _ = worker.waiting
+    await worker.commit(one)
+
+    assert await gateway.sequences.fail(two.place, LATE, two.token)
+    await gateway.answer_rest()
+
+    ended = "sequence 7 of model 'sum' was ended at step 2: Request timeout expired; begin it again with the START flag"
+    assert gateway.texts == ["=1", f"{LATE.code}: {LATE.message}", f"sequence_ended: {ended}"]
+    with pytest.raises(SequenceEnded, match="at step 2: Request timeout expired"):
+        await gateway.send(SEVEN, later(4))
+    assert await gateway.sequences.unanswered() == []
+    await worker.take()
+    assert worker.held == {}
+    await gateway.send(SEVEN, first(5))
+    await worker.work()
+    assert gateway.texts[-1] == "=5"
+
+
+async def test_only_the_owner_and_whoever_needs_no_token_end_a_life(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1), later(2))
+    await worker.own()
+    await worker.take()
+    one, two = worker.waiting
+    await worker.commit(one)
+
+    assert not await gateway.sequences.fail(two.place, LATE, two.token + 1)
+    assert not await gateway.sequences.fail(one.place, LATE)
+    assert await gateway.sequences.fail(two.place, LATE)
+    assert not await gateway.sequences.fail(two.place, LATE)
+
+
+async def test_a_life_that_waits_ends_when_it_would_begin(gateway: Gateway) -> None:
+    """The life before it goes on, and the one behind it begins."""
+    worker = await Worker(gateway, "w1").join()
+    steps = await gateway.send(SEVEN, first(1), first(10), later(20), first(100))
+
+    assert await gateway.sequences.fail(steps[2].place, LATE)
+    await worker.work()
+    await gateway.answer_rest()
+
+    assert [text.partition(":")[0] for text in gateway.texts] == ["=1", "sequence_ended", LATE.code, "=100"]
+
+
+# --- numbers (promise 6) ---
+
+
+async def test_a_repeated_step_gets_the_stored_response(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1, number=1), later(2, number=2))
+    await worker.work()
+
+    (again,) = await gateway.send(SEVEN, later(2, number=2))
+
+    assert again.entry is None
+    assert await gateway.sequences.response(again.place) == b"=3"
+    assert len(worker.executed) == 2
+
+
+async def test_a_repeated_step_in_flight_waits_for_the_first(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    sent = await gateway.send(SEVEN, first(1, number=1), first(1, number=1), later(2, number=2), later(2, number=2))
+    await worker.work()
+
+    assert [submitted.place.number for submitted in sent] == [1, 1, 2, 2]
+    assert gateway.texts == ["=1", "=3"]
+    assert len(worker.executed) == 2
+
+
+async def test_a_gap_and_a_step_long_past_are_refused(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1, number=1), later(2, number=2))
+    await worker.work()
+
+    with pytest.raises(InvalidRequest, match="step 4 of sequence 7 to model 'sum' leaves a gap: send step 3 first"):
+        await gateway.send(SEVEN, later(4, number=4))
+    with pytest.raises(InvalidRequest, match=r"response to step 1 .* no longer kept: step 2 is committed"):
+        await gateway.send(SEVEN, later(1, number=1))
+    with pytest.raises(InvalidRequest, match="send step 1 first"):
+        await gateway.send(EIGHT, first(4, number=4))
+
+
+async def test_the_last_step_is_repeated_after_the_end(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1, number=1, end=True))
+    await worker.work()
+
+    (again,) = await gateway.send(SEVEN, first(1, number=1, end=True))
+    (new,) = await gateway.send(SEVEN, first(2, number=1))
+
+    assert (again.entry, again.place.life, new.place.life) == (None, 1, 2)
+    assert await gateway.sequences.response(again.place) == b"=1"
+
+
+# --- hand-over (promise 4) ---
+
+
+async def test_a_drain_gives_sequences_to_others(gateway: Gateway) -> None:
+    one, other = await Worker(gateway, "w1").join(), await Worker(gateway, "w2").join()
+    await gateway.send(SEVEN, first(1), later(2))
+    await gateway.send(EIGHT, first(5, explicit=True))
+    await one.own()
+
+    assert await gateway.sequences.give_back("w1", [SEVEN, EIGHT]) == 2
+    await other.work()
+    await gateway.answer_rest()
+
+    assert await gateway.sequences.leave("w1", [1])
+    assert not await gateway.sequences.leave("w2", [1])
+    assert gateway.texts[:2] == ["=1", "=3"]
+    assert gateway.texts[2].startswith("sequence_lost: ")
+    assert await gateway.sequences.sizes([1]) == (1, 0, 1, 1)
+
+
+async def test_sequences_of_a_dead_worker_go_on_at_others(later_on: Gateway, timed: EmbeddedServer) -> None:
+    """What was handed over goes before new sequences; the step that killed its worker is a suspect."""
+    one = await Worker(later_on, "w1").join()
+    await later_on.send(SEVEN, first(1), later(2), later(3))
+    await one.own()
+    await one.take()
+    await one.commit(one.waiting[0])
+    await later_on.send(EIGHT, first(10))
+
+    timed.advance(LEASE_S / 2)
+    assert await later_on.sequences.renew("w1", [1], LEASE_S)
+    timed.advance(LEASE_S - 1)
+    assert await later_on.sequences.reap() == 0
+    timed.advance(2.0)
+    assert await later_on.sequences.reap() == 1
+    other = await Worker(later_on, "w2").join()
+    owned = await other.own(1)
+    await other.take()
+
+    assert [(each.sequence, each.token, each.committed) for each in owned] == [(SEVEN, 2, 1)]
+    deliveries = [taken.lease.deliveries for taken in other.waiting if taken.lease is not None]
+    assert deliveries == [1, 2, 1]
+    await other.work()
+    assert later_on.texts == ["=1", "=3", "=6", "=10"]
+    assert not await later_on.sequences.renew("w1", [1], LEASE_S)
+    assert await later_on.sequences.take("w1", 1) is None
+    assert await later_on.sequences.own("w1", 1, 1) is None
+
+
+async def test_a_worker_that_comes_back_begins_with_nothing(later_on: Gateway, timed: EmbeddedServer) -> None:
+    one = await Worker(later_on, "w1").join()
+    await later_on.send(SEVEN, first(1))
+    await one.own()
+    timed.advance(LEASE_S + 1)
+
+    await later_on.sequences.reap(0)
+    again = await Worker(later_on, "w1").join()
+    await again.work()
+
+    assert later_on.texts == ["=1"]
+    assert [held.owned.token for held in again.held.values()] == [2]
+
+
+async def test_state_in_memory_is_lost_with_its_worker(later_on: Gateway, timed: EmbeddedServer) -> None:
+    """What was committed is answered by its response, never executed in the middle of another life."""
+    one, other = await Worker(later_on, "w1").join(), Worker(later_on, "w2")
+    await later_on.send(SEVEN, first(1, explicit=True), later(2))
+    await one.own()
+    await one.take()
+    await one.commit(one.waiting[0])
+
+    timed.advance(LEASE_S + 1)
+    await other.join()
+    await later_on.sequences.reap()
+    await other.work()
+    await later_on.answer_rest()
+
+    assert later_on.texts[0] == "=1"
+    assert later_on.texts[1].startswith("sequence_lost: sequence 7 of model 'sum' was ended at step 2: the worker")
+    with pytest.raises(SequenceLost):
+        await later_on.send(SEVEN, later(3))
+    assert other.executed == []
+
+
+async def test_what_nobody_answered_comes_again(later_on: Gateway, timed: EmbeddedServer) -> None:
+    """Whoever was to answer died with it; an owner of a committed last step, too."""
+    worker = await Worker(later_on, "w1").join()
+    await later_on.send(SEVEN, first(1, end=True))
+    await later_on.send(EIGHT, first(5), later(6))
+    await worker.own()
+    await worker.take()
+    await worker.commit(worker.waiting[0])
+    await later_on.sequences.fail(worker.waiting[1].place, LATE)
+
+    assert len(await later_on.sequences.unanswered()) == 2
+    assert await later_on.sequences.unanswered() == []
+    timed.advance(11.0)
+    await later_on.answer_rest()
+
+    assert [text.partition(":")[0] for text in later_on.texts] == ["=1", LATE.code, "sequence_ended"]
+    timed.advance(11.0)
+    assert await later_on.sequences.unanswered() == []
+
+
+# --- time (promises 5 and 8) ---
+
+
+async def test_a_sequence_is_idle_by_redis_clock(later_on: Gateway, timed: EmbeddedServer) -> None:
+    worker = await Worker(later_on, "w1").join()
+    await later_on.send(SEVEN, first(1))
+    await worker.work()
+    owned = worker.held[SEVEN].owned
+    place = worker.executed[0]
+
+    assert not await later_on.sequences.end_idle(place, owned.token)
+    timed.advance(1.5)
+    await later_on.send(SEVEN, later(2))
+    assert not await later_on.sequences.end_idle(place, owned.token)
+    await worker.work()
+    timed.advance(1.5)
+    assert not await later_on.sequences.end_idle(place, owned.token + 1)
+    assert await later_on.sequences.end_idle(place, owned.token)
+
+    with pytest.raises(InvalidRequest, match="START"):
+        await later_on.send(SEVEN, later(3))
+
+
+async def test_what_nobody_owns_ends_at_its_deadline(later_on: Gateway, timed: EmbeddedServer) -> None:
+    await later_on.send(SEVEN, first(1), later(2, timeout_s=5.0))
+    assert await later_on.sequences.sweep() == 0
+
+    timed.advance(6.0)
+    assert await later_on.sequences.sweep() == 1
+    await later_on.answer_rest()
+
+    assert later_on.texts[0] == "deadline_exceeded: timeout of the corresponding sequence has been expired"
+    assert later_on.texts[1].startswith("sequence_ended: ")
+    worker = await Worker(later_on, "w1").join()
+    assert await worker.own() == []
+
+
+async def test_an_idle_sequence_that_nobody_owns_ends_after_a_minute(later_on: Gateway, timed: EmbeddedServer) -> None:
+    worker = await Worker(later_on, "w1").join()
+    await later_on.send(SEVEN, first(1))
+    await worker.work()
+    await later_on.sequences.give_back("w1", [SEVEN])
+
+    timed.advance(30.0)
+    assert await later_on.sequences.sweep() == 0
+    timed.advance(31.0)
+    assert await later_on.sequences.sweep() == 1
+    assert (await later_on.sequences.sizes([1]))[:2] == (0, 0)
+
+
+async def test_the_janitor_hands_over_what_its_owner_has_left(later_on: Gateway, timed: EmbeddedServer) -> None:
+    """A second way, should the first one have been interrupted."""
+    worker = await Worker(later_on, "w1").join()
+    await later_on.send(SEVEN, first(1))
+    await worker.own()
+    await later_on.sequences._router.call(0, b"ZREM", keys.sequence_owners("sum", 0), "w1")
+
+    timed.advance(61.0)
+    await later_on.sequences.sweep()
+
+    other = await Worker(later_on, "w2").join()
+    assert [owned.sequence for owned in await other.own()] == [SEVEN]
+
+
+async def test_an_end_is_forgotten_after_minutes(later_on: Gateway, timed: EmbeddedServer, database: Database) -> None:
+    worker = await Worker(later_on, "w1").join()
+    await later_on.send(SEVEN, first(1, end=True))
+    await worker.work()
+
+    timed.advance(301.0)
+
+    left = {key.decode().partition("}:")[2] for key in await later_on.sequences._router.call(0, b"KEYS", b"*")}
+    assert left <= {"sequence-owners", "1:seq", "1:seq@w1"}
+
+
+# --- Redis that may lose what it has confirmed (promise 7) ---
+
+
+@pytest.mark.parametrize("is_fragile", [True, False])
+async def test_a_restart_ends_sequences_where_something_may_be_lost(own_redis: RedisQueue, *, is_fragile: bool) -> None:
+    gateway = Gateway(sequences_of(await own_redis.connect(), is_fragile=is_fragile))
+    worker = await Worker(gateway, "w1").join(lease_s=600.0)
+    await gateway.send(SEVEN, first(1))
+    await worker.work()
+
+    own_redis.nodes[0].stop()
+    own_redis.nodes[0].start()
+
+    async def has_ended() -> bool:
+        try:
+            await gateway.send(SEVEN, later(2))
+        except SequenceLost:
+            return True
+        except Exception:  # noqa: BLE001 - not connected yet
+            return False
+        return not is_fragile
+
+    await eventually(has_ended)
+    await worker.work()
+    assert gateway.texts == (["=1"] if is_fragile else ["=1", "=3"])
+    assert worker.held.keys() == (set() if is_fragile else {SEVEN})

@@ -1,0 +1,166 @@
+"""A model that sums, in workers and gateways as small as the protocol of sequences allows."""
+
+from dataclasses import dataclass, field
+
+from qinfer.core.messages import Failure
+from qinfer.queue.lanes import Queue
+from qinfer.queue.sequence_records import Committed, Owned, Pin, Place, SequenceId, Step, Submitted, Taken
+from qinfer.queue.sequences import Sequences
+
+SEVEN = SequenceId("acme", 7)
+EIGHT = SequenceId("acme", "eight")
+LEASE_S = 10.0
+TIMEOUT_S = 60.0
+IDLE_S = 1.0
+
+
+def sequences_of(queue: Queue, *, is_fragile: bool = False) -> Sequences:
+    """Returns the sequences of the model that sums."""
+    return Sequences(queue.router, queue._values, queue.durability, "sum", is_fragile=is_fragile)
+
+
+def first(value: int, *, explicit: bool = False, version: int = 1, end: bool = False, number: int = 0) -> Step:
+    """Returns a step with START."""
+    pin = Pin(version=version, generation=3, is_explicit=explicit, idle_s=IDLE_S)
+    digest = str(value)
+    return Step(frame=b"%d" % value, timeout_s=TIMEOUT_S, start=pin, end=end, number=number, digest=digest)
+
+
+def later(value: int, *, end: bool = False, number: int = 0, timeout_s: float = TIMEOUT_S) -> Step:
+    """Returns a step without START."""
+    return Step(frame=b"%d" % value, timeout_s=timeout_s, end=end, number=number)
+
+
+@dataclass
+class Gateway:
+    """Submits steps, and has the responses that were published; the same one may come twice."""
+
+    sequences: Sequences
+    responses: dict[Place, set[bytes | Failure]] = field(default_factory=dict)
+
+    async def send(self, sequence: SequenceId, *steps: Step) -> list[Submitted]:
+        """Submits steps in order."""
+        return [await self.sequences.submit(sequence, step) for step in steps]
+
+    def publish(self, place: Place, response: bytes | Failure) -> None:
+        """Receives a response."""
+        self.responses.setdefault(place, set()).add(response)
+
+    @property
+    def texts(self) -> list[str]:
+        """The responses in order of life and number; several of one step are a defect."""
+        found = sorted(self.responses.items(), key=lambda item: (item[0].sequence.name, item[0].life, item[0].number))
+        return ["|".join(sorted(map(_text, responses))) for _, responses in found]
+
+    async def answer_rest(self) -> None:
+        """Answers the steps of lives that have ended, as a janitor does."""
+        for each in await self.sequences.unanswered():
+            stored = None if each.failure else await self.sequences.response(each.place)
+            self.publish(each.place, stored or each.failure or b"")
+            await self.sequences.finish([(each.place, each.entry)])
+
+
+@dataclass
+class Held:
+    """A sequence of a worker: who owns it by which token, and its state."""
+
+    owned: Owned
+    total: int
+    committed: int
+
+
+class Worker:
+    """Owns sequences, and executes their steps one by one; each of its methods is what a crash may come behind."""
+
+    def __init__(self, gateway: Gateway, name: str, version: int = 1) -> None:
+        self.gateway = gateway
+        self.sequences = gateway.sequences
+        self.name = name
+        self.version = version
+        self.held: dict[SequenceId, Held] = {}
+        self.waiting: list[Taken] = []
+        self.ticket = ""
+        self.executed: list[Place] = []
+
+    async def join(self, lease_s: float = LEASE_S) -> "Worker":
+        """Begins its lease."""
+        await self.sequences.join(self.name, [self.version], lease_s)
+        return self
+
+    async def own(self, count: int = 10) -> list[Owned]:
+        """Takes sequences, with their states."""
+        found = await self.sequences.own(self.name, self.version, count)
+        for owned in found or []:
+            state = await self.sequences.state(owned.sequence) if owned.committed else None
+            self.held[owned.sequence] = Held(owned, int(state or 0), owned.committed)
+        return found or []
+
+    async def take(self) -> list[Taken]:
+        """Takes steps; what it has already, and what is of sequences that it does not hold, is dropped."""
+        news = await self.sequences.take(self.name, self.version, self.ticket)
+        if news is None:
+            self.held, self.waiting = {}, []
+            return []
+        self.ticket = news.ticket
+        for taken in news.taken:
+            held = self.held.get(taken.place.sequence)
+            if held is None or held.owned.token != taken.token:
+                continue
+            if taken.lease is None:
+                del self.held[taken.place.sequence]
+                self.waiting = [each for each in self.waiting if each.place.sequence != taken.place.sequence]
+            elif all(each.lease != taken.lease for each in self.waiting):
+                self.waiting.append(taken)
+        return list(news.taken)
+
+    async def commit(self, taken: Taken) -> bool:
+        """Executes a step, and commits it; one that is committed already is not executed."""
+        held = self.held[taken.place.sequence]
+        assert taken.lease is not None
+        if taken.place.number <= held.committed:
+            return True
+        total = held.total + int(taken.lease.frame)
+        self.executed.append(taken.place)
+        state = None if held.owned.is_explicit else b"%d" % total
+        step = Committed(
+            place=taken.place, token=taken.token, entry=taken.lease.entry, response=b"=%d" % total, state=state
+        )
+        (is_committed,) = await self.sequences.commit([step])
+        if is_committed:
+            held.total, held.committed = total, taken.place.number
+        else:
+            self.drop(taken.place.sequence)
+        return is_committed
+
+    async def publish(self, taken: Taken) -> None:
+        """Publishes the stored response of a committed step."""
+        response = await self.sequences.response(taken.place)
+        if response is not None:
+            self.gateway.publish(taken.place, response)
+
+    async def finish(self, taken: Taken) -> None:
+        """Removes a step that is answered."""
+        assert taken.lease is not None
+        await self.sequences.finish([(taken.place, taken.lease.entry)])
+        self.waiting.remove(taken)
+
+    def drop(self, sequence: SequenceId) -> None:
+        """Forgets a sequence that another one owns."""
+        self.held.pop(sequence, None)
+        self.waiting = [each for each in self.waiting if each.place.sequence != sequence]
+
+    async def work(self) -> None:
+        """Does everything that there is to do."""
+        while True:
+            await self.own()
+            await self.take()
+            if not self.waiting:
+                return
+            taken = self.waiting[0]
+            if await self.commit(taken):
+                await self.publish(taken)
+                await self.finish(taken)
+
+
+def _text(response: bytes | Failure) -> str:
+    return response.decode() if isinstance(response, bytes) else f"{response.code}: {response.message}"
