@@ -9,9 +9,11 @@ So each response reads as a reply of infer does: its JSON, then the bytes that t
 from base64 import b64encode
 from collections.abc import Sequence
 
-from qinfer.core.messages import Response
+import msgspec
+
+from qinfer.core.messages import Failure, Response
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.http.infer import InferCodec, Reply
+from qinfer_api.http.infer import InferCodec, Reply, refusal
 
 
 def says_something(response: Response) -> bool:
@@ -40,10 +42,23 @@ def encode_list(codec: InferCodec, responses: Sequence[Response], client_id: str
     return Reply(200, text + binary, len(text) if binary else None)
 
 
-def encode_event(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> bytes:
+def encode_event(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> Reply:
     """Encodes a response, or its error, as the data of an event: one line, or two where outputs are binary."""
-    text, binary = _parts(codec.encode(response, client_id, plan))
-    return b"%b\n%b" % (text, b64encode(binary)) if binary else text
+    reply = codec.encode(response, client_id, plan)
+    text, binary = _parts(reply)
+    return Reply(reply.status, b"%b\n%b" % (text, b64encode(binary)) if binary else text)
+
+
+def coded_refusal(failure: Failure) -> Reply:
+    """Returns the reply of a failure that a response carries, with its code beside the text."""
+    body = msgspec.json.encode({"error": failure.message, "code": failure.code})
+    return msgspec.structs.replace(refusal(failure), body=body)
+
+
+def event_text(name: bytes, data: bytes, event_id: bytes = b"") -> bytes:
+    """Writes a server-sent event (WHATWG HTML, "Server-sent events"); each line of its data becomes a field."""
+    lines = data.replace(b"\n", b"\ndata: ")
+    return b"event: %b\n%bdata: %b\n\n" % (name, b"id: %b\n" % event_id if event_id else b"", lines)
 
 
 def _parts(reply: Reply) -> tuple[bytes, bytes]:

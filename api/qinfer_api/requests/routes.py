@@ -345,7 +345,7 @@ async def _responses(services: Services, record: RequestRecord, index: int) -> A
 
 async def _encoded(services: Services, response: Response, client_id: str, plan: OutputPlan) -> bytes:
     size = sum(output.nbytes for output in response.outputs)
-    return await off_loop(size, encode_event, services.codec, response, client_id, plan)
+    return (await off_loop(size, encode_event, services.codec, response, client_id, plan)).body
 
 
 def _state(services: Services, record: RequestRecord) -> bytes:

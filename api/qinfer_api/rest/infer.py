@@ -3,6 +3,7 @@
     infer             large, compressed, chunked or otherwise special requests, read by the functions of `http/infer.py`
     generate          free-form JSON in, flat JSON out (reference §1.18): exactly one response, or an error
     generate_stream   `data: {…}` for each response; the first one decides the status, later failures come in the stream
+    infer_stream      below `/v1`: infer's body in, each response as an event with exact tensors out
 
 Of free-form JSON, a key that is an input of the model becomes a tensor, any other a parameter; the members of an object
 `parameters` are taken the same way. The answer has each output under its own name. It is neither taken nor given in a
@@ -12,7 +13,7 @@ No body meets pydantic. Whatever takes long (decompression, a large body or repl
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,14 +25,15 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from qinfer.core.messages import InferRequest, Response, Scalar
+from qinfer.core.messages import Failure, InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.submission.pending import Pending
+from qinfer.submission.pending import Pending, Sink
 from qinfer.tensors import Bytes, Tensor, element_count
 from qinfer.wire.kserve_exact import custom_parameter, load, read_input
 from qinfer.wire.kserve_json import check_depth, elements, pack
+from qinfer.wire.outputs import OutputPlan
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import (
     FutureSink,
@@ -42,6 +44,7 @@ from qinfer_api.http.infer import (
     refusal,
     request_encoding,
 )
+from qinfer_api.http.responses import coded_refusal, encode_event, event_text
 from qinfer_api.requests.routes import ACCEPTED, PREFER, submit
 from qinfer_api.rest.openapi import Json, answer, body, operation
 from qinfer_api.rest.services import (
@@ -88,6 +91,21 @@ _STREAM = answer(
     kind="text/event-stream",
     example='data: {"label": 7, …}\n\n',
 )
+_INFER_STREAM = operation(
+    "Run a model, and stream its responses",
+    {
+        200: answer(
+            "Server-sent events: `response` with the JSON of each, and with the bytes of binary outputs in base64 as a "
+            "second line of `data`; `error` with text and code, which ends the stream.",
+            {"type": "string"},
+            kind="text/event-stream",
+            example='event: response\ndata: {"model_name": "digits", …}\n\n',
+        ),
+        **INFER_ERRORS,
+    },
+    JSON_LENGTH,
+    takes=INFER_BODY,
+)
 _GENERATE = operation("Run a model on free-form JSON", {200: _OUTPUTS, **INFER_ERRORS}, takes=body(_FREE))
 _GENERATE_STREAM = operation(
     "Run a model on free-form JSON, and stream its responses", {200: _STREAM, **INFER_ERRORS}, takes=body(_FREE)
@@ -103,6 +121,12 @@ def infer_routes(services: Services) -> APIRouter:
     async def infer(request: Request) -> HttpResponse:
         """Runs a model on the tensors of the request: its highest ready version, or that of the path."""
         return await _infer(services, target_of(request), request)
+
+    @router.post("/v1/models/{model}/versions/{version}/infer_stream", name="infer_stream_version", **_INFER_STREAM)
+    @router.post("/v1/models/{model}/infer_stream", name="infer_stream", **_INFER_STREAM)
+    async def infer_stream(request: Request) -> HttpResponse:
+        """Runs a model as infer does, and streams its responses: one, or those of a decoupled model."""
+        return await _infer_stream(services, target_of(request), request)
 
     @router.post("/v2/models/{model}/versions/{version}/generate", name="generate_version", **_GENERATE)
     @router.post("/v2/models/{model}/generate", name="generate", **_GENERATE)
@@ -123,25 +147,32 @@ def infer_routes(services: Services) -> APIRouter:
 
 async def _infer(services: Services, target: Target, request: Request) -> HttpResponse:
     """Reads, submits, waits, answers; raises errors before the wait to the error handler."""
-    dispatcher = services.dispatcher
     preferences = read_preferences(request.headers.getlist("prefer"))
     if preferences.is_async:
         return await submit(services, target, request, preferences)
     sink = FutureSink()
+    pending, client_id, plan = await _submit_infer(services, target, request, sink)
+    try:
+        response = await unless_left(request.receive, sink.wait())
+    finally:
+        services.dispatcher.cancel(pending)  # does nothing once it is answered
+    return await send_outputs(services, request, response, client_id, plan)
+
+
+async def _submit_infer(
+    services: Services, target: Target, request: Request, sink: Sink
+) -> tuple[Pending, str, OutputPlan]:
+    """Reads, checks and submits a request of infer; returns it, its client's id of it, and the form of its outputs."""
+    dispatcher = services.dispatcher
     try:
         context = authorize(services, request)
         served = dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
         content = await read_body(services, request, services.settings.http.max_input_bytes)
         decoded, plan = await decoded_infer(services, served, target, request, content)
         answers(request, decoded)
-        pending = dispatcher.submit(context, decoded, sink)
+        return dispatcher.submit(context, decoded, sink), decoded.client_id, plan
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error) from None
-    try:
-        response = await unless_left(request.receive, sink.wait())
-    finally:
-        dispatcher.cancel(pending)  # does nothing once it is answered
-    return await send_outputs(services, request, response, decoded.client_id, plan)
 
 
 _NOT_ONE = (
@@ -232,14 +263,48 @@ async def _generate(services: Services, target: Target, request: Request) -> Htt
 async def _generate_stream(services: Services, target: Target, request: Request) -> HttpResponse:
     sink = StreamSink()
     pending, client_id = await _submit(services, target, request, sink)
+    return await _stream(services, request, sink, pending, partial(_generated, client_id))
+
+
+async def _infer_stream(services: Services, target: Target, request: Request) -> HttpResponse:
+    sink = StreamSink()
+    pending, client_id, plan = await _submit_infer(services, target, request, sink)
+    return await _stream(services, request, sink, pending, partial(_inferred, services, client_id, plan))
+
+
+_Event = Callable[[Response], Awaitable[Reply]]
+"""Makes an event of a response, or of its failure."""
+
+
+async def _stream(
+    services: Services, request: Request, sink: StreamSink, pending: Pending, event: _Event
+) -> HttpResponse:
+    """Answers with the responses of a request as server-sent events; the first one decides the status."""
     responses = sink.responses()
     try:
-        replies = await unless_left(request.receive, _first(responses, client_id))
+        replies = await unless_left(request.receive, _first(responses, event))
     except BaseException:
         services.dispatcher.cancel(pending)
         raise
-    events = _events(replies, responses, client_id, partial(recheck, services, request))
+    events = _events(replies, responses, event, partial(recheck, services, request))
     return _Events(events, replies, services.dispatcher, pending)
+
+
+async def _generated(client_id: str, response: Response) -> Reply:
+    """Makes an event of generate_stream."""
+    reply = await _encoded(response, client_id)
+    return msgspec.structs.replace(reply, body=b"data: %b\n\n" % reply.body)
+
+
+async def _inferred(services: Services, client_id: str, plan: OutputPlan, response: Response) -> Reply:
+    """Makes an event of infer_stream."""
+    if response.failure is None:
+        size = sum(output.nbytes for output in response.outputs)
+        reply = await off_loop(size, encode_event, services.codec, response, client_id, plan)
+    else:
+        reply = coded_refusal(response.failure)
+    name = b"response" if reply.status == 200 else b"error"
+    return msgspec.structs.replace(reply, body=event_text(name, reply.body))
 
 
 async def _all(sink: StreamSink) -> list[Response]:
@@ -252,25 +317,25 @@ async def _all(sink: StreamSink) -> list[Response]:
     return responses
 
 
-async def _first(responses: AsyncIterator[Response], client_id: str) -> list[Reply]:
-    """Returns the reply of the first response; nothing when there is none."""
+async def _first(responses: AsyncIterator[Response], event: _Event) -> list[Reply]:
+    """Returns the event of the first response; nothing when there is none."""
     async for response in responses:
-        return [await _encoded(response, client_id)]
+        return [await event(response)]
     return []
 
 
 async def _events(
-    first: list[Reply], responses: AsyncIterator[Response], client_id: str, check: Callable[[], None]
+    first: list[Reply], responses: AsyncIterator[Response], event: _Event, check: Callable[[], None]
 ) -> AsyncIterator[bytes]:
     """Yields the events of a stream, which ends with an error once `check` refuses its caller."""
     for reply in first:
-        yield b"data: %b\n\n" % reply.body
+        yield reply.body
     try:
         async for response in responses:
             check()
-            yield b"data: %b\n\n" % (await _encoded(response, client_id)).body
+            yield (await event(response)).body
     except QinferError as error:
-        yield b"data: %b\n\n" % failure_reply(error).body
+        yield (await event(Response(request_id="", failure=Failure.of(error)))).body
 
 
 async def _encoded(response: Response, client_id: str) -> Reply:

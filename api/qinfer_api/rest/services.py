@@ -50,7 +50,7 @@ from qinfer_api.http.infer import (
     too_large,
     with_headers,
 )
-from qinfer_api.http.responses import encode_list
+from qinfer_api.http.responses import encode_list, event_text
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.receiving import SMALL_BYTES, ReceivingBudget
@@ -452,8 +452,7 @@ def event_stream(events: AsyncIterator[Event | None], seen: str) -> HttpResponse
                     yield b": still here\n\n"
                 elif event.id != last:
                     last = event.id
-                    data = event.data.replace(b"\n", b"\ndata: ")
-                    yield b"event: %b\nid: %b\ndata: %b\n\n" % (event.name.encode(), last.encode(), data)
+                    yield event_text(event.name.encode(), event.data, last.encode())
 
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
