@@ -21,6 +21,7 @@ from qinfer.errors import (
     QinferError,
     QuotaExceeded,
     Unauthorized,
+    UnsupportedFeature,
 )
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.routes import Route
@@ -168,8 +169,9 @@ class Dispatcher:
 
         Raises:
             QinferError: The request is refused: its caller may not ask or not so much, the model is unknown or not
-                ready, the request is too large or does not fit it, or too many wait or are in flight. The texts of
-                the last three begin with `[request id: …] ` (reference §1.2).
+                ready, or decoupled where the sink takes one response, the request is too large or does not fit it, or
+                too many wait or are in flight. The texts of the last three begin with `[request id: …] ` (reference
+                §1.2).
         """
         quota = None
         if self._auth is not None:
@@ -181,6 +183,10 @@ class Dispatcher:
         served = self._catalog.asked(request.model, request.version)
         request.tenant, request.trace = context.tenant, context.trace
         timeout_s = served.spec.default_timeout_s
+        if served.spec.decoupled:
+            if sink.no_stream:
+                raise UnsupportedFeature(sink.no_stream)
+            timeout_s = served.spec.max_timeout_s
         if within_s < timeout_s:
             timeout_s = max(within_s, _SHORTEST_S)
         try:
@@ -231,7 +237,8 @@ class Dispatcher:
     def _answered(self, pending: Pending, response: Response) -> None:
         if response.failure is not None:
             code, message, retryable = response.failure.code, response.failure.message, response.failure.retryable
-            self._tally.failed(pending.model, pending.version, code)
+            if response.final:
+                self._tally.failed(pending.model, pending.version, code)
             failure = Failure(code, of_request(pending.client_id) + message, retryable)
             response = msgspec.structs.replace(response, failure=failure)
         elif response.final:

@@ -5,7 +5,7 @@ many slots. It knows nothing of queues; it gets assembled arrays and answers eac
 `respond_rows`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -129,14 +129,30 @@ class Context(Protocol):
             DeadlineExceeded: The deadline passed; the request is taken out of the queue.
             Cancelled: Nobody waits for any item of the batch any more, or the worker ends.
             BrokerUnavailable: The queue can't be reached.
-            InferenceFailed: The model failed, with its own message, or gave more than one response.
+            InferenceFailed: The model failed, with its own message, or is decoupled: call it by `stream`.
             QinferError: Another refusal.
+        """
+        ...
+
+    def stream(self, request: InferRequest) -> Iterator[Response]:
+        """Runs another model as `call` does, and returns its responses as they come: any number of a decoupled model's.
+
+        The last response is the one that is `final`; it may be empty. One that is not may have a `failure`: a decoupled
+        model may report an error and go on. The called model waits while a window of responses is not taken from the
+        iterator. To forget the iterator before its end cancels the request, as does its method `close`.
+
+        Returns:
+            An iterator for one thread at a time. It waits for the next response, and raises as `call` does when the
+            request fails.
+
+        Raises:
+            QinferError: The request is refused, as `call` has it.
         """
         ...
 
 
 class OneResponse:
-    """The part of a `Context` that is about streams, where each item has exactly one response."""
+    """The part of a `Context` that is about streams, where each item, and each call, has exactly one response."""
 
     __slots__ = ()
 
@@ -174,6 +190,14 @@ class OneResponse:
     ) -> None:
         """Takes an answer: `respond` does not wait either."""
         self.respond(item, outputs, final=final, parameters=parameters)
+
+    def call(self, request: InferRequest) -> Response:
+        """Runs another model; every context has a way of its own. See `Context.call`."""
+        raise NotImplementedError
+
+    def stream(self, request: InferRequest) -> Iterator[Response]:
+        """Runs another model that has one response."""
+        return iter((self.call(request),))
 
 
 class Backend(Protocol):

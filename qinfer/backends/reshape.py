@@ -3,7 +3,7 @@
 A wrapper around any backend, so that none has to know of it. Elements stay in place: only shapes change.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -106,6 +106,10 @@ class _Answers:
     def call(self, request: InferRequest) -> Response:
         """Calls through the batch's own context."""
         return self._ctx.call(request)
+
+    def stream(self, request: InferRequest) -> Iterator[Response]:
+        """Calls through the batch's own context."""
+        return self._ctx.stream(request)
 
     def _reshaped(self, tensor: Tensor) -> Tensor:
         shape = self._shapes.get(tensor.name)

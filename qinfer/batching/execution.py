@@ -12,8 +12,8 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,6 +38,8 @@ from qinfer.queue.entries import Lease
 from qinfer.tensors import Tensor, datatype, to_numpy
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 KeyFunction = Callable[[InferRequest], Hashable]
 
@@ -159,6 +161,22 @@ class Caller(Protocol):
         """
         ...
 
+    def stream(self, request: InferRequest, deadline_s: float) -> Iterator[Response]:
+        """Runs a request as `call` does, on a model that may give several responses. See `Context.stream`.
+
+        Args:
+            request: As in `call`.
+            deadline_s: When the last response has to be there, in the broker's time.
+
+        Returns:
+            The responses, as they come; the last one is `final`, and may be empty. Waiting for the next one blocks, and
+            raises as `call` does where the request fails. To close the iterator, or to forget it, cancels the request.
+
+        Raises:
+            QinferError: As `Context.call` says.
+        """
+        ...
+
 
 class Execution(msgspec.Struct, OneResponse, eq=False):
     """A batch that runs, or ran; see the module docstring for who may touch it when.
@@ -218,6 +236,14 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
     def call(self, request: InferRequest) -> Response:
         """Runs another model; see `Context.call`."""
+        return self._call(request, lambda caller: caller.call)
+
+    def stream(self, request: InferRequest) -> Iterator[Response]:
+        """Runs another model that may give several responses; see `Context.stream`."""
+        return self._call(request, lambda caller: caller.stream)
+
+    def _call(self, request: InferRequest, way: Callable[[Caller], Callable[[InferRequest, float], T]]) -> T:
+        """Runs another model on a request, which is made for those whose batch this is."""
         if self.caller is None:
             raise InferenceFailed("this model runs where it can't call other models")
         waited_for = [item for item in self.items if not item.lost]
@@ -228,7 +254,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
             request, tenant=request.tenant or first.tenant, trace=request.trace or first.trace
         )
         try:
-            return self.caller.call(inherited, min(item.deadline_s for item in waited_for))
+            return way(self.caller)(inherited, min(item.deadline_s for item in waited_for))
         except RequestError as error:
             self._refusals = (*self._refusals, error)
             raise

@@ -6,6 +6,7 @@ timer. A deadline fires at most one bucket late, and never early. On the good pa
 and nothing is logged. `run` does the rest in the background:
 
 - abandoned requests (cancelled, expired) are taken out of the queue, executing or not;
+- workers are told what was taken of their streams;
 - requests that waited too long are taken out of the queue if they still wait;
 - outputs beside the reply stream are fetched.
 """
@@ -31,6 +32,7 @@ from qinfer.errors import (
 )
 from qinfer.queue.entries import Entry, Lane, by_lane
 from qinfer.queue.lanes import Queue
+from qinfer.submission.streams import Credits, StreamReader, Verdict
 from qinfer.wire.frame import decode_responses
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Sink(Protocol):
-    """Receiver of the responses of one request: a future, an HTTP connection, a gRPC stream."""
+    """Receiver of the responses of one request: a future, an HTTP connection, a gRPC stream.
+
+    Attributes:
+        no_stream: Why it takes no request to a decoupled model, whose responses may be several; empty = it takes one.
+    """
+
+    no_stream: str
 
     def deliver(self, response: Response) -> None:
         """Takes a response; called on the event loop, for the last time with `response.final`."""
@@ -87,7 +95,7 @@ class Pending(msgspec.Struct, eq=False):
         started_s: When it was submitted, on the monotonic clock.
         entry: Its place in the queue, once the broker confirmed it.
         abandoned: Nobody waits for it any more: its entry is to be finished as soon as it is known.
-        attempt: The execution whose responses are followed; 0 before the first response.
+        attempt: The execution whose responses are followed; 0 before the first response. A stream has its own.
         bucket: The table's own: the bucket of its deadline.
         load: The lane it was sent to, which counts it until it leaves the table.
         quota: Its tenant's, which counts it too.
@@ -97,6 +105,7 @@ class Pending(msgspec.Struct, eq=False):
             where the first deadline is its queue timeout.
         late: Why it fails if no worker has taken it, once its first deadline is over.
         is_fetched: Its outputs, which are beside the reply stream, are being fetched.
+        stream: What came of it and was taken, where its model is decoupled.
     """
 
     request_id: str
@@ -115,6 +124,7 @@ class Pending(msgspec.Struct, eq=False):
     untaken: Callable[[], QinferError | None] | None = None
     late: QinferError | None = None
     is_fetched: bool = False
+    stream: StreamReader | None = None
 
 
 class Timer(Protocol):
@@ -134,6 +144,7 @@ class PendingRequests:
         call_later: Sets a timer: (delay in seconds, callback); an event loop's `call_later`.
         answered: Called with each response that somebody waits for.
         failed: Called with each request that ends without one, out of the table already, and why.
+        window_bytes: Outputs of one stream that may be on their way.
 
     Attributes:
         unclaimed: Called with the id of a response that nobody waits for: the hint that a stored request has ended.
@@ -146,6 +157,7 @@ class PendingRequests:
         call_later: Callable[[float, Callable[[], None]], Timer],
         answered: Callable[[Pending, Response], None],
         failed: Callable[[Pending, Exception], None],
+        window_bytes: int = 2**20,
     ) -> None:
         self._queue = queue
         self._clock = clock
@@ -161,6 +173,7 @@ class PendingRequests:
         self._late: list[Pending] = []
         self._stored: list[Pending] = []
         self._work = asyncio.Event()
+        self._credits = Credits(queue, window_bytes, self._pending.__contains__)
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -173,7 +186,10 @@ class PendingRequests:
         return any(each.model == model and each.version == version for each in self._pending.values())
 
     def add(self, pending: Pending, deadline_s: float) -> None:
-        """Adds a request that is to be answered before `deadline_s` on the monotonic clock; it is counted from now."""
+        """Adds a request that is to be answered before `deadline_s` on the monotonic clock; it is counted from now.
+
+        The deadline of a stream is that of its first response: each one that comes moves it.
+        """
         if pending.load is not None:
             pending.load.own += 1
         if pending.quota is not None:
@@ -186,6 +202,19 @@ class PendingRequests:
             if self._timer is None or number < self._timer_bucket:
                 self._set_timer(number)
         bucket[pending.request_id] = pending
+
+    def open_stream(self, pending: Pending, *, resumes: bool, pause_s: float, timeout_s: float) -> None:
+        """Makes a request, not added yet, one of any number of responses.
+
+        Args:
+            pending: The request.
+            resumes: Its model gives the same responses each time.
+            pause_s: The longest wait for a response; the first one is waited for as long as `add` is told.
+            timeout_s: From when it was submitted to the end of the whole stream.
+        """
+        ends_s = pending.started_s + timeout_s
+        now_s, owe = self._clock.monotonic_s, self._credits.owe
+        pending.stream = StreamReader(pending.request_id, resumes, pause_s, ends_s, now_s, owe)
 
     def remove(self, pending: Pending) -> bool:
         """Removes a request; returns whether it was pending."""
@@ -219,13 +248,16 @@ class PendingRequests:
     def take(self, response: Response) -> Pending | None:
         """Returns the request that a response belongs to, and removes it if the response is its last.
 
-        `None` for an id that is unknown (answered, expired, cancelled) and for another attempt than the one followed.
-        One whose outputs are yet to be fetched stays.
+        `None` for an id that is unknown (answered, expired, cancelled), for another attempt than the one followed, and
+        for what is not the next response of a stream. One whose outputs are yet to be fetched stays.
         """
         pending = self._pending.get(response.request_id)
         if pending is None:
             return None
-        if not pending.attempt:
+        if pending.stream is not None:
+            if not self._follows(pending, pending.stream, response):
+                return None
+        elif not pending.attempt:
             pending.attempt = response.attempt
         elif pending.attempt != response.attempt:
             return None
@@ -268,6 +300,7 @@ class PendingRequests:
     async def run(self) -> None:
         """Cleans up until cancelled."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._credits.run(), name="credits")
             while True:
                 await self._work.wait()
                 self._work.clear()
@@ -285,6 +318,13 @@ class PendingRequests:
                 await self._queue.finish(group)
             except DeliveryError as error:
                 logger.warning("abandoned requests stay queued", extra={"count": len(group), "error": error.message})
+
+    def _follows(self, pending: Pending, stream: StreamReader, response: Response) -> bool:
+        """Returns whether a response is for the caller of a stream; ends a stream that can't go on."""
+        verdict = stream.judge(response)
+        if verdict is Verdict.BREAK and self.cancel(pending):
+            self._failed(pending, stream.broken())
+        return verdict is Verdict.DELIVER
 
     def _forget(self, pending: Pending) -> None:
         bucket = self._buckets[pending.bucket]
@@ -312,6 +352,9 @@ class PendingRequests:
 
     def _expired(self, pending: Pending) -> None:
         if not pending.deadline_s:
+            if pending.stream is not None and pending.stream.until_s > self._clock.monotonic_s():
+                self.add(pending, pending.stream.until_s)
+                return
             self._abandon(pending)
             self._failed(pending, DeadlineExceeded(TIMED_OUT))
             return
@@ -334,6 +377,9 @@ class PendingRequests:
                 self._stored.append(pending)
                 self._work.set()
             return
+        self._answer(pending, response)
+
+    def _answer(self, pending: Pending, response: Response) -> None:
         try:
             self._answered(pending, response)
         except Exception as error:  # the loop that answers everyone: one bad answer may not end it
@@ -380,7 +426,8 @@ class PendingRequests:
                 self._failed(pending, error)
             return
         # Another attempt may have stored its outputs over those that were announced: they are as good.
-        self._receive(msgspec.structs.replace(response, stored=False, attempt=pending.attempt))
+        if self.remove(pending):
+            self._answer(pending, msgspec.structs.replace(response, stored=False))
 
     async def _stored_outputs(self, pending: Pending) -> bytes | None:
         """Reads stored outputs; while the queue is away, retries as long as the request is pending."""

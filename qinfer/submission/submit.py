@@ -92,7 +92,8 @@ class Submission:
         self._new_id = IdFactory().request_id
         self._layouts = Layouts(limits.inline_max_bytes)
         call_later = asyncio.get_running_loop().call_later
-        self.pending = PendingRequests(queue, self._clock, call_later, answered, failed)
+        window_bytes = limits.stream_window_bytes
+        self.pending = PendingRequests(queue, self._clock, call_later, answered, failed, window_bytes)
         self.backlog = Backlog(queue, catalog)
 
     def submit(
@@ -105,7 +106,8 @@ class Submission:
             request: The decoded request, its tenant and trace set; it is stamped in place. Its `timeout_s` is the
                 queue timeout that it asks for, if any.
             sink: Called on the event loop.
-            timeout_s: From now to its deadline.
+            timeout_s: From now to its deadline. A request to a decoupled model fails earlier when there is no response
+                for the model's default timeout.
             quota: Counts it while it is in flight.
 
         Raises:
@@ -117,7 +119,7 @@ class Submission:
         if len(self.pending) >= self._max_in_flight:
             raise QueueFull(FULL)
         kind = form = None
-        if route is None and not served.wait_s:
+        if route is None and not served.wait_s and not spec.decoupled:
             kind = kind_of(request, lane, served.generation, timeout_s)
             form = None if kind is None else self._layouts.find(kind)
         if form is None and (not request.generation or request.generation != served.generation):
@@ -126,7 +128,8 @@ class Submission:
         waiting, default_s = load.own + load.others, spec.default_timeout_s
         # A shorter timeout is met with fewer ahead, in proportion.
         if route is not None or waiting * default_s >= load.most * min(timeout_s, default_s):
-            self.admit(served, route or served.routes.default, timeout_s, request.timeout_s)
+            worth_s = min(timeout_s, default_s) if spec.decoupled else timeout_s
+            self.admit(served, route or served.routes.default, worth_s, request.timeout_s)
         request.id = self._new_id(spec.name, lane.partition)
         request.version = served.version
         now_s = self._clock.monotonic_s()
@@ -169,9 +172,13 @@ class Submission:
         self, pending: Pending, request: InferRequest, served: Served, route: Route, timeout_s: float, kind: Kind | None
     ) -> None:
         """Stamps, lays out and submits a request of no known kind: new, special, large, or under a policy."""
-        policy = route.policy
+        policy, spec = route.policy, served.spec
         _stamp(request, served, route, timeout_s, self._reply_to)
         frame, payload = self._layouts.lay_out(request, kind)
+        if spec.decoupled:
+            pause_s = min(spec.default_timeout_s, timeout_s)
+            self.pending.open_stream(pending, resumes=spec.stream_resume, pause_s=pause_s, timeout_s=timeout_s)
+            timeout_s = pause_s  # for the first response
         first_s = timeout_s
         if not policy.delay and 0 < request.queue_timeout_s < first_s:
             first_s = request.queue_timeout_s

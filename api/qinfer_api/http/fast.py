@@ -63,6 +63,7 @@ class Call:
     """
 
     frontend = "HTTP"
+    no_stream = DECOUPLED
     __slots__ = ("_codec", "_connection", "_pending", "_plan", "head", "parts", "reply", "request")
 
     def __init__(self, connection: "QinferHttpProtocol", head: Head | None) -> None:

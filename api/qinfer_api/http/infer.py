@@ -343,9 +343,10 @@ def parse_json_length(text: str | None, body_length: int) -> int | None:
 
 
 class FutureSink:
-    """A sink that is waited for; a second response of a decoupled model is an error instead."""
+    """A sink that is waited for; several responses are an error instead."""
 
     frontend = "HTTP"
+    no_stream = DECOUPLED
 
     def __init__(self) -> None:
         self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()

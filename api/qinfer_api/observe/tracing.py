@@ -184,7 +184,7 @@ class TracedSink:
         sampling: Takes Triton's trace of it, if there is to be one.
     """
 
-    __slots__ = ("_begin_s", "_clock", "_pending", "_request", "_sampling", "_sink", "_span")
+    __slots__ = ("_begin_s", "_clock", "_pending", "_request", "_sampling", "_sink", "_span", "no_stream")
 
     def __init__(
         self, sink: Sink, request: InferRequest, clock: ServerClock, span: Span | None, sampling: Sampling | None
@@ -194,6 +194,7 @@ class TracedSink:
         self._clock = clock
         self._span = span
         self._sampling = sampling
+        self.no_stream = sink.no_stream
         self._begin_s = clock.now_s()
         self._pending: Pending | None = None
 

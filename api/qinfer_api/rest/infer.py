@@ -30,6 +30,7 @@ from qinfer.errors import InvalidRequest, MalformedJson, QinferError
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.submission.pending import Pending, Sink
+from qinfer.submission.streams import nbytes_of
 from qinfer.tensors import Bytes, Tensor, element_count
 from qinfer.wire.kserve_exact import custom_parameter, load, read_input
 from qinfer.wire.kserve_json import check_depth, elements, pack
@@ -44,7 +45,7 @@ from qinfer_api.http.infer import (
     refusal,
     request_encoding,
 )
-from qinfer_api.http.responses import coded_refusal, encode_event, event_text
+from qinfer_api.http.responses import coded_refusal, encode_event, event_text, says_something
 from qinfer_api.requests.routes import ACCEPTED, PREFER, submit
 from qinfer_api.rest.openapi import Json, answer, body, operation
 from qinfer_api.rest.services import (
@@ -182,9 +183,13 @@ _NOT_ONE = (
 
 
 class StreamSink:
-    """The sink of a coroutine that reads the responses of a request, however many there are."""
+    """The sink of a coroutine that reads the responses of a request, however many there are.
+
+    It holds a window of them: the worker of a decoupled model sends no more before they are taken.
+    """
 
     frontend = "HTTP"
+    no_stream = ""
 
     def __init__(self) -> None:
         self._responses: asyncio.Queue[Response] = asyncio.Queue()
@@ -193,14 +198,22 @@ class StreamSink:
         """Adds a response."""
         self._responses.put_nowait(response)
 
-    async def responses(self) -> AsyncIterator[Response]:
-        """Yields the responses to the last; an empty one, which only says that no other comes, is left out."""
+    async def responses(self, pending: Pending) -> AsyncIterator[Response]:
+        """Yields the responses to the last; an empty one, which only says that no other comes, is left out.
+
+        A response counts as taken when the next one is asked for.
+
+        Args:
+            pending: The request.
+        """
         while True:
             response = await self._responses.get()
-            if response.outputs or response.parameters or response.failure is not None:
+            if says_something(response):
                 yield response
             if response.final:
                 return
+            if pending.stream is not None:
+                pending.stream.took(nbytes_of(response))
 
 
 class _Events(StreamingResponse):
@@ -252,7 +265,7 @@ async def _generate(services: Services, target: Target, request: Request) -> Htt
     sink = StreamSink()
     pending, client_id = await _submit(services, target, request, sink)
     try:
-        responses = await unless_left(request.receive, _all(sink))
+        responses = await unless_left(request.receive, _all(sink.responses(pending)))
     finally:
         services.dispatcher.cancel(pending)  # does nothing once it is answered
     if len(responses) != 1:
@@ -280,7 +293,7 @@ async def _stream(
     services: Services, request: Request, sink: StreamSink, pending: Pending, event: _Event
 ) -> HttpResponse:
     """Answers with the responses of a request as server-sent events; the first one decides the status."""
-    responses = sink.responses()
+    responses = sink.responses(pending)
     try:
         replies = await unless_left(request.receive, _first(responses, event))
     except BaseException:
@@ -299,22 +312,21 @@ async def _generated(client_id: str, response: Response) -> Reply:
 async def _inferred(services: Services, client_id: str, plan: OutputPlan, response: Response) -> Reply:
     """Makes an event of infer_stream."""
     if response.failure is None:
-        size = sum(output.nbytes for output in response.outputs)
-        reply = await off_loop(size, encode_event, services.codec, response, client_id, plan)
+        reply = await off_loop(nbytes_of(response), encode_event, services.codec, response, client_id, plan)
     else:
         reply = coded_refusal(response.failure)
     name = b"response" if reply.status == 200 else b"error"
     return msgspec.structs.replace(reply, body=event_text(name, reply.body))
 
 
-async def _all(sink: StreamSink) -> list[Response]:
+async def _all(responses: AsyncIterator[Response]) -> list[Response]:
     """Reads the responses until there are more than one, or all of them."""
-    responses = []
-    async for response in sink.responses():
-        responses.append(response)
-        if len(responses) > 1:
+    read = []
+    async for response in responses:
+        read.append(response)
+        if len(read) > 1:
             break
-    return responses
+    return read
 
 
 async def _first(responses: AsyncIterator[Response], event: _Event) -> list[Reply]:
@@ -343,8 +355,7 @@ async def _encoded(response: Response, client_id: str) -> Reply:
     if response.failure is not None:
         return refusal(response.failure)
     try:
-        size = sum(output.nbytes for output in response.outputs)
-        return Reply(200, await off_loop(size, encode_generate, response, client_id))
+        return Reply(200, await off_loop(nbytes_of(response), encode_generate, response, client_id))
     except QinferError as error:
         return failure_reply(error)
 

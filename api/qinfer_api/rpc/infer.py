@@ -1,9 +1,9 @@
 """ModelInfer and ModelStreamInfer: one request and its answer, and many on one call (reference §2.2, §2.3).
 
 The requests of a stream are executed concurrently. A request that gets one response is answered in its turn, in the
-order in which the requests arrived; the responses of one that gets several are passed on as they come. A client that
-does not read its answers, or has too many requests in flight, is not read from any more. What is in flight is then
-still executed.
+order in which the requests arrived; the responses of a decoupled model are passed on as they come. A client that does
+not read its answers, or has too many requests in flight, is not read from any more. What is in flight is then still
+executed, but that a decoupled model waits when a window of its responses is on its way.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import Forbidden, Overloaded, QinferError, Unauthorized, UnsupportedFeature
 from qinfer.submission.pending import Pending
+from qinfer.submission.streams import nbytes_of
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import (
     Decoded,
@@ -28,6 +29,7 @@ from qinfer.wire.kserve_grpc import (
 )
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.http.infer import bound, parse_version
+from qinfer_api.http.responses import says_something
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, Guard
 from qinfer_api.rpc.headers import Abort, Method
@@ -49,6 +51,7 @@ class InferSink:
     """
 
     frontend = "GRPC"
+    no_stream = ""
     __slots__ = ("client_id", "empty_final", "plan")
 
     def __init__(self) -> None:
@@ -64,6 +67,7 @@ class InferSink:
 class _Answer(InferSink):
     """A call of ModelInfer, which takes one response."""
 
+    no_stream = _DECOUPLED
     __slots__ = ("call", "infer", "pending")
 
     def __init__(self, infer: "Infer", call: Call) -> None:
@@ -95,7 +99,7 @@ class _Answer(InferSink):
         try:
             if response.failure is not None:
                 call.fail(call.status_of(response.failure))
-            elif _nbytes(response) > LARGE_BYTES:
+            elif nbytes_of(response) > LARGE_BYTES:
                 call.run(self._finish(response))
             else:
                 call.finish(self.infer.encode(response, self))
@@ -326,14 +330,23 @@ class _Stream:
 
     def deliver(self, slot: _Slot, response: Response) -> None:
         """Takes a response; it is written when it is its request's turn."""
-        self._unwritten_bytes += _nbytes(response)
-        if slot.is_ordered and not response.final:
-            slot.is_ordered = False
-            self._order.remove(slot)
+        self._unwritten_bytes += nbytes_of(response)
+        if not response.final:
+            self._leave_order(slot)
         if not slot.is_ordered:
             self._ready.append((slot, response))
         else:
             slot.answer = response
+        self._take_turns()
+
+    def _leave_order(self, slot: _Slot) -> None:
+        """Lets the responses of a request pass as they come; the next request need not wait for it."""
+        if slot.is_ordered:
+            slot.is_ordered = False
+            self._order.remove(slot)
+            self._take_turns()
+
+    def _take_turns(self) -> None:
         order = self._order
         while order and (answer := order[0].answer) is not None:
             self._ready.append((order.popleft(), answer))
@@ -364,6 +377,8 @@ class _Stream:
                 slot.pending = await infer.submit_slowly(blob, self._call, slot)
             else:
                 slot.pending = infer.submit(blob, self._call, slot)
+            if slot.pending.stream is not None:
+                self._leave_order(slot)
         except QinferError as error:
             self._fail(slot, error)
         except asyncio.CancelledError:  # the gateway drains
@@ -384,11 +399,14 @@ class _Stream:
                 message = await self._message(slot, response)
                 if message is not None:
                     await self._call.write(message)
-                self._unwritten_bytes -= _nbytes(response)
+                nbytes = nbytes_of(response)
+                self._unwritten_bytes -= nbytes
                 self._written.set()
                 if response.final:
                     self._open.discard(slot)
                     self._room.release()
+                elif slot.pending is not None and slot.pending.stream is not None:
+                    slot.pending.stream.took(nbytes)
             if self._is_read and not self._open:
                 return
             self._change.clear()
@@ -398,10 +416,10 @@ class _Stream:
         """Returns the message for a response, in pieces; `None` = none is sent."""
         failure = response.failure
         if failure is None:
-            if response.final and response.index and not response.outputs and not slot.empty_final:
+            if response.final and not (says_something(response) or slot.is_ordered or slot.empty_final):
                 return None
             try:
-                if _nbytes(response) > LARGE_BYTES:
+                if nbytes_of(response) > LARGE_BYTES:
                     parts = await asyncio.to_thread(self._infer.encode, response, slot)
                 else:
                     parts = self._infer.encode(response, slot)
@@ -414,7 +432,3 @@ class _Stream:
         if self._is_strict:
             raise self._call.status_of(failure)
         return [encode_streamed_error(failure.message, slot.client_id)]
-
-
-def _nbytes(response: Response) -> int:
-    return sum([tensor.nbytes for tensor in response.outputs])

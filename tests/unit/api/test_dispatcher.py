@@ -70,6 +70,8 @@ class StubQueue:
 
 
 class Sink:
+    no_stream = ""
+
     def __init__(self) -> None:
         self.responses: list[Response] = []
 

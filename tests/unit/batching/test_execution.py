@@ -1,6 +1,6 @@
 """One batch: what its calls to other models inherit, and whose mistake a refused one is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -34,6 +34,9 @@ class Called:
         if self.error is not None:
             raise self.error
         return Response(request_id="1")
+
+    def stream(self, request: InferRequest, deadline_s: float) -> Iterator[Response]:
+        return iter((self.call(request, deadline_s),))
 
 
 class Lenient(StubBackend):

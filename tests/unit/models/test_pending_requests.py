@@ -6,6 +6,7 @@ from typing import cast
 from qinfer.core.messages import Response
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, PendingRequests
+from qinfer.tensors import Tensor
 
 
 class Clock:
@@ -42,6 +43,8 @@ class Timer:
 
 
 class Ignore:
+    no_stream = ""
+
     def deliver(self, response: Response) -> None:
         raise AssertionError("the table hands requests back, it does not deliver")
 
@@ -162,3 +165,67 @@ def test_clear_hands_everyone_back_and_unsets_the_timer() -> None:
 
     assert [p.request_id for p in everyone] == ["a"]
     assert expired == []
+
+
+def stream(sinks: PendingRequests, request_id: str) -> Pending:
+    """Adds a stream whose responses may be 60 s apart, for 100 s in all."""
+    item = Pending(request_id, "", "m", 1, Ignore(), 1000.0)
+    sinks.open_stream(item, resumes=False, pause_s=60.0, timeout_s=100.0)
+    sinks.add(item, 1060.0)
+    return item
+
+
+def word(index: int, *, final: bool = False) -> Response:
+    y = Tensor("y", "UINT8", (4,), b"word")
+    return Response(request_id="a", index=index, final=final, outputs=(y,), credit_to="reply:worker-1")
+
+
+def test_a_stream_expires_when_no_response_comes() -> None:
+    """The first one is waited for as long as any answer."""
+    sinks, clock, expired = table()
+    stream(sinks, "a")
+
+    clock.move_to(1060.02)
+
+    assert (expired, len(sinks)) == (["a"], 0)
+
+
+def test_each_response_of_a_stream_moves_its_deadline() -> None:
+    sinks, clock, expired = table()
+    item = stream(sinks, "a")
+    assert item.stream is not None
+    clock.move_to(1030.0)
+    sinks.take(word(0))
+    item.stream.took(4)
+
+    clock.move_to(1060.02)
+    early = list(expired)
+    clock.move_to(1090.02)
+
+    assert (early, expired) == ([], ["a"])
+
+
+def test_a_stream_waits_for_who_takes_its_responses() -> None:
+    """Not beyond its own deadline, however slow its caller is."""
+    sinks, clock, expired = table()
+    stream(sinks, "a")
+    clock.move_to(1010.0)
+    sinks.take(word(0))
+
+    clock.move_to(1071.0)
+    early = list(expired)
+    clock.move_to(1100.02)
+
+    assert (early, expired) == ([], ["a"])
+
+
+def test_the_final_response_ends_a_stream() -> None:
+    """What comes again finds no request."""
+    sinks, clock, expired = table()
+    item = stream(sinks, "a")
+
+    taken = [sinks.take(word(0)), sinks.take(word(0)), sinks.take(word(1, final=True)), sinks.take(word(1, final=True))]
+    clock.move_to(1200.0)
+
+    assert taken == [item, None, item, None]
+    assert (expired, len(sinks)) == ([], 0)

@@ -169,6 +169,8 @@ async def test_spans_of_publishing_do_not_change_what_it_does(
 class Kept:
     """A sink that keeps what it gets."""
 
+    no_stream = ""
+
     def __init__(self) -> None:
         self.got: list[Response] = []
 

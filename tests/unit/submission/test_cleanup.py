@@ -79,6 +79,8 @@ class SpyQueue(Queue):
 
 
 class Setup:
+    no_stream = ""
+
     def __init__(self, queue: SpyQueue) -> None:
         self.queue, self.models, self.responses = queue, Models(), list[Response]()
         self.use(LimitSettings(inline_max_bytes=1000))

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,11 +31,14 @@ from qinfer.errors import (
     ModelNotReady,
     QinferError,
     QueueFull,
+    RequestError,
+    StreamBroken,
 )
 from qinfer.models.catalog import Catalog, Served
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending
+from qinfer.submission.streams import nbytes_of
 from qinfer.submission.submit import Submission, check
 
 logger = logging.getLogger(__name__)
@@ -48,10 +52,12 @@ RECHECK_S = 0.25
 _GRACE_S = 1.0  # for the event loop to report a deadline; a thread that outlives the loop waits no longer
 _ENDING = "the worker ends"
 _EXPIRED = "Request timeout expired"
-_RAISED: dict[str, type[QinferError]] = {
-    error.code: error
-    for error in (BrokerUnavailable, Cancelled, DeadlineExceeded, InvalidRequest, ModelNotReady, QueueFull)
-}
+_DECOUPLED = (
+    "Model {model} is using the decoupled. The current BLS request call doesn't support models using the decoupled "
+    "transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models."
+)
+_ALSO_HERE = (BrokerUnavailable, Cancelled, DeadlineExceeded, InvalidRequest, ModelNotReady, QueueFull, StreamBroken)
+_RAISED: dict[str, type[QinferError]] = {error.code: error for error in _ALSO_HERE}
 
 T = TypeVar("T")
 
@@ -59,13 +65,128 @@ T = TypeVar("T")
 class _Answer:
     """The sink of a call: a future that a thread waits for."""
 
+    no_stream = ""
+
     def __init__(self) -> None:
         self.future: Future[Response] = Future()
+
+    def submitted(self, pending: Pending) -> None:
+        """Needs no more: the answer comes by itself."""
+
+    def fail(self, error: QinferError) -> None:
+        """Ends the call, which did not come into the queue."""
+        self.future.set_exception(error)
 
     def deliver(self, response: Response) -> None:
         """Delivers the final response."""
         if response.final and not self.future.done():
             self.future.set_result(response)
+
+
+class _Inbox:
+    """The sink of a call to a decoupled model, of the event loop; a thread takes from it what came.
+
+    Args:
+        cancel: Takes a request that somebody waited for out of the queue.
+    """
+
+    no_stream = ""
+
+    def __init__(self, cancel: Callable[[Pending], object]) -> None:
+        self.came: SimpleQueue[Response | QinferError] = SimpleQueue()
+        self._cancel = cancel
+        self._pending: Pending | None = None
+        self._is_left = False
+
+    def submitted(self, pending: Pending) -> None:
+        """Takes note of the request."""
+        self._pending = pending
+        if self._is_left:
+            self.leave()
+
+    def fail(self, error: QinferError) -> None:
+        """Ends the call, which did not come into the queue."""
+        self.came.put(error)
+
+    def deliver(self, response: Response) -> None:
+        """Delivers a response."""
+        self.came.put(response)
+
+    def took(self, nbytes: int) -> None:
+        """Takes note of what the thread has taken."""
+        if self._pending is not None and self._pending.stream is not None:
+            self._pending.stream.took(nbytes)
+
+    def leave(self) -> None:
+        """Cancels the request, which nobody waits for."""
+        self._is_left = True
+        if self._pending is not None:
+            self._cancel(self._pending)
+
+
+class Responses:
+    """The responses of a call to a decoupled model, as a thread of the calling model takes them; made by `Caller`.
+
+    The model that is called sends on as this one takes: a window of responses is held here. The last response is the
+    one that is `final`; it may be empty. An iterator that is closed, or forgotten, before it cancels the call.
+
+    Args:
+        loop: The worker's event loop.
+        inbox: What the event loop delivers to.
+        model: The model that is called.
+        left_s: Returns the seconds to the deadline.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, inbox: _Inbox, model: str, left_s: Callable[[], float]) -> None:
+        self._loop = loop
+        self._inbox = inbox
+        self._model = model
+        self._left_s = left_s
+        self._untaken_bytes = 0
+        self._has_ended = False
+
+    def __iter__(self) -> "Responses":
+        return self
+
+    def __next__(self) -> Response:
+        """Waits for the next response; blocks this thread.
+
+        Raises:
+            StopIteration: The last one was the final one, or the call was closed.
+            QinferError: The call failed, as `Caller.call` does.
+        """
+        if self._has_ended:
+            raise StopIteration
+        if self._untaken_bytes:
+            self._on_loop(self._inbox.took, self._untaken_bytes)
+            self._untaken_bytes = 0
+        try:
+            came = self._inbox.came.get(timeout=max(self._left_s(), 0.0) + _GRACE_S)
+        except Empty:
+            self.close()
+            raise DeadlineExceeded(_EXPIRED) from None
+        if not isinstance(came, QinferError) and came.final and came.failure is not None:
+            came = _raised(came.failure, self._model)
+        if isinstance(came, QinferError):
+            self._has_ended = True
+            # The calling model's client has sent nothing wrong.
+            raise InferenceFailed(f"a call failed: {came.message}") if isinstance(came, RequestError) else came
+        self._has_ended = came.final
+        self._untaken_bytes = nbytes_of(came)
+        return came
+
+    def close(self) -> None:
+        """Cancels the call, unless it has ended."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._on_loop(self._inbox.leave)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _on_loop(self, callback: Callable[..., None], *args: int) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and all that was in progress ended
+            self._loop.call_soon_threadsafe(callback, *args)
 
 
 class Caller:
@@ -106,31 +227,26 @@ class Caller:
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
         """See `qinfer.batching.execution.Caller.call`."""
-        if threading.get_ident() == self._loop_thread:
-            raise InferenceFailed("a batch that the event loop executes can't call another model")
-        if request.timeout_s:
-            deadline_s = min(deadline_s, self._now_s() + request.timeout_s)
+        deadline_s = self._deadline_s(request, deadline_s)
         served = self._served(request.model, request.version, deadline_s)
-        timeout_s = min(deadline_s - self._now_s(), served.spec.max_timeout_s)
-        if timeout_s <= 0:
-            raise DeadlineExceeded(_EXPIRED)
-        # The submission writes to it. Its own timeout is part of the deadline, and none for the queue.
-        request = msgspec.structs.replace(request, generation=0, attempt=0, timeout_s=0.0, payload=False)
-        check(request, served)
+        if served.spec.decoupled:
+            raise InferenceFailed(_DECOUPLED.format(model=request.model))
         answer = _Answer()
-        try:
-            self._loop.call_soon_threadsafe(self._submit, served, request, answer, timeout_s)
-        except RuntimeError:  # the loop is closed
-            raise Cancelled(_ENDING) from None
+        self._send(served, request, answer, deadline_s)
         response = self._outcome(answer.future, deadline_s)
         if response.failure is not None:
-            raised = _RAISED.get(response.failure.code)
-            if raised is not None:
-                raise raised(response.failure.message)
-            raise InferenceFailed(f"model '{request.model}' failed: {response.failure.message}")
+            raise _raised(response.failure, request.model)
         if response.index:
             raise InferenceFailed(f"model '{request.model}' gave several responses; a call takes one")
         return response
+
+    def stream(self, request: InferRequest, deadline_s: float) -> Responses:
+        """See `qinfer.batching.execution.Caller.stream`."""
+        deadline_s = self._deadline_s(request, deadline_s)
+        served = self._served(request.model, request.version, deadline_s)
+        inbox = _Inbox(self._submission.pending.cancel)
+        self._send(served, request, inbox, deadline_s)
+        return Responses(self._loop, inbox, request.model, lambda: deadline_s - self._now_s())
 
     def is_target(self, model: str, version: int) -> bool:
         """Returns whether a call to a model version is in progress."""
@@ -149,6 +265,25 @@ class Caller:
     def _now_s(self) -> float:
         return self._queue.clock.now_s()
 
+    def _deadline_s(self, request: InferRequest, deadline_s: float) -> float:
+        """Returns the deadline of a request of this thread, shortened by its own timeout."""
+        if threading.get_ident() == self._loop_thread:
+            raise InferenceFailed("a batch that the event loop executes can't call another model")
+        return min(deadline_s, self._now_s() + request.timeout_s) if request.timeout_s else deadline_s
+
+    def _send(self, served: Served, request: InferRequest, answer: _Answer | _Inbox, deadline_s: float) -> None:
+        """Has the event loop submit a request."""
+        timeout_s = min(deadline_s - self._now_s(), served.spec.max_timeout_s)
+        if timeout_s <= 0:
+            raise DeadlineExceeded(_EXPIRED)
+        # The submission writes to it. Its own timeout is part of the deadline, and none for the queue.
+        request = msgspec.structs.replace(request, generation=0, attempt=0, timeout_s=0.0, payload=False)
+        check(request, served)
+        try:
+            self._loop.call_soon_threadsafe(self._submit, served, request, answer, timeout_s)
+        except RuntimeError:  # the loop is closed
+            raise Cancelled(_ENDING) from None
+
     def _served(self, model: str, version: int, deadline_s: float) -> Served:
         """Finds the model; without the event loop if the view is fresh: a view is replaced whole, never changed."""
         if self._now_s() - self._refreshed_at <= FRESH_S:
@@ -162,18 +297,18 @@ class Caller:
             raise Cancelled(_ENDING) from None
         return self._outcome(outcome, deadline_s)
 
-    def _submit(self, served: Served, request: InferRequest, answer: _Answer, timeout_s: float) -> None:
+    def _submit(self, served: Served, request: InferRequest, answer: _Answer | _Inbox, timeout_s: float) -> None:
         """Submits a request; on the event loop."""
         if self._is_closed:
-            answer.future.set_exception(Cancelled(_ENDING))
+            answer.fail(Cancelled(_ENDING))
             return
         try:
-            self._submission.submit(served, request, answer, timeout_s)
+            answer.submitted(self._submission.submit(served, request, answer, timeout_s))
         except QinferError as error:
-            answer.future.set_exception(error)
+            answer.fail(error)
         except Exception:  # the boundary: a call that fails oddly may not end the worker
             logger.exception("call failed")
-            answer.future.set_exception(_unexpected())
+            answer.fail(_unexpected())
         else:
             self._called(served.lane)
 
@@ -239,6 +374,12 @@ def _answered(pending: Pending, response: Response) -> None:
 
 def _failed(pending: Pending, error: Exception) -> None:
     pending.sink.deliver(Response(request_id=pending.request_id, failure=Failure.of(error)))
+
+
+def _raised(failure: Failure, model: str) -> QinferError:
+    """Returns the error that the calling model gets for a failure of the one that it called."""
+    raised = _RAISED.get(failure.code)
+    return raised(failure.message) if raised else InferenceFailed(f"model '{model}' failed: {failure.message}")
 
 
 def _unexpected() -> InferenceFailed:

@@ -7,15 +7,16 @@ the same to requests). They get the model's error; the others get their outputs.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from qinfer.backends.base import Backend, Batch, OneResponse
 from qinfer.batching.batcher import LoadedModel
-from qinfer.batching.execution import Answer, Responder
+from qinfer.batching.execution import Answer, Caller, Responder
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import (
@@ -33,6 +34,8 @@ from qinfer_workers.jobs.scoring.arbiter import Turn
 from qinfer_workers.jobs.scoring.chunks import Chunks, Outputs, Slice
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EXECUTION_FAILED = "execution_failed"
 """The `error_code` of rows with which the model raised."""
@@ -270,6 +273,12 @@ class _Way(OneResponse):
         return self._scorer.chunks.is_stopped
 
     def call(self, request: InferRequest) -> Response:
+        return self._call(request, lambda caller: caller.call)
+
+    def stream(self, request: InferRequest) -> Iterator[Response]:
+        return self._call(request, lambda caller: caller.stream)
+
+    def _call(self, request: InferRequest, way: Callable[[Caller], Callable[[InferRequest, float], T]]) -> T:
         purpose = self._scorer.purpose
         caller, spec = purpose.model.caller, purpose.model.spec
         if caller is None:
@@ -278,6 +287,6 @@ class _Way(OneResponse):
             raise Cancelled("nobody waits for this batch any more")
         whose = msgspec.structs.replace(request, tenant=request.tenant or purpose.tenant)
         try:
-            return caller.call(whose, purpose.clock.now_s() + spec.default_timeout_s)
+            return way(caller)(whose, purpose.clock.now_s() + spec.default_timeout_s)
         except RequestError as error:
             raise InferenceFailed(f"a call failed: {error.message}") from error
