@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from qinfer.backends.base import Batch
 from qinfer.batching import policy
 from qinfer.batching.execution import (
     Caller,
@@ -30,7 +31,8 @@ from qinfer.batching.execution import (
     key_function,
     no_key,
 )
-from qinfer.batching.policy import NEVER_S, LatencyModel, Rules, Slots
+from qinfer.batching.policy import NEVER_S, LatencyModel, LentInstances, Rules, Slots
+from qinfer.batching.streams import StreamedExecution, Streams
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
@@ -84,60 +86,6 @@ class Bisection(deque[list[Pending]]):
         return min((item.deadline_s for batch in self for item in batch), default=NEVER_S)
 
 
-PATIENCE_S = 0.25
-"""Requests that have waited so long for a lent instance are given back to the queue. Nearly all bulk batches take a
-tenth of it, even where the machine has too few cores; and what is given back begins its way anew."""
-
-FETCH_EVERY_S = 0.003
-"""The pause between two fetches while requests wait."""
-
-
-class LentInstances:
-    """Instances that are lent for bulk work: how requests are fetched that wait for them. Pure arithmetic.
-
-    What comes while they are away makes one batch when they are back, so it is fetched in a few steps. It does not wait
-    for long: an idle worker may have it.
-
-    Attributes:
-        count: How many instances are away.
-        is_overdue: Requests were given back: nothing is fetched until an instance is back.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.is_overdue = False
-        self._waiting = 0
-        self._fetched_s = NEVER_S
-        self._since_s = NEVER_S
-
-    def change(self, count: int) -> None:
-        """Takes note that so many instances more are away, or, if negative, are back."""
-        self.count += count
-        if count < 0 or not self.count:
-            self.is_overdue, self._waiting, self._since_s = False, 0, NEVER_S
-
-    def look(self, now_s: float, waiting: int) -> tuple[bool, float]:
-        """Decides what to do while all instances are away.
-
-        Args:
-            now_s: Now.
-            waiting: How many requests wait here.
-
-        Returns:
-            Whether to fetch now, and when to look again. Where requests have waited for too long, `is_overdue` is set.
-        """
-        if self.is_overdue or not waiting:
-            return not self.is_overdue, NEVER_S
-        if waiting != self._waiting:
-            self._waiting, self._fetched_s = waiting, now_s
-        self._since_s = min(self._since_s, now_s)
-        overdue_at_s, fetch_at_s = self._since_s + PATIENCE_S, self._fetched_s + FETCH_EVERY_S
-        if now_s >= overdue_at_s:
-            self.is_overdue = True
-            return False, NEVER_S
-        return now_s >= fetch_at_s, overdue_at_s if now_s >= fetch_at_s else min(overdue_at_s, fetch_at_s)
-
-
 FETCH_LEAD_S = 0.003
 """How long before an execution's expected end the next batch is fetched: a few round trips to the broker."""
 
@@ -181,7 +129,10 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model version at one generation, loaded into instances; its calls to other models go through `caller`."""
+    """A model version at one generation, loaded into instances; its calls to other models go through `caller`.
+
+    One that is decoupled has `streams`, through which its responses leave.
+    """
 
     spec: ModelSpec
     version: int
@@ -189,6 +140,7 @@ class LoadedModel:
     executor: Executor
     caller: Caller | None = None
     observer: Observer | None = None
+    streams: Streams | None = None
 
 
 class Outlet(Protocol):
@@ -344,6 +296,8 @@ class Batcher:
             self._pump()
         elif self._bisection.drop(item):
             self._pump()
+        elif self.model.streams is not None:
+            self.model.streams.lose(item)
 
     def fail(self, items: Sequence[Pending], error: QinferError) -> None:
         """Answers items with an error, without executing them."""
@@ -503,7 +457,7 @@ class Batcher:
                 self._bisection.cut(items)  # one of them is malformed: alone, it fails alone
             return
         self._has_looked, self._look_until_s = False, NEVER_S
-        execution = Execution(items, batch, time.perf_counter_ns() - begin_ns, self.model.caller, apart=apart)
+        execution = self._execution(items, batch, time.perf_counter_ns() - begin_ns, apart=apart)
         begins_s = now_s
         if self._idle_count() <= 0:
             begins_s = min(self.expected_ends.values())
@@ -511,11 +465,27 @@ class Batcher:
         expected_s = self._latency.estimate_s(sum(rows))
         self.expected_ends[execution] = max(begins_s, now_s) + expected_s
         self.executing += len(items)
-        if not apart and self.model.executor.run_now(execution, expected_s):
+        may_run_now = not apart and self.model.streams is None
+        if may_run_now and self.model.executor.run_now(execution, expected_s):
             self._count(execution)
             self._unanswered.append(execution)
         else:
             self.model.executor.start(execution, self._done)
+
+    def _execution(self, items: list[Pending], batch: Batch, input_ns: int, *, apart: bool) -> Execution:
+        model = self.model
+        if model.streams is None:
+            return Execution(items, batch, input_ns, model.caller, apart=apart)
+        return StreamedExecution(
+            items,
+            batch,
+            input_ns,
+            model.caller,
+            apart=apart,
+            table=model.streams,
+            responder=self._responder,
+            tally=self.tally,
+        )
 
     def _start_bisected(self, now_s: float) -> None:
         """Starts bisected batches on idle instances; items that are too late now expire."""
@@ -530,6 +500,8 @@ class Batcher:
         again = execution.unanswered if execution.error is not None else ()
         self.executing -= len(execution.items)
         self.completed += len(execution.items) - len(again)
+        if isinstance(execution, StreamedExecution):
+            self.executing += execution.leave_open(self._stream_closed)
         is_current = self.expected_ends.pop(execution, None) is not None
         if is_current:
             # What was placed ahead begins now.
@@ -560,8 +532,17 @@ class Batcher:
         self._pump()
         self._answer(responder, execution)
 
+    def _stream_closed(self) -> None:
+        """Takes note that a stream has ended that outlived its execution."""
+        self.executing -= 1
+        if not self.executing:
+            self._pump()
+
     def _answer(self, responder: Responder, execution: Execution) -> None:
         begin_s = self._clock.now_s() - (time.perf_counter_ns() - execution.begin_ns) / 1e9
+        if execution.is_decoupled:
+            responder.observe(execution, begin_s)
+            return
         items, responses = responder.responses(execution, begin_s, self.tally)
         if items:
             self._outlet.answer(items, responses)

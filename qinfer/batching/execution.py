@@ -115,7 +115,7 @@ def _stack(first: Tensor, column: list[Tensor], total: int) -> Array:
         raise InvalidRequest(f"input '{first.name}' has {nbytes} bytes, which do not fill {list(shape)}") from None
 
 
-_SHARED = (OutputMismatch, Overloaded, DeliveryError, Cancelled)
+SHARED = (OutputMismatch, Overloaded, DeliveryError, Cancelled)
 """Errors that are no single item's: the model answers wrongly, a call finds the queue full or away, nobody waits."""
 
 _PROCESS, _numbers = secrets.token_hex(4), itertools.count(1)
@@ -267,12 +267,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         self.begin_ns = time.perf_counter_ns()
         try:
             backend.execute(self.batch, self)
-            # Not `None in`, which would ask each tuple whether it equals None.
-            if unanswered := len([True for answer in self.answers if answer is None]):
-                self.error = OutputMismatch(
-                    f"the model answered {len(self.items) - unanswered} of the {len(self.items)} items "
-                    "of its batch; every item needs a final answer"
-                )
+            self.error = self._missing()
         except QinferError as error:
             self.error = error
         except KeyboardInterrupt:
@@ -283,7 +278,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
             logger.log(level, "execution failed", exc_info=True, extra=self._told())
             self.error = InferenceFailed(str(error) or type(error).__name__)
         self.end_ns = time.perf_counter_ns()
-        if self.error is not None and (len(self.items) == 1 or isinstance(self.error, _SHARED)):
+        if self.error is not None and (len(self.items) == 1 or isinstance(self.error, SHARED)):
             self.answers = [self.error if answer is None else answer for answer in self.answers]
         if self._refusals:
             self.answers = [None if answer is None else self._own(answer) for answer in self.answers]
@@ -300,6 +295,17 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     def unanswered(self) -> list[Pending]:
         """The items that somebody waits for and that have no answer, because their batch raised: run them again."""
         return [item for item, answer in zip(self.items, self.answers, strict=True) if answer is None and not item.lost]
+
+    def _missing(self) -> QinferError | None:
+        """Returns what is wrong with an execution that raised nothing: an item without an answer."""
+        # Not `None in`, which would ask each tuple whether it equals None.
+        unanswered = len([True for answer in self.answers if answer is None])
+        if not unanswered:
+            return None
+        return OutputMismatch(
+            f"the model answered {len(self.items) - unanswered} of the {len(self.items)} items "
+            "of its batch; every item needs a final answer"
+        )
 
     def _told(self) -> dict[str, object]:
         """Returns what a log line about it says."""
@@ -327,6 +333,16 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     def output_ns(self) -> int:
         """Time from the first answer to the end of the execution."""
         return self.end_ns - (self.respond_ns or self.end_ns)
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What a response of a stream has besides its answer: see `Response`."""
+
+    index: int
+    final: bool
+    parameters: Mapping[str, Scalar]
+    timing: Timing
+    credit_to: str
 
 
 _FENCE = Fence(logging.getLogger(__name__), "observer failed, requests are answered all the same")
@@ -413,10 +429,52 @@ class Responder:
             tally.executed(rows_done, queue_ns, input_ns, infer_ns, output_ns, begin_s)
         if failed_ns:
             tally.spent_failing(failed_ns)
+        self.observe(execution, begin_s)
+        return items, responses
+
+    def observe(self, execution: Execution, begin_s: float) -> None:
+        """Tells the observer of an execution that has ended, if there is one."""
         if self._observer is not None:
             with _FENCE:  # the answers are worth more than what is told of them
                 self._observer.executed(execution, begin_s)
-        return items, responses
+
+    def streamed(self, item: Pending, answer: Answer, part: Part) -> Response:
+        """Makes a response of a stream; what does not fit the configuration ends the stream. For any thread.
+
+        The number of rows is the model's to decide, and so is which of the outputs a response has.
+        """
+        outputs: tuple[Tensor, ...] = ()
+        failure, final = None, part.final
+        if not isinstance(answer, tuple):
+            failure = Failure.of(answer)
+        elif problem := self._problem_of_any(answer):
+            failure, final = Failure.of(OutputMismatch(problem)), True
+        else:
+            outputs = answer
+        return Response(
+            request_id=item.request.id,
+            model=self._model,
+            version=self._version,
+            outputs=outputs,
+            failure=failure,
+            attempt=item.lease.deliveries,
+            index=part.index,
+            final=final,
+            timing=part.timing,
+            parameters=part.parameters,
+            credit_to="" if final else part.credit_to,
+        )
+
+    def count(self, item: Pending, response: Response, now_s: float, tally: StatsTally) -> None:
+        """Counts a request whose stream ends with a response."""
+        timing = response.timing or Timing()
+        spent_ns = timing.input_ns + timing.infer_ns
+        if response.failure is not None:
+            tally.failed(response.failure.code)
+            tally.spent_failing(timing.queue_ns + spent_ns)
+            return
+        tally.max_rows = self._max_rows
+        tally.executed(item.rows, [timing.queue_ns], timing.input_ns, timing.infer_ns, 0, now_s - spent_ns / 1e9)
 
     def failures(self, items: Sequence[Pending], error: QinferError, now_s: float, tally: StatsTally) -> list[Response]:
         """Answers items that were not executed.
@@ -496,6 +554,14 @@ class Responder:
                     tensor, f"its configuration says {list(dims)}{' after the batch' if self._batched else ''}"
                 )
             self._fine[tensor.name] = (datatype, tensor.shape, rows)
+        return None
+
+    def _problem_of_any(self, outputs: Sequence[Tensor]) -> str | None:
+        """Compares outputs of a stream with the configuration, each for itself, with as many rows as it has."""
+        for tensor in outputs:
+            rows = tensor.shape[0] if tensor.shape else 0
+            if problem := self.problem((tensor,), (tensor.name,), rows):
+                return problem
         return None
 
     def _earlier(self, execution: Execution) -> dict[int, list[Response]]:

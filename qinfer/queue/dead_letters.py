@@ -1,5 +1,6 @@
 """Dead letters: entries that were given up, kept with their bytes for a person to look at."""
 
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,12 +8,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from qinfer.core.messages import InferRequest
-from qinfer.errors import CorruptEntry, InvalidRequest
+from qinfer.errors import BrokerUnavailable, CorruptEntry, InvalidRequest
 from qinfer.queue import keys
-from qinfer.queue.entries import MARGIN_S, Lane
+from qinfer.queue.entries import MARGIN_S, Entry, Lane
 from qinfer.queue.router import Router, Script, load_script
 from qinfer.queue.values import Reference, Values
 from qinfer.wire.frame import PayloadApart, decode_request
+
+logger = logging.getLogger(__name__)
 
 MAX_AGE_S = 7 * 86400.0
 """How long a dead letter is kept."""
@@ -83,6 +86,23 @@ class DeadLetters:
     def __init__(self, router: Router, values: Values) -> None:
         self._router = router
         self._values = values
+
+    async def keep_payload(self, entry: Entry) -> Reference | None:
+        """Copies an entry's payload to be kept as long as a dead letter is, where it is an object.
+
+        While the store is away there is no copy, and the dead letter has the payload as long as the request would have.
+        """
+        lane = entry.lane
+        key = keys.payload(lane.model, lane.partition, entry.payload_id)
+        reference = await self._values.reference(keys.lane_slot(lane), key)
+        if reference is None:
+            return None
+        try:
+            return await self._values.copy_object(reference, key, LETTER_OBJECT_S)
+        except (BrokerUnavailable, CorruptEntry) as error:
+            about = {"request_id": entry.payload_id, "reason": error.message}
+            logger.warning("the tensors of a dead letter are not kept beyond its request's time", extra=about)
+            return None
 
     async def list(self, model: str, *, after: str = "", count: int = 100) -> "list[DeadLetter]":
         """Returns dead letters in the order they were buried, from behind the id `after`, without their bytes.

@@ -12,7 +12,8 @@ The promises, each a test in `tests/contract/`:
 3. `release` gives an entry to the `fetch` of any consumer within half a second, or after the rest that is asked for,
    its delivery count as it was before.
 4. `reclaim` takes entries whose owner has not renewed for the lease time, and marks them `suspect`.
-5. `finish` removes an entry, delivered or not, whoever owns it; to finish it again is no error.
+5. `finish` removes an entry, delivered or not, whoever owns it; to finish it again is no error. So does `cancel`, and
+   tells of those that a consumer held.
 6. So `depth` is always waiting + in flight.
 7. `publish` to a reply stream that no longer exists does not create it, and says so.
 8. `listen` delivers what was published while the connection was down; consumers drop what they saw before.
@@ -41,10 +42,10 @@ from typing import Any, Self, TypeVar
 
 from qinfer.core.clock import Clock, ServerClock, SystemClock
 from qinfer.core.settings import LimitSettings, RedisSettings
-from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, QueueFull
+from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
 from qinfer.queue import keys
 from qinfer.queue.connection import Argument, Refused, Template, pack, packable
-from qinfer.queue.dead_letters import LETTER_OBJECT_S, MAX_AGE_S, MAX_BYTES, DeadLetters, head_of
+from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES, DeadLetters, head_of
 from qinfer.queue.deliveries import Deliveries
 from qinfer.queue.durability import Durability
 from qinfer.queue.entries import (
@@ -63,7 +64,8 @@ from qinfer.queue.entries import (
 from qinfer.queue.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
 from qinfer.queue.requests import Requests
 from qinfer.queue.router import Router, Script, load_script, run_script
-from qinfer.queue.values import Reference, Values
+from qinfer.queue.stream_marks import StreamMarks
+from qinfer.queue.values import Values
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ _WITHDRAW = load_script("lanes/withdraw", "drop")
 _DELAY = load_script("lanes/delay")
 _BURY = load_script("lanes/bury", "trim_letters")
 _FINISH = load_script("lanes/finish", "drop")
+_CANCEL = load_script("lanes/cancel", "drop", "note_cancel")
 _SIZES = load_script("lanes/sizes")
 _PUBLISH = load_script("lanes/publish")
 
@@ -105,6 +108,7 @@ class Queue:
         requests: Asynchronous requests in the same queue.
         dead_letters: What `bury` has put away.
         deliveries: The queue of deliveries beside the lanes.
+        marks: What workers tell one another of entries.
     """
 
     def __init__(self, settings: RedisSettings, router: Router, clock: Clock) -> None:
@@ -116,6 +120,7 @@ class Queue:
         self.requests = Requests(router, self._values, self.durability)
         self.dead_letters = DeadLetters(router, self._values)
         self.deliveries = Deliveries(router)
+        self.marks = StreamMarks(router)
         self._readers: dict[tuple[str, int, int, bool], LaneReader] = {}
         self._clock_timer: asyncio.TimerHandle | None = None
         self._large: set[asyncio.Task[None]] = set()
@@ -274,7 +279,7 @@ class Queue:
         entry, lane = lease.entry, lease.entry.lane
         names = [keys.lane(lane), keys.dead_letters(lane.model, lane.partition).encode(), *_payloads([entry])]
         about = (f"{lane.version}:{lane.name}", request_id, code, reason)
-        copy = await self._kept(entry) if entry.payload_id else None
+        copy = await self.dead_letters.keep_payload(entry) if entry.payload_id else None
         kept = (copy.name,) if copy is not None else ()
         arguments = (lease.consumer, entry.entry_id, *about, int(MAX_AGE_S * 1000), MAX_BYTES, *kept)
         buried = await self._script(lane, _BURY, names, arguments, ())
@@ -341,6 +346,11 @@ class Queue:
             await reader.run(ready)
         finally:
             await reader.close()
+
+    async def cancel(self, entries: Sequence[Entry]) -> None:
+        """Removes entries as `finish` does, and has workers that hold them told: see `StreamMarks.cancelled`."""
+        lanes = by_lane(entries)
+        await _all([self._run(lane, _CANCEL, (f"{lane.version}:{lane.name}",), group) for lane, group in lanes])
 
     async def depth(self, lanes: Sequence[Lane]) -> list[int]:
         """Returns how many entries each lane holds, waiting and in flight."""
@@ -485,23 +495,6 @@ class Queue:
         idle = (keys.RELEASED, keys.SUSPECTS)
         return sum(int(count) for consumer, count in pending[3] or () if consumer not in idle)
 
-    async def _kept(self, entry: Entry) -> Reference | None:
-        """Copies an entry's payload to be kept as long as a dead letter is, where it is an object.
-
-        While the store is away there is no copy, and the dead letter has the payload as long as the request would have.
-        """
-        lane = entry.lane
-        key = keys.payload(lane.model, lane.partition, entry.payload_id)
-        reference = await self._values.reference(keys.lane_slot(lane), key)
-        if reference is None:
-            return None
-        try:
-            return await self._values.copy_object(reference, key, LETTER_OBJECT_S)
-        except (BrokerUnavailable, CorruptEntry) as error:
-            about = {"request_id": entry.payload_id, "reason": error.message}
-            logger.warning("the tensors of a dead letter are not kept beyond its request's time", extra=about)
-            return None
-
     async def _delay(self, lane: Lane, consumer: str, leases: Sequence[Lease], name: str) -> None:
         """Moves entries of one lane; those whose frame tells their request first: they may have a record."""
         other = Lane(lane.model, lane.version, name, lane.partition)
@@ -519,9 +512,12 @@ class Queue:
     async def _run(self, lane: Lane, script: Script, arguments: Sequence[Argument], entries: Sequence[Entry]) -> None:
         """Runs a script on entries of one lane."""
         for part in (entries,) if len(entries) <= _MAX_IDS else _parts(entries):
-            names = [keys.lane(lane), *(_payloads(part) if script is _FINISH else ())]
+            is_end = script in (_FINISH, _CANCEL)
+            names = [keys.lane(lane), *(_payloads(part) if is_end else ())]
+            if script is _CANCEL:
+                names.append(keys.cancels(lane.model, lane.partition).encode())
             gone = await self._script(lane, script, names, arguments, part)
-            if gone and script is _FINISH:
+            if gone and is_end:
                 self._values.forget(gone)
 
     async def _script(

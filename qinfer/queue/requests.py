@@ -70,7 +70,7 @@ _RECORD_FIELDS = (
 """The fields that `_record_of` reads, in its order; the state is the first."""
 
 _ACCEPT = load_script("each", "waiting", "now_ms", "drop", "deliveries", "requests/known", "requests/accept")
-_SETTLE = load_script("each", "now_ms", "drop", "deliveries", "requests/settle")
+_SETTLE = load_script("each", "now_ms", "drop", "deliveries", "note_cancel", "requests/settle")
 _FIND = load_script("requests/find", "now_ms", "deliveries", "requests/known")
 _RECORD = load_script("requests/record")
 _DUE = load_script("requests/due", "now_ms")
@@ -526,6 +526,7 @@ def _settlement(settlement: Settlement, result: StagedValue) -> Words:
         keys.deliveries(model, partition, WEBHOOKS).encode(),
         _payload_name(address).encode(),
         keys.responses(model, partition, address.id).encode(),
+        keys.cancels(model, partition).encode(),
     )
     where = (keys.lane(entry.lane), entry.entry_id) if entry is not None else (b"", b"")
     failure = _FAILURE.encode(_Failure(outcome.code, outcome.message)) if outcome.code or outcome.message else b""

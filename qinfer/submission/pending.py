@@ -311,11 +311,11 @@ class PendingRequests:
                 await self._withdraw()
 
     async def discard(self) -> None:
-        """Finishes the entries of abandoned requests now; if Redis is away, their deadlines end them in a worker."""
+        """Cancels the entries of abandoned requests now; if Redis is away, their deadlines end them in a worker."""
         entries, self._abandoned = self._abandoned, []
         for _, group in by_lane(entries):
             try:
-                await self._queue.finish(group)
+                await self._queue.cancel(group)
             except DeliveryError as error:
                 logger.warning("abandoned requests stay queued", extra={"count": len(group), "error": error.message})
 

@@ -40,6 +40,7 @@ output {{ name: "y" data_type: TYPE_FP32 dims: [ {dims} ] }}
 dynamic_batching {{ max_queue_delay_microseconds: {delay_us} {batching} }}
 instance_group {{ count: {instances} kind: KIND_CPU }}
 parameters {{ key: "mode" value {{ string_value: "{mode}" }} }}
+{more}
 """
 
 
@@ -83,6 +84,8 @@ class InlineWorkers:
 
     def __init__(self, delivery: Queue, store: ControlStore, tasks: asyncio.TaskGroup) -> None:
         self.delivery, self.store = delivery, store
+        self.backend: Callable[[threading.Event], StubBackend] = StubBackend
+        self.limits = LimitSettings()
         self.backends: dict[str, list[StubBackend]] = {}
         self._gates: list[tuple[StubBackend, threading.Event]] = []
         self.lane = Lane("stub", 1)
@@ -99,7 +102,16 @@ class InlineWorkers:
         self, name: str = "stub", *, versions: tuple[int, ...] = (1,), error: str = "", **options: object
     ) -> int:
         """Stores a model under a new generation."""
-        fields = {"name": name, "dims": 2, "delay_us": 0, "batching": "", "instances": 1, "mode": "echo", **options}
+        fields = {
+            "name": name,
+            "dims": 2,
+            "delay_us": 0,
+            "batching": "",
+            "instances": 1,
+            "mode": "echo",
+            "more": "",
+            **options,
+        }
         text = config.to_json(config.normalise(config.parse(CONFIG.format(**fields)), name, ["model.stub"]))
         self._generation += 1
         self._generations[name] = self._generation
@@ -123,7 +135,7 @@ class InlineWorkers:
         settings = Settings(
             redis=self.delivery.router._settings,
             worker=WorkerSettings(**options),
-            limits=LimitSettings(),
+            limits=self.limits,
             stores=StoreSettings(allow=("file:///",)),
         )
         mine = self.backends.setdefault(worker_id, [])
@@ -134,7 +146,7 @@ class InlineWorkers:
             def make() -> Backend:
                 gate = threading.Event()
                 gate.set()
-                mine.append(StubBackend(gate))
+                mine.append(self.backend(gate))
                 self._gates.append((mine[-1], gate))
                 return mine[-1]
 
@@ -317,7 +329,7 @@ class InlineWorkers:
         for response in decode_responses(blob):
             self.responses.setdefault(response.request_id, []).append(response)
             future = self._waiting.get(response.request_id)
-            if future is not None and not future.done():
+            if response.final and future is not None and not future.done():
                 future.set_result(response)
 
     async def close(self) -> None:

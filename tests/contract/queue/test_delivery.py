@@ -475,3 +475,65 @@ async def test_a_listener_whose_delivery_raises_goes_on(queue: RedisQueue, caplo
     assert "a reply could not be delivered" in caplog.text
     task.cancel()
     await asyncio.wait([task])
+
+
+# --- cancel (promise 5), and marks ---
+
+
+async def test_cancel_removes_entries_and_tells_of_those_that_are_held(queue: RedisQueue) -> None:
+    """What waits is removed without a word; the consumer of the other learns that nobody waits for it."""
+    delivery = await ready(queue)
+    held, waiting = await submit(delivery, HIGH, b"1", b"2")
+    await fetch(delivery, count=1)
+
+    await delivery.cancel([held, waiting])
+
+    assert await delivery.depth([HIGH]) == [0]
+    ((mark, lane, entry_id),) = await delivery.marks.cancelled("digits", 0, "0")
+    assert (lane, entry_id) == (HIGH, held.entry_id)
+    assert await delivery.marks.cancelled("digits", 0, mark) == []
+
+
+async def test_what_is_cancelled_is_told_from_an_instant_on(queue: RedisQueue) -> None:
+    """Nothing that was enqueued later can have been cancelled before."""
+    delivery = await ready(queue)
+    (entry,) = await submit(delivery, HIGH, b"1")
+    await fetch(delivery)
+    await delivery.cancel([entry])
+
+    before = str(int(entry.enqueued_s * 1000) - 1)
+    assert len(await delivery.marks.cancelled("digits", 0, before)) == 1
+    after = str(int((entry.enqueued_s + 3600) * 1000))
+    assert await delivery.marks.cancelled("digits", 0, after) == []
+
+
+async def test_cancel_again_tells_nothing(queue: RedisQueue) -> None:
+    delivery = await ready(queue, b"x")
+    [lease] = await fetch(delivery)
+
+    for _ in range(2):
+        await delivery.cancel([lease.entry])
+
+    assert len(await delivery.marks.cancelled("digits", 0, "0")) == 1
+
+
+async def test_an_entry_of_a_lane_that_nobody_read_is_cancelled(queue: RedisQueue) -> None:
+    """There is no consumer group yet."""
+    delivery = await queue.connect()
+    (entry,) = await submit(delivery, HIGH, b"x")
+
+    await delivery.cancel([entry])
+
+    assert await delivery.depth([HIGH]) == [0]
+
+
+async def test_an_entry_is_marked_for_a_while(queue: RedisQueue) -> None:
+    delivery = await ready(queue)
+    first, second = await submit(delivery, HIGH, b"1", b"2")
+
+    await delivery.marks.mark_sent(first, 60.0)
+
+    assert await delivery.marks.was_sent(first)
+    assert not await delivery.marks.was_sent(second)
+    key = keys.sent(HIGH, first.entry_id)
+    assert 0 < await delivery.router.call(keys.slot(key), b"PTTL", key) <= 60_000

@@ -247,7 +247,7 @@ async def test_payloads_that_do_not_come_keep_no_other_request_waiting(
 ) -> None:
     """However many they are; no more than a few are read at a time, and with the store back all are answered."""
     monkeypatch.setattr("qinfer_workers.inference.serving.STALLED_S", 0.1)
-    monkeypatch.setattr("qinfer_workers.inference.worker.PAUSE_S", 0.1)
+    monkeypatch.setattr("qinfer_workers.inference.intake.PAUSE_S", 0.1)
     payloads = SlowPayloads(scene, monkeypatch)
     await scene.model()
     await scene.worker()
@@ -337,7 +337,7 @@ async def test_tensors_that_can_not_be_read_now_are_read_later(
     scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entry is released meanwhile, and counts no delivery."""
-    monkeypatch.setattr("qinfer_workers.inference.worker.PAUSE_S", 0.01)
+    monkeypatch.setattr("qinfer_workers.inference.intake.PAUSE_S", 0.01)
     payload = scene.delivery.payload
     refusals = [BrokerUnavailable("away")]
 

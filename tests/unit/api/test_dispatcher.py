@@ -63,7 +63,7 @@ class StubQueue:
         self.frames.append(frame)
         self.receipts.append(done)
 
-    async def finish(self, entries: list[Entry]) -> None:
+    async def cancel(self, entries: list[Entry]) -> None:
         if self.down:
             raise BrokerUnavailable("Redis can't be reached")
         self.finished += entries

@@ -2,8 +2,7 @@
 
 import pytest
 
-from qinfer.batching.batcher import FETCH_EVERY_S, PATIENCE_S, LentInstances
-from qinfer.batching.policy import NEVER_S
+from qinfer.batching.policy import FETCH_EVERY_S, NEVER_S, PATIENCE_S, LentInstances
 from tests.support.batching import Bench, Scene
 
 

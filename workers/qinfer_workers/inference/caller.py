@@ -5,7 +5,7 @@
           └──────────── answer ───────────────┴◀── reply:worker-<id>
 
 The worker is a client of the queue here, as a gateway is: it calls models that it does not host. Until the first call
-it has no reply stream and reads no catalog.
+it has no reply stream and reads no catalog. The credits of its own streams come by that stream, too.
 """
 
 import asyncio
@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Credit, Failure, InferRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     BrokerUnavailable,
     Cancelled,
+    CorruptEntry,
     DeadlineExceeded,
     InferenceFailed,
     InvalidRequest,
@@ -35,11 +36,12 @@ from qinfer.errors import (
     StreamBroken,
 )
 from qinfer.models.catalog import Catalog, Served
-from qinfer.queue.entries import Lane
+from qinfer.queue.entries import Lane, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending
 from qinfer.submission.streams import nbytes_of
 from qinfer.submission.submit import Submission, check
+from qinfer.wire.frame import decode_credits, is_credits
 
 logger = logging.getLogger(__name__)
 
@@ -199,6 +201,10 @@ class Caller:
         tasks: Owns the tasks.
         limits: What is refused, and which tensors are large.
         called: Told each model version (as a lane of it) that was called, on the event loop.
+
+    Attributes:
+        address: Where its replies go, and the credits of the worker's streams.
+        credited: Told the credits that came, on the event loop.
     """
 
     def __init__(
@@ -215,6 +221,8 @@ class Caller:
         self._owner = f"worker-{worker_id}"
         self._tasks = tasks
         self._called = called
+        self.address = reply_address(self._owner)
+        self.credited: Callable[[list[Credit]], None] = lambda _: None
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._submission = Submission(queue, catalog, limits, self._owner, _answered, _failed)
@@ -330,7 +338,7 @@ class Caller:
         self._open.add(task)
         try:
             async with asyncio.timeout(max(deadline_s - self._now_s(), 0.0)):
-                await self._listen()
+                await self.listen()
                 await self._refresh(FRESH_S)
                 with suppress(ModelNotFound, ModelNotReady):
                     return self._catalog.resolve(model, version)
@@ -359,13 +367,23 @@ class Caller:
                 return
             self._refreshed_at = self._now_s()
 
-    async def _listen(self) -> None:
-        """Starts the reader of the reply stream at the first call; returns once the stream exists."""
+    async def listen(self) -> None:
+        """Starts the reader of the reply stream the first time; returns once the stream exists."""
         if not self._background:
             pending = self._submission.pending
-            listener = self._queue.listen(self._owner, pending.receive, self._listening.set, pending.lose_all)
+            listener = self._queue.listen(self._owner, self._receive, self._listening.set, pending.lose_all)
             self._background = [self._tasks.create_task(listener), self._tasks.create_task(self._submission.run())]
         await self._listening.wait()
+
+    def _receive(self, blob: bytes) -> None:
+        """Takes answers of calls, or credits."""
+        if not is_credits(blob):
+            self._submission.pending.receive(blob)
+            return
+        try:
+            self.credited(decode_credits(blob))
+        except CorruptEntry:
+            logger.exception("credits dropped: they can't be decoded")
 
 
 def _answered(pending: Pending, response: Response) -> None:

@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 from qinfer.backends.base import Backend
 from qinfer.batching.execution import Execution
+from qinfer.batching.streams import Stream, StreamedExecution
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class ThreadExecutor:
         return recalled
 
     def retire(self) -> None:
-        """Unloads every instance once it has executed its queued batches."""
+        """Unloads every instance once it has executed its queued batches, and the streams of these have ended."""
         for _ in range(self.count):
             self._queue.put(_End.ALL)
 
@@ -166,9 +167,12 @@ class ThreadExecutor:
         left.set()
 
     def _serve(self, instance: Backend) -> None:
+        streams: list[Stream] = []
         while not isinstance(job := self._queue.get(), _End):
             execution, done = job
             execution.run(instance)
+            if isinstance(execution, StreamedExecution):
+                streams = [stream for stream in (*streams, *execution.streams) if not stream.closed.is_set()]
             try:
                 self._loop.call_soon_threadsafe(self._ended, execution, done)
             except RuntimeError:
@@ -179,6 +183,8 @@ class ThreadExecutor:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._leave, instance, left)
                 left.wait(_LEAVE_S)
+        for stream in streams:
+            stream.closed.wait()
         try:
             instance.unload()
         except Exception:  # the boundary to backends

@@ -144,6 +144,18 @@ class LeaseKeeper:
         with self._lock:
             return list(self._held)
 
+    def held_before(self, instant_s: float) -> list[Held]:
+        """Returns what has been held since before an instant of the monotonic clock."""
+        with self._lock:
+            return [item for item, since_s in self._held.items() if since_s < instant_s]
+
+    def cancel(self, places: Collection[Place]) -> None:
+        """Takes note that nobody waits for the entries at these places, which are out of the queue already."""
+        for item in self.held():
+            if place_of(item) in places:
+                self.drop([item])
+                self._on_lost(item)
+
     def wanted(self) -> list[tuple[Held, float]]:
         """Returns the leases to renew, and until when on the monotonic clock.
 
@@ -263,6 +275,10 @@ class Publisher:
         self._outage = OutageLog(logger, "broker unavailable, trying again", "the broker takes answers again")
         self._closed = False
 
+    def hold(self, items: Sequence[Pending]) -> None:
+        """Has the leases renewed of items that are answered without having been admitted."""
+        self._keeper.hold(items)
+
     def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
         """Publishes responses and then finishes the items' entries; settles asynchronous requests."""
         begin_ns = time.perf_counter_ns()
@@ -275,7 +291,7 @@ class Publisher:
 
     def give_back(self, items: Sequence[Pending]) -> None:
         """Releases items that did not begin to execute; suspects stay suspects."""
-        self._spawn(lambda: self._queue.release([item.lease for item in items]), items, self._keeper.drop)
+        self.spawn(lambda: self._queue.release([item.lease for item in items]), items, self._keeper.drop)
 
     def delay(self, items: Sequence[Pending]) -> None:
         """Moves items behind the others of their level: each to the `.delayed` lane of the lane that it is in."""
@@ -284,7 +300,7 @@ class Publisher:
             by_lane.setdefault(item.lease.entry.lane.name, []).append(item)
         for name, group in by_lane.items():
             leases = [item.lease for item in group]
-            self._spawn(partial(self._queue.delay, leases, name + DELAYED), group, self._keeper.drop)
+            self.spawn(partial(self._queue.delay, leases, name + DELAYED), group, self._keeper.drop)
 
     def bury(self, lease: Lease, error: QinferError, tally: StatsTally, answer: _Answer | None = None) -> None:
         """Makes an entry a dead letter, and then answers it, if a caller is waiting."""
@@ -311,12 +327,12 @@ class Publisher:
                 # The entry, whose deliveries the queue would count, is gone.
                 await self._queue.requests.settle([settlement_of(item, response, attempt=lease.deliveries - 1)])
 
-        self._spawn(work, held=items)
+        self.spawn(work, held=items)
 
     def discard(self, item: Pending) -> None:
         """Finishes an entry without a waiting caller."""
         self._keeper.drop([item])
-        self._spawn(lambda: self._queue.finish([item.lease.entry]))
+        self.spawn(lambda: self._queue.finish([item.lease.entry]))
 
     def release_later(self, item: Pending, delay_s: float) -> None:
         """Releases an entry that this worker cannot read; later, or this worker would fetch it again."""
@@ -352,14 +368,14 @@ class Publisher:
         by_id = {item.request.id: item for item in items if not item.request.reply_to}
         answers = [(by_id[r.request_id], r) for r in responses if r.final and r.request_id in by_id]
         stored = list(by_id.values())
-        self._spawn(self._recorded(stored, lambda: self._settle(answers, begin_ns)), stored)
+        self.spawn(self._recorded(stored, lambda: self._settle(answers, begin_ns)), stored)
         waiting = [item for item in items if item.request.reply_to]
         if waiting:
             theirs = [response for response in responses if response.request_id not in by_id]
             self._publish_soon(waiting, theirs, begin_ns)
 
     def _publish_soon(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
-        self._spawn(self._recorded(items, lambda: self._publish(items, responses, begin_ns)), items, self._finish_soon)
+        self.spawn(self._recorded(items, lambda: self._publish(items, responses, begin_ns)), items, self.finish_soon)
 
     async def _publish(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
         if not self._keeper.is_sure(items):
@@ -410,7 +426,7 @@ class Publisher:
             ((item, response),) = answers
             await self._queue.requests.settle([settlement_of(item, _failed(response, error))])
 
-    def _finish_soon(self, items: Sequence[Pending]) -> None:
+    def finish_soon(self, items: Sequence[Pending]) -> None:
         """Finishes published items together with those of the next batches."""
         if not self._published:
             self._finish_at_s = self._loop.time() + FINISH_DELAY_S
@@ -430,7 +446,7 @@ class Publisher:
         if self._published:
             items, self._published = self._published, []
             self._keeper.drop(items)  # before they are finished: a renewal just after would find their leases lost
-            self._spawn(lambda: self._queue.finish([item.lease.entry for item in items if not item.lost]), items)
+            self.spawn(lambda: self._queue.finish([item.lease.entry for item in items if not item.lost]), items)
 
     def _count(self, items: Sequence[Pending], begin_ns: int) -> None:
         lane = items[0].lease.entry.lane
@@ -439,7 +455,7 @@ class Publisher:
     def _recorded(self, items: Sequence[Pending], work: _Work) -> _Work:
         return work if self._spans is None else self._spans.around(items, work)
 
-    def _spawn(
+    def spawn(
         self,
         work: _Work,
         items: Sequence[Pending] = (),
@@ -447,7 +463,7 @@ class Publisher:
         *,
         held: Sequence[Pending] = (),
     ) -> None:
-        """Begins work; see `_insist`."""
+        """Begins work, which is repeated while Redis is away; see `_insist`."""
         if self._closed:
             return
         task = self._tasks.create_task(self._insist(work, items, after, held or items))

@@ -1,5 +1,5 @@
 -- Ends an asynchronous request, unless it has ended, and removes its entry in any case.
--- KEYS: record, result, result as it was staged, due, queue of the webhooks, payload, responses.
+-- KEYS: record, result, result as it was staged, due, queue of the webhooks, payload, responses, the notes of what was cancelled.
 -- ARGV: what the partition's keys begin with, group, id, the entry's lane and id ('' = those of the record), result's place
 --   (none | given | staged), result, attempt (0 = it was not executed), the record's state, and
 --   why it failed ('' = it did not).
@@ -7,7 +7,7 @@
 --   result: nothing was done).
 local function one(KEYS, ARGV)
 local DAY_MS = 86400000
-local record, result, staged, due, webhooks, payload, responses = unpack(KEYS)
+local record, result, staged, due, webhooks, payload, responses, notes = unpack(KEYS)
 local prefix, group, id, given_lane, given_entry, place, blob, attempt, state, failure = unpack(ARGV)
 
 local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'webhook', 'waiters', 'outbox',
@@ -19,6 +19,8 @@ if is_first and attempt == '0' then
   local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- an error where there is no group yet
   if pending[1] then attempt = pending[1][4] end
 end
+
+local pending = is_first and state == 'cancelled' and redis.pcall('XPENDING', lane, group, entry, entry, 1)
 
 -- What frees memory comes first: after a write Redis lets a script go on, however full its memory is.
 local function remove(from, entry_id)
@@ -35,6 +37,7 @@ if not is_first then
   return {'late', '', objects}
 end
 
+if pending and pending[1] then note_cancel(notes, string.sub(lane, #prefix + 1), {entry}) end
 local result_ttl, lifetime, now = known[8], known[8] + known[9], now_ms()
 local fields = {'finished_at', now, 'expires_at', now + result_ttl, 'attempts', attempt, 'state', state,
   'failure', failure}

@@ -1,0 +1,430 @@
+"""Streams: the requests of decoupled models, whose responses leave one by one, also after `execute` has returned.
+
+    any thread of the model ── Stream.send ──▶ Streams ── event loop ──▶ StreamOutlet.send
+          ▲ waits while the window is used up                                  │
+          └────────────────── Streams.credit ◀── the gateway's credits ────────┘
+
+A stream is open from the beginning of its execution to its final response; it holds its lease, and no instance once
+`execute` has returned. `Window` is its arithmetic, `StreamedExecution` the `Context` of a batch of them.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from qinfer.backends.base import Backend
+from qinfer.batching.execution import SHARED, Answer, Execution, Part, Pending, Responder
+from qinfer.core.messages import Credit, Response, Scalar, Timing
+from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, OutputMismatch, QinferError
+from qinfer.observe.stats import StatsTally
+
+Sent = tuple[Pending, Response]
+"""A response on its way, and the item that it answers."""
+
+OVERHEAD_BYTES = 256
+"""A response takes so much more of a window than its outputs: tiny ones may not fill Redis and gateways either."""
+
+_GONE = "nobody waits for the responses any more"
+_STALLED = "the caller took no response for {:g} s; read faster, or ask for less"
+_LOOK_S = 0.5  # between two looks for streams that are stalled or late
+
+
+def nbytes_of(answer: Answer) -> int:
+    """Returns the bytes of an answer's outputs, which credits count."""
+    return sum([tensor.nbytes for tensor in answer]) if isinstance(answer, tuple) else 0
+
+
+class Window:
+    """Bytes of one stream that are on their way to its caller. Pure arithmetic.
+
+    Args:
+        size_bytes: What may be on its way.
+
+    Attributes:
+        on_way_bytes: What is on its way, with `OVERHEAD_BYTES` for each response.
+        taken_bytes: Bytes of outputs that were taken.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.on_way_bytes = self.taken_bytes = self._sent_bytes = 0
+        self._on_way: deque[tuple[int, int]] = deque()
+        """Of each response: bytes sent with it and before, and what it takes."""
+
+    def fits(self, nbytes: int) -> bool:
+        """Tells whether a response may leave now; without outputs, or while nothing is on its way, any may."""
+        return not nbytes or not self._on_way or self.on_way_bytes + nbytes + OVERHEAD_BYTES <= self.size_bytes
+
+    @property
+    def is_half_full(self) -> bool:
+        """Whether half of the window is used up, or more."""
+        return 2 * self.on_way_bytes >= self.size_bytes
+
+    def sent(self, nbytes: int) -> None:
+        """Takes note of a response that left."""
+        if nbytes:
+            self._sent_bytes += nbytes
+            self.on_way_bytes += nbytes + OVERHEAD_BYTES
+            self._on_way.append((self._sent_bytes, nbytes + OVERHEAD_BYTES))
+
+    def took(self, taken_bytes: int) -> int:
+        """Takes note that so many bytes were taken since the stream began; returns how many of them are new."""
+        new = min(taken_bytes, self._sent_bytes) - self.taken_bytes
+        if new <= 0:
+            return 0
+        self.taken_bytes += new
+        while self._on_way and self._on_way[0][0] <= self.taken_bytes:
+            self.on_way_bytes -= self._on_way.popleft()[1]
+        return new
+
+
+class StreamOutlet(Protocol):
+    """Where responses of streams go; it does not block."""
+
+    def send(self, sent: Sequence[Sent]) -> None:
+        """Publishes responses in order, those of a request one after the other; finishes an entry after its final."""
+        ...
+
+
+class Stream:
+    """The responses of one item. Used from any thread, but `took`, `cancel` and `lose`, which the event loop calls.
+
+    Args:
+        streams: The worker's open streams.
+        item: The item.
+        execution: Its batch.
+    """
+
+    def __init__(self, streams: "Streams", item: Pending, execution: "StreamedExecution") -> None:
+        self.item = item
+        self.execution = execution
+        self.on_close: Callable[[], None] | None = None
+        """Called on the event loop when a stream that outlives its execution is closed."""
+        self.closed = threading.Event()
+        self._streams = streams
+        self._window = Window(streams.window_bytes)
+        self._changed = threading.Condition()
+        self._count = self._waiting = self._untold_bytes = 0
+        self._has_ended = self._is_over = False
+        self._taken: Callable[[int], None] | None = None
+        self._idle_since_s = 0.0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The request and the execution, as credits name them."""
+        return self.item.request.id, self.item.lease.deliveries
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was sent, so that the item may be executed again."""
+        return not self._count
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for responses any more."""
+        return self._is_over or self.item.lost
+
+    def send(
+        self, answer: Answer, *, final: bool, parameters: Mapping[str, Scalar] | None = None, wait: bool = True
+    ) -> None:
+        """Sends a response; with `wait` not before there is room in the window.
+
+        Raises:
+            OutputMismatch: The final response was sent before.
+            Cancelled: Nobody waits for the responses any more.
+        """
+        nbytes = nbytes_of(answer)
+        with self._changed:
+            if not self._window.is_half_full:
+                self._idle_since_s = time.monotonic()
+            self._waiting += 1
+            while wait and not (self.is_over or self._has_ended or self._window.fits(nbytes)):
+                self._changed.wait()
+            self._waiting -= 1
+            if self.is_over:
+                raise Cancelled(_GONE)
+            if self._has_ended:
+                raise OutputMismatch("the model answered a request after its final response")
+            self._window.sent(nbytes)
+            self._put(answer, final=final, parameters=parameters or {})
+
+    def on_taken(self, callback: Callable[[int], None]) -> None:
+        """Has a callback told what was taken; see `Context.on_taken`."""
+        with self._changed:
+            self._taken, untold = callback, self._untold_bytes
+            self._untold_bytes = 0
+            is_over = self.is_over
+        if untold or is_over:
+            callback(0 if is_over else untold)
+
+    def took(self, taken_bytes: int) -> None:
+        """Takes note that the caller took so many bytes since the stream began."""
+        with self._changed:
+            new = self._window.took(taken_bytes)
+            if not new:
+                return
+            self._idle_since_s = time.monotonic()
+            self._changed.notify_all()
+            callback = self._taken
+            if callback is None:
+                self._untold_bytes += new
+        if callback is not None:
+            callback(new)
+
+    def stored(self, nbytes: int) -> None:
+        """Takes note that so many bytes more are where the caller finds them."""
+        self.took(self._window.taken_bytes + nbytes)
+
+    def is_stalled(self, since_s: float) -> bool:
+        """Tells whether the window is used up, and nothing was taken since an instant of the monotonic clock."""
+        with self._changed:
+            is_full = self._window.is_half_full or (self._waiting and self._window.on_way_bytes)
+            return bool(is_full) and self._idle_since_s < since_s
+
+    def cancel(self, error: QinferError) -> None:
+        """Ends the stream with an error: its caller does not take it."""
+        with self._changed:
+            if not self._has_ended and not self.is_over:
+                self._put(error, final=True, parameters={})
+        self.lose()
+
+    def lose(self) -> None:
+        """Takes note that nobody waits for responses of this execution any more."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+            callback, self._taken = self._taken, None
+        if callback is not None:
+            callback(0)
+
+    def _put(self, answer: Answer, *, final: bool, parameters: Mapping[str, Scalar]) -> None:
+        """Hands a response over; under the lock, so that responses are handed over in the order of their indexes."""
+        credit_to = self._streams.credit_to if self.item.request.reply_to and not final else ""
+        part = Part(self._count, final, parameters, self._timing(), credit_to)
+        response = self.execution.responder.streamed(self.item, answer, part)
+        self._count += 1
+        self._has_ended = response.final
+        self._streams.put(self, response)
+
+    def _timing(self) -> Timing:
+        """Returns the times of a response that leaves now: its inference began with its batch's."""
+        execution = self.execution
+        infer_ns = time.perf_counter_ns() - execution.begin_ns
+        waited_ns = int((self._streams.now_s() - self.item.enqueued_s) * 1e9) - infer_ns - execution.input_ns
+        return Timing(max(waited_ns, 0), execution.input_ns, infer_ns, 0, execution.batch.size)
+
+
+class Streams:
+    """The open streams of a worker; used on the event loop, but `open` and `put`, which any thread may call.
+
+    Args:
+        outlet: Where responses go.
+        credit_to: The reply address of the worker, for credits.
+        window_bytes: What may be on its way of one stream.
+        stall_s: How long a caller may take nothing while its window is used up.
+        now_s: The broker's time.
+    """
+
+    def __init__(
+        self, outlet: StreamOutlet, credit_to: str, window_bytes: int, stall_s: float, now_s: Callable[[], float]
+    ) -> None:
+        self.credit_to = credit_to
+        self.window_bytes = window_bytes
+        self.now_s = now_s
+        self._outlet = outlet
+        self._stall_s = stall_s
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[tuple[str, int], Stream] = {}
+        self._ready: deque[tuple[Stream, Response]] = deque()
+        self._is_due = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def open(self, item: Pending, execution: "StreamedExecution") -> Stream:
+        """Opens the stream of an item whose execution begins."""
+        stream = Stream(self, item, execution)
+        self._open[stream.key] = stream
+        return stream
+
+    def is_open(self, stream: Stream) -> bool:
+        """Tells whether a stream's final response has not left yet."""
+        return self._open.get(stream.key) is stream
+
+    def put(self, stream: Stream, response: Response) -> None:
+        """Takes a response, which leaves with the others of this event-loop tick."""
+        self._ready.append((stream, response))
+        if not self._is_due:
+            self._is_due = True
+            # When the loop is closed the process is ending, and the lease passes to another worker.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def credit(self, credits_: Sequence[Credit]) -> None:
+        """Makes room in the windows of streams; credits for others are dropped."""
+        for credit in credits_:
+            stream = self._open.get((credit.request_id, credit.attempt))
+            if stream is not None:
+                stream.took(credit.taken_bytes)
+
+    def lose(self, item: Pending) -> None:
+        """Closes the stream of an item that is lost or cancelled, if there is one."""
+        stream = self._open.get((item.request.id, item.lease.deliveries))
+        if stream is not None and stream.item is item:
+            stream.lose()
+            self.close(stream)
+
+    def cancel(self, item: Pending, error: QinferError) -> None:
+        """Ends the stream of an item with an error, if it is open."""
+        stream = self._open.get((item.request.id, item.lease.deliveries))
+        if stream is not None:
+            stream.cancel(error)
+
+    def leave(self, reply_to: str) -> None:
+        """Cancels the streams to a process that is gone."""
+        for stream in list(self._open.values()):
+            if stream.item.request.reply_to == reply_to:
+                stream.cancel(Cancelled(_GONE))
+
+    def stored(self, item: Pending, nbytes: int) -> None:
+        """Takes note that so many bytes more of an item are where its caller finds them, and not on their way."""
+        stream = self._open.get((item.request.id, item.lease.deliveries))
+        if stream is not None:
+            stream.stored(nbytes)
+
+    def close(self, stream: Stream) -> None:
+        """Forgets a stream; nothing of it leaves from now on."""
+        if self._open.get(stream.key) is not stream:
+            return
+        del self._open[stream.key]
+        stream.closed.set()
+        if stream.on_close is not None:
+            stream.on_close()
+
+    def watch(self) -> None:
+        """Begins to look for callers who take nothing, and for deadlines, for as long as any stream is open."""
+        if self._timer is None and self._open:
+            self._timer = self._loop.call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        since_s, now_s = time.monotonic() - self._stall_s, self.now_s()
+        for stream in list(self._open.values()):
+            if stream.is_stalled(since_s):
+                stream.cancel(Cancelled(_STALLED.format(self._stall_s)))
+            elif stream.item.deadline_s <= now_s:
+                stream.cancel(DeadlineExceeded(TIMED_OUT))
+        self.watch()
+
+    def _deliver(self) -> None:
+        """Hands over what is ready."""
+        self._is_due = False  # before anything is taken: what comes later has a call of its own
+        sent: list[Sent] = []
+        ended: list[Stream] = []
+        while self._ready:
+            stream, response = self._ready.popleft()
+            if stream.item.lost or not self.is_open(stream):
+                continue
+            sent.append((stream.item, response))
+            if response.final:
+                ended.append(stream)
+                stream.execution.count(stream.item, response)
+        if sent:
+            self._outlet.send(sent)
+        for stream in ended:
+            self.close(stream)
+        self.watch()
+
+
+class StreamedExecution(Execution, kw_only=True, eq=False):
+    """A batch of a decoupled model; its streams may be open after it has ended.
+
+    Attributes:
+        table: The worker's open streams.
+        responder: Makes the responses.
+        tally: Where requests are counted when they end.
+        streams: The stream of each item; made when it begins.
+    """
+
+    table: Streams
+    responder: Responder
+    tally: StatsTally
+    streams: list[Stream] = msgspec.field(default_factory=list)
+
+    @property
+    def is_decoupled(self) -> bool:
+        """True: an item may have 0, 1 or many responses."""
+        return True
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of one item on their way; see `Context.window_bytes`."""
+        return self.table.window_bytes
+
+    def respond(
+        self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
+    ) -> None:
+        """Sends a response when there is room in the window; see `Context.respond`."""
+        self.streams[item].send(self._own(outputs), final=final, parameters=parameters)
+
+    def offer(
+        self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
+    ) -> None:
+        """Sends a response at once; see `Context.offer`."""
+        self.streams[item].send(self._own(outputs), final=final, parameters=parameters, wait=False)
+
+    def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
+        """Has a callback told what the item's caller took; see `Context.on_taken`."""
+        self.streams[item].on_taken(callback)
+
+    def cancelled(self, item: int) -> bool:
+        """Tells whether nobody waits for this item any more."""
+        return self.streams[item].is_over
+
+    def run(self, backend: Backend) -> None:
+        """Executes the batch; an error ends the streams that it is told to, and those that have begun."""
+        self.streams = [self.table.open(item, self) for item in self.items]
+        super().run(backend)
+        if self.error is None:
+            return
+        is_whole = len(self.items) == 1 or isinstance(self.error, SHARED)
+        for stream in self.streams:
+            if is_whole or not stream.is_untouched:
+                with suppress(OutputMismatch, Cancelled):
+                    stream.send(self.error, final=True, wait=False)
+
+    @property
+    def unanswered(self) -> list[Pending]:
+        """The items that sent nothing before their batch raised: run them again."""
+        return [stream.item for stream in self.streams if stream.is_untouched and not stream.is_over]
+
+    def leave_open(self, on_close: Callable[[], None]) -> int:
+        """Leaves the streams that are open to themselves; those that run again are closed.
+
+        Args:
+            on_close: Called when one of them is closed.
+
+        Returns:
+            How many are open.
+        """
+        if self.error is not None:
+            for stream in self.streams:
+                if stream.is_untouched:
+                    self.table.close(stream)
+        left = [stream for stream in self.streams if self.table.is_open(stream)]
+        for stream in left:
+            stream.on_close = on_close
+        self.table.watch()
+        return len(left)
+
+    def count(self, item: Pending, response: Response) -> None:
+        """Counts an item whose final response leaves."""
+        self.responder.count(item, response, self.table.now_s(), self.tally)
+
+    def _missing(self) -> QinferError | None:
+        """Misses nothing: responses may come later."""
+        return None

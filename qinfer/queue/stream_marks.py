@@ -1,0 +1,52 @@
+"""Marks of entries: those that have sent a part of a stream, and those that were cancelled while a worker held them.
+
+…:sent:<lane>:<entry>   a response of the entry's stream has left: whoever reclaims it does not execute it
+…:cancels               the entries that `Queue.cancel` removed while a worker held them
+"""
+
+from collections.abc import Sequence
+
+from qinfer.queue import keys
+from qinfer.queue.entries import Entry, Lane
+from qinfer.queue.router import Router, ttl_ms
+
+
+class StreamMarks:
+    """See the module docstring.
+
+    Args:
+        router: The way to Redis.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def mark_sent(self, entry: Entry, ttl_s: float) -> None:
+        """Marks an entry of whose stream a response is about to leave; for so many seconds."""
+        key = keys.sent(entry.lane, entry.entry_id)
+        await self._router.call(keys.lane_slot(entry.lane), b"SET", key, b"", b"PX", ttl_ms(ttl_s))
+
+    async def was_sent(self, entry: Entry) -> bool:
+        """Tells whether a response of an entry's stream may have left."""
+        slot, key = keys.lane_slot(entry.lane), keys.sent(entry.lane, entry.entry_id)
+        return bool(await self._router.call(slot, b"EXISTS", key))
+
+    async def cancelled(self, model: str, partition: int, after: str) -> list[tuple[str, Lane, str]]:
+        """Returns the entries of a partition that were cancelled while a worker held them.
+
+        Args:
+            model: The model.
+            partition: The partition.
+            after: The mark of the last that is known, or an instant of the broker's time in milliseconds.
+
+        Returns:
+            Of each its mark, its lane and its `entry_id`; the last thousand. What is older ends with its lease.
+        """
+        key = keys.cancels(model, partition)
+        found = await self._router.call(keys.slot(key), b"XRANGE", key, f"({after}", b"+")
+        return [_cancelled(model, partition, mark, fields) for mark, fields in found]
+
+
+def _cancelled(model: str, partition: int, mark: bytes, fields: Sequence[bytes]) -> tuple[str, Lane, str]:
+    version, name, entry_id = fields[1].decode().split(":")
+    return mark.decode(), Lane(model, int(version), name, partition), entry_id

@@ -1,0 +1,201 @@
+"""Streams: what leaves, in which order, how much of it, and how a stream ends."""
+
+import asyncio
+
+import pytest
+
+from qinfer.batching.streams import OVERHEAD_BYTES, Window
+from qinfer.core.messages import Credit
+from qinfer.errors import Cancelled, InferenceFailed, OutputMismatch
+from qinfer.tensors import Tensor
+from qinfer.testing import eventually
+from tests.support.open_streams import StreamBench, outputs
+
+COST = 8 + OVERHEAD_BYTES
+
+
+def test_a_window_counts_what_is_on_its_way() -> None:
+    window = Window(1000)
+    window.sent(100)
+    window.sent(200)
+
+    assert window.on_way_bytes == 300 + 2 * OVERHEAD_BYTES
+    assert window.took(100) == 100
+    assert window.on_way_bytes == 200 + OVERHEAD_BYTES
+    assert window.took(300) == 200
+    assert window.on_way_bytes == 0
+
+
+def test_credits_are_cumulative() -> None:
+    """One that is lost, late, repeated or too large does no harm."""
+    window = Window(1000)
+    for _ in range(3):
+        window.sent(100)
+
+    assert [window.took(taken) for taken in (200, 200, 100, 10_000, 0)] == [200, 0, 0, 100, 0]
+    assert window.on_way_bytes == 0
+
+
+def test_a_response_larger_than_the_window_passes_alone() -> None:
+    window = Window(10)
+
+    assert window.fits(1000)
+    window.sent(1000)
+    assert not window.fits(1)
+    assert window.fits(0)
+    window.took(1000)
+    assert window.fits(1000)
+
+
+async def test_responses_leave_in_the_order_of_their_indexes() -> None:
+    bench = StreamBench()
+    execution = bench.execution(2)
+
+    execution.respond(0, outputs(), final=False)
+    execution.respond(1, outputs(), final=False)
+    execution.respond(0, (), parameters={"x": 1})
+    await bench.turn()
+
+    assert [(r.request_id, r.index, r.final, r.credit_to) for _, r in bench.sent] == [
+        ("r0", 0, False, "reply:worker-w"),
+        ("r1", 0, False, "reply:worker-w"),
+        ("r0", 1, True, ""),
+    ]
+    assert bench.sent[-1][1].parameters == {"x": 1}
+    assert bench.closed == {"r0": 1, "r1": 0}
+
+
+async def test_a_thread_waits_for_room() -> None:
+    bench = StreamBench(window_bytes=2 * COST)
+    execution = bench.execution()
+
+    def send() -> None:
+        for _ in range(5):
+            execution.respond(0, outputs(), final=False)
+        execution.respond(0, ())
+
+    sending = asyncio.create_task(asyncio.to_thread(send))
+    for taken in (1, 2, 3):
+        await eventually(lambda taken=taken: len(bench.sent) == taken + 1)  # type: ignore[misc]  # bound at once
+        bench.table.credit([Credit("r0", 1, 8 * taken)])
+    await sending
+
+    await bench.turn()
+    assert [r.index for r in bench.responses()] == [0, 1, 2, 3, 4, 5]
+
+
+async def test_credits_of_others_are_dropped() -> None:
+    bench = StreamBench(window_bytes=COST)
+    execution = bench.execution()
+    taken: list[int] = []
+    execution.on_taken(0, taken.append)
+    execution.offer(0, outputs(), final=False)
+
+    bench.table.credit([Credit("r0", 2, 8), Credit("other", 1, 8)])
+    assert taken == []
+    bench.table.credit([Credit("r0", 1, 8)])
+
+    assert taken == [8]
+
+
+async def test_what_was_taken_before_is_told_at_once() -> None:
+    bench = StreamBench()
+    execution = bench.execution()
+    taken: list[int] = []
+    execution.offer(0, outputs(), final=False)
+    bench.table.credit([Credit("r0", 1, 8)])
+
+    execution.on_taken(0, taken.append)
+
+    assert taken == [8]
+
+
+async def test_a_thread_that_waits_is_told_of_a_cancelled_caller() -> None:
+    bench = StreamBench(window_bytes=1)
+    execution = bench.execution()
+    told: list[int] = []
+    execution.on_taken(0, told.append)
+    execution.respond(0, outputs(), final=False)
+    sending = asyncio.create_task(asyncio.to_thread(execution.respond, 0, outputs(), final=False))
+
+    execution.items[0].lose()
+    bench.table.lose(execution.items[0])
+
+    with pytest.raises(Cancelled):
+        await sending
+    assert execution.cancelled(0)
+    assert told == [0]
+    assert bench.closed == {"r0": 1}
+    await bench.turn()
+    assert bench.sent == []
+
+
+async def test_nothing_comes_after_the_final_response() -> None:
+    bench = StreamBench()
+    execution = bench.execution()
+    execution.respond(0, ())
+
+    with pytest.raises(OutputMismatch, match="after its final response"):
+        execution.respond(0, outputs(), final=False)
+
+
+async def test_a_caller_that_takes_nothing_is_cancelled() -> None:
+    bench = StreamBench(window_bytes=1, stall_s=0.0)
+    execution = bench.execution()
+    execution.offer(0, outputs(), final=False)
+    await bench.turn()
+
+    bench.table._look()
+    await bench.turn()
+
+    assert [r.failure and r.failure.code for r in bench.responses()] == [None, "cancelled"]
+    assert bench.responses()[-1].final
+    with pytest.raises(Cancelled):
+        execution.offer(0, (), final=True)
+
+
+async def test_a_stream_ends_at_its_deadline() -> None:
+    bench = StreamBench()
+    bench.execution()
+    bench.now_s = 1000.0
+
+    bench.table._look()
+    await bench.turn()
+
+    assert [r.failure and r.failure.code for r in bench.responses()] == ["deadline_exceeded"]
+
+
+async def test_outputs_that_do_not_fit_end_the_stream() -> None:
+    bench = StreamBench()
+    execution = bench.execution()
+
+    execution.respond(0, (Tensor("z", "FP32", (1, 2), bytes(8)),), final=False)
+    await bench.turn()
+
+    (response,) = bench.responses()
+    assert response.failure is not None
+    assert (response.failure.code, response.final) == ("output_mismatch", True)
+
+
+async def test_a_failure_ends_only_its_own_stream() -> None:
+    bench = StreamBench()
+    execution = bench.execution(2)
+
+    execution.respond(0, InferenceFailed("broken"))
+    execution.respond(1, outputs(3))
+    await bench.turn()
+
+    assert bench.closed == {"r0": 1, "r1": 1}
+    assert [r.failure is None for r in (bench.responses("r0")[0], bench.responses("r1")[0])] == [False, True]
+    assert bench.tally.drain()["success_count"] == 1
+
+
+async def test_streams_to_a_process_that_is_gone_end() -> None:
+    bench = StreamBench()
+    execution = bench.execution(2)
+    execution.items[1].request.reply_to = "reply:other"
+
+    bench.table.leave("reply:g")
+    await bench.turn()
+
+    assert bench.closed == {"r0": 1, "r1": 0}

@@ -1,0 +1,243 @@
+"""The intake of a worker: leases become items that may be batched, or are answered, released or buried.
+
+leases ─▶ decode ─▶ tried too often? ─▶ payload apart? ─▶ ready        what can't be executed goes to the publisher
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from qinfer.batching.batcher import Batcher
+from qinfer.batching.execution import Pending
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.retry import OutageLog
+from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError, StreamBroken
+from qinfer.models.validate import validate
+from qinfer.queue.entries import Lease
+from qinfer.queue.lanes import Queue
+from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
+from qinfer.wire.versions import NewerVersion
+from qinfer_workers.inference.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S = 1.0
+"""Delay of the release of an entry that this worker can't read now; at once, it would be the next to fetch it."""
+
+LEAST_DELIVERIES = 2
+"""An entry that was in a batch when its worker died has one delivery that says nothing about it."""
+BROKEN = "the worker that executed the request ended in the middle of its responses; send the request again"
+"""Why a stream is not executed again."""
+
+
+class Taken(NamedTuple):
+    """The items of some leases: those that can run, and those whose external payloads are still to be read."""
+
+    ready: list[Pending]
+    external: list[Pending]
+
+
+class Intake:
+    """Makes pending items of leases: decides whether an entry may be batched.
+
+    Args:
+        queue: Gives external payloads.
+        publisher: Takes what can't be executed.
+        max_deliveries: An entry that was handed out more often is not tried again.
+    """
+
+    def __init__(self, queue: Queue, publisher: Publisher, max_deliveries: int) -> None:
+        self._queue = queue
+        self._publisher = publisher
+        self._most = max(max_deliveries, LEAST_DELIVERIES)
+        self._reader = RequestReader()
+        self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
+
+    def items(self, batcher: Batcher, leases: Iterable[Lease]) -> Taken:
+        """Decodes leases; those that can't be executed are buried, answered or released, and left out."""
+        taken = Taken([], [])
+        for lease in leases:
+            try:
+                request = self._reader.decode(lease.frame)
+            except PayloadApart as external:
+                request = external.request
+            except CorruptEntry as error:
+                self._unreadable(batcher, lease, error)
+                continue
+            item = self._pending(batcher, lease, request)
+            if lease.deliveries > 1 and not self._is_tried(batcher, item):
+                continue
+            if request.payload:
+                taken.external.append(item)
+            elif self._is_ready(batcher, item):
+                taken.ready.append(item)
+        return taken
+
+    async def whole(self, batcher: Batcher, leases: Sequence[Lease]) -> list[Lease]:
+        """Answers reclaimed entries of which a dead worker has sent a part; returns the others, to be executed."""
+        spec = batcher.model.spec
+        if not spec.decoupled or spec.stream_resume:
+            return list(leases)
+        whole = [lease for lease in leases if not await self._queue.marks.was_sent(lease.entry)]
+        for lease in leases:
+            if lease not in whole:
+                self._break(batcher, lease)
+        return whole
+
+    def _break(self, batcher: Batcher, lease: Lease) -> None:
+        """Answers an entry whose stream is broken: nobody knows how to go on with it."""
+        try:
+            request = self._reader.decode(lease.frame)
+        except PayloadApart as external:
+            request = external.request
+        except CorruptEntry as error:
+            self._unreadable(batcher, lease, error)
+            return
+        item = self._pending(batcher, lease, request)
+        logger.warning("stream broken", extra={**_log_data(lease), "request_id": request.id})
+        self._publisher.hold([item])
+        batcher.fail([item], StreamBroken(BROKEN))
+
+    async def complete(self, batcher: Batcher, external: Sequence[Pending]) -> list[Pending]:
+        """Reads the external payloads of items; those that are not to be executed are left out.
+
+        A payload that is gone belongs to a cancelled or expired request, which has nobody to answer. When this task is
+        cancelled, it gives all items back.
+        """
+        reads = [asyncio.ensure_future(self._payload(batcher, item)) for item in external]
+        try:
+            payloads = await asyncio.gather(*reads)
+        except asyncio.CancelledError:
+            await asyncio.wait(reads)
+            left = [
+                item
+                for item, read in zip(external, reads, strict=True)
+                if read.cancelled() or read.result() is not None
+            ]
+            self._publisher.give_back(left)
+            raise
+        # From here on nothing is awaited: the model may be another one after each time.
+        return [
+            item
+            for item, payload in zip(external, payloads, strict=True)
+            if payload is not None and not item.lost and self._complete(batcher, item, payload)
+        ]
+
+    def put_off(self, external: Iterable[Pending]) -> None:
+        """Leaves items whose tensors can't be read now to another worker, or to this one after a while."""
+        for item in external:
+            self._publisher.release_later(item, PAUSE_S)
+
+    def is_readable(self, batcher: Batcher, lease: Lease) -> bool:
+        """Tells whether this version can read an entry; one of a newer qinfer is released, for another worker."""
+        try:
+            decode_request(lease.frame)
+        except NewerVersion:
+            self._release_newer(batcher, lease)
+            return False
+        except (PayloadApart, CorruptEntry):
+            pass
+        return True
+
+    def fits(self, batcher: Batcher, item: Pending) -> bool:
+        """Checks an item that was admitted under another generation; one that does not fit any more is answered."""
+        try:
+            item.rows = validate(item.request, batcher.model.spec)
+        except InvalidRequest as error:
+            batcher.fail([item], error)
+            return False
+        batcher.classify(item)
+        return True
+
+    def _is_tried(self, batcher: Batcher, item: Pending) -> bool:
+        """Counts an item that was delivered before; gives up one that was delivered too often, and answers it."""
+        batcher.tally.redelivered()
+        if item.lease.deliveries <= self._most:
+            return True
+        text = f"the request was given up: {item.lease.deliveries - 1} executions did not end"
+        self._bury(batcher, item, InferenceFailed(text))
+        return False
+
+    def _unreadable(self, batcher: Batcher, lease: Lease, error: CorruptEntry) -> None:
+        """Releases an entry of a newer qinfer's, and buries one that is damaged."""
+        if isinstance(error, NewerVersion):
+            self._release_newer(batcher, lease)
+            return
+        logger.error("corrupt entry", extra={**_log_data(lease), "reason": error.message})
+        self._publisher.bury(lease, error, batcher.tally)
+
+    def _pending(self, batcher: Batcher, lease: Lease, request: InferRequest) -> Pending:
+        enqueued_s = lease.entry.enqueued_s
+        return Pending(
+            rows=1,
+            key=None,
+            enqueued_s=enqueued_s,
+            deadline_s=enqueued_s + (request.timeout_s or batcher.model.spec.default_timeout_s),
+            alone=lease.suspect,
+            lease=lease,
+            request=request,
+        )
+
+    def _is_ready(self, batcher: Batcher, item: Pending) -> bool:
+        """Sets the rows and the key, which the tensors decide; checks what another generation was checked for."""
+        if item.request.generation != batcher.model.generation:
+            return self.fits(batcher, item)
+        inputs = item.request.inputs
+        if inputs and (shape := inputs[0].shape) and batcher.model.spec.max_batch_size:
+            item.rows = shape[0]
+        batcher.classify(item)
+        return True
+
+    def _release_newer(self, batcher: Batcher, lease: Lease) -> None:
+        logger.warning("frame of a newer qinfer released", extra=_log_data(lease))
+        unknown = InferRequest(model=batcher.model.spec.name, inputs=())
+        self._publisher.release_later(self._pending(batcher, lease, unknown), PAUSE_S)
+
+    async def _payload(self, batcher: Batcher, item: Pending) -> bytes | None:
+        """Reads an item's tensors; one that can't be read now is released, one whose tensors are gone is finished.
+
+        One whose tensors should be there and are not is given up: somebody deleted them from the payload store.
+        """
+        try:
+            payload = await self._queue.payload(item.lease.entry, item.request.id)
+        except CorruptEntry as error:
+            self._bury(batcher, item, error)
+            return None
+        except QinferError as error:
+            self._outage.failed(error.message)
+            self.put_off([item])
+            return None
+        self._outage.over()
+        if payload is None:
+            self._publisher.discard(item)
+        return payload
+
+    def _complete(self, batcher: Batcher, item: Pending, payload: bytes) -> bool:
+        try:
+            item.request = decode_request(item.lease.frame, payload)
+        except CorruptEntry as error:
+            self._bury(batcher, item, error)
+            return False
+        return self._is_ready(batcher, item)
+
+    def _bury(self, batcher: Batcher, item: Pending, error: QinferError) -> None:
+        """Gives an item up: it becomes a dead letter, and its caller gets the reason."""
+        deliveries, failure = item.lease.deliveries, Failure.of(error)
+        extra = {**_log_data(item.lease), "request_id": item.request.id, "deliveries": deliveries, "code": failure.code}
+        logger.error("given up", extra=extra)
+        batcher.tally.failed(failure.code)
+        response = Response(
+            request_id=item.request.id,
+            model=batcher.model.spec.name,
+            version=batcher.model.version,
+            failure=failure,
+            attempt=deliveries,
+        )
+        self._publisher.bury(item.lease, error, batcher.tally, (item, response))
+
+
+def _log_data(lease: Lease) -> dict[str, object]:
+    """Returns the fields of a log line about an entry."""
+    entry = lease.entry
+    return {"model": entry.lane.model, "version": entry.lane.version, "entry_id": entry.entry_id}

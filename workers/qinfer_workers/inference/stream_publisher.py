@@ -1,0 +1,171 @@
+"""The publisher of streams: responses of decoupled models, one after another, in order for each caller.
+
+    somebody waits   publish to `reply_to`: one task for each process takes all that has come, up to 1 MiB at a time
+    asynchronous     store response after response; one task for each request
+    the final one    the entry is finished, or the request settled, as `Publisher` does it
+
+Before the first response of an entry leaves, the entry is marked: whoever reclaims it does not execute it, because its
+caller has a part of another execution's responses. Models whose responses are the same each time need no mark.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from qinfer.batching.execution import Pending
+from qinfer.batching.streams import Sent, Streams, nbytes_of
+from qinfer.core.messages import Failure
+from qinfer.core.settings import LimitSettings
+from qinfer.errors import BrokerUnavailable, PayloadTooLarge, QinferError, QueueFull, StreamBroken
+from qinfer.queue.lanes import Queue
+from qinfer.wire.frame import encode_responses
+from qinfer_workers.inference.publisher import CHUNK_BYTES, LeaseKeeper, Publisher
+
+logger = logging.getLogger(__name__)
+
+_MAX_RESPONSES = 1000  # in one blob
+
+
+class StreamPublisher:
+    """The `StreamOutlet` of a worker.
+
+    Args:
+        queue: Where to publish.
+        keeper: Holds the items' leases.
+        publisher: Finishes and settles, and owns the tasks.
+        resumes: Tells whether the model of an item gives the same responses each time.
+        limits: What may be stored of an asynchronous request.
+        mark_s: How much longer than its request a mark is kept.
+
+    Attributes:
+        streams: The open streams; to be set before the first response.
+    """
+
+    streams: Streams
+
+    def __init__(
+        self,
+        queue: Queue,
+        keeper: LeaseKeeper,
+        publisher: Publisher,
+        resumes: Callable[[Pending], bool],
+        limits: LimitSettings,
+        mark_s: float,
+    ) -> None:
+        self._queue = queue
+        self._keeper = keeper
+        self._publisher = publisher
+        self._resumes = resumes
+        self._limits = limits
+        self._mark_s = mark_s
+        self._waiting: dict[str, deque[Sent]] = {}
+        """What has not left, by the process or the asynchronous request that it is for."""
+
+    def send(self, sent: Sequence[Sent]) -> None:
+        """Publishes responses in order; those that come meanwhile leave together."""
+        for each in sent:
+            request = each[0].request
+            name = request.reply_to or request.id
+            waiting = self._waiting.get(name)
+            if waiting is None:
+                waiting = self._waiting[name] = deque()
+                self._publisher.spawn(lambda name=name: self._run(name))  # type: ignore[misc]  # bound at once
+            waiting.append(each)
+
+    async def _run(self, name: str) -> None:
+        """Publishes until nothing waits; called again, with what has not left, when Redis was away."""
+        waiting = self._waiting[name]
+        while waiting:
+            group = _first_of(waiting)
+            live = [each for each in group if not each[0].lost]
+            try:
+                if live:
+                    await self._leave(name, live)
+            except (BrokerUnavailable, QueueFull):
+                raise
+            except QinferError:
+                logger.exception("refused by the broker", extra={"request_ids": [item.request.id for item, _ in live]})
+                self._drop([item for item, _ in live])
+            for _ in group:
+                waiting.popleft()
+        del self._waiting[name]
+
+    async def _leave(self, name: str, group: Sequence[Sent]) -> None:
+        items = list(dict.fromkeys([item for item, _ in group]))
+        if not self._keeper.is_sure(items):
+            await self._keeper.confirm(items)
+            group = [each for each in group if not each[0].lost]
+        if not group:
+            return
+        await self._mark(group)
+        begin_ns = time.perf_counter_ns()
+        if items[0].request.reply_to:
+            is_there = await self._queue.publish(name, encode_responses([response for _, response in group]))
+            if not is_there:
+                logger.debug("nobody waits any more", extra={"reply_to": name})
+                self.streams.leave(name)
+            self._publisher.finish_soon([item for item, response in group if response.final])
+        else:
+            await self._settle(group)
+        lane = items[0].lease.entry.lane
+        self._publisher.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
+
+    async def _mark(self, group: Sequence[Sent]) -> None:
+        """Marks the entries whose first response leaves now, and is not their last."""
+        first = [item for item, response in group if not (response.index or response.final or self._resumes(item))]
+        if not first:
+            return
+        now_s, marks = self._queue.clock.now_s(), self._queue.marks
+        await asyncio.gather(
+            *(marks.mark_sent(item.lease.entry, max(item.deadline_s - now_s, 0.0) + self._mark_s) for item in first)
+        )
+
+    async def _settle(self, group: Sequence[Sent]) -> None:
+        """Stores responses of an asynchronous request, and settles it where they end."""
+        item, last = group[-1]
+        others = group[:-1] if last.final else group
+        error = await self._store(others) if others else None
+        if error is not None:
+            last = msgspec.structs.replace(last, outputs=(), failure=Failure.of(error))
+        if last.final and not item.lost:
+            self._publisher.answer([item], [last])
+
+    async def _store(self, group: Sequence[Sent]) -> QinferError | None:
+        """Stores responses of an asynchronous request; returns why that can't be."""
+        item, first = group[0]
+        lease, blobs = item.lease, [encode_responses([response]) for _, response in group]
+        resumes, most = self._resumes(item), self._limits.stream_result_bytes
+        stored = self._queue.requests.responses
+        try:
+            is_wanted = await stored.append(lease, item.request.id, first.index, blobs, resumes=resumes, max_bytes=most)
+        except (StreamBroken, PayloadTooLarge) as error:
+            self.streams.cancel(item, error)
+            return error
+        if is_wanted:
+            self.streams.stored(item, sum([nbytes_of(response.outputs) for _, response in group]))
+        else:
+            self._drop([item])
+        return None
+
+    def _drop(self, items: Sequence[Pending]) -> None:
+        """Ends streams without a word: nobody wants the rest, or nobody can have it."""
+        self._keeper.drop(items)
+        for item in items:
+            item.lose()
+            self.streams.lose(item)
+
+
+def _first_of(waiting: "deque[Sent]") -> list[Sent]:
+    """Returns the first of what waits, up to 1 MiB of outputs; at least one."""
+    group: list[Sent] = []
+    size = 0
+    for each in waiting:
+        size += nbytes_of(each[1].outputs)
+        if group and (size > CHUNK_BYTES or len(group) == _MAX_RESPONSES):
+            break
+        group.append(each)
+    return group
