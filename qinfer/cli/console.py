@@ -129,10 +129,10 @@ def print_error(message: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Prints a value, msgspec's structs too, as one line of JSON on stdout."""
+    """Prints a value, msgspec's structs too, as one line of JSON on stdout, at once also into a pipe."""
     import msgspec
 
-    print(json.dumps(msgspec.to_builtins(value)))
+    print(json.dumps(msgspec.to_builtins(value)), flush=True)
 
 
 def show(value: object, view: "str | Callable[[], RenderableType]", *, as_json: bool) -> None:

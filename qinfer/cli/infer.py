@@ -30,19 +30,34 @@ def infer(
     outputs: Annotated[
         list[str] | None, typer.Option("--output", "-o", help="An output to return; default: all.")
     ] = None,
+    stream: Annotated[
+        bool,
+        typer.Option("--stream", help="Print each response of a decoupled model as it comes; JSON in a line each."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run one inference: send tensors, print the response.
 
     Datatypes come from the model's metadata, and a missing batch dimension is added.
     """
-    from qinfer.cli.client import GatewayClient, as_json_object
+    from qinfer.cli.client import GatewayClient
     from qinfer.cli.inputs import read_inputs
 
     with GatewayClient(url) as client:
         metadata = client.metadata(model, version)
         tensors = read_inputs(inputs or [], metadata.inputs, model)
-        answer = client.infer(model, {t.name: t for t in tensors}, version=version, outputs=outputs)
+        by_name = {t.name: t for t in tensors}
+        if stream:
+            for answer in client.infer_stream(model, by_name, version=version, outputs=outputs):
+                _print(answer, as_json=as_json)
+            return
+        answer = client.infer(model, by_name, version=version, outputs=outputs)
+    _print(answer, as_json=as_json)
+
+
+def _print(answer: "InferResult", *, as_json: bool) -> None:
+    from qinfer.cli.client import as_json_object
+
     if as_json:
         print_json(as_json_object(answer))
     else:

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -12,8 +14,9 @@ from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Poo
 from qinfer.client.flows import Ask, Inputs, Keys, Submission
 from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
 from qinfer.client.jobs import AsyncJob
+from qinfer.client.responses import EventReader, result_of
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
-from qinfer.client.steps import Flow, Outcome, Pause, Send
+from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_tasks
 from qinfer.core.clock import Clock
 from qinfer.core.messages import Scalar
@@ -82,6 +85,24 @@ class AsyncClient:
         """Sends a request to a model and waits for its answer; see `Client.infer`."""
         ask = Ask(model, inputs, version, outputs, parameters, priority, id)
         return await self._run(flows.infer(self._policy, ask))
+
+    def infer_stream(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        version: int | None = None,
+        outputs: Sequence[str] | None = None,
+        parameters: Mapping[str, Scalar] | None = None,
+        priority: int = 0,
+        id: str | None = None,
+    ) -> AsyncIterator[InferResult]:
+        """Sends a request to a model, and yields its responses as they come; see `Client.infer_stream`.
+
+        After a `break`, close the iterator (`contextlib.aclosing`), which cancels the request.
+        """
+        ask = Ask(model, inputs, version, outputs, parameters, priority, id)
+        return self._results(flows.infer_stream(self._policy, ask))
 
     async def submit(
         self,
@@ -182,8 +203,22 @@ class AsyncClient:
         """Returns the status of the newest jobs; see `Client.jobs`."""
         return await self._run(job_flows.newest_jobs(self._policy, state, limit))
 
-    async def _run(self, flow: Flow[T]) -> T:
-        """Executes a flow."""
+    async def _results(self, flow: Flow[httpx.Response]) -> AsyncIterator[InferResult]:
+        """Yields the results of a reply while it comes, over a connection of its own until then."""
+        http, reader = self._pool.take(), EventReader()
+        try:
+            async with aclosing(await self._run(flow, partial(_open, http))) as reply:
+                async for piece in reply.aiter_bytes():
+                    for result in filter(None, map(result_of, reader.feed(piece))):
+                        yield result
+        except httpx.RequestError as error:
+            raise problem_of_connection(error, self._policy.url, self._policy.timeout_s).error from None
+        finally:
+            self._pool.give(http)
+
+    async def _run(self, flow: Flow[T], exchange: Callable[[Send], Awaitable[Outcome]] | None = None) -> T:
+        """Executes a flow; `exchange` sends its requests."""
+        exchange = exchange or self._exchange
         outcome: Outcome = None
         while True:
             try:
@@ -195,7 +230,7 @@ class AsyncClient:
                 await self._sleep(step.seconds)
                 outcome = None
             else:
-                outcome = await self._exchange(step)
+                outcome = await exchange(step)
 
     async def _exchange(self, send: Send) -> Outcome:
         http = self._pool.take()
@@ -207,3 +242,17 @@ class AsyncClient:
             return error
         finally:
             self._pool.give(http)
+
+
+async def _open(http: httpx.AsyncClient, send: Send) -> Outcome:
+    """Sends a request; a reply of success is left unread, for its caller to read and close."""
+    request = http.build_request(
+        send.method, send.path, headers=send.headers, content=send.content, timeout=send.http_timeout
+    )
+    try:
+        reply = await http.send(request, stream=True)
+        if not reply.is_success:
+            await reply.aread()
+    except httpx.RequestError as error:
+        return error
+    return reply

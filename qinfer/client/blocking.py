@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from threading import Event
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
@@ -13,8 +15,9 @@ from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Poo
 from qinfer.client.flows import Ask, Inputs, Keys, Submission
 from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
 from qinfer.client.jobs import Job
+from qinfer.client.responses import EventReader, result_of
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
-from qinfer.client.steps import Flow, Outcome, Pause, Send
+from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_threads
 from qinfer.core.clock import Clock
 from qinfer.core.messages import Scalar
@@ -105,6 +108,39 @@ class Client:
         """
         ask = Ask(model, inputs, version, outputs, parameters, priority, id)
         return self._run(flows.infer(self._policy, ask))
+
+    def infer_stream(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        version: int | None = None,
+        outputs: Sequence[str] | None = None,
+        parameters: Mapping[str, Scalar] | None = None,
+        priority: int = 0,
+        id: str | None = None,
+    ) -> Iterator[InferResult]:
+        """Sends a request to a model, and yields its responses as they come: any number of a decoupled model, else one.
+
+        It is sent at the first step. What the caller does not take makes the model wait; leaving the iteration cancels
+        the request. The call is repeated as `infer` is until the first response has come, and never after it.
+
+        Args:
+            model: As in `infer`, and so the rest; `timeout_s` of the client is for the first response, and for each
+                further one.
+            inputs: See there.
+            version: See there.
+            outputs: See there.
+            parameters: See there.
+            priority: See there.
+            id: See there.
+
+        Raises:
+            StreamBroken: The worker ended after some responses; sending the request again begins anew.
+            QinferError: As `infer`, before the first response or after any.
+        """
+        ask = Ask(model, inputs, version, outputs, parameters, priority, id)
+        return self._results(flows.infer_stream(self._policy, ask))
 
     def submit(
         self,
@@ -314,8 +350,21 @@ class Client:
         """
         return self._run(job_flows.newest_jobs(self._policy, state, limit))
 
-    def _run(self, flow: Flow[T], stop: Event | None = None) -> T:
-        """Executes a flow; `stop` ends it between two steps."""
+    def _results(self, flow: Flow[httpx.Response]) -> Iterator[InferResult]:
+        """Yields the results of a reply while it comes, over a connection of its own until then."""
+        http, reader = self._pool.take(), EventReader()
+        try:
+            with closing(self._run(flow, exchange=partial(_open, http))) as reply:
+                for piece in reply.iter_bytes():
+                    yield from filter(None, map(result_of, reader.feed(piece)))
+        except httpx.RequestError as error:
+            raise problem_of_connection(error, self._policy.url, self._policy.timeout_s).error from None
+        finally:
+            self._pool.give(http)
+
+    def _run(self, flow: Flow[T], stop: Event | None = None, *, exchange: Callable[[Send], Outcome] | None = None) -> T:
+        """Executes a flow; `stop` ends it between two steps, `exchange` sends its requests."""
+        exchange = exchange or self._exchange
         outcome: Outcome = None
         pause: Callable[[float], object] = self._sleep if stop is None else stop.wait
         while True:
@@ -331,7 +380,7 @@ class Client:
                 pause(step.seconds)
                 outcome = None
             else:
-                outcome = self._exchange(step)
+                outcome = exchange(step)
 
     def _exchange(self, send: Send) -> Outcome:
         http = self._pool.take()
@@ -343,3 +392,17 @@ class Client:
             return error
         finally:
             self._pool.give(http)
+
+
+def _open(http: httpx.Client, send: Send) -> Outcome:
+    """Sends a request; a reply of success is left unread, for its caller to read and close."""
+    request = http.build_request(
+        send.method, send.path, headers=send.headers, content=send.content, timeout=send.http_timeout
+    )
+    try:
+        reply = http.send(request, stream=True)
+        if not reply.is_success:
+            reply.read()
+    except httpx.RequestError as error:
+        return error
+    return reply

@@ -136,6 +136,11 @@ def infer(policy: Policy, ask: Ask) -> Flow[InferResult]:
     return _result_of(reply)
 
 
+def infer_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:
+    """Sends a request to a model, and returns the reply that its responses come in."""
+    return (yield from call(policy, ask.send(f"{model_path(ask.model, ask.version, 'v1')}/infer_stream", {})))
+
+
 def submit(policy: Policy, ask: Ask, submission: Submission) -> Flow[RequestHandle]:
     """Submits a request, and returns its handle once the gateway has accepted it."""
     path = f"{model_path(ask.model, ask.version, 'v1')}/requests"

@@ -150,8 +150,10 @@ def _by_status(status: int) -> type[QinferError]:
 
 def _body(reply: httpx.Response) -> tuple[str, str]:
     """Returns a reply's error text and error code, which may be empty."""
+    # A stream whose first response is a failure.
+    text = reply.content.removeprefix(b"event: error\ndata: ").rstrip()
     try:
-        body = msgspec.json.decode(reply.content)
+        body = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         body = None
     if isinstance(body, dict) and isinstance(body.get("error"), str):

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,6 +50,11 @@ class FakeGateway:
     def infer(self, model: str, inputs: dict[str, Tensor], **_: object) -> InferResult:
         doubled = from_numpy("y", to_numpy(inputs["x"]) * 2)
         return InferResult(Response(request_id="", model=model, version=1, outputs=(doubled,)))
+
+    def infer_stream(self, model: str, inputs: dict[str, Tensor], **_: object) -> Iterator[InferResult]:
+        for factor in (1, 2):
+            scaled = from_numpy("y", to_numpy(inputs["x"]) * factor)
+            yield InferResult(Response(request_id="", model=model, version=1, outputs=(scaled,)))
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -101,6 +107,15 @@ def test_infer_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert code == 0
     assert json.loads(stdout)["outputs"] == {"y": {"datatype": "FP32", "shape": [1, 2], "data": [[2.0, 4.0]]}}
+
+
+def test_a_stream_is_a_line_of_json_for_each_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "GatewayClient", FakeGateway)
+
+    code, stdout, _ = run("infer", "double", "--input", "x=[1, 2]", "--stream", "--json")
+
+    assert code == 0
+    assert [json.loads(line)["outputs"]["y"]["data"] for line in stdout.splitlines()] == [[[1.0, 2.0]], [[2.0, 4.0]]]
 
 
 def test_unknown_input_is_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
