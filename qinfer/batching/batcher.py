@@ -296,8 +296,6 @@ class Batcher:
             self._pump()
         elif self._bisection.drop(item):
             self._pump()
-        elif self.model.streams is not None:
-            self.model.streams.lose(item)
 
     def fail(self, items: Sequence[Pending], error: QinferError) -> None:
         """Answers items with an error, without executing them."""
@@ -501,7 +499,7 @@ class Batcher:
         self.executing -= len(execution.items)
         self.completed += len(execution.items) - len(again)
         if isinstance(execution, StreamedExecution):
-            self.executing += execution.leave_open(self._stream_closed)
+            execution.leave_open()
         is_current = self.expected_ends.pop(execution, None) is not None
         if is_current:
             # What was placed ahead begins now.
@@ -531,12 +529,6 @@ class Batcher:
         self._count(execution)
         self._pump()
         self._answer(responder, execution)
-
-    def _stream_closed(self) -> None:
-        """Takes note that a stream has ended that outlived its execution."""
-        self.executing -= 1
-        if not self.executing:
-            self._pump()
 
     def _answer(self, responder: Responder, execution: Execution) -> None:
         begin_s = self._clock.now_s() - (time.perf_counter_ns() - execution.begin_ns) / 1e9

@@ -104,8 +104,6 @@ class Stream:
     def __init__(self, streams: "Streams", item: Pending, execution: "StreamedExecution") -> None:
         self.item = item
         self.execution = execution
-        self.on_close: Callable[[], None] | None = None
-        """Called on the event loop when a stream that outlives its execution is closed."""
         self.closed = threading.Event()
         self._streams = streams
         self._window = Window(streams.window_bytes)
@@ -244,6 +242,12 @@ class Streams:
         self._ready: deque[tuple[Stream, Response]] = deque()
         self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = asyncio.Event()
+
+    async def ended(self) -> None:
+        """Waits until no stream is open."""
+        while self._open:
+            await self._closed.wait()
 
     def open(self, item: Pending, execution: "StreamedExecution") -> Stream:
         """Opens the stream of an item whose execution begins."""
@@ -302,8 +306,8 @@ class Streams:
             return
         del self._open[stream.key]
         stream.closed.set()
-        if stream.on_close is not None:
-            stream.on_close()
+        self._closed.set()  # wakes those that wait now
+        self._closed.clear()
 
     def watch(self) -> None:
         """Begins to look for callers who take nothing, and for deadlines, for as long as any stream is open."""
@@ -402,24 +406,13 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         """The items that sent nothing before their batch raised: run them again."""
         return [stream.item for stream in self.streams if stream.is_untouched and not stream.is_over]
 
-    def leave_open(self, on_close: Callable[[], None]) -> int:
-        """Leaves the streams that are open to themselves; those that run again are closed.
-
-        Args:
-            on_close: Called when one of them is closed.
-
-        Returns:
-            How many are open.
-        """
+    def leave_open(self) -> None:
+        """Leaves the streams that are open to themselves; those that run again are closed."""
         if self.error is not None:
             for stream in self.streams:
                 if stream.is_untouched:
                     self.table.close(stream)
-        left = [stream for stream in self.streams if self.table.is_open(stream)]
-        for stream in left:
-            stream.on_close = on_close
         self.table.watch()
-        return len(left)
 
     def count(self, item: Pending, response: Response) -> None:
         """Counts an item whose final response leaves."""

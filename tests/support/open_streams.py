@@ -22,13 +22,11 @@ class StreamBench:
 
     Attributes:
         sent: What has left.
-        closed: How often each item was closed, by its request's id.
     """
 
     def __init__(self, window_bytes: int = WINDOW_BYTES, stall_s: float = 60.0) -> None:
         self.sent: list[Sent] = []
         self.tally = StatsTally()
-        self.closed: dict[str, int] = {}
         self.now_s = 1.0
         self.table = Streams(self, "reply:worker-w", window_bytes, stall_s, lambda: self.now_s)
 
@@ -44,23 +42,21 @@ class StreamBench:
             items, batch, 0, table=self.table, responder=Responder(stub_spec(), 1), tally=self.tally
         )
         execution.streams = [self.table.open(each, execution) for each in items]
-        for stream in execution.streams:
-            name = stream.item.request.id
-            self.closed[name] = 0
-            stream.on_close = lambda name=name: self._closed(name)
         return execution
 
     def responses(self, name: str = "r0") -> list[Response]:
         """Returns what has left of a request."""
         return [response for each, response in self.sent if each.request.id == name]
 
+    @property
+    def open(self) -> list[str]:
+        """The requests whose streams are open."""
+        return [request_id for request_id, _ in self.table._open]
+
     async def turn(self) -> None:
         """Has the event loop hand over what is ready."""
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-
-    def _closed(self, name: str) -> None:
-        self.closed[name] += 1
 
 
 def item(name: str, deadline_s: float = 1000.0) -> Pending:

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from qinfer.core.messages import Credit, Response
-from qinfer.queue.entries import reply_address
+from qinfer.core.messages import Credit, Failure, Response
+from qinfer.queue.entries import Outcome, RequestState, Settlement, reply_address
 from qinfer.testing import eventually
-from qinfer.wire.frame import encode_credits, encode_request
+from qinfer.wire.frame import decode_responses, encode_credits, encode_request, encode_responses
 from tests.support.inline_workers import InlineWorkers, value
 from tests.support.streaming_backend import DECOUPLED, ENDLESS, RESUMES, StreamingBackend
 
@@ -43,12 +43,12 @@ async def took(scene: InlineWorkers, response: Response, taken_bytes: int) -> No
     assert await scene.delivery.publish(response.credit_to, encode_credits([credit]))
 
 
-async def told(scene: InlineWorkers) -> None:
+async def told(scene: InlineWorkers, worker_id: str = "w1") -> None:
     """Waits until sending raises, and lets the model send until then."""
 
     def is_told() -> bool:
-        model(scene).let(1)
-        return bool(model(scene).errors)
+        model(scene, worker_id).let(1)
+        return bool(model(scene, worker_id).errors)
 
     await eventually(is_told, description="the model is told")
 
@@ -236,3 +236,82 @@ async def test_a_drain_waits_for_open_streams(streams: InlineWorkers) -> None:
 
     assert (await final).index == 1
     await streams.queued(0)
+
+
+async def test_what_a_dead_worker_held_runs_beside_open_streams(streams: InlineWorkers) -> None:
+    """Streams may take minutes: nothing waits for them but a drain."""
+    await streams.model(more=DECOUPLED)
+    await streams.worker(lease_s=0.5)
+    lost, final = await open_stream(streams, 0)
+    await streams.started()
+    await streams.kill()
+    await streams.worker("w2", lease_s=0.5)
+    beside, _ = await open_stream(streams, ENDLESS)
+    await streams.started("w2", 2)
+
+    async def is_answered() -> bool:
+        model(streams, "w2").let(1)
+        return final.done()
+
+    await eventually(is_answered, description="the request of the dead worker")
+
+    assert [(r.attempt, r.final) for r in streams.responses[lost]] == [(2, True)]
+    await streams.delivery.cancel(streams.entries)
+    await told(streams, "w2")
+    assert not any(response.final for response in streams.responses[beside])
+
+
+async def test_a_model_is_unloaded_once_its_streams_have_ended(streams: InlineWorkers) -> None:
+    await streams.model(more=DECOUPLED)
+    await streams.worker()
+    name, final = await open_stream(streams, 1)
+    model(streams).let(1)
+    await came(streams, name, 1)
+    old = model(streams)
+
+    await streams.model(more=DECOUPLED, mode="add")
+    await streams.ready()
+    assert old.loaded
+    old.let(1)
+    assert (await final).index == 1
+
+    await eventually(lambda: not old.loaded, description="the old instance is unloaded")
+
+
+async def test_responses_of_an_asynchronous_request_are_stored(streams: InlineWorkers) -> None:
+    await streams.model(more=DECOUPLED)
+    await streams.worker()
+    address = await streams.accept(3.0)
+    model(streams).let(4)
+
+    record = await streams.ended(address)
+
+    blobs = await streams.delivery.requests.responses.read(address, 0)
+    assert [value(response) for blob in blobs for response in decode_responses(blob)] == [0.0, 1.0, 2.0]
+    assert record.state == "succeeded"
+    await streams.queued(0)
+
+
+async def test_a_cancelled_asynchronous_request_ends_its_stream(streams: InlineWorkers) -> None:
+    await streams.model(more=DECOUPLED)
+    await streams.worker(lease_s=60.0)
+    address = await streams.accept(ENDLESS)
+    await streams.started()
+
+    blob = encode_responses([Response(request_id=address.id, failure=Failure("cancelled", "test"))])
+    outcome = Outcome(state=RequestState.CANCELLED, blob=blob, code="cancelled", message="test")
+    assert await streams.delivery.requests.settle([Settlement(address=address, outcome=outcome)]) == [True]
+
+    await told(streams)
+
+
+async def test_an_asynchronous_request_stores_no_more_than_it_may(streams: InlineWorkers) -> None:
+    streams.limits = streams.limits.model_copy(update={"stream_result_bytes": 1000})
+    await streams.model(more=DECOUPLED)
+    await streams.worker()
+    address = await streams.accept(ENDLESS)
+
+    await told(streams)
+
+    record = await streams.ended(address)
+    assert (record.state, record.code) == ("failed", "payload_too_large")

@@ -257,6 +257,8 @@ class Worker:
             serving.batcher.lost(item)
         else:
             item.lose()
+        if isinstance(item, Pending):
+            self._streams.lose(item)
 
     async def _reclaim_loop(self) -> None:
         """Looks for entries of dead workers, twice in a lease time."""
@@ -379,6 +381,9 @@ class Worker:
             async with asyncio.timeout(self._settings.drain_s) as limit:
                 async with self._exclusive:
                     await self._bulk.pause()
+                    await self._quiesce()
+                    await self._streams.ended()
+                    # What the streams called has resumed.
                     await self._quiesce()
                 self._is_quiescing = False
                 self._heartbeat.missed = partial(_cut_short, limit)
