@@ -139,6 +139,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         skipped: The files that were left out because they can't be read (`bad_files: skip`), in order.
         created_at: When the job was created, in seconds since 1970: it tells the job from an earlier one of its id; 0 =
             the plan of an earlier qinfer does not say.
+        not_copied: Fields of JSON lines that `passthrough: ["*"]` leaves out, since their values are of several kinds:
+            the first of them, in words.
     """
 
     job_id: str
@@ -150,6 +152,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     skipped: tuple[BadFile, ...] = ()
     created_at: float = 0.0
+    not_copied: tuple[str, ...] = ()
 
 
 class InputFile(NamedTuple):
@@ -313,6 +316,7 @@ class _PlanJson(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[_Shard, ...]
     skipped: tuple[BadFile, ...] = ()
     created_at: float = 0.0
+    not_copied: tuple[str, ...] = ()
 
 
 class _NamedShard(msgspec.Struct, frozen=True, array_like=True):

@@ -20,10 +20,11 @@ from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.schemas import common_type, encode_schema
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
 from qinfer.jobs.plan import PLAN_NAME, SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned, url_of
+from qinfer.jobs.rows.json_fields import MAX_FIELDS, Path, without
 from qinfer.jobs.rows.partitions import Partitions
 from qinfer.jobs.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
 from qinfer.jobs.rows.text_streams import PieceKeeper
-from qinfer.jobs.rows.text_types import TextTypes, text_types, without_null
+from qinfer.jobs.rows.text_types import TextTypes, joined, text_types, without_null
 from qinfer.jobs.shards import Pace, plan_shards, shard_sizes
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.local import local_path
@@ -206,7 +207,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
     spec, check_read = job.spec, readable(job.grant).check
     files = find_files(spec.inputs, check_read)
     format_ = common_format(files, spec)
-    columns = _CommonColumns(spec, job.model, is_csv=format_ == "csv")
+    columns = _CommonColumns(spec, job.model, format_)
     types = text_types(spec, job.model)
     partitions = Partitions([file.url for file in files], spec, types)
 
@@ -246,6 +247,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         rows=rows,
         skipped=tuple(bad),
         created_at=job.created_at,
+        not_copied=columns.not_copied(),
     )
 
 
@@ -330,12 +332,18 @@ def _footers(
 
 
 class _CommonColumns:
-    """Common columns of a job's files: a type for each, which the values of all files have or get."""
+    """Common columns of a job's files: a type for each, which the values of all files have or get.
 
-    def __init__(self, spec: JobSpec, model: ModelSpec, *, is_csv: bool) -> None:
+    Fields of JSON lines that only `passthrough: ["*"]` copies are null in files without them, and left out where their
+    values are of several kinds.
+    """
+
+    def __init__(self, spec: JobSpec, model: ModelSpec, format_: FileFormat) -> None:
         self._spec = spec
         self._model = model
-        self._is_csv = is_csv
+        self._is_csv = format_ == "csv"
+        self._has_unnamed = format_ == "jsonl" and spec.passthrough == ("*",)
+        self._mixed: dict[Path, str] = {}
         self._first = ""  # the URL of the first file with rows; of one without until there is one that has some
         self._schema = pa.schema([])
         self._has_rows = False
@@ -348,7 +356,10 @@ class _CommonColumns:
         Raises:
             InvalidRequest: The model can't be fed with them, or they do not go with those of the first file.
         """
-        schema = footer.schema
+        if self._has_unnamed:
+            for field in footer.mixed:
+                self._leave_out(field.path, f"{field} of '{file.url}'")
+        schema = without(footer.schema, self._mixed)
         if not footer.rows:  # its columns may be of no type, or fewer than it would have with rows
             if schema.names and not self._schema.names:
                 self._first, self._schema, self.example = file.url, schema.remove_metadata(), number
@@ -379,12 +390,28 @@ class _CommonColumns:
         check(self._spec, self._model, schema)
         return schema
 
+    def not_copied(self) -> tuple[str, ...]:
+        """Returns the fields that are left out, in words: the first of them."""
+        return tuple(self._mixed.values())[:SHOWN_FILES]
+
+    def _leave_out(self, path: Path, why: str) -> None:
+        self._mixed.setdefault(path, why)
+        if len(self._mixed) > MAX_FIELDS:
+            raise InvalidRequest(
+                f"more than {MAX_FIELDS} fields of the inputs have values of several kinds, such as {why}; name the "
+                "columns that are to be copied in 'passthrough'"
+            )
+        self._schema = without(self._schema, [path])
+
     def _merge(self, url: str, schema: pa.Schema) -> None:
         copied = {*copied_columns(self._spec, schema), *copied_columns(self._spec, self._schema)}
         fed = {*self._fed(schema), *self._fed(self._schema)}
         new, known = Fields(schema), Fields(self._schema)
         for name in sorted(copied | fed):
             here, there = new.field(name), known.field(name)
+            if self._has_unnamed and name not in fed and name != self._spec.key:
+                self._merge_unnamed(url, here, there)
+                continue
             if here is None or there is None:
                 has, lacks = (self._first, url) if here is None else (url, self._first)
                 raise InvalidRequest(
@@ -406,6 +433,20 @@ class _CommonColumns:
                 )
             merged = here.with_type(common).with_nullable(here.nullable or there.nullable)
             self._schema = replaced(self._schema, name, merged)
+
+    def _merge_unnamed(self, url: str, here: pa.Field | None, there: pa.Field | None) -> None:
+        if here is None:
+            return
+        if there is None:
+            self._schema = self._schema.append(here)
+            return
+        try:
+            merged = joined(pa.schema([there]), pa.schema([here])).field(0)
+        except pa.ArrowInvalid:
+            why = f"field '{shown(here.name)}' is {there.type} in '{self._first}' and {here.type} in '{url}'"
+            self._leave_out((here.name,), why)
+        else:
+            self._schema = replaced(self._schema, here.name, merged)
 
     def _fed(self, schema: pa.Schema) -> tuple[str, ...]:
         return InputColumns(self._spec, self._model, schema).columns

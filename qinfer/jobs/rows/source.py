@@ -13,6 +13,7 @@ from qinfer.errors import InvalidRequest, StoreDenied, StoreUnavailable
 from qinfer.jobs.job import InputFormat
 from qinfer.jobs.plan import Cut
 from qinfer.jobs.rows.arrow_footer import batch_rows, open_arrow
+from qinfer.jobs.rows.json_fields import Mixed
 from qinfer.jobs.rows.parquet_pages import read_metadata
 from qinfer.jobs.rows.text_rows import OnBlock, read_through, text_schema
 from qinfer.jobs.rows.text_streams import COMPRESSED_EXTENSIONS, NotText, TextFormat, check_text, open_stream
@@ -50,12 +51,14 @@ class Footer(NamedTuple):
         rows: Its rows.
         groups: The rows of each row group (Parquet) or record batch (Arrow); `None` = the format has none.
         cuts: Where a CSV or JSON lines file can be read from.
+        mixed: Fields of JSON lines that are not among the columns, since their values are of several kinds.
     """
 
     schema: pa.Schema
     rows: int
     groups: tuple[int, ...] | None
     cuts: tuple[Cut, ...] = ()
+    mixed: tuple[Mixed, ...] = ()
 
 
 CheckRead = Callable[[str], None]
@@ -174,7 +177,7 @@ def read_footer(
                     footer = Footer(text_schema(text, format_, types), 0, None)
                 else:
                     contents = read_through(text, format_, types, on_block)
-                    footer = Footer(contents.schema, contents.rows, None, contents.cuts)
+                    footer = Footer(contents.schema, contents.rows, None, contents.cuts, contents.mixed)
         _read_names(footer.schema)
     except NotText as error:
         raise SourceBroken(f"'{file.url}' can't be read as {format_}: {reason_of(error)}") from None

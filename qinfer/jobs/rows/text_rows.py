@@ -17,6 +17,7 @@ import pyarrow.json
 
 from qinfer.jobs.job import Csv
 from qinfer.jobs.plan import Cut
+from qinfer.jobs.rows.json_fields import MAX_FIELDS, JsonFields, Mixed, Path, without
 from qinfer.jobs.rows.text_cuts import CUT_BYTES, first_row, row_blocks
 from qinfer.jobs.rows.text_streams import ForwardOnly, NotText, TextFormat, TextStream
 from qinfer.jobs.rows.text_types import TextTypes, csv_schema, joined, json_schema, loses
@@ -47,11 +48,13 @@ class Contents(NamedTuple):
         schema: Its columns; an empty one has none.
         rows: Its rows.
         cuts: Places from which it can be read; the first row of each follows those of the one before.
+        mixed: Fields of JSON lines that are not among the columns, since their values are of several kinds.
     """
 
     schema: pa.Schema
     rows: int
     cuts: tuple[Cut, ...]
+    mixed: tuple[Mixed, ...] = ()
 
 
 OnBlock = Callable[[bytes, Cut | None], None]
@@ -71,14 +74,19 @@ def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.S
     """
     if format_ == "csv":
         return _csv_schema(text.peek(2 * BLOCK_BYTES), types)  # a row that begins in the first block ends in the second
-    blocks = row_blocks(_Objects(text), "jsonl", Csv(), BLOCK_BYTES)
-    return next((schema for block in blocks for schema, _ in _json_parts(block) if schema.names), pa.schema([]))
+    lines = _Json(text, types)
+    for block in lines.blocks():
+        lines.add(block)
+        if lines.schema.names:
+            break
+    return lines.schema
 
 
 def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_block: OnBlock) -> Contents:
     """Reads a text to its end: how many rows it has, and its columns; JSON lines' are those of all lines.
 
-    The values of CSV are not looked at beyond the first block.
+    The values of CSV are not looked at beyond the first block. A field of JSON lines with values of several kinds is
+    left out, unless the job names it.
 
     Args:
         text: The text, at its beginning.
@@ -88,8 +96,9 @@ def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_blo
 
     Raises:
         pyarrow.ArrowInvalid: It is not what it should be.
+        NotText: A field that the job names has values of several kinds.
     """
-    counting = _Csv(text, types) if format_ == "csv" else _Json(text)
+    counting = _Csv(text, types) if format_ == "csv" else _Json(text, types)
     cuts, begin, uncut = [Cut(0, 0)], 0, 0
     for block in counting.blocks():
         cut = Cut(counting.rows, begin) if uncut >= CUT_BYTES and counting.rows > 0 else None
@@ -99,7 +108,7 @@ def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_blo
         on_block(block, cut)
         counting.add(block)
         begin, uncut = begin + len(block), uncut + len(block)
-    return Contents(counting.schema, counting.rows, tuple(cuts))
+    return Contents(counting.schema, counting.rows, tuple(cuts), tuple(counting.mixed.values()))
 
 
 class _Csv:
@@ -108,6 +117,7 @@ class _Csv:
     def __init__(self, text: TextStream, types: TextTypes) -> None:
         self.schema = _csv_schema(text.peek(2 * BLOCK_BYTES), types)
         self.rows = 0
+        self.mixed: dict[Path, Mixed] = {}  # never: a column of CSV has one type
         self._text, self._csv = text, types.form.csv
         self._lines = 0  # without blank ones
         options = pyarrow.csv.ReadOptions(use_threads=False, block_size=2**31 - 1)
@@ -138,17 +148,48 @@ class _Csv:
 class _Json:
     """The rows of JSON lines, as they are counted, and their fields."""
 
-    def __init__(self, text: TextStream) -> None:
+    def __init__(self, text: TextStream, types: TextTypes) -> None:
         self.schema = pa.schema([])
         self.rows = 0
-        self._text = text
+        self.mixed: dict[Path, Mixed] = {}
+        self._text, self._named = text, types.named
+        self._lines = 0
 
     def blocks(self) -> Iterator[bytes]:
         return row_blocks(_Objects(self._text), "jsonl", Csv(), BLOCK_BYTES)
 
     def add(self, block: bytes) -> None:
-        for found, count in _json_parts(block):
-            self.schema, self.rows = joined(self.schema, found), self.rows + count
+        for part in _apart(block):
+            try:
+                found, rows = _json_part(part)
+                self.schema = joined(self.schema, without(found, self.mixed))
+            except pa.ArrowInvalid as error:
+                rows = self._add_mixed(part, error)
+            self.rows += rows
+            self._lines += part.count(b"\n") or part.count(b"\r")
+
+    def _add_mixed(self, part: bytes, error: pa.ArrowInvalid) -> int:
+        """Takes lines that pyarrow refuses, or that do not go with those before; returns how many rows they are.
+
+        Raises:
+            pyarrow.ArrowInvalid: Other than by fields of several kinds.
+            NotText: The job names such a field.
+        """
+        fields = JsonFields(self.schema, self._lines)
+        try:
+            fields.add(part)
+        except (ValueError, RecursionError):  # no JSON, or what this parser takes for none
+            raise error from None
+        if not fields.mixed:
+            raise error
+        for field in fields.mixed:
+            if field.is_read(self._named):
+                raise NotText(f"{field}, and the job reads it; write it the same way in all lines")
+            self.mixed.setdefault(field.path, field)
+        if len(self.mixed) > MAX_FIELDS:
+            raise NotText(f"more than {MAX_FIELDS} of its fields have values of several kinds")
+        self.schema = without(fields.schema(), self.mixed)
+        return fields.rows
 
 
 def open_text(text: TextStream, format_: TextFormat, types: pa.Schema | None, csv: Csv) -> pa.RecordBatchReader | None:
@@ -261,15 +302,13 @@ def _with_text(schema: pa.Schema, head: bytes, numbers: list[str], csv: Csv) -> 
     return schema
 
 
-def _json_parts(block: bytes) -> Iterator[tuple[pa.Schema, int]]:
-    """Reads a block of JSON lines by parts: the fields of each, and how many rows it has."""
-    for part in _apart(block):
-        table = pyarrow.json.read_json(
-            pa.BufferReader(part), pyarrow.json.ReadOptions(use_threads=False, block_size=len(part))
-        )
-        if table.num_columns > MAX_COLUMNS:
-            raise pa.ArrowInvalid(f"its lines have more than {MAX_COLUMNS} fields")
-        yield json_schema(table.schema), table.num_rows
+def _json_part(part: bytes) -> tuple[pa.Schema, int]:
+    """Returns the fields of some JSON lines, and how many rows they are."""
+    options = pyarrow.json.ReadOptions(use_threads=False, block_size=len(part))
+    table = pyarrow.json.read_json(pa.BufferReader(part), options)
+    if table.num_columns > MAX_COLUMNS:
+        raise NotText(f"its lines have more than {MAX_COLUMNS} fields")
+    return json_schema(table.schema), table.num_rows
 
 
 def _apart(block: bytes) -> Iterator[bytes]:

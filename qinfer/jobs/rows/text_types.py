@@ -28,11 +28,13 @@ class TextTypes(NamedTuple):
         wanted: Column → the type that its use asks for; `None` = its uses ask for different ones.
         key: The column that tells rows apart; empty = there is none.
         form: What the job says of the files.
+        named: The columns that the job names: inputs, the key, and those that are copied.
     """
 
     wanted: Mapping[str, pa.DataType | None]
     key: str = ""
     form: InputForm = PLAIN
+    named: frozenset[str] = frozenset()
 
 
 NOTHING_WANTED = TextTypes({})
@@ -48,7 +50,8 @@ def text_types(spec: JobSpec, model: ModelSpec) -> TextTypes:
     if spec.key:
         is_rounded = wanted.get(spec.key) == pa.float64()
         wanted[spec.key] = None if is_rounded else wanted.get(spec.key, pa.string())
-    return TextTypes(wanted, spec.key, InputForm.of(spec))
+    named = frozenset(wanted).union(name for name in spec.passthrough if name != "*")
+    return TextTypes(wanted, spec.key, InputForm.of(spec), named)
 
 
 def csv_schema(guessed: pa.Schema, types: TextTypes) -> pa.Schema:

@@ -327,6 +327,15 @@ FILES: Mapping[str, Hostile] = {
     "JSON lines: a hundred thousand fields": Hostile(
         "jsonl", lambda: object_of(100_000, "y"), message="its lines have more than 10000 fields"
     ),
+    "JSON lines: a million objects in a field of two kinds": Hostile(
+        "jsonl", lambda: b'{"x": "a", "y": 1}\n{"x": "a", "y": [' + b"{}," * 1_000_000 + b"{}]}\n", TEXT, 2
+    ),
+    "JSON lines: thousands of fields of two kinds": Hostile(
+        "jsonl", lambda: (object_of(5000, "y") + object_of(5000, "y").replace(b": 1", b": []")) * 20, TEXT, 40
+    ),
+    "JSON lines: a field of two kinds among a hundred thousand": Hostile(
+        "jsonl", lambda: b'{"n": 1}\n{"n": ""}\n' + object_of(100_000, "y"), message="can't be read"
+    ),
     "JSON lines: null": Hostile("jsonl", lambda: b"null\n" * 1000, message="a line is null"),
     "gzip: a gibibyte of zeros": Hostile(
         "csv.gz", lambda: bomb("gzip", bytes(MIB), 1024), message="a line is longer than"

@@ -252,12 +252,91 @@ def test_a_text_of_json_lines_is_a_text(tmp_path: Path, lines: int) -> None:
     assert found == [{"x": "2020-01-01", "l": ["2020-01-01"]}] * lines + [{"x": "", "l": ["-"]}]
 
 
-@pytest.mark.parametrize("lines", [1, BLOCK])
-def test_a_field_of_json_lines_with_several_kinds_of_values_is_named(tmp_path: Path, lines: int) -> None:
-    """Wherever they are, by planning at the latest."""
-    (tmp_path / "a.jsonl").write_text('{"x": 1, "n": {"m": 1}}\n' * lines + '{"x": 1, "n": {"m": "one"}}\n')
+MIXED = (
+    '{"x": 1, "n": {"m": 1, "a": 1}, "o": 1, "l": [1], "s": {"i": 1}, "t": "2020-01-01"}\n',
+    '{"x": 2, "n": {"m": "one", "a": 2}, "o": {}, "l": [{"k": []}], "s": {"i": [2]}, "t": "", "z": 0.5}\n',
+    '{"x": 3, "n": null, "o": false, "l": [[7]], "t": null, "z": 12345678901234567890, "late": true}\n',
+)
+"""Lines of which the fields `n.m`, `o`, `l` and `s.i` are of several kinds."""
 
-    with pytest.raises(InvalidRequest, match=r"'file://.*/a.jsonl' can't be read as jsonl.*\bm\b"):
+
+@pytest.mark.parametrize("repeats", [1, BLOCK])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_fields_of_several_kinds_that_no_one_names_are_left_out(
+    tmp_path: Path, repeats: int, order: tuple[int, ...]
+) -> None:
+    """In one block or in several; the job's own are read, and the others are copied where `*` asks for all."""
+    (tmp_path / "a.jsonl").write_text("".join(MIXED[number] * repeats for number in order))
+    wanted = [
+        {"x": 1, "n": {"a": 1}, "t": "2020-01-01", "z": None, "late": None},
+        {"x": 2, "n": {"a": 2}, "t": "", "z": 0.5, "late": None},
+        {"x": 3, "n": None, "t": None, "z": 12345678901234567890.0, "late": True},
+    ]
+
+    plan = planned(tmp_path, WHOLE, passthrough=("*",))
+    found = rows(tmp_path, WHOLE, passthrough=("*",))
+
+    assert found == [wanted[number] for number in order for _ in range(repeats)]
+    assert sorted(text.split("'")[1] for text in plan.not_copied) == ["l", "n.m", "o", "s.i"]
+    assert planned(tmp_path, WHOLE).not_copied == ()
+    assert [row["x"] for row in rows(tmp_path, WHOLE)] == [row["x"] for row in found]
+
+
+@pytest.mark.parametrize("repeats", [1, BLOCK])
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"columns": {"x": "o"}}, "field 'o' is a number at first and an object in line {line}, and the job reads it"),
+        ({"key": "n.m"}, "field 'n.m' is a number at first and a text in line {line}"),
+        ({"passthrough": ("s",)}, "field 's.i' is a number at first and a list in line {line}"),
+        ({"passthrough": ("x", "l")}, "field 'l' is a number at first and an object in line {line}"),
+        ({"columns": {"x": "l"}, "passthrough": ("*",)}, "field 'l' is a number at first and an object in line {line}"),
+    ],
+)
+def test_a_field_of_several_kinds_that_the_job_names_is_an_error_with_its_place(
+    tmp_path: Path, repeats: int, fields: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text("\n" + MIXED[0] * repeats + MIXED[1])
+
+    with pytest.raises(InvalidRequest) as caught:
+        planned(tmp_path, WHOLE, **fields)
+
+    assert f"/a.jsonl' can't be read as jsonl: {said.format(line=repeats + 2)}" in caught.value.message
+
+
+def test_a_field_may_be_read_beside_one_of_several_kinds(tmp_path: Path) -> None:
+    """Within the same object; what is not copied is named with its place."""
+    (tmp_path / "a.jsonl").write_text("".join(MIXED))
+
+    assert [row["n"] for row in rows(tmp_path, WHOLE, passthrough=("n.a",))] == [{"a": 1}, {"a": 2}, None]
+    first, *_ = planned(tmp_path, WHOLE, passthrough=("*",)).not_copied
+    assert first == f"field 'n.m' is a number at first and a text in line 2 of 'file://{tmp_path}/a.jsonl'"
+
+
+def test_fields_that_files_differ_in_are_null_merged_or_left_out_where_all_are_copied(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1, "n": 1, "only": "a", "in": {"a": 1}, "none": null}\n')
+    (tmp_path / "b.jsonl").write_text('{"x": 2, "n": "one", "in": {"b": 2}, "none": {"a": 1}}\n')
+    (tmp_path / "c.jsonl").write_text('{"x": 3, "n": 2, "new": true}\n')
+
+    plan, found = planned(tmp_path, WHOLE, passthrough=("*",)), rows(tmp_path, WHOLE, passthrough=("*",))
+
+    empty = {"only": None, "in": None, "none": None, "new": None}
+    assert found == [
+        {**empty, "x": 1, "only": "a", "in": {"a": 1, "b": None}},
+        {**empty, "x": 2, "in": {"a": None, "b": 2}, "none": {"a": 1}},
+        {**empty, "x": 3, "new": True},
+    ]
+    (text,) = plan.not_copied
+    assert text.startswith("field 'n' is int64 in 'file://")
+    with pytest.raises(InvalidRequest, match=r"column 'n' is string in '.*/b.jsonl' and int64 in '.*/a.jsonl'"):
+        planned(tmp_path, WHOLE, passthrough=("n",))
+
+
+@pytest.mark.parametrize("line", ["[1]", "5", '{"x": 1', '{"x": 1} {"x": 2}', '"text"', '{"x": 1e999}'])
+def test_what_is_no_object_is_refused_as_before(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1, "n": 1}\n{"x": 1, "n": ""}\n' + line + "\n")
+
+    with pytest.raises(InvalidRequest, match=r"/a.jsonl' can't be read as jsonl; is it damaged or cut off"):
         planned(tmp_path, WHOLE)
 
 
