@@ -21,6 +21,8 @@ from tests.support.servers.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / ".venv" / "tools" / "airflow"
+AIRFLOW = (str(TOOL / "bin" / "python"), "-m", "airflow")
+"""Not `bin/airflow`, whose first line names the directory in which it was installed, from where a checkout may move."""
 NO_AIRFLOW = "Airflow is not installed; scripts/tools fetches it"
 
 _MIGRATED_WITHIN_S = 300.0
@@ -52,7 +54,7 @@ class Airflow:
 
     def command(self, *words: str, within_s: float = 120.0) -> str:
         """Runs `airflow …`; returns what it prints on stdout."""
-        return self._run(str(TOOL / "bin" / "airflow"), *words, within_s=within_s)
+        return self._run(*AIRFLOW, *words, within_s=within_s)
 
     def python(self, script: str, within_s: float = 120.0) -> str:
         """Runs a script in Airflow's environment; returns what it prints on stdout."""
@@ -75,7 +77,7 @@ class Airflow:
     def _start(self, *words: str) -> "subprocess.Popen[bytes]":
         with (self.home / f"{words[0]}.log").open("ab") as log:
             return subprocess.Popen(
-                [TOOL / "bin" / "airflow", *words],
+                [*AIRFLOW, *words],
                 env=self._environment,
                 stdout=log,
                 stderr=log,
