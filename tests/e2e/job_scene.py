@@ -52,17 +52,18 @@ class Scene:
     Attributes:
         stack: The server.
         place: A folder of this test's own.
+        client: A client of it.
     """
 
     def __init__(self, stack: Stack, client: Client, place: Place) -> None:
         self.stack = stack
         self.place = place
-        self._client = client
+        self.client = client
 
     def submit(self, pattern: str = "*.parquet", model: str = MODEL, out: str = "out", **options: Any) -> Job:
         """Has the files of `in` scored."""
         plain = {"key": "id", "error_threshold": -1, **options}
-        return self._client.submit_job(model, f"{self.place.url}/in/{pattern}", f"{self.place.url}/{out}", **plain)
+        return self.client.submit_job(model, f"{self.place.url}/in/{pattern}", f"{self.place.url}/{out}", **plain)
 
     def done(self, pattern: str = "*.parquet", **options: Any) -> JobStatus:
         """Does the same, and waits for the end."""
