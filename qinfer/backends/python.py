@@ -1,26 +1,28 @@
 """The `python` backend: Triton's `model.py`, each instance in a process of its own.
 
 A crash of the model's code ends that process and fails one batch: the worker bisects it, so that only the request that
-crashes the model alone gets the error. The process is started again meanwhile. See `qinfer.backends.python_host`.
+crashes the model alone gets the error. The process is started again meanwhile. A decoupled model's open streams end
+with an error then. See `qinfer.backends.python_host`.
 https://github.com/triton-inference-server/python_backend
 """
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 from qinfer.backends.base import Batch, Context
+from qinfer.backends.python_host.calls import Calls, send, tensors
 from qinfer.backends.python_host.channel import Buffer, UnreadError, raw
-from qinfer.backends.python_host.errors import code_of, to_qinfer
+from qinfer.backends.python_host.errors import to_qinfer
 from qinfer.backends.python_host.instance import Instance
 from qinfer.backends.python_host.messages import (
     Answer,
     Asked,
     Call,
     Cancelled,
+    Close,
     Complete,
     Completed,
     Execute,
@@ -30,15 +32,16 @@ from qinfer.backends.python_host.messages import (
     Load,
     Loaded,
     Message,
-    Returned,
+    More,
     TensorMeta,
 )
 from qinfer.backends.python_host.process import HostProcess
+from qinfer.backends.python_host.streams import Streams, failed_text
 from qinfer.core.messages import InferRequest
-from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, OutputMismatch, QinferError
+from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, OutputMismatch
 from qinfer.models.config.message import ModelConfig, from_json, to_json
 from qinfer.models.spec import Device, ModelSpec
-from qinfer.tensors import Bytes, Tensor, from_numpy
+from qinfer.tensors import Bytes, from_numpy
 
 ENVIRONMENT = "EXECUTION_ENV_PATH"
 """Triton's parameter for a packed environment."""
@@ -66,6 +69,9 @@ class PythonBackend:
         self._model = spec.name
         self._datatypes = {i.name: i.datatype for i in spec.inputs}
         self._outputs = frozenset(o.name for o in spec.outputs)
+        self._is_decoupled = spec.decoupled
+        self._longest_s = spec.max_timeout_s
+        self._streams: Streams | None = None
         self._instance_name = _names.take(spec, device)
         self._numbers = count(1)
         message = Load(
@@ -90,18 +96,15 @@ class PythonBackend:
             raise
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Sends the batch to the process and answers with what comes back.
+        """Sends the batch to the process and answers with what comes back; a decoupled model may answer later.
 
         Raises:
             InferenceFailed: The model raised, or its process died.
         """
         metas, buffers = self._inputs(batch)
-        message = Execute(next(self._numbers), metas, list(batch.rows), [_asked(r) for r in batch.requests])
-        self._instance.is_busy = True
-        try:
-            executed = self._executed(message, buffers, ctx)
-        finally:
-            self._instance.is_busy = False
+        asked = [_asked(request) for request in batch.requests]
+        message = Execute(next(self._numbers), metas, list(batch.rows), asked, ctx.window_bytes)
+        executed = self._executed(message, buffers, ctx)
         if executed is None:
             # Each item by itself: the batch is not at fault, so bisecting it would find nothing.
             error = ModelNotReady(f"model '{self._model}' can't be started again: {self._instance.reason}")
@@ -111,15 +114,16 @@ class PythonBackend:
         self._instance.well()
         outcome, data = executed
         if isinstance(outcome, Failed):
-            raise InferenceFailed(
-                f"Failed to process the request(s) for model '{self._model}', message: {outcome.message}"
-            )
+            raise InferenceFailed(failed_text(self._model, outcome))
         if not isinstance(outcome, Executed):
             raise InferenceFailed(f"the process of model '{self._model}' answered with {type(outcome).__name__}")
-        self._respond(batch, ctx, outcome.answers, data)
+        if not self._is_decoupled:
+            self._respond(batch, ctx, outcome.answers, data)
 
     def unload(self) -> None:
-        """Finalises the model and ends its process, by force after some seconds."""
+        """Finalises the model and ends its process, by force after some seconds; open streams may end before."""
+        if self._streams is not None:
+            self._streams.drain(self._longest_s)
         self._instance.stop()
         _names.give_back(self._instance_name)
 
@@ -144,6 +148,8 @@ class PythonBackend:
             if process is None:
                 return None
             try:
+                if self._is_decoupled:
+                    return self._streams_of(process).execute(message, buffers, ctx), []
                 process.channel.send(message, buffers)
                 return self._outcome(process, message.number, ctx)
             except (OSError, UnreadError):  # it died while it had nothing to do: this batch is not to blame
@@ -154,6 +160,11 @@ class PythonBackend:
                 raise InferenceFailed(f"the process of model '{self._model}' died ({how})") from None
         return None
 
+    def _streams_of(self, process: HostProcess) -> Streams:
+        if self._streams is None or self._streams.process is not process:
+            self._streams = Streams(process, self._instance, self._model, tuple(self._outputs))
+        return self._streams
+
     def _outcome(self, process: HostProcess, number: int, ctx: Context) -> tuple[Message, list[Buffer]]:
         """Serves what the model asks for until the batch has ended.
 
@@ -161,22 +172,28 @@ class PythonBackend:
             UnreadError: The process is gone, and has not seen the batch.
             EOFError: The process is gone.
         """
-        message, buffers = process.channel.receive()
-        while True:
-            if isinstance(message, Call):
-                serve = _serve_call if message.batch == number else _refuse_call
-                arguments = (process, message, buffers, ctx)
-                # A thread each, because this one has to hear the next: an `async` model calls several at once.
-                threading.Thread(target=serve, args=arguments, name=f"call-{self._model}", daemon=True).start()
-            elif isinstance(message, IsCancelled):
-                cancelled = message.batch != number or ctx.cancelled(message.item)
-                _send(process, Cancelled(message.number, cancelled))
-            else:
-                return message, buffers
-            try:
-                message, buffers = process.channel.receive()
-            except UnreadError:  # what it has not read is an answer of the above
-                raise EOFError from None
+        self._instance.is_busy = True
+        calls: Calls | None = None
+        try:
+            message, buffers = process.channel.receive()
+            while True:
+                if isinstance(message, Call | More | Close):
+                    calls = calls or Calls(process.channel, self._model)
+                    is_current = isinstance(message, Call) and message.batch == number
+                    calls.hear(message, buffers, ctx if is_current else None)
+                elif isinstance(message, IsCancelled):
+                    cancelled = message.batch != number or ctx.cancelled(message.item)
+                    send(process.channel, Cancelled(message.number, cancelled))
+                else:
+                    return message, buffers
+                try:
+                    message, buffers = process.channel.receive()
+                except UnreadError:  # what it has not read is an answer of the above
+                    raise EOFError from None
+        finally:
+            self._instance.is_busy = False
+            if calls is not None:
+                calls.end()
 
     def _respond(self, batch: Batch, ctx: Context, answers: Sequence[Answer], data: Sequence[Buffer]) -> None:
         position = 0
@@ -184,7 +201,7 @@ class PythonBackend:
             if answer.error is not None:
                 ctx.respond(item, to_qinfer(answer.error, answer.code))
                 continue
-            outputs = _tensors(answer.outputs, data[position : position + len(answer.outputs)])
+            outputs = tensors(answer.outputs, data[position : position + len(answer.outputs)])
             position += len(answer.outputs)
             given = {tensor.name for tensor in outputs}
             missing = [name for name in request.outputs or self._outputs if name not in given]
@@ -246,48 +263,6 @@ def ask(process: HostProcess, message: Message, expected: type[M], model: str) -
 
 def _asked(request: InferRequest) -> Asked:
     return Asked(request.client_id, request.outputs, request.parameters, int(request.timeout_s * 1e6), request.trace)
-
-
-def _tensors(metas: Sequence[TensorMeta], data: Sequence[Buffer]) -> tuple[Tensor, ...]:
-    return tuple(
-        Tensor(meta.name, meta.datatype, tuple(meta.shape), buffer.data)
-        for meta, buffer in zip(metas, data, strict=True)
-    )
-
-
-def _serve_call(process: HostProcess, call: Call, buffers: Sequence[Buffer], ctx: Context) -> None:
-    """Runs another model for the one in the process."""
-    request = InferRequest(
-        model=call.model,
-        version=call.version,
-        client_id=call.client_id,
-        inputs=_tensors(call.inputs, buffers),
-        outputs=call.outputs,
-        parameters=call.parameters,
-        timeout_s=call.timeout_us / 1e6,
-    )
-    try:
-        response = ctx.call(request)
-    except QinferError as error:
-        _send(process, Returned(call.number, Answer([], {}, error.message, code_of(error))))
-        return
-    except Exception as error:  # noqa: BLE001  the boundary: the model must get an answer
-        _send(process, Returned(call.number, Answer([], {}, type(error).__name__, 1)))
-        return
-    metas = [TensorMeta(t.name, t.datatype, t.shape) for t in response.outputs]
-    _send(process, Returned(call.number, Answer(metas, response.parameters)), [t.data for t in response.outputs])
-
-
-def _refuse_call(process: HostProcess, call: Call, buffers: Sequence[Buffer], ctx: Context) -> None:
-    """Answers a call that a thread of the model made after its batch had ended."""
-    del buffers, ctx
-    _send(process, Returned(call.number, Answer([], {}, "the batch that called has ended", 1)))
-
-
-def _send(process: HostProcess, message: Message, buffers: Sequence[Bytes] = ()) -> None:
-    """Sends, unless the process is gone, which whoever receives from it notices."""
-    with suppress(OSError):
-        process.channel.send(message, buffers)
 
 
 class _Names:

@@ -1,6 +1,7 @@
 """Models of the `python` backend for tests: written to disk, loaded in real processes, and asked without a queue."""
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -8,11 +9,16 @@ import numpy as np
 
 from qinfer.backends.base import Array, Batch
 from qinfer.backends.python import PythonBackend
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.core.settings import LimitSettings
+from qinfer.errors import Cancelled, QinferError
 from qinfer.models.config import config
 from qinfer.models.spec import Device, ModelSpec
+from qinfer.tensors import Tensor, to_numpy
 from tests.support.backends import Answers
+
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+PATIENCE_S = 30.0
 
 HEADER = """
 import ctypes, json, os, sys, time
@@ -101,3 +107,94 @@ def run(backend: PythonBackend, array: Array, rows: Sequence[int] | None = None,
 def floats(*values: float) -> Array:
     """Returns a column of numbers, a row each."""
     return np.array(values, dtype="<f4").reshape(-1, 1)
+
+
+class Streamed(Answers):
+    """A context of a decoupled model: keeps every response; the test says what the callers take.
+
+    Args:
+        window_bytes: The window of each item.
+        stream: Answers calls to decoupled models.
+    """
+
+    def __init__(
+        self, window_bytes: int = 1 << 20, stream: Callable[[InferRequest], Iterator[Response]] | None = None
+    ) -> None:
+        super().__init__()
+        self._window_bytes = window_bytes
+        self._stream = stream
+        self._changed = threading.Condition()
+        self._callbacks: dict[int, Callable[[int], None]] = {}
+        self._unwanted: set[int] = set()
+        self.finals: dict[int, tuple[Tensor, ...] | QinferError] = {}
+        self.numbers: dict[int, list[float]] = {}
+        """The first number of each response with outputs, by item."""
+        self.said: list[Mapping[str, Scalar]] = []
+        self.errors: list[str] = []
+
+    @property
+    def is_decoupled(self) -> bool:
+        return True
+
+    @property
+    def window_bytes(self) -> int:
+        return self._window_bytes
+
+    def offer(
+        self,
+        item: int,
+        outputs: tuple[Tensor, ...] | QinferError,
+        *,
+        final: bool = True,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> None:
+        with self._changed:
+            if item in self._unwanted:
+                raise Cancelled("nobody waits")
+            assert item not in self.finals
+            if isinstance(outputs, QinferError):
+                self.errors.append(outputs.message)
+            elif outputs:
+                self.numbers.setdefault(item, []).append(float(to_numpy(outputs[0]).flat[0]))
+            if parameters:
+                self.said.append(parameters)
+            if final:
+                self.finals[item] = outputs
+            self._changed.notify_all()
+
+    def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
+        self._callbacks[item] = callback
+
+    def cancelled(self, item: int) -> bool:
+        return item in self._unwanted
+
+    def stream(self, request: InferRequest) -> Iterator[Response]:
+        assert self._stream is not None
+        return self._stream(request)
+
+    def take(self, nbytes: int, item: int = 0) -> None:
+        """Has the caller of an item take so many bytes."""
+        self._callbacks[item](nbytes)
+
+    def cancel(self, item: int = 0) -> None:
+        """Has the caller of an item leave."""
+        with self._changed:
+            self._unwanted.add(item)
+        self._callbacks[item](0)
+
+    def final(self, item: int = 0) -> tuple[Tensor, ...] | QinferError:
+        """Waits for the final response of an item."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: item in self.finals, PATIENCE_S)
+            return self.finals[item]
+
+    def failure(self, item: int = 0) -> str:
+        """Waits for the final response of an item, which is an error; returns its text."""
+        error = self.final(item)
+        assert isinstance(error, QinferError), error
+        return error.message
+
+    def await_count(self, count: int, item: int = 0) -> None:
+        """Waits until an item has so many responses with outputs."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.numbers.get(item, ())) >= count, PATIENCE_S)

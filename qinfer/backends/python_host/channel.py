@@ -15,6 +15,7 @@ copied once, and whoever keeps an array keeps its contents.
 
 import mmap
 import os
+import select
 import socket
 import struct
 import threading
@@ -110,6 +111,8 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
         self._sending = threading.Lock()
         self._owning = threading.Lock()
         """Guards the three below, and is never held while the socket may block."""
@@ -175,6 +178,10 @@ class Channel:
         whole = np.frombuffer(self._seen[head.segment], np.uint8)
         self._lend(head.segment, whole)
         return head.body, _split(whole, head.sizes, _ALIGNMENT)
+
+    def has_message(self) -> bool:
+        """Tells whether `receive` would return at once, or raise."""
+        return bool(self._poll.poll(0))
 
     def shutdown(self) -> None:
         """Ends the connection: a thread that waits in `receive` gets an `EOFError`, after what has arrived."""

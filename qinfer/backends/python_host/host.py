@@ -4,13 +4,16 @@ import asyncio
 import importlib
 import inspect
 import json
+import queue
 import sys
 import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,14 @@ import numpy as np
 from qinfer.backends.python_host import inference, services, utils
 from qinfer.backends.python_host.channel import Buffer, Channel
 from qinfer.backends.python_host.errors import TritonError, TritonModelException, message_of
-from qinfer.backends.python_host.inference import InferenceRequest, InferenceResponse, InferenceTrace
+from qinfer.backends.python_host.inference import InferenceRequest, InferenceTrace
 from qinfer.backends.python_host.messages import (
     Answer,
+    Asked,
+    AwaitTaken,
     Call,
     Cancelled,
+    Close,
     Complete,
     Completed,
     Execute,
@@ -35,16 +41,24 @@ from qinfer.backends.python_host.messages import (
     Load,
     Loaded,
     Message,
+    More,
     Returned,
+    Sent,
+    Taken,
     TensorMeta,
+    Unwanted,
 )
+from qinfer.backends.python_host.responses import InferenceResponse, Stream
 from qinfer.backends.python_host.tensor import Array, Tensor
 from qinfer.errors import QinferError
 from qinfer.tensors import DATATYPES, Bytes, to_numpy
 from qinfer.tensors import Tensor as WireTensor
 
 CALLS_AT_ONCE = 64
-"""So many calls to other models run at once; further ones wait for these."""
+"""So many calls to other models by `async_exec` run at once; further ones wait for these."""
+
+_batch: ContextVar[int] = ContextVar("batch", default=0)
+"""The batch that a call of a decoupled model belongs to; 0 in a thread of the model's own, where nobody can tell."""
 
 _HERE = Path(__file__).parent
 
@@ -59,10 +73,12 @@ class Inbox:
 
     Args:
         channel: The way to the worker.
+        unwanted: Called with each `Unwanted`, from the thread that reads.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, unwanted: Callable[[Unwanted], None]) -> None:
         self._channel = channel
+        self._unwanted = unwanted
         self._changed = threading.Condition()
         self._is_read = False
         self._commands: deque[Received] = deque()
@@ -99,6 +115,16 @@ class Inbox:
             del self._answers[number]
             return received
 
+    def poll(self) -> None:
+        """Reads what has come, unless another thread reads."""
+        with self._changed:
+            while not self._is_read and self._channel.has_message():
+                self._step()
+
+    def forget(self, number: int) -> None:
+        """Drops a question; takes no lock, because the garbage collector may have called."""
+        self._answers.pop(number, None)
+
     def _step(self) -> None:
         """Waits while another thread reads, or reads one message."""
         if self._is_read:
@@ -118,7 +144,9 @@ class Inbox:
 
     def _sort(self, received: Received) -> None:
         message, _ = received
-        if not isinstance(message, Returned | Cancelled):
+        if isinstance(message, Unwanted):
+            self._unwanted(message)
+        elif not isinstance(message, Returned | Cancelled | Taken):
             self._commands.append(received)
         elif message.number in self._answers:
             self._answers[message.number] = received
@@ -133,13 +161,19 @@ class Host:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._inbox = Inbox(channel)
+        self._inbox = Inbox(channel, self._unwanted)
         self._model: Any = None
+        self._name = ""
         self._directory = ""
         self._datatypes: Mapping[str, str] = {}
         """Output → its wire datatype, in the order of the configuration."""
         self._batch = 0
         self._is_executing = False
+        self._is_decoupled = False
+        self._streams: dict[tuple[int, int], Stream] = {}
+        """Those that are open, by batch and item."""
+        self._preparing = threading.Lock()
+        self._later: queue.SimpleQueue[Message] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def serve(self) -> None:
@@ -151,7 +185,7 @@ class Host:
             except EOFError:
                 return
             if isinstance(message, Execute):
-                self._execute(message, buffers)
+                (self._start if self._is_decoupled else self._execute)(message, buffers)
             elif isinstance(message, Load):
                 self._guarded(self._load, message)
             elif isinstance(message, Complete):
@@ -163,13 +197,104 @@ class Host:
 
     def call(self, request: InferenceRequest) -> InferenceResponse:
         """Runs another model; blocks. A failure of the call is in the response."""
-        if not self._is_executing:
-            raise TritonModelException("other models can be called within `execute` only")
+        response, _ = self.returned(self._call(request, streams=False))
+        return response
+
+    def open_call(self, request: InferenceRequest) -> int:
+        """Runs another model that may give any number of responses; returns the call's number.
+
+        The number also names the question for the first response, `ask_more` asks for each other.
+        """
+        self._prepare_later()
+        return self._call(request, streams=True)
+
+    def ask_more(self, call: int) -> int:
+        """Asks for the next response to a call; returns the number of the question."""
+        self._check_serving()
+        number = self._inbox.expect()
+        self._channel.send(More(number, call))
+        return number
+
+    def close_call(self, call: int) -> None:
+        """Ends a call; never waits, because the garbage collector may have called."""
+        self._inbox.forget(call)
+        if self._later is not None:
+            self._later.put(Close(call))
+
+    def returned(self, question: int) -> tuple[InferenceResponse, bool]:
+        """Waits for a response to a call; returns it, and whether it is the last one."""
+        message, buffers = self._inbox.answer(question)
+        assert isinstance(message, Returned)
+        answer = message.answer
+        if answer.error is not None:
+            return InferenceResponse(error=TritonError(answer.error, answer.code)), message.is_last
+        outputs = [_tensor(meta, _array(meta, data)) for meta, data in zip(answer.outputs, buffers, strict=True)]
+        return InferenceResponse(outputs, parameters=dict(answer.parameters)), message.is_last
+
+    def is_cancelled(self, batch: int, item: int) -> bool:
+        """Returns whether a request of a batch is cancelled; one that was answered is not."""
+        if self._is_decoupled:
+            stream = self._streams.get((batch, item))
+            if stream is None or stream.is_unwanted:
+                return stream is not None
+        elif not self._is_executing or batch != self._batch:
+            return False
+        number = self._inbox.expect()
+        self._channel.send(IsCancelled(number, batch, item))
+        message, _ = self._inbox.answer(number)
+        return isinstance(message, Cancelled) and message.cancelled
+
+    def poll(self) -> None:
+        """Reads what the worker has said."""
+        self._inbox.poll()
+
+    def encoded(self, response: InferenceResponse, outputs: Sequence[str]) -> tuple[Answer, list[Bytes]]:
+        """Returns a response as it is sent.
+
+        Args:
+            response: The response.
+            outputs: Names of the outputs wanted; empty = those of the configuration.
+
+        Raises:
+            UnsupportedDatatype: No wire datatype holds an output.
+        """
+        error = response.error()
+        if error is not None:
+            return _failed(error), []
+        wanted = outputs or self._datatypes
+        wires = [t.to_wire(self._datatypes.get(t.name())) for t in response.output_tensors() if t.name() in wanted]
+        return Answer(_metas(wires), response.parameters_dict()), [wire.data for wire in wires]
+
+    def send(self, message: Sent, buffers: Sequence[Bytes]) -> None:
+        """Sends a response of a decoupled model."""
+        self._channel.send(message, buffers)
+
+    def await_taken(self, stream: Stream, taken_bytes: int) -> tuple[int, bool]:
+        """Waits until so much of a stream is taken; returns how much is, and whether the request is cancelled."""
+        number = self._inbox.expect()
+        self._channel.send(AwaitTaken(number, stream.batch, stream.item, taken_bytes))
+        message, _ = self._inbox.answer(number)
+        assert isinstance(message, Taken)
+        return message.taken_bytes, message.cancelled
+
+    def end(self, stream: Stream, error: str | None) -> None:
+        """Forgets a stream; never waits, because the garbage collector may have called.
+
+        Args:
+            stream: The stream.
+            error: Its final response, if it has none; `None` = it has one.
+        """
+        self._streams.pop((stream.batch, stream.item), None)
+        if error is not None and self._later is not None:
+            self._later.put(Sent(stream.batch, stream.item, _failed(TritonError(error)), final=True))
+
+    def _call(self, request: InferenceRequest, *, streams: bool) -> int:
+        self._check_serving()
         wires = [tensor.to_wire(None) for tensor in request.inputs()]
         number = self._inbox.expect()
         asked = Call(
             number,
-            self._batch,
+            _batch.get() if self._is_decoupled else self._batch,
             request.model_name,
             max(request.model_version, 0),
             _metas(wires),
@@ -177,24 +302,30 @@ class Host:
             request.parameters_dict(),
             request.request_id(),
             request.timeout(),
+            streams,
         )
         self._channel.send(asked, [wire.data for wire in wires])
-        message, buffers = self._inbox.answer(number)
-        assert isinstance(message, Returned)
-        answer = message.answer
-        if answer.error is not None:
-            return InferenceResponse(error=TritonError(answer.error, answer.code))
-        outputs = [_tensor(meta, _array(meta, data)) for meta, data in zip(answer.outputs, buffers, strict=True)]
-        return InferenceResponse(outputs, parameters=dict(answer.parameters))
+        return number
 
-    def is_cancelled(self, batch: int, item: int) -> bool:
-        """Returns whether a request of a batch is cancelled."""
-        if not self._is_executing or batch != self._batch:
-            return False
-        number = self._inbox.expect()
-        self._channel.send(IsCancelled(number, batch, item))
-        message, _ = self._inbox.answer(number)
-        return isinstance(message, Cancelled) and message.cancelled
+    def _check_serving(self) -> None:
+        if not (self._is_executing or self._streams):
+            raise TritonModelException("other models can be called within `execute` only")
+
+    def _unwanted(self, message: Unwanted) -> None:
+        if stream := self._streams.get((message.batch, message.item)):
+            stream.is_unwanted = True
+
+    def _prepare_later(self) -> None:
+        """Starts the thread that sends what must not be sent where it arises."""
+        with self._preparing:
+            if self._later is None:
+                self._later = queue.SimpleQueue()
+                threading.Thread(target=self._send_later, args=(self._later,), name="later", daemon=True).start()
+
+    def _send_later(self, messages: "queue.SimpleQueue[Message]") -> None:
+        with suppress(OSError):  # the worker is gone, and this process with it
+            while True:
+                self._channel.send(messages.get())
 
     def _guarded(self, work: Any, message: Load | Complete) -> None:
         try:
@@ -210,6 +341,10 @@ class Host:
         config = json.loads(message.args["model_config"])
         names = {d.config: d.name for d in DATATYPES.values()}
         self._datatypes = {o["name"]: names.get(o["data_type"], "") for o in config.get("output", ())}
+        self._name = message.args["model_name"]
+        self._is_decoupled = utils.using_decoupled_model_transaction_policy(config)
+        if self._is_decoupled:
+            self._prepare_later()
         self._model = kind()
         if not hasattr(self._model, "execute"):
             raise TritonModelException(f"Python model {message.filename} does not implement `execute` method.")
@@ -248,7 +383,16 @@ class Host:
         self._is_executing = True
         try:
             requests = _requests(message, buffers, tuple(self._datatypes))
-            answers, sent = self._answers(requests, self._returned(requests))
+            responses = self._returned(requests)
+            if None in responses:
+                replies = [request.reply() for request in requests]
+                # A sender that the model has dropped is gone with its request.
+                del requests
+                responses = [
+                    reply.response() if response is None and reply is not None else response
+                    for response, reply in zip(responses, replies, strict=True)
+                ]
+            answers, sent = self._answers(message.requests, responses)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             self._is_executing = False
             self._channel.send(Failed(self._told(error, "execute failed")))
@@ -259,13 +403,62 @@ class Host:
         except MemoryError as error:
             self._channel.send(Failed(self._told(error, "no memory for the outputs")))
 
+    def _start(self, message: Execute, buffers: Sequence[Buffer]) -> None:
+        """Executes a batch of a decoupled model, whose senders may be used for longer."""
+        streams = [
+            Stream(self, message.number, item, asked.outputs, message.window_bytes)
+            for item, asked in enumerate(message.requests)
+        ]
+        self._streams.update(((stream.batch, stream.item), stream) for stream in streams)
+        _batch.set(message.number)
+        try:
+            # They live until the end of this method: those of a batch that fails are not dropped, but closed.
+            requests = _requests(message, buffers, tuple(self._datatypes), streams)
+            returned = self._model.execute(requests)
+            if inspect.iscoroutine(returned):
+                self._in_background(returned, streams)
+            elif returned is not None:
+                raise TritonModelException(self._must_return_none)
+        except BaseException as error:  # noqa: BLE001  as in `_guarded`
+            for stream in streams:
+                stream.close()
+            self._channel.send(Failed(self._told(error, "execute failed")))
+            return
+        self._channel.send(Executed([]))
+
+    def _in_background(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> None:
+        """Runs the coroutine of a decoupled model's `execute`, while other batches are executed."""
+        if self._loop is None:
+            self._loop = self._new_loop()
+            threading.Thread(target=self._loop.run_forever, name="loop", daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._awaited(coroutine, streams), self._loop)
+
+    async def _awaited(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> None:
+        try:
+            if await coroutine is not None:
+                raise TritonModelException(self._must_return_none)
+        except BaseException as error:  # noqa: BLE001  as in `_guarded`
+            text = f"Failed to process the request(s) for model '{self._name}', message: "
+            text += self._told(error, "execute failed")
+            for stream in streams:
+                if not stream.is_closed:
+                    stream.close(text)
+
+    @property
+    def _must_return_none(self) -> str:
+        return f"Python model '{self._name}' is using the decoupled mode and the execute function must return None."
+
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        loop.set_default_executor(ThreadPoolExecutor(CALLS_AT_ONCE, "call"))
+        return loop
+
     def _returned(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
         """Executes a batch; checks the responses as Triton does."""
         returned = self._model.execute(requests)
         if inspect.iscoroutine(returned):
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._loop.set_default_executor(ThreadPoolExecutor(CALLS_AT_ONCE, "call"))
+                self._loop = self._new_loop()
             returned = self._loop.run_until_complete(returned)
         if returned is None:
             return [None] * len(requests)
@@ -285,33 +478,22 @@ class Host:
         return returned
 
     def _answers(
-        self, requests: Sequence[InferenceRequest], responses: Sequence[InferenceResponse | None]
+        self, requests: Sequence[Asked], responses: Sequence[InferenceResponse | None]
     ) -> tuple[list[Answer], list[Bytes]]:
         answers: list[Answer] = []
         buffers: list[Bytes] = []
-        for request, returned in zip(requests, responses, strict=True):
-            response = returned or request.sent()
+        for request, response in zip(requests, responses, strict=True):
             if response is None:
                 answers.append(_failed(TritonError("the model returned no response to the request")))
                 continue
-            error = response.error()
-            if error is None:
-                try:
-                    wires = self._wires(request, response)
-                except QinferError as refused:
-                    error = TritonError(refused.message)
-            if error is not None:
-                answers.append(_failed(error))
+            try:
+                answer, data = self.encoded(response, request.outputs)
+            except QinferError as refused:
+                answers.append(_failed(TritonError(refused.message)))
                 continue
-            buffers.extend(wire.data for wire in wires)
-            answers.append(Answer(_metas(wires), response.parameters_dict()))
+            buffers.extend(data)
+            answers.append(answer)
         return answers, buffers
-
-    def _wires(self, request: InferenceRequest, response: InferenceResponse) -> list[WireTensor]:
-        """Returns the requested outputs."""
-        wanted = request.requested_output_names()
-        outputs = [tensor for tensor in response.output_tensors() if not wanted or tensor.name() in wanted]
-        return [tensor.to_wire(self._datatypes.get(tensor.name())) for tensor in outputs]
 
     def _finalize(self) -> None:
         if hasattr(self._model, "finalize"):
@@ -338,7 +520,9 @@ def _models(error: BaseException) -> types.TracebackType | None:
     return frame
 
 
-def _requests(message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str]) -> list[InferenceRequest]:
+def _requests(
+    message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str], streams: Sequence[Stream] = ()
+) -> list[InferenceRequest]:
     """Cuts a batch into its requests; their tensors are views of the batch's.
 
     A request that names no outputs asks for all of them, and as in Triton the model sees their names.
@@ -361,7 +545,7 @@ def _requests(message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str
             trace=InferenceTrace(asked.trace) if asked.trace else None,
             parameters=dict(asked.parameters),
         )
-        requests.append(request.placed(message.number, item))
+        requests.append(request.placed(message.number, item, streams[item] if streams else None))
     return requests
 
 

@@ -1,18 +1,19 @@
-"""Requests and responses as a model sees them: of `execute`, and of its calls to other models."""
+"""Requests as a model sees them: those of `execute`, and its calls to other models."""
 
 import asyncio
 import json
 from collections.abc import Sequence
+from contextvars import copy_context
 from typing import TYPE_CHECKING
 
-from qinfer.backends.python_host.errors import TritonError, TritonModelException, checked_parameters, text
+from qinfer.backends.python_host.errors import TritonModelException, checked_parameters, text
+from qinfer.backends.python_host.responses import InferenceResponse, InferenceResponseSender, Reply, Stream
 from qinfer.backends.python_host.tensor import Tensor
 from qinfer.core.messages import Scalar
 
 if TYPE_CHECKING:
     from qinfer.backends.python_host.host import Host
 
-FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _RESCHEDULE = 2  # TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
 
 
@@ -48,93 +49,6 @@ class PreferredMemory:
         self.preferred_device_id = preferred_device_id
 
 
-class InferenceResponse:
-    """A response.
-
-    Args:
-        output_tensors: Its outputs.
-        error: Why there are none.
-        parameters: What the model says besides; bools, ints, floats and strings.
-
-    Raises:
-        TritonModelException: A parameter is of another type.
-        TypeError: An output is no `Tensor`, or the error no `TritonError`.
-    """
-
-    __slots__ = ("_error", "_outputs", "_parameters")
-
-    def __init__(
-        self,
-        output_tensors: Sequence[Tensor] = (),
-        error: TritonError | None = None,
-        parameters: dict[str, Scalar] | None = None,
-    ) -> None:
-        outputs = list(output_tensors)
-        for tensor in outputs:
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"output_tensors are pb_utils.Tensor objects, got {type(tensor).__name__}")
-        if error is not None and not isinstance(error, TritonError):
-            raise TypeError(f"error is a pb_utils.TritonError, got {type(error).__name__}")
-        self._outputs = outputs
-        self._error = error
-        self._parameters = checked_parameters(parameters)
-
-    def output_tensors(self) -> list[Tensor]:
-        """Returns its outputs."""
-        return self._outputs
-
-    def has_error(self) -> bool:
-        """Tells whether it is an error."""
-        return self._error is not None
-
-    def error(self) -> TritonError | None:
-        """Returns the error."""
-        return self._error
-
-    def parameters(self) -> str:
-        """Returns the parameters as JSON."""
-        return json.dumps(self._parameters)
-
-    def parameters_dict(self) -> dict[str, Scalar]:
-        """Returns the parameters; not part of Triton's interface."""
-        return self._parameters
-
-
-class InferenceResponseSender:
-    """Answers a request before `execute` returns `None` for it: with one final response."""
-
-    def __init__(self) -> None:
-        self.response: InferenceResponse | None = None
-        self._is_closed = False
-
-    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Takes the response.
-
-        Raises:
-            TritonModelException: It is not one final response: only decoupled models, which are not supported, send
-                none or several.
-        """
-        if flags not in (0, FINAL):
-            raise TritonModelException(f"Unable to send response. Unsupported flag: {flags}")
-        if self._is_closed:
-            raise TritonModelException("Unable to send response. Response sender has been closed.")
-        if response is not None:
-            if self.response is not None:
-                raise TritonModelException(
-                    "Unable to send response. Non-decoupled model cannot send more than one response."
-                )
-            self.response = response
-        elif self.response is None:
-            raise TritonModelException(
-                "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
-            )
-        self._is_closed = flags == FINAL
-
-    def is_cancelled(self) -> bool:
-        """Returns false: the request is not cancelled."""
-        return False
-
-
 class InferenceRequest:
     """A request: one that `execute` got, or one that the model makes to call another.
 
@@ -159,6 +73,7 @@ class InferenceRequest:
         "_outputs",
         "_parameters",
         "_place",
+        "_reply",
         "_request_id",
         "_sender",
         "_timeout_us",
@@ -200,11 +115,15 @@ class InferenceRequest:
         self._trace = trace
         self._parameters = checked_parameters(parameters)
         self._place: tuple[int, int] | None = None
+        self._reply: Reply | None = None
         self._sender: InferenceResponseSender | None = None
 
-    def placed(self, batch: int, item: int) -> "InferenceRequest":
-        """Notes that it is an item of a batch; returns itself."""
+    def placed(self, batch: int, item: int, stream: Stream | None) -> "InferenceRequest":
+        """Notes that it is an item of a batch, and where responses of a decoupled model go; returns itself."""
         self._place = (batch, item)
+        if stream is not None:
+            # Not made when it is first asked for: whoever drops the request without asking has abandoned it.
+            self._sender = InferenceResponseSender(stream)
         return self
 
     def inputs(self) -> list[Tensor]:
@@ -261,29 +180,98 @@ class InferenceRequest:
             raise TritonModelException("a request can't be rescheduled: iterative sequences are not supported")
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """Returns the sender of its one response."""
+        """Returns the sender of its responses."""
         if self._sender is None:
-            self._sender = InferenceResponseSender()
+            place = self._place
+            self._reply = Reply(lambda: place is not None and _host is not None and _host.is_cancelled(*place))
+            self._sender = InferenceResponseSender(self._reply)
         return self._sender
 
-    def sent(self) -> InferenceResponse | None:
-        """Returns the argument of the sender; not part of Triton's interface."""
-        return None if self._sender is None else self._sender.response
+    def reply(self) -> Reply | None:
+        """Returns what the sender of a model that is not decoupled has filled, or will; not part of Triton's interface.
 
-    def exec(self, decoupled: bool = False) -> InferenceResponse:  # noqa: FBT001, FBT002  (Triton's parameter)
-        """Runs the model that it names, and waits for the response.
+        `None` = there is no sender.
+        """
+        return self._reply
+
+    def exec(self, decoupled: bool = False) -> "InferenceResponse | ResponseIterator":  # noqa: FBT001, FBT002  (Triton's)
+        """Runs the model that it names.
+
+        Args:
+            decoupled: The model may give any number of responses.
+
+        Returns:
+            The response, after waiting for it; of a decoupled model at once an iterator over its responses.
 
         Raises:
-            TritonModelException: `decoupled` is set, or this is not within `execute`.
+            TritonModelException: This is not within `execute`, nor has the model open streams.
         """
-        if decoupled:
-            raise TritonModelException("calls to decoupled models are not supported; call without decoupled=True")
         if not self.model_name:
             raise TritonModelException("a request needs a model_name to be executed")
         if _host is None:
             raise TritonModelException("other models can be called within `execute` only")
+        if decoupled:
+            return ResponseIterator(_host, _host.open_call(self))
         return _host.call(self)
 
-    def async_exec(self, decoupled: bool = False) -> "asyncio.Future[InferenceResponse]":  # noqa: FBT001, FBT002
+    def async_exec(
+        self,
+        decoupled: bool = False,  # noqa: FBT001, FBT002
+    ) -> "asyncio.Future[InferenceResponse | ResponseIterator]":
         """Does the same in a thread, for an `async` `execute`: several calls run at once."""
-        return asyncio.get_running_loop().run_in_executor(None, self.exec, decoupled)
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(None, copy_context().run, self.exec, decoupled)
+
+
+class ResponseIterator:
+    """The responses to a call of a decoupled model, in order: `for` and `async for`. The last one may be empty.
+
+    The next response is fetched when the model asks for it, so that the called model is no faster than its caller. A
+    failure of the call is the last response. Dropping the iterator cancels the call.
+
+    Args:
+        host: The way to the worker.
+        call: The number of the call.
+    """
+
+    def __init__(self, host: "Host", call: int) -> None:
+        self._host = host
+        self._call = call
+        self._question = call
+        self._is_done = False
+
+    def __iter__(self) -> "ResponseIterator":
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        response = self._next()
+        if response is None:
+            raise StopIteration
+        return response
+
+    def __aiter__(self) -> "ResponseIterator":
+        return self
+
+    async def __anext__(self) -> InferenceResponse:
+        response = await asyncio.get_running_loop().run_in_executor(None, self._next)
+        if response is None:
+            raise StopAsyncIteration
+        return response
+
+    def cancel(self) -> None:
+        """Ends the call; there are no more responses."""
+        if not self._is_done:
+            self._is_done = True
+            self._host.close_call(self._call)
+
+    def _next(self) -> InferenceResponse | None:
+        if self._is_done:
+            return None
+        # The call asks for its first response itself.
+        question = self._question or self._host.ask_more(self._call)
+        self._question = 0
+        response, self._is_done = self._host.returned(question)
+        return response
+
+    def __del__(self) -> None:
+        self.cancel()

@@ -97,12 +97,14 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
         inputs: The batch's inputs, their rows stacked.
         rows: Rows of each request.
         requests: The requests.
+        window_bytes: Bytes of responses to one request that may be on their way; 0 = any number.
     """
 
     number: int
     inputs: list[TensorMeta]
     rows: list[int]
     requests: list[Asked]
+    window_bytes: int = 0
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
@@ -122,9 +124,66 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Executed(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: the batch's answers, in order."""
+    """To the worker: `execute` has ended.
+
+    Attributes:
+        answers: The batch's answers, in order; none if the model is decoupled, whose answers are `Sent`.
+    """
 
     answers: list[Answer]
+
+
+class Sent(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: a response of a decoupled model; it may come after `Executed`.
+
+    Attributes:
+        batch: The batch of the request.
+        item: The request's position in it.
+        answer: The response; without outputs, parameters and error if the final flag came alone.
+        final: Whether it is the last one.
+    """
+
+    batch: int
+    item: int
+    answer: Answer
+    final: bool
+
+
+class AwaitTaken(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: say when so much of the responses to a request of a decoupled model has been taken.
+
+    Attributes:
+        number: Names the question in its `Taken`.
+        batch: The batch of the request.
+        item: The request's position in it.
+        taken_bytes: How many bytes the caller must have taken, of all responses to the request together.
+    """
+
+    number: int
+    batch: int
+    item: int
+    taken_bytes: int
+
+
+class Taken(msgspec.Struct, array_like=True, tag=True):
+    """To the host: the answer to `AwaitTaken`.
+
+    Attributes:
+        number: The question's.
+        taken_bytes: How many bytes have been taken by now.
+        cancelled: Nobody will take more.
+    """
+
+    number: int
+    taken_bytes: int
+    cancelled: bool = False
+
+
+class Unwanted(msgspec.Struct, array_like=True, tag=True):
+    """To the host: nobody waits for the responses to a request any more; sent when one has come all the same."""
+
+    batch: int
+    item: int
 
 
 class Call(msgspec.Struct, array_like=True, tag=True):
@@ -140,6 +199,7 @@ class Call(msgspec.Struct, array_like=True, tag=True):
         parameters: Custom parameters.
         client_id: The id that the caller gives the request.
         timeout_us: How long to wait at most; 0 = as long as the batch may.
+        streams: The model may give any number of responses. This asks for the first of them, `More` for each other.
     """
 
     number: int
@@ -151,13 +211,39 @@ class Call(msgspec.Struct, array_like=True, tag=True):
     parameters: Mapping[str, Scalar]
     client_id: str
     timeout_us: int
+    streams: bool = False
+
+
+class More(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: the next response to a call that streams.
+
+    Attributes:
+        number: Names the question in its `Returned`.
+        call: The number of the call.
+    """
+
+    number: int
+    call: int
+
+
+class Close(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: no more responses to a call that streams are wanted."""
+
+    call: int
 
 
 class Returned(msgspec.Struct, array_like=True, tag=True):
-    """To the host: the outcome of a call."""
+    """To the host: the outcome of a call, or the next response to one that streams.
+
+    Attributes:
+        number: The number of the `Call` or `More`.
+        answer: The response.
+        is_last: Whether no other follows.
+    """
 
     number: int
     answer: Answer
+    is_last: bool = True
 
 
 class IsCancelled(msgspec.Struct, array_like=True, tag=True):
@@ -187,7 +273,13 @@ Message = (
     | Failed
     | Execute
     | Executed
+    | Sent
+    | AwaitTaken
+    | Taken
+    | Unwanted
     | Call
+    | More
+    | Close
     | Returned
     | IsCancelled
     | Cancelled

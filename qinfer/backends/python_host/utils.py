@@ -10,11 +10,10 @@ import numpy.typing as npt
 from qinfer.backends.python_host.errors import TritonError, TritonModelException
 from qinfer.backends.python_host.inference import (
     InferenceRequest,
-    InferenceResponse,
-    InferenceResponseSender,
     InferenceTrace,
     PreferredMemory,
 )
+from qinfer.backends.python_host.responses import FINAL, InferenceResponse, InferenceResponseSender
 from qinfer.backends.python_host.services import (
     Logger,
     Metric,
@@ -67,7 +66,7 @@ __all__ = [
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
-TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 TRITONSERVER_MEMORY_CPU = 0

@@ -272,5 +272,3 @@ def _stream_problems(config: ModelConfig) -> Iterator[str]:
     is_decoupled = config.model_transaction_policy.decoupled
     if STREAM_RESUME in config.parameters and not is_decoupled:
         yield f"parameter '{STREAM_RESUME}' is for decoupled models; set 'decoupled: true', or remove it"
-    if is_decoupled and config.backend == "python":
-        yield "'model_transaction_policy.decoupled' is not supported for the backend python; remove it"

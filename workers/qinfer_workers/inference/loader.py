@@ -270,7 +270,9 @@ class _Unheard(OneResponse):
 
 
 def warm_up(backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: float, model_dir: Path = Path()) -> None:
-    """Runs a loaded instance until its lazy initialisation is behind it.
+    """Runs a loaded instance until its lazy initialisation is behind it: with its samples, then with zeros.
+
+    A decoupled model is run with its samples only.
 
     Args:
         backend: The instance.
@@ -292,6 +294,9 @@ def warm_up(backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: flo
             if ctx.called:
                 continue
             raise ModelLoadFailed(f"warm-up sample '{sample.name}' of model '{spec.name}' failed: {error}") from error
+    if spec.decoupled:
+        # Nobody knows for how long it sends responses to zeros.
+        return
     zeros = {i.name: WarmupInput(i.datatype, tuple(max(d, 1) for d in i.dims)) for i in spec.inputs if not i.optional}
     batch = _batch(spec, zeros, min(spec.max_batch_size, 1))
     ctx = _Unheard()

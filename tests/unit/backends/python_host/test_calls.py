@@ -1,6 +1,7 @@
 """Calls of a `model.py` to other models (BLS): `exec` and `async_exec`, answered by the test in place of the queue."""
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelNotFound, ModelNotReady, QueueFull
 from qinfer.tensors import from_numpy, to_numpy
 from tests.support.backends import Answers
-from tests.support.python_models import batch_of, execute, floats, loaded
+from tests.support.python_models import DECOUPLED, Streamed, batch_of, execute, floats, loaded
 
 CALL = """
 def call(request, **more):
@@ -123,13 +124,12 @@ return [pb_utils.InferenceResponse(response.output_tensors()) for response in re
 
 
 REFUSED = [
-    ("call(requests[0]).exec(decoupled=True)", "calls to decoupled models are not supported"),
     ("pb_utils.InferenceRequest(inputs=[]).exec()", "a request needs a model_name to be executed"),
     ("pb_utils.load_model('other')", "pb_utils.load_model is not supported by this server"),
     ("pb_utils.unload_model('other')", "pb_utils.unload_model is not supported by this server"),
     ("pb_utils.is_model_ready('other')", "pb_utils.is_model_ready is not supported by this server"),
     ("requests[0].set_release_flags(2)", "a request can't be rescheduled"),
-    ("requests[0].get_response_sender().send()", "Unable to send response."),
+    ("requests[0].get_response_sender().send()", "Inference Response object must be provided"),
 ]
 
 
@@ -190,3 +190,149 @@ return [pb_utils.InferenceResponse(call(request).exec().output_tensors()) for re
         released.set()
 
     assert answers.array() == 2.0
+
+
+STREAM = (
+    execute(
+        """
+self.kept = getattr(self, "kept", [])
+if self.kept:
+    kept = self.kept.pop()
+    said = [response.error().message() for response in kept]
+    return [reply(x(requests[0]), parameters={"said": json.dumps(said)})]
+what, taken = int(x(requests[0]).flat[0]), []
+responses = call(requests[0]).exec(decoupled=True)
+for response in responses:
+    tensors = response.output_tensors()
+    error = response.error()
+    taken.append(error.message() if error else float(tensors[0].as_numpy().flat[0]) if tensors else "empty")
+    if what == 4 and len(taken) == 2:
+        self.kept.append(responses)
+        break
+    if what == 5 and len(taken) == 2:
+        responses.cancel()
+del responses
+return [reply(x(requests[0]), parameters={"taken": json.dumps(taken)})]
+"""
+    )
+    + CALL
+)
+
+
+class Called:
+    """A decoupled model: gives numbers, and notes how far it came."""
+
+    def __init__(self) -> None:
+        self.given = 0
+        self.closed = threading.Event()
+
+    def __call__(self, request: InferRequest) -> Iterator[Response]:
+        what = int(to_numpy(request.inputs[0]).flat[0])
+        if what == 2:
+            raise ModelNotFound("no such model")
+        return self._responses(what)
+
+    def _responses(self, what: int) -> Iterator[Response]:
+        try:
+            for number in range(3 if what < 4 else 100):
+                self.given += 1
+                outputs = (from_numpy("y", np.full((1, 1), number, "<f4")),)
+                yield Response(request_id="", outputs=outputs, final=what == 1 and number == 2, index=number)
+            if what == 3:
+                raise InferenceFailed("it failed")
+            yield Response(request_id="", index=3)
+        finally:
+            self.closed.set()
+
+
+@pytest.mark.parametrize(
+    ("what", "taken"),
+    [
+        (0, '[0.0, 1.0, 2.0, "empty"]'),
+        (1, "[0.0, 1.0, 2.0]"),
+        (2, '["no such model"]'),
+        (3, '[0.0, 1.0, 2.0, "it failed"]'),
+    ],
+)
+def test_the_responses_of_a_decoupled_model_are_iterated(tmp_path: Path, what: int, taken: str) -> None:
+    """A last response without outputs is an empty one; a failure is the last."""
+    called = Called()
+    answers = Streamed(stream=called)
+    with loaded(tmp_path, STREAM) as backend:
+        ask(backend, answers, what)
+
+    assert answers.parameters[0] == {"taken": taken}
+
+
+def test_a_called_model_is_no_faster_than_its_caller(tmp_path: Path) -> None:
+    """Responses are fetched one by one, and an iterator that is dropped ends the call, as does `cancel`."""
+    for what in (5, 4):
+        called = Called()
+        answers = Streamed(stream=called)
+        with loaded(tmp_path / str(what), STREAM) as backend:
+            ask(backend, answers, what)
+            assert called.closed.wait(20)
+
+        assert called.given == 2
+        assert answers.parameters[0] == {"taken": "[0.0, 1.0]"}
+
+
+def test_a_call_ends_with_its_batch(tmp_path: Path) -> None:
+    """An iterator that the model keeps for a later batch has an error as its last response."""
+    called = Called()
+    answers, later = Streamed(stream=called), Streamed(stream=Called())
+    with loaded(tmp_path, STREAM) as backend:
+        ask(backend, answers, 4)
+        assert called.closed.wait(20)
+        ask(backend, later, 0)
+
+    assert later.parameters[0] == {"said": '["the batch that called has ended"]'}
+
+
+def test_asynchronous_iteration_within_a_decoupled_model(tmp_path: Path) -> None:
+    """A decoupled model passes on what another sends, by `async for`, after `execute` has returned."""
+    code = (
+        execute(
+            """
+sender = requests[0].get_response_sender()
+responses = await call(requests[0]).async_exec(decoupled=True)
+async for response in responses:
+    if response.output_tensors():
+        sender.send(pb_utils.InferenceResponse(response.output_tensors()))
+sender.send(flags=1)
+"""
+        ).replace("def execute", "async def execute")
+        + CALL
+    )
+    called = Called()
+    answers = Streamed(stream=called)
+    with loaded(tmp_path, code, more=DECOUPLED) as backend:
+        ask(backend, answers, 0)
+
+        assert answers.final() == ()
+
+    assert answers.numbers == {0: [0.0, 1.0, 2.0]}
+
+
+def test_a_thread_of_a_decoupled_model_may_call(tmp_path: Path) -> None:
+    """For as long as a request is open, after `execute` has returned."""
+    code = (
+        execute(
+            """
+import threading
+def work(request):
+    sender = request.get_response_sender()
+    response = call(request).exec()
+    sender.send(pb_utils.InferenceResponse(response.output_tensors()), flags=1)
+threading.Timer(0.05, work, args=(requests[0],)).start()
+"""
+        )
+        + CALL
+    )
+    answers = Streamed()
+    answers._call = lambda request: Response(request_id="", outputs=(from_numpy("y", to_numpy(request.inputs[0])),))
+    with loaded(tmp_path, code, more=DECOUPLED) as backend:
+        ask(backend, answers, 3)
+        answers.final()
+
+    assert answers.numbers == {0: [3.0]}

@@ -1,6 +1,8 @@
 """Models in the shape of Triton's own examples, as their users write them."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +12,12 @@ from qinfer.backends.base import Array, Batch
 from qinfer.backends.python import PythonBackend, complete_config
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import LimitSettings
-from qinfer.errors import InferenceFailed, ModelLoadFailed
+from qinfer.errors import InferenceFailed
 from qinfer.models.config import config
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import from_numpy, to_numpy
 from tests.support.backends import Answers
+from tests.support.python_models import DECOUPLED, Streamed
 
 INPUTS = """
 input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "INPUT1" data_type: TYPE_FP32 dims: [ 4 ] } ]
@@ -161,6 +164,86 @@ INSTANCE_KIND = ADD_SUB.replace(
     1,
 )
 
+REPEAT_CONFIG = """
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ -1 ] }, { name: "DELAY" data_type: TYPE_UINT32 dims: [ -1 ] } ]
+input { name: "WAIT" data_type: TYPE_UINT32 dims: [ 1 ] }
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }, { name: "IDX" data_type: TYPE_UINT32 dims: [ 1 ] } ]
+"""
+
+REPEAT = """
+import json
+import threading
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        if not pb_utils.using_decoupled_model_transaction_policy(config):
+            raise pb_utils.TritonModelException(f"{args['model_name']} needs decoupled: true")
+        self.dtypes = {
+            name: pb_utils.triton_string_to_numpy(pb_utils.get_output_config_by_name(config, name)["data_type"])
+            for name in ("OUT", "IDX")
+        }
+        self.idle = threading.Condition()
+        self.running = 0
+
+    def execute(self, requests):
+        (request,) = requests
+        numbers, delays, wait = (
+            pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("IN", "DELAY", "WAIT")
+        )
+        with self.idle:
+            self.running += 1
+        arguments = (request.get_response_sender(), numbers, delays)
+        threading.Thread(target=self.repeat, args=arguments, daemon=True).start()
+        time.sleep(wait[0] / 1000)
+        return None
+
+    def repeat(self, sender, numbers, delays):
+        for index, (number, delay) in enumerate(zip(numbers, delays)):
+            time.sleep(delay / 1000)
+            out = pb_utils.Tensor("OUT", np.array([number], self.dtypes["OUT"]))
+            idx = pb_utils.Tensor("IDX", np.array([index], self.dtypes["IDX"]))
+            sender.send(pb_utils.InferenceResponse(output_tensors=[out, idx]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        with self.idle:
+            self.running -= 1
+            self.idle.notify_all()
+
+    def finalize(self):
+        with self.idle:
+            self.idle.wait_for(lambda: not self.running)
+"""
+
+SQUARE_CONFIG = """
+max_batch_size: 8 dynamic_batching { }
+input { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }
+output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
+"""
+
+SQUARE = """
+import threading
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            number = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()
+            threading.Thread(target=self.square, args=(request.get_response_sender(), number), daemon=True).start()
+        return None
+
+    def square(self, sender, number):
+        for _ in range(number.item()):
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", number)]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
 
 def write(directory: Path, code: str, text: str) -> ModelSpec:
     version = directory / "model" / "1"
@@ -249,11 +332,54 @@ def test_instance_kind(tmp_path: Path) -> None:
     assert ask(tmp_path, spec, Answers(), Device("gpu", 1), INPUT0=A, INPUT1=B) == RESULT
 
 
-def test_decoupled_models_are_refused(tmp_path: Path) -> None:
-    """By the configuration, also by one that the model completes."""
+def test_a_model_completes_its_transaction_policy(tmp_path: Path) -> None:
     code = AUTO_COMPLETE.replace("set_dynamic_batching()", 'set_model_transaction_policy({"decoupled": True})')
     write(tmp_path, code, INPUTS + OUTPUTS)
     complete = complete_config(config.parse('backend: "python"'), tmp_path / "model" / "1")
 
-    with pytest.raises(ModelLoadFailed, match=r"decoupled"):
-        config.normalise(complete, "model", ["model.py"])
+    spec = config.to_spec(config.normalise(complete, "model", ["model.py"]), LimitSettings())
+
+    assert spec.decoupled
+
+
+@contextmanager
+def started(directory: Path, code: str, text: str) -> Iterator[PythonBackend]:
+    """Loads a decoupled model."""
+    backend = PythonBackend()
+    backend.load(write(directory, code, text + DECOUPLED), directory / "model" / "1", Device())
+    try:
+        yield backend
+    finally:
+        backend.unload()
+
+
+def send(backend: PythonBackend, **inputs: Array) -> Streamed:
+    """Sends one request to a decoupled model."""
+    responses = Streamed()
+    backend.execute(Batch(requests=[InferRequest(model="model", inputs=())], rows=[1], inputs=inputs), responses)
+    return responses
+
+
+def test_repeat(tmp_path: Path) -> None:
+    """A response for each number, each after a delay of its own; `execute` returns when the request says so."""
+    with started(tmp_path, REPEAT, REPEAT_CONFIG) as backend:
+        numbers = np.array([4, 2, 0, 1], "<i4")
+        slow = send(backend, IN=numbers, DELAY=np.full(4, 20, "<u4"), WAIT=np.array([0], "<u4"))
+        none = send(backend, IN=numbers[:0], DELAY=np.zeros(0, "<u4"), WAIT=np.array([1], "<u4"))
+
+        assert (none.final(), slow.final()) == ((), ())
+
+    assert (none.numbers, slow.numbers) == ({}, {0: [4.0, 2.0, 0.0, 1.0]})
+
+
+def test_square(tmp_path: Path) -> None:
+    """As many responses as the number says, for each request of a batch, from a thread each."""
+    with started(tmp_path, SQUARE, SQUARE_CONFIG) as backend:
+        responses = Streamed()
+        requests = [InferRequest(model="model", inputs=()) for _ in range(3)]
+        numbers = np.array([[3], [0], [5]], "<i4")
+        backend.execute(Batch(requests=requests, rows=[1, 1, 1], inputs={"IN": numbers}), responses)
+
+        assert [responses.final(item) for item in range(3)] == [(), (), ()]
+
+    assert responses.numbers == {0: [3.0] * 3, 2: [5.0] * 5}

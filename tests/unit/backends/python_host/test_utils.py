@@ -176,12 +176,14 @@ def test_a_response_sender_sends_one_response() -> None:
         sender.send(response)
     sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
     with pytest.raises(pb_utils.TritonModelException, match="Response sender has been closed"):
-        sender.send(response)
-    with pytest.raises(pb_utils.TritonModelException, match="Unsupported flag: 5"):
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    with pytest.raises(pb_utils.TritonModelException, match="Unsupported flag provided"):
         sender.send(response, flags=5)
 
     assert request.get_response_sender() is sender
-    assert request.sent() is response
+    reply = request.reply()
+    assert reply is not None
+    assert reply.response() is response
 
 
 def test_custom_metrics_work_within_the_process(capfd: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,14 @@ def test_a_model_that_calls_nobody_is_timed() -> None:
     assert warmed(stub_spec())[1].known
 
 
+def test_a_decoupled_model_runs_its_samples_only() -> None:
+    """Nobody knows for how long it sends responses to zeros."""
+    backend, latency = warmed(dataclasses.replace(stub_spec(), decoupled=True, warmup=(SAMPLE,)))
+
+    assert len(backend.sizes) == SAMPLE.count
+    assert not latency.known
+
+
 def with_file(file: str = "x.bin", datatype: str = "FP32", dims: tuple[int, ...] = (2,)) -> ModelSpec:
     sample = WarmupSpec(name="w", batch_size=3, inputs={"x": WarmupInput(datatype, dims, file=file)})
     return dataclasses.replace(stub_spec(), warmup=(sample,))

@@ -1,0 +1,134 @@
+"""The worker's side of a model's calls to other models: each runs in a thread of its own, and answers by the channel.
+
+A call has its own thread because an `async` model makes several at once, and whoever reads the channel must hear the
+next one.
+"""
+
+import queue
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+from qinfer.backends.base import Context
+from qinfer.backends.python_host.channel import Buffer, Channel
+from qinfer.backends.python_host.errors import TritonError, code_of
+from qinfer.backends.python_host.messages import Answer, Call, Close, Message, More, Returned, TensorMeta
+from qinfer.core.messages import InferRequest, Response
+from qinfer.errors import InferenceFailed, QinferError
+from qinfer.tensors import Bytes, Tensor
+
+_INTERNAL = TritonError.INTERNAL
+
+ENDED = "the batch that called has ended"
+
+
+class Calls:
+    """The calls of one process of a model.
+
+    Args:
+        channel: The way to the process.
+        model: The model's name, which the threads have.
+    """
+
+    def __init__(self, channel: Channel, model: str) -> None:
+        self._channel = channel
+        self._model = model
+        self._lock = threading.Lock()
+        self._open: dict[int, queue.SimpleQueue[int | None]] = {}
+        """Calls that stream: the numbers of the questions for their next responses, `None` = no more are wanted."""
+
+    def hear(self, message: Call | More | Close, buffers: Sequence[Buffer], ctx: Context | None) -> None:
+        """Obeys the model.
+
+        Args:
+            message: What it asks for.
+            buffers: The tensors of a `Call`.
+            ctx: The batch that a `Call` is made for; `None` = there is none any more, and it is refused.
+        """
+        if isinstance(message, Call):
+            if ctx is None:
+                self._return(message.number, _failed(InferenceFailed(ENDED)))
+                return
+            self._serve(message, buffers, ctx)
+            return
+        with self._lock:
+            asked = self._open.get(message.call)
+        if asked is not None:
+            asked.put(message.number if isinstance(message, More) else None)
+        elif isinstance(message, More):
+            self._return(message.number, _failed(InferenceFailed(ENDED)))
+
+    def end(self) -> None:
+        """Ends the calls that stream: nobody can ask for more."""
+        with self._lock:
+            for asked in self._open.values():
+                asked.put(None)
+
+    def _serve(self, call: Call, buffers: Sequence[Buffer], ctx: Context) -> None:
+        request = InferRequest(
+            model=call.model,
+            version=call.version,
+            client_id=call.client_id,
+            inputs=tensors(call.inputs, buffers),
+            outputs=call.outputs,
+            parameters=call.parameters,
+            timeout_s=call.timeout_us / 1e6,
+        )
+        work = self._stream if call.streams else self._call
+        if call.streams:
+            with self._lock:
+                self._open[call.number] = queue.SimpleQueue()
+        threading.Thread(target=work, args=(call.number, request, ctx), name=f"call-{self._model}", daemon=True).start()
+
+    def _call(self, call: int, request: InferRequest, ctx: Context) -> None:
+        try:
+            response = ctx.call(request)
+        except Exception as error:  # noqa: BLE001  the boundary: the model must get an answer
+            self._return(call, _failed(error))
+            return
+        self._return(call, response)
+
+    def _stream(self, call: int, request: InferRequest, ctx: Context) -> None:
+        """Returns a response for each question; an iterator that is dropped before its end cancels the call."""
+        asked = self._open[call]
+        number: int | None = call
+        try:
+            responses = ctx.stream(request)
+            while number is not None:
+                response = next(responses)
+                self._return(number, response, is_last=response.final)
+                number = None if response.final else asked.get()
+        except Exception as error:  # noqa: BLE001  as above
+            if number is not None:
+                self._return(number, _failed(error))
+        with self._lock:
+            del self._open[call]
+
+    def _return(self, number: int, response: Response | Answer, *, is_last: bool = True) -> None:
+        if isinstance(response, Answer):
+            send(self._channel, Returned(number, response))
+            return
+        metas = [TensorMeta(t.name, t.datatype, t.shape) for t in response.outputs]
+        failure = response.failure
+        answer = Answer(metas, response.parameters, None if failure is None else failure.message, _INTERNAL)
+        send(self._channel, Returned(number, answer, is_last), [t.data for t in response.outputs])
+
+
+def tensors(metas: Sequence[TensorMeta], data: Sequence[Buffer]) -> tuple[Tensor, ...]:
+    """Returns the tensors of a message."""
+    return tuple(
+        Tensor(meta.name, meta.datatype, tuple(meta.shape), buffer.data)
+        for meta, buffer in zip(metas, data, strict=True)
+    )
+
+
+def send(channel: Channel, message: Message, buffers: Sequence[Bytes] = ()) -> None:
+    """Sends, unless the process is gone, which whoever receives from it notices."""
+    with suppress(OSError):
+        channel.send(message, buffers)
+
+
+def _failed(error: Exception) -> Answer:
+    if isinstance(error, QinferError):
+        return Answer([], {}, error.message, code_of(error))
+    return Answer([], {}, type(error).__name__, _INTERNAL)

@@ -1,0 +1,267 @@
+"""Responses of a model: `pb_utils.InferenceResponse`, returned by `execute` or sent by an `InferenceResponseSender`.
+
+Rules and texts are Triton's (src/response_sender.cc of its python_backend). A sender may be used by any thread, also
+after `execute` has returned. Behind it is a `Reply`, which takes the one response of a model that is not decoupled, or
+a `Stream`, which hands each response of a decoupled model to the worker, and keeps to the window of its request.
+"""
+
+import json
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from qinfer.backends.python_host.errors import TritonError, TritonModelException, checked_parameters
+from qinfer.backends.python_host.messages import Answer, Sent
+from qinfer.backends.python_host.tensor import Tensor
+from qinfer.core.messages import Scalar
+from qinfer.errors import QinferError
+from qinfer.tensors import Bytes
+
+if TYPE_CHECKING:
+    from qinfer.backends.python_host.host import Host
+
+OVERHEAD_BYTES = 256
+"""A response takes so much more of a window than its outputs, as in `qinfer.batching.streams`."""
+
+FINAL = 1
+"""TRITONSERVER_RESPONSE_COMPLETE_FINAL"""
+
+_CLOSED = "Unable to send response. Response sender has been closed."
+ABANDONED = (
+    "the model dropped the response sender of the request without the final flag; "
+    "send the last response, or None, with TRITONSERVER_RESPONSE_COMPLETE_FINAL"
+)
+
+
+class InferenceResponse:
+    """A response.
+
+    Args:
+        output_tensors: Its outputs.
+        error: Why there are none.
+        parameters: What the model says besides; bools, ints, floats and strings.
+
+    Raises:
+        TritonModelException: A parameter is of another type.
+        TypeError: An output is no `Tensor`, or the error no `TritonError`.
+    """
+
+    __slots__ = ("_error", "_outputs", "_parameters")
+
+    def __init__(
+        self,
+        output_tensors: Sequence[Tensor] = (),
+        error: TritonError | None = None,
+        parameters: dict[str, Scalar] | None = None,
+    ) -> None:
+        outputs = list(output_tensors)
+        for tensor in outputs:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"output_tensors are pb_utils.Tensor objects, got {type(tensor).__name__}")
+        if error is not None and not isinstance(error, TritonError):
+            raise TypeError(f"error is a pb_utils.TritonError, got {type(error).__name__}")
+        self._outputs = outputs
+        self._error = error
+        self._parameters = checked_parameters(parameters)
+
+    def output_tensors(self) -> list[Tensor]:
+        """Returns its outputs."""
+        return self._outputs
+
+    def has_error(self) -> bool:
+        """Tells whether it is an error."""
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        """Returns the error."""
+        return self._error
+
+    def parameters(self) -> str:
+        """Returns the parameters as JSON."""
+        return json.dumps(self._parameters)
+
+    def parameters_dict(self) -> dict[str, Scalar]:
+        """Returns the parameters; not part of Triton's interface."""
+        return self._parameters
+
+
+class InferenceResponseSender:
+    """Sends the responses to one request; `InferenceRequest.get_response_sender` returns it.
+
+    A sender that is dropped without the final flag ends its request with an error. Triton leaves the caller without an
+    answer then.
+    """
+
+    __slots__ = ("_responses",)
+
+    def __init__(self, responses: "Reply | Stream") -> None:
+        self._responses = responses
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        """Sends a response. Waits while the window of the request is used up: its caller is slower than the model.
+
+        Args:
+            response: The response; it may be an error. `None` with the final flag: no more responses.
+            flags: 0, or `TRITONSERVER_RESPONSE_COMPLETE_FINAL` with the last one.
+
+        Raises:
+            TritonModelException: The sender is closed, the request is cancelled and more responses would follow, or the
+                model is not decoupled and this is not its only response.
+            TypeError: It is no response.
+        """
+        if flags not in (0, FINAL):
+            raise TritonModelException("Unable to send response. Unsupported flag provided.")
+        if response is None and not flags:
+            raise TritonModelException(
+                "Inference Response object must be provided when the response flags is set to zero."
+            )
+        if response is not None and not isinstance(response, InferenceResponse):
+            raise TypeError(f"response is a pb_utils.InferenceResponse object, got {type(response).__name__}")
+        self._responses.send(response, final=flags == FINAL)
+
+    def is_cancelled(self) -> bool:
+        """Returns whether nobody waits for the request any more; asks the worker each time."""
+        return self._responses.is_cancelled()
+
+    def __del__(self) -> None:
+        self._responses.abandon()
+
+
+class Reply:
+    """The one response of a model that is not decoupled.
+
+    Args:
+        is_cancelled: Asks the worker.
+    """
+
+    def __init__(self, is_cancelled: Callable[[], bool] = bool) -> None:
+        self.is_cancelled = is_cancelled
+        self._sending = threading.Lock()
+        self._response: InferenceResponse | None = None
+        self._is_closed = False
+        # The only queue whose `put` the garbage collector may call.
+        self._settled: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def send(self, response: InferenceResponse | None, *, final: bool) -> None:
+        """Takes the response, or the final flag after it."""
+        with self._sending:
+            if response is not None and self._response is not None:
+                raise TritonModelException(
+                    "Unable to send response. Non-decoupled model cannot send more than one response."
+                )
+            if response is None and self._response is None:
+                raise TritonModelException(
+                    "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
+                )
+            if self._is_closed:
+                raise TritonModelException(_CLOSED)
+            self._is_closed = final
+            if response is not None:
+                self._response = response
+                self._settled.put(None)
+
+    def abandon(self) -> None:
+        """Ends `response` for whoever waits in it."""
+        self._settled.put(None)
+
+    def response(self) -> InferenceResponse:
+        """Waits for the response; returns an error if the sender is gone without one."""
+        self._settled.get()
+        return self._response or InferenceResponse(error=TritonError(ABANDONED))
+
+
+class Stream:
+    """The responses to one request of a decoupled model.
+
+    Args:
+        host: The way to the worker.
+        batch: The batch of the request.
+        item: The request's position in it.
+        outputs: Names of the outputs wanted; empty = all.
+        window_bytes: Bytes of responses that may be on their way to the caller; 0 = any number.
+
+    Attributes:
+        is_closed: Nothing can be sent any more.
+        is_unwanted: The worker has said that the request is cancelled.
+    """
+
+    def __init__(self, host: "Host", batch: int, item: int, outputs: Sequence[str], window_bytes: int) -> None:
+        self.batch = batch
+        self.item = item
+        self.is_closed = False
+        self.is_unwanted = False
+        self._host = host
+        self._outputs = outputs
+        self._window_bytes = window_bytes
+        self._sent_bytes = self._on_way_bytes = 0
+        self._on_way: deque[tuple[int, int]] = deque()
+        """Of each response that is on its way: the bytes sent with it and before, and what it takes of the window."""
+        self._sending = threading.Lock()
+        """Held while a response waits: those of other threads come after it."""
+
+    def send(self, response: InferenceResponse | None, *, final: bool) -> None:
+        """Sends a response, once the window has room for it."""
+        with self._sending:
+            self._check_open()
+            answer, buffers = Answer([], {}), list[Bytes]()
+            if response is not None:
+                answer, buffers = self._encoded(response)
+            size = sum(map(len, buffers))
+            self._host.poll()
+            self._take_room(size)
+            self._check_open()
+            if self.is_unwanted:
+                if not final:
+                    raise TritonModelException("Unable to send response. The request is cancelled.")
+            else:
+                self._host.send(Sent(self.batch, self.item, answer, final), buffers)
+            if final:
+                self.close()
+
+    def is_cancelled(self) -> bool:
+        """Returns whether nobody waits for the request any more; asks the worker."""
+        return self.is_unwanted or self._host.is_cancelled(self.batch, self.item)
+
+    def abandon(self) -> None:
+        """Ends the request with an error, if it is open."""
+        if not self.is_closed:
+            self.close(ABANDONED)
+
+    def close(self, error: str | None = None) -> None:
+        """Refuses further responses; if it is by an error, the caller hears of it."""
+        self.is_closed = True
+        self._host.end(self, error)
+
+    def _encoded(self, response: InferenceResponse) -> tuple[Answer, list[Bytes]]:
+        try:
+            return self._host.encoded(response, self._outputs)
+        except QinferError as refused:
+            raise TritonModelException(refused.message) from None
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise TritonModelException(_CLOSED)
+
+    def _take_room(self, size: int) -> None:
+        """Waits until a response fits into the window, or nothing is on its way, or the request is cancelled."""
+        if not size:
+            return
+        excess_bytes = self._on_way_bytes + size + OVERHEAD_BYTES - self._window_bytes
+        if self._window_bytes and excess_bytes > 0 and self._on_way and not self.is_unwanted:
+            taken_bytes, cancelled = self._host.await_taken(self, self._needed_bytes(excess_bytes))
+            self.is_unwanted = self.is_unwanted or cancelled
+            while self._on_way and self._on_way[0][0] <= taken_bytes:
+                self._on_way_bytes -= self._on_way.popleft()[1]
+        self._sent_bytes += size
+        self._on_way_bytes += size + OVERHEAD_BYTES
+        self._on_way.append((self._sent_bytes, size + OVERHEAD_BYTES))
+
+    def _needed_bytes(self, excess_bytes: int) -> int:
+        """Returns how much must have been taken in all for so much of the window to be free."""
+        for sent_bytes, used_bytes in self._on_way:
+            excess_bytes -= used_bytes
+            if excess_bytes <= 0:
+                return sent_bytes
+        return self._sent_bytes

@@ -1,0 +1,333 @@
+"""The worker's side of a decoupled model's process: its responses go on to those who wait, at any time.
+
+    execute ─── Execute ──▶ process        the instance's thread: until the model's `execute` has returned
+    _read ◀── Sent, Call, AwaitTaken ───   a thread for as long as the process lives
+    _write ── Taken, Unwanted, … ──▶       a thread, because who gives credit back must not wait for a socket
+
+The window of a request is kept in the process, where a thread of the model waits; here are only the bytes that were
+taken. A process that dies ends all its open streams with an error.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+
+from qinfer.backends.base import Context
+from qinfer.backends.python_host.calls import Calls, send, tensors
+from qinfer.backends.python_host.channel import Buffer, UnreadError
+from qinfer.backends.python_host.errors import to_qinfer
+from qinfer.backends.python_host.instance import Instance
+from qinfer.backends.python_host.messages import (
+    Answer,
+    AwaitTaken,
+    Call,
+    Cancelled,
+    Close,
+    Execute,
+    Executed,
+    Failed,
+    IsCancelled,
+    Loaded,
+    Message,
+    More,
+    Sent,
+    Taken,
+    Unwanted,
+)
+from qinfer.backends.python_host.process import HostProcess
+from qinfer.errors import InferenceFailed, OutputMismatch, QinferError
+from qinfer.tensors import Bytes, Tensor
+
+logger = logging.getLogger("qinfer.backends.python")
+
+OPEN_STREAMS = 512
+"""An instance takes no batch while so many requests of earlier ones are open."""
+
+Outcome = Executed | Failed
+
+
+class _Stream:
+    """A request that has no final response yet."""
+
+    __slots__ = ("question", "taken_bytes")
+
+    def __init__(self) -> None:
+        self.taken_bytes = 0
+        self.question: AwaitTaken | None = None
+
+
+class _OpenBatch:
+    """A batch with requests that have no final response yet, or whose `execute` has not returned."""
+
+    __slots__ = ("ctx", "has_begun", "outcome", "refusal", "streams", "wanted")
+
+    def __init__(self, ctx: Context, wanted: Sequence[Sequence[str]]) -> None:
+        self.ctx = ctx
+        self.has_begun = False
+        self.refusal: QinferError | None = None
+        """Why a response was not taken, or none can come."""
+        self.wanted = wanted
+        """The names of the outputs wanted, of each request; empty = all."""
+        self.streams = {item: _Stream() for item in range(len(wanted))}
+        self.outcome: Future[Outcome] = Future()
+
+
+class Streams:
+    """The open streams of one process.
+
+    Args:
+        process: The process; its model is loaded, and nobody else receives from it.
+        instance: Whose process it is; it is told whether anything is open.
+        model: The model's name.
+        outputs: Names of the configuration's outputs.
+    """
+
+    def __init__(self, process: HostProcess, instance: Instance, model: str, outputs: Sequence[str]) -> None:
+        self.process = process
+        self._instance = instance
+        self._model = model
+        self._outputs = outputs
+        self._calls = Calls(process.channel, model)
+        self._changed = threading.Condition()
+        """Guards the two below; never held while a context is called."""
+        self._batches: dict[int, _OpenBatch] = {}
+        self._is_lost = False
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name=f"streams-{model}", daemon=True).start()
+        threading.Thread(target=self._write, name=f"credit-{model}", daemon=True).start()
+
+    def execute(self, message: Execute, buffers: Sequence[Bytes], ctx: Context) -> Outcome:
+        """Has the process execute a batch; returns when its `execute` has returned. Responses may come after that.
+
+        Waits before, while too many requests of earlier batches are open.
+
+        Raises:
+            UnreadError: The process is gone, and has not seen the batch.
+            EOFError: The process is gone.
+            OSError: The process is gone, and the batch was not sent.
+            QinferError: The context is not of a decoupled model, and a response was not taken.
+        """
+        batch = _OpenBatch(ctx, [request.outputs for request in message.requests])
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_lost or self._count() < OPEN_STREAMS)
+            if self._is_lost:
+                raise UnreadError
+            self._batches[message.number] = batch
+            self._instance.is_busy = True
+        for item in batch.streams:
+            ctx.on_taken(item, partial(self._on_taken, message.number, item))
+        try:
+            self.process.channel.send(message, buffers)
+        except BaseException:
+            self._forget(message.number)
+            raise
+        outcome = batch.outcome.result()
+        if isinstance(outcome, Executed):
+            self._forget_ended(message.number)
+            if not ctx.is_decoupled:
+                self._await_streams(batch)
+        return outcome
+
+    def _await_streams(self, batch: _OpenBatch) -> None:
+        """Waits until the streams of a batch are closed: its context takes nothing after `execute`, as in a warm-up.
+
+        Raises:
+            QinferError: A response was not taken, or the process is gone.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not batch.streams or batch.refusal is not None)
+        if batch.refusal is not None:
+            raise batch.refusal
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits until no stream is open, or the process is gone, but not for longer than a time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_lost or not self._batches, timeout_s)
+
+    def _count(self) -> int:
+        return sum(len(batch.streams) for batch in self._batches.values())
+
+    def _read(self) -> None:
+        lost: EOFError | None = None
+        while lost is None:
+            try:
+                message, buffers = self.process.channel.receive()
+            except EOFError as error:
+                lost = error
+                break
+            try:
+                self._hear(message, buffers)
+            except Exception:
+                logger.exception("a message of the model's process failed", extra={"model": self._model})
+            # Its buffers are memory of the process until nobody looks at them.
+            del message, buffers
+        self._calls.end()
+        self._messages.put(None)
+        self._end(lost)
+
+    def _write(self) -> None:
+        while (message := self._messages.get()) is not None:
+            send(self.process.channel, message)
+
+    def _hear(self, message: Message, buffers: list[Buffer]) -> None:
+        if isinstance(message, Sent):
+            self._respond(message, buffers)
+        elif isinstance(message, Executed | Failed):
+            self._ended(message)
+        elif isinstance(message, AwaitTaken):
+            self._await_taken(message)
+        elif isinstance(message, IsCancelled):
+            self._is_cancelled(message)
+        elif isinstance(message, Call | More | Close):
+            self._calls.hear(message, buffers, self._context(message) if isinstance(message, Call) else None)
+        elif not isinstance(message, Loaded):  # finalised
+            logger.error("the model's process said what it must not", extra={"model": self._model})
+
+    def _respond(self, message: Sent, buffers: Sequence[Buffer]) -> None:
+        with self._changed:
+            batch = self._batches.get(message.batch)
+            stream = None if batch is None else batch.streams.get(message.item)
+            if batch is None or stream is None:
+                return
+            batch.has_begun = True
+        answer = self._answer(message.answer, buffers, batch.wanted[message.item])
+        try:
+            batch.ctx.offer(message.item, answer, final=message.final, parameters=message.answer.parameters or None)
+        except QinferError as error:
+            batch.refusal = error
+            self._unwant(message.batch, message.item)
+        if message.final:
+            self._close(message.batch, message.item)
+
+    def _answer(
+        self, answer: Answer, buffers: Sequence[Buffer], wanted: Sequence[str]
+    ) -> tuple[Tensor, ...] | QinferError:
+        if answer.error is not None:
+            return to_qinfer(answer.error, answer.code)
+        outputs = tensors(answer.outputs, buffers)
+        given = {tensor.name for tensor in outputs}
+        missing = [name for name in wanted or self._outputs if name not in given]
+        if missing and outputs:
+            return OutputMismatch(f"the model returned no output '{min(missing)}'")
+        return outputs
+
+    def _ended(self, outcome: Outcome) -> None:
+        """Takes note that the `execute` of the one batch that is being executed has returned, or raised."""
+        with self._changed:
+            number = next(n for n, batch in self._batches.items() if not batch.outcome.done())
+            batch = self._batches[number]
+        if isinstance(outcome, Failed):
+            self._forget(number)
+        batch.outcome.set_result(outcome)
+
+    def _end(self, lost: EOFError) -> None:
+        """Ends what is open when the process is gone."""
+        with self._changed:
+            self._is_lost = True
+            batches, self._batches = list(self._batches.values()), {}
+            self._instance.is_busy = False
+            self._changed.notify_all()
+        for batch in batches:
+            if not batch.outcome.done():
+                is_unread = isinstance(lost, UnreadError) and not batch.has_begun
+                batch.outcome.set_exception(UnreadError() if is_unread else EOFError())
+                continue
+            error = InferenceFailed(f"the process of model '{self._model}' died ({self.process.death()})")
+            for item in batch.streams:
+                with suppress(QinferError):  # nobody waits, or `execute` does
+                    batch.ctx.offer(item, error, final=True)
+            with self._changed:
+                batch.refusal = error
+                self._changed.notify_all()
+
+    def _await_taken(self, message: AwaitTaken) -> None:
+        with self._changed:
+            stream = self._stream(message.batch, message.item)
+            if stream is None:
+                self._messages.put(Taken(message.number, 0, cancelled=True))
+                return
+            stream.question = message
+            self._tell_taken(stream)
+
+    def _on_taken(self, number: int, item: int, taken_bytes: int) -> None:
+        """Hears of credit; 0 bytes = of the end of a stream that nobody waits for. Called from any thread."""
+        if not taken_bytes:
+            self._unwant(number, item)
+            return
+        with self._changed:
+            stream = self._stream(number, item)
+            if stream is not None:
+                stream.taken_bytes += taken_bytes
+                self._tell_taken(stream)
+
+    def _tell_taken(self, stream: _Stream) -> None:
+        question = stream.question
+        if question is not None and stream.taken_bytes >= question.taken_bytes:
+            stream.question = None
+            self._messages.put(Taken(question.number, stream.taken_bytes))
+
+    def _unwant(self, number: int, item: int) -> None:
+        """Closes a stream that nobody waits for, and says so to the process."""
+        with self._changed:
+            stream = self._stream(number, item)
+            if stream is None:
+                return
+            self._tell_end(stream)
+            self._messages.put(Unwanted(number, item))
+            self._close(number, item)
+
+    def _tell_end(self, stream: _Stream) -> None:
+        """Answers a thread of the model that waits for room: there is none to wait for."""
+        if stream.question is not None:
+            self._messages.put(Taken(stream.question.number, stream.taken_bytes, cancelled=True))
+
+    def _is_cancelled(self, message: IsCancelled) -> None:
+        with self._changed:
+            batch = self._batches.get(message.batch)
+            is_open = batch is not None and message.item in batch.streams
+        cancelled = not is_open or (batch is not None and batch.ctx.cancelled(message.item))
+        self._messages.put(Cancelled(message.number, cancelled))
+
+    def _context(self, call: Call) -> Context | None:
+        """Returns the context of the batch that calls; of the latest one where the process can't tell which it is."""
+        with self._changed:
+            latest = next(reversed(self._batches), 0)
+            batch = self._batches.get(call.batch or latest)
+        return None if batch is None else batch.ctx
+
+    def _stream(self, number: int, item: int) -> _Stream | None:
+        batch = self._batches.get(number)
+        return None if batch is None else batch.streams.get(item)
+
+    def _close(self, number: int, item: int) -> None:
+        with self._changed:
+            batch = self._batches.get(number)
+            if batch is None or batch.streams.pop(item, None) is None:
+                return
+            if not batch.streams and batch.outcome.done():
+                self._forget(number)
+            self._changed.notify_all()
+
+    def _forget_ended(self, number: int) -> None:
+        """Forgets a batch if every request of it had its final response before `execute` returned."""
+        with self._changed:
+            batch = self._batches.get(number)
+            if batch is not None and not batch.streams:
+                self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        with self._changed:
+            batch = self._batches.pop(number, None)
+            for stream in () if batch is None else batch.streams.values():
+                self._tell_end(stream)
+            self._instance.is_busy = bool(self._batches)
+            self._changed.notify_all()
+
+
+def failed_text(model: str, failed: Failed) -> str:
+    """Returns what a client is told of an `execute` that raised."""
+    return f"Failed to process the request(s) for model '{model}', message: {failed.message}"
