@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from qinfer.errors import ErrorCode
 from qinfer.observe.latencies import FIRST_RESPONSE, FIRST_RESPONSE_BUCKETS_MS, LatencyTally
+from qinfer.observe.responses import ResponseTally
 
 QUEUE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 EXECUTION_BUCKETS_S = QUEUE_BUCKETS_S
@@ -122,11 +123,13 @@ class StatsTally:
     Attributes:
         max_rows: The largest batch that the model takes; 0 = it takes none, or nobody said.
         latencies: Counts latencies more finely, where that is wanted.
+        responses: Counts the responses of a decoupled model.
     """
 
     def __init__(self) -> None:
         self.max_rows = 0
         self.latencies: LatencyTally | None = None
+        self.responses = ResponseTally()
         self._deltas: defaultdict[str, int] = defaultdict(int)
         self._counts = {name: [0] * (len(BOUNDS[name]) + 1) for name in (QUEUE, EXECUTION, BATCH, ASSEMBLE, FILL)}
         self._sizes: dict[int, list[int]] = {}
@@ -209,6 +212,7 @@ class StatsTally:
             deltas.update((field, count) for field, count in fields if count)
             counts[:] = [0] * len(counts)
         deltas.update(sizes)
+        deltas.update(self.responses.drain())
         if self.latencies is not None:
             deltas.update(self.latencies.drain())
         if self._last_s:

@@ -12,6 +12,7 @@ from qinfer.errors import InvalidRequest
 from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
+from qinfer.observe.responses import responses
 
 
 class Duration(msgspec.Struct, frozen=True):
@@ -43,6 +44,17 @@ class BatchStatistics(msgspec.Struct, frozen=True, kw_only=True):
     compute_output: Duration
 
 
+class ResponseStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Responses of one index, by how they ended; durations begin with the response before."""
+
+    compute_infer: Duration
+    compute_output: Duration
+    success: Duration
+    fail: Duration
+    empty_response: Duration
+    cancel: Duration
+
+
 class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of one model version.
 
@@ -50,7 +62,7 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
         last_inference: When the last execution began: milliseconds since the epoch, in the broker's time; 0 = never.
         inference_count: Rows executed.
         execution_count: Batches executed.
-        response_stats: By index of the response, of decoupled models; there are none.
+        response_stats: By index of the response, of decoupled models: the first thousand.
         batch_stats: By batch size, ascending.
         memory_usage: Not measured.
     """
@@ -61,7 +73,7 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     inference_count: int
     execution_count: int
     inference_stats: InferStatistics
-    response_stats: dict[str, Duration]
+    response_stats: dict[str, ResponseStatistics]
     batch_stats: list[BatchStatistics]
     memory_usage: list[int]
 
@@ -136,7 +148,10 @@ def model_statistics(model: str, version: int, fields: Mapping[str, int]) -> Mod
             cache_hit=Duration(0, 0),
             cache_miss=Duration(0, 0),
         ),
-        response_stats={},
+        response_stats={
+            str(index): ResponseStatistics(**{what: Duration(*counted) for what, counted in fields_of.items()})
+            for index, fields_of in responses(fields).items()
+        },
         memory_usage=[],
         batch_stats=[
             BatchStatistics(
