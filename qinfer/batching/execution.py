@@ -473,7 +473,7 @@ class Responder:
             tally.failed(response.failure.code)
             tally.spent_failing(timing.queue_ns + spent_ns)
             return
-        tally.max_rows = self._max_rows
+        tally.max_rows, tally.is_streamed = self._max_rows, True
         tally.executed(item.rows, [timing.queue_ns], timing.input_ns, timing.infer_ns, 0, now_s - spent_ns / 1e9)
 
     def failures(self, items: Sequence[Pending], error: QinferError, now_s: float, tally: StatsTally) -> list[Response]:

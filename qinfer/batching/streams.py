@@ -22,6 +22,7 @@ from qinfer.backends.base import Backend
 from qinfer.batching.execution import SHARED, Answer, Execution, Part, Pending, Responder
 from qinfer.core.messages import Credit, Response, Scalar, Timing
 from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, OutputMismatch, QinferError
+from qinfer.observe.responses import end_of
 from qinfer.observe.stats import StatsTally
 
 Sent = tuple[Pending, Response]
@@ -105,6 +106,8 @@ class Stream:
         self.item = item
         self.execution = execution
         self.closed = threading.Event()
+        self.counted_ns = 0
+        """Nanoseconds from the beginning of the execution to the last response that was counted."""
         self._streams = streams
         self._window = Window(streams.window_bytes)
         self._changed = threading.Condition()
@@ -334,9 +337,9 @@ class Streams:
             if stream.item.lost or not self.is_open(stream):
                 continue
             sent.append((stream.item, response))
+            stream.execution.count(stream, response)
             if response.final:
                 ended.append(stream)
-                stream.execution.count(stream.item, response)
         if sent:
             self._outlet.send(sent)
         for stream in ended:
@@ -414,9 +417,15 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
                     self.table.close(stream)
         self.table.watch()
 
-    def count(self, item: Pending, response: Response) -> None:
-        """Counts an item whose final response leaves."""
-        self.responder.count(item, response, self.table.now_s(), self.tally)
+    def count(self, stream: Stream, response: Response) -> None:
+        """Counts a response that leaves, and with the final one its item."""
+        timing = response.timing or Timing()
+        infer_ns, stream.counted_ns = timing.infer_ns - stream.counted_ns, timing.infer_ns
+        self.tally.responses.responded(response.index, end_of(response), infer_ns)
+        if not response.index and response.failure is None:
+            self.tally.first_response(timing.queue_ns + timing.input_ns + timing.infer_ns)
+        if response.final:
+            self.responder.count(stream.item, response, self.table.now_s(), self.tally)
 
     def _missing(self) -> QinferError | None:
         """Misses nothing: responses may come later."""

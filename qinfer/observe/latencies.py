@@ -61,9 +61,12 @@ class LatencyTally:
             for waited_ns in queue_ns:
                 deltas[f"{SUMMARY}{QUEUE}:{bucket_of(waited_ns)}"] += 1
                 deltas[f"{SUMMARY}{REQUEST}:{bucket_of(waited_ns + batch_ns)}"] += 1
+
+    def first_responses(self, ns: Sequence[int]) -> None:
+        """Counts the first responses of requests, so many nanoseconds after these were enqueued."""
+        deltas = self._deltas
         if self._histogram:
-            for waited_ns in queue_ns:
-                first_ns = waited_ns + input_ns + infer_ns
+            for first_ns in ns:
                 deltas[_FIRST_FIELDS[bisect_left(FIRST_RESPONSE_BUCKETS_MS, first_ns / 1e6)]] += 1
                 deltas[FIRST_RESPONSE_NS] += first_ns
 

@@ -124,10 +124,12 @@ class StatsTally:
         max_rows: The largest batch that the model takes; 0 = it takes none, or nobody said.
         latencies: Counts latencies more finely, where that is wanted.
         responses: Counts the responses of a decoupled model.
+        is_streamed: The model is decoupled: its first responses are counted as they leave, by `first_response`.
     """
 
     def __init__(self) -> None:
         self.max_rows = 0
+        self.is_streamed = False
         self.latencies: LatencyTally | None = None
         self.responses = ResponseTally()
         self._deltas: defaultdict[str, int] = defaultdict(int)
@@ -173,6 +175,8 @@ class StatsTally:
             deltas[FILL_PERMILLE] += 1000 * rows // self.max_rows
         if self.latencies is not None:
             self.latencies.executed(queue_ns, input_ns, infer_ns, output_ns)
+            if not self.is_streamed:
+                self.latencies.first_responses([waited_ns + input_ns + infer_ns for waited_ns in queue_ns])
         size = self._sizes.get(rows)
         if size is None:
             size = self._sizes[rows] = [0, 0, 0, 0]
@@ -181,6 +185,11 @@ class StatsTally:
         size[2] += infer_ns
         size[3] += output_ns
         self._last_s = max(self._last_s, begin_s)
+
+    def first_response(self, ns: int) -> None:
+        """Counts the first response of a stream, so many nanoseconds after its request was enqueued."""
+        if self.latencies is not None:
+            self.latencies.first_responses([ns])
 
     def retried(self, count: int) -> None:
         """Counts requests that are executed again because their batch raised."""

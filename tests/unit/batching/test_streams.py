@@ -7,6 +7,7 @@ import pytest
 from qinfer.batching.streams import OVERHEAD_BYTES, Window
 from qinfer.core.messages import Credit
 from qinfer.errors import Cancelled, InferenceFailed, OutputMismatch
+from qinfer.observe.latencies import LatencyTally
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from tests.support.open_streams import StreamBench, outputs
@@ -188,6 +189,33 @@ async def test_a_failure_ends_only_its_own_stream() -> None:
     assert bench.open == []
     assert [r.failure is None for r in (bench.responses("r0")[0], bench.responses("r1")[0])] == [False, True]
     assert bench.tally.drain()["success_count"] == 1
+
+
+async def test_responses_are_counted_by_index() -> None:
+    """As Triton tells them (reference §1.13); the histogram has the first response of each request."""
+    bench = StreamBench()
+    bench.tally.latencies = LatencyTally(summaries=False, histogram=True)
+    execution = bench.execution(2)
+
+    execution.respond(0, outputs(3), final=False)
+    execution.respond(0, outputs(3), final=False)
+    execution.respond(0, ())
+    execution.respond(1, InferenceFailed("broken"))
+    await bench.turn()
+
+    counted = bench.tally.drain()
+    assert {field: count for field, count in counted.items() if field.startswith("response:")} == {
+        "response:0:success": 1,
+        "response:0:compute_infer": 1,
+        "response:0:compute_output": 1,
+        "response:1:success": 1,
+        "response:1:compute_infer": 1,
+        "response:1:compute_output": 1,
+        "response:2:empty_response": 1,
+        "response:0:fail": 1,
+    }
+    assert sum(count for field, count in counted.items() if field.startswith("first_response_ms:")) == 1
+    assert counted["response_ns:1:success"] + counted["response_ns:0:success"] <= counted["infer_ns"]
 
 
 async def test_streams_to_a_process_that_is_gone_end() -> None:
