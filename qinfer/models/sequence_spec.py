@@ -197,16 +197,9 @@ def _check_text(model: str, correlation_id: str, spec: SequenceSpec) -> None:
         )
 
 
-def start_missing(model: str, correlation_id: int | str, ended: str = "") -> InvalidRequest:
-    """Returns the error of a request whose sequence is not open.
-
-    Args:
-        model: The model's name.
-        correlation_id: The sequence's correlation ID.
-        ended: What ended the sequence that was open, such as `its request 3 expired`; empty = nobody knows of one.
-    """
-    reason = f"; the one before was ended: {ended}" if ended else ""
+def start_missing(model: str, correlation_id: int | str) -> InvalidRequest:
+    """Returns the error of a request without START, where no sequence of its correlation ID is open."""
     return InvalidRequest(
         f"inference request for sequence {correlation_id} to model '{model}' must specify the START flag on the first "
-        f"request of the sequence{reason}"
+        "request of the sequence"
     )

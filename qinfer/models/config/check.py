@@ -233,6 +233,11 @@ def _file_problems(config: ModelConfig) -> Iterator[str]:
             for sample in config.model_warmup
             for data in sample.inputs.values()
         ),
+        *(
+            (f"data_file of the initial_state of state '{state.input_name}'", initial.data_file)
+            for state in config.sequence_batching.state
+            for initial in state.initial_state
+        ),
     ):
         if path and not is_inside(path):
             yield f"{setting} must be a path within the model's directory, without '..', got '{path}'"

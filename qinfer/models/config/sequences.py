@@ -1,7 +1,7 @@
 """`sequence_batching` of a `ModelConfig`: defaults, checks with Triton's texts, and the `SequenceSpec` made of it.
 
-A configuration that has the field is refused by `check` for as long as workers do not run sequences; nothing calls the
-functions of this module until they do.
+A configuration that has the field is refused by `check.py` for as long as workers do not run sequences; nothing calls
+the functions of this module until they do.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.config.check import is_inside
 from qinfer.models.config.message import ModelConfig, model_config_pb2
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, OldestSpec, SequenceSpec, StateSpec
 from qinfer.tensors import CONFIG_DATATYPES
@@ -190,11 +189,6 @@ def _initial_problems(state: Any, initial: Any) -> Iterator[str]:
             )
     if initial.WhichOneof("state_data") is None:
         yield f"initial_state setting expects state'{name}' to have state_data set"
-    elif initial.HasField("data_file") and not is_inside(initial.data_file):
-        yield (
-            f"data_file of the initial_state of state '{name}' must be a path within the model's directory "
-            f"'initial_state', without '..', got '{initial.data_file}'"
-        )
 
 
 def _size_problems(state: Any, where: str) -> Iterator[str]:

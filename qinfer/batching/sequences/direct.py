@@ -1,0 +1,38 @@
+"""The strategy `direct`: a sequence has one slot of one instance, which is one row of its batches (reference §3.4)."""
+
+from collections.abc import Sequence
+
+from qinfer.batching.policy import Latency
+from qinfer.batching.sequences.steps import Pick, Ready, Step, T
+from qinfer.models.sequence_spec import DirectSpec
+
+
+def pick_direct(ready: Sequence[Ready[T]], now_s: float, spec: DirectSpec, latency: Latency) -> Pick[T]:
+    """Makes the batch of an idle instance: each step in the row of its slot, padding in the rows between.
+
+    Steps whose item has another key than the first one's wait for a batch of their own; the first one's key decides
+    and not the lowest slot's, so that no shape is passed over for ever.
+
+    Args:
+        ready: The instance's ready steps, at least one, in the order in which they became ready.
+        now_s: The present, on the clock of the items' instants.
+        spec: How long a batch may wait to fill.
+        latency: What is known of the model's speed.
+    """
+    first = ready[0].step.item
+    chosen = [
+        entry
+        for entry in ready
+        if entry is ready[0] or not (first.alone or entry.step.item.alone or entry.step.item.key != first.key)
+    ]
+    rows: list[Step[T] | None] = [None] * (max(entry.slot for entry in chosen) + 1)
+    if len(ready) < spec.minimum_rows and not first.alone:
+        items = [entry.step.item for entry in chosen]
+        # Waiting longer than this would miss the earliest deadline.
+        latest_s = min(item.deadline_s for item in items) - latency.estimate_s(len(rows))
+        due_s = min(min(item.enqueued_s for item in items) + spec.max_queue_delay_s, latest_s)
+        if due_s > now_s:
+            return Pick((), due_s)
+    for entry in chosen:
+        rows[entry.slot] = entry.step
+    return Pick(rows)

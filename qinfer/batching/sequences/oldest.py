@@ -1,0 +1,39 @@
+"""The strategy `oldest`: a dynamic batcher of each instance gets one step of each candidate (reference §3.4)."""
+
+from collections.abc import Sequence
+
+from qinfer.batching.policy import Latency, Rules, Slots, decide
+from qinfer.batching.sequences.steps import Pick, Ready, T
+from qinfer.models.sequence_spec import OldestSpec
+
+
+def rules_of(spec: OldestSpec, max_rows: int) -> Rules:
+    """Returns the rules of the dynamic batcher.
+
+    Args:
+        spec: The strategy's settings.
+        max_rows: No batch has more rows than this.
+    """
+    return Rules(
+        max_rows=max_rows,
+        preferred=frozenset(spec.preferred_sizes),
+        largest_preferred=max(spec.preferred_sizes),
+        delay_s=spec.max_queue_delay_s,
+    )
+
+
+def pick_oldest(ready: Sequence[Ready[T]], now_s: float, rules: Rules, latency: Latency) -> Pick[T]:
+    """Makes the batch of an idle instance of the steps that have been ready for longest.
+
+    A step is ready when the one before it has ended, so that a sequence with many steps waiting does not go before
+    the others. Batches leave the instance one after another, which keeps the order of the responses
+    (`preserve_ordering`).
+
+    Args:
+        ready: The instance's ready steps, at least one, in the order in which they became ready; none of them late.
+        now_s: The present, on the clock of the items' instants.
+        rules: As `rules_of` made them.
+        latency: What is known of the model's speed.
+    """
+    decision = decide([entry.step.item for entry in ready], now_s, Slots(idle=1), rules, latency)
+    return Pick([entry.step for entry in ready[: len(decision.run)]], decision.wake_at_s)
