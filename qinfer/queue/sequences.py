@@ -20,7 +20,8 @@ or by an error; a START while it runs begins the next life behind it. The promis
 7. Where Redis may lose what it has confirmed, a sequence does not outlive its restart or failover.
 8. A sequence that nobody owns ends, too: at its steps' deadline, or when nothing of it waits for a minute.
 
-No program offers sequences yet.
+The protocol is checked in a model of every interleaving (`tests/property/test_sequence_protocol.py`), which drives the
+scripts, too (`tests/contract/queue/test_sequences_stateful.py`). No program offers sequences yet.
 """
 
 import asyncio
