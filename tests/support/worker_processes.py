@@ -38,7 +38,7 @@ class WorkerProcesses:
     """A Redis with a synced repository, worker processes, and a caller."""
 
     def __init__(self, url: str, directory: Path, limits: LimitSettings | None = None) -> None:
-        self.url = url
+        self.url, self.directory = url, directory
         self._limits = limits
         self._env = {
             **os.environ,

@@ -5,6 +5,7 @@
                               process.HostProcess ◀── channel.Channel ──▶ __main__ ── host.Host ── model.py
                                                         messages            utils = triton_python_backend_utils
 
-`channel` moves messages and tensors, `messages` says which there are. What `model.py` imports as
-`triton_python_backend_utils` is `utils`, made of `tensor`, `inference`, `model_config` and `services`.
+`channel` moves messages and tensors, `messages` says which there are. In the worker, `calls` runs other models for a
+model, and `streams` hears a decoupled one. What `model.py` imports as `triton_python_backend_utils` is `utils`, made of
+`tensor`, `inference`, `responses` and `services`.
 """

@@ -3,10 +3,9 @@
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from qinfer.batching.streams import OVERHEAD_BYTES
 from qinfer.core.messages import Credit, Response
@@ -16,7 +15,7 @@ from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_credits, encode_request
 from tests.support.faulty_backend import write_model as write_faulty_model
-from tests.support.python_models import DECOUPLED, execute, write_model
+from tests.support.python_models import DECOUPLED, HEADER, execute, write_model
 from tests.support.worker_processes import WorkerProcesses, worker_processes
 
 COUNT = 100
@@ -47,33 +46,74 @@ def count(gate, sender):
 ENDLESS = execute(
     """
 import threading
-def work(sender):
+def work(sender, number):
     try:
         while True:
             sender.send(reply(np.array([[os.getpid()]], "f4")))
     except pb_utils.TritonModelException:
-        with open(os.path.join(pb_utils.get_model_dir(), "left"), "a") as file:
-            file.write(f"{sender.is_cancelled()} ")
+        with open(os.path.join(pb_utils.get_model_dir(), f"left-{number}"), "w") as file:
+            file.write(str(sender.is_cancelled()))
 for request in requests:
-    threading.Thread(target=work, args=(request.get_response_sender(),), daemon=True).start()
+    arguments = (request.get_response_sender(), int(x(request).item()))
+    threading.Thread(target=work, args=arguments, daemon=True).start()
+"""
+)
+
+# Calls `counter` twice at once, and sends the sum of each so far; not decoupled, it gives the last sum only.
+SUMS = """
+import asyncio
+async def sums(request):
+    call = pb_utils.InferenceRequest(
+        model_name="counter", requested_output_names=["y"], inputs=[pb_utils.Tensor("x", x(request))])
+    total = 0.0
+    async for response in await call.async_exec(decoupled=True):
+        if response.has_error():
+            raise pb_utils.TritonModelException(response.error().message())
+        for tensor in response.output_tensors():
+            total += tensor.as_numpy().item()
+            yield total
+"""
+LAST_SUM = (
+    HEADER
+    + SUMS
+    + """
+class TritonPythonModel:
+    async def execute(self, requests):
+        async def last(request):
+            return [total async for total in sums(request)][-1]
+        return [reply(np.array([[t]], "f4")) for t in await asyncio.gather(*map(last, requests))]
+"""
+)
+EACH_SUM = (
+    HEADER
+    + SUMS
+    + """
+class TritonPythonModel:
+    async def execute(self, requests):
+        async def each(request):
+            sender = request.get_response_sender()
+            async for total in sums(request):
+                await asyncio.to_thread(sender.send, reply(np.array([[total]], "f4")))
+            sender.send(flags=1)
+        await asyncio.gather(*map(each, requests))
 """
 )
 
 
-@asynccontextmanager
-async def opened(directory: Path) -> AsyncIterator[WorkerProcesses]:
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WorkerProcesses]:
+    directory = tmp_path_factory.mktemp("streams")
     repository = directory / "repository"
     write_model(repository, COUNTER, "counter", dims="1", more=DECOUPLED)
     write_model(repository, ENDLESS, "endless", dims="1", more=DECOUPLED)
+    write_model(repository, LAST_SUM, "last_sum", dims="1", delay_us=100_000)
+    write_model(repository, EACH_SUM, "each_sum", dims="1", more=DECOUPLED)
     write_faulty_model(repository)
     async with worker_processes(directory) as one:
         await one.worker(QINFER_LIMITS__STREAM_WINDOW_BYTES=str(WINDOW_BYTES))
-        yield one
-
-
-@pytest.fixture
-async def pool(tmp_path: Path) -> AsyncIterator[WorkerProcesses]:
-    async with opened(tmp_path) as one:
         yield one
 
 
@@ -143,9 +183,9 @@ async def test_the_death_of_a_model_ends_its_streams(pool: WorkerProcesses) -> N
     assert int(numbers(pool.responses[later])[0]) != pid
 
 
-async def test_a_cancelled_request_reaches_the_model(pool: WorkerProcesses, tmp_path: Path) -> None:
+async def test_a_cancelled_request_reaches_the_model(pool: WorkerProcesses) -> None:
     """Also one whose model waits for room."""
-    request = pool.request(1.0, "endless")
+    request = pool.request(9.0, "endless")
     entries: list[Entry] = []
 
     def enqueued(outcome: Entry | QinferError) -> None:
@@ -157,5 +197,16 @@ async def test_a_cancelled_request_reaches_the_model(pool: WorkerProcesses, tmp_
 
     await pool.delivery.cancel(entries)
 
-    left = tmp_path / "repository" / "endless" / "1" / "left"
-    await eventually(lambda: left.exists() and left.read_text() == "True ", 30.0, "the end of the model's thread")
+    left = pool.directory / "repository" / "endless" / "1" / "left-9"
+    await eventually(lambda: left.exists() and left.read_text() == "True", 30.0, "the end of the model's thread")
+
+
+async def test_models_call_decoupled_models(pool: WorkerProcesses) -> None:
+    """By the queue: one that is not decoupled, with two requests in a batch, and one that sends on what it gets."""
+    last = [pool.submit(1.0, "last_sum"), pool.submit(2.0, "last_sum")]
+    assert [numbers(await ended(pool, request_id)) for request_id in last] == [[float(sum(range(COUNT)))]] * 2
+
+    each = [pool.submit(1.0, "each_sum"), pool.submit(2.0, "each_sum")]
+    sums = [float(n * (n + 1) // 2) for n in range(COUNT)]
+    assert [numbers(await ended(pool, request_id)) for request_id in each] == [sums] * 2
+    await pool.empty("counter")
