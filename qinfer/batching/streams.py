@@ -21,7 +21,7 @@ import msgspec
 from qinfer.backends.base import Backend
 from qinfer.batching.execution import SHARED, Answer, Execution, Part, Pending, Responder
 from qinfer.core.messages import Credit, Response, Scalar, Timing
-from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, OutputMismatch, QinferError
+from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, InferenceFailed, OutputMismatch, QinferError
 from qinfer.observe.responses import end_of
 from qinfer.observe.stats import StatsTally
 
@@ -33,6 +33,7 @@ OVERHEAD_BYTES = 256
 
 _GONE = "nobody waits for the responses any more"
 _STALLED = "the caller took no response for {:g} s; read faster, or ask for less"
+_LEFT = "the model stopped in the middle because another request of its batch was cancelled; send the request again"
 _LOOK_S = 0.5  # between two looks for streams that are stalled or late
 
 
@@ -399,6 +400,9 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         if self.error is None:
             return
         is_whole = len(self.items) == 1 or isinstance(self.error, SHARED)
+        if isinstance(self.error, Cancelled) and any(stream.is_over for stream in self.streams):
+            # One caller's end is not that of the others in the batch.
+            is_whole, self.error = False, InferenceFailed(_LEFT)
         for stream in self.streams:
             if is_whole or not stream.is_untouched:
                 with suppress(OutputMismatch, Cancelled):

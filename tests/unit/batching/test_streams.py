@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from qinfer.backends.base import Batch, Context
 from qinfer.batching.streams import OVERHEAD_BYTES, Window
 from qinfer.core.messages import Credit
 from qinfer.errors import Cancelled, InferenceFailed, OutputMismatch
@@ -227,3 +228,50 @@ async def test_streams_to_a_process_that_is_gone_end() -> None:
     await bench.turn()
 
     assert bench.open == ["r1"]
+
+
+class Naive:
+    """A backend that sends one response to each item, within `execute`, and lets everything through that is raised."""
+
+    short_on_loop = False
+
+    def load(self, *_: object) -> None: ...
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        for item in range(len(batch.requests)):
+            ctx.respond(item, outputs(), final=False)
+        for item in range(len(batch.requests)):
+            ctx.respond(item, ())
+
+    def unload(self) -> None: ...
+
+
+async def test_a_cancelled_caller_does_not_cancel_the_others_of_its_batch() -> None:
+    """What has sent nothing runs again, and what has sent a part fails; neither is told that it was cancelled."""
+    bench = StreamBench()
+    execution = bench.execution(3)
+    execution.items[1].lose()
+
+    execution.run(Naive())
+    await bench.turn()
+    execution.leave_open()
+
+    assert [item.request.id for item in execution.unanswered] == ["r2"]
+    assert [r.failure and r.failure.code for r in bench.responses("r0")] == [None, "inference_failed"]
+    assert bench.responses("r2") == []
+
+
+async def test_a_model_that_raises_has_untouched_requests_run_again() -> None:
+    bench = StreamBench()
+    execution = bench.execution(2)
+
+    class Raising(Naive):
+        def execute(self, batch: Batch, ctx: Context) -> None:
+            ctx.respond(0, outputs(), final=False)
+            raise ValueError("broken")
+
+    execution.run(Raising())
+    await bench.turn()
+
+    assert [item.request.id for item in execution.unanswered] == ["r1"]
+    assert [r.failure and r.failure.message for r in bench.responses("r0")] == [None, "broken"]
