@@ -20,6 +20,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.wire.frame import encode_credits
 
 _LAZY_S = 0.02
+_SELDOM_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
@@ -59,6 +60,7 @@ class StreamReader(msgspec.Struct, eq=False):
         arrived_bytes: Outputs of the followed execution that came.
         held_bytes: Outputs that were delivered and are not taken yet.
         told_bytes: What the followed execution was told of.
+        told_s: When it was told last.
     """
 
     request_id: str
@@ -75,6 +77,7 @@ class StreamReader(msgspec.Struct, eq=False):
     arrived_bytes: int = 0
     held_bytes: int = 0
     told_bytes: int = 0
+    told_s: float = 0.0
 
     def judge(self, response: Response) -> Verdict:
         """Decides what becomes of a response, and takes note of it."""
@@ -140,8 +143,9 @@ def nbytes_of(response: Response) -> int:
 class Credits:
     """Tells workers how much of their streams was taken; one for each process that reads streams.
 
-    What makes up a quarter of the window is told at once. Less is told a little later, with others of the same worker:
-    its stream may be one of many small responses, which wait for no credit.
+    What makes up a quarter of the window is told at once. Less is told when nothing else is to be taken, a little later
+    and with others of the same worker: its stream may be one of many small responses, which wait for no credit. A
+    caller that takes slowly is told of every few seconds, so that its worker does not think that it takes nothing.
 
     Args:
         queue: The queue.
@@ -158,10 +162,10 @@ class Credits:
         self._urgent = asyncio.Event()
 
     def owe(self, reader: StreamReader) -> None:
-        """Takes note of a stream whose worker is to be told: of much at once, of less when nothing else is to come."""
+        """Takes note of a stream of which more was taken than its worker knows."""
         if reader.taken_bytes - reader.told_bytes >= self._urgent_bytes:
             self._urgent.set()
-        elif reader.held_bytes:
+        elif reader.held_bytes and reader.heard_s - reader.told_s < _SELDOM_S:
             return
         self._owing[reader] = None
         self._owed.set()
@@ -204,7 +208,7 @@ class Credits:
     async def _tell(self, worker: str, readers: list[StreamReader]) -> None:
         told = [Credit(reader.request_id, reader.attempt, reader.taken_bytes) for reader in readers]
         for reader in readers:
-            reader.told_bytes = reader.taken_bytes
+            reader.told_bytes, reader.told_s = reader.taken_bytes, reader.heard_s
         try:
             # A worker whose reply stream is gone has ended: another one executes the request.
             await self._queue.publish(worker, encode_credits(told))

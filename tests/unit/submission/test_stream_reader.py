@@ -206,6 +206,24 @@ async def test_little_is_told_when_nothing_else_is_to_be_taken() -> None:
     assert replies.published[0][1] == [Credit("a", 1, 30)]
 
 
+async def test_who_takes_slowly_is_told_of_now_and_then() -> None:
+    """Its worker may not think that it takes nothing."""
+    replies, now_s = Replies(), 1000.0
+    owing = credits_of(replies)
+    stream = StreamReader("a", False, 60.0, 2000.0, lambda: now_s, owing.owe)
+    for index in range(5):
+        stream.judge(response(index, size=4))
+
+    told = []
+    for _ in range(3):
+        now_s += 3.0
+        stream.took(4)
+        await owing.tell()
+        told.append(len(replies.published))
+
+    assert told == [1, 1, 2]
+
+
 async def test_streams_that_ended_are_not_told() -> None:
     replies = Replies()
     owing = credits_of(replies, closed=["a"])
