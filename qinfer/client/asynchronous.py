@@ -14,7 +14,7 @@ from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Poo
 from qinfer.client.flows import Ask, Inputs, Keys, Submission
 from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
 from qinfer.client.jobs import AsyncJob
-from qinfer.client.responses import EventReader, result_of
+from qinfer.client.responses import Event, EventReader, Follower, result_of
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_tasks
@@ -102,7 +102,7 @@ class AsyncClient:
         After a `break`, close the iterator (`contextlib.aclosing`), which cancels the request.
         """
         ask = Ask(model, inputs, version, outputs, parameters, priority, id)
-        return self._results(flows.infer_stream(self._policy, ask))
+        return self._results(flows.infer_stream(self._policy, ask), result_of)
 
     async def submit(
         self,
@@ -127,6 +127,15 @@ class AsyncClient:
     async def result(self, request: RequestHandle | str, *, wait_s: float = DEFAULT_TIMEOUT_S) -> InferResult:
         """Returns a request's result; see `Client.result`."""
         return await self._run(flows.result(self._policy, handle_of(request), wait_s))
+
+    async def responses(self, request: RequestHandle | str) -> AsyncIterator[InferResult]:
+        """Yields the responses of a stored request as they come; see `Client.responses`."""
+        handle, follower, tries = handle_of(request), Follower(), 0
+        while not follower.has_ended:
+            flow = flows.follow(self._policy, handle, follower, tries)
+            async for result in self._results(flow, follower.take, resumes=True):
+                yield result
+            tries += 1
 
     async def status(self, request: RequestHandle | str) -> RequestStatus:
         """Returns the state of a request; see `Client.status`."""
@@ -203,16 +212,23 @@ class AsyncClient:
         """Returns the status of the newest jobs; see `Client.jobs`."""
         return await self._run(job_flows.newest_jobs(self._policy, state, limit))
 
-    async def _results(self, flow: Flow[httpx.Response]) -> AsyncIterator[InferResult]:
-        """Yields the results of a reply while it comes, over a connection of its own until then."""
+    async def _results(
+        self, flow: Flow[httpx.Response], take: Callable[[Event], InferResult | None], *, resumes: bool = False
+    ) -> AsyncIterator[InferResult]:
+        """Yields what `take` makes of the events of a reply while it comes, over a connection of its own.
+
+        Where the caller `resumes` with another reply, a connection that breaks ends this one, and is no error.
+        """
         http, reader = self._pool.take(), EventReader()
         try:
             async with aclosing(await self._run(flow, partial(_open, http))) as reply:
                 async for piece in reply.aiter_bytes():
-                    for result in filter(None, map(result_of, reader.feed(piece))):
-                        yield result
+                    for event in reader.feed(piece):
+                        if (result := take(event)) is not None:
+                            yield result
         except httpx.RequestError as error:
-            raise problem_of_connection(error, self._policy.url, self._policy.timeout_s).error from None
+            if not resumes:
+                raise problem_of_connection(error, self._policy.url, self._policy.timeout_s).error from None
         finally:
             self._pool.give(http)
 

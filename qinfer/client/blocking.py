@@ -15,7 +15,8 @@ from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Poo
 from qinfer.client.flows import Ask, Inputs, Keys, Submission
 from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
 from qinfer.client.jobs import Job
-from qinfer.client.responses import EventReader, result_of
+from qinfer.client.responses import Event as StreamEvent
+from qinfer.client.responses import EventReader, Follower, result_of
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_threads
@@ -140,7 +141,7 @@ class Client:
             QinferError: As `infer`, before the first response or after any.
         """
         ask = Ask(model, inputs, version, outputs, parameters, priority, id)
-        return self._results(flows.infer_stream(self._policy, ask))
+        return self._results(flows.infer_stream(self._policy, ask), result_of)
 
     def submit(
         self,
@@ -198,6 +199,24 @@ class Client:
             QinferError: As `infer`.
         """
         return self._run(flows.result(self._policy, handle_of(request), wait_s))
+
+    def responses(self, request: RequestHandle | str) -> Iterator[InferResult]:
+        """Yields the responses of a stored request as they come, until it has ended: any number of a decoupled model.
+
+        They can be read repeatedly until their retention is over. A connection that breaks is replaced, and none comes
+        twice.
+
+        Args:
+            request: As in `result`.
+
+        Raises:
+            QinferError: As `result`; where the request failed, after the responses that were stored before.
+        """
+        handle, follower, tries = handle_of(request), Follower(), 0
+        while not follower.has_ended:
+            flow = flows.follow(self._policy, handle, follower, tries)
+            yield from self._results(flow, follower.take, resumes=True)
+            tries += 1
 
     def status(self, request: RequestHandle | str) -> RequestStatus:
         """Returns the state of a request.
@@ -350,15 +369,23 @@ class Client:
         """
         return self._run(job_flows.newest_jobs(self._policy, state, limit))
 
-    def _results(self, flow: Flow[httpx.Response]) -> Iterator[InferResult]:
-        """Yields the results of a reply while it comes, over a connection of its own until then."""
+    def _results(
+        self, flow: Flow[httpx.Response], take: Callable[[StreamEvent], InferResult | None], *, resumes: bool = False
+    ) -> Iterator[InferResult]:
+        """Yields what `take` makes of the events of a reply while it comes, over a connection of its own.
+
+        Where the caller `resumes` with another reply, a connection that breaks ends this one, and is no error.
+        """
         http, reader = self._pool.take(), EventReader()
         try:
             with closing(self._run(flow, exchange=partial(_open, http))) as reply:
                 for piece in reply.iter_bytes():
-                    yield from filter(None, map(result_of, reader.feed(piece)))
+                    for event in reader.feed(piece):
+                        if (result := take(event)) is not None:
+                            yield result
         except httpx.RequestError as error:
-            raise problem_of_connection(error, self._policy.url, self._policy.timeout_s).error from None
+            if not resumes:
+                raise problem_of_connection(error, self._policy.url, self._policy.timeout_s).error from None
         finally:
             self._pool.give(http)
 

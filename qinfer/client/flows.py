@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import numpy as np
 
+from qinfer.client.responses import Follower
 from qinfer.client.results import Array, InferResult, ModelMetadata, RequestHandle, RequestStatus, path_part
 from qinfer.client.steps import BY_CODE, Flow, Pause, Policy, Problem, Send, call, make
 from qinfer.core.messages import Scalar
@@ -177,6 +178,23 @@ def result(policy: Policy, handle: RequestHandle, wait_s: float) -> Flow[InferRe
             yield Pause(min(EARLY_PAUSE_S, ends_s - now_s()))
 
 
+def follow(policy: Policy, handle: RequestHandle, follower: Follower, tries: int) -> Flow[httpx.Response]:
+    """Returns the reply that the events of a request come in, after those that were seen.
+
+    Args:
+        policy: The limits of time and repetitions.
+        handle: The request.
+        follower: What was seen; a request that ended since then has no more events.
+        tries: How often its events were asked for before.
+    """
+    if tries:
+        yield Pause(EARLY_PAUSE_S)
+    headers = {"Last-Event-ID": follower.seen} if follower.seen else {}
+    reply = yield from call(policy, Send("GET", f"{handle.url}/events", headers), not_found=RequestNotFound)
+    follower.has_ended = reply.status_code == 204
+    return reply
+
+
 def infer_or_resume(policy: Policy, ask: Ask, key: str | None) -> Flow[InferResult]:
     """Sends a request; with a key as an asynchronous one, whose result may exist from an earlier submission."""
     if key is None:
@@ -282,6 +300,8 @@ def _tensor(name: str, value: Array | Tensor) -> Tensor:
 
 
 def _result_of(reply: httpx.Response) -> InferResult:
+    if reply.content.startswith(b'{"responses":'):
+        raise InvalidRequest("the request is one to a decoupled model, which has several responses; read responses()")
     length = reply.headers.get(JSON_LENGTH_HEADER, "")
     response, client_id = decode_response(reply.content, int(length) if length.isdecimal() else None)
     return InferResult(response, client_id)

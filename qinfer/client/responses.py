@@ -1,29 +1,30 @@
 """The responses of a stream: server-sent events as they arrive, piece by piece, and the results that they carry.
 
-Pure, so that both clients share it. The events of a gateway are `response` and `error`; others are skipped
-(docs/reference/http-api.md, "Streams with exact tensors").
+Pure, so that both clients share it. Gateways send the events `response` and `error`, and `state` of a stored request;
+others are skipped (docs/reference/http-api.md, "Streams with exact tensors").
 """
 
 import binascii
 from base64 import b64decode
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from qinfer.client.results import InferResult
+from qinfer.client.results import ENDED, InferResult
 from qinfer.client.steps import BY_CODE, make
-from qinfer.errors import InferenceFailed, OutputMismatch, QinferError
+from qinfer.errors import Cancelled, DeadlineExceeded, InferenceFailed, OutputMismatch, QinferError
 from qinfer.wire.kserve_client import decode_response
 
 _END = b"\n\n"
 
 
 class Event(NamedTuple):
-    """A server-sent event: its name, and the lines of its data."""
+    """A server-sent event: its name, the lines of its data, and its id, empty where it has none."""
 
     name: str
     data: list[bytes]
+    id: str = ""
 
 
 class EventReader:
@@ -43,6 +44,40 @@ class EventReader:
             if event is not None:
                 yield event
         del self._text[:begin]
+
+
+class Follower:
+    """Follows a stored request by its events, over several connections where one ends early.
+
+    Attributes:
+        seen: The id of the last event, to go on after it.
+        has_ended: Whether the request has ended, so that no response comes any more.
+    """
+
+    def __init__(self) -> None:
+        self.seen = ""
+        self.has_ended = False
+
+    def take(self, event: Event) -> InferResult | None:
+        """Returns the result that an event carries; `None` = it carries none.
+
+        Raises:
+            QinferError: As `result_of`; or the request has ended, and not well.
+        """
+        result = result_of(event)
+        self.seen = event.id or self.seen
+        if event.name == "state":
+            self._end(_object(b"\n".join(event.data)))
+        return result
+
+    def _end(self, record: dict[str, Any]) -> None:
+        state, problem = record.get("state"), record.get("error")
+        self.has_ended = state in ENDED
+        if not self.has_ended or state == "succeeded":
+            return
+        problem = problem if isinstance(problem, dict) else {}
+        other = {"expired": DeadlineExceeded, "cancelled": Cancelled}.get(str(state), InferenceFailed)
+        raise make(BY_CODE.get(str(problem.get("code")), other), str(problem.get("message") or f"the request {state}"))
 
 
 def result_of(event: Event) -> InferResult | None:
@@ -67,21 +102,28 @@ def result_of(event: Event) -> InferResult | None:
 
 def error_of(data: bytes) -> QinferError:
     """Returns the error that the data of an event names by its code."""
+    problem = _object(data)
+    message = str(problem.get("error", "the stream failed, and what came does not tell why"))
+    return make(BY_CODE.get(str(problem.get("code")), InferenceFailed), message)
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    """Reads a JSON object; what is none is an empty one."""
     try:
-        problem = msgspec.json.decode(data, type=dict[str, str])
+        return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):
-        problem = {}
-    message = problem.get("error", "the stream failed, and what came does not tell why")
-    return make(BY_CODE.get(problem.get("code", ""), InferenceFailed), message)
+        return {}
 
 
 def _event(block: bytes) -> Event | None:
-    name, data = "message", []
+    name, event_id, data = "message", "", []
     for line in block.split(b"\n"):
         field, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if field == b"event":
             name = value.decode(errors="replace")
+        elif field == b"id":
+            event_id = value.decode(errors="replace")
         elif field == b"data":
             data.append(value)
-    return Event(name, data) if data else None
+    return Event(name, data, event_id) if data else None

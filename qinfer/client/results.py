@@ -16,7 +16,8 @@ Array = npt.NDArray[Any]
 MAX_NAME_CHARACTERS = 4096
 """The longest name in a path that the client sends; gateways accept fewer characters."""
 
-_ENDED = ("succeeded", "failed", "expired", "cancelled")
+ENDED = ("succeeded", "failed", "expired", "cancelled")
+"""The states in which a stored request stays."""
 
 
 class InferResult(Mapping[str, Array]):
@@ -133,7 +134,7 @@ class RequestStatus:
     @property
     def has_ended(self) -> bool:
         """True if the state is final."""
-        return self.state in _ENDED
+        return self.state in ENDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

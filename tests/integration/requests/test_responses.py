@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+import qinfer
+from qinfer.client import RequestHandle
 from qinfer.core.messages import Failure, Response
 from qinfer.queue.entries import Address, Lane, Lease, Outcome, RequestState, Settlement
 from qinfer.tensors import from_numpy
@@ -259,3 +261,16 @@ async def test_a_cancelled_stream_takes_no_more_responses(client: httpx.AsyncCli
 
     assert not await work.respond(1, 1.5)
     assert told(events((await client.get(work.links["events"])).text)) == [0.5, "cancelled"]
+
+
+async def test_the_python_client_follows_a_request(client: httpx.AsyncClient, running: Running) -> None:
+    work = await begun(client, running)
+    await work.respond(0, 0.5, 1.5)
+
+    async with qinfer.AsyncClient(running.url) as python:
+        results = python.responses(RequestHandle(id="", url=work.links["self"]))
+        found = [(await anext(results))["y"].item()]
+        await work.end(2, 2.5)
+        found += [result["y"].item() async for result in results]
+
+    assert found == [0.5, 1.5, 2.5]

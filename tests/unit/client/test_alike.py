@@ -10,7 +10,7 @@ import qinfer
 from qinfer.client import AsyncJob, Job
 
 PAIRS = [(qinfer.Client, qinfer.AsyncClient), (Job, AsyncJob)]
-NOT_AWAITED = {"infer_stream", "job", "stream"}
+NOT_AWAITED = {"infer_stream", "job", "responses", "stream"}
 OWN_TYPES = {"transport", "sleep", "run"}
 """What the constructor takes of the kind of its client."""
 

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from qinfer.client.responses import Event, EventReader, result_of
-from qinfer.errors import InferenceFailed, ModelNotReady, OutputMismatch, QinferError, StreamBroken, Unreachable
+from qinfer.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InferenceFailed,
+    InvalidRequest,
+    ModelNotReady,
+    OutputMismatch,
+    QinferError,
+    StreamBroken,
+    Unreachable,
+)
 from tests.support.scripted_gateway import Server, X, reply
 
 DATA = np.array([[1 / 3, float("nan")]], np.float32)
@@ -41,7 +51,7 @@ def test_pieces_end_anywhere(size: int) -> None:
 
     found = [event for at in range(0, len(text), size) for event in reader.feed(text[at : at + size])]
 
-    assert found == [Event("a", [b"1", b"2"]), Event("message", [b"3"])]
+    assert found == [Event("a", [b"1", b"2"]), Event("message", [b"3"], "7")]
 
 
 def test_each_response_is_a_result() -> None:
@@ -132,3 +142,71 @@ def test_what_can_not_be_read_is_an_error(event: Event, raised: type[QinferError
 
 def test_events_of_later_versions_are_skipped() -> None:
     assert result_of(Event("progress", [b"{}"])) is None
+
+
+def state(name: str, event_id: str, **fields: object) -> bytes:
+    return b"event: state\nid: %b\ndata: %b\n\n" % (event_id.encode(), json.dumps({"state": name, **fields}).encode())
+
+
+def numbered(event_id: str, value: float) -> bytes:
+    return response(value).replace(b"\ndata", b"\nid: %b\ndata" % event_id.encode(), 1)
+
+
+def test_a_stored_request_is_followed_over_several_connections() -> None:
+    """Each goes on after the last event of the one before, until the request has ended."""
+    server = Server(
+        stream(state("running", "1-running"), numbered("1-running.1", 0.5)),
+        stream(numbered("1-running.2", 1.5)),
+        stream(state("succeeded", "1-succeeded.2")),
+    )
+
+    results = list(server.client().responses("01JX.0.m"))
+
+    assert [one["y"].tolist() for one in results] == [[0.5], [1.5]]
+    seen = [request.headers.get("last-event-id") for request in server.requests]
+    assert seen == [None, "1-running.1", "1-running.2"]
+    assert server.pauses == [0.5, 0.5]
+
+
+def test_a_request_that_had_ended_when_its_reader_came_back() -> None:
+    server = Server(stream(numbered("1-running.1", 0.5)), httpx.Response(204))
+
+    assert len(list(server.client().responses("01JX.0.m"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "raised"),
+    [
+        ("failed", "stream_broken", StreamBroken),
+        ("failed", "inference_failed", InferenceFailed),
+        ("expired", "deadline_exceeded", DeadlineExceeded),
+        ("cancelled", "cancelled", Cancelled),
+    ],
+)
+def test_how_a_stored_request_ended_is_raised_after_its_responses(
+    name: str, code: str, raised: type[QinferError]
+) -> None:
+    end = state(name, f"1-{name}.1", error={"code": code, "message": "boom"})
+    results = Server(stream(numbered("1-running.1", 0.5), end)).client().responses("01JX.0.m")
+
+    next(results)
+    with pytest.raises(raised, match="boom"):
+        next(results)
+
+
+def test_a_gateway_that_is_gone_ends_the_reading() -> None:
+    server = Server(stream(numbered("1-running.1", 0.5)), httpx.ConnectError("refused"))
+
+    results = server.client(max_retries=2).responses("01JX.0.m")
+
+    next(results)
+    with pytest.raises(Unreachable):
+        next(results)
+    assert len(server.requests) == 4
+
+
+def test_the_result_of_a_decoupled_model_is_read_by_its_responses() -> None:
+    server = Server(reply(200, responses=[]))
+
+    with pytest.raises(InvalidRequest, match=r"responses\(\)"):
+        server.client().result("01JX.0.m")
