@@ -131,7 +131,7 @@ class SequenceScheduler(Generic[T]):
         self._home: dict[Step[T], _Queue[T]] = {}
         """The queue of each step that waits or executes."""
         self._cancelled: set[Step[T]] = set()
-        self._broken: dict[SequenceId, SequenceEnded] = {}
+        self._broken: dict[SequenceId, str] = {}
         self._refused: list[tuple[Step[T], QinferError]] = []
         self._ended: list[Ended] = []
         self._numbers = count(1)
@@ -272,7 +272,8 @@ class SequenceScheduler(Generic[T]):
         assert sequence is not None, "a step of a model that is not iterative names its sequence"
         queue = self._queues.get(sequence)
         if not step.start and (queue is None or not queue.accepts):
-            raise self._broken.get(sequence) or start_missing(self._model, sequence.correlation_id)
+            cause = self._broken.get(sequence)
+            raise SequenceEnded(cause) if cause else start_missing(self._model, sequence.correlation_id)
         self._broken.pop(sequence, None)
         return queue or self._open(sequence, sequence)
 
@@ -376,12 +377,12 @@ class SequenceScheduler(Generic[T]):
         is_timed_out = queue.slot is None and ending is Ending.EXPIRED
         while is_timed_out and first > 0 and not steps[first].start:
             first -= 1
-        ended = SequenceEnded(
+        cause = (
             f"sequence {queue.sequence.correlation_id} of model '{self._model}' was ended at step {step.number}: "
             f"{_CAUSES[ending]}; begin it again with the START flag"
         )
         for refused in steps[first:last]:
-            self._refused.append((refused, error if refused is step or is_timed_out else ended))
+            self._refused.append((refused, error if refused is step or is_timed_out else SequenceEnded(cause)))
         self._forget(steps[first:last])
         queue.waiting = deque(steps[:first] + steps[last:])
         if last < len(steps):
@@ -389,10 +390,10 @@ class SequenceScheduler(Generic[T]):
         queue.accepts = False
         if not self._spec.iterative:
             self._ended.append(Ended(queue.sequence, ending, step.number))
-            self._remember(queue.sequence, ended)
+            self._remember(queue.sequence, cause)
 
-    def _remember(self, sequence: SequenceId, ended: SequenceEnded) -> None:
-        self._broken[sequence] = ended
+    def _remember(self, sequence: SequenceId, cause: str) -> None:
+        self._broken[sequence] = cause
         if len(self._broken) > MOST_REMEMBERED:
             del self._broken[next(iter(self._broken))]
 
