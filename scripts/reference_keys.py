@@ -86,7 +86,9 @@ ROWS = (
         "permanent",
         "one entry per request, with a field for the frame; consumer group `workers`. Lanes `p1` … `p8`, each with one "
         "for delayed requests, are for requests; `bulk1`, `bulk2`, `bulk3` are for shards of bulk jobs of high, normal "
-        "and low priority",
+        "and low priority. Without the group: `seq` and `seq.handed`, the sequences that wait for an owner; "
+        "`seq@<worker>`, the steps that a worker is told of; `0:steps:<name>`, the steps of a sequence, until a day "
+        "after they expire",
     ),
     Row(
         keys.payload,
@@ -216,8 +218,7 @@ ROWS = (
         keys.sequence,
         "hash",
         "a day longer than its steps and its idle time; after its end five minutes",
-        "the record of a sequence: owner, fencing token, version, steps accepted and committed. Its steps are in the "
-        "lane `0:steps:<name>`",
+        "the record of a sequence: owner, fencing token, version, steps accepted and committed",
         _SEQUENCE,
     ),
     Row(keys.sequence_state, _VALUE, "until its life ends", "the committed state of a sequence", _SEQUENCE),

@@ -135,6 +135,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
         entry: The step's entry.
         response: The encoded response, or failure.
         state: The state after it; `None` = it has not changed, or is in the model's memory.
+        idle_s: The life's idle time: so much longer a state in an object store is kept.
     """
 
     place: Place
@@ -142,6 +143,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
     entry: Entry
     response: Bytes
     state: Bytes | None = None
+    idle_s: float = 0.0
 
 
 class Unanswered(msgspec.Struct, frozen=True):

@@ -33,6 +33,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from qinfer.core.messages import Failure
+from qinfer.core.settings import RedisSettings
 from qinfer.errors import (
     BrokerUnavailable,
     InvalidRequest,
@@ -43,6 +44,7 @@ from qinfer.errors import (
     SequenceLost,
 )
 from qinfer.queue import keys
+from qinfer.queue.address import Sentinels, parse_place
 from qinfer.queue.connection import packable
 from qinfer.queue.durability import Durability
 from qinfer.queue.entries import Entry, Lane, Lease
@@ -67,13 +69,13 @@ MAX_STATE_BYTES = 64 * 2**20
 """The largest state of a sequence."""
 
 AT_ONCE = 32
-"""So many steps are committed by one script at most."""
+"""So many steps or sequences one script takes at most: a few milliseconds of Redis, for which all others wait."""
 
 _WAITING = ("seq.handed", "seq")
 """The lanes of a model version in which sequences wait for an owner; those that were handed over go first."""
 
-_KEPT_S = 86400.0
-"""So long an object of a state or a response is kept beyond its staging; as its record in `record.lua`."""
+_KEPT_S = 7 * 86400.0
+"""So long a state or a response in an object store is kept at least: longer than any step may wait."""
 
 _MAX_BLOCK_S = 0.5
 _STAGED_LATE = "the state or the response of a step did not arrive in time; try again"
@@ -104,8 +106,7 @@ class Sequences:
         durability: Makes commits as safe as the settings ask.
         model: The model, and
         partition: its partition.
-        is_fragile: Redis may lose what it has confirmed: its durability is weaker than `always`, or it may fail over to
-            a replica that lags.
+        is_fragile: Redis may lose what it has confirmed (`may_lose`).
     """
 
     def __init__(
@@ -151,33 +152,37 @@ class Sequences:
             return Submitted(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
         raise self._refusal(sequence, step, what, reply[1:])
 
-    async def join(self, worker_id: str, lanes: Items[int], lease_s: float) -> None:
+    async def join(self, worker_id: str, versions: Items[int], lease_s: float) -> None:
         """Begins a worker's lease; what a worker of that id owned before is handed over first.
 
         Args:
             worker_id: The worker.
-            lanes: The versions that it serves.
+            versions: The model versions that it serves.
             lease_s: The lease ends after so long without `renew`.
         """
-        while not await self._renew(worker_id, lanes, lease_s, is_new=True):
+        while not await self._renew(worker_id, versions, lease_s, is_new=True):
             await self.reap()
 
-    async def renew(self, worker_id: str, lanes: Items[int], lease_s: float) -> bool:
+    async def renew(self, worker_id: str, versions: Items[int], lease_s: float) -> bool:
         """Renews a worker's lease; False where it has ended: the worker drops all its sequences, and joins again."""
-        return await self._renew(worker_id, lanes, lease_s, is_new=False)
+        return await self._renew(worker_id, versions, lease_s, is_new=False)
 
-    async def leave(self, worker_id: str, lanes: Items[int]) -> bool:
+    async def leave(self, worker_id: str, versions: Items[int]) -> bool:
         """Ends the lease of a worker that owns nothing any more; False where it does own sequences."""
         owned = keys.sequence_owned(self._model, self._partition, worker_id).encode()
-        names = [self._owners, owned, *(self._own_lane(version, worker_id) for version in lanes)]
+        names = [self._owners, owned, *(self._own_lane(version, worker_id) for version in versions)]
         return bool(await self._router.run(self._slot, _LEAVE, names, worker_id))
 
     async def own(self, worker_id: str, version: int, count: int) -> list[Owned] | None:
-        """Makes a worker the owner of up to `count` sequences that wait for one; `None` where its lease has ended."""
+        """Makes a worker the owner of up to `count` sequences that wait for one, `AT_ONCE` at most.
+
+        Returns:
+            Those that it owns now; `None` where its lease has ended.
+        """
         if count <= 0:
             return []
         names = [*self._waiting(version), self._own_lane(version, worker_id)]
-        is_alive, found = await self._run(_OWN, names, worker_id, count, *_WAITING)
+        is_alive, found = await self._run(_OWN, names, worker_id, min(count, AT_ONCE), *_WAITING)
         return list(map(_owned, found)) if is_alive else None
 
     async def take(
@@ -283,15 +288,15 @@ class Sequences:
             given += count
         return given
 
-    async def reap(self, count: int = 100) -> int:
+    async def reap(self, count: int = AT_ONCE) -> int:
         """Hands over up to `count` sequences of workers whose lease has ended; returns how many it was."""
         return await self._counted(_REAP, [self._owners, self._orphans], count)
 
-    async def sweep(self, count: int = 100) -> int:
+    async def sweep(self, count: int = AT_ONCE) -> int:
         """Ends sequences that nobody owns, and whose time is over; looks at `count`, returns how many ended."""
         return await self._counted(_SWEEP, [keys.sequences(self._model, self._partition).encode()], count)
 
-    async def unanswered(self, count: int = 100, max_bytes: int = 2**20) -> list[Unanswered]:
+    async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[Unanswered]:
         """Returns steps of lives that have ended, for the caller to answer and finish; else they come again in 10 s."""
         name = keys.sequence_endings(self._model, self._partition).encode()
         return [self._left(each) for each in await self._run(_UNANSWERED, [name], count, max_bytes)]
@@ -345,8 +350,8 @@ class Sequences:
             f"inference request for {of} must specify the START flag on the first request of the sequence"
         )
 
-    async def _renew(self, worker_id: str, lanes: Items[int], lease_s: float, *, is_new: bool) -> bool:
-        names = [self._owners, self._orphans, *(self._own_lane(version, worker_id) for version in lanes)]
+    async def _renew(self, worker_id: str, versions: Items[int], lease_s: float, *, is_new: bool) -> bool:
+        names = [self._owners, self._orphans, *(self._own_lane(version, worker_id) for version in versions)]
         return bool(await self._router.run(self._slot, _RENEW, names, worker_id, ttl_ms(lease_s), int(is_new)))
 
     async def _fail(self, place: Place, code: str, text: str, token: int | str) -> bool:
@@ -365,7 +370,7 @@ class Sequences:
     async def _commit_words(self, step: Committed) -> Words:
         """Returns the arguments of commit.lua for one step; what is large is stored first."""
         place, of = step.place, (self._model, self._partition, step.place.sequence.name)
-        state = await self._values.stage(keys.sequence_state(*of), step.state or b"", _KEPT_S)
+        state = await self._values.stage(keys.sequence_state(*of), step.state or b"", step.idle_s + _KEPT_S)
         response = await self._values.stage(self._answer(place), step.response, _KEPT_S)
         names = (keys.sequence_state(*of), state.staged, self._answer(place), response.staged)
         values = (state.place, packable(state.data), response.place, packable(response.data))
@@ -432,6 +437,12 @@ class Sequences:
 
     def _waiting(self, version: int) -> list[bytes]:
         return [keys.lane(Lane(self._model, version, name, self._partition)) for name in _WAITING]
+
+
+def may_lose(settings: RedisSettings) -> bool:
+    """Tells whether Redis may lose what it has confirmed: it is not written at once, or only where it may fail over."""
+    fails_over = settings.cluster or isinstance(parse_place(settings.url.get_secret_value()), Sentinels)
+    return settings.durability != "always" or (fails_over and not settings.min_replicas)
 
 
 def _owned(found: Items[Any]) -> Owned:

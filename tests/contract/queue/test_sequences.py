@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from qinfer.core.messages import Failure
+from qinfer.core.settings import RedisSettings
 from qinfer.errors import InvalidRequest, PayloadTooLarge, QueueFull, SequenceEnded, SequenceLost
 from qinfer.queue import keys, sequences
 from qinfer.queue.entries import Payload
@@ -570,6 +572,20 @@ async def test_an_end_is_forgotten_after_minutes(later_on: Gateway, timed: Embed
 
 
 # --- Redis that may lose what it has confirmed (promise 7) ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "may_lose"),
+    [
+        ({}, True),
+        ({"durability": "always"}, False),
+        ({"durability": "always", "cluster": True}, True),
+        ({"durability": "always", "cluster": True, "min_replicas": 1}, False),
+        ({"durability": "always", "url": "redis+sentinel://a:1,b:2/queue"}, True),
+    ],
+)
+def test_a_replica_that_lags_may_lose_steps_as_a_late_sync_does(changes: dict[str, Any], *, may_lose: bool) -> None:
+    assert sequences.may_lose(RedisSettings.model_validate({"url": "redis://a:1", **changes})) is may_lose
 
 
 @pytest.mark.parametrize("is_fragile", [True, False])

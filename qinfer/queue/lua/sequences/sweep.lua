@@ -10,10 +10,14 @@ local function end_unowned(of)
     if tonumber(step.l) == of.life then first = math.min(first or tonumber(step.d), tonumber(step.d)) end
   end)
   if first and first <= now then
+    ended = ended + 1
     return fail(of, 'deadline_exceeded', 'timeout of the corresponding sequence has been expired', of.committed + 1)
   end
   local due = first or of.used + math.max(of.idle, LOOK_MS)
-  if due <= now then return over(of, GRACE_MS) end
+  if due <= now then
+    ended = ended + 1
+    return over(of, GRACE_MS)
+  end
   redis.call('ZADD', KEYS[1], math.min(due, now + LOOK_MS), of.name)
 end
 
@@ -21,14 +25,11 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT',
   local of = load(name)
   if not of or of.state ~= 'open' then
     redis.call('ZREM', KEYS[1], name)
-  elseif of.owner == '' then
-    local gone = end_unowned(of)
-    if gone then ended = ended + 1 end
-    for _, object in ipairs(gone or {}) do all[#all + 1] = object end
-  elseif redis.call('ZSCORE', prefix .. 'sequence-owners', of.owner) then
+  elseif of.owner ~= '' and redis.call('ZSCORE', prefix .. 'sequence-owners', of.owner) then
     redis.call('ZADD', KEYS[1], now + LOOK_MS, name)
   else
-    hand_over(of, true)
+    local gone = of.owner == '' and end_unowned(of) or of.owner ~= '' and hand_over(of, true)
+    for _, object in ipairs(gone or {}) do all[#all + 1] = object end
   end
 end
 return {ended, all}
