@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Hashable
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, islice
 from typing import Generic
 
 import msgspec
@@ -324,7 +324,9 @@ class SequenceScheduler(Generic[T]):
             self._settle(queue, now_s)
 
     def _pick(self, ready: dict[int, _Queue[T]], now_s: float, latency: Latency) -> Pick[T]:
-        steps = [Ready(slot, queue.waiting[0]) for slot, queue in ready.items()]
+        # No batch has more: thousands of candidates that are ready cost each of them nothing.
+        first = islice(ready.items(), self._spec.max_rows)
+        steps = [Ready(slot, queue.waiting[0]) for slot, queue in first]
         if isinstance(self._spec.strategy, DirectSpec):
             return pick_direct(steps, now_s, self._spec.strategy, latency)
         assert self._rules is not None, "the strategy `oldest` has rules"
