@@ -315,3 +315,18 @@ async def test_an_asynchronous_request_stores_no_more_than_it_may(streams: Inlin
 
     record = await streams.ended(address)
     assert (record.state, record.code) == ("failed", "payload_too_large")
+
+
+async def test_a_stream_whose_lease_is_lost_ends_without_a_word(streams: InlineWorkers) -> None:
+    """Another worker answers; the model is told that nobody waits."""
+    await streams.model(more=DECOUPLED)
+    await streams.worker(lease_s=1.0, renew_every_s=0.1)
+    name, final = await open_stream(streams, ENDLESS)
+    model(streams).let(1)
+    await came(streams, name, 1)
+
+    await streams.delivery.finish(streams.entries)
+    await told(streams)
+
+    assert model(streams).errors[0].code == "cancelled"
+    assert not final.done()
