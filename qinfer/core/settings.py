@@ -131,9 +131,7 @@ class LimitSettings(_Section):
         description="Bytes of requests that one gateway may be receiving at a time; larger bodies wait for their turn.",
     )
     inline_max_bytes: int = Field(
-        256 * 1024,
-        gt=0,
-        description="Larger tensors of a request are stored outside the stream; outputs of an answer above 1 MiB.",
+        2**18, gt=0, description="Larger tensors of a request are stored outside the stream; outputs above 1 MiB."
     )
     stream_window_bytes: int = Field(
         2**20, gt=0, description="Bytes of one stream's outputs on their way to its caller; the model waits with more."
