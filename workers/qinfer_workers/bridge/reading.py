@@ -55,8 +55,13 @@ class Reader:
         """Sets the model version that messages are read for from now on.
 
         Raises:
-            InvalidRequest: The route's `body` does not fit the model.
+            InvalidRequest: The route's `body` does not fit the model, or the model is decoupled.
         """
+        if served.spec.decoupled:
+            raise InvalidRequest(
+                f"model '{served.spec.name}' is decoupled: it gives any number of responses, and a bridge sends one; "
+                "name a model that is not decoupled in the route"
+            )
         if served is not self._served:
             self._codec = BodyCodec(self._route.body, served.spec, served.version)
             self._served = served
