@@ -2,20 +2,23 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from qinfer.core.messages import Failure
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import InvalidRequest, PayloadTooLarge, QueueFull, SequenceEnded, SequenceLost
 from qinfer.queue import keys, sequences
 from qinfer.queue.entries import Payload
+from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_records import Committed, Limits, Place, SequenceId, Step
 from qinfer.testing import EmbeddedServer, eventually
 from tests.contract.conftest import RedisQueue
 from tests.support.sequences import EIGHT, LEASE_S, SEVEN, Gateway, Worker, first, later, sequences_of
-from tests.support.servers.servers import Database
+from tests.support.servers.servers import Database, RedisServer, system_redis, wait_until
 
 LATE = Failure("deadline_exceeded", "Request timeout expired")
 
@@ -611,3 +614,23 @@ async def test_a_restart_ends_sequences_where_something_may_be_lost(own_redis: R
     await worker.work()
     assert gateway.texts == (["=1"] if is_fragile else ["=1", "=3"])
     assert worker.held.keys() == (set() if is_fragile else {SEVEN})
+
+
+async def test_a_failover_ends_sequences(own_redis: RedisQueue, tmp_path: Path) -> None:
+    """A replica that takes over may lag behind what the primary has confirmed."""
+    gateway = Gateway(sequences_of(await own_redis.connect(), is_fragile=True))
+    worker = await Worker(gateway, "w1").join(lease_s=600.0)
+    await gateway.send(SEVEN, first(1))
+    await worker.work()
+    (tmp_path / "replica").mkdir()
+    primary = ("--replicaof", "127.0.0.1", str(own_redis.nodes[0].port))
+
+    with RedisServer(system_redis(), tmp_path / "replica", *primary) as replica, replica.client() as client:
+        wait_until(lambda: b"connected" in client.execute_command("ROLE"))
+        client.replicaof("NO", "ONE")
+        settings = own_redis.settings.model_copy(update={"url": SecretStr(replica.url)})
+        queue = await Queue.connect(settings)
+        after = Gateway(sequences_of(queue, is_fragile=True))
+        with pytest.raises(SequenceLost, match="Redis was restarted or failed over, and may have lost steps of it"):
+            await after.send(SEVEN, later(2))
+        await queue.close()

@@ -32,6 +32,14 @@ def test_all_keys_of_a_partition_share_a_slot(model: str) -> None:
         keys.deliveries(model, 0, "webhooks"),
         keys.config(model),
         keys.stats(model, 1),
+        keys.sequence(model, 0, "acme:n7"),
+        keys.sequence_state(model, 0, "acme:t}{"),
+        keys.sequence_answer(model, 0, "acme:n7", "1.1"),
+        keys.sequences(model, 0),
+        keys.sequence_endings(model, 0),
+        keys.sequence_owners(model, 0),
+        keys.sequence_owned(model, 0, "w1"),
+        keys.sequence_counts(model, 0),
     ]
 
     assert {keys.slot(name) for name in names} == {keys.lane_slot(Lane(model, 1))}
