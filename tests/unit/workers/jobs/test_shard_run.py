@@ -2,12 +2,13 @@
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -41,6 +42,7 @@ from qinfer_workers.inference.loader import Loaded
 from qinfer_workers.jobs.scoring import scoring
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
+from qinfer_workers.jobs.scoring.chunks import Chunk
 from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, Served
 from qinfer_workers.jobs.scoring.scoring import Purpose
 from qinfer_workers.jobs.scoring.shard_files import SPOOL_PREFIX, ShardFiles, Task, clear_spool
@@ -309,6 +311,26 @@ async def test_a_part_that_is_there_counts(tmp_path: Path) -> None:
     assert not scored
     assert identity(ground.output / shard.part) == before
     assert not ground.left()
+
+
+async def test_a_part_is_committed_when_its_rows_are_no_longer_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drivers of stores keep exceptions, and so the frames that these have passed."""
+    ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 100)
+    committed, held = LocalStore.commit_if_absent, list[object]()
+
+    def commit(store: LocalStore, path: Path, url: str) -> Outcome:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            held.extend(value for value in frame.f_locals.values() if isinstance(value, Chunk | pa.RecordBatch))
+            frame = frame.f_back
+        return committed(store, path, url)
+
+    monkeypatch.setattr(LocalStore, "commit_if_absent", commit)
+
+    assert await ground.run(shard, spec).run() == ShardOutcome(0, 100, 0)
+    assert not held
 
 
 async def test_a_broken_part_is_set_aside(tmp_path: Path) -> None:

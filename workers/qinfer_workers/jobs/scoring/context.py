@@ -64,6 +64,11 @@ class Slots:
         self._empty = asyncio.Event()
         self._empty.set()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no shard is held."""
+        return not self._count
+
     async def ready(self) -> None:
         """Waits until no suspect is held or waits for a slot."""
         async with self._alone:

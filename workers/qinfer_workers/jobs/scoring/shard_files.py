@@ -200,6 +200,8 @@ class ShardFiles:
         try:
             with writer:
                 self._write_all(writer, first, chunks)
+                # An exception within a store's driver may keep this frame for long.
+                del first
                 if chunks.is_stopped:
                     writer.abort()
                     return None

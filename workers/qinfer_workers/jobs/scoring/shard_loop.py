@@ -366,3 +366,14 @@ class ShardLoop:
             logger.exception("shard task failed")
         finally:
             self._context.slots.give_back()
+        # It holds the run; and shards that follow one another use the same memory again.
+        del shard
+        if self._context.slots.is_empty:
+            await _release_memory()
+
+
+async def _release_memory() -> None:
+    """Calls `shard_run.release_memory`; whoever opened the loop has imported what that needs."""
+    from qinfer_workers.jobs.scoring.shard_run import release_memory
+
+    await release_memory()
