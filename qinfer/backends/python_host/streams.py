@@ -118,18 +118,19 @@ class Streams:
                 raise UnreadError
             self._batches[message.number] = batch
             self._instance.is_busy = True
-        for item in batch.streams:
-            ctx.on_taken(item, partial(self._on_taken, message.number, item))
         try:
             self.process.channel.send(message, buffers)
         except BaseException:
             self._forget(message.number)
             raise
+        # After the batch: the process is told of what is cancelled already, and must know it by then.
+        for item in range(len(message.requests)):
+            ctx.on_taken(item, partial(self._on_taken, message.number, item))
         outcome = batch.outcome.result()
         if isinstance(outcome, Executed):
             self._forget_ended(message.number)
-            if not ctx.is_decoupled:
-                self._await_streams(batch)
+        if not ctx.is_decoupled:
+            self._await_streams(batch)
         return outcome
 
     def _await_streams(self, batch: _OpenBatch) -> None:
@@ -322,8 +323,10 @@ class Streams:
     def _forget(self, number: int) -> None:
         with self._changed:
             batch = self._batches.pop(number, None)
-            for stream in () if batch is None else batch.streams.values():
-                self._tell_end(stream)
+            if batch is not None:
+                for stream in batch.streams.values():
+                    self._tell_end(stream)
+                batch.streams.clear()
             self._instance.is_busy = bool(self._batches)
             self._changed.notify_all()
 

@@ -1,7 +1,7 @@
 """Decoupled models: responses at any time and from any thread, the window, cancellation, and processes that die."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -294,6 +294,26 @@ def test_a_model_sees_that_a_request_is_cancelled(tmp_path: Path) -> None:
         wait_until(lambda: "it has left" in process._tail)
 
 
+class LeftBefore(Streamed):
+    """A context whose callers have all left before it begins."""
+
+    def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
+        super().on_taken(item, callback)
+        self.cancel(item)
+
+
+def test_requests_that_are_cancelled_before_they_begin(tmp_path: Path) -> None:
+    """Are seen by the model; the instance goes on."""
+    with loaded(tmp_path, ENDLESS, more=DECOUPLED) as backend:
+        backend.execute(batch_of(floats(0, 0, 0)), LeftBefore())
+        process = backend._instance.process()
+        assert process is not None
+
+        wait_until(lambda: "it has left" in process._tail)
+        assert backend._streams is not None
+        assert not backend._streams._batches
+
+
 def test_a_sender_that_is_dropped_ends_its_request(tmp_path: Path) -> None:
     """With an error, also where the model never asked for the sender."""
     code = execute("if x(requests[0]) == 1: requests[0].get_response_sender().send(reply(x(requests[0])))")
@@ -389,6 +409,7 @@ class Refusing(Answers):
 
 
 def test_a_context_that_refuses_a_response_fails_the_batch(model: PythonBackend) -> None:
+    """With its own error, also where `execute` raises because of it."""
     with pytest.raises(OutputMismatch, match="not this"):
         model.execute(batch_of(floats(2)), Refusing())
 
