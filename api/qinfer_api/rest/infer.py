@@ -268,9 +268,10 @@ async def _generate(services: Services, target: Target, request: Request) -> Htt
         responses = await unless_left(request.receive, _all(sink.responses(pending)))
     finally:
         services.dispatcher.cancel(pending)  # does nothing once it is answered
-    if len(responses) != 1:
+    failed = [response for response in responses if response.failure is not None]
+    if not failed and len(responses) != 1:
         return send(error_reply(400, _NOT_ONE))
-    return send(await _encoded(responses[0], client_id))
+    return send(await _encoded((failed or responses)[0], client_id))
 
 
 async def _generate_stream(services: Services, target: Target, request: Request) -> HttpResponse:

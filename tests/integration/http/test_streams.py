@@ -72,6 +72,19 @@ async def test_generate_takes_exactly_one_response(
     await eventually(lambda: is_idle(running), description="nothing is left")
 
 
+async def test_generate_tells_why_there_is_no_end(client: httpx.AsyncClient, worker: StreamWorker) -> None:
+    """The one response that came may have been all, or not."""
+    asking = asyncio.create_task(client.post("/v2/models/flow/generate", json={"x": X}))
+    (request,) = await worker.fetched()
+    await worker.send(request, 0)
+    await worker.send(request, 0, attempt=2)
+
+    reply = await asking
+
+    assert reply.status_code == 503
+    assert "ended after 1 responses; send the request again" in reply.json()["error"]
+
+
 async def test_events_come_as_responses_do(running: Running, client: httpx.AsyncClient, worker: StreamWorker) -> None:
     """One by one; an error among them is told, and the stream goes on."""
     async with streamed(client, worker) as (request, events):
