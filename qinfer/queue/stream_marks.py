@@ -7,7 +7,7 @@
 from collections.abc import Sequence
 
 from qinfer.queue import keys
-from qinfer.queue.entries import Entry, Lane
+from qinfer.queue.entries import Entry, Lane, by_lane
 from qinfer.queue.router import Router, ttl_ms
 
 
@@ -30,6 +30,11 @@ class StreamMarks:
         """Tells whether a response of an entry's stream may have left."""
         slot, key = keys.lane_slot(entry.lane), keys.sent(entry.lane, entry.entry_id)
         return bool(await self._router.call(slot, b"EXISTS", key))
+
+    async def forget(self, entries: Sequence[Entry]) -> None:
+        """Removes the marks of entries that have ended."""
+        for lane, group in by_lane(entries):
+            await self._router.call(keys.lane_slot(lane), b"UNLINK", *[keys.sent(lane, one.entry_id) for one in group])
 
     async def cancelled(self, model: str, partition: int, after: str) -> list[tuple[str, Lane, str]]:
         """Returns the entries of a partition that were cancelled while a worker held them.

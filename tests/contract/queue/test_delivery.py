@@ -537,3 +537,7 @@ async def test_an_entry_is_marked_for_a_while(queue: RedisQueue) -> None:
     assert not await delivery.marks.was_sent(second)
     key = keys.sent(HIGH, first.entry_id)
     assert 0 < await delivery.router.call(keys.slot(key), b"PTTL", key) <= 60_000
+
+    await delivery.marks.forget([first, second])
+
+    assert not await delivery.marks.was_sent(first)

@@ -109,6 +109,7 @@ class StreamPublisher:
                 logger.debug("nobody waits any more", extra={"reply_to": name})
                 self.streams.leave(name)
             self._publisher.finish_soon([item for item, response in group if response.final])
+            await self._unmark(group)
         else:
             await self._settle(group)
         lane = items[0].lease.entry.lane
@@ -123,6 +124,12 @@ class StreamPublisher:
         await asyncio.gather(
             *(marks.mark_sent(item.lease.entry, max(item.deadline_s - now_s, 0.0) + self._mark_s) for item in first)
         )
+
+    async def _unmark(self, group: Sequence[Sent]) -> None:
+        """Removes the marks of streams that end now: where their entries outlive them, nobody waits for an answer."""
+        ended = [item.lease.entry for item, last in group if last.final and last.index and not self._resumes(item)]
+        if ended:
+            await self._queue.marks.forget(ended)
 
     async def _settle(self, group: Sequence[Sent]) -> None:
         """Stores responses of an asynchronous request, and settles it where they end."""
