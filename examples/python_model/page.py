@@ -3,14 +3,13 @@
 The browser asks this server, which asks qinfer: the page needs no key, and no other origin.
 """
 
-import os
 from collections.abc import AsyncIterator
 
 import httpx
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-URL = os.environ.get("QINFER_URL", "http://127.0.0.1:8000")
+URL = "http://127.0.0.1:8000"
 PAGE = """<!doctype html>
 <meta charset="utf-8">
 <title>writer</title>
