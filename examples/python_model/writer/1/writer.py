@@ -38,9 +38,8 @@ class TritonPythonModel:
     def write(self, request: pb_utils.InferenceRequest) -> None:
         """Sends a word at a time; `send` waits where the caller does not keep up."""
         sender = request.get_response_sender()
-        prompt = pb_utils.get_input_tensor_by_name(request, "prompt").as_numpy()[0].decode()
-        asked = pb_utils.get_input_tensor_by_name(request, "words")
-        count = int(asked.as_numpy()[0]) if asked is not None else 50
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        prompt, count = inputs["prompt"][0].decode(), int(inputs.get("words", [50])[0])
         chance = random.Random(prompt)  # noqa: S311 - a text, no secret
         pair = tuple(prompt.split()[-2:])
         pause = threading.Event()
