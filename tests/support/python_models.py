@@ -125,6 +125,7 @@ class Streamed(Answers):
         self._stream = stream
         self._changed = threading.Condition()
         self._callbacks: dict[int, Callable[[int], None]] = {}
+        self._untold: dict[int, int] = {}
         self._unwanted: set[int] = set()
         self.finals: dict[int, tuple[Tensor, ...] | QinferError] = {}
         self.numbers: dict[int, list[float]] = {}
@@ -163,7 +164,11 @@ class Streamed(Answers):
             self._changed.notify_all()
 
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
-        self._callbacks[item] = callback
+        with self._changed:
+            self._callbacks[item] = callback
+            untold, is_over = self._untold.pop(item, 0), item in self._unwanted
+        if untold or is_over:
+            callback(0 if is_over else untold)
 
     def cancelled(self, item: int) -> bool:
         return item in self._unwanted
@@ -174,13 +179,20 @@ class Streamed(Answers):
 
     def take(self, nbytes: int, item: int = 0) -> None:
         """Has the caller of an item take so many bytes."""
-        self._callbacks[item](nbytes)
+        with self._changed:
+            callback = self._callbacks.get(item)
+            if callback is None:
+                self._untold[item] = self._untold.get(item, 0) + nbytes
+        if callback is not None:
+            callback(nbytes)
 
     def cancel(self, item: int = 0) -> None:
         """Has the caller of an item leave."""
         with self._changed:
             self._unwanted.add(item)
-        self._callbacks[item](0)
+            callback = self._callbacks.get(item)
+        if callback is not None:
+            callback(0)
 
     def final(self, item: int = 0) -> tuple[Tensor, ...] | QinferError:
         """Waits for the final response of an item."""
