@@ -96,6 +96,9 @@ def bench(
         typer.Option("--input", "-i", help="name=VALUE as in `qinfer infer`; default: one item of random data."),
     ] = None,
     version: Annotated[int, typer.Option(min=0, help="The version; 0 is the highest ready one.")] = 0,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Stream the responses; tell the times to the first, and between two.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Load-test a model: one request after another on each connection. Ctrl-C prints the result so far.
@@ -105,17 +108,26 @@ def bench(
     from qinfer.cli.client import GatewayClient, api_key
     from qinfer.cli.inputs import fill, random, read_inputs
     from qinfer.cli.load import Target, batch_counts, mean_batch, run_load
+    from qinfer.client.flows import model_path
     from qinfer.wire.kserve_client import encode_request
 
     with GatewayClient(url) as client:
         wanted = client.metadata(model, version).inputs
         tensors = read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)
         # A wrong input, or a model that is not ready, fails here, once.
-        client.infer(model, {t.name: t for t in tensors}, version=version)
+        asked = {t.name: t for t in tensors}
+        if streaming:
+            for _ in client.infer_stream(model, asked, version=version):
+                pass
+        else:
+            client.infer(model, asked, version=version)
         body, json_length = encode_request(tensors, binary=binary)
         before = batch_counts(client.metrics(), model)
-        target = Target.of(url, model, version, body, json_length if binary else None, api_key())
-        report = run_load(target, concurrency, duration)
+        path = (
+            f"{model_path(model, version, 'v1')}/infer_stream" if streaming else f"{model_path(model, version)}/infer"
+        )
+        target = Target.of(url, path, body, json_length if binary else None, api_key())
+        report = run_load(target, concurrency, duration, streaming=streaming)
         report.mean_batch = mean_batch(before, batch_counts(client.metrics(), model))
     if as_json:
         print_json(report.as_json())
@@ -129,6 +141,8 @@ def _print_report(report: "Report", model: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from qinfer.cli.load import percentile
+
     table = Table("figure", "value", title=f"{model}, {report.concurrency} connections, {report.duration_s:.1f} s")
     table.columns[1].justify = "right"
     table.add_row("requests", f"{len(report.latencies_s):,}")
@@ -137,6 +151,11 @@ def _print_report(report: "Report", model: str) -> None:
     for percent in (50, 95, 99):
         table.add_row(f"p{percent}", f"{report.percentile_s(percent) * 1000:.2f} ms")
     table.add_row("longest", f"{report.percentile_s(100) * 1000:.2f} ms")
+    if report.first_s is not None:
+        table.add_row("responses per second", f"{report.responses_per_s:,.0f}")
+        for name, times_s in (("first response", report.first_s), ("between responses", report.between_s)):
+            for percent in (50, 99):
+                table.add_row(f"{name}, p{percent}", f"{percentile(times_s, percent) * 1000:.2f} ms")
     table.add_row("mean batch", "unknown" if report.mean_batch is None else f"{report.mean_batch:.1f}")
     console = Console()
     console.print(table)

@@ -1,6 +1,7 @@
 """The load generator of `qinfer bench`: keep-alive connections that send one prepared request over and over.
 
-A minimal HTTP/1.1 client over asyncio protocols: general clients cost more than the server that they measure.
+A minimal HTTP/1.1 client over asyncio protocols: general clients cost more than the server that they measure. Of a
+stream it reads no more than where an event ends, and whether that is a response or an error.
 """
 
 import asyncio
@@ -8,7 +9,7 @@ import contextlib
 import signal
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
@@ -16,13 +17,14 @@ from urllib.parse import urlsplit
 import uvloop
 
 from qinfer.cli.console import CommandFailed
-from qinfer.client.flows import header_value, model_path
+from qinfer.client.flows import header_value
 from qinfer.observe.catalogue import BATCH_SIZE
 from qinfer.wire.kserve_client import JSON_LENGTH_HEADER
 
 CONNECT_TIMEOUT_S = 10.0
 LAST_ANSWERS_S = 10.0
 """Seconds to wait for requests in flight when the duration is over."""
+_LAST_CHUNK = b"0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +37,11 @@ class Target:
     request: bytes
 
     @classmethod
-    def of(
-        cls, url: str, model: str, version: int, body: bytes, json_length: int | None, api_key: str | None = None
-    ) -> Self:
+    def of(cls, url: str, path: str, body: bytes, json_length: int | None, api_key: str | None = None) -> Self:
         """Prepares a target; `json_length` is set when the body has binary tensors."""
         parts = urlsplit(url)
         tls = parts.scheme == "https"
-        path = f"{parts.path.rstrip('/')}{model_path(model, version)}/infer"
+        path = f"{parts.path.rstrip('/')}{path}"
         lines = [f"POST {path} HTTP/1.1", f"Host: {parts.netloc}", f"Content-Length: {len(body)}"]
         if json_length is not None:
             lines.append(f"{JSON_LENGTH_HEADER}: {json_length}")
@@ -62,6 +62,8 @@ class Report:
         errors: Answers other than 200, and lost connections.
         first_error: The text of the first error.
         mean_batch: Rows per execution during the test; `None` = not reported by the server.
+        first_s: Of each stream the time to its first response; `None` = there are no streams.
+        between_s: The times between two responses of a stream.
     """
 
     concurrency: int
@@ -70,6 +72,8 @@ class Report:
     errors: int = 0
     first_error: str = ""
     mean_batch: float | None = None
+    first_s: list[float] | None = None
+    between_s: list[float] = field(default_factory=list)
 
     @property
     def requests_per_s(self) -> float:
@@ -78,8 +82,12 @@ class Report:
 
     def percentile_s(self, percent: float) -> float:
         """Returns a percentile of the latencies, by nearest rank; 0 without any."""
-        ordered = sorted(self.latencies_s)
-        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
+        return percentile(self.latencies_s, percent)
+
+    @property
+    def responses_per_s(self) -> float:
+        """Responses of streams per second."""
+        return (len(self.first_s or ()) + len(self.between_s)) / self.duration_s if self.duration_s else 0.0
 
     def failed(self, text: str) -> None:
         """Counts an error."""
@@ -98,17 +106,38 @@ class Report:
             **{f"p{p}_ms": round(self.percentile_s(p) * 1000, 3) for p in (50, 95, 99)},
             "longest_ms": round(self.percentile_s(100) * 1000, 3),
             "mean_batch": self.mean_batch,
+            **({} if self.first_s is None else self._stream_json(self.first_s)),
+        }
+
+    def _stream_json(self, first_s: Sequence[float]) -> dict[str, Any]:
+        return {
+            "responses": len(first_s) + len(self.between_s),
+            "responses_per_s": round(self.responses_per_s, 1),
+            **{f"first_response_p{p}_ms": round(percentile(first_s, p) * 1000, 3) for p in (50, 99)},
+            **{f"between_responses_p{p}_ms": round(percentile(self.between_s, p) * 1000, 3) for p in (50, 99)},
         }
 
 
-def run_load(target: Target, concurrency: int, duration_s: float) -> Report:
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Returns a percentile by nearest rank; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
+
+
+def run_load(target: Target, concurrency: int, duration_s: float, *, streaming: bool = False) -> Report:
     """Loads a target; SIGINT ends it early.
+
+    Args:
+        target: The request.
+        concurrency: Number of connections.
+        duration_s: How long.
+        streaming: The target answers with events.
 
     Raises:
         CommandFailed: The server can't be reached.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_load(target, concurrency, duration_s))
+        return runner.run(_load(target, concurrency, duration_s, StreamConnection if streaming else Connection))
 
 
 def batch_counts(metrics_text: str, model: str) -> tuple[float, float]:
@@ -161,6 +190,10 @@ class Connection(asyncio.Protocol):
             self._status = int(head[9:12])
             self._missing_bytes = _content_length(head)
             self._buffer = b""
+        self._body_received(data)
+
+    def _body_received(self, data: bytes) -> None:
+        """Reads a piece of the body of an answer."""
         if self._status != 200:
             self._buffer += data
         self._missing_bytes -= len(data)
@@ -194,13 +227,55 @@ class Connection(asyncio.Protocol):
         else:
             self._report.failed(f"HTTP {self._status}: {self._buffer[:300].decode(errors='replace')}")
             self._buffer = b""
+        self._go_on()
+
+    def _go_on(self) -> None:
         if self.stopping:
             self._transport.close()
         else:
             self._send()
 
 
-async def _load(target: Target, concurrency: int, duration_s: float) -> Report:
+class StreamConnection(Connection):
+    """The same of streams: takes the time of each response, a server-sent event (api: `/v1/…/infer_stream`)."""
+
+    def __init__(self, request: bytes, report: Report, ended: Callable[[Connection], None]) -> None:
+        super().__init__(request, report, ended)
+        if report.first_s is None:
+            report.first_s = []
+        self._first_s = report.first_s
+        self._last_s = 0.0
+        self._error = b""
+
+    def _send(self) -> None:
+        self._last_s = 0.0
+        self._error = b""
+        super()._send()
+
+    def _body_received(self, data: bytes) -> None:
+        if self._status != 200:
+            super()._body_received(data)
+            return
+        now_s = time.perf_counter()
+        *events, self._buffer = (self._buffer + data).split(b"\n\n")
+        for event in events:
+            if b"event: error" in event:
+                self._error = event
+            elif not self._last_s:
+                self._first_s.append(now_s - self._sent_s)
+            else:
+                self._report.between_s.append(now_s - self._last_s)
+            self._last_s = now_s
+        if self._buffer.endswith(_LAST_CHUNK):
+            self._buffer = b""
+            if self._error:
+                self._report.failed(self._error.decode(errors="replace")[:300])
+                self._go_on()
+            else:
+                self._answered()
+
+
+async def _load(target: Target, concurrency: int, duration_s: float, kind: type[Connection]) -> Report:
     loop = asyncio.get_running_loop()
     report = Report(concurrency=concurrency)
     open_connections: set[Connection] = set()
@@ -218,7 +293,7 @@ async def _load(target: Target, concurrency: int, duration_s: float) -> Report:
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             for _ in range(concurrency):
-                connection = Connection(target.request, report, ended)
+                connection = kind(target.request, report, ended)
                 open_connections.add(connection)
                 await loop.create_connection(lambda c=connection: c, target.host, target.port, ssl=tls)
     except (OSError, TimeoutError) as error:

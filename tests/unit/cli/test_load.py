@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from qinfer.cli.console import CommandFailed
-from qinfer.cli.load import Connection, Report, Target, batch_counts, mean_batch, run_load
+from qinfer.cli.load import Connection, Report, StreamConnection, Target, batch_counts, mean_batch, run_load
 
 
 class FakeTransport(asyncio.Transport):
@@ -57,6 +57,48 @@ def test_answer_is_read_however_it_is_cut(
     assert transport.written == [b"request", b"request"]
 
 
+def chunk(text: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(text), text)
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+RESPONSE, ERROR = (
+    chunk(b'event: response\ndata: {"outputs": []}\n\n'),
+    chunk(b'event: error\ndata: {"error": "broken"}\n\n'),
+)
+END = b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_responses_of_a_stream_are_counted_however_they_are_cut(
+    report: Report, transport: FakeTransport, size: int
+) -> None:
+    """A stream of three responses has a first one, and two times between; the next begins anew."""
+    connection = StreamConnection(b"request", report, lambda _connection: None)
+    connection.connection_made(transport)
+    text = STREAM_HEAD + 3 * RESPONSE + END
+
+    for begin in [*range(0, len(text), size)] * 2:
+        connection.data_received(text[begin : begin + size])
+
+    assert report.first_s is not None
+    assert (len(report.first_s), len(report.between_s), len(report.latencies_s), report.errors) == (2, 4, 2, 0)
+    assert transport.written == [b"request"] * 3
+    assert report.as_json()["responses"] == 6
+
+
+def test_a_stream_that_breaks_is_an_error(report: Report, transport: FakeTransport) -> None:
+    """Its first response had its time."""
+    connection = StreamConnection(b"request", report, lambda _connection: None)
+    connection.connection_made(transport)
+
+    connection.data_received(STREAM_HEAD + RESPONSE + ERROR + END)
+    connection.data_received(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 4\r\n\r\nfull")
+
+    assert (report.errors, report.latencies_s, report.first_s is not None and len(report.first_s)) == (2, [], 1)
+    assert "broken" in report.first_error
+
+
 def test_error_answer_is_counted_with_its_text(connection: Connection, report: Report) -> None:
     """The first error is shown, the load goes on."""
     connection.data_received(b'HTTP/1.1 503 Service Unavailable\r\ncontent-length: 16\r\n\r\n{"error": "full"')
@@ -84,12 +126,10 @@ def test_stop_closes_after_the_answer(connection: Connection, report: Report, tr
 
 def test_request_has_the_binary_header_only_with_binary_tensors() -> None:
     """Without it the whole body is JSON (reference §1.7)."""
-    plain = Target.of("http://h:1/base/", "a b", 3, b"{}", None)
-    binary = Target.of("https://h", "m", 0, b"{}x", 2)
+    plain = Target.of("http://h:1/base/", "/v2/models/a%20b/infer", b"{}", None)
+    binary = Target.of("https://h", "/v2/models/m/infer", b"{}x", 2)
 
-    assert plain.request == (
-        b"POST /base/v2/models/a%20b/versions/3/infer HTTP/1.1\r\nHost: h:1\r\nContent-Length: 2\r\n\r\n{}"
-    )
+    assert plain.request == (b"POST /base/v2/models/a%20b/infer HTTP/1.1\r\nHost: h:1\r\nContent-Length: 2\r\n\r\n{}")
     assert b"Inference-Header-Content-Length: 2\r\n" in binary.request
     assert (binary.host, binary.port, binary.tls) == ("h", 443, True)
 
@@ -97,7 +137,7 @@ def test_request_has_the_binary_header_only_with_binary_tensors() -> None:
 def test_run_against_nobody_fails_clearly(unused_tcp_port: int) -> None:
     """No server, no figures."""
     with pytest.raises(CommandFailed, match="0 of 2 connections could be made"):
-        run_load(Target.of(f"http://127.0.0.1:{unused_tcp_port}", "m", 0, b"{}", None), 2, 0.1)
+        run_load(Target.of(f"http://127.0.0.1:{unused_tcp_port}", "/", b"{}", None), 2, 0.1)
 
 
 def test_percentiles_are_by_nearest_rank() -> None:
