@@ -192,12 +192,17 @@ async def test_several_instances_score_one_shard(tmp_path: Path) -> None:
 
 
 async def test_time_between_two_batches_counts_for_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A millisecond a row and one after each batch: 32 rows cost 3 % more a row than infinitely many."""
-    passed_s = 0.0
+    """A millisecond a row, asleep, and one of work after each batch: 32 rows cost 3 % more than infinitely many."""
+    passed_s = worked_s = 0.0
 
     def pass_time(seconds: float) -> None:
         nonlocal passed_s
         passed_s += seconds
+
+    def work() -> None:
+        nonlocal worked_s
+        worked_s += 1e-3
+        pass_time(1e-3)
 
     class Slow(Model):
         def execute(self, batch: Batch, ctx: Context) -> None:
@@ -205,11 +210,11 @@ async def test_time_between_two_batches_counts_for_their_size(tmp_path: Path, mo
             super().execute(batch, ctx)
 
     clock = SimpleNamespace(
-        perf_counter=lambda: passed_s, perf_counter_ns=lambda: int(passed_s * 1e9), thread_time=lambda: 0.0
+        perf_counter=lambda: passed_s, perf_counter_ns=lambda: int(passed_s * 1e9), thread_time=lambda: worked_s
     )
     monkeypatch.setattr(scoring, "time", clock)
     ground, (shard, spec) = Ground(tmp_path, Slow()), one_shard(tmp_path, 2000)
-    ground.progress = partial(pass_time, 1e-3)
+    ground.progress = work
 
     await ground.run(shard, spec).run()
 

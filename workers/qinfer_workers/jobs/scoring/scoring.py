@@ -41,7 +41,7 @@ EXECUTION_FAILED = "execution_failed"
 """The `error_code` of rows with which the model raised."""
 
 _OWN_WORK = 0.2
-"""A thread that works for less of the time waits for a device, or for another process."""
+"""A thread that works for less of the model's time waits for a device, or for another process."""
 
 _LATER = (Overloaded, DeliveryError, Cancelled)
 """Errors of the server's state: the shard is put off, for they say nothing about its rows."""
@@ -208,19 +208,23 @@ class Watch:
 
     def __init__(self) -> None:
         self.laps_ns: list[int] = []
-        self._began_s, self._worked_s = time.perf_counter(), time.thread_time()
+        self._worked_laps_s: list[float] = []
+        self._began_s = time.perf_counter()
+        self._worked_s = self._lap_worked_s = time.thread_time()
         self._lap_ns = time.perf_counter_ns()
 
     def lap(self) -> None:
         """Ends a lap."""
-        now_ns = time.perf_counter_ns()
+        now_ns, worked_s = time.perf_counter_ns(), time.thread_time()
         self.laps_ns.append(now_ns - self._lap_ns)
-        self._lap_ns = now_ns
+        self._worked_laps_s.append(worked_s - self._lap_worked_s)
+        self._lap_ns, self._lap_worked_s = now_ns, worked_s
 
     def seconds(self) -> float:
-        """Returns how long it has run."""
-        worked_s, whole_s = time.thread_time() - self._worked_s, time.perf_counter() - self._began_s
-        return worked_s if worked_s > _OWN_WORK * whole_s else whole_s
+        """Returns how long it has run; after the laps of inputs and model."""
+        if self._worked_laps_s[1] > _OWN_WORK * self.laps_ns[1] / 1e9:
+            return time.thread_time() - self._worked_s
+        return time.perf_counter() - self._began_s
 
 
 class Borrowed:
