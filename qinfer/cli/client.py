@@ -10,6 +10,7 @@ import msgspec
 
 from qinfer.cli.console import API_KEY_VARIABLE
 from qinfer.client import Client, InferResult
+from qinfer.client.flows import json_object, model_path
 from qinfer.client.steps import Send, call
 from qinfer.tensors import to_numpy
 
@@ -41,6 +42,11 @@ class GatewayClient(Client):
         """Returns the index of models: name, and version, state and reason of those that were ever loaded."""
         entries: list[dict[str, str]] = msgspec.json.decode(self._post("/v2/repository/index", {"ready": ready}))
         return entries
+
+    def is_decoupled(self, model: str) -> bool:
+        """Tells whether a model answers by streams only, which its metadata does not have but its configuration has."""
+        reply = self._run(call(self._policy, Send("GET", f"{model_path(model)}/config", {})))
+        return bool(json_object(self._policy, reply).get("model_transaction_policy", {}).get("decoupled"))
 
     def load_model(self, model: str, parameters: Mapping[str, str]) -> None:
         """Loads a model; `parameters` are `config` and `file:<version>/<name>` (base64)."""

@@ -129,7 +129,9 @@ class Preparation:
         # An example is not worth a failure.
         with contextlib.suppress(QinferError):
             if ready:
-                facts += [Text(), _fact("Try", (example_line(launch.url, self._client.metadata(ready)), "green"))]
+                metadata, is_decoupled = self._client.metadata(ready), self._client.is_decoupled(ready)
+                line = example_line(launch.url, metadata, is_decoupled=is_decoupled)
+                facts += [Text(), _fact("Try", (line, "green"))]
         lines = [Text(), _title(models), Text(), *facts, Text()]
         return [(Text("  ") + line).markup if line else "" for line in lines]
 
@@ -249,16 +251,25 @@ INLINE_ELEMENTS = 16
 """Larger example tensors are made by a shell pipe instead of being written out."""
 
 
-def example_line(url: str, model: ModelMetadata) -> str:
-    """Returns a short shell line that sends zeros to a model, whatever the size of its inputs."""
+def example_line(url: str, model: ModelMetadata, *, is_decoupled: bool = False) -> str:
+    """Returns a short shell line that sends zeros to a model, whatever the size of its inputs.
+
+    Args:
+        url: The gateway's URL.
+        model: The model.
+        is_decoupled: Its responses have to be streamed.
+    """
     # JSON can't carry these datatypes.
     if any(i.datatype in {"FP16", "BF16"} for i in model.inputs):
         inputs = " ".join(f"--input {shlex.quote(i.name)}=zeros" for i in model.inputs)
-        return f"qinfer infer {shlex.quote(model.name)} --url {url} {inputs}"
+        stream = " --stream" if is_decoupled else ""
+        return f"qinfer infer {shlex.quote(model.name)}{stream} --url {url} {inputs}"
     body = shlex.quote(json.dumps({"inputs": [_input(i) for i in model.inputs]}))
     for tensor in model.inputs:
         count = element_count(concrete(tensor.shape))
         body = body.replace(f'"{_placeholder(count)}"', f"['$(yes 0 | head -n {count} | paste -sd, -)']")
+    if is_decoupled:
+        return f"curl -sN {url}{model_path(model.name, None, 'v1')}/infer_stream -d {body}"
     return f"curl -s {url}{model_path(model.name)}/infer -d {body}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from qinfer.cli.client import GatewayClient
 from qinfer.core.messages import Failure, InferRequest
 from qinfer.testing import eventually
 from tests.support.gateway import Running, running_gateway, settings_of
@@ -51,6 +52,13 @@ async def test_infer_refuses_a_decoupled_model(running: Running, client: httpx.A
 
     assert (reply.status_code, reply.json()) == (501, {"error": DECOUPLED})
     assert await is_idle(running)
+
+
+@pytest.mark.parametrize(("model", "is_decoupled"), [("flow", True), ("echo", False)])
+async def test_the_command_line_knows_what_streams(running: Running, model: str, *, is_decoupled: bool) -> None:
+    """So that the example of `qinfer up` is one that the model answers."""
+    with GatewayClient(running.url) as gateway:
+        assert await asyncio.to_thread(gateway.is_decoupled, model) is is_decoupled
 
 
 @pytest.mark.parametrize(("count", "is_one"), [(0, False), (1, True), (2, False)])

@@ -195,6 +195,20 @@ def test_example_request_is_valid_whatever_the_size(size: int) -> None:
     assert len(tensor["data"]) == size
 
 
+@pytest.mark.parametrize(
+    ("datatype", "line"),
+    [
+        ("INT32", "curl -sN http://h/v1/models/m/infer_stream -d "),
+        ("FP16", "qinfer infer m --stream --url http://h --input x=zeros"),
+    ],
+)
+def test_example_for_a_decoupled_model_streams(datatype: str, line: str) -> None:
+    """Other calls of it are refused."""
+    model = ModelMetadata(name="m", versions=("1",), inputs=(TensorMetadata(name="x", datatype=datatype, shape=(1,)),))
+
+    assert example_line("http://h", model, is_decoupled=True).startswith(line)
+
+
 def test_example_for_a_datatype_without_json_uses_the_command_line() -> None:
     """FP16 and BF16 can't travel as JSON (reference §1.8)."""
     wanted = TensorMetadata(name="x", datatype="FP16", shape=(-1, 2))
