@@ -57,7 +57,7 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
         for name in given:
             if name in outputs and name not in [tensor.name for tensor in written]:
                 yield f"field 'output.{field}' names '{shown(name)}', which 'output.tensors' leaves out; add it there"
-    yield from _unranked(spec, written)
+    yield from _unranked(spec, model, written)
     for tensor in model.inputs:
         if not is_left_out(spec, tensor, schema):
             yield from _column_problems(f"columns.{tensor.name}", spec.columns_of(tensor.name).columns, fields)
@@ -113,11 +113,16 @@ def _column_problems(field: str, wanted: Sequence[str], fields: Fields) -> Itera
             yield f"the inputs have {count} columns named '{shown(name)}', of field '{field}'; rename them"
 
 
-def _unranked(spec: JobSpec, written: Sequence[TensorSpec]) -> Iterator[str]:
+def _unranked(spec: JobSpec, model: ModelSpec, written: Sequence[TensorSpec]) -> Iterator[str]:
     """Finds outputs without so many elements as are asked for, or without an order."""
     for tensor in written:
         count, elements = spec.output.top_k.get(tensor.name, 0), prod(tensor.dims)
-        if count and tensor.datatype in ("BOOL", "BYTES"):
+        if count and model.decoupled:
+            yield (
+                f"field 'output.top_k' names '{tensor.name}' of '{model.name}', which is decoupled: a row has any "
+                "number of responses, which are written whole; leave it out of 'output.top_k'"
+            )
+        elif count and tensor.datatype in ("BOOL", "BYTES"):
             yield f"field 'output.top_k' names '{tensor.name}', whose elements are {tensor.datatype} and have no order"
         elif -1 not in tensor.dims and count > elements:
             yield f"field 'output.top_k.{tensor.name}' is {count}; the output has {elements} element(s) a row"

@@ -75,11 +75,6 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
         Forbidden: A URL is not granted, or leads to what is not.
         StoreError: A store can't be read.
     """
-    if model.decoupled:
-        raise InvalidRequest(
-            f"model '{shown(model.name)}' is decoupled: it gives any number of responses, and a bulk job writes one "
-            "for each row; send requests to it, by infer_stream or /v1, or choose a model that is not decoupled"
-        )
     spec = with_checked_urls(spec, grant)
     writable(grant).check(spec.output.url)
     check_output(spec)

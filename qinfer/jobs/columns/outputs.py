@@ -4,11 +4,13 @@ A tensor of one element a row becomes a plain column, `[k]` a list of fixed size
 dimension makes a list of any size. BYTES become strings: a row whose bytes are not UTF-8 is an error, unless the model
 configuration's parameter `qinfer.binary_outputs` names the output (names with commas between), which makes its column
 binary. Of an output in the job's `top_k`, the greatest elements are columns instead, ranked as Triton's classification
-does (`qinfer.wire.outputs.greatest`). A failed row has nulls in the outputs' columns.
+does (`qinfer.wire.outputs.greatest`). Of a decoupled model a row has a list: what each of its responses would be in a
+column of its own. A failed row has nulls in the outputs' columns.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, groupby
 from math import prod
 from typing import NamedTuple
 
@@ -42,7 +44,8 @@ class Scored(NamedTuple):
 
     Attributes:
         rows: The rows' numbers within the batch; `None` = all of them.
-        outputs: Output → its values, `[rows, …]`; BYTES as objects of `bytes` or `str`, or a raw tensor.
+        outputs: Output → its values, `[rows, …]`; BYTES as objects of `bytes` or `str`, or a raw tensor. Of a decoupled
+            model `[rows]` of objects: a tuple of arrays with the output's dimensions, one of each response to the row.
     """
 
     rows: Indices | None
@@ -75,7 +78,9 @@ class OutputColumns:
         self._outputs: list[_Output] = []
         for t in written_outputs(spec, model):
             names = output_columns(spec, t)
-            if count := spec.output.top_k.get(t.name, 0):
+            if model.decoupled:
+                self._outputs.append(_ListedOutput(t, names, is_binary=t.name in binary))
+            elif count := spec.output.top_k.get(t.name, 0):
                 self._outputs.append(_RankedOutput(t, names, count))
             else:
                 self._outputs.append(_Output(t, names, is_binary=t.name in binary))
@@ -154,6 +159,7 @@ class _Output:
         kind = self._element
         for dim in reversed(self._dims):
             kind = list_type(kind, dim)
+        self._kind = kind
         self.columns: list[tuple[str, pa.DataType]] = [(name, kind) for name in names]
 
     def columns_of(
@@ -167,13 +173,16 @@ class _Output:
             rows: The rows of the batch.
             errors: Gets the rows whose strings are not UTF-8.
         """
-        parts = [self._columns(self._array(part.outputs, part.rows, rows), part.rows, errors) for part in scored]
+        parts = [self._part(part, rows, errors) for part in scored]
         if place is None:
             return parts[0]
         if not parts:
             return [pa.nulls(rows, kind) for _, kind in self.columns]
         columns = zip(*parts, strict=True)
         return [(arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)).take(place) for arrays in columns]
+
+    def _part(self, part: Scored, all_rows: int, errors: RowErrors) -> list[pa.Array]:
+        return self._columns(self._array(part.outputs, part.rows, all_rows), part.rows, errors)
 
     def _array(self, outputs: Mapping[str, Array | Tensor], rows: Indices | None, all_rows: int) -> Array:
         """Returns the output's values, with the shape and the dtype that the configuration says.
@@ -204,7 +213,7 @@ class _Output:
         flat = np.ascontiguousarray(array).reshape(-1)
         values = self._texts(flat, len(array), rows, errors) if self._tensor.datatype == "BYTES" else pa.array(flat)
         dims = array.shape[1:] if self._dims else ()
-        kinds = [kind for _, kind in self.columns]
+        kinds = [self._kind]
         for _ in dims:
             kinds.append(kinds[-1].value_type)
         for level in reversed(range(len(dims))):
@@ -231,6 +240,31 @@ class _Output:
             f"'{BINARY_OUTPUTS}' to have them as they are",
         )
         return pa.array(texts, pa.string())
+
+
+class _ListedOutput(_Output):
+    """The column of one output of a decoupled model: lists of any size, with an element for each response of a row."""
+
+    def __init__(self, tensor: TensorSpec, names: tuple[str, ...], *, is_binary: bool) -> None:
+        super().__init__(tensor, names, is_binary=is_binary)
+        self._list = list_type(self._kind, -1)
+        self.columns = [(name, self._list) for name in names]
+
+    def _part(self, part: Scored, all_rows: int, errors: RowErrors) -> list[pa.Array]:
+        rows = part.outputs[self._tensor.name]
+        assert isinstance(rows, np.ndarray)
+        sizes = np.array([len(responses) for responses in rows], np.int32)
+        owners = np.repeat(np.arange(all_rows) if part.rows is None else part.rows, sizes)
+        elements = [pa.array([], self._kind)]
+        first = 0
+        for _, alike in groupby(chain.from_iterable(rows), np.shape):
+            values = np.stack(list(alike))
+            numbers = owners[first : first + len(values)]
+            first += len(values)
+            array = self._array({self._tensor.name: values}, numbers, all_rows)
+            elements += self._columns(array, numbers, errors)
+        offsets = pa.array(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
+        return [pa.ListArray.from_arrays(offsets, pa.concat_arrays(elements), type=self._list)]
 
 
 class _RankedOutput(_Output):

@@ -1,7 +1,6 @@
 """What is looked at before a job is taken: URLs, inputs, their columns and the output; on disk and in S3."""
 
 import io
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -55,14 +54,6 @@ def test_inputs_and_output_must_be_allowed(lake: str) -> None:
         examine(job("file:///etc/*", output=f"{lake}/out"), MODEL, Grant((lake,), (lake,)))
     with pytest.raises(InvalidRequest, match=r"may not hold '\.\.'"):
         examine(job(f"{lake}/../x/*", output=f"{lake}/out"), MODEL, Grant((lake,), (lake,)))
-
-
-def test_a_decoupled_model_is_refused(lake: str) -> None:
-    """Before any file is read: not each of its rows fails."""
-    model = replace(MODEL, decoupled=True)
-
-    with pytest.raises(InvalidRequest, match=r"model 'stub' is decoupled: .* infer_stream"):
-        examine(job(f"{lake}/missing", output=f"{lake}/out"), model, Grant((lake,), (lake,)))
 
 
 def test_columns_that_do_not_fit_are_named_with_their_file(lake: str) -> None:

@@ -1,5 +1,7 @@
 """A model's outputs become columns: in the inputs' row order, with nulls where a row failed."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from qinfer.errors import InvalidRequest, OutputMismatch
-from qinfer.jobs.columns.outputs import OutputColumns, Scored
+from qinfer.jobs.columns.outputs import OutputColumns, Scored, list_type
 from qinfer.jobs.columns.row_errors import Array, RowErrors
 from qinfer.jobs.job import Output
 from qinfer.jobs.rows.shard_rows import RowBatch, Segment
@@ -322,3 +324,68 @@ def test_failed_rows_have_no_greatest_element() -> None:
     assert found.column("p_index").to_pylist() == [None, [0, 1]]
     assert found.column("p_label").to_pylist() == [None, ["cat", None]]
     assert columns.encode(batch, [], errors).column("p_score").null_count == 2
+
+
+def listed(output: TensorSpec, *rows: Sequence[Any], binary: str = "") -> tuple[pa.Array, RowErrors]:
+    """Encodes one output of a decoupled model, of rows with the responses given."""
+    batch, errors = batch_of(len(rows)), RowErrors(len(rows))
+    model = replace(model_of([X], [output], qinfer__binary_outputs=binary), decoupled=True)
+    columns = OutputColumns(job_of(), model, batch.record.schema, URLS)
+    kind = object if output.datatype == "BYTES" else np.float32
+    array = np.empty(len(rows), object)
+    for number, row in enumerate(rows):
+        array[number] = tuple(np.array(response, kind) for response in row)
+    record = columns.encode(batch, [Scored(None, {output.name: array})], errors)
+    assert record.schema.equals(columns.schema)
+    record.validate(full=True)
+    return record.column(output.name), errors
+
+
+@pytest.mark.parametrize(
+    ("dims", "kind", "rows"),
+    [
+        ((1,), pa.float32(), [[[1]], [], [[2], [3]]]),
+        ((2,), list_type(pa.float32(), 2), [[], [[1, 2], [3, 4]], [[5, 6]]]),
+        ((-1,), list_type(pa.float32(), -1), [[[1], [2, 3], []], [[4]], []]),
+        ((-1,), list_type(pa.float32(), -1), [[], []]),
+    ],
+)
+def test_a_row_of_a_decoupled_model_is_the_list_of_its_responses(
+    dims: tuple[int, ...], kind: pa.DataType, rows: list[Any]
+) -> None:
+    """None, one or many, each as the one of another model would be; of one shape or several."""
+    column, errors = listed(tensor("y", "FP32", *dims), *rows)
+
+    expected = [[response[0] for response in row] for row in rows] if dims == (1,) else rows
+    assert (column.type, column.to_pylist()) == (list_type(kind, -1), expected)
+    assert not errors.count
+
+
+def test_a_response_that_is_no_text_is_the_error_of_its_row() -> None:
+    column, errors = listed(tensor("y", "BYTES", 1), [[b"a"], [b"b"]], [[b"c"], [b"\xff"]], [[b"d"]])
+    raw, _ = listed(tensor("y", "BYTES", 1), [[b"\xff"]], binary="y")
+
+    assert column.to_pylist() == [["a", "b"], None, ["d"]]
+    assert errors.count == 1
+    assert raw.to_pylist() == [[b"\xff"]]
+
+
+def test_rows_of_a_decoupled_model_that_failed_are_null() -> None:
+    """Not an empty list, which is no response."""
+    batch, errors = batch_of(3), RowErrors(3)
+    model = replace(model_of([X], [tensor("y", "FP32", 1)]), decoupled=True)
+    columns = OutputColumns(job_of(), model, batch.record.schema, URLS)
+    errors.mark(np.array([1]), "execution_failed", "no")
+    array = np.empty(2, object)
+    array[0], array[1] = (), (np.ones(1, np.float32),)
+
+    found = columns.encode(batch, [Scored(np.array([2, 0]), {"y": array})], errors)
+
+    assert found.column("y").to_pylist() == [[1.0], None, []]
+
+
+def test_the_greatest_elements_of_a_decoupled_model_are_refused() -> None:
+    model = replace(model_of([X], [PROBABILITIES]), decoupled=True)
+    job = job_of(output=Output("file:///out", top_k={"p": 1}))
+    with pytest.raises(InvalidRequest, match=r"'p' of 'm', which is decoupled: .*leave it out of 'output.top_k'"):
+        OutputColumns(job, model, batch_of(1).record.schema, URLS)

@@ -33,7 +33,7 @@ SHARED_AHEAD_S = 1.0
 """The same beside online requests, which reading gives way to."""
 
 Outputs = Mapping[str, Array]
-"""Output tensor → array, with the rows first."""
+"""Output tensor → array, with the rows first; of decoupled models as `Scored.outputs` has them."""
 
 
 class Slice(NamedTuple):
@@ -66,8 +66,11 @@ class Slice(NamedTuple):
 
     def halves(self) -> "tuple[Slice, Slice]":
         """Returns two slices that are this one."""
-        middle = (self.start + self.stop) // 2
-        return self._replace(stop=middle, is_apart=True), self._replace(start=middle, is_apart=True)
+        return self.within(0, self.rows // 2), self.within(self.rows // 2, self.rows)
+
+    def within(self, start: int, stop: int) -> "Slice":
+        """Returns the part of this slice from a place in it to the one before another."""
+        return self._replace(start=self.start + start, stop=self.start + stop, is_apart=True)
 
 
 class Chunk:
@@ -258,6 +261,11 @@ class Chunks:
         """Has the halves of a batch that failed run by themselves."""
         with self._changed:
             self._again.extendleft(reversed(part.halves()))
+
+    def again(self, part: Slice) -> None:
+        """Has a part of a batch run again, by itself."""
+        with self._changed:
+            self._again.append(part)
 
     def fail(self, part: Slice, code: str, message: str) -> None:
         """Takes note that rows have no outputs."""

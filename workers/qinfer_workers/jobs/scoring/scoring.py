@@ -1,7 +1,8 @@
 """Executes slices of a shard on an instance of its model; rows that fail cost no other row its outputs.
 
 A batch that raises is cut in halves, again and again, until the rows are found that fail alone (`batching.halves` does
-the same to requests). They get the model's error; the others get their outputs.
+the same to requests). They get the model's error; the others get their outputs. Of a decoupled model each row is a
+request of the batch, and the outputs of a row are those of all its responses.
 """
 
 import logging
@@ -14,7 +15,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from qinfer.backends.base import Backend, Batch, OneResponse
+from qinfer.backends.base import Array, Backend, Batch, OneResponse
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Answer, Caller, Responder
 from qinfer.core.clock import ServerClock
@@ -29,9 +30,10 @@ from qinfer.errors import (
     RequestError,
 )
 from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, StatsTally
-from qinfer.tensors import to_numpy
+from qinfer.tensors import Tensor, to_numpy
 from qinfer_workers.jobs.scoring.arbiter import Turn
 from qinfer_workers.jobs.scoring.chunks import Chunks, Outputs, Slice
+from qinfer_workers.jobs.scoring.row_streams import Bounds, RowStreams
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Purpose:
         tenant: Whose job it is.
         progress: Called after each batch, in any thread.
         outputs: The outputs that are asked of it; empty = all.
+        row_bytes: The responses of a decoupled model to a row may take so many bytes.
     """
 
     model: LoadedModel
@@ -66,6 +69,7 @@ class Purpose:
     tenant: str = ""
     progress: Callable[[], None] = lambda: None
     outputs: tuple[str, ...] = ()
+    row_bytes: int = 4 * 2**20
 
 
 class Scorer:
@@ -104,7 +108,7 @@ class Scorer:
             watch: Runs since the slice before was done: what is between two batches costs time as well.
         """
         try:
-            outputs = self._execute(instance, part, watch)
+            outputs, failed = self._execute(instance, part, watch)
         except _LATER as error:
             self._stop(error)
         except OutputMismatch as error:  # no single row's
@@ -117,14 +121,21 @@ class Scorer:
             self._warn(part)
             self._failed(part, InferenceFailed(str(error) or type(error).__name__))
         else:
-            self.executions.add(part.rows, watch.laps_ns, self.purpose.clock.now_s())
-            self.chunks.done(part, outputs, watch.seconds())
+            if len(failed) < part.rows:
+                self.executions.add(part.rows - len(failed), watch.laps_ns, self.purpose.clock.now_s())
+            if failed:
+                self._settle(part, outputs, failed)
+            else:
+                self.chunks.done(part, outputs, watch.seconds())
 
-    def _execute(self, instance: Backend, part: Slice, watch: "Watch") -> Outputs:
+    def _execute(self, instance: Backend, part: Slice, watch: "Watch") -> tuple[Outputs, Mapping[int, QinferError]]:
+        """Returns the outputs of a slice, and the errors of single rows by their place in it."""
         inputs = part.inputs()
         is_batched = self._spec.max_batch_size > 0
         if not is_batched:
             inputs = {name: array[0] for name, array in inputs.items()}
+        if self._spec.decoupled:
+            return self._stream(instance, inputs, part.rows, watch)
         rows = part.rows if is_batched else 1
         way = _Way(self)
         watch.lap()
@@ -141,7 +152,54 @@ class Scorer:
             raise OutputMismatch(problem)
         arrays = {tensor.name: to_numpy(tensor) for tensor in way.answer}
         watch.lap()
-        return arrays if is_batched else {name: array[np.newaxis] for name, array in arrays.items()}
+        return arrays if is_batched else {name: array[np.newaxis] for name, array in arrays.items()}, {}
+
+    def _stream(
+        self, instance: Backend, inputs: Mapping[str, Array], rows: int, watch: "Watch"
+    ) -> tuple[Outputs, Mapping[int, QinferError]]:
+        """Executes rows of a decoupled model as `_execute` does, a request each."""
+        purpose = self.purpose
+
+        def problem(outputs: Sequence[Tensor]) -> str | None:
+            return self._responder.problem(outputs, purpose.outputs, 1)
+
+        bounds = Bounds(purpose.row_bytes, self._spec.default_timeout_s)
+        streams = RowStreams(rows, bounds, problem, _Way(self))
+        watch.lap()
+        try:
+            instance.execute(Batch(requests=[self._request] * rows, rows=[1] * rows, inputs=inputs), streams)
+            streams.wait(purpose.progress)
+        except Cancelled as error:
+            if self.chunks.is_stopped or not streams.errors():
+                raise
+            if rows > 1:  # one row's end is not that of the others
+                raise InferenceFailed(error.message) from error
+        finally:
+            streams.close()
+        watch.lap()
+        failed = streams.errors()
+        if (later := next((error for error in failed.values() if isinstance(error, _LATER)), None)) is not None:
+            raise later
+        names = [tensor.name for tensor in self._spec.outputs if tensor.name in (purpose.outputs or (tensor.name,))]
+        outputs = streams.outputs(names, is_batched=self._spec.max_batch_size > 0)
+        watch.lap()
+        return outputs, failed
+
+    def _settle(self, part: Slice, outputs: Outputs, failed: Mapping[int, QinferError]) -> None:
+        """Takes the outputs of a slice of which rows have failed; what failed beside others runs again alone."""
+        start = 0
+        for place in (*sorted(failed), part.rows):
+            if start < place:
+                good = {name: array[start:place] for name, array in outputs.items()}
+                self.chunks.done(part.within(start, place), good, 0.0)
+            start = place + 1
+            if place == part.rows:
+                return
+            row, error = part.within(place, start), failed[place]
+            if part.rows > 1 and isinstance(error, InferenceFailed):
+                self.chunks.again(row)
+            else:
+                self._failed(row, error)
 
     def _failed(self, part: Slice, error: QinferError) -> None:
         if part.rows > 1:

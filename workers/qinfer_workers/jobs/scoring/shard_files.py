@@ -39,6 +39,9 @@ MODEL_CHANGED = (
 _FIRST_ROWS = 256
 _MOST_ROWS = 65_536
 _MOST_SHARED_ROWS = 8192
+_STREAMED_ROWS = 64
+"""Rows of a decoupled model that are read together, because their responses may be large."""
+_STREAMED_SHARE = 16
 _GROWTH = 8
 _COMMITS = 5
 _turnstile = threading.Lock()
@@ -157,7 +160,7 @@ class ShardFiles:
         inputs = InputColumns(task.spec, task.model, schema)
         columns = tuple(dict.fromkeys((*inputs.columns, *self._outputs.copied)))
         with closing(self._reader(columns, schema)) as reader:
-            rows = _FIRST_ROWS
+            rows = _STREAMED_ROWS if task.model.decoupled else _FIRST_ROWS
             while chunks.reserve():
                 with _one_at_a_time(chunks):
                     batch = reader.read(rows)
@@ -166,8 +169,9 @@ class ShardFiles:
                     self.faults |= dict.fromkeys(fault.message for fault in batch.faults)
                     chunk = Chunk(batch, inputs.decode(batch.record, _unread(batch, reader.limits.rows_bytes)))
                 chunks.add(chunk)
-                most = _MOST_SHARED_ROWS if chunks.is_shared else _MOST_ROWS
-                rows = min(rows * _GROWTH, most)
+                if not task.model.decoupled:
+                    most = _MOST_SHARED_ROWS if chunks.is_shared else _MOST_ROWS
+                    rows = min(rows * _GROWTH, most)
         chunks.end()
 
     def _reader(self, columns: Sequence[str], schema: pa.Schema) -> ShardReader:
@@ -236,6 +240,12 @@ class ShardFiles:
                     return outcome
                 store.set_aside(task.url, found.etag)
         raise StoreUnavailable(f"'{task.url}' can't be committed: there is another broken part each time; try again")
+
+
+def streamed_bytes(read_bytes: int) -> int:
+    """Returns how many bytes a decoupled model's responses to one row may take, where so many of rows are held."""
+    # The offsets of lists, of which a chunk makes an array, have 32 bits.
+    return min(read_bytes // _STREAMED_SHARE, 2**31 // _STREAMED_ROWS)
 
 
 def clear_spool(folder: Path, older_than_at: float) -> None:

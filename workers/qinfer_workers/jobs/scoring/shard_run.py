@@ -26,7 +26,7 @@ from qinfer_workers.jobs.scoring.arbiter import Turn
 from qinfer_workers.jobs.scoring.chunks import Chunks
 from qinfer_workers.jobs.scoring.context import Abandoned, HeldShard, PutOff, Served
 from qinfer_workers.jobs.scoring.scoring import Borrowed, Purpose, Scorer
-from qinfer_workers.jobs.scoring.shard_files import ShardFiles, Task, TooManyFailed
+from qinfer_workers.jobs.scoring.shard_files import ShardFiles, Task, TooManyFailed, streamed_bytes
 from qinfer_workers.jobs.scoring.shard_loop import STALLED_S
 
 logger = logging.getLogger(__name__)
@@ -260,6 +260,7 @@ def make_run(served: Served, held: HeldShard, ticket: ShardTicket, record: JobRe
         tenant=record.tenant,
         progress=progress,
         outputs=spec.output.tensors,
+        row_bytes=streamed_bytes(served.read_bytes),
     )
     is_again = held.lease.suspect or held.lease.deliveries > 1
     return ShardRun(ShardFiles(task), purpose, served, free, is_again=is_again)

@@ -1,0 +1,182 @@
+"""The responses of a decoupled model to the rows of a bulk batch: each row is a request, with any number of them."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from qinfer.backends.base import Array, Context
+from qinfer.batching.execution import Answer
+from qinfer.batching.streams import OVERHEAD_BYTES, nbytes_of
+from qinfer.core.messages import InferRequest, Response, Scalar
+from qinfer.errors import Cancelled, DeadlineExceeded, OutputMismatch, PayloadTooLarge, QinferError
+from qinfer.tensors import Tensor, to_numpy
+
+_LOOK_S = 0.5  # between two looks whether the shard is stopped
+
+
+class Bounds(NamedTuple):
+    """Bounds of a batch's streams.
+
+    Attributes:
+        row_bytes: The outputs of a row's responses may take so many bytes, `OVERHEAD_BYTES` for each included.
+        idle_s: Rows are given up when the model sends no response for so many seconds.
+    """
+
+    row_bytes: int
+    idle_s: float
+
+
+class _Row:
+    __slots__ = ("error", "is_open", "nbytes", "responses")
+
+    def __init__(self) -> None:
+        self.responses: list[dict[str, Array]] = []
+        self.nbytes = 0
+        self.is_open = True
+        self.error: QinferError | None = None
+
+
+class RowStreams:
+    """The `Context` of a bulk batch of a decoupled model; an item is a row. Used from any thread.
+
+    Args:
+        rows: The rows of the batch.
+        bounds: What they may take.
+        problem: Says what is wrong with the outputs of a response to one row; `None` = nothing.
+        calls: The context through which the batch calls other models.
+    """
+
+    def __init__(
+        self, rows: int, bounds: Bounds, problem: Callable[[Sequence[Tensor]], str | None], calls: Context
+    ) -> None:
+        self._rows = [_Row() for _ in range(rows)]
+        self._bounds = bounds
+        self._problem = problem
+        self._calls = calls
+        self._changed = threading.Condition()
+        self._callbacks: dict[int, Callable[[int], None]] = {}
+        self._heard_s = time.monotonic()
+        self._is_over = False
+
+    @property
+    def is_decoupled(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def window_bytes(self) -> int:
+        """0: responses are taken as they come."""
+        return 0
+
+    def respond(
+        self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
+    ) -> None:
+        """Takes a response, without waiting; see `Context.respond`."""
+        self.offer(item, outputs, final=final, parameters=parameters)
+
+    def offer(
+        self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
+    ) -> None:
+        """Takes a response; see `Context.offer`. An error ends its row, also one that is not final."""
+        del parameters
+        row = self._rows[item]
+        with self._changed:
+            self._heard_s = time.monotonic()
+            if self._is_over or row.error is not None:
+                raise Cancelled("nobody waits for responses of this row any more")
+            if not row.is_open:
+                raise OutputMismatch("the model answered a row after its final response")
+            self._take(row, outputs)
+            row.is_open = row.error is None and not final
+            self._changed.notify_all()
+            if isinstance(row.error, PayloadTooLarge):
+                raise Cancelled(row.error.message)
+
+    def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
+        """Has a callback told when nobody waits for the row any more; see `Context.on_taken`."""
+        with self._changed:
+            self._callbacks[item] = callback
+
+    def cancelled(self, item: int) -> bool:
+        """Tells whether nobody waits for the row any more."""
+        return self._is_over or self._rows[item].error is not None or self._calls.cancelled(item)
+
+    def call(self, request: InferRequest) -> Response:
+        """Runs another model; see `Context.call`."""
+        return self._calls.call(request)
+
+    def stream(self, request: InferRequest) -> Iterator[Response]:
+        """Runs another model that may give several responses; see `Context.stream`."""
+        return self._calls.stream(request)
+
+    def wait(self, progress: Callable[[], None]) -> None:
+        """Waits until each row has its final response; those that get none in time fail.
+
+        Args:
+            progress: Called again and again meanwhile.
+
+        Raises:
+            Cancelled: The shard is stopped.
+        """
+        with self._changed:
+            while any(row.is_open for row in self._rows):
+                if self._calls.cancelled(0):
+                    raise Cancelled("nobody waits for this batch any more")
+                left_s = self._heard_s + self._bounds.idle_s - time.monotonic()
+                if left_s <= 0:
+                    self._give_up()
+                    return
+                self._changed.wait(min(left_s, _LOOK_S))
+                progress()
+
+    def close(self) -> None:
+        """Takes no more responses, and tells the model of the rows for which it still makes some."""
+        with self._changed:
+            self._is_over = True
+            callbacks, self._callbacks = self._callbacks, {}
+        for callback in callbacks.values():
+            callback(0)
+
+    def outputs(self, names: Sequence[str], *, is_batched: bool) -> dict[str, Array]:
+        """Returns each output's values, `[rows]` of objects: a tuple for each row, with an array of each response.
+
+        Args:
+            names: The outputs.
+            is_batched: They have a batch dimension, of 1, which is left out.
+        """
+        arrays = {}
+        for name in names:
+            arrays[name] = np.empty(len(self._rows), object)
+            for number, row in enumerate(self._rows):
+                values = (response[name] for response in row.responses)
+                arrays[name][number] = tuple(v.reshape(v.shape[1:]) for v in values) if is_batched else tuple(values)
+        return arrays
+
+    def errors(self) -> dict[int, QinferError]:
+        """Returns the errors of the rows that have failed, by the row's place in the batch."""
+        return {number: row.error for number, row in enumerate(self._rows) if row.error is not None}
+
+    def _take(self, row: _Row, outputs: Answer) -> None:
+        if isinstance(outputs, QinferError):
+            row.error = outputs
+            return
+        row.nbytes += nbytes_of(outputs) + OVERHEAD_BYTES
+        if row.nbytes > self._bounds.row_bytes:
+            row.error = PayloadTooLarge(
+                f"the responses of the row take more than {self._bounds.row_bytes} bytes; ask for less, or raise "
+                "QINFER_BULK__MAX_READ_BYTES, which is 16 times as much"
+            )
+        elif outputs and (problem := self._problem(outputs)) is not None:
+            row.error = OutputMismatch(problem)
+        elif outputs:
+            # A copy, because the memory may be that of the model's process, which waits for it.
+            row.responses.append({tensor.name: np.array(to_numpy(tensor)) for tensor in outputs})
+
+    def _give_up(self) -> None:
+        text = f"the model sent no response for {self._bounds.idle_s:g} s, and no final one for the row"
+        for row in self._rows:
+            if row.is_open:
+                row.is_open, row.error = False, DeadlineExceeded(text)
