@@ -128,6 +128,11 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     parameters: Mapping[str, Scalar] = msgspec.field(default_factory=dict)
     credit_to: str = ""
 
+    @property
+    def says_something(self) -> bool:
+        """Whether it is more than the word that no other comes."""
+        return not self.final or bool(self.outputs or self.parameters or self.failure is not None)
+
 
 class Credit(msgspec.Struct, frozen=True, array_like=True):
     """Word from the reader of a stream to its worker: so much was taken, and makes room in the stream's window.

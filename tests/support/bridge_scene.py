@@ -19,6 +19,7 @@ from qinfer.models.catalog import Catalog
 from qinfer_workers.bridge.config import BridgeConfig, parse_config
 from qinfer_workers.bridge.program import Bridge
 from tests.support.inline_workers import InlineWorkers
+from tests.support.worker_processes import WorkerProcesses
 
 Process = subprocess.Popen[bytes]
 
@@ -125,7 +126,7 @@ def routes(url: str, **route: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def bridge(scene: InlineWorkers, document: Mapping[str, Any]) -> AsyncIterator[Bridge]:
+async def bridge(scene: InlineWorkers | WorkerProcesses, document: Mapping[str, Any]) -> AsyncIterator[Bridge]:
     """Runs a bridge in this process, on the workers' queue."""
     config: BridgeConfig = parse_config(dict(document), {})
     catalog = Catalog(scene.store, LimitSettings())

@@ -16,11 +16,6 @@ from qinfer.wire.outputs import OutputPlan
 from qinfer_api.http.infer import InferCodec, Reply, refusal
 
 
-def says_something(response: Response) -> bool:
-    """Tells whether a response is more than the word that no other comes."""
-    return not response.final or bool(response.outputs or response.parameters or response.failure is not None)
-
-
 def encode_list(codec: InferCodec, responses: Sequence[Response], client_id: str, plan: OutputPlan) -> Reply:
     """Encodes the responses to a request as one reply; one that can't be encoded becomes its error reply.
 

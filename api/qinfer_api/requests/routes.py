@@ -33,7 +33,7 @@ from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
 from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target
-from qinfer_api.http.responses import encode_event, says_something
+from qinfer_api.http.responses import encode_event
 from qinfer_api.requests.service import RequestBody, SubmitOptions, Ticket, address_of, path_of, shown_record
 from qinfer_api.rest.openapi import LAST_EVENT, answer, errors, followed, header, operation, query
 from qinfer_api.rest.services import (
@@ -279,7 +279,7 @@ async def _outcome(services: Services, request: Request, record: RequestRecord) 
     outcome, plan = await services.requests.result(record)
     if record.decoupled and outcome.failure is None:
         responses = [one async for one in services.requests.stored(record)]
-        if says_something(outcome):
+        if outcome.says_something:
             responses.append(outcome)
         response = await send_outputs(services, request, responses, record.client_id, plan)
     else:
@@ -339,7 +339,7 @@ async def _responses(services: Services, record: RequestRecord, index: int) -> A
             yield await _encoded(services, response, record.client_id, plan)
         if record.state is RequestState.SUCCEEDED and index <= record.responses:
             outcome, _ = await requests.result(record)
-            if says_something(outcome):
+            if outcome.says_something:
                 yield await _encoded(services, outcome, record.client_id, plan)
 
 

@@ -45,7 +45,7 @@ from qinfer_api.http.infer import (
     refusal,
     request_encoding,
 )
-from qinfer_api.http.responses import coded_refusal, encode_event, event_text, says_something
+from qinfer_api.http.responses import coded_refusal, encode_event, event_text
 from qinfer_api.requests.routes import ACCEPTED, PREFER, submit
 from qinfer_api.rest.openapi import Json, answer, body, operation
 from qinfer_api.rest.services import (
@@ -208,7 +208,7 @@ class StreamSink:
         """
         while True:
             response = await self._responses.get()
-            if says_something(response):
+            if response.says_something:
                 yield response
             if response.final:
                 return

@@ -29,7 +29,6 @@ from qinfer.wire.kserve_grpc import (
 )
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.http.infer import bound, parse_version
-from qinfer_api.http.responses import says_something
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, Guard
 from qinfer_api.rpc.headers import Abort, Method
@@ -416,7 +415,7 @@ class _Stream:
         """Returns the message for a response, in pieces; `None` = none is sent."""
         failure = response.failure
         if failure is None:
-            if response.final and not (says_something(response) or slot.is_ordered or slot.empty_final):
+            if response.final and not (response.says_something or slot.is_ordered or slot.empty_final):
                 return None
             try:
                 if nbytes_of(response) > LARGE_BYTES:

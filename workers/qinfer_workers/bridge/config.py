@@ -209,6 +209,8 @@ class RouteOptions(_Part):
         max_waiting: So many requests may wait in the model's lane; default: half of what the lane holds.
         source: Where messages come from.
         sink: Where predictions go.
+        responses: What is sent of a decoupled model, once its stream has ended: `one` = a message with the list of all
+            responses, `each` = a message for each of them. Other models give one response, and it has no effect.
         dead_letter: The queue, on the source's broker, for messages that can't be answered; default `<queue>.dead`.
         body: How bodies are read, and replies written.
     """
@@ -222,6 +224,7 @@ class RouteOptions(_Part):
     max_waiting: int | None = Field(None, ge=1)
     source: SourceOptions
     sink: SinkOptions = Field(default_factory=SinkOptions)
+    responses: Literal["one", "each"] = "one"
     dead_letter: _ShortName = ""
     body: BodyOptions = Field(default_factory=BodyOptions)
 

@@ -1,6 +1,7 @@
 """Ends of requests, on the loop: taken from the route's outbox, rendered in a thread, published, and confirmed.
 
-Up to `MOST_IN_HAND` are under way at a time. An end that is not confirmed in its pause is delivered again, to any
+The responses that a decoupled model gave are read with the end of their stream, one stream at a time. Up to
+`MOST_IN_HAND` ends are under way at a time. An end that is not confirmed in its pause is delivered again, to any
 bridge of the route; one that is still in hand here then is not published twice.
 """
 
@@ -13,7 +14,7 @@ from contextlib import suppress
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import QinferError
 from qinfer.queue.deliveries import Kind
-from qinfer.queue.entries import Ending
+from qinfer.queue.entries import Address, Ending, RequestState
 from qinfer.queue.lanes import Queue
 from qinfer_workers.bridge.reading import PARTITION
 from qinfer_workers.bridge.rendering import Rendered
@@ -32,6 +33,8 @@ PACE_S = 0.01
 """The shortest time between two reads that are not full, so that each finds many."""
 
 _LONGEST_PAUSE_S = 1.0
+_MESSAGE_BYTES = 1000
+"""A message in hand takes so many bytes, besides its body: about."""
 
 
 class Endings:
@@ -41,7 +44,8 @@ class Endings:
         delivery: The queue.
         model: The model.
         kind: The outbox; what is not confirmed in its pause comes again.
-        render: Makes the messages of an end, in a thread; `None` = nobody is sent any.
+        render: Makes the messages of an end, in a thread, with the responses that are stored before the final one;
+            `None` = nobody is sent any.
         post: Publishes them.
         took: Called when requests have left the queue.
     """
@@ -52,7 +56,7 @@ class Endings:
         delivery: Queue,
         model: str,
         kind: Kind,
-        render: Callable[[Ending], Rendered | None],
+        render: Callable[[Ending, Sequence[bytes]], Rendered | None],
         post: Callable[[Sequence[Rendered]], None],
         took: Callable[[], None],
     ) -> None:
@@ -66,6 +70,7 @@ class Endings:
         self._confirmed: deque[str] = deque()
         self._news = asyncio.Event()
         self._to_confirm = asyncio.Event()
+        self._room = asyncio.Event()
         self._stopping = False
         self._is_taking = True
         self._away = OutageLog(
@@ -95,6 +100,7 @@ class Endings:
         """Stops reading, and ends `run` once the replies in hand are confirmed."""
         self._stopping = True
         self._news.set()
+        self._room.set()
         self._to_confirm.set()
 
     async def run(self) -> None:
@@ -123,7 +129,9 @@ class Endings:
             fresh = [ending for ending in taken if ending.id not in self._in_hand]
             if fresh:
                 self._took()
-                await self._render(fresh)
+                await self._render([ending for ending in fresh if not _is_stream(ending)])
+                for stream in filter(_is_stream, fresh):
+                    await self._render_stream(stream)
             if count <= 0 or not taken:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REREAD_S):
@@ -133,18 +141,35 @@ class Endings:
         self._is_taking = False
         self._to_confirm.set()
 
-    async def _render(self, endings: Sequence[Ending]) -> None:
+    async def _render_stream(self, ending: Ending) -> None:
+        """Publishes the end of a stream once there is room for its responses; else it is delivered again."""
+        while self._in_hand_bytes >= MOST_BYTES_IN_HAND and not self._stopping:
+            self._room.clear()
+            await self._room.wait()
+        if self._stopping:
+            return
+        place, stored = Address(*self._place[:2], ending.request_id), list[bytes]()
+        try:
+            while page := await self._delivery.requests.responses.read(place, len(stored)):
+                stored += page
+        except QinferError as error:
+            self._away.failed(error.message)
+            return
+        await self._render([ending], stored)
+
+    async def _render(self, endings: Sequence[Ending], stored: Sequence[bytes] = ()) -> None:
         for ending in endings:
-            size = len(ending.blob or b"")
+            size = len(ending.blob or b"") + sum(len(blob) + _MESSAGE_BYTES for blob in stored)
             self._in_hand[ending.id] = size
             self._in_hand_bytes += size
-        rendered = await asyncio.to_thread(lambda: [self._render_one(ending) for ending in endings])
+        rendered = await asyncio.to_thread(lambda: [self._render_one(ending, stored) for ending in endings])
         if silent := [ending.id for ending, each in zip(endings, rendered, strict=True) if each is None]:
             self.confirm(silent)
         self._post([each for each in rendered if each is not None])
 
     def _forget(self, ending_id: str) -> None:
         self._in_hand_bytes -= self._in_hand.pop(ending_id, 0)
+        self._room.set()
 
     async def _confirm_all(self) -> None:
         backoff = Backoff(PACE_S * 10, _LONGEST_PAUSE_S)
@@ -166,3 +191,9 @@ class Endings:
                 self._forget(self._confirmed.popleft())
             if len(self._in_hand) < MOST_AT_ONCE:
                 self._news.set()
+
+
+def _is_stream(ending: Ending) -> bool:
+    """Tells whether an end has responses besides the final one; those of a request that failed are not sent."""
+    record = ending.record
+    return record is not None and record.decoupled and record.state is RequestState.SUCCEEDED

@@ -18,6 +18,8 @@ VERSION_HEADER = "x-qinfer-version"
 ROUTE_HEADER = "x-qinfer-route"
 REASON_HEADER = "x-qinfer-reason"
 CODE_HEADER = "x-qinfer-code"
+INDEX_HEADER = "x-qinfer-response-index"
+FINAL_HEADER = "x-qinfer-response-final"
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):

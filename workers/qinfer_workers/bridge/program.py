@@ -21,8 +21,8 @@ from qinfer.models.state import BRIDGE
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
-from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
+from qinfer_workers.bridge.reading import body_codec
 from qinfer_workers.bridge.route import Route
 from qinfer_workers.bridge.transports.kombu import look
 from qinfer_workers.liveness import report_liveness
@@ -252,7 +252,7 @@ async def _check_route(route: RouteOptions, catalog: Catalog, say: Callable[[str
     is_well = True
     try:
         served = catalog.accepting(route.model, route.version)
-        BodyCodec(route.body, served.spec, served.version)
+        body_codec(route, served)
         say(f"route '{route.name}': model '{route.model}' version {served.version}: well")
     except QinferError as error:
         is_well = False

@@ -5,6 +5,7 @@ import msgspec
 from qinfer.core.messages import IdFactory
 from qinfer.errors import InvalidRequest
 from qinfer.models.catalog import Served
+from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import MAX_NOTES_BYTES, Acceptance, Address
 from qinfer.submission.submit import prepare
 from qinfer_workers.bridge.bodies.decode import BodyCodec
@@ -16,6 +17,10 @@ PARTITION = 0
 """The partition that requests of bridges go to."""
 
 _MAX_SHORT_BYTES = 255  # of AMQP, where replies may go
+_NO_ARROW_LIST = (
+    "the model is decoupled, and a reply in Arrow can't be a list of its responses; set the route's 'responses' to "
+    "each, or 'reply' of its 'body' to jsonl or kserve"
+)
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -55,15 +60,10 @@ class Reader:
         """Sets the model version that messages are read for from now on.
 
         Raises:
-            InvalidRequest: The route's `body` does not fit the model, or the model is decoupled.
+            InvalidRequest: The route's `body` does not fit the model.
         """
-        if served.spec.decoupled:
-            raise InvalidRequest(
-                f"model '{served.spec.name}' is decoupled: it gives any number of responses, and a bridge sends one; "
-                "name a model that is not decoupled in the route"
-            )
         if served is not self._served:
-            self._codec = BodyCodec(self._route.body, served.spec, served.version)
+            self._codec = body_codec(self._route, served)
             self._served = served
 
     def read(self, message: Delivered) -> Work:
@@ -78,6 +78,8 @@ class Reader:
         if message.broken:
             raise InvalidRequest(message.broken)
         decoded = codec.decode(message.body, message.content_type, message.headers, message.content_encoding)
+        if _is_list(route, served.spec) and decoded.reply.form.startswith("arrow"):
+            raise InvalidRequest(_NO_ARROW_LIST)
         message_id = identity(message, route.source.id_header)
         notes = self._notes(message, message_id, decoded.reply)
         model = served.spec.name
@@ -112,6 +114,7 @@ class Reader:
             outbox=route.outbox,
             notes=notes,
             watcher=self._watcher,
+            decoupled=served.spec.decoupled,
         )
         return Work(message, acceptance, bool(message_id))
 
@@ -141,6 +144,22 @@ class Reader:
                 "make them shorter"
             )
         return notes
+
+
+def body_codec(route: RouteOptions, served: Served) -> BodyCodec:
+    """Returns what reads the bodies of a route's messages.
+
+    Raises:
+        InvalidRequest: The route's `body` does not fit the model.
+    """
+    if _is_list(route, served.spec) and route.body.reply == "arrow":
+        raise InvalidRequest(_NO_ARROW_LIST)
+    return BodyCodec(route.body, served.spec, served.version)
+
+
+def _is_list(route: RouteOptions, spec: ModelSpec) -> bool:
+    """Tells whether replies are lists of responses."""
+    return spec.decoupled and route.responses == "one"
 
 
 def _header(message: Delivered, name: str) -> str:

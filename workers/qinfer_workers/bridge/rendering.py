@@ -10,12 +10,14 @@ from typing import NamedTuple
 import msgspec
 
 from qinfer.core.messages import Failure, Response
-from qinfer.errors import CorruptEntry, ErrorCode, QinferError
+from qinfer.errors import CorruptEntry, ErrorCode, PayloadTooLarge, QinferError
 from qinfer.queue.entries import Ending, RequestState
 from qinfer.wire.frame import decode_responses
 from qinfer_workers.bridge.config import RouteOptions
 from qinfer_workers.bridge.messages import (
     CODE_HEADER,
+    FINAL_HEADER,
+    INDEX_HEADER,
     MODEL_HEADER,
     REASON_HEADER,
     REQUEST_ID_HEADER,
@@ -28,7 +30,7 @@ from qinfer_workers.bridge.messages import (
     Place,
     PublishGroup,
 )
-from qinfer_workers.bridge.replies import Encoded, encode, encode_error
+from qinfer_workers.bridge.replies import Encoded, encode, encode_error, encode_list, encode_one
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,9 @@ GONE = "gone"
 
 REFUSED = "refused"
 """The state in the reply to a message that was not accepted."""
+
+MAX_EACH = 10_000
+"""The most responses of a stream that are sent one by one: all of them are in memory until they are confirmed."""
 
 _MAX_REASON = 2000
 _MAX_SHORT = 255
@@ -60,12 +65,13 @@ class Rendered(NamedTuple):
     messages: Sequence[Outgoing]
 
 
-def render(route: RouteOptions, ending: Ending) -> Rendered | None:
+def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) -> Rendered | None:
     """Returns the messages to publish for an ended request; `None` = there is no recipient.
 
     Args:
         route: The route.
         ending: The end, as the outbox gave it.
+        stored: The responses of a decoupled model before the final one, encoded.
     """
     try:
         note = _notes.decode(ending.notes)
@@ -73,14 +79,17 @@ def render(route: RouteOptions, ending: Ending) -> Rendered | None:
         logger.exception("an ended request's notes can't be read", extra={"request": ending.request_id})
         return None
     group = PublishGroup(ending_id=ending.id)
-    state, response, failure = _outcome(ending)
+    state, responses, failure = _outcome(ending, stored)
     headers = {REQUEST_ID_HEADER: ending.request_id, STATE_HEADER: state, ROUTE_HEADER: route.name, **note.headers}
     messages: Sequence[Outgoing] = ()
-    if response is not None:
-        headers[MODEL_HEADER], headers[VERSION_HEADER] = response.model or route.model, str(response.version)
+    if responses:
+        final = responses[-1]
+        headers[MODEL_HEADER], headers[VERSION_HEADER] = final.model or route.model, str(final.version)
         if failure is None:
+            is_stream = ending.record is not None and ending.record.decoupled
             try:
-                messages = [_reply(route, note, encode(note.reply, response), headers, group)]
+                encoded = _encoded_stream(route, note, responses) if is_stream else [encode(note.reply, final)]
+                messages = [_reply(route, note, each, headers, group) for each in encoded]
             except QinferError as error:
                 failure = Failure.of(error)
                 headers[STATE_HEADER] = state = RequestState.FAILED.value
@@ -139,23 +148,51 @@ def _kept(headers: Mapping[str, object]) -> dict[str, str]:
     return kept
 
 
-def _outcome(ending: Ending) -> tuple[str, Response | None, Failure | None]:
-    """Returns how a request ended: its state, its response, and its failure."""
+def _outcome(ending: Ending, stored: Sequence[bytes]) -> tuple[str, Sequence[Response], Failure | None]:
+    """Returns how a request ended: its state, its responses as far as they are known, and its failure."""
     record = ending.record
+    gone = GONE, (), Failure(ErrorCode.RESULT_EXPIRED.value, _GONE_TEXT)
     if record is None:
-        return GONE, None, Failure(ErrorCode.RESULT_EXPIRED.value, _GONE_TEXT)
-    response: Response | None = None
+        return gone
+    responses: list[Response] = []
     if ending.blob is not None:
         try:
-            (response,) = decode_responses(ending.blob)
+            responses = [response for blob in (*stored, ending.blob) for response in decode_responses(blob)]
         except (CorruptEntry, ValueError):
             logger.exception("a stored response can't be read", extra={"request": ending.request_id})
+    final = responses[-1] if responses else None
     if record.state is not RequestState.SUCCEEDED:
-        failure = response.failure if response is not None else None
-        return record.state.value, response, failure or Failure(record.code, record.message)
-    if response is None:
-        return GONE, None, Failure(ErrorCode.RESULT_EXPIRED.value, _GONE_TEXT)
-    return record.state.value, response, response.failure
+        failure = final.failure if final is not None else None
+        return record.state.value, responses, failure or Failure(record.code, record.message)
+    # The index of the final response is the number of those before it: the time of some may just be over.
+    if final is None or final.index != len(responses) - 1:
+        return gone
+    return record.state.value, responses, final.failure
+
+
+def _encoded_stream(route: RouteOptions, note: Note, responses: Sequence[Response]) -> Iterator[Encoded]:
+    """Yields the replies for a stream; an empty final response is left out, unless it is the only message.
+
+    Raises:
+        PayloadTooLarge: It has more responses than are sent one by one.
+        QinferError: A response can't be encoded.
+    """
+    saying = [response for response in responses if response.says_something]
+    if route.responses == "one":
+        yield encode_list(note.reply, saying)
+        return
+    if len(saying) > MAX_EACH:
+        raise PayloadTooLarge(
+            f"the stream has {len(saying)} responses, more than the {MAX_EACH} that a bridge sends one by one; set the "
+            "route's 'responses' to one, or ask the model for fewer"
+        )
+    sent = saying or responses
+    for index, response in enumerate(sent):
+        encoded = encode_one(note.reply, response)
+        told = {INDEX_HEADER: str(index), FINAL_HEADER: "true" if index == len(sent) - 1 else "false"}
+        if response.failure is not None:
+            told[CODE_HEADER] = response.failure.code
+        yield encoded._replace(headers={**encoded.headers, **told})
 
 
 def _failed(

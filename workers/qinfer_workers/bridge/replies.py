@@ -202,11 +202,61 @@ def encode(reply: ReplyEncoding, response: Response, spec: ModelSpec | None = No
     columns = {column.name: column for column in reply.columns}
     if reply.form in ("json", "jsonl"):
         body = json_lines(response.outputs, columns, is_batched=reply.is_batched)
-        body = body if reply.form == "jsonl" else body.rstrip(b"\n")
+        body = body if reply.form == "jsonl" else _object(body, response)
     else:
         is_file = reply.form == "arrow-file"
         body = arrow_batch(response.outputs, columns, is_batched=reply.is_batched, is_file=is_file)
     return Encoded(_ROW_TYPES[reply.form], body)
+
+
+def encode_one(reply: ReplyEncoding, response: Response) -> Encoded:
+    """Encodes one of a decoupled model's responses: outputs, or an error that the model gave and went on.
+
+    Raises:
+        InvalidRequest: As `encode`.
+        OutputMismatch: As `encode`.
+    """
+    if response.failure is None:
+        return encode(reply, response)
+    return encode_error(response.failure.message, reply.client_id)
+
+
+def encode_list(reply: ReplyEncoding, responses: Iterable[Response]) -> Encoded:
+    """Encodes all responses of a decoupled model as one reply: `{"responses": […]}`, then all binary outputs in order.
+
+    An element is what `encode_one` gives, of JSON lines a list of the rows.
+
+    Raises:
+        InvalidRequest: As `encode`; or it is to be Arrow, which has no such list.
+        OutputMismatch: As `encode`.
+    """
+    if reply.form.startswith("arrow"):
+        raise InvalidRequest("the responses of a decoupled model can't be one reply in Arrow; send JSON or JSON lines")
+    texts, binary = list[bytes](), list[bytes]()
+    for response in responses:
+        encoded = encode_one(reply, response)
+        length = int(encoded.headers.get(JSON_LENGTH_HEADER, len(encoded.body)))
+        text = encoded.body[:length]
+        if encoded.content_type == _ROW_TYPES["jsonl"]:
+            text = b"[%b]" % b",".join(text.splitlines())
+        texts.append(text)
+        binary.append(encoded.body[length:])
+    text, tail = b'{"responses":[%b]}' % b",".join(texts), b"".join(binary)
+    return _with_binary(text + tail, len(text) if tail else None)
+
+
+def _object(lines: bytes, response: Response) -> bytes:
+    """Returns the object of the only row; a decoupled model's response without outputs is an empty one.
+
+    Raises:
+        OutputMismatch: There are more rows, or fewer.
+    """
+    if not response.outputs:
+        return b"{}"
+    rows = lines.splitlines()
+    if len(rows) != 1:
+        raise OutputMismatch(f"the model gave {len(rows)} rows for a message of one; set the reply's format to jsonl")
+    return rows[0]
 
 
 def bound(plan: OutputPlan, spec: ModelSpec) -> OutputPlan:
@@ -234,9 +284,14 @@ def _kserve(reply: ReplyEncoding, response: Response, spec: ModelSpec | None) ->
         # The prediction exists, and nobody can be asked again for it: what JSON can't carry follows it as it is.
         plan = msgspec.structs.replace(plan, overrides={**plan.overrides, **binary})
         encoded = encode_infer(response, reply.client_id, plan)
-    if encoded.json_length is None:
-        return Encoded(_JSON, encoded.body)
-    return Encoded("application/octet-stream", encoded.body, {JSON_LENGTH_HEADER: str(encoded.json_length)})
+    return _with_binary(encoded.body, encoded.json_length)
+
+
+def _with_binary(body: bytes, json_length: int | None) -> Encoded:
+    """Returns a reply in JSON, whose length is given if binary outputs follow."""
+    if json_length is None:
+        return Encoded(_JSON, body)
+    return Encoded("application/octet-stream", body, {JSON_LENGTH_HEADER: str(json_length)})
 
 
 def _is_json(tensor: Tensor, plan: OutputPlan) -> bool:

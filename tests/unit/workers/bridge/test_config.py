@@ -83,6 +83,7 @@ def test_a_variable_may_be_the_whole_url() -> None:
         (document(dead_letter="tasks"), "must be three queues"),
         (document(sink={"routing_key": "tasks.dead"}), "must be three queues"),
         (document(body={"reply": "xml"}), "route 'digits'.body.reply"),
+        (document(responses="all"), "route 'digits'.responses: Input should be 'one' or 'each', got 'all'"),
         (
             document(source={"url": "amqp://b//", "queue": "q", "prefetch": "lots"}),
             "unable to parse string as an integer, got 'lots'",

@@ -1,7 +1,9 @@
-"""Messages that become requests: which models a route can be for."""
+"""Messages that become requests: what a route's model decides."""
 
 from dataclasses import replace
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from qinfer.errors import InvalidRequest
@@ -10,16 +12,44 @@ from qinfer.models.routes import Routes
 from qinfer.queue.entries import Lane
 from qinfer.testing import stub_spec
 from qinfer_workers.bridge.config import RouteOptions
+from qinfer_workers.bridge.messages import Delivered, Receipt
 from qinfer_workers.bridge.reading import Reader
 
+KSERVE = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
 
-def test_a_decoupled_model_is_refused() -> None:
-    """Its messages stay in the source: a bridge would send the last of its responses only."""
-    route = RouteOptions.model_validate(
-        {"name": "r", "model": "stub", "source": {"url": "amqp://broker//", "queue": "tasks"}}
-    )
-    spec = replace(stub_spec(), decoupled=True)
-    served = Served(spec=spec, version=1, generation=1, lane=Lane("stub", 1), routes=Routes(spec, 1))
 
-    with pytest.raises(InvalidRequest, match="model 'stub' is decoupled"):
-        Reader(route, 60.0, "reply:bridge", 1000).use(served)
+def reader(*, decoupled: bool = True, **options: Any) -> Reader:
+    source = {"url": "amqp://broker//", "queue": "tasks"}
+    route = {"name": "r", "model": "stub", "source": source, "sink": {"routing_key": "done"}, **options}
+    spec = replace(stub_spec(), decoupled=decoupled)
+    one = Reader(RouteOptions.model_validate(route), 60.0, "reply:bridge", 1000)
+    one.use(Served(spec=spec, version=1, generation=1, lane=Lane("stub", 1), routes=Routes(spec, 1)))
+    return one
+
+
+def arrow() -> Delivered:
+    rows = pa.table({"x": [[1.0, 2.0]]})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_table(rows)
+    content_type = "application/vnd.apache.arrow.stream"
+    return Delivered(receipt=Receipt(1, 1), body=sink.getvalue().to_pybytes(), content_type=content_type)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_request_tells_whether_it_has_many_responses(*, decoupled: bool) -> None:
+    """So its responses are stored, and its end tells that there are some."""
+    message = Delivered(receipt=Receipt(1, 1), body=KSERVE)
+
+    assert reader(decoupled=decoupled).read(message).acceptance.decoupled is decoupled
+
+
+def test_a_list_of_responses_has_no_arrow() -> None:
+    """Of a route that says so it is the route's mistake; of a message, the message's."""
+    with pytest.raises(InvalidRequest, match="set the route's 'responses' to each"):
+        reader(body={"reply": "arrow"})
+    with pytest.raises(InvalidRequest, match="set the route's 'responses' to each"):
+        reader().read(arrow())
+
+    assert reader(responses="each", body={"reply": "arrow"}).read(arrow()).acceptance.decoupled
+    assert reader(decoupled=False, body={"reply": "arrow"}).read(arrow()).acceptance.frame
