@@ -49,6 +49,7 @@ SETTINGS = {
 }
 
 _DEAD = "}:dlq"
+_NO_WORK = (_DEAD, "}:cancels")
 
 
 class Cluster:
@@ -167,7 +168,7 @@ class Cluster:
     def _holds_work(self) -> bool:
         with self.redis() as client:
             names = [*client.scan_iter("qinfer:{*", 1000, "stream"), *client.scan_iter("qinfer:{*", 1000, "zset")]
-            return any(key.length for key in _read_keys(client, names) if not key.name.endswith(_DEAD))
+            return any(key.length for key in _read_keys(client, names) if not key.name.endswith(_NO_WORK))
 
     async def close(self) -> list[str]:
         """Drains everything; returns what ended badly, or has not."""
