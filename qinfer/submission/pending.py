@@ -311,13 +311,21 @@ class PendingRequests:
                 await self._withdraw()
 
     async def discard(self) -> None:
-        """Cancels the entries of abandoned requests now; if Redis is away, their deadlines end them in a worker."""
+        """Cancels the entries of abandoned requests now; if Redis is away, their deadlines end them in a worker.
+
+        What it was cancelled with is left to the next call: to cancel entries twice does no harm.
+        """
         entries, self._abandoned = self._abandoned, []
-        for _, group in by_lane(entries):
-            try:
-                await self._queue.cancel(group)
-            except DeliveryError as error:
-                logger.warning("abandoned requests stay queued", extra={"count": len(group), "error": error.message})
+        try:
+            for _, group in by_lane(entries):
+                try:
+                    await self._queue.cancel(group)
+                except DeliveryError as error:
+                    extra = {"count": len(group), "error": error.message}
+                    logger.warning("abandoned requests stay queued", extra=extra)
+        except asyncio.CancelledError:
+            self._abandoned += entries
+            raise
 
     def _follows(self, pending: Pending, stream: StreamReader, response: Response) -> bool:
         """Returns whether a response is for the caller of a stream; ends a stream that can't go on."""

@@ -78,6 +78,7 @@ BODIES = {
     "/v2/models/{m}/versions/1/infer": INFER,
     "/v2/models/{m}/generate": members(x=JSON, y=JSON, id=ANY_TEXT, parameters=members(a=SCALARS)),
     "/v2/models/{m}/generate_stream": members(x=JSON, a=JSON, parameters=JSON),
+    "/v1/models/{m}/infer_stream": INFER,
     "/v1/models/{m}/requests": INFER,
     "/v2/repository/index": members(ready=st.booleans()),
     "/v2/repository/models/{m}/load": LOAD,

@@ -122,6 +122,8 @@ class Caller:
             "GET /v1/jobs": self._list,
             "POST /v1/models/{model}/requests": self._submit,
             "POST /v1/models/{model}/versions/{version}/requests": self._submit,
+            "POST /v1/models/{model}/infer_stream": lambda route: self._submit(route, "text"),
+            "POST /v1/models/{model}/versions/{version}/infer_stream": lambda route: self._submit(route, "text"),
             "GET /v1/models/{model}/backlog": self._plain,
             "GET /label-studio/{model}/health": self._plain,
             "GET /label-studio/{model}/versions": self._plain,
@@ -217,8 +219,8 @@ class Caller:
         query["after"] = self._one_of("", self._chance.choice(self._pages), self._name())
         return Call("GET", route, f"/v1/jobs?{urlencode({name: text for name, text in query.items() if text})}")
 
-    def _submit(self, route: str) -> Call:
-        model = self._one_of("text", "text", "stuck")
+    def _submit(self, route: str, model: str = "") -> Call:
+        model = model or self._one_of("text", "text", "stuck")
         data: list[Any] = [self._who.content()] if model == "text" else [1, 2, 3, 4]
         kind = "BYTES" if model == "text" else "FP32"
         body = {"inputs": [{"name": "x", "shape": [1, len(data)], "datatype": kind, "data": data}]}

@@ -17,7 +17,7 @@ from qinfer.queue import keys
 
 Words = tuple[str | int, ...]
 
-_OF_CLIENT = ("PING", "TIME", "CLIENT UNBLOCK")
+_OF_CLIENT = ("PING", "TIME", "CLIENT UNBLOCK", "INFO")
 
 MODEL = "qinfer-doctor"
 """The model of the scratch keys' partition; no request is ever queued for it."""
@@ -70,15 +70,16 @@ def command_names() -> set[str]:
 
 def _commands(scratch: str) -> Iterator[Words]:
     """Yields the commands of the programs and their scripts; each uses the result of earlier ones."""
-    text, other, table, row, ranks, stream = _scratch_keys(scratch)
-    yield from (("PING",), ("TIME",), ("CLIENT UNBLOCK", 0))
+    text, other, table, row, ranks, group, stream = _scratch_keys(scratch)
+    yield from (("PING",), ("TIME",), ("CLIENT UNBLOCK", 0), ("INFO", "replication"))
     yield from (("SET", text, "1", "PX", 60_000), ("GET", text), ("EXISTS", text), ("STRLEN", text), ("TYPE", text))
     yield from (("PTTL", text), ("PEXPIRE", text, 60_000), ("PERSIST", text), ("MEMORY USAGE", text))
     yield from (("RENAME", text, other), ("DEL", text), ("UNLINK", other))
     yield from (("HSET", table, "a", 1), ("HSETNX", table, "b", 1), ("HGET", table, "a"), ("HMGET", table, "a", "b"))
     yield from (("HGETALL", table), ("HLEN", table), ("HINCRBY", table, "a", 1), ("HSCAN", table, 0))
-    yield ("HDEL", table, "a", "b")
-    yield from (("RPUSH", row, "a"), ("LRANGE", row, 0, 0), ("LTRIM", row, 1, 0))
+    yield from (("HEXISTS", table, "a"), ("HDEL", table, "a", "b"))
+    yield from (("RPUSH", row, "a"), ("LLEN", row), ("LRANGE", row, 0, 0), ("LTRIM", row, 1, 0))
+    yield from (("SADD", group, "a"), ("SUNIONSTORE", group, group), ("SREM", group, "b"), ("SPOP", group))
     yield from (("ZADD", ranks, 1, "a"), ("ZCARD", ranks), ("ZSCORE", ranks, "a"), ("ZRANGE", ranks, 0, -1))
     yield from (("ZRANGEBYSCORE", ranks, 0, 1), ("ZREVRANGEBYSCORE", ranks, 1, 0), ("ZREM", ranks, "b"))
     yield from (("ZREMRANGEBYSCORE", ranks, 5, 6), ("ZPOPMIN", ranks))
@@ -92,7 +93,7 @@ def _commands(scratch: str) -> Iterator[Words]:
 
 
 def _scratch_keys(scratch: str) -> tuple[str, ...]:
-    return tuple(f"{scratch}:{kind}" for kind in ("text", "other", "table", "row", "ranks", "stream"))
+    return tuple(f"{scratch}:{kind}" for kind in ("text", "other", "table", "row", "ranks", "group", "stream"))
 
 
 def _places(nonce: str) -> Iterator[Words]:

@@ -1,9 +1,11 @@
 """The table of pending requests: deadlines, removal, and following one attempt."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from qinfer.core.messages import Response
+from qinfer.queue.entries import Entry, Lane
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, PendingRequests
 from qinfer.tensors import Tensor
@@ -103,6 +105,39 @@ def test_an_earlier_deadline_moves_the_timer() -> None:
     assert expired == ["soon"]
     clock.move_to(1060.02)
     assert expired == ["soon", "late"]
+
+
+class Slow:
+    """A queue that begins to cancel entries, and ends it when it is asked a second time."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.cancelled: list[Entry] = []
+
+    async def cancel(self, entries: Sequence[Entry]) -> None:
+        if not self.begun.is_set():
+            self.begun.set()
+            await asyncio.Event().wait()
+        self.cancelled += entries
+
+
+async def test_what_a_task_did_not_cancel_is_left_to_the_next() -> None:
+    """A worker that ends stops the task that cleans up, and then cleans up itself."""
+    sinks, _, _ = table()
+    queue = sinks._queue = cast(Queue, Slow())
+    slow = cast(Slow, queue)
+    item = pending("a")
+    item.entry = Entry(Lane("m", 1), "1-0")
+    sinks.add(item, 1000.5)
+    sinks.cancel(item)
+
+    first = asyncio.create_task(sinks.discard())
+    await slow.begun.wait()
+    first.cancel()
+    await asyncio.wait([first])
+    await sinks.discard()
+
+    assert slow.cancelled == [item.entry]
 
 
 def test_a_removed_request_does_not_expire() -> None:
