@@ -20,7 +20,7 @@ from examples.label_files.label import SHORTEST, paths_of, read
 from qinfer.testing import wait_until
 from tests.e2e.conftest import Stack, clean_environment, running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "qinfer"

@@ -15,6 +15,8 @@ from tests.e2e.conftest import clean_environment, is_ready
 from tests.support import models
 from tests.support.servers.servers import RedisCluster, free_port, system_redis
 
+pytestmark = pytest.mark.long
+
 MODELS = 4
 """Enough for their slots to lie on several nodes."""
 

@@ -14,7 +14,7 @@ from tests.e2e.conftest import Stack, running
 from tests.e2e.triton_clients import Answer, TritonClient, connected
 from tests.support import python_models
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(60)]
 
 BUSY_S = 1.0
 """How long the model's instance is kept busy while others wait."""

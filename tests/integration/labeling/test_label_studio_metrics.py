@@ -52,7 +52,8 @@ async def test_pushes_are_counted(tmp_path: Path) -> None:
         await have_it_again(running)
 
         async def are_over() -> bool:
-            return (await labeling(client)).get("pushed_tasks_total") == 1
+            shown = await labeling(client)
+            return (shown.get("pushed_tasks_total"), shown.get("refused")) == (1, 1)
 
         await eventually(are_over, 20.0)
         after = await labeling(client)

@@ -10,7 +10,7 @@ import pytest
 from tests.support.jobs.bounded_reading import READ_BYTES, Case, Found, found_of
 from tests.support.jobs.hostile_files import FILES, MIB
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 BOUND_BYTES = 4 * READ_BYTES
 PLANNED_BYTES = 512 * MIB
