@@ -41,7 +41,7 @@ from qinfer.queue.lanes import Queue
 from qinfer_api.auth import Auth, Restrictions, load_auth
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
-from qinfer_api.http.server import HttpServer, listen, netloc, read_certificate
+from qinfer_api.http.server import HttpServer, bound_socket, netloc, read_certificate
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
 from qinfer_api.jobs.routes import job_routes
@@ -120,13 +120,13 @@ async def build(settings: Settings) -> "Gateway":
 
 
 def bind(http: HttpSettings) -> socket.socket:
-    """Opens the listening socket.
+    """Opens the socket of HTTP.
 
     Raises:
         SettingsError: The address is taken or not ours, or a TLS file can't be used.
     """
     read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)  # uvicorn reads them itself, when it is too late
-    listener = listen("HTTP", http.host, http.port, "choose another, 0 is any")
+    listener = bound_socket("HTTP", http.host, http.port, "choose another, 0 is any")
     # Its connections have it too. asyncio sets it for sockets whose protocol is named only; without it the body of a
     # route's reply, which is a write of its own, waits for the acknowledgement of the head: up to 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -328,6 +328,8 @@ class Gateway:
         await self._delivery.listen(self._owner, pending.receive, listening.set, pending.lose_all)
 
     async def _serve_all(self) -> None:
+        if self._stopping.is_set():
+            return
         async with asyncio.TaskGroup() as group:
             if self.rpc is not None:
                 await self.rpc.start()
@@ -345,7 +347,7 @@ class Gateway:
         self._reloading.ask()
 
     def stop(self) -> None:
-        """Begins to drain, once gRPC's clients know: that takes up to a second."""
+        """Begins to drain, once gRPC's clients know: that takes up to a second. Before it serves, it ends at once."""
         if not self._stopping.is_set():
             self._stopping.set()
             if self.rpc is None:

@@ -20,11 +20,14 @@ from qinfer.errors import SettingsError
 from qinfer_api.http.fast import IN_REPLY_TO, FastPath, QinferHttpProtocol
 from qinfer_api.http.infer import ID_HEADER, header_value
 
-_BACKLOG = 2048
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 
 
-def listen(section: str, host: str, port: int, advice: str) -> socket.socket:
-    """Opens a listening socket.
+def bound_socket(section: str, host: str, port: int, advice: str) -> socket.socket:
+    """Opens a socket on an address; its server listens, once it serves.
+
+    Until then connections are refused. One that waited for a server which ends before it serves would be reset.
 
     Args:
         section: The section of the settings, in capitals: the error names the variables `QINFER_<section>__HOST` and
@@ -37,12 +40,18 @@ def listen(section: str, host: str, port: int, advice: str) -> socket.socket:
         SettingsError: The address is taken or not ours.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    opened = socket.socket(family)
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.bind((host, port))
     except OSError as error:
+        opened.close()
         raise SettingsError(
             f"QINFER_{section}__HOST={host} QINFER_{section}__PORT={port}: {error.strerror}; {advice}"
         ) from None
+    return opened
 
 
 async def listen_anew(
@@ -64,7 +73,7 @@ async def listen_anew(
     listener = socket.socket(fileno=os.dup(server.sockets[0].fileno()))  # closing a server closes its own
     try:
         loop = asyncio.get_running_loop()
-        successor = await loop.create_server(connect, sock=listener, ssl=tls, backlog=_BACKLOG)
+        successor = await loop.create_server(connect, sock=listener, ssl=tls, backlog=BACKLOG)
     except BaseException:
         listener.close()
         raise

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from qinfer.core.settings import Settings
-from qinfer_api.http.server import QuietServer, listen, netloc, quiet_config
+from qinfer_api.http.server import QuietServer, bound_socket, netloc, quiet_config
 from qinfer_api.rest.services import ERROR_HANDLERS
 
 _CONTENT_TYPE = "text/plain; charset=utf-8"  # Triton's; Prometheus takes it as its text format
@@ -26,7 +26,7 @@ def open_metrics_port(settings: Settings) -> socket.socket | None:
     if not metrics.enabled:
         return None
     advice = "choose another port, 0 is any, or set QINFER_METRICS__ENABLED=false"
-    return listen("METRICS", metrics.host or settings.http.host, metrics.port, advice)
+    return bound_socket("METRICS", metrics.host or settings.http.host, metrics.port, advice)
 
 
 class MetricsPort:

@@ -11,7 +11,7 @@ import ssl
 from qinfer.core.settings import GrpcSettings, Settings
 from qinfer.errors import SettingsError
 from qinfer.wire.protos import grpc_service_pb2, health_pb2
-from qinfer_api.http.server import listen, listen_anew, netloc, read_certificate, read_tls_file
+from qinfer_api.http.server import BACKLOG, bound_socket, listen_anew, netloc, read_certificate, read_tls_file
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import Guard
@@ -38,7 +38,7 @@ def open_port(settings: Settings) -> "RpcServer":
     """
     rpc = settings.grpc
     context = _tls(rpc)
-    listener = listen("GRPC", rpc.host or settings.http.host, rpc.port, "choose another, 0 is any")
+    listener = bound_socket("GRPC", rpc.host or settings.http.host, rpc.port, "choose another, 0 is any")
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections have it too
     return RpcServer(listener, context, rpc)
 
@@ -114,7 +114,7 @@ class RpcServer:
     async def start(self) -> None:
         """Accepts connections from now on."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connect, sock=self._listener, ssl=self._tls)
+        self._server = await loop.create_server(self._connect, sock=self._listener, ssl=self._tls, backlog=BACKLOG)
         self._checks = loop.create_task(self._check())
 
     async def show_certificate(self) -> None:

@@ -25,7 +25,7 @@ from tests.support.servers.s3_server import S3Server
 from tests.support.servers.servers import matrix
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(150),
     pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning"),  # aiohttp, of adlfs
 ]

@@ -24,7 +24,7 @@ def run_demo(directory: Path, path: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_the_demo_checks_every_answer_and_stops(tmp_path: Path) -> None:
     """It ends well without a redis-server or anything else on PATH, and says what it found."""

