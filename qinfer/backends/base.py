@@ -14,7 +14,7 @@ import msgspec
 import numpy.typing as npt
 
 from qinfer.core.messages import InferRequest, Response, Scalar
-from qinfer.errors import OutputMismatch, QinferError
+from qinfer.errors import InferenceFailed, OutputMismatch, QinferError
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import Tensor, from_numpy
 
@@ -28,12 +28,15 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         requests: The items, in batch order.
         rows: How many rows of the batch dimension each item has; all 1 when `max_batch_size` is 0.
         inputs: Name → array. With a batch dimension: the items' rows stacked, `[sum(rows), …]`. Without: the one
-            item's own array. BYTES are object arrays of `bytes`, BF16 are float32.
+            item's own array. BYTES are object arrays of `bytes`, BF16 are float32. Those of a model with sequences
+            have its control inputs and its states, too, and a row of padding is an item whose request has no inputs.
+        states: Names of the state outputs, which are due of every item after the outputs that it wants.
     """
 
     requests: Sequence[InferRequest]
     rows: Sequence[int]
     inputs: Mapping[str, Array]
+    states: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -87,6 +90,19 @@ class Context(Protocol):
         Raises:
             OutputMismatch: The item has its final answer already.
             Cancelled: Nobody waits for the item any more; decoupled models only.
+        """
+        ...
+
+    def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
+        """Has an item of an iterative model executed again with a later batch, in place of its final answer.
+
+        Args:
+            item: The item.
+            states: Its state outputs, in the order of `Batch.states`, which the next iteration gets.
+
+        Raises:
+            OutputMismatch: The item has its final answer already.
+            InferenceFailed: The model is not iterative.
         """
         ...
 
@@ -152,7 +168,7 @@ class Context(Protocol):
 
 
 class OneResponse:
-    """The part of a `Context` that is about streams, where each item, and each call, has exactly one response."""
+    """The part of a `Context` that is about streams and iterations, where each item and call has one response."""
 
     __slots__ = ()
 
@@ -190,6 +206,11 @@ class OneResponse:
     ) -> None:
         """Takes an answer: `respond` does not wait either."""
         self.respond(item, outputs, final=final, parameters=parameters)
+
+    def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
+        """Refuses: the model is not iterative."""
+        del item, states
+        raise InferenceFailed("a request can't be rescheduled: set 'sequence_batching { iterative_sequence: true }'")
 
     def call(self, request: InferRequest) -> Response:
         """Runs another model; every context has a way of its own. See `Context.call`."""
@@ -243,7 +264,7 @@ def respond_rows(
     Args:
         batch: The batch that ran.
         ctx: Its context.
-        outputs: Name → array, `[batch.size, …]` for a model with a batch dimension.
+        outputs: Name → array, `[batch.size, …]` for a model with a batch dimension; the batch's states among them.
         datatypes: Name → wire datatype of each output.
         skip: Positions of items that have their answer already.
 
@@ -251,14 +272,15 @@ def respond_rows(
         OutputMismatch: An output's first dimension is not the batch's size, or an output that is wanted is missing.
     """
     columns = {name: _split(name, array, batch, datatypes.get(name)) for name, array in outputs.items()}
-    if not skip and not [True for request in batch.requests if request.outputs]:
+    states = batch.states
+    if not (skip or states) and not [True for request in batch.requests if request.outputs]:
         for item, tensors in enumerate(zip(*columns.values(), strict=True)):
             ctx.respond(item, tensors)
         return
     for item, request in enumerate(batch.requests):
         if item in skip:
             continue
-        wanted = request.outputs or tuple(columns)
+        wanted = (*(request.outputs or [name for name in columns if name not in states]), *states)
         missing = [name for name in wanted if name not in columns]
         if missing:
             raise OutputMismatch(f"the model returned no output '{missing[0]}'")

@@ -95,6 +95,10 @@ class _Answers:
             outputs = tuple(map(self._reshaped, outputs))
         self._ctx.offer(item, outputs, final=final, parameters=parameters)
 
+    def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
+        """Asks the batch's own context; states are not reshaped."""
+        self._ctx.reschedule(item, states)
+
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
         """Has the batch's own context call back."""
         self._ctx.on_taken(item, callback)

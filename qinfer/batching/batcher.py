@@ -100,21 +100,26 @@ OVERDUE_S = 0.05
 
 
 class Executor(Protocol):
-    """The instances of a model version, which share one queue of executions."""
+    """The instances of a model version.
+
+    They share one queue of executions, and whatever `instance` says has no effect; those of a model with sequences
+    have a queue each.
+    """
 
     count: int
     """How many instances there are."""
 
-    def run_now(self, execution: Execution, expected_s: float) -> bool:
+    def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
         """Executes at once if that should take no time worth a change of threads; tells whether it did.
 
         Args:
             execution: What to run.
             expected_s: How long it should take; 0 = unknown.
+            instance: The instance that has to run it, 0, 1, …
         """
         ...
 
-    def start(self, execution: Execution, done: Callable[[Execution], None]) -> None:
+    def start(self, execution: Execution, done: Callable[[Execution], None], instance: int = 0) -> None:
         """Queues an execution; `done` is called on the event loop when it ended."""
         ...
 

@@ -336,7 +336,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What a response of a stream has besides its answer: see `Response`."""
+    """The fields of a stream's response besides its answer: see `Response`."""
 
     index: int
     final: bool

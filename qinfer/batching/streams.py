@@ -20,16 +20,13 @@ import msgspec
 
 from qinfer.backends.base import Backend
 from qinfer.batching.execution import SHARED, Answer, Execution, Part, Pending, Responder
-from qinfer.core.messages import Credit, Response, Scalar, Timing
+from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Credit, Response, Scalar, Timing
 from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, InferenceFailed, OutputMismatch, QinferError
 from qinfer.observe.responses import end_of
 from qinfer.observe.stats import StatsTally
 
 Sent = tuple[Pending, Response]
 """A response on its way, and the item that it answers."""
-
-OVERHEAD_BYTES = 256
-"""A response takes so much more of a window than its outputs: tiny ones may not fill Redis and gateways either."""
 
 _GONE = "nobody waits for the responses any more"
 _STALLED = "the caller took no response for {:g} s; read faster, or ask for less"
@@ -49,7 +46,7 @@ class Window:
         size_bytes: What may be on its way.
 
     Attributes:
-        on_way_bytes: What is on its way, with `OVERHEAD_BYTES` for each response.
+        on_way_bytes: What is on its way, with `RESPONSE_OVERHEAD_BYTES` for each response.
         taken_bytes: Bytes of outputs that were taken.
     """
 
@@ -57,11 +54,11 @@ class Window:
         self.size_bytes = size_bytes
         self.on_way_bytes = self.taken_bytes = self._sent_bytes = 0
         self._on_way: deque[tuple[int, int]] = deque()
-        """Of each response: bytes sent with it and before, and what it takes."""
+        """The responses on their way: of each the bytes sent with it and before, and the bytes that it takes."""
 
     def fits(self, nbytes: int) -> bool:
         """Tells whether a response may leave now; without outputs, or while nothing is on its way, any may."""
-        return not nbytes or not self._on_way or self.on_way_bytes + nbytes + OVERHEAD_BYTES <= self.size_bytes
+        return not nbytes or not self._on_way or self.on_way_bytes + nbytes + RESPONSE_OVERHEAD_BYTES <= self.size_bytes
 
     @property
     def is_half_full(self) -> bool:
@@ -72,8 +69,8 @@ class Window:
         """Takes note of a response that left."""
         if nbytes:
             self._sent_bytes += nbytes
-            self.on_way_bytes += nbytes + OVERHEAD_BYTES
-            self._on_way.append((self._sent_bytes, nbytes + OVERHEAD_BYTES))
+            self.on_way_bytes += nbytes + RESPONSE_OVERHEAD_BYTES
+            self._on_way.append((self._sent_bytes, nbytes + RESPONSE_OVERHEAD_BYTES))
 
     def took(self, taken_bytes: int) -> int:
         """Takes note that so many bytes were taken since the stream began; returns how many of them are new."""

@@ -19,11 +19,19 @@ Scalar = bool | int | float | str
 
 
 class Sequence(msgspec.Struct, frozen=True, array_like=True):
-    """The sequence flags of a request to a stateful model; reserved in frames from version 1 on."""
+    """The sequence flags of a request (reference §3.4).
+
+    Attributes:
+        id: The correlation ID.
+        start: The request is the first of its sequence.
+        end: It is the last.
+        step: The caller's number of the request, 1, 2, …; 0 = it is not numbered, and a repeated one is another step.
+    """
 
     id: int | str
     start: bool = False
     end: bool = False
+    step: int = 0
 
 
 class InferRequest(msgspec.Struct, kw_only=True):
@@ -129,9 +137,18 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     credit_to: str = ""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its outputs, by which the windows of streams count."""
+        return sum([tensor.nbytes for tensor in self.outputs])
+
+    @property
     def says_something(self) -> bool:
         """Whether it is more than the word that no other comes."""
         return not self.final or bool(self.outputs or self.parameters or self.failure is not None)
+
+
+RESPONSE_OVERHEAD_BYTES = 256
+"""A response takes so much more of a window than its outputs: tiny ones may not fill Redis and gateways either."""
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True):

@@ -18,7 +18,7 @@ _INFER, _OUTPUT = "compute_infer", "compute_output"
 
 
 class ResponseEnd(StrEnum):
-    """How a response ended: with outputs, with an error, empty (only the final flag), or cancelled."""
+    """End of a response: with outputs, with an error, empty (only the final flag), or cancelled."""
 
     SUCCESS = "success"
     FAIL = "fail"
@@ -27,7 +27,7 @@ class ResponseEnd(StrEnum):
 
 
 FIELDS = (_INFER, _OUTPUT, *ResponseEnd)
-"""What Triton tells of each index; each a count and nanoseconds."""
+"""The figures of each index in Triton's statistics: a count and nanoseconds each."""
 
 
 def end_of(response: Response) -> ResponseEnd:

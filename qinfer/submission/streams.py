@@ -39,7 +39,7 @@ class Verdict(Enum):
 
 
 class StreamReader(msgspec.Struct, eq=False):
-    """What is known of one stream where it is read.
+    """Account of one stream where it is read.
 
     One execution is followed. Before its caller has had a response, a later execution is followed instead. Afterwards a
     later one breaks the stream, unless the model gives the same responses each time (`resumes`): then those that its
@@ -94,7 +94,7 @@ class StreamReader(msgspec.Struct, eq=False):
         if response.index != self.seen:
             return Verdict.DROP if response.index < self.seen else Verdict.BREAK
         self.seen += 1
-        nbytes = nbytes_of(response)
+        nbytes = response.nbytes
         self.credit_to = response.credit_to
         self.arrived_bytes += nbytes
         if response.index < self.delivered:
@@ -133,11 +133,6 @@ class StreamReader(msgspec.Struct, eq=False):
     def _owe(self) -> None:
         if self.credit_to and self.taken_bytes > self.told_bytes:
             self.owes(self)
-
-
-def nbytes_of(response: Response) -> int:
-    """Returns the bytes of a response's outputs, by which windows count."""
-    return sum([tensor.nbytes for tensor in response.outputs])
 
 
 class Credits:

@@ -19,7 +19,7 @@ later are written only where they are set, so that frames without them stay as t
 import struct
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Items
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -150,13 +150,18 @@ def _encode_header(request: InferRequest, inputs: list[_TensorHeader], payload: 
         request.partition,
         request.generation,
         request.attempt,
-        request.sequence,
+        _flags(request.sequence),
         payload,
     )
     if request.queue_timeout_s:
         header = _LongRequestHeader(*msgspec.structs.astuple(header))
         header.queue_timeout_us = round(request.queue_timeout_s * 1e6)
     return _encoder.encode(header)
+
+
+def _flags(sequence: Sequence | None) -> Any:
+    """Returns a request's sequence as the header has it: without its last field where that is not set."""
+    return sequence if sequence is None or sequence.step else (sequence.id, sequence.start, sequence.end)
 
 
 def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
@@ -441,7 +446,7 @@ def _own_fields(frame: bytes, request: InferRequest) -> tuple[slice, slice]:
     """Returns where in the frame of a request its timeout and the characters of its trace are."""
     long = (round(request.queue_timeout_s * 1e6),) if request.queue_timeout_s else ()
     payload = _BESIDE if request.payload else ""
-    last = (request.partition, request.generation, request.attempt, request.sequence, payload, *long)
+    last = (request.partition, request.generation, request.attempt, _flags(request.sequence), payload, *long)
     encode, size = _encoder.encode, int.from_bytes(frame[4:8], "little")
     stop = _PRELUDE.size + size - sum(len(encode(field)) for field in last)
     trace = slice(stop - len(request.trace.encode()), stop)

@@ -62,7 +62,7 @@ class WatchedBench(Bench):
         super().__init__(instances)
         self.machine = machine
 
-    def run_now(self, execution: Execution, expected_s: float) -> bool:
+    def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
         """See `Executor`."""
         if not self.runs_now or self.running or self.queued:
             return False
@@ -71,7 +71,7 @@ class WatchedBench(Bench):
         self.run(execution)
         return True
 
-    def start(self, execution: Execution, done: Done) -> None:
+    def start(self, execution: Execution, done: Done, instance: int = 0) -> None:
         """See `Executor`."""
         self.machine.placed(self, execution)
         super().start(execution, done)

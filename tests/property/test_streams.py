@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.batching.streams import OVERHEAD_BYTES, StreamedExecution
-from qinfer.core.messages import Credit
+from qinfer.batching.streams import StreamedExecution
+from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Credit
 from qinfer.errors import Cancelled, OutputMismatch
 from tests.support.open_streams import StreamBench, outputs
 
@@ -38,10 +38,10 @@ async def _run(done: Sequence[tuple[str, int, int]]) -> None:
     for what, number, amount in done:
         item, stream = execution.items[number], execution.streams[number]
         if what == "send" and stream._window.fits(8 * amount):
-            largest = max(largest, 8 * amount + OVERHEAD_BYTES)
+            largest = max(largest, 8 * amount + RESPONSE_OVERHEAD_BYTES)
             _send(bench, number, amount, final=False)
         elif what == "end" and stream._window.fits(8 * amount):
-            largest = max(largest, 8 * amount + OVERHEAD_BYTES)
+            largest = max(largest, 8 * amount + RESPONSE_OVERHEAD_BYTES)
             _send(bench, number, amount, final=True)
         elif what == "take":
             left = sum(tensor.nbytes for response in bench.responses(item.request.id) for tensor in response.outputs)

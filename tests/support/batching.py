@@ -85,14 +85,14 @@ class Bench:
         self.given_back: list[Pending] = []
         self.delayed: list[Pending] = []
 
-    def run_now(self, execution: Execution, expected_s: float) -> bool:
+    def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
         """See `Executor`."""
         if not self.runs_now or self.running:
             return False
         execution.run(self.backend)
         return True
 
-    def start(self, execution: Execution, done: Done) -> None:
+    def start(self, execution: Execution, done: Done, instance: int = 0) -> None:
         """See `Executor`."""
         self.queued.append((execution, done))
         self.take()

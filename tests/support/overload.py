@@ -219,10 +219,10 @@ class _Instances:
         self._backend = StubBackend()
         self._backend.load(stub_spec(), None, Device())  # type: ignore[arg-type]  # the stub reads no file
 
-    def run_now(self, execution: Execution, expected_s: float) -> bool:
+    def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
         return False
 
-    def start(self, execution: Execution, done: Done) -> None:
+    def start(self, execution: Execution, done: Done, instance: int = 0) -> None:
         self._queued.append((execution, done))
         self._take()
 

@@ -40,9 +40,11 @@ class Hello(msgspec.Struct, array_like=True):
         redis: How to reach Redis.
         group: The consumer group of the lanes.
         consumer: The worker.
-        script: The text of `renew.lua`.
+        script: The text of `lanes/renew.lua`.
         every_s: Seconds between renewals.
         longest_s: How long leases are renewed at most that were fetched and not reported.
+        owner_script: The text of `sequences/renew.lua`.
+        lease_s: How long the lease of an owner of sequences is.
     """
 
     redis: Login
@@ -51,6 +53,8 @@ class Hello(msgspec.Struct, array_like=True):
     script: bytes
     every_s: float
     longest_s: float
+    owner_script: bytes = b""
+    lease_s: float = 10.0
 
 
 class Held(msgspec.Struct, array_like=True):
@@ -61,10 +65,12 @@ class Held(msgspec.Struct, array_like=True):
     Attributes:
         lanes: See above.
         now: Renew at once.
+        owners: The owners of sequences in this worker → the keys of each lease.
     """
 
     lanes: dict[bytes, dict[bytes, float]]
     now: bool = False
+    owners: dict[str, list[bytes]] = {}
 
 
 class Report(msgspec.Struct, array_like=True):
@@ -73,7 +79,7 @@ class Report(msgspec.Struct, array_like=True):
     Attributes:
         began_s: When it began.
         lost: The lost leases, as lane's key and entry id.
-        failed: The keys of the lanes of which nothing is known, and why.
+        failed: The keys of the lanes of which nothing is known, and the owners, and why.
         renewed: How many leases were renewed.
     """
 
@@ -123,6 +129,14 @@ class Renewer:
                     report.renewed += len(page) - len(gone)
             except (RedisError, RedisClusterException, OSError) as error:  # of this lane's node: the others may be well
                 report.failed[lane] = type(error).__name__
+        for owner, names in self._reported.owners.items():
+            try:
+                self._client = self._client or blocking_client(self._hello.redis)
+                lease_ms = int(self._hello.lease_s * 1000)
+                # One whose lease has ended is told so by whatever it asks next.
+                self._client.eval(self._hello.owner_script, len(names), *names, owner, lease_ms, 0)
+            except (RedisError, RedisClusterException, OSError) as error:
+                report.failed[owner.encode()] = type(error).__name__
         self._failed = set(report.failed)
         return report
 

@@ -30,7 +30,6 @@ from qinfer.errors import InvalidRequest, MalformedJson, QinferError
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.submission.pending import Pending, Sink
-from qinfer.submission.streams import nbytes_of
 from qinfer.tensors import Bytes, Tensor, element_count
 from qinfer.wire.kserve_exact import custom_parameter, load, read_input
 from qinfer.wire.kserve_json import check_depth, elements, pack
@@ -213,7 +212,7 @@ class StreamSink:
             if response.final:
                 return
             if pending.stream is not None:
-                pending.stream.took(nbytes_of(response))
+                pending.stream.took(response.nbytes)
 
 
 class _Events(StreamingResponse):
@@ -313,7 +312,7 @@ async def _generated(client_id: str, response: Response) -> Reply:
 async def _inferred(services: Services, client_id: str, plan: OutputPlan, response: Response) -> Reply:
     """Makes an event of infer_stream."""
     if response.failure is None:
-        reply = await off_loop(nbytes_of(response), encode_event, services.codec, response, client_id, plan)
+        reply = await off_loop(response.nbytes, encode_event, services.codec, response, client_id, plan)
     else:
         reply = coded_refusal(response.failure)
     name = b"response" if reply.status == 200 else b"error"
@@ -356,7 +355,7 @@ async def _encoded(response: Response, client_id: str) -> Reply:
     if response.failure is not None:
         return refusal(response.failure)
     try:
-        return Reply(200, await off_loop(nbytes_of(response), encode_generate, response, client_id))
+        return Reply(200, await off_loop(response.nbytes, encode_generate, response, client_id))
     except QinferError as error:
         return failure_reply(error)
 

@@ -414,17 +414,14 @@ async def send_outputs(
     Several responses, those of a decoupled model, become one list.
     """
     if isinstance(response, Response):
-        reply = await off_loop(_nbytes(response), services.codec.encode, response, client_id, plan)
+        reply = await off_loop(response.nbytes, services.codec.encode, response, client_id, plan)
     else:
-        reply = await off_loop(sum(map(_nbytes, response)), encode_list, services.codec, response, client_id, plan)
+        nbytes = sum([one.nbytes for one in response])
+        reply = await off_loop(nbytes, encode_list, services.codec, response, client_id, plan)
     encoding = response_encoding(request.headers.get("accept-encoding"))
     if encoding is not None and reply.status == 200:
         reply = await off_loop(len(reply.body), reply.compressed, encoding)
     return send(reply)
-
-
-def _nbytes(response: Response) -> int:
-    return sum(output.nbytes for output in response.outputs)
 
 
 class Event(NamedTuple):

@@ -15,7 +15,6 @@ from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import Forbidden, Overloaded, QinferError, Unauthorized, UnsupportedFeature
 from qinfer.submission.pending import Pending
-from qinfer.submission.streams import nbytes_of
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import (
     Decoded,
@@ -98,7 +97,7 @@ class _Answer(InferSink):
         try:
             if response.failure is not None:
                 call.fail(call.status_of(response.failure))
-            elif nbytes_of(response) > LARGE_BYTES:
+            elif response.nbytes > LARGE_BYTES:
                 call.run(self._finish(response))
             else:
                 call.finish(self.infer.encode(response, self))
@@ -329,7 +328,7 @@ class _Stream:
 
     def deliver(self, slot: _Slot, response: Response) -> None:
         """Takes a response; it is written when it is its request's turn."""
-        self._unwritten_bytes += nbytes_of(response)
+        self._unwritten_bytes += response.nbytes
         if not response.final:
             self._leave_order(slot)
         if not slot.is_ordered:
@@ -398,7 +397,7 @@ class _Stream:
                 message = await self._message(slot, response)
                 if message is not None:
                     await self._call.write(message)
-                nbytes = nbytes_of(response)
+                nbytes = response.nbytes
                 self._unwritten_bytes -= nbytes
                 self._written.set()
                 if response.final:
@@ -418,7 +417,7 @@ class _Stream:
             if response.final and not (response.says_something or slot.is_ordered or slot.empty_final):
                 return None
             try:
-                if nbytes_of(response) > LARGE_BYTES:
+                if response.nbytes > LARGE_BYTES:
                     parts = await asyncio.to_thread(self._infer.encode, response, slot)
                 else:
                     parts = self._infer.encode(response, slot)

@@ -171,7 +171,7 @@ class Host:
         self._is_executing = False
         self._is_decoupled = False
         self._streams: dict[tuple[int, int], Stream] = {}
-        """Those that are open, by batch and item."""
+        """The open streams, by batch and item."""
         self._preparing = threading.Lock()
         self._later: queue.SimpleQueue[Message] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

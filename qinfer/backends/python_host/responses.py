@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING
 from qinfer.backends.python_host.errors import TritonError, TritonModelException, checked_parameters
 from qinfer.backends.python_host.messages import Answer, Sent
 from qinfer.backends.python_host.tensor import Tensor
-from qinfer.core.messages import Scalar
+from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Scalar
 from qinfer.errors import QinferError
 from qinfer.tensors import Bytes
 
 if TYPE_CHECKING:
     from qinfer.backends.python_host.host import Host
-
-OVERHEAD_BYTES = 256
-"""A response takes so much more of a window than its outputs, as in `qinfer.batching.streams`."""
 
 FINAL = 1
 """TRITONSERVER_RESPONSE_COMPLETE_FINAL"""
@@ -197,7 +194,7 @@ class Stream:
         self._window_bytes = window_bytes
         self._sent_bytes = self._on_way_bytes = 0
         self._on_way: deque[tuple[int, int]] = deque()
-        """Of each response that is on its way: the bytes sent with it and before, and what it takes of the window."""
+        """The responses on their way: of each the bytes sent with it and before, and its share of the window."""
         self._sending = threading.Lock()
         """Held while a response waits: those of other threads come after it."""
 
@@ -248,15 +245,15 @@ class Stream:
         """Waits until a response fits into the window, or nothing is on its way, or the request is cancelled."""
         if not size:
             return
-        excess_bytes = self._on_way_bytes + size + OVERHEAD_BYTES - self._window_bytes
+        excess_bytes = self._on_way_bytes + size + RESPONSE_OVERHEAD_BYTES - self._window_bytes
         if self._window_bytes and excess_bytes > 0 and self._on_way and not self.is_unwanted:
             taken_bytes, cancelled = self._host.await_taken(self, self._needed_bytes(excess_bytes))
             self.is_unwanted = self.is_unwanted or cancelled
             while self._on_way and self._on_way[0][0] <= taken_bytes:
                 self._on_way_bytes -= self._on_way.popleft()[1]
         self._sent_bytes += size
-        self._on_way_bytes += size + OVERHEAD_BYTES
-        self._on_way.append((self._sent_bytes, size + OVERHEAD_BYTES))
+        self._on_way_bytes += size + RESPONSE_OVERHEAD_BYTES
+        self._on_way.append((self._sent_bytes, size + RESPONSE_OVERHEAD_BYTES))
 
     def _needed_bytes(self, excess_bytes: int) -> int:
         """Returns how much must have been taken in all for so much of the window to be free."""

@@ -26,8 +26,8 @@ from qinfer.batching.sequences.direct import pick_direct
 from qinfer.batching.sequences.oldest import pick_oldest, rules_of
 from qinfer.batching.sequences.steps import Pick, Ready, Step, StepBatch, T
 from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, QinferError, SequenceEnded
-from qinfer.models.sequence_spec import DirectSpec, SequenceSpec, start_missing
-from qinfer.queue.sequence_records import SequenceId
+from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
+from qinfer.queue.sequence_records import SequenceId, ended_text, start_missing
 
 BACKLOG_TIMED_OUT = "timeout of the corresponding sequence has been expired"
 """Triton's text for the requests of a sequence one of which has expired before the sequence got a slot."""
@@ -121,7 +121,7 @@ class SequenceScheduler(Generic[T]):
         self._queues: dict[Hashable, _Queue[T]] = {}
         self._backlog: dict[_Queue[T], None] = {}
         self._ready: list[dict[int, _Queue[T]]] = [{} for _ in range(instances)]
-        """Of each instance the slots whose next step can execute, in the order in which they became so."""
+        """The slots of each instance whose next step can execute, in the order in which they became so."""
         self._idle: dict[_Queue[T], float] = {}
         """Since when nothing of a sequence waits or executes; the first is idle for longest."""
         self._busy: set[int] = set()
@@ -379,10 +379,7 @@ class SequenceScheduler(Generic[T]):
         is_timed_out = queue.slot is None and ending is Ending.EXPIRED
         while is_timed_out and first > 0 and not steps[first].start:
             first -= 1
-        cause = (
-            f"sequence {queue.sequence.correlation_id} of model '{self._model}' was ended at step {step.number}: "
-            f"{_CAUSES[ending]}; begin it again with the START flag"
-        )
+        cause = ended_text(self._model, queue.sequence.correlation_id, step.number, _CAUSES[ending])
         for refused in steps[first:last]:
             self._refused.append((refused, error if refused is step or is_timed_out else SequenceEnded(cause)))
         self._forget(steps[first:last])

@@ -1,14 +1,35 @@
-"""The records that the schedulers of sequences and their strategies share: a step, a ready step, a batch."""
+"""The records of sequences in a worker: a pending step, and what the schedulers and their strategies share."""
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import msgspec
 
+from qinfer.batching.execution import Pending
 from qinfer.batching.policy import NEVER_S, Item
-from qinfer.queue.sequence_records import SequenceId
+from qinfer.queue.sequence_records import Place, SequenceId
+from qinfer.tensors import Tensor
 
 T = TypeVar("T", bound=Item)
+
+
+class PendingStep(Pending, kw_only=True, eq=False, gc=False):
+    """A step of a sequence that this worker owns.
+
+    Attributes:
+        place: The sequence, its life, and the step's number.
+        token: The owner's; a commit with an older one does nothing.
+        start: It is the first of its life.
+        end: It is the last of its life.
+        state: The states after it, by the names of their inputs; set when it was executed. Empty = to be left as
+            they are: the model has none, or the step failed.
+    """
+
+    place: Place
+    token: int
+    start: bool = False
+    end: bool = False
+    state: tuple[Tensor, ...] = ()
 
 
 class Step(msgspec.Struct, Generic[T], kw_only=True, eq=False):
@@ -42,7 +63,7 @@ class Ready(msgspec.Struct, Generic[T], frozen=True):
 
 
 class Pick(msgspec.Struct, Generic[T], frozen=True):
-    """What a strategy lets an idle instance do.
+    """The work that a strategy gives an idle instance.
 
     Attributes:
         rows: The rows of its next batch, `None` = padding; empty = nothing to run yet.

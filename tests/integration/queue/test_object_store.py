@@ -207,6 +207,7 @@ async def test_a_worker_waits_for_a_store_that_is_away(pool: WorkerProcesses, st
     await pool.empty()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_a_result_waits_for_a_store_that_is_away(
     pool: WorkerProcesses, storage: ObjectStorage, tmp_path: Path

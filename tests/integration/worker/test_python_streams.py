@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from qinfer.batching.streams import OVERHEAD_BYTES
-from qinfer.core.messages import Credit, Response
+from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Credit, Response
 from qinfer.errors import QinferError
 from qinfer.queue.entries import Entry, Lane
 from qinfer.tensors import to_numpy
@@ -20,7 +19,7 @@ from tests.support.worker_processes import WorkerProcesses, worker_processes
 
 COUNT = 100
 WINDOW_BYTES = 64 * 1024
-FULL = WINDOW_BYTES // (OVERHEAD_BYTES + 4)
+FULL = WINDOW_BYTES // (RESPONSE_OVERHEAD_BYTES + 4)
 """So many responses of one number use a window up."""
 
 # Sends 0, 1, … from a thread that begins when a second request has come; the final flag comes alone.

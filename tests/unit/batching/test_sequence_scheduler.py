@@ -15,8 +15,8 @@ from qinfer.batching.sequences.scheduler import (
 )
 from qinfer.batching.sequences.steps import Step, StepBatch
 from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, InvalidRequest, SequenceEnded
-from qinfer.models.sequence_spec import DirectSpec, OldestSpec, SequenceSpec, start_missing
-from qinfer.queue.sequence_records import SequenceId
+from qinfer.models.sequence_spec import DirectSpec, OldestSpec, SequenceSpec
+from qinfer.queue.sequence_records import SequenceId, start_missing
 
 DIRECT = SequenceSpec(strategy=DirectSpec(), slots=2, max_rows=2, max_idle_s=5.0)
 OLDEST = SequenceSpec(strategy=OldestSpec(preferred_sizes=(2,)), slots=3, max_rows=2, max_idle_s=5.0)

@@ -5,15 +5,15 @@ import asyncio
 import pytest
 
 from qinfer.backends.base import Batch, Context
-from qinfer.batching.streams import OVERHEAD_BYTES, Window
-from qinfer.core.messages import Credit
+from qinfer.batching.streams import Window
+from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Credit
 from qinfer.errors import Cancelled, InferenceFailed, OutputMismatch
 from qinfer.observe.latencies import LatencyTally
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from tests.support.open_streams import StreamBench, outputs
 
-COST = 8 + OVERHEAD_BYTES
+COST = 8 + RESPONSE_OVERHEAD_BYTES
 
 
 def test_a_window_counts_what_is_on_its_way() -> None:
@@ -21,9 +21,9 @@ def test_a_window_counts_what_is_on_its_way() -> None:
     window.sent(100)
     window.sent(200)
 
-    assert window.on_way_bytes == 300 + 2 * OVERHEAD_BYTES
+    assert window.on_way_bytes == 300 + 2 * RESPONSE_OVERHEAD_BYTES
     assert window.took(100) == 100
-    assert window.on_way_bytes == 200 + OVERHEAD_BYTES
+    assert window.on_way_bytes == 200 + RESPONSE_OVERHEAD_BYTES
     assert window.took(300) == 200
     assert window.on_way_bytes == 0
 

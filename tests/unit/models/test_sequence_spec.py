@@ -1,11 +1,15 @@
 """`sequence_batching` as it is read and refused, and what a request of a sequence must be (reference §3.4)."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from qinfer.core.messages import InferRequest, Sequence
 from qinfer.errors import InvalidRequest, ModelLoadFailed
-from qinfer.models.config.check import check
-from qinfer.models.config.config import ModelConfig, parse
+from qinfer.models.config.check import REFUSED, check
+from qinfer.models.config.config import ModelConfig, normalise, parse, to_spec
+from qinfer.models.config.file_tensors import FileTensor, FileTensors
 from qinfer.models.config.sequences import fill_sequence_defaults, sequence_problems, to_sequence_spec
 from qinfer.models.sequence_spec import (
     ControlKind,
@@ -15,10 +19,15 @@ from qinfer.models.sequence_spec import (
     SequenceSpec,
     StateSpec,
     check_sequence,
-    start_missing,
 )
+from qinfer.models.spec import ModelSpec
+from qinfer.queue.sequence_records import start_missing
 from qinfer.tensors import Tensor
 
+IO = """
+    input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
+    output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
+"""
 STATE = 'input_name: "si" output_name: "so" data_type: TYPE_FP32 dims: [ 2, -1 ]'
 INITIAL = 'name: "i" data_type: TYPE_FP32 dims: [ 2, 3 ]'
 START = "kind: CONTROL_SEQUENCE_START"
@@ -237,7 +246,7 @@ TWICE = "specified more than once."
         ),
         (
             'state { input_name: "si" output_name: "so" data_type: TYPE_FP32 dims: [ 70000, 70000 ] }',
-            ["model state 'si' has 19600000000 bytes in its first step; 268435456 is the limit"],
+            ["model state 'si' has 19600000000 bytes in its first step; 67108864 is the limit"],
         ),
         (
             f"state {{ {STATE} initial_state {{ {INITIAL} zero_data: true }} initial_state {{ }} }}",
@@ -380,3 +389,87 @@ def test_a_request_without_start_is_told_so_in_tritons_words() -> None:
     assert start_missing("m", 7).message == (
         "inference request for sequence 7 to model 'm' must specify the START flag on the first request of the sequence"
     )
+
+
+@pytest.fixture
+def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets configurations have sequences, which workers do not run yet."""
+    others = {path: why for path, why in REFUSED.items() if path != "sequence_batching"}
+    monkeypatch.setattr("qinfer.models.config.check.REFUSED", others)
+
+
+STATEFUL = f"""
+    backend: "onnxruntime" max_batch_size: 4
+    sequence_batching {{
+        oldest {{ }}
+        {control(f"{START} int32_false_true: [ 0, 1 ]", "start")}
+        state {{ input_name: "si" output_name: "so" data_type: TYPE_FP32 dims: [ 2 ] }}
+    }}
+"""
+
+
+def file_of(*inputs: str) -> FileTensors:
+    """Returns what a model file with these inputs declares."""
+    return FileTensors(
+        inputs=tuple(FileTensor(name=name, datatype="FP32", dims=(-1, 2)) for name in inputs),
+        outputs=tuple(FileTensor(name=name, datatype="FP32", dims=(-1, 2)) for name in ("y", "so")),
+    )
+
+
+@pytest.mark.usefixtures("_offered")
+def test_controls_and_states_are_no_inputs_and_outputs_of_requests() -> None:
+    """Clients see and send what is left; the model file has all of them."""
+    normal = normalise(parse(STATEFUL), "m", ["model.onnx"], file_of("x", "start", "si"))
+
+    spec = to_spec(normal)
+
+    assert [tensor.name for tensor in (*spec.inputs, *spec.outputs)] == ["x", "y"]
+    assert normal.sequence_batching.max_sequence_idle_microseconds == 1_000_000
+    assert spec.sequences == to_sequence_spec(normal)
+    assert spec.batching is None
+    assert spec.is_stateful
+
+
+@pytest.mark.usefixtures("_offered")
+def test_a_state_may_be_answered_as_well() -> None:
+    """Where the configuration lists it as an output, as Triton has it for debugging."""
+    tensor = "data_type: TYPE_FP32 dims: [ 2 ]"
+    text = STATEFUL + f'input {{ name: "x" {tensor} }} output {{ name: "so" {tensor} }}'
+
+    spec = to_spec(normalise(parse(text), "m", ["model.onnx"], file_of("x", "start", "si")))
+
+    assert [tensor.name for tensor in spec.outputs] == ["so"]
+
+
+@pytest.mark.usefixtures("_offered")
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ('input { name: "x"', 'input { name: "si"', "input 'si' is a control or state"),
+        ('input { name: "x"', 'input { name: "start"', "input 'start' is a control or state"),
+        ("output {", "model_transaction_policy { decoupled: true } output {", "'model_transaction_policy.decoupled'"),
+        ("onnxruntime", "python", "'sequence_batching.state' is not supported by backend 'python'"),
+        ("oldest {", "oldest { preferred_batch_size: 9", "preferred batch size must be <= max batch size"),
+    ],
+)
+def test_what_contradicts_sequences_is_refused_when_a_model_is_loaded(old: str, new: str, text: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=text):
+        normalise(parse((STATEFUL + IO).replace(old, new)), "m", ["model.onnx"])
+
+
+@pytest.mark.parametrize(
+    "batching", ["direct {}", f"oldest {{}} state {{ {STATE} }}", control(f"{CORRID} data_type: TYPE_STRING")]
+)
+def test_a_specification_goes_to_other_processes(batching: str) -> None:
+    """Examiners get those of models."""
+    spec = read(batching)
+
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=SequenceSpec) == spec
+
+
+def test_only_models_that_are_not_iterated_keep_state_between_requests() -> None:
+    plain, iterative = ModelSpec(name="m", backend="b", inputs=(), outputs=()), read("iterative_sequence: true")
+
+    assert not plain.is_stateful
+    assert not replace(plain, sequences=iterative).is_stateful
+    assert replace(plain, sequences=read("")).is_stateful

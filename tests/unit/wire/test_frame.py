@@ -54,6 +54,7 @@ FULL = InferRequest(
 LIMITED = InferRequest(  # the first request with a field that was appended
     model="m", inputs=(Tensor("x", "UINT8", (1, 2), b"\x07\x08"),), id="r", timeout_s=2.0, queue_timeout_s=0.25
 )
+NUMBERED = InferRequest(model="m", inputs=(), sequence=Sequence(7, end=True, step=3))
 APART = InferRequest(
     model="m",
     inputs=(
@@ -109,7 +110,13 @@ CREDITS = [Credit("01ARZ3NDEKTSV4RRFFQ69G5FAV.0.m", 1, 0), Credit("b", 3, 2**40)
 
 
 @pytest.mark.parametrize(
-    ("name", "request_"), [("request_minimal", MINIMAL), ("request_full", FULL), ("request_limited", LIMITED)]
+    ("name", "request_"),
+    [
+        ("request_minimal", MINIMAL),
+        ("request_full", FULL),
+        ("request_limited", LIMITED),
+        ("request_numbered", NUMBERED),
+    ],
 )
 def test_golden_requests(name: str, request_: InferRequest) -> None:
     """The committed frame decodes to the request with every field, and is what encoding it gives, bit by bit."""

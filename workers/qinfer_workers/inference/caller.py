@@ -39,7 +39,6 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.queue.entries import Lane, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending
-from qinfer.submission.streams import nbytes_of
 from qinfer.submission.submit import Submission, check
 from qinfer.wire.frame import decode_credits, is_credits
 
@@ -174,7 +173,7 @@ class Responses:
             # The calling model's client has sent nothing wrong.
             raise InferenceFailed(f"a call failed: {came.message}") if isinstance(came, RequestError) else came
         self._has_ended = came.final
-        self._untaken_bytes = nbytes_of(came)
+        self._untaken_bytes = came.nbytes
         return came
 
     def close(self) -> None:

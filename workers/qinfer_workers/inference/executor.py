@@ -1,4 +1,4 @@
-"""Instance threads: one thread for each model instance, all fed from one queue.
+"""Instance threads: one thread for each model instance, all fed from one queue, or each from its own.
 
 Lean on purpose: a `SimpleQueue` in and `call_soon_threadsafe` out cost a few microseconds a batch, a concurrent future
 several times that. The runtimes release the GIL while they compute, so that the event loop runs beside them.
@@ -78,6 +78,9 @@ class _End(Enum):
     """The others go on."""
 
 
+_Jobs = queue.SimpleQueue[_Job | _End]
+
+
 class ThreadExecutor:
     """Runs executions on loaded backends; the `Executor` of `qinfer.batching.batcher`.
 
@@ -85,16 +88,21 @@ class ThreadExecutor:
         instances: Loaded backends, each used by its own thread only.
         loop: Where `done` is called.
         name: What the threads are called.
+        pinned: Each instance has a queue of its own, so that an execution runs on the instance that it is for.
     """
 
-    def __init__(self, instances: Sequence[Backend], loop: asyncio.AbstractEventLoop, name: str) -> None:
+    def __init__(
+        self, instances: Sequence[Backend], loop: asyncio.AbstractEventLoop, name: str, *, pinned: bool = False
+    ) -> None:
         self.count = 0
         self._loop = loop
         self._name = name
+        self._pinned = pinned
         self._instances: list[Backend] = []
         self._started = 0
         self._running = 0
-        self._queue: queue.SimpleQueue[_Job | _End] = queue.SimpleQueue()
+        self._queues: list[_Jobs] = []
+        """The queue of each instance; the same one, unless they are pinned."""
         self.grow(instances)
 
     def grow(self, instances: Sequence[Backend]) -> None:
@@ -105,31 +113,33 @@ class ThreadExecutor:
         for instance in instances:
             name = f"{self._name}-{self._started}"
             self._started += 1
+            jobs: _Jobs = queue.SimpleQueue() if self._pinned or not self._queues else self._queues[0]
+            self._queues.append(jobs)
             # Daemons: a call that never returns must not keep a drained worker from exiting.
-            _start(threading.Thread(target=self._serve, args=(instance,), name=name, daemon=True))
+            _start(threading.Thread(target=self._serve, args=(instance, jobs), name=name, daemon=True))
 
     def shrink(self, surplus: int) -> None:
-        """Unloads so many instances, those that are idle first; at least one must be left."""
+        """Unloads so many instances, those that are idle first, or the last ones; at least one must be left."""
         self.count -= surplus
         for _ in range(surplus):
-            self._queue.put(_End.ONE)
+            self._queues.pop().put(_End.ONE)
 
-    def run_now(self, execution: Execution, expected_s: float) -> bool:
+    def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
         """Executes at once if that is short and no instance is busy; returns whether it did."""
         if self._running or not self._on_loop or not 0 < expected_s <= SHORT_S:
             return False
-        execution.run(self._first)
+        execution.run(self._instances[instance])
         return True
 
-    def start(self, execution: Execution, done: _Done) -> None:
-        """Queues an execution; the instance that is free first takes it."""
+    def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
+        """Queues an execution; the instance that is free first takes it, or the one that it is for."""
         self._running += 1
-        self._queue.put((execution, done))
+        self._queues[instance].put((execution, done))
 
     def lend(self, borrower: Borrower, done: Callable[[Borrower], None]) -> None:
         """Lends an instance as soon as one is free; `done` is called on the event loop when it is given back."""
         self._running += 1
-        self._queue.put((borrower, done))
+        self._queues[0].put((borrower, done))
 
     def _ended(self, ended: Execution | Borrower, done: Callable[..., None]) -> None:
         self._running -= 1
@@ -138,26 +148,31 @@ class ThreadExecutor:
     def recall(self) -> list[Execution]:
         """Takes back the executions that no instance has taken; borrowers stay."""
         recalled: list[Execution] = []
+        for jobs in dict.fromkeys(self._queues):
+            recalled += self._recall(jobs)
+        return recalled
+
+    def retire(self) -> None:
+        """Unloads every instance once it has executed its queued batches, and the streams of these have ended."""
+        for jobs in self._queues:
+            jobs.put(_End.ALL)
+
+    def _recall(self, jobs: _Jobs) -> list[Execution]:
+        recalled: list[Execution] = []
         others: list[_Job | _End] = []
         with suppress(queue.Empty):
             while True:
-                job = self._queue.get_nowait()
+                job = jobs.get_nowait()
                 if isinstance(job, tuple) and isinstance(job[0], Execution):
                     self._running -= 1
                     recalled.append(job[0])
                 else:
                     others.append(job)
         for other in others:
-            self._queue.put(other)
+            jobs.put(other)
         return recalled
 
-    def retire(self) -> None:
-        """Unloads every instance once it has executed its queued batches, and the streams of these have ended."""
-        for _ in range(self.count):
-            self._queue.put(_End.ALL)
-
     def _note_instances(self) -> None:
-        self._first = self._instances[0]
         self._on_loop = all(instance.short_on_loop for instance in self._instances)
 
     def _leave(self, instance: Backend, left: threading.Event) -> None:
@@ -166,9 +181,9 @@ class ThreadExecutor:
         self._note_instances()
         left.set()
 
-    def _serve(self, instance: Backend) -> None:
+    def _serve(self, instance: Backend, jobs: _Jobs) -> None:
         streams: list[Stream] = []
-        while not isinstance(job := self._queue.get(), _End):
+        while not isinstance(job := jobs.get(), _End):
             execution, done = job
             execution.run(instance)
             if isinstance(execution, StreamedExecution):

@@ -65,7 +65,7 @@ class Host(Protocol):
 
 
 class Wanted(NamedTuple):
-    """What is to be loaded of a model.
+    """The versions of a model that are to be loaded, and how.
 
     Attributes:
         stored: The model as it is stored.

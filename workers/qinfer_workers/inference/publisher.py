@@ -24,7 +24,18 @@ from qinfer.core.messages import Failure, Response
 from qinfer.core.retry import OutageLog, pause_s
 from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferError, QueueFull
 from qinfer.observe.stats import PublishTally, StatsTally
-from qinfer.queue.entries import DELAYED, Address, Entry, Lane, Lease, Outcome, RequestState, Settlement
+from qinfer.queue.entries import (
+    CHUNK_BYTES,
+    DELAYED,
+    STORED_TTL_S,
+    Address,
+    Entry,
+    Lane,
+    Lease,
+    Outcome,
+    RequestState,
+    Settlement,
+)
 from qinfer.queue.lanes import Queue
 from qinfer.wire.frame import encode_responses
 from qinfer_workers.inference.tracing import Spans
@@ -79,6 +90,7 @@ class LeaseKeeper:
     Attributes:
         renewals: Leases that were renewed, each time.
         losses: Held items whose lease was lost.
+        owners: The owners of sequences here, whose leases are renewed too → the keys for that (`Sequences.lease_keys`).
     """
 
     def __init__(
@@ -91,6 +103,7 @@ class LeaseKeeper:
     ) -> None:
         self.lanes = lanes
         self.renewals = self.losses = 0
+        self.owners: dict[str, Sequence[bytes]] = {}
         self._renewals = renewals
         self._clock = clock
         self._lease_s = lease_s
@@ -224,12 +237,6 @@ def place_of(item: Held) -> Place:
     """Returns where an item's entry is."""
     return item.lease.entry.lane, item.lease.entry.entry_id
 
-
-CHUNK_BYTES = 2**20
-"""Outputs of one response above this travel beside the reply stream."""
-
-STORED_TTL_S = 120.0
-"""How long such outputs wait for the process that was told of them: it takes them at once, unless it is cut off."""
 
 FINISH_DELAY_S = 0.01
 """How long published items wait at most to be finished in one write with the next answers: nobody waits for it, and to
@@ -368,18 +375,22 @@ class Publisher:
         by_id = {item.request.id: item for item in items if not item.request.reply_to}
         answers = [(by_id[r.request_id], r) for r in responses if r.final and r.request_id in by_id]
         stored = list(by_id.values())
-        self.spawn(self._recorded(stored, lambda: self._settle(answers, begin_ns)), stored)
+        self.spawn(self.recorded(stored, lambda: self._settle(answers, begin_ns)), stored)
         waiting = [item for item in items if item.request.reply_to]
         if waiting:
             theirs = [response for response in responses if response.request_id not in by_id]
             self._publish_soon(waiting, theirs, begin_ns)
 
     def _publish_soon(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
-        self.spawn(self._recorded(items, lambda: self._publish(items, responses, begin_ns)), items, self.finish_soon)
+        self.spawn(self.recorded(items, lambda: self._publish(items, responses, begin_ns)), items, self.finish_soon)
 
     async def _publish(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
         if not self._keeper.is_sure(items):
             await self._keeper.confirm(items)
+        await self.publish(items, responses, begin_ns)
+
+    async def publish(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
+        """Publishes responses to those who wait, with no look at leases; `begin_ns` is when they came."""
         for address, group, is_large in _chunks(items, responses):
             blob = encode_responses(group)
             if is_large:
@@ -452,7 +463,8 @@ class Publisher:
         lane = items[0].lease.entry.lane
         self.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
 
-    def _recorded(self, items: Sequence[Pending], work: _Work) -> _Work:
+    def recorded(self, items: Sequence[Pending], work: _Work) -> _Work:
+        """Returns work that publishes answers, with spans of it where requests are traced."""
         return work if self._spans is None else self._spans.around(items, work)
 
     def spawn(
@@ -462,13 +474,14 @@ class Publisher:
         after: _After | None = None,
         *,
         held: Sequence[Pending] = (),
-    ) -> None:
-        """Begins work, which is repeated while Redis is away; see `_insist`."""
+    ) -> "asyncio.Task[None] | None":
+        """Begins work, which is repeated while Redis is away; see `_insist`. `None` = it is closed."""
         if self._closed:
-            return
+            return None
         task = self._tasks.create_task(self._insist(work, items, after, held or items))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
+        return task
 
     async def _insist(
         self, work: _Work, items: Sequence[Pending], after: _After | None, held: Sequence[Pending]
@@ -503,10 +516,6 @@ def _are_lost(items: Sequence[Pending]) -> bool:
     return bool(items) and items[0].lost and all(item.lost for item in items)
 
 
-def _nbytes(response: Response) -> int:
-    return sum(tensor.nbytes for tensor in response.outputs)
-
-
 def _failed(response: Response, error: QinferError) -> Response:
     return msgspec.structs.replace(response, outputs=(), failure=Failure.of(error))
 
@@ -519,7 +528,7 @@ def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator
             continue
         begin = size = 0
         for end, response in enumerate(group):
-            nbytes = _nbytes(response)
+            nbytes = response.nbytes
             if size + nbytes > CHUNK_BYTES:
                 if end > begin:
                     yield address, group[begin:end], False

@@ -21,6 +21,7 @@ from qinfer.queue import keys
 from qinfer.queue.clients import Login
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import RENEW
+from qinfer.queue.sequences import RENEW_OWNER
 from qinfer_workers import renewer
 from qinfer_workers.inference.publisher import LeaseKeeper
 
@@ -48,6 +49,8 @@ class ProcessRenewals:
             script=RENEW.text,
             every_s=settings.worker.renew_every_s,
             longest_s=max(settings.limits.max_timeout_s, settings.requests.max_timeout_s),
+            owner_script=RENEW_OWNER.text,
+            lease_s=settings.worker.lease_s,
         )
         self._lanes: dict[bytes, Lane] = {}
         self._asked = asyncio.Event()
@@ -105,7 +108,7 @@ class ProcessRenewals:
                         await self._asked.wait()
 
     def _held(self, keeper: LeaseKeeper) -> renewer.Held:
-        held = renewer.Held({})
+        held = renewer.Held({}, owners={owner: list(names) for owner, names in keeper.owners.items()})
         for lane in keeper.lanes():
             self._lanes[keys.lane(lane)] = lane
             held.lanes[keys.lane(lane)] = {}
@@ -132,4 +135,5 @@ class ProcessRenewals:
         if not report.failed:
             self._outage.over()
         lost = {(self._lanes[lane], entry_id.decode()) for lane, entry_id in report.lost}
-        keeper.renewed(report.began_s, lost, [self._lanes[lane] for lane in report.failed], report.renewed)
+        failed = [self._lanes[lane] for lane in report.failed if lane in self._lanes]
+        keeper.renewed(report.began_s, lost, failed, report.renewed)

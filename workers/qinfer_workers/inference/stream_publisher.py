@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from qinfer.batching.execution import Pending
-from qinfer.batching.streams import Sent, Streams, nbytes_of
+from qinfer.batching.streams import Sent, Streams
 from qinfer.core.messages import Failure
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, PayloadTooLarge, QinferError, QueueFull, StreamBroken
+from qinfer.queue.entries import CHUNK_BYTES
 from qinfer.queue.lanes import Queue
 from qinfer.wire.frame import encode_responses
-from qinfer_workers.inference.publisher import CHUNK_BYTES, LeaseKeeper, Publisher
+from qinfer_workers.inference.publisher import LeaseKeeper, Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class StreamPublisher:
             self.streams.cancel(item, error)
             return error
         if is_wanted:
-            self.streams.stored(item, sum([nbytes_of(response.outputs) for _, response in group]))
+            self.streams.stored(item, sum([response.nbytes for _, response in group]))
         else:
             self._drop([item])
         return None
@@ -171,7 +172,7 @@ def _first_of(waiting: "deque[Sent]") -> list[Sent]:
     group: list[Sent] = []
     size = 0
     for each in waiting:
-        size += nbytes_of(each[1].outputs)
+        size += each[1].nbytes
         if group and (size > CHUNK_BYTES or len(group) == _MAX_RESPONSES):
             break
         group.append(each)

@@ -128,7 +128,12 @@ class Worker:
     def serve(self, loaded: Loaded) -> None:
         """Serves a model version, in place of its earlier generation if there is one."""
         spec, key = loaded.spec, (loaded.spec.name, loaded.version)
-        executor = ThreadExecutor(loaded.instances, asyncio.get_running_loop(), f"{spec.name}-{loaded.version}")
+        executor = ThreadExecutor(
+            loaded.instances,
+            asyncio.get_running_loop(),
+            f"{spec.name}-{loaded.version}",
+            pinned=spec.sequences is not None,
+        )
         model = LoadedModel(
             spec=spec,
             version=loaded.version,

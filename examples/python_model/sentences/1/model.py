@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """What Triton, and so qinfer, looks for in a `model.py`."""
+    """The class that Triton, and so qinfer, looks for in the model's file."""
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:

@@ -20,7 +20,7 @@ PAUSE_S = 0.05
 
 
 class TritonPythonModel:
-    """What Triton, and so qinfer, looks for in a `model.py`."""
+    """The class that Triton, and so qinfer, looks for in the model's file."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Reads the text: pairs of words, and what follows them."""

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,72 @@ async def test_nothing_runs_on_the_loop_beside_a_busy_instance() -> None:
     assert not beside
     await ended.wait()
     assert instances.run_now(execution(), SHORT_S / 2)
+    instances.retire()
+
+
+class Named(StubBackend):
+    """A stub that notes the requests that it executed."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        super().__init__(gate)
+        self.executed: list[str] = []
+        self.load(stub_spec(), None, Device())  # type: ignore[arg-type]  # the stub reads no file
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        super().execute(batch, ctx)
+        self.executed += [request.id for request in batch.requests]
+
+
+def named(name: str) -> Execution:
+    """Returns an execution of one request with this id."""
+    run = execution()
+    run.items[0].request.id = name
+    return run
+
+
+async def test_pinned_instances_execute_what_is_theirs() -> None:
+    """However idle the others are."""
+    backends = [Named(), Named()]
+    instances = ThreadExecutor(backends, asyncio.get_running_loop(), "stub", pinned=True)
+    ended: list[str] = []
+
+    for name, instance in (("a", 1), ("b", 0), ("c", 1)):
+        instances.start(named(name), lambda run: ended.append(run.items[0].request.id), instance)
+    await eventually(lambda: len(ended) == 3)
+
+    assert [backend.executed for backend in backends] == [["b"], ["a", "c"]]
+    instances.retire()
+    await eventually(lambda: not any(backend.loaded for backend in backends))
+
+
+async def test_what_pinned_instances_have_not_begun_is_recalled() -> None:
+    """From each of their queues; the instances go on."""
+    gate = threading.Event()
+    backends = [Named(gate), Named(gate)]
+    instances = ThreadExecutor(backends, asyncio.get_running_loop(), "stub", pinned=True)
+    ended: list[str] = []
+    for name, instance in (("a", 0), ("b", 1), ("c", 1), ("d", 0)):
+        instances.start(named(name), lambda run: ended.append(run.items[0].request.id), instance)
+    await eventually(lambda: all(backend.sizes for backend in backends))
+
+    recalled = instances.recall()
+
+    gate.set()
+    assert {run.items[0].request.id for run in recalled} == {"c", "d"}
+    await eventually(lambda: sorted(ended) == ["a", "b"])
+    instances.retire()
+
+
+async def test_a_pinned_instance_executes_short_batches_on_the_loop() -> None:
+    class QuickNamed(Named):
+        short_on_loop = True
+
+    backends = [QuickNamed(), QuickNamed()]
+    instances = ThreadExecutor(backends, asyncio.get_running_loop(), "stub", pinned=True)
+
+    assert instances.run_now(named("a"), SHORT_S / 2, 1)
+
+    assert [backend.executed for backend in backends] == [[], ["a"]]
     instances.retire()
 
 

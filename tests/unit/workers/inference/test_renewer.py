@@ -201,6 +201,26 @@ def _ignores(pid: int, signum: int) -> bool:
     return bool(int(mask, 16) >> (signum - 1) & 1)
 
 
+def test_owners_of_sequences_are_renewed_while_the_worker_is_silent() -> None:
+    """One that can't be renewed is reported."""
+    calls: list[tuple[Any, ...]] = []
+
+    class OwnersRedis:
+        def eval(self, *words: Any) -> int:
+            calls.append(words)
+            if len(calls) == 2:
+                raise Away("gone")
+            return 1
+
+    hello = Hello(HELLO.redis, b"workers", b"w", b"", 3.0, 100.0, b"the owners' script", 10.0)
+    one = Renewer(hello, OwnersRedis())
+    one.report(Held({}, owners={"w.1": [b"owners", b"orphans", b"lane"]}))
+
+    assert one.renew().failed == {}
+    assert one.renew().failed == {b"w.1": "ConnectionError"}
+    assert calls[0] == (b"the owners' script", 3, b"owners", b"orphans", b"lane", "w.1", 10000, 0)
+
+
 def test_it_knows_whether_a_process_runs() -> None:
     """Stopped counts as gone."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

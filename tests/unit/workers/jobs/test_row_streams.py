@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qinfer.backends.base import Batch, Context
-from qinfer.batching.streams import OVERHEAD_BYTES
+from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES
 from qinfer.errors import Cancelled, DeadlineExceeded, InferenceFailed, OutputMismatch, PayloadTooLarge
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.tensors import Tensor, from_numpy
@@ -103,7 +103,7 @@ def test_outputs_that_are_not_the_configuration_s_fail_the_row() -> None:
 @pytest.mark.parametrize("response", [outputs(1.0), ()], ids=["outputs", "empty"])
 def test_the_responses_of_a_row_are_bounded(response: tuple[Tensor, ...]) -> None:
     """Also those without outputs, so that a model which never ends is stopped."""
-    streams = RowStreams(1, Bounds(10 * OVERHEAD_BYTES, 60.0), fine, Answers())
+    streams = RowStreams(1, Bounds(10 * RESPONSE_OVERHEAD_BYTES, 60.0), fine, Answers())
     sent = 0
     with pytest.raises(Cancelled):  # noqa: PT012  the loop has no other end
         while sent < 11:

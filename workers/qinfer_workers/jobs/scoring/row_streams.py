@@ -9,8 +9,8 @@ import numpy as np
 
 from qinfer.backends.base import Array, Context
 from qinfer.batching.execution import Answer
-from qinfer.batching.streams import OVERHEAD_BYTES, nbytes_of
-from qinfer.core.messages import InferRequest, Response, Scalar
+from qinfer.batching.streams import nbytes_of
+from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, InferRequest, Response, Scalar
 from qinfer.errors import Cancelled, DeadlineExceeded, OutputMismatch, PayloadTooLarge, QinferError
 from qinfer.tensors import Tensor, to_numpy
 
@@ -21,7 +21,7 @@ class Bounds(NamedTuple):
     """Bounds of a batch's streams.
 
     Attributes:
-        row_bytes: The outputs of a row's responses may take so many bytes, `OVERHEAD_BYTES` for each included.
+        row_bytes: The outputs of a row's responses may take so many bytes, `RESPONSE_OVERHEAD_BYTES` for each included.
         idle_s: Rows are given up when the model sends no response for so many seconds.
     """
 
@@ -95,6 +95,10 @@ class RowStreams:
             if isinstance(row.error, PayloadTooLarge):
                 raise Cancelled(row.error.message)
 
+    def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
+        """Refuses, as the batch's calls do: a row is executed once."""
+        self._calls.reschedule(item, states)
+
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
         """Has a callback told when nobody waits for the row any more; see `Context.on_taken`."""
         with self._changed:
@@ -163,7 +167,7 @@ class RowStreams:
         if isinstance(outputs, QinferError):
             row.error = outputs
             return
-        row.nbytes += nbytes_of(outputs) + OVERHEAD_BYTES
+        row.nbytes += nbytes_of(outputs) + RESPONSE_OVERHEAD_BYTES
         if row.nbytes > self._bounds.row_bytes:
             row.error = PayloadTooLarge(
                 f"the responses of the row take more than {self._bounds.row_bytes} bytes; ask for less, or raise "

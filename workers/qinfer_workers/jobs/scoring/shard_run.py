@@ -83,7 +83,7 @@ class ShardRun:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What of the inputs can't be read, in words, where the job skips it."""
+        """Description of the inputs that can't be read, where the job skips them."""
         return tuple(self._files.faults)
 
     def stop(self) -> None:
