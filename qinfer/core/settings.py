@@ -122,6 +122,8 @@ class LimitSettings(_Section):
     max_timeout_s: float = Field(3600.0, gt=0, description="Longest timeout a request may ask for.")
     max_json_depth: int = Field(100, gt=0, description="Deepest JSON nesting (Triton's limit).")
     max_in_flight: int = Field(100_000, gt=0, description="Unanswered requests that one gateway may have.")
+    max_sequences: int = Field(20_000, gt=0, description="Open sequences of one partition of a model.")
+    max_sequence_steps: int = Field(1000, gt=0, description="Requests of one sequence that may wait.")
     lane_capacity: int = Field(
         10_000, gt=0, description="Requests that may wait in one lane; a model's `qinfer.lane_capacity` overrides it."
     )

@@ -233,6 +233,10 @@ class Catalog:
             for version in of.versions
         ]
 
+    def stateful(self) -> list[str]:
+        """Returns the names of the models that keep state from request to request."""
+        return [name for name, (_, spec) in self._specs.items() if spec.is_stateful]
+
     def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
         """Returns all online lanes of a version, in the order in which they are read."""
         known = self._specs.get(model)

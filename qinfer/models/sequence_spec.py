@@ -7,6 +7,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from qinfer.core.messages import InferRequest, Sequence
 from qinfer.errors import InvalidRequest, ModelLoadFailed
 from qinfer.tensors import Tensor, datatype, element_count, pack_bytes
@@ -94,8 +96,7 @@ class StateSpec:
         return Tensor(self.input, self.datatype, shape, content[: count * itemsize])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectSpec:
+class DirectSpec(msgspec.Struct, frozen=True, kw_only=True, tag="direct"):
     """The strategy `direct`: each sequence has a row of the batch to itself, from START to END.
 
     Attributes:
@@ -108,8 +109,7 @@ class DirectSpec:
     max_queue_delay_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OldestSpec:
+class OldestSpec(msgspec.Struct, frozen=True, kw_only=True, tag="oldest"):
     """The strategy `oldest`: the candidates' next requests are batched as a dynamic batcher does it.
 
     Attributes:
@@ -195,11 +195,3 @@ def _check_text(model: str, correlation_id: str, spec: SequenceSpec) -> None:
             f"inference request for sequence {correlation_id} to model '{model}' must have a number as correlation ID: "
             f"the model's input '{corrid.name}' takes it as {corrid.datatype}"
         )
-
-
-def start_missing(model: str, correlation_id: int | str) -> InvalidRequest:
-    """Returns the error of a request without START, where no sequence of its correlation ID is open."""
-    return InvalidRequest(
-        f"inference request for sequence {correlation_id} to model '{model}' must specify the START flag on the first "
-        "request of the sequence"
-    )

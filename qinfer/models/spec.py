@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from qinfer.models.sequence_spec import SequenceSpec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
@@ -166,9 +168,10 @@ class ModelSpec:
         backend: The backend's name, such as `onnxruntime`.
         platform: Triton's platform, such as `onnxruntime_onnx`; may be empty.
         max_batch_size: 0 = the model has no batch dimension; ≥ 1 = every tensor has a leading batch dimension.
-        inputs: Its inputs in the configuration's order.
+        inputs: Its inputs in the configuration's order, without those that the server fills (`sequences`).
         outputs: Its outputs in the configuration's order.
         batching: How requests are merged; `None` = the default scheduler, which never merges.
+        sequences: How the requests of sequences are batched, and what they keep; `None` = it has no sequences.
         instances: Where its instances run; each is one execution at a time.
         filename: The model file in a version directory.
         parameters: The `parameters` map; qinfer's own begin with `qinfer.`.
@@ -194,6 +197,7 @@ class ModelSpec:
     platform: str = ""
     max_batch_size: int = 0
     batching: BatchingSpec | None = None
+    sequences: SequenceSpec | None = None
     instances: tuple[InstanceSpec, ...] = (InstanceSpec(),)
     filename: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
@@ -209,6 +213,11 @@ class ModelSpec:
     decoupled: bool = False
     stream_resume: bool = False
     config_json: str = ""
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether it keeps something from request to request, so that all of a sequence go to one worker, in order."""
+        return self.sequences is not None and not self.sequences.iterative
 
     @property
     def instance_count(self) -> int:

@@ -18,6 +18,11 @@ DELAYED = ".delayed"
 FULL = "Exceeds maximum queue size"
 """Why `submit` refuses what is beyond its limit; Triton's text (reference §3.3)."""
 
+CHUNK_BYTES = 2**20
+"""Outputs of one response above this travel beside the reply stream."""
+
+STORED_TTL_S = 120.0
+"""How long such outputs wait for the process that was told of them: it takes them at once, unless it is cut off."""
 
 BULK_LANES = ("bulk1", "bulk2", "bulk3")
 """The lanes of shards in the order in which they are read: jobs of high, normal and low priority."""

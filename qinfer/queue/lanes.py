@@ -37,7 +37,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Self, TypeVar
 
 from qinfer.core.clock import Clock, ServerClock, SystemClock
@@ -64,6 +64,7 @@ from qinfer.queue.entries import (
 from qinfer.queue.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
 from qinfer.queue.requests import Requests
 from qinfer.queue.router import Router, Script, load_script, run_script
+from qinfer.queue.sequences import Sequences, may_lose
 from qinfer.queue.stream_marks import StreamMarks
 from qinfer.queue.values import Values
 from qinfer.tensors import Bytes
@@ -109,6 +110,7 @@ class Queue:
         dead_letters: What `bury` has put away.
         deliveries: The queue of deliveries beside the lanes.
         marks: What workers tell one another of entries.
+        sequences: Makes the `Sequences` of a model and partition; the same one each time.
     """
 
     def __init__(self, settings: RedisSettings, router: Router, clock: Clock) -> None:
@@ -121,6 +123,8 @@ class Queue:
         self.dead_letters = DeadLetters(router, self._values)
         self.deliveries = Deliveries(router)
         self.marks = StreamMarks(router)
+        parts = (router, self._values, self.durability)
+        self.sequences = cache(partial(Sequences, *parts, is_fragile=may_lose(settings)))
         self._readers: dict[tuple[str, int, int, bool], LaneReader] = {}
         self._clock_timer: asyncio.TimerHandle | None = None
         self._large: set[asyncio.Task[None]] = set()

@@ -6,8 +6,12 @@ from typing import NamedTuple
 import msgspec
 
 from qinfer.core.messages import Failure
+from qinfer.errors import InvalidRequest
 from qinfer.queue.entries import Entry, Lease, Payload
 from qinfer.tensors import Bytes
+
+MAX_STATE_BYTES = 64 * 2**20
+"""The largest state of a sequence; where it has several, of all together."""
 
 
 class SequenceId(msgspec.Struct, frozen=True):
@@ -70,7 +74,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Which step of which life of a sequence, both from 1."""
+    """A step of a life of a sequence, both counted from 1."""
 
     sequence: SequenceId
     life: int
@@ -162,3 +166,19 @@ class Sizes(NamedTuple):
     waiting: int
     handed_over: int
     lost: int
+
+
+def start_missing(model: str, correlation_id: int | str) -> InvalidRequest:
+    """Returns the error of a request without START where no such sequence is open (reference §3.4)."""
+    return InvalidRequest(
+        f"inference request for sequence {correlation_id} to model '{model}' must specify the START flag on the first "
+        "request of the sequence"
+    )
+
+
+def ended_text(model: str, correlation_id: int | str, number: int, reason: str) -> str:
+    """Returns the error's text for a step behind the one that ended its sequence."""
+    return (
+        f"sequence {correlation_id} of model '{model}' was ended at step {number}: {reason}; "
+        "begin it again with the START flag"
+    )

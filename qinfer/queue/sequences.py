@@ -21,7 +21,7 @@ or by an error; a START while it runs begins the next life behind it. The promis
 8. A sequence that nobody owns ends, too: at its steps' deadline, or when nothing of it waits for a minute.
 
 The protocol is checked in a model of every interleaving (`tests/property/test_sequence_protocol.py`), which drives the
-scripts, too (`tests/contract/queue/test_sequences_stateful.py`). No program offers sequences yet.
+scripts, too (`tests/contract/queue/test_sequences_stateful.py`).
 """
 
 import asyncio
@@ -50,6 +50,7 @@ from qinfer.queue.durability import Durability
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.router import BlockingLink, Router, Script, Words, load_script, run_each, ttl_ms
 from qinfer.queue.sequence_records import (
+    MAX_STATE_BYTES,
     NO_LIMITS,
     Committed,
     Limits,
@@ -62,11 +63,10 @@ from qinfer.queue.sequence_records import (
     Submitted,
     Taken,
     Unanswered,
+    ended_text,
+    start_missing,
 )
 from qinfer.queue.values import Values
-
-MAX_STATE_BYTES = 64 * 2**20
-"""The largest state of a sequence."""
 
 AT_ONCE = 32
 """So many steps or sequences one script takes at most: a few milliseconds of Redis, for which all others wait."""
@@ -92,9 +92,11 @@ _GIVE_BACK = load_script("sequences/give_back", *_SHARED)
 _REAP = load_script("sequences/reap", *_SHARED)
 _SWEEP = load_script("sequences/sweep", *_SHARED)
 _UNANSWERED = load_script("sequences/unanswered", *_SHARED)
-_RENEW = load_script("sequences/renew", "now_ms")
 _LEAVE = load_script("sequences/leave")
 _SIZES = load_script("sequences/sizes")
+
+RENEW_OWNER = load_script("sequences/renew", "now_ms")
+"""Renews the lease of an owner; its text is run by the renewer of a worker."""
 
 
 class Sequences:
@@ -166,6 +168,10 @@ class Sequences:
     async def renew(self, worker_id: str, versions: Items[int], lease_s: float) -> bool:
         """Renews a worker's lease; False where it has ended: the worker drops all its sequences, and joins again."""
         return await self._renew(worker_id, versions, lease_s, is_new=False)
+
+    def lease_keys(self, worker_id: str, versions: Items[int]) -> list[bytes]:
+        """Returns the KEYS of `RENEW_OWNER` for a worker."""
+        return [self._owners, self._orphans, *(self._own_lane(version, worker_id) for version in versions)]
 
     async def leave(self, worker_id: str, versions: Items[int]) -> bool:
         """Ends the lease of a worker that owns nothing any more; False where it does own sequences."""
@@ -346,13 +352,11 @@ class Sequences:
             )
         if what == b"ended":
             return self._ended(sequence, *about)
-        return InvalidRequest(
-            f"inference request for {of} must specify the START flag on the first request of the sequence"
-        )
+        return start_missing(self._model, sequence.correlation_id)
 
     async def _renew(self, worker_id: str, versions: Items[int], lease_s: float, *, is_new: bool) -> bool:
-        names = [self._owners, self._orphans, *(self._own_lane(version, worker_id) for version in versions)]
-        return bool(await self._router.run(self._slot, _RENEW, names, worker_id, ttl_ms(lease_s), int(is_new)))
+        names = self.lease_keys(worker_id, versions)
+        return bool(await self._router.run(self._slot, RENEW_OWNER, names, worker_id, ttl_ms(lease_s), int(is_new)))
 
     async def _fail(self, place: Place, code: str, text: str, token: int | str) -> bool:
         about = (place.sequence.name, token, place.life, place.number, code, text)
@@ -416,10 +420,7 @@ class Sequences:
     def _ended(self, sequence: SequenceId, code: bytes, text: bytes, number: int) -> SequenceEnded:
         """Returns the error for a step behind the one that ended its sequence."""
         error = SequenceLost if code.decode() == SequenceLost.code else SequenceEnded
-        return error(
-            f"sequence {sequence.correlation_id} of model '{self._model}' was ended at step {number}: {text.decode()}; "
-            "begin it again with the START flag"
-        )
+        return error(ended_text(self._model, sequence.correlation_id, number, text.decode()))
 
     def _steps(self, sequence: SequenceId) -> Lane:
         """Returns the lane of a sequence's steps, of whichever version."""

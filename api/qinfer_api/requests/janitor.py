@@ -4,7 +4,7 @@
 - Synchronous requests whose gateway died wait in their lanes for nobody: where no worker lives to expire them, their
   entries are finished once their time is over.
 - Webhooks are taken, as many as can be delivered at once.
-- Bulk jobs are looked after, as `JobJanitor` does.
+- Bulk jobs are looked after, as `JobJanitor` does, and sequences, as `SequenceJanitor` does.
 - What processes that died left in the payload store is deleted, once it has expired.
 
 Two gateways that do the same do no harm: each step is idempotent, and their rounds drift apart.
@@ -26,6 +26,7 @@ from qinfer.queue.dead_letters import head_of
 from qinfer.queue.deliveries import DeliveryItem
 from qinfer.queue.entries import Entry, Lane, RequestState, Settlement
 from qinfer.queue.lanes import Queue
+from qinfer_api.requests.sequence_janitor import SequenceJanitor
 from qinfer_api.requests.service import failed_outcome
 from qinfer_api.requests.webhooks import Webhooks
 
@@ -74,6 +75,7 @@ class Janitor:
         self._sweep_every_s = sweep_every_s
         self._webhooks = webhooks
         self._advance_jobs = advance_jobs
+        self._sequences = SequenceJanitor(delivery, catalog, tally)
         self._models: dict[str, None] = {}  # all that were ever seen: a removed model may have requests left
         self._away: dict[str, QinferError] = {}  # models that this round could not sweep, and why: a node may be down
         self._places: dict[Lane, str] = {}  # how far its entries were looked through
@@ -86,6 +88,8 @@ class Janitor:
             if self._advance_jobs is not None:
                 words = ("bulk jobs can't be looked after now", "bulk jobs are looked after again")
                 group.create_task(self._again(self._advance_jobs, *words), name="look after bulk jobs")
+            words = ("sequences can't be looked after now", "sequences are looked after again")
+            group.create_task(self._again(self._sequences.round, *words), name="look after sequences")
             words = ("requests can't be swept now", "requests are swept again")
             await self._again(partial(self._round, group), *words)
 

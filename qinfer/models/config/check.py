@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.message import ModelConfig, model_config_pb2
+from qinfer.models.config.sequences import sequence_problems
 from qinfer.models.config.to_spec import STREAM_RESUME, parameter_problems
 
 SUPPORTED = {
@@ -117,6 +118,7 @@ def check(config: ModelConfig) -> None:
         *_refused(config),
         *_batching_problems(config),
         *_queue_problems(config),
+        *sequence_problems(config),
         *_tensor_problems(config, "input", config.input),
         *_tensor_problems(config, "output", config.output),
         *_instance_problems(config),

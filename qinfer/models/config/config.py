@@ -15,6 +15,7 @@ from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.check import check
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
 from qinfer.models.config.message import ModelConfig, from_json, model_config_pb2, to_json
+from qinfer.models.config.sequences import fill_sequence_defaults, own_inputs, state_outputs
 from qinfer.models.config.to_spec import to_spec
 from qinfer.tensors import DATATYPES
 
@@ -22,7 +23,7 @@ _DEFAULT_MAX_BATCH_SIZE = 4  # Triton's `default-max-batch-size`
 
 
 def complete(config: ModelConfig, tensors: FileTensors) -> None:
-    """Fills what the configuration leaves out, in place.
+    """Fills what the configuration leaves out, in place; controls and states are no inputs and outputs of requests.
 
     As in Triton, a configuration with inputs and outputs is taken as it is, and one that lacks either gets its batch
     size and dynamic batching completed too.
@@ -30,13 +31,15 @@ def complete(config: ModelConfig, tensors: FileTensors) -> None:
     Raises:
         ModelLoadFailed: The configuration contradicts the model file.
     """
+    mine, kept = own_inputs(config), state_outputs(config)
+    inputs = [tensor for tensor in tensors.inputs if tensor.name not in mine]
     if not config.input or not config.output:
         _complete_batching(config, tensors)
         if not config.input:
-            _add(config.input, tensors.inputs, config.max_batch_size)
+            _add(config.input, inputs, config.max_batch_size)
         if not config.output:
-            _add(config.output, tensors.outputs, config.max_batch_size)
-    _compare(config, tensors)
+            _add(config.output, [o for o in tensors.outputs if o.name not in kept], config.max_batch_size)
+    _compare(config, inputs, tensors.outputs)
 
 
 def _complete_batching(config: ModelConfig, tensors: FileTensors) -> None:
@@ -66,17 +69,14 @@ def _config_datatype(datatype: str) -> int:
     return int(model_config_pb2.DataType.Value(DATATYPES[datatype].config))
 
 
-def _compare(config: ModelConfig, tensors: FileTensors) -> None:
+def _compare(config: ModelConfig, inputs: Sequence[FileTensor], outputs: Sequence[FileTensor]) -> None:
     required = sum(not i.optional for i in config.input)
-    if required > len(tensors.inputs) or len(config.input) < len(tensors.inputs):
+    if required > len(inputs) or len(config.input) < len(inputs):
         raise ModelLoadFailed(
             f"unable to load model '{config.name}', configuration expects {len(config.input)} inputs, "
-            f"model provides {len(tensors.inputs)}"
+            f"model provides {len(inputs)}"
         )
-    for kind, configured, declared in (
-        ("input", config.input, tensors.inputs),
-        ("output", config.output, tensors.outputs),
-    ):
+    for kind, configured, declared in (("input", config.input, inputs), ("output", config.output, outputs)):
         by_name = {tensor.name: tensor for tensor in declared}
         for io in configured:
             if io.name in by_name:
@@ -252,6 +252,7 @@ def _fill_defaults(config: ModelConfig, gpus: int) -> None:
     batching = config.dynamic_batching
     if config.HasField("dynamic_batching") and not batching.preferred_batch_size and config.max_batch_size > 0:
         batching.preferred_batch_size.append(config.max_batch_size)
+    fill_sequence_defaults(config)
     for pinned in (config.optimization.input_pinned_memory, config.optimization.output_pinned_memory):
         pinned.enable = True
     place(config, gpus)

@@ -1,7 +1,6 @@
 """`sequence_batching` of a `ModelConfig`: defaults, checks with Triton's texts, and the `SequenceSpec` made of it.
 
-A configuration that has the field is refused by `check.py` for as long as workers do not run sequences; nothing calls
-the functions of this module until they do.
+A configuration that has the field is refused by `check.py` for as long as workers do not run sequences.
 """
 
 from collections.abc import Iterator
@@ -13,10 +12,8 @@ import numpy as np
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.message import ModelConfig, model_config_pb2
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, OldestSpec, SequenceSpec, StateSpec
+from qinfer.queue.sequence_records import MAX_STATE_BYTES
 from qinfer.tensors import CONFIG_DATATYPES
-
-MAX_STATE_BYTES = 256 * 2**20
-"""The largest implicit state of one sequence in its first step; of several states each may be as large."""
 
 _DEFAULT_IDLE_US = 1_000_000
 _FALSE_TRUE = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
@@ -34,10 +31,27 @@ def fill_sequence_defaults(config: ModelConfig) -> None:
         batching.oldest.preferred_batch_size.append(config.max_batch_size)
 
 
+def own_inputs(config: ModelConfig) -> frozenset[str]:
+    """Returns the inputs that the server fills: controls and states, which requests do not have."""
+    batching = config.sequence_batching
+    return frozenset([*(c.name for c in batching.control_input), *(state.input_name for state in batching.state)])
+
+
+def state_outputs(config: ModelConfig) -> frozenset[str]:
+    """Returns the outputs that the server keeps; only those that are also in `output` are answered."""
+    return frozenset(state.output_name for state in config.sequence_batching.state)
+
+
 def sequence_problems(config: ModelConfig) -> Iterator[str]:
     """Yields what is wrong with `sequence_batching`, most of it in Triton's words; nothing where there is none."""
     if not config.HasField("sequence_batching"):
         return
+    for name in sorted(own_inputs(config) & {i.name for i in config.input} - {""}):
+        yield f"input '{name}' is a control or state of 'sequence_batching', which the server fills; remove it"
+    if config.model_transaction_policy.decoupled:
+        yield "'model_transaction_policy.decoupled' is not supported with 'sequence_batching'; remove one of them"
+    if config.backend == "python" and config.sequence_batching.state:
+        yield "'sequence_batching.state' is not supported by backend 'python'; keep the state in model.py"
     yield from _strategy_problems(config)
     yield from _control_problems(config)
     yield from _state_problems(config)

@@ -6,6 +6,7 @@ from typing import Any
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.message import ModelConfig, model_config_pb2, to_json
+from qinfer.models.config.sequences import to_sequence_spec
 from qinfer.models.spec import (
     Accelerator,
     BatchingSpec,
@@ -53,7 +54,7 @@ def to_spec(
         labels: Output → the names of its classes; `None` = they have none.
 
     Raises:
-        ModelLoadFailed: A datatype or qinfer's own parameters are wrong, which `normalise` would have refused.
+        ModelLoadFailed: A datatype, `sequence_batching` or one of qinfer's parameters is wrong; `normalise` refuses it.
     """
     problems = list(parameter_problems(config))
     if problems:
@@ -70,6 +71,7 @@ def to_spec(
         inputs=tuple(_tensor(i, optional=i.optional, ragged=i.allow_ragged_batch) for i in config.input),
         outputs=tuple(_tensor(o, labels=(labels or {}).get(o.name, ())) for o in config.output),
         batching=_batching(config),
+        sequences=to_sequence_spec(config),
         instances=tuple(_instances(config)),
         filename=config.default_model_filename,
         parameters=parameters,

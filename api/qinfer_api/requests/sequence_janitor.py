@@ -1,0 +1,64 @@
+"""The janitor's part in sequences: hands over those of dead workers, ends those that nobody owns, and answers the rest.
+
+a worker's lease has ended ──▶ its sequences wait for another owner; `explicit` ones end
+nobody owns one             ──▶ it ends at the deadline of its steps, or when nothing of it has waited for a while
+a life has ended            ──▶ each step that is left of it gets its stored response, or the failure
+"""
+
+import asyncio
+import logging
+
+from qinfer.errors import Cancelled, DeadlineExceeded
+from qinfer.models.catalog import Catalog
+from qinfer.observe.stats import GatewayTally
+from qinfer.queue.lanes import Queue
+from qinfer.queue.sequence_answers import answer_rest
+from qinfer.queue.sequences import AT_ONCE
+
+logger = logging.getLogger(__name__)
+
+_PARTITION = 0  # all that there is, until models are spread
+_TOGETHER = 16  # models looked after at once
+_COUNTED = {Cancelled.code, DeadlineExceeded.code}  # by the gateway whose request ended so
+
+
+class SequenceJanitor:
+    """One per gateway.
+
+    Args:
+        queue: The queue.
+        catalog: Which models are stateful.
+        tally: Counts what no worker counts.
+    """
+
+    def __init__(self, queue: Queue, catalog: Catalog, tally: GatewayTally) -> None:
+        self._queue = queue
+        self._catalog = catalog
+        self._tally = tally
+        self._models: dict[str, None] = {}  # all that were ever seen: a removed model may have sequences left
+        self._together = asyncio.Semaphore(_TOGETHER)
+
+    async def round(self) -> None:
+        """Looks after the sequences of all stateful models.
+
+        Raises:
+            QinferError: Those of some are out of reach.
+        """
+        self._models |= dict.fromkeys(self._catalog.stateful())
+        outcomes = await asyncio.gather(*map(self.look_after, self._models), return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    async def look_after(self, model: str) -> None:
+        """Looks after the sequences of a model."""
+        sequences = self._queue.sequences(model, _PARTITION)
+        async with self._together:
+            while await sequences.reap() == AT_ONCE:
+                pass
+            while await sequences.sweep() == AT_ONCE:
+                pass
+            for request, failure in await answer_rest(self._queue, sequences):
+                if failure.code not in _COUNTED:
+                    self._tally.ended(model, request.version, failure.code)
+                logger.info("step not executed", extra={"model": model, "request_id": request.id, "code": failure.code})

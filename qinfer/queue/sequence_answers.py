@@ -1,0 +1,68 @@
+"""Answers to steps of sequences that are not executed: their stored response, or why there is none.
+
+A step that was sent again gets the stored response of the first of its number; one that a life leaves behind when it
+ends gets its stored response too, or the failure that ended it. Then it is removed.
+"""
+
+import msgspec
+
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.errors import SequenceEnded
+from qinfer.queue.dead_letters import head_of
+from qinfer.queue.entries import CHUNK_BYTES, STORED_TTL_S, Entry
+from qinfer.queue.lanes import Queue
+from qinfer.queue.sequence_records import Place, Unanswered
+from qinfer.queue.sequences import Sequences
+from qinfer.wire.frame import decode_responses, encode_responses
+
+NOT_KEPT = "the response to this step of the sequence is no longer kept"
+
+
+async def answer_rest(queue: Queue, sequences: Sequences) -> list[tuple[InferRequest, Failure]]:
+    """Answers what is left of lives that have ended; several may do it at once.
+
+    Returns:
+        The requests that failed, and why.
+
+    Raises:
+        BrokerUnavailable: What was not answered comes again.
+    """
+    failed: list[tuple[InferRequest, Failure]] = []
+    while left := await sequences.unanswered():
+        for each in left:
+            request = await answer_step(queue, sequences, each)
+            if request is not None and each.failure is not None:
+                failed.append((request, each.failure))
+    return failed
+
+
+async def answer_step(queue: Queue, sequences: Sequences, step: Unanswered) -> InferRequest | None:
+    """Answers a step with its failure, or else with the stored response, and removes it.
+
+    Returns:
+        Its request; `None` where the frame can't be read.
+    """
+    request = head_of(step.frame)
+    if request is not None and request.reply_to:
+        response = await _response(sequences, step.place, request, step.failure)
+        await _publish(queue, step.entry, request.reply_to, response)
+    await sequences.finish([(step.place, step.entry)])
+    return request
+
+
+async def _response(sequences: Sequences, place: Place, request: InferRequest, failure: Failure | None) -> Response:
+    """Makes the response to one of the requests of a step, which may have been sent several times."""
+    blob = None if failure is not None else await sequences.response(place)
+    if blob is not None:
+        (stored,) = decode_responses(blob)
+        return msgspec.structs.replace(stored, request_id=request.id)
+    failure = failure or Failure.of(SequenceEnded(NOT_KEPT))
+    return Response(request_id=request.id, model=request.model, version=request.version, failure=failure)
+
+
+async def _publish(queue: Queue, entry: Entry, reply_to: str, response: Response) -> None:
+    blob = encode_responses([response])
+    if response.nbytes > CHUNK_BYTES:
+        await queue.store_result(entry.lane, response.request_id, blob, STORED_TTL_S)
+        blob = encode_responses([msgspec.structs.replace(response, outputs=(), stored=True)])
+    await queue.publish(reply_to, blob)

@@ -1,0 +1,38 @@
+"""The states of a sequence as they are in Redis: a record of tensors, with a wire version (`qinfer.wire.versions`)."""
+
+from typing import Annotated
+
+import msgspec
+
+from qinfer.tensors import Tensor
+from qinfer.wire.versions import Record
+
+
+class _State(msgspec.Struct, array_like=True, gc=False):
+    name: str
+    datatype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    # A copy, so that its elements are aligned for runtimes, and nothing larger is kept alive by it.
+    data: bytes
+
+
+class _States(msgspec.Struct, array_like=True):
+    states: list[_State]
+
+
+_RECORD = Record(_States, "the state of a sequence")
+
+
+def encode_states(states: tuple[Tensor, ...]) -> bytes:
+    """Encodes the states of a sequence after a step, by the names of their inputs."""
+    return _RECORD.encode(_States([_State(s.name, s.datatype, s.shape, bytes(s.data)) for s in states]))
+
+
+def decode_states(raw: bytes) -> tuple[Tensor, ...]:
+    """Decodes what `encode_states` returned.
+
+    Raises:
+        NewerVersion: A newer qinfer wrote it.
+        CorruptEntry: It is damaged.
+    """
+    return tuple(Tensor(s.name, s.datatype, s.shape, s.data) for s in _RECORD.decode(raw).states)
