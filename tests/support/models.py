@@ -4,6 +4,7 @@ repository/
   identity_fp32/{config.pbtxt, 1/model.onnx}      output = input, one model per datatype
   add_sub/…                                       sum = a + b, difference = a - b
   greet/…                                         greeting = greeting ++ name (BYTES)
+  accumulator/…                                   OUTPUT = INPUT + OUTPUT of the step before (sequences)
 """
 
 from collections.abc import Sequence
@@ -37,6 +38,14 @@ ELEMENT_TYPES = {
 Port = tuple[str, str, tuple[int, ...]]
 """An input or output: name, wire datatype, dims without the batch dimension (-1 is variable)."""
 
+DIRECT = "direct { }"
+OLDEST = "oldest { max_candidate_sequences: 4 }"
+CONTROLS = """\
+  control_input { name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }
+  control_input { name: "END" control { kind: CONTROL_SEQUENCE_END fp32_false_true: [ 0, 1 ] } }
+  control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } }
+  control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT64 } }"""
+
 
 def identity(repository: Path, datatype: str) -> str:
     """Writes `identity_<datatype>`: `y[batch, n] = x[batch, n]`; returns its name."""
@@ -62,6 +71,55 @@ def greet(repository: Path) -> str:
     inputs: list[Port] = [("greeting", "BYTES", (-1,)), ("name", "BYTES", (-1,))]
     write(repository, "greet", nodes, inputs, [("text", "BYTES", (-1,))])
     return "greet"
+
+
+def accumulator(
+    repository: Path,
+    name: str = "accumulator",
+    *,
+    strategy: str = DIRECT,
+    controls: bool = False,
+    max_batch_size: int = 4,
+    more: str = "",
+) -> str:
+    """Writes a model with an implicit state: `OUTPUT[batch, 1] = INPUT[batch, 1] + ` the same of the step before.
+
+    Args:
+        repository: Where it is written to.
+        name: The model's name.
+        strategy: `DIRECT`, `OLDEST`, or another text of `config.pbtxt`.
+        controls: It has all control inputs, and an output `SEEN[batch, 4]` of them: START, END, READY, CORRID.
+        max_batch_size: 0 = there is no batch dimension.
+        more: Further lines of `sequence_batching`, such as `max_sequence_idle_microseconds: 1000000`.
+
+    Returns:
+        Its name.
+    """
+    nodes = [
+        helper.make_node("Add", ["INPUT", "STATE_IN"], ["OUTPUT"]),
+        helper.make_node("Identity", ["OUTPUT"], ["STATE_OUT"]),
+    ]
+    inputs: list[Port] = [("INPUT", "FP32", (1,))]
+    outputs: list[Port] = [("OUTPUT", "FP32", (1,))]
+    added: list[Port] = [("STATE_IN", "FP32", (1,))]
+    if controls:
+        added += [("START", "FP32", (1,)), ("END", "FP32", (1,)), ("READY", "FP32", (1,)), ("CORRID", "INT64", (1,))]
+        outputs.append(("SEEN", "FP32", (4,)))
+        nodes += [
+            helper.make_node("Cast", ["CORRID"], ["corrid"], to=TensorProto.FLOAT),
+            helper.make_node("Concat", ["START", "END", "READY", "corrid"], ["SEEN"], axis=-1),
+        ]
+    kept: list[Port] = [("STATE_OUT", "FP32", (1,))]
+    write(repository, name, nodes, inputs + added, outputs + kept, max_batch_size=max_batch_size)
+    state = '  state { input_name: "STATE_IN" output_name: "STATE_OUT" data_type: TYPE_FP32 dims: [ 1 ] }'
+    text = sequence_batching(strategy, CONTROLS if controls else "", state, more)
+    (repository / name / "config.pbtxt").write_text(config(name, inputs, outputs, max_batch_size, text))
+    return name
+
+
+def sequence_batching(strategy: str, *lines: str) -> str:
+    """Returns `sequence_batching` of a `config.pbtxt`: the strategy, and further lines such as `CONTROLS`."""
+    return "\n".join(["sequence_batching {", f"  {strategy}", *filter(None, lines), "}"])
 
 
 def weighty(directory: Path, size: int) -> Path:
@@ -107,15 +165,17 @@ def write(
     return version_dir
 
 
-def config(name: str, inputs: Sequence[Port], outputs: Sequence[Port], max_batch_size: int) -> str:
-    """Returns the `config.pbtxt` of a model that batches dynamically when it has a batch dimension."""
+def config(
+    name: str, inputs: Sequence[Port], outputs: Sequence[Port], max_batch_size: int, scheduling: str = ""
+) -> str:
+    """Returns the `config.pbtxt` of a model; by default it batches dynamically when it has a batch dimension."""
     lines = [f'name: "{name}"', 'backend: "onnxruntime"', f"max_batch_size: {max_batch_size}"]
     for kind, ports in (("input", inputs), ("output", outputs)):
         for port, datatype, dims in ports:
             type_ = DATATYPES[datatype].config
             lines.append(f'{kind} {{ name: "{port}" data_type: {type_} dims: [ {", ".join(map(str, dims))} ] }}')
-    if max_batch_size:
-        lines.append("dynamic_batching { }")
+    if scheduling or max_batch_size:
+        lines.append(scheduling or "dynamic_batching { }")
     return "\n".join(lines) + "\n"
 
 

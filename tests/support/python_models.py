@@ -16,6 +16,7 @@ from qinfer.models.config import config
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import Tensor, to_numpy
 from tests.support.backends import Answers
+from tests.support.models import CONTROLS, DIRECT, sequence_batching
 
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 PATIENCE_S = 30.0
@@ -41,11 +42,37 @@ class TritonPythonModel:
 """
 )
 
+ACCUMULATOR = HEADER + (
+    """
+class TritonPythonModel:
+    def initialize(self, args):
+        self.sums = {}
+
+    def execute(self, requests):
+        return [self.step(request) for request in requests]
+
+    def step(self, request):
+        if not x(request, "READY").all():
+            return reply(np.zeros_like(x(request)))
+        key = x(request, "CORRID").item()
+        before = 0 if x(request, "START").all() else self.sums[key]
+        total = before + x(request)
+        self.sums[key] = total
+        if x(request, "END").all():
+            del self.sums[key]
+        return reply(total, parameters={"correlation_id": request.correlation_id(), "flags": request.flags()})
+"""
+)
+"""Sums `x` of a sequence's requests to `y`: keeps the sums itself, told by control inputs, which sequence is which.
+
+Response parameters tell the correlation ID and the flags of the request.
+"""
+
 CONFIG = """
 name: "{name}" backend: "python" max_batch_size: {max_batch_size}
 input {{ name: "x" data_type: TYPE_{datatype} dims: [ {dims} ] }}
 output {{ name: "y" data_type: TYPE_{datatype} dims: [ {dims} ] }}
-dynamic_batching {{ max_queue_delay_microseconds: {delay_us} }}
+{scheduling}
 {more}
 """
 
@@ -60,11 +87,25 @@ def execute(body: str, before: str = "") -> str:
 def write_model(repository: Path, code: str, name: str = "m", **options: object) -> Path:
     """Writes a model with input `x` and output `y`; returns the directory of its version."""
     fields = {"max_batch_size": 64, "datatype": "FP32", "dims": "-1", "delay_us": 0, "more": "", **options}
+    fields.setdefault("scheduling", f"dynamic_batching {{ max_queue_delay_microseconds: {fields['delay_us']} }}")
     directory = repository / name / "1"
     directory.mkdir(parents=True)
     (directory.parent / "config.pbtxt").write_text(CONFIG.format(name=name, **fields))
     (directory / "model.py").write_text(code)
     return directory
+
+
+def write_accumulator(repository: Path, name: str = "accumulator", strategy: str = DIRECT, **options: object) -> Path:
+    """Writes `ACCUMULATOR` with all control inputs; returns the directory of its version.
+
+    Args:
+        repository: Where it is written to.
+        name: The model's name.
+        strategy: `models.DIRECT`, `models.OLDEST`, or another text of `config.pbtxt`.
+        **options: As of `write_model`.
+    """
+    options = {"max_batch_size": 4, "dims": 1, "scheduling": sequence_batching(strategy, CONTROLS), **options}
+    return write_model(repository, ACCUMULATOR, name, **options)
 
 
 def spec_of(directory: Path) -> ModelSpec:
