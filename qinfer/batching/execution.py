@@ -91,7 +91,7 @@ def assemble(requests: Sequence[InferRequest], rows: Sequence[int]) -> Batch:
     return Batch(
         requests=requests,
         rows=rows,
-        inputs={t.name: _stack(t, _column(requests, position, t.name), total) for position, t in enumerate(first)},
+        inputs={t.name: stack(t, _column(requests, position, t.name), total) for position, t in enumerate(first)},
     )
 
 
@@ -103,7 +103,17 @@ def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[
     return column
 
 
-def _stack(first: Tensor, column: list[Tensor], total: int) -> Array:
+def stack(first: Tensor, column: list[Tensor], total: int) -> Array:
+    """Makes one array of the tensors of one name.
+
+    Args:
+        first: The first of them, which tells name, datatype and the dimensions after the first.
+        column: All of them.
+        total: Their rows altogether.
+
+    Raises:
+        InvalidRequest: Their bytes do not fill the shape.
+    """
     dtype = datatype(first.datatype).numpy
     shape = (total, *first.shape[1:])
     try:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qinfer.batching.policy import Item
 from qinfer.batching.sequences.controls import control_inputs
-from qinfer.batching.sequences.scheduler import Decision, Ending, SequenceScheduler
+from qinfer.batching.sequences.scheduler import Decision, SequenceScheduler
 from qinfer.batching.sequences.steps import Step, StepBatch
 from qinfer.errors import Cancelled, DeadlineExceeded, InvalidRequest, SequenceEnded
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, OldestSpec, SequenceSpec
@@ -174,13 +174,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The scheduler is asked, and what it says is compared with the model."""
         decision = self.scheduler.decide(self.now_s, Speed())
         self.check_refused(decision)
-        for ended in decision.ended:
-            if ended.ending is Ending.IDLE:
-                sequence = self.last[int(ended.sequence.correlation_id)]
-                assert sequence.open
-                assert not sequence.left
-                assert ended.number == len(sequence.steps)
-                sequence.open = False
+        for idle in decision.idle:
+            sequence = self.last[int(idle.correlation_id)]
+            assert sequence.open
+            assert not sequence.left
+            assert self.scheduler.drop(idle, self.now_s) == []
+            sequence.open = False
         for batch in decision.batches:
             self.check_batch(batch)
             self.executing[batch.instance] = batch

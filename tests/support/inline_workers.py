@@ -37,7 +37,7 @@ CONFIG = """
 name: "{name}" backend: "stub" max_batch_size: 8
 input {{ name: "x" data_type: TYPE_FP32 dims: [ {dims} ] }}
 output {{ name: "y" data_type: TYPE_FP32 dims: [ {dims} ] }}
-dynamic_batching {{ max_queue_delay_microseconds: {delay_us} {batching} }}
+{scheduler}
 instance_group {{ count: {instances} kind: KIND_CPU }}
 parameters {{ key: "mode" value {{ string_value: "{mode}" }} }}
 {more}
@@ -101,12 +101,12 @@ class InlineWorkers:
     async def model(
         self, name: str = "stub", *, versions: tuple[int, ...] = (1,), error: str = "", **options: object
     ) -> int:
-        """Stores a model under a new generation."""
+        """Stores a model under a new generation; it batches, unless `scheduler` is another one."""
+        delay_us, batching = options.pop("delay_us", 0), options.pop("batching", "")
         fields = {
             "name": name,
             "dims": 2,
-            "delay_us": 0,
-            "batching": "",
+            "scheduler": f"dynamic_batching {{ max_queue_delay_microseconds: {delay_us} {batching} }}",
             "instances": 1,
             "mode": "echo",
             "more": "",
@@ -268,13 +268,18 @@ class InlineWorkers:
         self, request_id: str, frame: bytes, lane: Lane | None = None, payload: Payload | None = None
     ) -> "asyncio.Future[Response]":
         """Sends raw bytes."""
-        future = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+        future = self.expect(request_id)
 
         def done(result: Entry | QinferError) -> None:
             assert isinstance(result, Entry), result
             self.entries.append(result)
 
         self.delivery.submit(lane or self.lane, frame, done, payload=payload)
+        return future
+
+    def expect(self, request_id: str) -> "asyncio.Future[Response]":
+        """Returns the final answer to come to a request that is submitted elsewhere."""
+        future = self._waiting[request_id] = asyncio.get_running_loop().create_future()
         return future
 
     async def started(self, worker_id: str = "w1", count: int = 1, *, model: str = "") -> None:
@@ -331,6 +336,11 @@ class InlineWorkers:
             future = self._waiting.get(response.request_id)
             if response.final and future is not None and not future.done():
                 future.set_result(response)
+
+    def deliver_as(self, request_id: str, blob: bytes) -> None:
+        """Takes a stored response as the one to another request."""
+        (response,) = decode_responses(blob)
+        self.deliver(encode_responses([msgspec.structs.replace(response, request_id=request_id)]))
 
     async def close(self) -> None:
         """Lets everything end."""

@@ -7,9 +7,9 @@ and reads no clock: each call says what has happened, and when.
 
 A sequence waits in the backlog until a slot of an instance is free, and has that slot for itself until it ends. One
 step of it executes at a time, in the order in which they were admitted. It ends by END, by the START of the next
-sequence of its correlation ID, when it is idle for too long, or when a step of it expires, is cancelled or dies: the
-steps after that one are refused. What follows under its ID is a sequence of its own, which waits in the backlog like
-any other.
+sequence of its correlation ID, when it is dropped, or when a step of it expires, is cancelled or dies: the steps after
+that one are refused. What follows under its ID is a sequence of its own, which waits in the backlog like any other.
+Whether a sequence that is idle for its time ends is decided where its steps arrive: the scheduler only tells.
 """
 
 from collections import deque
@@ -43,7 +43,6 @@ class Ending(StrEnum):
     """Names the reasons, apart from END, for which a sequence ends."""
 
     RESTARTED = "restarted"
-    IDLE = "idle"
     EXPIRED = "expired"
     CANCELLED = "cancelled"
     DIED = "died"
@@ -55,7 +54,7 @@ class Ended(msgspec.Struct, frozen=True):
     Attributes:
         sequence: The sequence.
         ending: The reason.
-        number: The number of the step that ended it; of one that was idle or started again, of its last step.
+        number: The number of the step that ended it; of one that was started again, of its last step.
     """
 
     sequence: SequenceId
@@ -70,12 +69,15 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
         batches: To be executed now, one for each of several idle instances at most.
         refused: Steps that are not executed, and the error to answer each with.
         ended: Sequences that have ended since the last decision by anything but END.
+        idle: Sequences that have been idle for their time. They go on, and are told again after as long, unless they
+            are dropped.
         wake_at_s: When to decide again, if nothing else happens; `NEVER_S` = only when something does.
     """
 
     batches: list[StepBatch[T]]
     refused: list[tuple[Step[T], QinferError]]
     ended: list[Ended]
+    idle: list[SequenceId]
     wake_at_s: float
 
 
@@ -194,7 +196,7 @@ class SequenceScheduler(Generic[T]):
         self._settle(queue, now_s)
 
     def drop(self, sequence: SequenceId, now_s: float) -> list[Step[T]]:
-        """Forgets a sequence that another worker owns now.
+        """Forgets a sequence that has ended, or that another worker owns now.
 
         Returns:
             Its waiting steps, which are not refused; what executes ends as usual.
@@ -247,8 +249,8 @@ class SequenceScheduler(Generic[T]):
             latency: What is known of the model's speed.
         """
         wake_at_s = self._expire(now_s, latency.floor_s(now_s))
-        self._end_idle(now_s)
         self._fill(now_s)
+        idle = self._find_idle(now_s)
         wake_at_s = min(wake_at_s, self._next_idle_s())
         batches: list[StepBatch[T]] = []
         for instance, ready in enumerate(self._ready):
@@ -259,7 +261,7 @@ class SequenceScheduler(Generic[T]):
             if pick.rows:
                 batches.append(self._begin(instance, pick))
         refused, ended, self._refused, self._ended = self._refused, self._ended, [], []
-        return Decision(batches, refused, ended, wake_at_s)
+        return Decision(batches, refused, ended, idle, wake_at_s)
 
     def _queue_of(self, step: Step[T]) -> _Queue[T]:
         """Returns the queue of a step that comes, a new one where it begins a sequence and there is none."""
@@ -355,16 +357,18 @@ class SequenceScheduler(Generic[T]):
             self._settle(queue, now_s)
         return step.item.deadline_s - floor_s if step else NEVER_S
 
-    def _end_idle(self, now_s: float) -> None:
-        """Ends the sequences that have been idle for too long."""
+    def _find_idle(self, now_s: float) -> list[SequenceId]:
+        """Returns the sequences that have been idle for their time, whose time begins anew."""
+        found: list[SequenceId] = []
         while self._next_idle_s() <= now_s:
             queue = next(iter(self._idle))
-            queue.accepts = False
-            self._ended.append(Ended(queue.sequence, Ending.IDLE, queue.steps))
-            self._settle(queue, now_s)
+            del self._idle[queue]
+            self._idle[queue] = now_s
+            found.append(queue.sequence)
+        return found
 
     def _next_idle_s(self) -> float:
-        """Returns when the next sequence will have been idle for too long."""
+        """Returns when the next sequence will have been idle for its time."""
         return next(iter(self._idle.values()), NEVER_S) + self._spec.max_idle_s
 
     def _break(self, queue: _Queue[T], step: Step[T], ending: Ending, error: QinferError) -> None:

@@ -70,7 +70,6 @@ REFUSED = {
     "output.is_non_linear_format_io": "Tensors are always linear.",
     "batch_input": "Requests of different shapes do not share a batch.",
     "batch_output": "Requests of different shapes do not share a batch.",
-    "sequence_batching": "Sequences are not offered.",
     "ensemble_scheduling": "Ensembles are not offered; a model of the backend `python` can call others.",
     "instance_group.rate_limiter.resources": "The rate limiter is not offered.",
     "instance_group.rate_limiter.priority": "The rate limiter is not offered.",

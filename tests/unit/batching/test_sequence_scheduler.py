@@ -266,7 +266,7 @@ def test_a_step_that_executes_does_not_expire() -> None:
 
     assert worker.decide().refused == []
     worker.scheduler.ended(batch, 2.0)
-    assert worker.decide() == Decision([], [], [], NEVER_S)
+    assert worker.decide() == Decision([], [], [], [], NEVER_S)
     assert step.number == 1
 
 
@@ -306,16 +306,18 @@ def test_a_step_that_is_cancelled_or_dies_while_it_executes_ends_its_sequence(di
     assert worker.scheduler.open == 0
 
 
-def test_an_idle_sequence_ends() -> None:
+def test_an_idle_sequence_is_told_and_goes_on_unless_it_is_dropped() -> None:
     worker = Worker(DIRECT)
     worker.send(1, "S")
     worker.now_s = 3.0
     worker.run()
     worker.now_s = 7.5
 
-    assert worker.decide() == Decision([], [], [], 8.0)
+    assert worker.decide() == Decision([], [], [], [], 8.0)
     worker.now_s = 8.0
-    assert worker.decide().ended == [Ended(SequenceId("t", 1), Ending.IDLE, 1)]
+    assert worker.decide() == Decision([], [], [], [SequenceId("t", 1)], 13.0)
+    assert worker.decide().idle == []
+    assert worker.scheduler.drop(SequenceId("t", 1), worker.now_s) == []
     assert worker.scheduler.free_slots == 2
     with pytest.raises(InvalidRequest, match="must specify the START flag"):
         worker.send(1)
@@ -330,10 +332,10 @@ def test_a_sequence_is_not_idle_while_something_executes_or_waits(executes: bool
         worker.send(2, "S", 99.0)
     worker.now_s = 50.0
 
-    assert worker.decide().ended == []
+    assert worker.decide().idle == []
     worker.scheduler.ended(batch, 50.0)
     worker.now_s = 54.0
-    assert worker.decide().ended == []
+    assert worker.decide().idle == []
 
 
 def test_an_adopted_sequence_goes_on_without_start() -> None:
@@ -352,7 +354,7 @@ def test_an_adopted_sequence_that_nothing_follows_is_idle() -> None:
 
     assert worker.decide().wake_at_s == 5.0
     worker.now_s = 5.0
-    assert worker.decide().ended == [Ended(SequenceId("t", 1), Ending.IDLE, 4)]
+    assert worker.decide().idle == [SequenceId("t", 1)]
 
 
 def test_a_dropped_sequence_leaves_its_waiting_steps_unanswered() -> None:
@@ -364,7 +366,7 @@ def test_a_dropped_sequence_leaves_its_waiting_steps_unanswered() -> None:
     assert worker.scheduler.drop(SequenceId("t", 1), 0.0) == waiting
     assert worker.scheduler.drop(SequenceId("t", 9), 0.0) == []
     worker.scheduler.ended(batch, 0.0)
-    assert worker.decide() == Decision([], [], [], NEVER_S)
+    assert worker.decide() == Decision([], [], [], [], NEVER_S)
     assert worker.scheduler.free_slots == 2
 
 

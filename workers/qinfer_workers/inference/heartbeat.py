@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from qinfer.batching.batcher import Batcher
+from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.core.clock import ServerClock
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
@@ -28,6 +29,7 @@ SPEEDS_EVERY_S = 10.0
 """Seconds between two writes of the speeds that outlive the worker; they are written at the end too."""
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
+AnyBatcher = Batcher | SequenceBatcher
 _LoadTimes = Callable[[], dict[str, dict[int, float]]]
 USAGE_EVERY_S = 2.0
 """Seconds between two measurements of resource usage: Triton's interval."""
@@ -59,7 +61,7 @@ class Heartbeat:
         settings: WorkerSettings,
         clock: ServerClock,
         states: _States,
-        batchers: Callable[[], Iterable[Batcher]],
+        batchers: Callable[[], Iterable[AnyBatcher]],
     ) -> None:
         self._store = store
         self._worker_id = worker_id
@@ -159,7 +161,7 @@ class Heartbeat:
         await self.flush()
         await self._put_speeds({_key(batcher) for batcher in batchers}, now_s)
 
-    def collect(self, batcher: Batcher) -> None:
+    def collect(self, batcher: AnyBatcher) -> None:
         """Takes a batcher's statistics since the last time, and its speed, to be written at the next beat."""
         key, deltas, rps = _key(batcher), batcher.tally.drain(), batcher.speed_rps()
         if deltas:
@@ -190,11 +192,11 @@ class Heartbeat:
                     del self._speeds[key]
 
 
-def _key(batcher: Batcher) -> Key:
+def _key(batcher: AnyBatcher) -> Key:
     return batcher.model.spec.name, batcher.model.version
 
 
-def _busy(batchers: Iterable[Batcher]) -> dict[str, dict[int, int]]:
+def _busy(batchers: Iterable[AnyBatcher]) -> dict[str, dict[int, int]]:
     """Counts executing requests, without those that wait for a free instance."""
     busy = {}
     for batcher in batchers:

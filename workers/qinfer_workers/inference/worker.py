@@ -2,7 +2,8 @@
 
     queue.fetch ─▶ Intake ─▶ Batcher ─▶ instance threads ─▶ Publisher ─▶ queue.publish, queue.finish
 
-One fetch loop for each model version; everything but the model code and lease renewal runs on one event loop.
+One fetch loop for each model version; those that are stateful have a `SequenceService` instead. Everything but the model
+code and lease renewal runs on one event loop.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from typing import Any
 
 from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import Pending
+from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.batching.streams import Streams
 from qinfer.core.retry import PATIENCE_S, OutageLog
 from qinfer.core.settings import Settings
@@ -31,6 +33,8 @@ from qinfer_workers.inference.intake import Intake
 from qinfer_workers.inference.loader import Loaded, Loader
 from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import Held, LeaseKeeper, Publisher, Renewals
+from qinfer_workers.inference.sequence_service import Parts
+from qinfer_workers.inference.sequence_services import SequenceServices
 from qinfer_workers.inference.serving import Serving
 from qinfer_workers.inference.stream_publisher import StreamPublisher
 from qinfer_workers.inference.tracing import Spans
@@ -94,6 +98,8 @@ class Worker:
             self._intake = Intake(self._queue, self._publisher, self._settings.max_deliveries)
             self._caller = Caller(self._queue, self._catalog, self._id, tasks, self._limits, self._called)
             self._streams = self._open_streams()
+            parts = Parts(self._queue, self._keeper, self._publisher, tasks, self._settings, self._id)
+            self._sequences = SequenceServices(parts, self._heartbeat.collect)
             cancels = tasks.create_task(CancelWatch(self._queue, self._keeper).run())
             renewals = tasks.create_task(self._keeper.run())
             bulk = self._bulk.start(tasks, self.spans)
@@ -109,6 +115,7 @@ class Worker:
                 self._publisher.close()
                 calls = self._caller.close()
                 self._bulk.hurry()
+                await self._sequences.close()
             serving = self._serving.values()
             reads = [task for one in serving for task in one.reads.open]
             await end(heartbeat, cancels, *calls, *reads, *(one.fetcher for one in serving), *self._bulk.loops())
@@ -143,6 +150,9 @@ class Worker:
             observer=self.spans,
             streams=self._streams if spec.decoupled else None,
         )
+        if spec.is_stateful:
+            self._sequences.serve(model, loaded)
+            return
         serving = self._serving.get(key)
         if serving is not None:
             batcher = serving.batcher
@@ -157,7 +167,11 @@ class Worker:
 
     def resize(self, loaded: Loaded, surplus: int) -> None:
         """Goes on with the instances of a version that is served, more or fewer of them, under a new generation."""
-        batcher = self._serving[loaded.spec.name, loaded.version].batcher
+        key = loaded.spec.name, loaded.version
+        if key in self._sequences:
+            self._sequences.go_on(loaded)
+            return
+        batcher = self._serving[key].batcher
         executor = batcher.model.executor
         assert isinstance(executor, ThreadExecutor)
         executor.grow(loaded.instances)
@@ -169,6 +183,8 @@ class Worker:
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
         """Answers waiting requests of a model version and unloads it; returns whether it did and is still unwanted."""
+        if (model, version) in self._sequences:
+            return await self._sequences.retire((model, version), is_wanted)
         serving = self._serving[model, version]
         if not await serving.drain(self._queue, self._settings.drain_s, is_wanted):
             return False
@@ -193,8 +209,8 @@ class Worker:
         serving = self._serving.get((lane.model, lane.version))
         return serving is not None and serving.batcher.model.spec.stream_resume
 
-    def _batchers(self) -> list[Batcher]:
-        return [serving.batcher for serving in self._serving.values()]
+    def _batchers(self) -> list[Batcher | SequenceBatcher]:
+        return [*(serving.batcher for serving in self._serving.values()), *self._sequences.batchers()]
 
     def _lanes(self) -> list[Lane]:
         return [lane for serving in self._serving.values() for lane in serving.lanes]
@@ -356,6 +372,7 @@ class Worker:
     async def _quiesce(self) -> None:
         """Pauses all models and waits until nothing executes; a model that a batch calls is paused after the batch."""
         self._is_quiescing = True
+        await self._sequences.pause()
         while moving := {key: serving for key, serving in self._serving.items() if not serving.is_still}:
             first = [serving for key, serving in moving.items() if not self._caller.is_target(*key)]
             async with asyncio.TaskGroup() as pauses:
@@ -384,6 +401,7 @@ class Worker:
         logger.info("draining", extra={"executing": sum(b.executing for b in self._batchers())})
         try:
             async with asyncio.timeout(self._settings.drain_s) as limit:
+                await self._sequences.drain()
                 async with self._exclusive:
                     await self._bulk.pause()
                     await self._quiesce()

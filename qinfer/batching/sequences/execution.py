@@ -1,0 +1,133 @@
+"""One batch of steps on its way through an instance: what is put beside the requests' own inputs, and what is kept.
+
+    steps, their states → assemble_steps → Batch → StepExecution → answers, and the states after them
+
+A batch has a row for each step, and rows of padding where the strategy `direct` leaves slots empty.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import msgspec
+
+from qinfer.backends.base import Array, Backend, Batch
+from qinfer.batching.execution import Answer, Execution, assemble, stack
+from qinfer.batching.sequences.controls import control_inputs, padded
+from qinfer.batching.sequences.steps import PendingStep, StepBatch
+from qinfer.core.messages import InferRequest, Scalar
+from qinfer.errors import OutputMismatch
+from qinfer.models.sequence_spec import SequenceSpec, StateSpec
+from qinfer.models.spec import ModelSpec
+from qinfer.tensors import Tensor, to_numpy
+
+States = tuple[Tensor, ...]
+"""The states of a sequence, by the names of their inputs, in the order of `SequenceSpec.states`."""
+
+
+def assemble_steps(batch: StepBatch[PendingStep], states: Sequence[States], spec: ModelSpec) -> Batch:
+    """Builds the batch of some steps: their own inputs, control inputs, and the states that they begin from.
+
+    Args:
+        batch: The rows, at least one of them a step.
+        states: The states of each step, in the order of the rows; all of equal shapes.
+        spec: The configuration of a model with sequences.
+
+    Raises:
+        InvalidRequest: A tensor's bytes do not fill its shape.
+        UnsupportedDatatype: No such datatype.
+    """
+    assert spec.sequences is not None, "only a model with sequences has steps"
+    steps = batch.steps
+    requests = [step.item.request for step in steps]
+    own = assemble(requests, [1] * len(steps)).inputs
+    columns = [list(column) for column in zip(*states, strict=True)]
+    kept = {
+        column[0].name: stack(column[0], column, len(steps)) if len(steps) > 1 else to_numpy(column[0])
+        for column in columns
+    }
+    controls = control_inputs(batch.rows, spec.sequences.controls, batched=spec.max_batch_size > 0)
+    inputs: Mapping[str, Array] = {**padded({**own, **kept}, batch.rows), **controls}
+    filling = InferRequest(model=spec.name, inputs=())
+    return Batch(
+        requests=[filling if step is None else step.item.request for step in batch.rows],
+        rows=[1] * len(batch.rows),
+        inputs=inputs,
+        states=tuple(state.output for state in spec.sequences.states),
+    )
+
+
+class StepExecution(Execution, kw_only=True, eq=False):
+    """A batch of steps that runs, or ran.
+
+    Attributes:
+        steps: The rows, as the scheduler chose them.
+        sequences: The model's sequences.
+        positions: Row → position among `items`; of padding -1.
+    """
+
+    steps: StepBatch[PendingStep]
+    sequences: SequenceSpec
+    positions: list[int] = msgspec.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        taken = count()
+        self.positions = [-1 if step is None else next(taken) for step in self.steps.rows]
+
+    def respond(
+        self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
+    ) -> None:
+        """Takes an answer from the backend; what it answers to padding is dropped. See `Context.respond`."""
+        position = self.positions[item]
+        if position >= 0:
+            super().respond(position, outputs, final=final, parameters=parameters)
+
+    def cancelled(self, item: int) -> bool:
+        """Tells whether nobody waits for this item any more."""
+        position = self.positions[item]
+        return position < 0 or super().cancelled(position)
+
+    def run(self, backend: Backend) -> None:
+        """Executes the batch; all its steps fail if it raises, as in Triton, and their states stay what they were."""
+        super().run(backend)
+        if self.error is not None:
+            self.answers = [self.error if answer is None else answer for answer in self.answers]
+        if self.sequences.states:
+            self.answers = [self._kept(position, answer) for position, answer in enumerate(self.answers)]
+
+    def _kept(self, position: int, answer: Answer | None) -> Answer | None:
+        """Keeps the states that an answer ends with; returns the outputs before them."""
+        if not isinstance(answer, tuple):
+            return answer
+        specs = self.sequences.states
+        step, states = self.items[position], answer[-len(specs) :]
+        assert isinstance(step, PendingStep), "the items of a batch of steps are steps"
+        if len(states) != len(specs):
+            return OutputMismatch(f"the model returned {len(answer)} tensors, fewer than its {len(specs)} states")
+        try:
+            step.state = tuple([_state(spec, state) for spec, state in zip(specs, states, strict=True)])
+        except OutputMismatch as error:
+            return error
+        return answer[: -len(specs)]
+
+
+def _state(spec: StateSpec, tensor: Tensor) -> Tensor:
+    """Makes the next step's input of a state output.
+
+    Raises:
+        OutputMismatch: It is another tensor than the configuration says.
+    """
+    dims = tensor.shape[-len(spec.dims) :]
+    fits = len(dims) == len(spec.dims) and all(wanted in (-1, dim) for wanted, dim in zip(spec.dims, dims, strict=True))
+    if tensor.name != spec.output or tensor.datatype != spec.datatype or not fits:
+        raise OutputMismatch(
+            f"the model returned state '{tensor.name}' as {tensor.datatype}{list(tensor.shape)}; "
+            f"its configuration says '{spec.output}' {spec.datatype}{list(spec.dims)}"
+        )
+    # A copy: it must not keep the whole batch's array alive.
+    return msgspec.structs.replace(tensor, name=spec.input, data=bytes(tensor.data))
+
+
+def state_shapes(states: States) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of states: those of steps that share a batch are equal."""
+    return tuple(state.shape for state in states)

@@ -1,0 +1,394 @@
+"""The sequences of one model version in a worker: owns them, takes their steps, and gives them back.
+
+    join ─▶ own ─▶ take ─▶ SequenceBatcher ─▶ StepPublisher
+             └── wait ◀─┘        each life that ends tells its owner by a ticket, which `take` brings
+
+The loop owns as many sequences as there are free slots. When its lease has ended, because Redis or the worker was away
+for too long, all of them are dropped: others have them. The protocol is that of `qinfer.queue.sequences`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+from qinfer.batching.batcher import LoadedModel
+from qinfer.batching.policy import LatencyModel
+from qinfer.batching.sequences.batcher import SequenceBatcher
+from qinfer.batching.sequences.execution import States
+from qinfer.batching.sequences.steps import PendingStep
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.retry import OutageLog
+from qinfer.core.settings import WorkerSettings
+from qinfer.errors import CorruptEntry, InferenceFailed, QinferError, RequestError, SequenceLost
+from qinfer.models.validate import validate
+from qinfer.queue.entries import Lease
+from qinfer.queue.lanes import Queue
+from qinfer.queue.sequence_answers import answer_rest, answer_step
+from qinfer.queue.sequence_records import Owned, Place, SequenceId, Taken, Unanswered
+from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
+from qinfer.wire.states import decode_states
+from qinfer_workers.inference.intake import LEAST_DELIVERIES
+from qinfer_workers.inference.publisher import LeaseKeeper, Publisher
+from qinfer_workers.inference.step_publisher import StepPublisher
+
+logger = logging.getLogger(__name__)
+
+RELOADED = "the model was loaded anew with another configuration; begin the sequence again with the START flag"
+_PARTITION = 0  # all that there is, until models are spread
+_RETRY_S = 0.5
+_MAX_WAITING = 2000  # steps here, beyond which none are taken
+
+
+class Parts(NamedTuple):
+    """The parts of a worker that its services of sequences share.
+
+    Attributes:
+        queue: The queue.
+        keeper: Has the leases of owners renewed.
+        publisher: Publishes responses.
+        tasks: Owns the tasks.
+        settings: The worker's settings.
+        worker_id: The worker's id.
+    """
+
+    queue: Queue
+    keeper: LeaseKeeper
+    publisher: Publisher
+    tasks: asyncio.TaskGroup
+    settings: WorkerSettings
+    worker_id: str
+
+
+class _Held:
+    """A life of a sequence that this worker owns.
+
+    Attributes:
+        owned: The life, and the token.
+        committed: The number of the last committed step.
+        entries: The entry of each step that was taken and is not committed yet, by its number.
+        repeated: Steps that were sent again, and wait for the response of the first of their number.
+        arriving: Reads the payload of the last step taken; steps behind it wait.
+    """
+
+    def __init__(self, owned: Owned) -> None:
+        self.owned = owned
+        self.committed = owned.committed
+        self.entries: dict[int, str] = {}
+        self.repeated: list[Unanswered] = []
+        self.arriving: asyncio.Task[None] | None = None
+
+
+class SequenceService:
+    """See the module docstring.
+
+    Args:
+        model: A stateful model version, and what to run it on.
+        parts: What the worker shares.
+        latency: What warm-up runs taught about the model's speed.
+        initial: The states of a sequence before its first step.
+
+    Attributes:
+        batcher: Runs the steps.
+        generations: The generations of the model whose sequences it goes on with.
+    """
+
+    def __init__(
+        self, model: LoadedModel, parts: Parts, latency: LatencyModel | None = None, initial: States = ()
+    ) -> None:
+        self._parts = parts
+        self._model, self._version = model.spec.name, model.version
+        self._sequences = parts.queue.sequences(self._model, _PARTITION)
+        # A worker's next generation of a version is another owner: what it drains is not its own.
+        self._owner = f"{parts.worker_id}-{model.version}-{model.generation}"
+        self.batcher = SequenceBatcher(model, parts.queue.clock, self, latency, initial)
+        assert model.spec.sequences is not None, "only stateful models have a service"
+        self._is_explicit = not model.spec.sequences.states
+        idle_s = model.spec.sequences.max_idle_s
+        self._steps = StepPublisher(self._sequences, parts.publisher, idle_s, self._settled, self.broken)
+        self.generations = {model.generation}
+        self._held: dict[SequenceId, _Held] = {}
+        self._changed = asyncio.Event()
+        self._reader = RequestReader()
+        self._is_draining = False
+        self._outage = OutageLog(logger, "no steps taken, trying again", "steps are taken again")
+        self._loops: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins to own sequences."""
+        self._loops = [self._parts.tasks.create_task(loop) for loop in (self._run(), self._steps.run())]
+
+    def executed(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
+        """Commits steps, publishes the responses, and finishes the entries."""
+        self._steps.put(steps, responses)
+
+    def broken(self, step: PendingStep, error: QinferError) -> None:
+        """Ends the sequence of a step that is not executed, and answers what is left of it."""
+        self._end(step.place, step.token, error)
+
+    def idle(self, sequences: Sequence[SequenceId]) -> None:
+        """Ends sequences that are idle by Redis' clock, too."""
+        for sequence in sequences:
+            held = self._held.get(sequence)
+            if held is not None:
+                place = Place(sequence, held.owned.life, held.committed)
+                self._spawn(partial(self._sequences.end_idle, place, held.owned.token))
+
+    def lost(self, sequences: Sequence[SequenceId], error: QinferError) -> None:
+        """Ends sequences whose state, in the model's memory, is gone."""
+        for sequence in sequences:
+            if held := self._held.get(sequence):
+                self._end(_next_of(held), held.owned.token, error)
+
+    async def drain(self, limit_s: float, is_wanted: Callable[[], bool], *, hands_over: bool) -> bool:
+        """Ends: owns no sequence more, and gives back what is open.
+
+        Args:
+            limit_s: How long to wait for sequences to end by themselves.
+            is_wanted: Tells whether the version is wanted again, and goes on.
+            hands_over: Others have the version: only sequences whose state is in memory are waited for.
+
+        Returns:
+            Whether it has ended; it goes on otherwise.
+        """
+        self._is_draining = True
+        if self._is_explicit or not hands_over:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    while self._held and not is_wanted():
+                        self._changed.clear()
+                        await self._changed.wait()
+        if is_wanted():
+            self._is_draining = False
+            return False
+        await self.batcher.pause()
+        await self._steps.flush()
+        await self._sequences.give_back(self._owner, list(self._held))
+        while not await self._sequences.leave(self._owner, [self._version]):
+            # What it has owned without knowing: a reply was lost.
+            await self._sequences.renew(self._owner, [self._version], 0.0)
+            await self._sequences.reap()
+        await self.close()
+        return True
+
+    async def close(self) -> None:
+        """Stops at once; the lease ends by itself."""
+        self._parts.keeper.owners.pop(self._owner, None)
+        for loop in self._loops:
+            loop.cancel()
+        if self._loops:
+            await asyncio.wait(self._loops)
+        self._forget_all()
+        self.batcher.close()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._sequences.join(self._owner, [self._version], self._parts.settings.lease_s)
+                self._parts.keeper.owners[self._owner] = self._sequences.lease_keys(self._owner, [self._version])
+                await self._serve()
+                logger.warning("lease on sequences lost", extra={"model": self._model, "count": len(self._held)})
+                self._forget_all()
+                # What executes would meet the same sequences again.
+                await self.batcher.pause()
+                self.batcher.resume()
+            # The broker's state, or its refusal: either may pass.
+            except QinferError as error:
+                self._outage.failed(error.message)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _serve(self) -> None:
+        """Owns sequences and takes their steps until the lease has ended."""
+        sequences, owner, version = self._sequences, self._owner, self._version
+        ticket = ""
+        while True:
+            has_slots = not self._is_draining and self.batcher.free_slots > 0
+            owned = await sequences.own(owner, version, self.batcher.free_slots) if has_slots else []
+            if owned is None:
+                return
+            await asyncio.gather(*map(self._adopt, owned))
+            news = await sequences.take(owner, version, ticket)
+            if news is None:
+                return
+            if self._outage.is_out:
+                self._outage.over()
+            ticket = news.ticket
+            for taken in news.taken:
+                self._take_in(taken)
+            if not news.taken and not owned:
+                await sequences.wait(owner, version, ticket, self._parts.settings.max_wait_s, has_slots=has_slots)
+            elif self.batcher.waiting > _MAX_WAITING:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def _adopt(self, owned: Owned) -> None:
+        """Takes a sequence over, with the states that were committed last."""
+        held = _Held(owned)
+        if owned.generation not in self.generations:
+            self._end(_next_of(held), owned.token, SequenceLost(RELOADED))
+            return
+        states: States | None = None
+        if owned.committed and not self._is_explicit:
+            try:
+                raw = await self._sequences.state(owned.sequence)
+                states = None if raw is None else decode_states(raw)
+            except QinferError as error:  # it is out of reach, or damaged
+                self._end(_next_of(held), owned.token, SequenceLost(error.message))
+                return
+        self._held[owned.sequence] = held
+        self.batcher.adopt(owned.sequence, owned.committed, states)
+
+    def _take_in(self, taken: Taken) -> None:
+        """Takes a step, or the word that a life has ended; what is not of a sequence held here is dropped."""
+        place, lease = taken.place, taken.lease
+        held = self._held.get(place.sequence)
+        is_mine = held is not None and held.owned.token == taken.token and held.owned.life == place.life
+        if lease is None:
+            if is_mine:
+                self._forget(place.sequence)
+            return
+        if held is None or not is_mine:
+            if held is None:  # the word that it is owned here was lost
+                self._spawn(partial(self._sequences.give_back, self._owner, [place.sequence]))
+            return
+        if place.number <= held.committed:
+            self._answer(Unanswered(place, lease.entry, lease.frame, None))
+        elif place.number in held.entries:
+            if held.entries[place.number] != lease.entry.entry_id:
+                held.repeated.append(Unanswered(place, lease.entry, lease.frame, None))
+        else:
+            held.entries[place.number] = lease.entry.entry_id
+            self._receive(held, taken.place, taken.token, lease)
+
+    def _receive(self, held: _Held, place: Place, token: int, lease: Lease) -> None:
+        """Makes a step of an entry, and admits it once its payload is there, behind those that came before it."""
+        is_apart = False
+        try:
+            request = self._reader.decode(lease.frame)
+        except PayloadApart as apart:
+            request, is_apart = apart.request, True
+        except CorruptEntry as error:
+            logger.error("corrupt step", extra={"model": self._model, "entry_id": lease.entry.entry_id})
+            self._end(place, token, error)
+            return
+        step = self._pending(place, token, lease, request)
+        if lease.deliveries > 1:
+            self.batcher.tally.redelivered()
+        if lease.deliveries > max(self._parts.settings.max_deliveries, LEAST_DELIVERIES):
+            text = f"the request was given up: {lease.deliveries - 1} executions did not end"
+            self.broken(step, InferenceFailed(text))
+        elif is_apart or held.arriving is not None:
+            held.arriving = self._parts.tasks.create_task(self._arrive(held, held.arriving, step, is_apart=is_apart))
+        else:
+            self._admit(step)
+
+    def _pending(self, place: Place, token: int, lease: Lease, request: InferRequest) -> PendingStep:
+        enqueued_s = lease.entry.enqueued_s
+        return PendingStep(
+            rows=1,
+            key=None,
+            enqueued_s=enqueued_s,
+            deadline_s=enqueued_s + (request.timeout_s or self.batcher.model.spec.default_timeout_s),
+            alone=lease.suspect,
+            lease=lease,
+            request=request,
+            place=place,
+            token=token,
+            start=place.number == 1,
+            end=request.sequence is not None and request.sequence.end,
+        )
+
+    async def _arrive(
+        self, held: _Held, before: "asyncio.Task[None] | None", step: PendingStep, *, is_apart: bool
+    ) -> None:
+        """Reads the payload of a step, if it has one, and admits the step behind the one before it."""
+        problem: QinferError | None = None
+        if is_apart:
+            try:
+                payload = await self._parts.queue.payload(step.lease.entry, step.request.id)
+                if payload is None:
+                    problem = CorruptEntry("the tensors of the request are gone")
+                else:
+                    step.request = decode_request(step.lease.frame, payload)
+            except QinferError as error:
+                problem = error
+        if before is not None:
+            await asyncio.wait([before])
+        if problem is not None:
+            self.broken(step, problem)
+        elif not step.lost and self._held.get(step.place.sequence) is held:
+            self._admit(step)
+        if held.arriving is asyncio.current_task():
+            held.arriving = None
+
+    def _admit(self, step: PendingStep) -> None:
+        """Has a step executed; one that does not fit its model ends its sequence."""
+        try:
+            if step.request.generation not in self.generations:
+                validate(step.request, self.batcher.model.spec)
+            self.batcher.admit(step)
+        except RequestError as error:
+            self.broken(step, error)
+
+    def _settled(self, step: PendingStep, is_committed: bool) -> None:  # noqa: FBT001  the callback of a publisher
+        """Takes note of a commit; a sequence that another worker owns is dropped."""
+        self._changed.set()
+        held = self._held.get(step.place.sequence)
+        if held is None or held.owned.token != step.token:
+            return
+        if not is_committed:
+            self._forget(step.place.sequence)
+            return
+        held.committed = step.place.number
+        held.entries.pop(step.place.number, None)
+        if held.repeated:
+            self._answer_repeated(held)
+
+    def _answer_repeated(self, held: _Held) -> None:
+        ready = [step for step in held.repeated if step.place.number <= held.committed]
+        held.repeated = [step for step in held.repeated if step not in ready]
+        for step in ready:
+            self._answer(step)
+
+    def _answer(self, step: Unanswered) -> None:
+        """Publishes the stored response of a step."""
+        self._spawn(partial(answer_step, self._parts.queue, self._sequences, step))
+
+    def _forget(self, sequence: SequenceId) -> None:
+        held = self._held.pop(sequence, None)
+        if held is not None:
+            self._answer_repeated(held)
+            self.batcher.drop(sequence)
+            self._changed.set()
+
+    def _forget_all(self) -> None:
+        for sequence in list(self._held):
+            self._forget(sequence)
+
+    def _end(self, place: Place, token: int, error: QinferError) -> None:
+        """Ends a life by an error, and answers what is left of it."""
+
+        async def work() -> None:
+            await self._sequences.fail(place, Failure.of(error), token)
+            for _, failure in await answer_rest(self._parts.queue, self._sequences):
+                self.batcher.tally.failed(failure.code)
+
+        logger.info("sequence ended", extra={"model": self._model, "step": place.number, "reason": error.message})
+        self._spawn(work)
+
+    def _spawn(self, work: Callable[[], object]) -> None:
+        """Begins work that is repeated while Redis is away."""
+
+        async def run() -> None:
+            outcome = work()
+            if asyncio.iscoroutine(outcome):
+                await outcome
+
+        self._parts.publisher.spawn(run)
+
+
+def _next_of(held: _Held) -> Place:
+    """Returns the place of the step that is due next."""
+    return Place(held.owned.sequence, held.owned.life, held.committed + 1)

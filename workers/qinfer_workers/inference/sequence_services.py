@@ -1,0 +1,88 @@
+"""The stateful model versions of a worker: a `SequenceService` for each, and for each that is being replaced.
+
+A generation that is replaced goes on with its open sequences until they have ended: a sequence stays on the model that
+it has begun with.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from qinfer.batching.batcher import LoadedModel
+from qinfer.batching.sequences.batcher import SequenceBatcher
+from qinfer_workers.inference.loader import Loaded
+from qinfer_workers.inference.models import Key
+from qinfer_workers.inference.sequence_service import Parts, SequenceService
+
+
+class SequenceServices:
+    """See the module docstring.
+
+    Args:
+        parts: What the services share.
+        collect: Takes the statistics of a batcher that ends.
+    """
+
+    def __init__(self, parts: Parts, collect: Callable[[SequenceBatcher], None]) -> None:
+        self._parts = parts
+        self._collect = collect
+        self._services: dict[Key, SequenceService] = {}
+        self._leaving: dict[SequenceService, asyncio.Task[None]] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._services
+
+    def batchers(self) -> list[SequenceBatcher]:
+        """Returns the batchers of all services, those included that end."""
+        return [service.batcher for service in (*self._services.values(), *self._leaving)]
+
+    def serve(self, model: LoadedModel, loaded: Loaded) -> None:
+        """Serves a stateful model version; its earlier generation ends with the sequences that it has."""
+        key = model.spec.name, model.version
+        before = self._services.get(key)
+        service = self._services[key] = SequenceService(model, self._parts, loaded.latency, loaded.initial_states)
+        service.start()
+        if before is not None:
+            self._leaving[before] = self._parts.tasks.create_task(self._leave(before))
+
+    def go_on(self, loaded: Loaded) -> None:
+        """Goes on with a version under a new generation, of which nothing that is executed has changed."""
+        self._services[loaded.spec.name, loaded.version].generations.add(loaded.generation)
+
+    async def retire(self, key: Key, is_wanted: Callable[[], bool]) -> bool:
+        """Waits for the sequences of a version to end, and unloads it; returns whether it did."""
+        service = self._services[key]
+        if not await service.drain(self._parts.settings.drain_s, is_wanted, hands_over=False):
+            return False
+        del self._services[key]
+        self._collect(service.batcher)
+        return True
+
+    async def drain(self) -> None:
+        """Gives back all sequences; those whose state is in memory have half of the drain's time to end before."""
+        limit_s = self._parts.settings.drain_s / 2
+        for leaving in self._leaving.values():
+            leaving.cancel()
+        async with asyncio.TaskGroup() as drains:
+            for service in (*self._services.values(), *self._leaving):
+                drains.create_task(service.drain(limit_s, lambda: False, hands_over=True))
+
+    async def pause(self) -> None:
+        """Waits until nothing executes, and begins nothing more."""
+        async with asyncio.TaskGroup() as pauses:
+            for batcher in self.batchers():
+                pauses.create_task(batcher.pause())
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        for batcher in self.batchers():
+            batcher.resume()
+
+    async def close(self) -> None:
+        """Stops all at once."""
+        for service in (*self._services.values(), *self._leaving):
+            await service.close()
+
+    async def _leave(self, service: SequenceService) -> None:
+        await service.drain(self._parts.settings.drain_s, lambda: False, hands_over=False)
+        del self._leaving[service]
+        self._collect(service.batcher)

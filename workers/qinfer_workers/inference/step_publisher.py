@@ -1,0 +1,152 @@
+"""Commits executed steps of sequences, then publishes their responses, then removes their entries.
+
+    SequenceBatcher ─▶ put ─▶ commit (state, response and number together) ─▶ publish ─▶ finish
+
+One commit is under way at a time, for one step of each sequence: those of one sequence are committed in order, and what
+is executed meanwhile is committed together. A step whose sequence another worker owns is not published.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from qinfer.batching.sequences.steps import PendingStep
+from qinfer.core.messages import Response
+from qinfer.core.retry import Backoff, OutageLog
+from qinfer.errors import BrokerUnavailable, PayloadTooLarge, QinferError
+from qinfer.queue.sequence_records import Committed, SequenceId
+from qinfer.queue.sequences import Sequences
+from qinfer.wire.frame import encode_responses
+from qinfer.wire.states import encode_states
+from qinfer_workers.inference.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+
+_TOGETHER = 128
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
+
+
+class _Executed(msgspec.Struct, frozen=True, eq=False):
+    """A step that was executed, its response, and both as they are committed."""
+
+    step: PendingStep
+    response: Response
+    committed: Committed
+
+
+class StepPublisher:
+    """See the module docstring.
+
+    Args:
+        sequences: The sequences that the steps are of.
+        publisher: Publishes the responses.
+        idle_s: The idle time of the model's sequences.
+        settled: Called with each step, and whether it is committed; if not, another worker owns its sequence.
+        broken: Called with a step that can't be committed, and why.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        publisher: Publisher,
+        idle_s: float,
+        settled: Callable[[PendingStep, bool], None],
+        broken: Callable[[PendingStep, QinferError], None],
+    ) -> None:
+        self._sequences = sequences
+        self._publisher = publisher
+        self._idle_s = idle_s
+        self._settled = settled
+        self._broken = broken
+        self._waiting: list[_Executed] = []
+        self._work = asyncio.Event()
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._outage = OutageLog(logger, "steps not committed, trying again", "steps are committed again")
+
+    def put(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
+        """Takes executed steps with their responses, in the order in which those of a sequence were executed."""
+        by_id = {response.request_id: response for response in responses if response.final}
+        for step in steps:
+            response = by_id[step.request.id]
+            state = encode_states(step.state) if step.state and response.failure is None else None
+            committed = Committed(
+                place=step.place,
+                token=step.token,
+                entry=step.lease.entry,
+                response=encode_responses([response]),
+                state=state,
+                idle_s=self._idle_s,
+            )
+            self._waiting.append(_Executed(step, response, committed))
+        self._quiet.clear()
+        self._work.set()
+
+    async def run(self) -> None:
+        """Commits until cancelled."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while self._waiting:
+                await self._commit(self._next())
+            self._quiet.set()
+
+    async def flush(self) -> None:
+        """Waits until everything that was put is committed, or lost."""
+        await self._quiet.wait()
+
+    def _next(self) -> list[_Executed]:
+        """Takes the first waiting step of each sequence."""
+        group: dict[SequenceId, _Executed] = {}
+        left: list[_Executed] = []
+        for executed in self._waiting:
+            sequence = executed.step.place.sequence
+            if sequence in group or len(group) == _TOGETHER:
+                left.append(executed)
+            else:
+                group[sequence] = executed
+        self._waiting = left
+        return list(group.values())
+
+    async def _commit(self, group: list[_Executed]) -> None:
+        """Commits steps, repeatedly while Redis is away: to commit one again does no harm."""
+        begin_ns = time.perf_counter_ns()
+        backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
+        while group:
+            try:
+                outcomes = await self._sequences.commit([executed.committed for executed in group])
+            except BrokerUnavailable as error:
+                self._outage.failed(error.message)
+                await asyncio.sleep(backoff.next_s())
+                continue
+            except PayloadTooLarge as error:
+                group = self._without_largest(group, error)
+                continue
+            self._outage.over()
+            self._publish([e for e, outcome in zip(group, outcomes, strict=True) if outcome], begin_ns)
+            for executed, is_committed in zip(group, outcomes, strict=True):
+                self._settled(executed.step, is_committed)
+            return
+
+    def _without_largest(self, group: list[_Executed], error: QinferError) -> list[_Executed]:
+        """Breaks the sequence of the step with the largest state, which can't be committed; returns the others."""
+        largest = max(
+            group, key=lambda executed: len(executed.committed.state or b"") + len(executed.committed.response)
+        )
+        self._broken(largest.step, error)
+        return [executed for executed in group if executed is not largest]
+
+    def _publish(self, group: Sequence[_Executed], begin_ns: int) -> None:
+        """Publishes the responses of committed steps, and removes the entries."""
+        steps = [executed.step for executed in group]
+        responses = [executed.response for executed in group]
+
+        async def work() -> None:
+            await self._publisher.publish(steps, responses, begin_ns)
+            await self._sequences.finish([(step.place, step.lease.entry) for step in steps])
+
+        if steps:
+            self._publisher.spawn(self._publisher.recorded(steps, work))
