@@ -38,12 +38,10 @@ class Sequencing:
         """The sequences of the stub."""
         return self.scene.delivery.sequences("stub", 0)
 
-    async def model(self, **options: object) -> None:
+    async def model(self, *, instances: int = 1, strategy: str = "direct { }", more: str = "") -> None:
         """Stores the stub."""
-        text = scheduler(
-            explicit=self.explicit, idle_s=self.idle_s, strategy=str(options.pop("strategy", "direct { }"))
-        )
-        self.generation = await self.scene.model(mode="add", scheduler=text, **options)
+        text = scheduler(explicit=self.explicit, idle_s=self.idle_s, strategy=strategy)
+        self.generation = await self.scene.model(mode="add", scheduler=text, instances=instances, more=more)
 
     def request(self, number: float, sequence: Sequence, timeout_s: float) -> InferRequest:
         """Returns the request of a step."""

@@ -267,9 +267,12 @@ class SequenceBatcher:
         if execution.error is None:
             seconds = (execution.end_ns - execution.begin_ns) / 1e9
             self._latency.observe(execution.batch.size, seconds, now_s)
-        if isinstance(execution.error, SequenceLost) and not self._sequences.states:
-            self._lose(batch.instance, execution.error)
         begin_s = now_s - (time.perf_counter_ns() - execution.begin_ns) / 1e9
+        if isinstance(execution.error, SequenceLost) and not self._sequences.states:
+            # The end of their sequences answers these steps, too.
+            self._responder.observe(execution, begin_s)
+            self._lose(batch.instance, execution.error)
+            return
         items, responses = self._responder.responses(execution, begin_s, self.tally)
         if items:
             steps = [item for item in items if isinstance(item, PendingStep)]

@@ -1,7 +1,6 @@
 """Sequences in workers, on a real Redis: states go from step to step, and outlive their worker."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -11,11 +10,11 @@ from tests.support.sequence_scene import Sequencing
 
 
 @pytest.fixture
-async def sums(scene: InlineWorkers) -> AsyncIterator[Sequencing]:
+async def sums(scene: InlineWorkers) -> Sequencing:
     """Provides callers of a stub with an implicit state, which no worker serves yet."""
     sequencing = Sequencing(scene)
     await sequencing.model()
-    yield sequencing
+    return sequencing
 
 
 async def test_a_sequence_gets_its_state_from_step_to_step(sums: Sequencing) -> None:

@@ -2,8 +2,8 @@
 
     queue.fetch ─▶ Intake ─▶ Batcher ─▶ instance threads ─▶ Publisher ─▶ queue.publish, queue.finish
 
-One fetch loop for each model version; those that are stateful have a `SequenceService` instead. Everything but the model
-code and lease renewal runs on one event loop.
+One fetch loop for each model version; stateful ones have a `SequenceService` instead. Everything but the model code and
+lease renewal runs on one event loop.
 """
 
 import asyncio
