@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncClient",
     "AsyncJob",
+    "AsyncSequence",
     "Client",
     "InferResult",
     "Job",
@@ -18,6 +19,7 @@ __all__ = [
     "ModelMetadata",
     "RequestHandle",
     "RequestStatus",
+    "Sequence",
     "TensorMetadata",
     "__version__",
 ]
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from qinfer.client import (
         AsyncClient,
         AsyncJob,
+        AsyncSequence,
         Client,
         InferResult,
         Job,
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
         ModelMetadata,
         RequestHandle,
         RequestStatus,
+        Sequence,
         TensorMetadata,
     )
 else:

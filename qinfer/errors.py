@@ -295,8 +295,15 @@ class StreamBroken(DeliveryError):
     retryable = True
 
 
+BEGIN_AGAIN = "begin it again with the START flag"
+"""The text of a failure of a sequence ends so; the errors of `/v2` have no code that would tell it from others."""
+
+START_MISSING = "must specify the START flag on the first request of the sequence"
+"""Triton's text for a request without START where no such sequence is open."""
+
+
 class SequenceEnded(DeliveryError):
-    """The sequence of this request was ended by an error at an earlier step; it can be begun again."""
+    """The sequence of this request has ended, by an error or by its idle time; it can be begun again."""
 
     code = ErrorCode.SEQUENCE_ENDED
 

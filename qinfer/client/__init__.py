@@ -9,10 +9,12 @@ from qinfer.client.blocking import Client
 from qinfer.client.job_flows import JobLogLine, JobStatus
 from qinfer.client.jobs import AsyncJob, Job
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, TensorMetadata
+from qinfer.client.sequences import AsyncSequence, Sequence
 
 __all__ = [
     "AsyncClient",
     "AsyncJob",
+    "AsyncSequence",
     "Client",
     "InferResult",
     "Job",
@@ -21,5 +23,6 @@ __all__ = [
     "ModelMetadata",
     "RequestHandle",
     "RequestStatus",
+    "Sequence",
     "TensorMetadata",
 ]

@@ -16,6 +16,7 @@ from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location
 from qinfer.client.jobs import AsyncJob
 from qinfer.client.responses import Event, EventReader, Follower, result_of
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
+from qinfer.client.sequences import AsyncSequence, Steps
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_tasks
 from qinfer.core.clock import Clock
@@ -172,6 +173,12 @@ class AsyncClient:
             return await self._run(flows.infer_or_resume(self._policy, ask, key))
 
         return stream_in_tasks(inputs, ask_one, concurrency=concurrency, ordered=ordered)
+
+    def sequence(
+        self, model: str, *, correlation_id: int | str | None = None, version: int | None = None
+    ) -> AsyncSequence:
+        """Begins a sequence of requests to a stateful model; see `Client.sequence`."""
+        return AsyncSequence(self._run, Steps(self._policy, model, version, correlation_id))
 
     async def metadata(self, model: str, version: int | None = None) -> ModelMetadata:
         """Returns a model's versions, inputs and outputs; see `Client.metadata`."""

@@ -18,6 +18,8 @@ from qinfer.client.jobs import Job
 from qinfer.client.responses import Event as StreamEvent
 from qinfer.client.responses import EventReader, Follower, result_of
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
+from qinfer.client.sequences import Sequence as ModelSequence
+from qinfer.client.sequences import Steps
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_threads
 from qinfer.core.clock import Clock
@@ -94,7 +96,8 @@ class Client:
                 has one; or `qinfer.tensors.Tensor`, for instance for BF16.
             version: The version; `None` = the highest ready one.
             outputs: The outputs to return; `None` = all.
-            parameters: Custom parameters for the backend, and Triton's own, such as `timeout` in microseconds.
+            parameters: Custom parameters for the backend, and Triton's own, such as `timeout` in microseconds. A step
+                of a sequence (`sequence_id`) is repeated only if it has a number, `qinfer_step`: see `sequence`.
             priority: The priority level, 1 the most urgent; 0 = the model's default.
             id: An id that the result echoes.
 
@@ -282,6 +285,21 @@ class Client:
             return self._run(flows.infer_or_resume(self._policy, ask, key), stop)
 
         return stream_in_threads(inputs, ask_one, stop, concurrency=concurrency, ordered=ordered)
+
+    def sequence(
+        self, model: str, *, correlation_id: int | str | None = None, version: int | None = None
+    ) -> ModelSequence:
+        """Begins a sequence of requests to a stateful model, which share a state; nothing is sent before its first.
+
+        Args:
+            model: The model's name.
+            correlation_id: The sequence's id; one that is open is begun anew. `None` = a random number.
+            version: The version, on which the sequence stays; `None` = the highest ready one.
+
+        Raises:
+            InvalidRequest: The id is neither a positive integer below 2**64 nor a text.
+        """
+        return ModelSequence(self._run, Steps(self._policy, model, version, correlation_id))
 
     def metadata(self, model: str, version: int | None = None) -> ModelMetadata:
         """Returns a model's versions, inputs and outputs.

@@ -133,8 +133,21 @@ def header_value(name: str, value: str) -> str:
 
 def infer(policy: Policy, ask: Ask) -> Flow[InferResult]:
     """Sends a request to a model, and returns the answer."""
-    reply = yield from call(policy, ask.send(f"{model_path(ask.model, ask.version)}/infer", {}))
-    return _result_of(reply)
+    parameters = ask.parameters or {}
+    if "sequence_id" in parameters and "qinfer_step" not in parameters:
+        # The server would take a repeated step without a number for another one.
+        policy = policy._replace(max_retries=0)
+    return (yield from answer(policy, infer_request(ask)))
+
+
+def infer_request(ask: Ask) -> Send:
+    """Encodes a request to a model that is answered once; raises as `Ask.send`."""
+    return ask.send(f"{model_path(ask.model, ask.version)}/infer", {})
+
+
+def answer(policy: Policy, send: Send) -> Flow[InferResult]:
+    """Sends an encoded request to a model, and returns the answer."""
+    return _result_of((yield from call(policy, send)))
 
 
 def infer_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:

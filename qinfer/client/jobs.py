@@ -3,26 +3,16 @@
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from qinfer.client import job_flows
 from qinfer.client.job_flows import JobLogLine, JobStatus, OnStatus, completed
 from qinfer.client.job_progress import progress_observer
-from qinfer.client.steps import Flow, Policy
+from qinfer.client.steps import AsyncRun, Policy, Run
 
 if TYPE_CHECKING:
     import pandas
     import pyarrow
-
-T = TypeVar("T")
-
-
-class Run(Protocol):
-    """Executes flows for `Client`."""
-
-    def __call__(self, flow: Flow[T]) -> T:
-        """Returns the value that the flow returns."""
-        ...
 
 
 class Job:
@@ -146,14 +136,6 @@ class Job:
         from qinfer.client.job_output import as_pandas
 
         return as_pandas(self.to_arrow(columns=columns, partial=partial, storage_options=storage_options))
-
-
-class AsyncRun(Protocol):
-    """Executes flows for `AsyncClient`."""
-
-    async def __call__(self, flow: Flow[T]) -> T:
-        """Returns the value that the flow returns."""
-        ...
 
 
 class AsyncJob:

@@ -11,7 +11,7 @@ nearest common class.
 import random
 import ssl
 from collections.abc import Callable, Generator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import httpx
 import msgspec
@@ -19,7 +19,7 @@ import msgspec
 from qinfer import errors
 from qinfer.core.clock import Clock
 from qinfer.core.retry import pause_s
-from qinfer.errors import ErrorCode, ModelNotFound, Overloaded, QinferError
+from qinfer.errors import ErrorCode, ModelNotFound, Overloaded, QinferError, SequenceLost
 
 T = TypeVar("T")
 
@@ -82,6 +82,8 @@ def problem_of_reply(reply: httpx.Response, not_found: type[QinferError]) -> Pro
     if named is None and reply.status_code == 503 and retry_after_s is None and text.endswith(errors.TIMED_OUT):
         # Only the text distinguishes this case; a repetition would have the request executed again.
         named = errors.DeadlineExceeded
+    if named is None and text.endswith(errors.BEGIN_AGAIN):
+        named = errors.SequenceLost if reply.status_code == 503 else errors.SequenceEnded
     if named is None and reply.status_code == 500 and _WRONG_TYPE in text:
         named = errors.MalformedJson
     error_class = named or (not_found if reply.status_code == 404 else _by_status(reply.status_code))
@@ -212,6 +214,22 @@ Flow = Generator[Send | Pause, Outcome, T]
 """A call that returns a `T`."""
 
 
+class Run(Protocol):
+    """Executes flows for `Client`."""
+
+    def __call__(self, flow: Flow[T]) -> T:
+        """Returns the value that the flow returns."""
+        ...
+
+
+class AsyncRun(Protocol):
+    """Executes flows for `AsyncClient`."""
+
+    async def __call__(self, flow: Flow[T]) -> T:
+        """Returns the value that the flow returns."""
+        ...
+
+
 class Policy(NamedTuple):
     """The limits that all calls of a client share.
 
@@ -254,7 +272,8 @@ def call(
     """Sends a request until it succeeds, fails for good, or there is no time left.
 
     Repeating is safe for every call of the client: reading and cancelling change nothing twice, a submission has an id
-    or a key by which the gateway knows it, and inference may be executed twice without harm.
+    or a key by which the gateway knows it, a step of a sequence has a number, and other inference may be executed twice
+    without harm. A lost sequence is for its caller to begin again; its step alone would be refused again.
 
     Args:
         policy: The limits of time and repetitions.
@@ -284,7 +303,8 @@ def call(
             assert outcome is not None
             problem = problem_of_connection(outcome, policy.url, policy.timeout_s)
         wait_s = backoff_s(retries, problem.retry_after_s, random.random())  # noqa: S311  # spreads load, guards nothing
-        if not problem.error.retryable or retries >= policy.max_retries or now_s() + wait_s >= ends_s:
+        is_final = not problem.error.retryable or isinstance(problem.error, SequenceLost)
+        if is_final or retries >= policy.max_retries or now_s() + wait_s >= ends_s:
             raise problem.error
         retries += 1
         yield Pause(wait_s)

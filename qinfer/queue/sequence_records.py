@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from qinfer.core.messages import Failure
-from qinfer.errors import InvalidRequest
+from qinfer.errors import BEGIN_AGAIN, START_MISSING, InvalidRequest
 from qinfer.queue.entries import Entry, Lease, Payload
 from qinfer.tensors import Bytes
 
@@ -170,15 +170,9 @@ class Sizes(NamedTuple):
 
 def start_missing(model: str, correlation_id: int | str) -> InvalidRequest:
     """Returns the error of a request without START where no such sequence is open (reference §3.4)."""
-    return InvalidRequest(
-        f"inference request for sequence {correlation_id} to model '{model}' must specify the START flag on the first "
-        "request of the sequence"
-    )
+    return InvalidRequest(f"inference request for sequence {correlation_id} to model '{model}' {START_MISSING}")
 
 
 def ended_text(model: str, correlation_id: int | str, number: int, reason: str) -> str:
     """Returns the error's text for a step behind the one that ended its sequence."""
-    return (
-        f"sequence {correlation_id} of model '{model}' was ended at step {number}: {reason}; "
-        "begin it again with the START flag"
-    )
+    return f"sequence {correlation_id} of model '{model}' was ended at step {number}: {reason}; {BEGIN_AGAIN}"

@@ -1,4 +1,4 @@
-"""`AsyncClient` has the calls of `Client`, and its documentation refers to theirs; `AsyncJob` those of `Job`."""
+"""`AsyncClient` has the calls of `Client`, and its documentation refers to theirs; jobs and sequences likewise."""
 
 import inspect
 import re
@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import qinfer
-from qinfer.client import AsyncJob, Job
+from qinfer.client import AsyncJob, AsyncSequence, Job, Sequence
 
-PAIRS = [(qinfer.Client, qinfer.AsyncClient), (Job, AsyncJob)]
-NOT_AWAITED = {"infer_stream", "job", "responses", "stream"}
+PAIRS = [(qinfer.Client, qinfer.AsyncClient), (Job, AsyncJob), (Sequence, AsyncSequence)]
+NOT_AWAITED = {"infer_stream", "job", "responses", "sequence", "stream"}
 OWN_TYPES = {"transport", "sleep", "run"}
 """What the constructor takes of the kind of its client."""
 
