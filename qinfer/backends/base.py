@@ -257,7 +257,12 @@ BackendFactory = Callable[[], Backend]
 
 
 def respond_rows(
-    batch: Batch, ctx: Context, outputs: Mapping[str, Array], datatypes: Mapping[str, str], skip: Collection[int] = ()
+    batch: Batch,
+    ctx: Context,
+    outputs: Mapping[str, Array],
+    datatypes: Mapping[str, str],
+    skip: Collection[int] = (),
+    names: Sequence[str] = (),
 ) -> None:
     """Answers every item with its rows of the outputs.
 
@@ -265,8 +270,9 @@ def respond_rows(
         batch: The batch that ran.
         ctx: Its context.
         outputs: Name → array, `[batch.size, …]` for a model with a batch dimension; the batch's states among them.
-        datatypes: Name → wire datatype of each output.
+        datatypes: Name → wire datatype of each output, and of each state.
         skip: Positions of items that have their answer already.
+        names: The outputs of a request to a model with states, if it names none; empty = all that are no states.
 
     Raises:
         OutputMismatch: An output's first dimension is not the batch's size, or an output that is wanted is missing.
@@ -277,10 +283,11 @@ def respond_rows(
         for item, tensors in enumerate(zip(*columns.values(), strict=True)):
             ctx.respond(item, tensors)
         return
+    names = names or [name for name in columns if name not in states]
     for item, request in enumerate(batch.requests):
         if item in skip:
             continue
-        wanted = (*(request.outputs or [name for name in columns if name not in states]), *states)
+        wanted = (*(request.outputs or names), *states)
         missing = [name for name in wanted if name not in columns]
         if missing:
             raise OutputMismatch(f"the model returned no output '{missing[0]}'")

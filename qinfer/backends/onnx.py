@@ -95,12 +95,13 @@ class OnnxBackend:
         except Exception as error:  # onnxruntime raises a dozen unrelated classes; they are mapped here, once
             raise ModelLoadFailed(f"onnxruntime can't load model '{spec.name}': {cleaned(error, path)}") from error
         _check_device(spec, device, wanted[0][0], self._session.get_providers())
-        _compare(spec, "input", spec.inputs, self._session.get_inputs())
-        _compare(spec, "output", spec.outputs, self._session.get_outputs())
+        inputs = spec.file_inputs
+        _compare(spec, "input", inputs, self._session.get_inputs())
+        _compare(spec, "output", spec.file_outputs, self._session.get_outputs())
         self._names = [output.name for output in spec.outputs]
-        self._datatypes = {output.name: output.datatype for output in spec.outputs}
-        self._strings = [i.name for i in spec.inputs if i.datatype == "BYTES"]
-        self._narrow = {i.name for i in spec.inputs if i.datatype == "BF16"}
+        self._datatypes = {output.name: output.datatype for output in spec.file_outputs}
+        self._strings = [i.name for i in inputs if i.datatype == "BYTES"]
+        self._narrow = {i.name for i in inputs if i.datatype == "BF16"}
         self._has_bf16 = bool(self._narrow) or "BF16" in self._datatypes.values()
         self._run_options = _run_options(spec, device)
         self.short_on_loop = device.kind == "cpu"  # a GPU may be busy with other work
@@ -111,7 +112,7 @@ class OnnxBackend:
             self._run = self._run_bound
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs the session for the outputs that some request wants.
+        """Runs the session for the outputs that some request wants, and the states.
 
         Raises:
             InferenceFailed: onnxruntime refused the batch, or returned strings that are not UTF-8.
@@ -120,13 +121,15 @@ class OnnxBackend:
         if self._strings:
             inputs, refused = self._decoded(batch, ctx)
         names = self._wanted(batch)
+        if batch.states:
+            names = [*names, *(name for name in batch.states if name not in names)]
         try:
             arrays = self._run(names, inputs)
         except UnicodeDecodeError:
             raise InferenceFailed("the model returned strings that are not UTF-8") from None
         except Exception as error:  # as in `load`
             raise InferenceFailed(f"onnx runtime error: {error}") from error
-        respond_rows(batch, ctx, dict(zip(names, arrays, strict=True)), self._datatypes, refused)
+        respond_rows(batch, ctx, dict(zip(names, arrays, strict=True)), self._datatypes, refused, self._names)
 
     def unload(self) -> None:
         """Frees the session."""

@@ -60,8 +60,8 @@ class OpenvinoBackend:
             model = core.read_model(path)
             _reshape(spec, model)
             ports = (
-                _compared(spec, "input", spec.inputs, model.inputs),
-                _compared(spec, "output", spec.outputs, model.outputs),
+                _compared(spec, "input", spec.file_inputs, model.inputs),
+                _compared(spec, "output", spec.file_outputs, model.outputs),
             )
             compiled = core.compile_model(_widened(spec, model, *ports), target, options)
             self._request = compiled.create_infer_request()
@@ -69,9 +69,10 @@ class OpenvinoBackend:
             raise
         except Exception as error:  # OpenVINO raises RuntimeError for everything; it is mapped here, once
             raise ModelLoadFailed(f"OpenVINO can't load model '{spec.name}': {_reason(error, path)}") from error
-        self._inputs = dict(zip((i.name for i in spec.inputs), ports[0], strict=True))
-        self._outputs = dict(zip((o.name for o in spec.outputs), ports[1], strict=True))
-        self._datatypes = {output.name: output.datatype for output in spec.outputs}
+        self._inputs = dict(zip((i.name for i in spec.file_inputs), ports[0], strict=True))
+        self._names = [output.name for output in spec.outputs]
+        self._datatypes = {output.name: output.datatype for output in spec.file_outputs}
+        self._outputs = dict(zip(self._datatypes, ports[1], strict=True))
         self._padded = spec.max_batch_size if flag(spec, "ENABLE_BATCH_PADDING") else 0
 
     def execute(self, batch: Batch, ctx: Context) -> None:
@@ -100,7 +101,7 @@ class OpenvinoBackend:
         outputs = {name: np.array(request.get_output_tensor(p).data) for name, p in self._outputs.items()}
         if missing:
             outputs = {name: array[:size] for name, array in outputs.items()}
-        respond_rows(batch, ctx, outputs, self._datatypes)
+        respond_rows(batch, ctx, outputs, self._datatypes, names=self._names)
 
     def unload(self) -> None:
         """Frees the model."""
@@ -163,7 +164,7 @@ def _reshape(spec: ModelSpec, model: Any) -> None:
     """Makes the batch dimension variable; with `RESHAPE_IO_LAYERS` the others become those of the configuration."""
     if flag(spec, "RESHAPE_IO_LAYERS"):
         lead = [-1] if spec.max_batch_size else []
-        model.reshape({i.name: ov.PartialShape([*lead, *(i.reshape or i.dims)]) for i in spec.inputs})
+        model.reshape({i.name: ov.PartialShape([*lead, *(i.reshape or i.dims)]) for i in spec.file_inputs})
         return
     skip = flag(spec, "SKIP_OV_DYNAMIC_BATCHSIZE") or flag(spec, "SKIP_DYNAMIC_BATCHSIZE")
     if not spec.max_batch_size or skip:
@@ -201,7 +202,10 @@ def _dims(port: Any) -> list[int] | None:
 def _widened(spec: ModelSpec, model: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Any:
     """Lets the model take and give float32 where it has BF16, which is what numpy can hold."""
     process, used = PrePostProcessor(model), False
-    for tensors, positions, ports in ((spec.inputs, inputs, process.input), (spec.outputs, outputs, process.output)):
+    for tensors, positions, ports in (
+        (spec.file_inputs, inputs, process.input),
+        (spec.file_outputs, outputs, process.output),
+    ):
         for tensor, position in zip(tensors, positions, strict=True):
             if tensor.datatype == "BF16":
                 ports(position).tensor().set_element_type(ov.Type.f32)

@@ -44,7 +44,7 @@ class _Reshaped:
             if name in inputs:
                 inputs[name] = inputs[name].reshape(inputs[name].shape[: self._lead] + shape)
         seen = msgspec.structs.replace(batch, inputs=inputs)
-        self._backend.execute(seen, _Answers(ctx, self._client_shapes, self._lead))
+        self._backend.execute(seen, _Answers(ctx, self._client_shapes, self._lead, len(batch.states)))
 
     def unload(self) -> None:
         """Unloads the model."""
@@ -52,12 +52,13 @@ class _Reshaped:
 
 
 class _Answers:
-    """A context that gives outputs the shapes that clients expect."""
+    """A context that gives outputs the shapes that clients expect, and leaves states as they are."""
 
-    def __init__(self, ctx: Context, shapes: Shapes, lead: int) -> None:
+    def __init__(self, ctx: Context, shapes: Shapes, lead: int, states: int) -> None:
         self._ctx = ctx
         self._shapes = shapes
         self._lead = lead
+        self._states = states
 
     def respond(
         self,
@@ -69,7 +70,8 @@ class _Answers:
     ) -> None:
         """Passes an answer on."""
         if not isinstance(outputs, QinferError):
-            outputs = tuple(map(self._reshaped, outputs))
+            count = len(outputs) - self._states
+            outputs = (*map(self._reshaped, outputs[:count]), *outputs[count:])
         self._ctx.respond(item, outputs, final=final, parameters=parameters)
 
     @property

@@ -54,8 +54,9 @@ class StubBackend:
                 f"parameter 'mode' is '{self._mode}'; the stub backend knows {', '.join(MODES)}, {CALL}<model>"
             )
         self._delay_s = float(spec.parameters.get("delay_s", "0"))
-        self._names = [output.name for output in spec.outputs]
-        self._datatypes = {output.name: output.datatype for output in spec.outputs}
+        self._answered = [output.name for output in spec.outputs]
+        self._names = [output.name for output in spec.file_outputs]
+        self._datatypes = {output.name: output.datatype for output in spec.file_outputs}
         self.loaded = True
 
     def execute(self, batch: Batch, ctx: Context) -> None:
@@ -77,7 +78,7 @@ class StubBackend:
         if self._mode == "add":
             total = sum(arrays[1:], start=arrays[0])
             outputs = dict.fromkeys(self._names, total)
-        respond_rows(batch, ctx, outputs, self._datatypes)
+        respond_rows(batch, ctx, outputs, self._datatypes, names=self._answered)
 
     def unload(self) -> None:
         """Forgets that it was loaded."""

@@ -179,7 +179,7 @@ class TensorrtBackend:
             raise
         except Exception as error:  # as in `load`
             raise InferenceFailed(f"TensorRT error: {error}") from error
-        respond_rows(batch, ctx, outputs, self._datatypes)
+        respond_rows(batch, ctx, outputs, self._datatypes, names=self._names)
 
     def unload(self) -> None:
         """Frees everything on the GPU."""
@@ -207,7 +207,8 @@ class TensorrtBackend:
         self._contexts: dict[tuple[Shape, ...], trt.IExecutionContext] = {}
         self._use_graphs = spec.cuda_graphs
         ports = self._ports(spec)
-        self._datatypes = {output.name: output.datatype for output in spec.outputs}
+        self._names = [output.name for output in spec.outputs]
+        self._datatypes = {output.name: output.datatype for output in spec.file_outputs}
         self._stream = self._cuda.stream()
         self._buffers = Buffers(self._cuda, ports, engine.device_memory_size_v2)
         self._context = self._new_context()
@@ -220,8 +221,8 @@ class TensorrtBackend:
         self._shapes_max = {name: tuple(engine.get_tensor_profile_shape(name, 0)[2]) for name in inputs}
         self._shapes_min = {name: tuple(engine.get_tensor_profile_shape(name, 0)[0]) for name in inputs}
         for kind, configured, found in (
-            ("input", spec.inputs, inputs),
-            ("output", spec.outputs, [name for name in names if name not in inputs]),
+            ("input", spec.file_inputs, inputs),
+            ("output", spec.file_outputs, [name for name in names if name not in inputs]),
         ):
             wanted = {tensor.name: tensor.datatype for tensor in configured}
             for name in sorted(set(wanted) ^ set(found)):

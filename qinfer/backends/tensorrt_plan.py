@@ -93,7 +93,7 @@ def profiles(spec: ModelSpec, declared: FileTensors, options: Mapping[str, str])
     given = [parse_shapes(spec.name, key, options.get(key, "")) for key in _LIMITS]
     files = {tensor.name: tensor.dims for tensor in declared.inputs}
     found: dict[str, Profile] = {}
-    for tensor in spec.inputs:
+    for tensor in spec.file_inputs:
         if all(tensor.name in shapes for shapes in given):
             smallest, usual, largest = (shapes[tensor.name] for shapes in given)
             found[tensor.name] = (smallest, usual, largest)

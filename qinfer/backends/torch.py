@@ -4,6 +4,7 @@ Settings, by Triton's names: parameters `INFERENCE_MODE`, `DISABLE_OPTIMIZED_EXE
 `INTER_OP_THREAD_COUNT`, `DISABLE_CUDNN`, `ENABLE_CACHE_CLEANING`, `ENABLE_JIT_EXECUTOR`, `ENABLE_JIT_PROFILING`,
 `ENABLE_TENSOR_FUSER`. qinfer's own: `qinfer.torch_amp` (`float16`, `bfloat16`) and `qinfer.torch_compile` (a mode of
 torch.compile, such as `default`). Inputs and outputs are bound by Triton's naming conventions.
+Control inputs and states count with the inputs and outputs there: where order decides, they come after them.
 https://github.com/triton-inference-server/pytorch_backend#model-configuration
 
 Model files are opened without unpickling objects. `model.pt` is a TorchScript archive, whose objects are only those of
@@ -166,7 +167,7 @@ class TorchBackend:
             ModelLoadFailed: The file can't be loaded, a parameter is wrong, the GPU is not there, or the configuration
                 does not fit the model.
         """
-        for tensor in (*spec.inputs, *spec.outputs):
+        for tensor in (*spec.file_inputs, *spec.file_outputs):
             if tensor.datatype not in _DTYPES:
                 raise ModelLoadFailed(
                     f"model '{spec.name}': '{tensor.name}' is {tensor.datatype}, which PyTorch has no tensors of"
@@ -213,7 +214,7 @@ class TorchBackend:
         except Exception as error:  # as in `load`
             logger.warning("execution failed", extra={"model": self._spec.name, "reason": str(error)})
             raise InferenceFailed(f"PyTorch execute failure: {_reason(error)}") from error
-        respond_rows(batch, ctx, outputs, self._datatypes)
+        respond_rows(batch, ctx, outputs, self._datatypes, names=self._names)
 
     def unload(self) -> None:
         """Frees the model, and what its device holds for it."""
@@ -225,17 +226,20 @@ class TorchBackend:
         self._call = opened.call
         self._takes_dict = opened.takes_dict
         self._arguments = opened.arguments
-        names = [i.name for i in spec.inputs]
+        self._inputs = inputs = spec.file_inputs
+        names = [i.name for i in inputs]
         self._positions = [] if opened.takes_dict else input_positions(spec.name, names, opened.arguments)
         contiguous = sorted(self._positions) == list(range(len(names)))
         if not (opened.takes_dict or contiguous or opened.arguments):
             raise ModelLoadFailed(f"model '{spec.name}': the inputs {', '.join(names)} leave a position out")
-        by_position = dict(zip(self._positions, spec.inputs, strict=False))
+        by_position = dict(zip(self._positions, inputs, strict=False))
         self._ordered = tuple(by_position[p].name for p in sorted(by_position)) if contiguous else ()
-        self._narrow = {i.name: _DTYPES["BF16"] for i in spec.inputs if i.datatype == "BF16"}
-        self._datatypes = {output.name: output.datatype for output in spec.outputs}
+        self._narrow = {i.name: _DTYPES["BF16"] for i in inputs if i.datatype == "BF16"}
+        outputs = spec.file_outputs
+        self._names = [output.name for output in spec.outputs]
+        self._datatypes = {output.name: output.datatype for output in outputs}
         positions = output_positions(spec.name, list(self._datatypes))
-        self._outputs = [(o.name, p, _DTYPES[o.datatype]) for o, p in zip(spec.outputs, positions, strict=True)]
+        self._outputs = [(o.name, p, _DTYPES[o.datatype]) for o, p in zip(outputs, positions, strict=True)]
 
     def _compile(self, spec: ModelSpec, opened: Opened) -> None:
         mode = choice(spec, TORCH_COMPILE, _COMPILE, "")
@@ -250,9 +254,12 @@ class TorchBackend:
         self._call = torch.compile(opened.call, mode=mode)
         # Now, not at the first requests: one row, the size that is compiled apart, then any other number.
         for rows in (1, 2, spec.max_batch_size) if spec.max_batch_size > 1 else (spec.max_batch_size,):
-            shapes = {i.name: ((rows,) if rows else ()) + tuple(max(d, 1) for d in i.dims) for i in spec.inputs}
+            lead = (rows,) if rows else ()
             zeros = {
-                i.name: torch.zeros(shapes[i.name], dtype=_DTYPES[i.datatype], device=self._device) for i in spec.inputs
+                i.name: torch.zeros(
+                    (*lead, *(max(d, 1) for d in i.dims)), dtype=_DTYPES[i.datatype], device=self._device
+                )
+                for i in self._inputs
             }
             try:
                 self._called(zeros)
@@ -293,7 +300,7 @@ class TorchBackend:
                 raise InvalidRequest(f"input '{missing}' is missing, which the model can't do without")
             keywords = {
                 self._arguments[p]: tensors[i.name]
-                for p, i in zip(self._positions, self._spec.inputs, strict=True)
+                for p, i in zip(self._positions, self._inputs, strict=True)
                 if i.name in tensors
             }
             return self._call(**keywords)

@@ -220,6 +220,24 @@ class ModelSpec:
         return self.sequences is not None and not self.sequences.iterative
 
     @property
+    def file_inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs of the model file: those of requests, then control inputs, then states."""
+        if self.sequences is None:
+            return self.inputs
+        controls = tuple(TensorSpec(name=c.name, datatype=c.datatype, dims=(1,)) for c in self.sequences.controls)
+        states = tuple(TensorSpec(name=s.input, datatype=s.datatype, dims=s.dims) for s in self.sequences.states)
+        return (*self.inputs, *controls, *states)
+
+    @property
+    def file_outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs of the model file: those that are answered, then states that are not among them."""
+        if self.sequences is None:
+            return self.outputs
+        answered = {output.name for output in self.outputs}
+        states = [s for s in self.sequences.states if s.output not in answered]
+        return (*self.outputs, *(TensorSpec(name=s.output, datatype=s.datatype, dims=s.dims) for s in states))
+
+    @property
     def instance_count(self) -> int:
         """Executions that may run at once in one worker that has all the devices."""
         return sum(group.count for group in self.instances)

@@ -18,6 +18,8 @@ from qinfer.models.state import StoredModel
 
 WARMUP_DIRECTORY = "warmup"
 """Where a model has the files of its samples, beside its version directories."""
+INITIAL_STATES = "initial_state"
+"""Where it has the files that its sequences begin with."""
 
 _OF_ALL_VERSIONS = ("instance_group", "version_policy")
 """Parts of a configuration whose change leaves what is loaded of a version as it is."""
@@ -29,6 +31,8 @@ _EXECUTED = (
     *("input", "output", "batch_input", "batch_output", "optimization", "ensemble_scheduling"),
 )
 """Parts of a configuration that decide what a version answers. The others say how it is scheduled."""
+_OF_SEQUENCES = ("control_input", "state", "iterative_sequence")
+"""The same of its `sequence_batching`."""
 _SCHEDULING = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS)
 """Parameters that say how a version is scheduled."""
 
@@ -82,6 +86,8 @@ class VersionFiles:
         config["parameters"] = {name: value for name, value in parameters.items() if name not in _SCHEDULING}
         # How many rows a batch may have changes no answer; whether there is a batch dimension does.
         config["has_batch_dimension"] = bool(self._config.get("max_batch_size"))
+        if sequences := self._config.get("sequence_batching"):
+            config["sequence_batching"] = {part: sequences.get(part) for part in _OF_SEQUENCES}
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
         read: dict[tuple[str, _Stamp], str] = {}
         for path, stamp in self._stamps.items():

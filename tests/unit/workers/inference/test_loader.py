@@ -17,8 +17,10 @@ from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import from_json, normalise, parse, to_json, to_spec
 from qinfer.models.repository.cache import FilesCache
 from qinfer.models.repository.files import LocalFiles
+from qinfer.models.sequence_spec import DirectSpec, SequenceSpec, StateSpec
 from qinfer.models.spec import Device, InstanceSpec, ModelSpec
 from qinfer.models.state import StoredModel
+from qinfer.tensors import Tensor
 from qinfer.testing import FakeClock, stub_spec
 from qinfer_workers.inference.devices import devices_of, gpus_here, named
 from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
@@ -145,6 +147,7 @@ def test_content_that_may_be_executed_counts(scene: Scene, file: str) -> None:
         ('parameters { key: "qinfer.lane_capacity" value { string_value: "4" } }', True),
         ("optimization { graph { level: 1 } }", False),
         ("dynamic_batching { max_queue_delay_microseconds: 5 }", True),
+        ('sequence_batching { state { input_name: "a" output_name: "b" data_type: TYPE_FP32 dims: 2 } }', False),
     ],
 )
 def test_the_configuration_s_executed_parts_count(scene: Scene, line: str, *, is_same: bool) -> None:
@@ -286,6 +289,50 @@ def test_what_can_not_be_unloaded_does_not_stop_the_rest(scene: Scene, caplog: p
 
     assert caplog.messages == ["model instance not unloaded"]
     assert [made.loaded for made in scene.made] == [True, False, False]
+
+
+STATE = StateSpec(input="si", output="so", datatype="FP32", dims=(2,), initial_dims=(2,), file="zero.bin")
+
+
+def _stateful() -> ModelSpec:
+    return replace(stub_spec("m"), sequences=SequenceSpec(strategy=DirectSpec(), slots=4, max_rows=4, states=(STATE,)))
+
+
+def test_the_instances_of_a_model_with_sequences_are_loaded_anew(scene: Scene) -> None:
+    """When their number changes: sequences are bound to instances."""
+    two = (InstanceSpec(count=2),)
+    scene.write("initial_state/zero.bin", "12345678")
+    scene.load(spec=_stateful())
+
+    assert scene.load(spec=_stateful()).kind is Kind.SAME
+    change = scene.load(spec=replace(_stateful(), instances=two))
+
+    assert (change.kind, len(change.loaded.instances)) == (Kind.NEW, 2)
+
+
+def test_initial_states_are_read_from_files(scene: Scene) -> None:
+    """One row of so many bytes as the state has; a file that changes is a new load, and executes something else."""
+    scene.write("initial_state/zero.bin", "12345678, and more")
+    first = scene.load(spec=_stateful())
+    scene.write("initial_state/zero.bin", "87654321, and more")
+    second = scene.load(spec=_stateful())
+
+    assert first.loaded.initial_states == (Tensor("si", "FP32", (1, 2), b"12345678"),)
+    assert second.kind is Kind.NEW
+    assert second.loaded.executed_hash != first.loaded.executed_hash
+
+
+@pytest.mark.parametrize(("content", "text"), [(None, "No such file"), ("1234", "only has 4 bytes")])
+def test_a_file_that_is_no_initial_state_fails_the_load(scene: Scene, content: str | None, text: str) -> None:
+    """The message names the file, and not where it is."""
+    if content is not None:
+        scene.write("initial_state/zero.bin", content)
+
+    with pytest.raises(ModelLoadFailed, match=text) as failed:
+        scene.load(spec=_stateful())
+
+    assert "zero.bin" in failed.value.message
+    assert str(scene.path) not in failed.value.message
 
 
 def raise_busy() -> None:

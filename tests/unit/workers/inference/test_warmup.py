@@ -11,10 +11,11 @@ from qinfer.backends.base import Array, Batch, Context
 from qinfer.backends.stub import StubBackend
 from qinfer.batching.policy import LatencyModel
 from qinfer.errors import ModelLoadFailed
+from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, SequenceSpec, StateSpec
 from qinfer.models.spec import Device, ModelSpec, WarmupInput, WarmupSpec
-from qinfer.tensors import pack_bytes
+from qinfer.tensors import Tensor, pack_bytes
 from qinfer.testing import stub_spec
-from qinfer_workers.inference.loader import warm_up
+from qinfer_workers.inference.warmup import warm_up
 
 SAMPLE = WarmupSpec(name="zeros", batch_size=1, inputs={"x": WarmupInput("FP32", (2,))}, count=2)
 
@@ -100,3 +101,33 @@ def test_a_file_that_does_not_fit_fails_the_load(tmp_path: Path, content: bytes 
     ) as failed:
         run(with_file(), tmp_path)
     assert str(tmp_path) not in failed.value.message
+
+
+def test_a_model_with_sequences_sees_one_of_a_single_step() -> None:
+    """Control inputs and initial states are filled in, unless a sample has them."""
+    state = StateSpec(input="si", output="so", datatype="FP32", dims=(2,), initial_dims=(2,))
+    start = ControlSpec(name="start", kind=ControlKind.START, datatype="INT32", true=1)
+    sequences = SequenceSpec(strategy=DirectSpec(), slots=4, max_rows=4, states=(state,), controls=(start,))
+    sample = WarmupSpec(
+        name="w", batch_size=2, inputs={name: WarmupInput("FP32", (2,)) for name in ("x", "si")}, count=1
+    )
+    spec = dataclasses.replace(stub_spec(), warmup=(sample,), sequences=sequences)
+    backend = Recorder()
+    backend.load(spec, Path(), Device())
+
+    warm_up(backend, spec, LatencyModel(), 0.0, states=[Tensor("si", "FP32", (1, 2), np.ones(2, "<f4").tobytes())])
+
+    own, automatic = backend.inputs[:2]
+    assert (own["si"].tolist(), own["start"].tolist()) == ([[0, 0], [0, 0]], [[1], [1]])
+    assert (automatic["si"].tolist(), automatic["start"].tolist()) == ([[1, 1]], [[1]])
+
+
+def test_a_stateful_model_is_timed() -> None:
+    state = StateSpec(input="si", output="so", datatype="FP32", dims=(2,), initial_dims=(2,))
+    sequences = SequenceSpec(strategy=DirectSpec(), slots=4, max_rows=4, states=(state,))
+    spec, latency, backend = dataclasses.replace(stub_spec(), sequences=sequences), LatencyModel(), StubBackend()
+    backend.load(spec, Path(), Device())
+
+    warm_up(backend, spec, latency, 0.0, states=[state.initial(None, batched=True)])
+
+    assert latency.known

@@ -1,0 +1,168 @@
+"""Warms loaded model instances up, so that the first request finds nothing left to initialise.
+
+Warm-up runs the samples of `model_warmup`, and one batch of a single row that every model gets, before it is READY.
+Samples of the configuration must succeed, as in Triton; the automatic run may fail, because zeros in made-up shapes are
+not every model's idea of an input. Its second repetition also teaches the latency model t(1). A run ends where it calls
+another model, which may not be loaded yet; that fails neither. A model with sequences sees one of a single step.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qinfer.backends.base import Array, Backend, Batch, OneResponse
+from qinfer.batching.policy import LatencyModel
+from qinfer.batching.sequences.controls import control_inputs
+from qinfer.batching.sequences.steps import Step
+from qinfer.core import messages
+from qinfer.core.messages import InferRequest, Response, Scalar
+from qinfer.errors import ModelLoadFailed, ModelNotReady, QinferError
+from qinfer.models.spec import ModelSpec, WarmupInput
+from qinfer.tensors import DATATYPES, Tensor, to_numpy
+from qinfer_workers.inference.model_files import WARMUP_DIRECTORY
+
+logger = logging.getLogger(__name__)
+
+_Inputs = Mapping[str, WarmupInput]
+
+
+class _Unheard(OneResponse):
+    """A context whose answers are discarded.
+
+    Attributes:
+        called: Whether a call was asked for, and refused: what the backend does from there on tells nothing.
+    """
+
+    def __init__(self) -> None:
+        self.called = False
+
+    def respond(
+        self,
+        item: int,
+        outputs: tuple[Tensor, ...] | QinferError,
+        *,
+        final: bool = True,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> None:
+        """Raises the item's own failure, if it is one."""
+        del item, final, parameters
+        if isinstance(outputs, QinferError):
+            raise outputs
+
+    def reschedule(self, item: int, states: tuple[Tensor, ...] = ()) -> None:
+        """Takes note of nothing: one iteration warms the model up."""
+        del item, states
+
+    def cancelled(self, item: int) -> bool:
+        """Tells that somebody waits."""
+        del item
+        return False
+
+    def call(self, request: InferRequest) -> Response:
+        """Refuses: a model that is being loaded can't wait for another that may be loaded after it."""
+        self.called = True
+        raise ModelNotReady(f"model '{request.model}' can't be called during warm-up")
+
+
+def warm_up(
+    backend: Backend,
+    spec: ModelSpec,
+    latency: LatencyModel,
+    now_s: float,
+    model_dir: Path = Path(),
+    states: Sequence[Tensor] = (),
+) -> None:
+    """Runs a loaded instance until its lazy initialisation is behind it: with its samples, then with zeros.
+
+    A decoupled model is run with its samples only.
+
+    Args:
+        backend: The instance.
+        spec: The model's configuration.
+        latency: Learns from the last run.
+        now_s: The present, in the broker's time.
+        model_dir: The model's directory, for samples that are read from files.
+        states: The model's initial states.
+
+    Raises:
+        ModelLoadFailed: A sample of the configuration failed, or its file does not fit.
+    """
+    for sample in spec.warmup:
+        batch = _batch(spec, sample.inputs, sample.batch_size, states, model_dir)
+        ctx = _Unheard()
+        try:
+            for _ in range(sample.count):
+                backend.execute(batch, ctx)
+        except Exception as error:  # the boundary to the model's code
+            if ctx.called:
+                continue
+            raise ModelLoadFailed(f"warm-up sample '{sample.name}' of model '{spec.name}' failed: {error}") from error
+    if spec.decoupled:
+        # Nobody knows for how long it sends responses to zeros.
+        return
+    zeros = {i.name: WarmupInput(i.datatype, tuple(max(d, 1) for d in i.dims)) for i in spec.inputs if not i.optional}
+    batch = _batch(spec, zeros, min(spec.max_batch_size, 1), states)
+    ctx = _Unheard()
+    try:
+        backend.execute(batch, ctx)
+        begin_s = time.perf_counter()
+        backend.execute(batch, ctx)
+    except Exception as error:  # noqa: BLE001  the boundary to the model's code
+        if not ctx.called:
+            logger.warning("automatic warm-up failed", extra={"model": spec.name, "reason": str(error)})
+        return
+    if not ctx.called:
+        latency.observe(1, time.perf_counter() - begin_s, now_s)
+
+
+def _batch(spec: ModelSpec, inputs: _Inputs, rows: int, states: Sequence[Tensor], model_dir: Path = Path()) -> Batch:
+    """Makes a batch of one request; `rows` is 0 for a model without a batch dimension.
+
+    Of a model with sequences each row is a sequence of a single step, unless the sample says otherwise.
+    """
+    given = {
+        name: _read(name, data, rows, model_dir)
+        if data.file
+        else _array(data.datatype, (rows, *data.dims) if rows else data.dims, random=data.random)
+        for name, data in inputs.items()
+    }
+    if spec.sequences is None:
+        return Batch(requests=[InferRequest(model=spec.name, inputs=())], rows=[max(rows, 1)], inputs=given)
+    count = max(rows, 1)
+    steps = [Step[Any](item=None, start=True, end=True)] * count
+    kept = {state.name: np.repeat(to_numpy(state), count, axis=0) if rows else to_numpy(state) for state in states}
+    controls = control_inputs(steps, spec.sequences.controls, batched=rows > 0)
+    flags = messages.Sequence(id=0, start=True, end=True)
+    return Batch(
+        requests=[InferRequest(model=spec.name, inputs=(), sequence=flags)] * count,
+        rows=[1] * count,
+        inputs={**kept, **controls, **given},
+        states=tuple(state.output for state in spec.sequences.states),
+    )
+
+
+def _read(name: str, data: WarmupInput, rows: int, model_dir: Path) -> Array:
+    """Reads a file that holds one row as it travels in a binary request, and repeats it for each row."""
+    try:
+        content = (model_dir / WARMUP_DIRECTORY / data.file).read_bytes()
+        row = to_numpy(Tensor(name, data.datatype, data.dims, content))
+    except (OSError, QinferError) as error:
+        reason = error.message if isinstance(error, QinferError) else error.strerror
+        raise ModelLoadFailed(f"warm-up file '{data.file}' can't be used for input '{name}': {reason}") from None
+    return np.repeat(row[np.newaxis], rows, axis=0) if rows else row
+
+
+def _array(datatype: str, shape: tuple[int, ...], *, random: bool) -> Array:
+    if datatype == "BYTES":
+        array = np.empty(shape, dtype=object)
+        array.fill(b"")
+        return array
+    dtype = np.dtype(DATATYPES[datatype].numpy or "<f4")
+    if not random:
+        return np.zeros(shape, dtype)
+    generator = np.random.default_rng(0)
+    return generator.random(shape).astype(dtype) if dtype.kind == "f" else generator.integers(0, 2, shape).astype(dtype)
