@@ -18,6 +18,8 @@ from qinfer.backends.python_host.channel import Buffer, UnreadError, raw
 from qinfer.backends.python_host.errors import to_qinfer
 from qinfer.backends.python_host.instance import Instance
 from qinfer.backends.python_host.messages import (
+    SEQUENCE_END,
+    SEQUENCE_START,
     Answer,
     Asked,
     Call,
@@ -38,7 +40,7 @@ from qinfer.backends.python_host.messages import (
 from qinfer.backends.python_host.process import HostProcess
 from qinfer.backends.python_host.streams import Streams, failed_text
 from qinfer.core.messages import InferRequest
-from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, OutputMismatch
+from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, OutputMismatch, SequenceLost
 from qinfer.models.config.message import ModelConfig, from_json, to_json
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import Bytes, from_numpy
@@ -67,9 +69,10 @@ class PythonBackend:
         """
         check_model(spec.name, spec.parameters.get(ENVIRONMENT, ""), version_dir, spec.filename)
         self._model = spec.name
-        self._datatypes = {i.name: i.datatype for i in spec.inputs}
+        self._datatypes = {i.name: i.datatype for i in spec.file_inputs}
         self._outputs = frozenset(o.name for o in spec.outputs)
         self._is_decoupled = spec.decoupled
+        self._keeps_state = spec.is_stateful
         self._longest_s = spec.max_timeout_s
         self._streams: Streams | None = None
         self._instance_name = _names.take(spec, device)
@@ -142,6 +145,7 @@ class PythonBackend:
 
         Raises:
             InferenceFailed: The process died of it.
+            SequenceLost: The process died, and with it the state of the sequences that it had.
         """
         for _ in range(TRIES):
             process = self._instance.process()
@@ -153,12 +157,20 @@ class PythonBackend:
                 process.channel.send(message, buffers)
                 return self._outcome(process, message.number, ctx)
             except (OSError, UnreadError):  # it died while it had nothing to do: this batch is not to blame
+                how = process.death()
                 self._instance.lost(process)
+                if self._keeps_state:
+                    raise SequenceLost(self._lost_text(how)) from None
             except EOFError:
                 how = process.death()
                 self._instance.lost(process)
+                if self._keeps_state:
+                    raise SequenceLost(self._lost_text(how)) from None
                 raise InferenceFailed(f"the process of model '{self._model}' died ({how})") from None
         return None
+
+    def _lost_text(self, how: str) -> str:
+        return f"the process of model '{self._model}' died ({how}), which had the state in memory"
 
     def _streams_of(self, process: HostProcess) -> Streams:
         if self._streams is None or self._streams.process is not process:
@@ -198,6 +210,9 @@ class PythonBackend:
     def _respond(self, batch: Batch, ctx: Context, answers: Sequence[Answer], data: Sequence[Buffer]) -> None:
         position = 0
         for item, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
+            if answer.rescheduled:
+                ctx.reschedule(item)
+                continue
             if answer.error is not None:
                 ctx.respond(item, to_qinfer(answer.error, answer.code))
                 continue
@@ -262,7 +277,19 @@ def ask(process: HostProcess, message: Message, expected: type[M], model: str) -
 
 
 def _asked(request: InferRequest) -> Asked:
-    return Asked(request.client_id, request.outputs, request.parameters, int(request.timeout_s * 1e6), request.trace)
+    sequence = request.sequence
+    flags = 0
+    if sequence is not None:
+        flags = SEQUENCE_START * sequence.start | SEQUENCE_END * sequence.end
+    return Asked(
+        request.client_id,
+        request.outputs,
+        request.parameters,
+        int(request.timeout_s * 1e6),
+        request.trace,
+        0 if sequence is None else sequence.id,
+        flags,
+    )
 
 
 class _Names:

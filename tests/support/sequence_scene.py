@@ -38,10 +38,14 @@ class Sequencing:
         """The sequences of the stub."""
         return self.scene.delivery.sequences("stub", 0)
 
-    async def model(self, *, instances: int = 1, strategy: str = "direct { }", more: str = "") -> None:
+    async def model(
+        self, *, versions: tuple[int, ...] = (1,), instances: int = 1, strategy: str = "direct { }", more: str = ""
+    ) -> None:
         """Stores the stub."""
         text = scheduler(explicit=self.explicit, idle_s=self.idle_s, strategy=strategy)
-        self.generation = await self.scene.model(mode="add", scheduler=text, instances=instances, more=more)
+        self.generation = await self.scene.model(
+            versions=versions, mode="add", scheduler=text, instances=instances, more=more
+        )
 
     def request(self, number: float, sequence: Sequence, timeout_s: float) -> InferRequest:
         """Returns the request of a step."""

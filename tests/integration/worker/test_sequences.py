@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from qinfer.testing import eventually
+from qinfer_workers.inference import sequence_services
 from tests.support.inline_workers import InlineWorkers, value
 from tests.support.sequence_scene import Sequencing
 
@@ -210,3 +211,28 @@ async def test_a_model_is_unloaded_when_its_sequences_have_ended(sums: Sequencin
         return not any(record.models for record in await sums.scene.store.workers())
 
     await eventually(is_gone, description="the model unloaded")
+
+
+async def test_a_sequence_stays_on_its_version_until_it_ends(sums: Sequencing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next version takes new sequences meanwhile; the old one is pinned, and unloaded afterwards."""
+    monkeypatch.setattr(sequence_services, "PIN_EVERY_S", 0.05)
+    store = sums.scene.store
+    await sums.scene.worker()
+    assert value(await (await sums.send(1, start=True))) == 1
+    await sums.model(versions=(2,))
+
+    async def is_pinned() -> bool:
+        served = {v for record in await store.workers() for v in record.models.get("stub", {})}
+        return [(pin.version, pin.reason) for pin in await store.pins()] == [(1, "sequences")] and served == {1, 2}
+
+    await eventually(is_pinned, description="both versions")
+    sums.version = 2
+    assert await sums.sum(5, 6, correlation_id=2) == [5, 11]
+    assert value(await (await sums.send(2))) == 3
+    assert value(await (await sums.send(3, end=True))) == 6
+
+    async def is_unloaded() -> bool:
+        served = {v for record in await store.workers() for v in record.models.get("stub", {})}
+        return not await store.pins() and served == {2}
+
+    await eventually(is_unloaded, description="the old version unloaded")

@@ -23,6 +23,7 @@ from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import CorruptEntry, InferenceFailed, QinferError, RequestError, SequenceLost
+from qinfer.models.store import ControlStore
 from qinfer.models.validate import validate
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 RELOADED = "the model was loaded anew with another configuration; begin the sequence again with the START flag"
 _PARTITION = 0  # all that there is, until models are spread
 _RETRY_S = 0.5
+_LOOK_S = 0.2
 _MAX_WAITING = 2000  # steps here, beyond which none are taken
 
 
@@ -50,6 +52,7 @@ class Parts(NamedTuple):
         keeper: Has the leases of owners renewed.
         publisher: Publishes responses.
         tasks: Owns the tasks.
+        store: Has the pins.
         settings: The worker's settings.
         worker_id: The worker's id.
     """
@@ -58,6 +61,7 @@ class Parts(NamedTuple):
     keeper: LeaseKeeper
     publisher: Publisher
     tasks: asyncio.TaskGroup
+    store: ControlStore
     settings: WorkerSettings
     worker_id: str
 
@@ -116,6 +120,11 @@ class SequenceService:
         self._outage = OutageLog(logger, "no steps taken, trying again", "steps are taken again")
         self._loops: list[asyncio.Task[None]] = []
 
+    @property
+    def has_open(self) -> bool:
+        """Whether it owns sequences."""
+        return bool(self._held)
+
     def start(self) -> None:
         """Begins to own sequences."""
         self._loops = [self._parts.tasks.create_task(loop) for loop in (self._run(), self._steps.run())]
@@ -159,7 +168,9 @@ class SequenceService:
                 async with asyncio.timeout(limit_s):
                     while self._held and not is_wanted():
                         self._changed.clear()
-                        await self._changed.wait()
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(_LOOK_S):
+                                await self._changed.wait()
         if is_wanted():
             self._is_draining = False
             return False

@@ -1,17 +1,31 @@
 """The stateful model versions of a worker: a `SequenceService` for each, and for each that is being replaced.
 
-A generation that is replaced goes on with its open sequences until they have ended: a sequence stays on the model that
-it has begun with.
+A sequence stays on the model that it has begun with. A version with open sequences is pinned, so that it stays loaded
+though the version policy drops it; a generation that is replaced goes on until its sequences have ended.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.sequences.batcher import SequenceBatcher
+from qinfer.core.retry import OutageLog
+from qinfer.errors import QinferError
+from qinfer.models.pins import Pin
 from qinfer_workers.inference.loader import Loaded
 from qinfer_workers.inference.models import Key
 from qinfer_workers.inference.sequence_service import Parts, SequenceService
+
+logger = logging.getLogger(__name__)
+
+PIN_REASON = "sequences"
+"""The reason of the pins that open sequences hold."""
+
+PIN_EVERY_S = 20.0
+"""The pause between two renewals of the pins."""
+
+_PIN_TTL_S = 60.0
 
 
 class SequenceServices:
@@ -27,6 +41,8 @@ class SequenceServices:
         self._collect = collect
         self._services: dict[Key, SequenceService] = {}
         self._leaving: dict[SequenceService, asyncio.Task[None]] = {}
+        self._hashes: dict[Key, str] = {}
+        self._pinned: set[Key] = set()
 
     def __contains__(self, key: Key) -> bool:
         return key in self._services
@@ -40,6 +56,7 @@ class SequenceServices:
         key = model.spec.name, model.version
         before = self._services.get(key)
         service = self._services[key] = SequenceService(model, self._parts, loaded.latency, loaded.initial_states)
+        self._hashes[key] = loaded.executed_hash
         service.start()
         if before is not None:
             self._leaving[before] = self._parts.tasks.create_task(self._leave(before))
@@ -49,8 +66,13 @@ class SequenceServices:
         self._services[loaded.spec.name, loaded.version].generations.add(loaded.generation)
 
     async def retire(self, key: Key, is_wanted: Callable[[], bool]) -> bool:
-        """Waits for the sequences of a version to end, and unloads it; returns whether it did."""
+        """Waits for the sequences of a version to end, and unloads it; returns whether it did.
+
+        Where the version policy has dropped it, and not the model was unloaded, a pin makes it wanted again until then.
+        """
         service = self._services[key]
+        if service.has_open:
+            await self._pin(key, _PIN_TTL_S)
         if not await service.drain(self._parts.settings.drain_s, is_wanted, hands_over=False):
             return False
         del self._services[key]
@@ -65,6 +87,21 @@ class SequenceServices:
         async with asyncio.TaskGroup() as drains:
             for service in (*self._services.values(), *self._leaving):
                 drains.create_task(service.drain(limit_s, lambda: False, hands_over=True))
+
+    async def keep_pins(self) -> None:
+        """Pins the versions with open sequences until cancelled."""
+        outage = OutageLog(logger, "pins of sequences not renewed", "pins of sequences are renewed again")
+        while True:
+            await asyncio.sleep(PIN_EVERY_S)
+            try:
+                for key, service in list(self._services.items()):
+                    if service.has_open:
+                        await self._pin(key, _PIN_TTL_S)
+                    elif key in self._pinned:
+                        await self._pin(key, 0.0)
+                outage.over()
+            except QinferError as error:
+                outage.failed(error.message)
 
     async def pause(self) -> None:
         """Waits until nothing executes, and begins nothing more."""
@@ -86,3 +123,20 @@ class SequenceServices:
         await service.drain(self._parts.settings.drain_s, lambda: False, hands_over=False)
         del self._leaving[service]
         self._collect(service.batcher)
+
+    async def _pin(self, key: Key, ttl_s: float) -> None:
+        """Writes the pin of a version, or removes it with 0; has everyone look where that is news."""
+        parts, (model, version) = self._parts, key
+        expires_at = parts.queue.clock.now_s() + ttl_s
+        pin = Pin(
+            model=model,
+            version=version,
+            content_hash=self._hashes[key],
+            reason=PIN_REASON,
+            holder=parts.worker_id,
+            expires_at=expires_at,
+        )
+        await parts.store.put_pin(pin, ttl_s)
+        if (key in self._pinned) is not bool(ttl_s):
+            (self._pinned.add if ttl_s else self._pinned.discard)(key)
+            await parts.store.wake()

@@ -98,8 +98,9 @@ class Worker:
             self._intake = Intake(self._queue, self._publisher, self._settings.max_deliveries)
             self._caller = Caller(self._queue, self._catalog, self._id, tasks, self._limits, self._called)
             self._streams = self._open_streams()
-            parts = Parts(self._queue, self._keeper, self._publisher, tasks, self._settings, self._id)
+            parts = Parts(self._queue, self._keeper, self._publisher, tasks, self._store, self._settings, self._id)
             self._sequences = SequenceServices(parts, self._heartbeat.collect)
+            pins = tasks.create_task(self._sequences.keep_pins())
             cancels = tasks.create_task(CancelWatch(self._queue, self._keeper).run())
             renewals = tasks.create_task(self._keeper.run())
             bulk = self._bulk.start(tasks, self.spans)
@@ -108,7 +109,7 @@ class Worker:
             reclaimer = tasks.create_task(self._reclaim_loop())
             try:
                 await stop.wait()
-                await end(models, reclaimer, bulk)
+                await end(models, reclaimer, bulk, pins)
                 await self._drain(heartbeat)
             finally:
                 # First: a batch that did not end in time is not answered because its calls are ended here.
