@@ -12,7 +12,18 @@ from contextlib import suppress
 from qinfer.backends.base import Context
 from qinfer.backends.python_host.channel import Buffer, Channel
 from qinfer.backends.python_host.errors import TritonError, code_of
-from qinfer.backends.python_host.messages import Answer, Call, Close, Message, More, Returned, TensorMeta
+from qinfer.backends.python_host.messages import (
+    SEQUENCE_END,
+    SEQUENCE_START,
+    Answer,
+    Call,
+    Close,
+    Message,
+    More,
+    Returned,
+    TensorMeta,
+)
+from qinfer.core import messages
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InferenceFailed, QinferError
 from qinfer.tensors import Bytes, Tensor
@@ -73,6 +84,7 @@ class Calls:
             outputs=call.outputs,
             parameters=call.parameters,
             timeout_s=call.timeout_us / 1e6,
+            sequence=_sequence(call),
         )
         work = self._stream if call.streams else self._call
         if call.streams:
@@ -120,6 +132,13 @@ def tensors(metas: Sequence[TensorMeta], data: Sequence[Buffer]) -> tuple[Tensor
         Tensor(meta.name, meta.datatype, tuple(meta.shape), buffer.data)
         for meta, buffer in zip(metas, data, strict=True)
     )
+
+
+def _sequence(call: Call) -> messages.Sequence | None:
+    if not (call.correlation_id or call.flags):
+        return None
+    start, end = bool(call.flags & SEQUENCE_START), bool(call.flags & SEQUENCE_END)
+    return messages.Sequence(call.correlation_id, start, end)
 
 
 def send(channel: Channel, message: Message, buffers: Sequence[Bytes] = ()) -> None:

@@ -170,6 +170,8 @@ class Host:
         self._batch = 0
         self._is_executing = False
         self._is_decoupled = False
+        self.is_iterative = False
+        """Requests may be rescheduled."""
         self._streams: dict[tuple[int, int], Stream] = {}
         """The open streams, by batch and item."""
         self._preparing = threading.Lock()
@@ -303,6 +305,8 @@ class Host:
             request.request_id(),
             request.timeout(),
             streams,
+            request.correlation_id(),
+            request.flags(),
         )
         self._channel.send(asked, [wire.data for wire in wires])
         return number
@@ -343,6 +347,7 @@ class Host:
         self._datatypes = {o["name"]: names.get(o["data_type"], "") for o in config.get("output", ())}
         self._name = message.args["model_name"]
         self._is_decoupled = utils.using_decoupled_model_transaction_policy(config)
+        self.is_iterative = bool(config.get("sequence_batching", {}).get("iterative_sequence"))
         if self._is_decoupled:
             self._prepare_later()
         self._model = kind()
@@ -384,15 +389,16 @@ class Host:
         try:
             requests = _requests(message, buffers, tuple(self._datatypes))
             responses = self._returned(requests)
+            rescheduled = [request.is_rescheduled() for request in requests]
             if None in responses:
                 replies = [request.reply() for request in requests]
                 # A sender that the model has dropped is gone with its request.
                 del requests
                 responses = [
-                    reply.response() if response is None and reply is not None else response
-                    for response, reply in zip(responses, replies, strict=True)
+                    reply.response() if response is None and reply is not None and not again else response
+                    for response, reply, again in zip(responses, replies, rescheduled, strict=True)
                 ]
-            answers, sent = self._answers(message.requests, responses)
+            answers, sent = self._answers(message.requests, responses, rescheduled)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             self._is_executing = False
             self._channel.send(Failed(self._told(error, "execute failed")))
@@ -469,7 +475,12 @@ class Host:
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
                 f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(returned)}"
             )
-        for response in returned:
+        for request, response in zip(requests, returned, strict=True):
+            if response is not None and request.is_rescheduled():
+                raise TritonModelException(
+                    "Expected a None object in the execute function return list for reschduled request, "
+                    f"found type '{type(response)}'."
+                )
             if response is not None and not isinstance(response, InferenceResponse):
                 raise TritonModelException(
                     "Expected an 'InferenceResponse' object in the execute function return list, "
@@ -478,11 +489,17 @@ class Host:
         return returned
 
     def _answers(
-        self, requests: Sequence[Asked], responses: Sequence[InferenceResponse | None]
+        self,
+        requests: Sequence[Asked],
+        responses: Sequence[InferenceResponse | None],
+        rescheduled: Sequence[bool],
     ) -> tuple[list[Answer], list[Bytes]]:
         answers: list[Answer] = []
         buffers: list[Bytes] = []
-        for request, response in zip(requests, responses, strict=True):
+        for request, response, again in zip(requests, responses, rescheduled, strict=True):
+            if again:
+                answers.append(Answer([], {}, rescheduled=True))
+                continue
             if response is None:
                 answers.append(_failed(TritonError("the model returned no response to the request")))
                 continue
@@ -539,6 +556,8 @@ def _requests(
         ]
         request = InferenceRequest(
             request_id=asked.client_id,
+            correlation_id=asked.correlation_id,
+            flags=asked.flags,
             inputs=inputs,
             requested_output_names=asked.outputs or outputs,
             timeout=asked.timeout_us,

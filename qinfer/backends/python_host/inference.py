@@ -14,8 +14,8 @@ from qinfer.core.messages import Scalar
 if TYPE_CHECKING:
     from qinfer.backends.python_host.host import Host
 
-_RESCHEDULE = 2  # TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
-
+RESCHEDULE = 2
+"""TRITONSERVER_REQUEST_RELEASE_RESCHEDULE"""
 
 _host: "Host | None" = None
 
@@ -54,12 +54,12 @@ class InferenceRequest:
 
     Args:
         request_id: The client's id.
-        correlation_id: Names a sequence; sequences are not supported, so 0.
+        correlation_id: Names the sequence that it belongs to; 0 or empty = none.
         inputs: Input tensors.
         requested_output_names: Outputs wanted.
         model_name: The model to call.
         model_version: Its version; -1 = the highest ready one.
-        flags: Without effect.
+        flags: The sum of `TRITONSERVER_REQUEST_FLAG_SEQUENCE_START` and `…_END`, as they hold.
         timeout: How long the answer is worth waiting for, in microseconds; 0 = as long as the batch may take.
         preferred_memory: Without effect.
         trace: Without effect: a call is part of the trace of the first request of the batch.
@@ -73,6 +73,7 @@ class InferenceRequest:
         "_outputs",
         "_parameters",
         "_place",
+        "_release_flags",
         "_reply",
         "_request_id",
         "_sender",
@@ -99,6 +100,8 @@ class InferenceRequest:
         del preferred_memory
         if not isinstance(correlation_id, int | str):
             raise TritonModelException("Correlation ID must be integer or string")
+        if isinstance(correlation_id, int) and not 0 <= correlation_id < 2**64:
+            raise TypeError(f"correlation_id is a number of 64 bits, 0 or more, or a text, got {correlation_id}")
         self._request_id = text(request_id, "request_id")
         self._correlation_id = correlation_id
         self._inputs = list(inputs)
@@ -114,6 +117,7 @@ class InferenceRequest:
             raise TypeError(f"timeout is a number of microseconds, 0 or more, got {timeout}")
         self._trace = trace
         self._parameters = checked_parameters(parameters)
+        self._release_flags = 0
         self._place: tuple[int, int] | None = None
         self._reply: Reply | None = None
         self._sender: InferenceResponseSender | None = None
@@ -135,7 +139,7 @@ class InferenceRequest:
         return self._request_id
 
     def correlation_id(self) -> int | str:
-        """Returns 0."""
+        """Returns what names its sequence; 0 = it has none, or is a row of padding."""
         return self._correlation_id
 
     def requested_output_names(self) -> list[str]:
@@ -155,11 +159,11 @@ class InferenceRequest:
         return self._timeout_us
 
     def flags(self) -> int:
-        """Returns the sequence flags: 0."""
+        """Returns the sequence flags: the sum of START and END, as they hold."""
         return self._flags
 
     def set_flags(self, flags: int) -> None:
-        """Sets the sequence flags, which have no effect."""
+        """Sets the sequence flags."""
         self._flags = int(flags)
 
     def trace(self) -> InferenceTrace:
@@ -171,13 +175,23 @@ class InferenceRequest:
         return self._place is not None and _host is not None and _host.is_cancelled(*self._place)
 
     def set_release_flags(self, flags: int) -> None:
-        """Refuses to reschedule.
+        """Says how `execute` leaves the request: with a response, or to be executed again with a later batch.
+
+        Args:
+            flags: `TRITONSERVER_REQUEST_RELEASE_ALL`, or `…_RESCHEDULE`, whose response has to be `None`.
 
         Raises:
-            TritonModelException: The flags ask for it.
+            TritonModelException: The flags ask for another execution, and the model is not iterative.
         """
-        if flags == _RESCHEDULE:
-            raise TritonModelException("a request can't be rescheduled: iterative sequences are not supported")
+        if flags == RESCHEDULE and not (_host is not None and _host.is_iterative):
+            raise TritonModelException(
+                "a request can't be rescheduled: set 'sequence_batching { iterative_sequence: true }'"
+            )
+        self._release_flags = int(flags)
+
+    def is_rescheduled(self) -> bool:
+        """Tells whether it has to be executed again; not part of Triton's interface."""
+        return self._release_flags == RESCHEDULE
 
     def get_response_sender(self) -> InferenceResponseSender:
         """Returns the sender of its responses."""

@@ -6,6 +6,9 @@ import msgspec
 
 from qinfer.core.messages import Scalar
 
+SEQUENCE_START, SEQUENCE_END = 1, 2
+"""The flags of a request of a sequence: TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, …_END."""
+
 
 class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
     """A tensor whose bytes are the buffer at the same position.
@@ -80,6 +83,8 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
         parameters: Custom parameters.
         timeout_us: How long the answer is worth waiting for, in microseconds.
         trace: W3C `traceparent`.
+        correlation_id: Names its sequence; 0 = it has none, or is a row of padding.
+        flags: `SEQUENCE_START`, `SEQUENCE_END`, both, or 0.
     """
 
     client_id: str
@@ -87,6 +92,8 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
     parameters: Mapping[str, Scalar]
     timeout_us: int
     trace: str
+    correlation_id: int | str = 0
+    flags: int = 0
 
 
 class Execute(msgspec.Struct, array_like=True, tag=True):
@@ -115,12 +122,14 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
         parameters: What the model says besides.
         error: Why there are no outputs; `None` = there are.
         code: Triton's number of the kind of error.
+        rescheduled: There is no response yet: the request is to be executed again with a later batch.
     """
 
     outputs: list[TensorMeta]
     parameters: Mapping[str, Scalar]
     error: str | None = None
     code: int = 0
+    rescheduled: bool = False
 
 
 class Executed(msgspec.Struct, array_like=True, tag=True):
@@ -200,6 +209,8 @@ class Call(msgspec.Struct, array_like=True, tag=True):
         client_id: The id that the caller gives the request.
         timeout_us: How long to wait at most; 0 = as long as the batch may.
         streams: The model may give any number of responses. This asks for the first of them, `More` for each other.
+        correlation_id: Names the sequence that the call is a request of; 0 = it has none.
+        flags: As in `Asked`.
     """
 
     number: int
@@ -212,6 +223,8 @@ class Call(msgspec.Struct, array_like=True, tag=True):
     client_id: str
     timeout_us: int
     streams: bool = False
+    correlation_id: int | str = 0
+    flags: int = 0
 
 
 class More(msgspec.Struct, array_like=True, tag=True):

@@ -9,10 +9,12 @@ import numpy.typing as npt
 
 from qinfer.backends.python_host.errors import TritonError, TritonModelException
 from qinfer.backends.python_host.inference import (
+    RESCHEDULE,
     InferenceRequest,
     InferenceTrace,
     PreferredMemory,
 )
+from qinfer.backends.python_host.messages import SEQUENCE_END, SEQUENCE_START
 from qinfer.backends.python_host.responses import FINAL, InferenceResponse, InferenceResponseSender
 from qinfer.backends.python_host.services import (
     Logger,
@@ -64,11 +66,11 @@ __all__ = [
     "using_decoupled_model_transaction_policy",
 ]
 
-TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
-TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = SEQUENCE_START
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = SEQUENCE_END
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
-TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = RESCHEDULE
 TRITONSERVER_MEMORY_CPU = 0
 TRITONSERVER_MEMORY_GPU = 1
 
