@@ -43,10 +43,9 @@ class GatewayClient(Client):
         entries: list[dict[str, str]] = msgspec.json.decode(self._post("/v2/repository/index", {"ready": ready}))
         return entries
 
-    def is_decoupled(self, model: str) -> bool:
-        """Tells whether a model answers by streams only, which its metadata does not have but its configuration has."""
-        reply = self._run(call(self._policy, Send("GET", f"{model_path(model)}/config", {})))
-        return bool(json_object(self._policy, reply).get("model_transaction_policy", {}).get("decoupled"))
+    def model_config(self, model: str) -> dict[str, Any]:
+        """Returns a model's configuration, in Triton's JSON."""
+        return json_object(self._policy, self._run(call(self._policy, Send("GET", f"{model_path(model)}/config", {}))))
 
     def load_model(self, model: str, parameters: Mapping[str, str]) -> None:
         """Loads a model; `parameters` are `config` and `file:<version>/<name>` (base64)."""

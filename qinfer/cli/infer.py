@@ -1,14 +1,27 @@
 """`qinfer infer` and `qinfer bench`: one inference request, and a quick load test, from the command line."""
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
 from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, print_json
 
 if TYPE_CHECKING:
-    from qinfer.cli.load import Report
+    from qinfer.cli.client import GatewayClient
+    from qinfer.cli.load import MakeConnection, Report, Target
     from qinfer.client import InferResult
+    from qinfer.core.messages import Scalar
+    from qinfer.tensors import Tensor
+
+
+class Asked(TypedDict):
+    """The arguments of a call that a load test repeats."""
+
+    model: str
+    inputs: "dict[str, Tensor]"
+    version: int
 
 
 INFER_EXAMPLE = "Example: qinfer infer digits --input image=digit.npy   or   --input 'x=[[1.0, 2.0]]'"
@@ -34,6 +47,11 @@ def infer(
         bool,
         typer.Option("--stream", help="Print each response of a decoupled model as it comes; JSON in a line each."),
     ] = False,
+    sequence_id: Annotated[
+        str, typer.Option("--sequence-id", help="The sequence of a stateful model; decimal digits are a number.")
+    ] = "",
+    sequence_start: Annotated[bool, typer.Option("--sequence-start", help="The first step of the sequence.")] = False,
+    sequence_end: Annotated[bool, typer.Option("--sequence-end", help="The last step of the sequence.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run one inference: send tensors, print the response.
@@ -41,17 +59,19 @@ def infer(
     Datatypes come from the model's metadata, and a missing batch dimension is added.
     """
     from qinfer.cli.client import GatewayClient
-    from qinfer.cli.inputs import read_inputs
+    from qinfer.cli.inputs import read_inputs, read_sequence
+
+    parameters = read_sequence(sequence_id, start=sequence_start, end=sequence_end)
 
     with GatewayClient(url) as client:
         metadata = client.metadata(model, version)
         tensors = read_inputs(inputs or [], metadata.inputs, model)
         by_name = {t.name: t for t in tensors}
         if stream:
-            for answer in client.infer_stream(model, by_name, version=version, outputs=outputs):
+            for answer in client.infer_stream(model, by_name, version=version, outputs=outputs, parameters=parameters):
                 _print(answer, as_json=as_json)
             return
-        answer = client.infer(model, by_name, version=version, outputs=outputs)
+        answer = client.infer(model, by_name, version=version, outputs=outputs, parameters=parameters)
     _print(answer, as_json=as_json)
 
 
@@ -99,35 +119,33 @@ def bench(
     streaming: Annotated[
         bool, typer.Option("--streaming", help="Stream the responses; tell the times to the first, and between two.")
     ] = False,
+    sequences: Annotated[
+        int,
+        typer.Option(min=0, max=10_000, help="Sequences of a stateful model open at a time, a connection for each."),
+    ] = 0,
+    per_sequence: Annotated[int, typer.Option("--steps-per-sequence", min=1, help="Steps from START to END.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
     """Load-test a model: one request after another on each connection. Ctrl-C prints the result so far.
 
-    The client runs in one Python process: beyond about 20,000 requests per second the client is the bottleneck.
+    With --sequences, each connection sends the steps of one sequence after another. The client runs in one Python
+    process: beyond about 20,000 requests per second the client is the bottleneck.
     """
-    from qinfer.cli.client import GatewayClient, api_key
+    from qinfer.cli.client import GatewayClient
     from qinfer.cli.inputs import fill, random, read_inputs
-    from qinfer.cli.load import Target, batch_counts, mean_batch, run_load
-    from qinfer.client.flows import model_path
-    from qinfer.wire.kserve_client import encode_request
+    from qinfer.cli.load import batch_counts, mean_batch, run_load
 
+    if streaming and sequences:
+        raise typer.BadParameter("give this or --streaming, not both", param_hint="--sequences")
     with GatewayClient(url) as client:
         wanted = client.metadata(model, version).inputs
         tensors = read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)
-        # A wrong input, or a model that is not ready, fails here, once.
-        asked = {t.name: t for t in tensors}
-        if streaming:
-            for _ in client.infer_stream(model, asked, version=version):
-                pass
-        else:
-            client.infer(model, asked, version=version)
-        body, json_length = encode_request(tensors, binary=binary)
+        asked: Asked = {"model": model, "inputs": {t.name: t for t in tensors}, "version": version}
+        _ask_once(client, asked, streaming=streaming, is_stateful=sequences > 0)
+        encode = _encoder(url, asked, binary=binary, streaming=streaming)
+        make = _connections(encode, per_sequence if sequences else 0, streaming=streaming)
         before = batch_counts(client.metrics(), model)
-        path = (
-            f"{model_path(model, version, 'v1')}/infer_stream" if streaming else f"{model_path(model, version)}/infer"
-        )
-        target = Target.of(url, path, body, json_length if binary else None, api_key())
-        report = run_load(target, concurrency, duration, streaming=streaming)
+        report = run_load(encode({}), sequences or concurrency, duration, make)
         report.mean_batch = mean_batch(before, batch_counts(client.metrics(), model))
     if as_json:
         print_json(report.as_json())
@@ -135,6 +153,45 @@ def bench(
         _print_report(report, model)
     if report.errors or not report.latencies_s:
         raise typer.Exit(1)
+
+
+def _ask_once(client: "GatewayClient", asked: Asked, *, streaming: bool, is_stateful: bool) -> None:
+    """Sends one request: a wrong input, or a model that is not ready, fails here."""
+    if streaming:
+        for _ in client.infer_stream(**asked):
+            pass
+    elif is_stateful:
+        client.sequence(asked["model"], version=asked["version"]).infer(asked["inputs"], end=True)
+    else:
+        client.infer(**asked)
+
+
+def _encoder(url: str, asked: Asked, *, binary: bool, streaming: bool) -> "Callable[[Mapping[str, Scalar]], Target]":
+    """Returns what makes the whole request of its parameters."""
+    from qinfer.cli.client import api_key
+    from qinfer.cli.load import Target
+    from qinfer.client.flows import model_path
+    from qinfer.wire.kserve_client import encode_request
+
+    api, call = ("v1", "infer_stream") if streaming else ("v2", "infer")
+    path = f"{model_path(asked['model'], asked['version'], api)}/{call}"
+
+    def encode(parameters: "Mapping[str, Scalar]") -> Target:
+        body, json_length = encode_request(list(asked["inputs"].values()), parameters=parameters, binary=binary)
+        return Target.of(url, path, body, json_length if binary else None, api_key())
+
+    return encode
+
+
+def _connections(
+    encode: "Callable[[Mapping[str, Scalar]], Target]", per_sequence: int, *, streaming: bool
+) -> "MakeConnection":
+    """Returns what makes the connections: of sequences where they have steps, else of streams or plain requests."""
+    from qinfer.cli.load import Connection, SequenceConnection, StepRequests, StreamConnection
+
+    if per_sequence:
+        return partial(SequenceConnection, StepRequests(lambda parameters: encode(parameters).request, per_sequence))
+    return partial(StreamConnection if streaming else Connection, encode({}).request)
 
 
 def _print_report(report: "Report", model: str) -> None:
@@ -145,9 +202,10 @@ def _print_report(report: "Report", model: str) -> None:
 
     table = Table("figure", "value", title=f"{model}, {report.concurrency} connections, {report.duration_s:.1f} s")
     table.columns[1].justify = "right"
-    table.add_row("requests", f"{len(report.latencies_s):,}")
+    unit = "requests" if report.sequences_ended is None else "steps"
+    table.add_row(unit, f"{len(report.latencies_s):,}")
     table.add_row("errors", f"{report.errors:,}", style="red" if report.errors else "")
-    table.add_row("requests per second", f"{report.requests_per_s:,.0f}")
+    table.add_row(f"{unit} per second", f"{report.requests_per_s:,.0f}")
     for percent in (50, 95, 99):
         table.add_row(f"p{percent}", f"{report.percentile_s(percent) * 1000:.2f} ms")
     table.add_row("longest", f"{report.percentile_s(100) * 1000:.2f} ms")
@@ -156,6 +214,9 @@ def _print_report(report: "Report", model: str) -> None:
         for name, times_s in (("first response", report.first_s), ("between responses", report.between_s)):
             for percent in (50, 99):
                 table.add_row(f"{name}, p{percent}", f"{percentile(times_s, percent) * 1000:.2f} ms")
+    if report.sequences_ended is not None:
+        table.add_row("sequences ended", f"{report.sequences_ended:,}")
+        table.add_row("sequences lost", f"{report.sequences_lost:,}", style="red" if report.sequences_lost else "")
     table.add_row("mean batch", "unknown" if report.mean_batch is None else f"{report.mean_batch:.1f}")
     console = Console()
     console.print(table)

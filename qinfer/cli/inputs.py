@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from qinfer.client import TensorMetadata
+from qinfer.client.sequences import sequence_parameters
+from qinfer.core.messages import Scalar
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import Tensor, datatype, from_numpy
 
@@ -43,6 +45,20 @@ def read_inputs(options: Sequence[str], inputs: Sequence[TensorMetadata], model:
     if not tensors:
         raise InvalidRequest(f"model '{model}' needs --input name=VALUE; its inputs are: {allowed}")
     return list(tensors.values())
+
+
+def read_sequence(sequence_id: str, *, start: bool, end: bool) -> dict[str, Scalar]:
+    """Reads the options of a step of a sequence as parameters of its request; none without an id.
+
+    Raises:
+        InvalidRequest: START or END has no id.
+    """
+    if sequence_id:
+        number = int(sequence_id) if sequence_id.isascii() and sequence_id.isdecimal() else 0
+        return sequence_parameters(number or sequence_id, start=start, end=end)
+    if start or end:
+        raise InvalidRequest("--sequence-start and --sequence-end need --sequence-id, a number > 0 or a text")
+    return {}
 
 
 def fill(inputs: Sequence[TensorMetadata], make: Callable[[str, tuple[int, ...]], Array]) -> list[Tensor]:

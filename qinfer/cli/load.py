@@ -2,6 +2,10 @@
 
 A minimal HTTP/1.1 client over asyncio protocols: general clients cost more than the server that they measure. Of a
 stream it reads no more than where an event ends, and whether that is a response or an error.
+
+    Connection           the same request over and over
+    StreamConnection     the same, answered by a stream
+    SequenceConnection   the steps of one sequence after another
 """
 
 import asyncio
@@ -9,8 +13,10 @@ import contextlib
 import signal
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from secrets import randbelow
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
@@ -18,6 +24,8 @@ import uvloop
 
 from qinfer.cli.console import CommandFailed
 from qinfer.client.flows import header_value
+from qinfer.client.sequences import sequence_parameters
+from qinfer.core.messages import Scalar
 from qinfer.observe.catalogue import BATCH_SIZE
 from qinfer.wire.kserve_client import JSON_LENGTH_HEADER
 
@@ -64,6 +72,8 @@ class Report:
         mean_batch: Rows per execution during the test; `None` = not reported by the server.
         first_s: Of each stream the time to its first response; `None` = there are no streams.
         between_s: The times between two responses of a stream.
+        sequences_ended: Sequences whose last step was answered; `None` = requests are no steps of sequences.
+        sequences_lost: Sequences of which a step failed.
     """
 
     concurrency: int
@@ -74,6 +84,8 @@ class Report:
     mean_batch: float | None = None
     first_s: list[float] | None = None
     between_s: list[float] = field(default_factory=list)
+    sequences_ended: int | None = None
+    sequences_lost: int = 0
 
     @property
     def requests_per_s(self) -> float:
@@ -107,7 +119,11 @@ class Report:
             "longest_ms": round(self.percentile_s(100) * 1000, 3),
             "mean_batch": self.mean_batch,
             **({} if self.first_s is None else self._stream_json(self.first_s)),
+            **({} if self.sequences_ended is None else self._sequence_json(self.sequences_ended)),
         }
+
+    def _sequence_json(self, ended: int) -> dict[str, Any]:
+        return {"sequences_ended": ended, "sequences_lost": self.sequences_lost}
 
     def _stream_json(self, first_s: Sequence[float]) -> dict[str, Any]:
         return {
@@ -124,20 +140,20 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
 
 
-def run_load(target: Target, concurrency: int, duration_s: float, *, streaming: bool = False) -> Report:
+def run_load(target: Target, concurrency: int, duration_s: float, make: "MakeConnection") -> Report:
     """Loads a target; SIGINT ends it early.
 
     Args:
-        target: The request.
+        target: The gateway.
         concurrency: Number of connections.
         duration_s: How long.
-        streaming: The target answers with events.
+        make: Makes a connection, which knows what to send.
 
     Raises:
         CommandFailed: The server can't be reached.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_load(target, concurrency, duration_s, StreamConnection if streaming else Connection))
+        return runner.run(_load(target, concurrency, duration_s, make))
 
 
 def batch_counts(metrics_text: str, model: str) -> tuple[float, float]:
@@ -275,7 +291,74 @@ class StreamConnection(Connection):
                 self._answered()
 
 
-async def _load(target: Target, concurrency: int, duration_s: float, kind: type[Connection]) -> Report:
+class StepRequests:
+    """The requests of sequences with consecutive ids, which begin at a random one: other loads have others.
+
+    Args:
+        encode: Makes a request of its parameters.
+        per_sequence: Steps of a sequence.
+    """
+
+    def __init__(self, encode: Callable[[Mapping[str, Scalar]], bytes], per_sequence: int) -> None:
+        self.encode = encode
+        self.per_sequence = per_sequence
+        # Of 31 bits: a model may take the id as INT32.
+        self._ids = count(1 + randbelow(2**30))
+
+    def next_id(self) -> int:
+        """Returns the id of another sequence."""
+        return next(self._ids)
+
+
+class SequenceConnection(Connection):
+    """The same of sequences: sends the steps of one, from START to END, and begins another; `stop` ends it first."""
+
+    def __init__(self, steps: StepRequests, report: Report, ended: Callable[[Connection], None]) -> None:
+        super().__init__(b"", report, ended)
+        report.sequences_ended = report.sequences_ended or 0
+        self._steps = steps
+        self._id = 0
+        # Steps of the present sequence; 0 = there is none.
+        self._number = 0
+        self._is_last = False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Reports the end of the connection, and of its sequence."""
+        self._report.sequences_lost += self._number > 0
+        super().connection_lost(exc)
+
+    def _send(self) -> None:
+        if not self._number:
+            self._id = self._steps.next_id()
+        self._number += 1
+        self._is_last = self.stopping or self._number == self._steps.per_sequence
+        if self._number <= 2 or self._is_last:
+            self._request = self._steps.encode(
+                sequence_parameters(self._id, start=self._number == 1, end=self._is_last)
+            )
+        super()._send()
+
+    def _answered(self) -> None:
+        if self._status != 200:
+            self._report.sequences_lost += 1
+            self._number = 0
+        elif self._is_last:
+            self._report.sequences_ended = (self._report.sequences_ended or 0) + 1
+            self._number = 0
+        super()._answered()
+
+    def _go_on(self) -> None:
+        if self._number:
+            self._send()
+        else:
+            super()._go_on()
+
+
+MakeConnection = Callable[[Report, Callable[[Connection], None]], Connection]
+"""Makes a connection, of where it reports to and what it calls when it has ended."""
+
+
+async def _load(target: Target, concurrency: int, duration_s: float, make: MakeConnection) -> Report:
     loop = asyncio.get_running_loop()
     report = Report(concurrency=concurrency)
     open_connections: set[Connection] = set()
@@ -293,7 +376,7 @@ async def _load(target: Target, concurrency: int, duration_s: float, kind: type[
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             for _ in range(concurrency):
-                connection = kind(target.request, report, ended)
+                connection = make(report, ended)
                 open_connections.add(connection)
                 await loop.create_connection(lambda c=connection: c, target.host, target.port, ssl=tls)
     except (OSError, TimeoutError) as error:

@@ -80,9 +80,8 @@ class Steps:
             raise InvalidRequest(self._over("a step had end=True"))
         if own := sorted(_OWN & set(parameters)):
             raise InvalidRequest(f"the sequence sets these parameters itself: {', '.join(own)}")
-        flags: dict[str, Scalar] = {"sequence_id": self.correlation_id, "qinfer_step": self._number}
-        flags |= {"sequence_start": True} if self._number == 1 else {}
-        flags |= {"sequence_end": True} if end else {}
+        flags = sequence_parameters(self.correlation_id, start=self._number == 1, end=end)
+        flags["qinfer_step"] = self._number
         send = infer_request(Ask(self._model, inputs, self._version, outputs, {**parameters, **flags}))
         if self._unanswered not in (None, send):
             raise InvalidRequest(
@@ -202,6 +201,13 @@ class AsyncSequence:
         """
         async with self._lock:
             return await self._run(self._steps.infer(inputs, outputs, parameters, end=end))
+
+
+def sequence_parameters(correlation_id: int | str, *, start: bool = False, end: bool = False) -> dict[str, Scalar]:
+    """Returns the parameters of a request that is a step of a sequence (reference §3.4)."""
+    flags: dict[str, Scalar] = {"sequence_id": correlation_id}
+    flags |= {"sequence_start": True} if start else {}
+    return flags | ({"sequence_end": True} if end else {})
 
 
 def _checked(correlation_id: int | str | None) -> int | str:

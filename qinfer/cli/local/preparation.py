@@ -8,7 +8,7 @@ import contextlib
 import importlib.util
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from qinfer.cli.local.plan import Launch, Plan, Ports, Progress, Sections, UpOpt
 from qinfer.cli.overview import ModelRow, Overview, run_overview, run_start, with_url
 from qinfer.client import ModelMetadata, TensorMetadata
 from qinfer.client.flows import model_path
+from qinfer.client.sequences import sequence_parameters
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.environments import PREFIX
 from qinfer.core.settings import Settings, load_settings
@@ -129,8 +130,7 @@ class Preparation:
         # An example is not worth a failure.
         with contextlib.suppress(QinferError):
             if ready:
-                metadata, is_decoupled = self._client.metadata(ready), self._client.is_decoupled(ready)
-                line = example_line(launch.url, metadata, is_decoupled=is_decoupled)
+                line = example_line(launch.url, self._client.metadata(ready), self._client.model_config(ready))
                 facts += [Text(), _fact("Try", (line, "green"))]
         lines = [Text(), _title(models), Text(), *facts, Text()]
         return [(Text("  ") + line).markup if line else "" for line in lines]
@@ -251,20 +251,28 @@ INLINE_ELEMENTS = 16
 """Larger example tensors are made by a shell pipe instead of being written out."""
 
 
-def example_line(url: str, model: ModelMetadata, *, is_decoupled: bool = False) -> str:
+def example_line(url: str, model: ModelMetadata, config: Mapping[str, Any]) -> str:
     """Returns a short shell line that sends zeros to a model, whatever the size of its inputs.
 
     Args:
         url: The gateway's URL.
         model: The model.
-        is_decoupled: Its responses have to be streamed.
+        config: Its configuration: responses of a decoupled model have to be streamed, and a stateful one is sent a
+            sequence of one step.
     """
+    is_decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
+    batching = config.get("sequence_batching", {})
+    is_stateful = bool(batching) and not batching.get("iterative_sequence")
     # JSON can't carry these datatypes.
     if any(i.datatype in {"FP16", "BF16"} for i in model.inputs):
         inputs = " ".join(f"--input {shlex.quote(i.name)}=zeros" for i in model.inputs)
-        stream = " --stream" if is_decoupled else ""
-        return f"qinfer infer {shlex.quote(model.name)}{stream} --url {url} {inputs}"
-    body = shlex.quote(json.dumps({"inputs": [_input(i) for i in model.inputs]}))
+        options = " --stream" if is_decoupled else ""
+        options += " --sequence-id 1 --sequence-start --sequence-end" if is_stateful else ""
+        return f"qinfer infer {shlex.quote(model.name)}{options} --url {url} {inputs}"
+    request: dict[str, Any] = {"inputs": [_input(i) for i in model.inputs]}
+    if is_stateful:
+        request["parameters"] = sequence_parameters(1, start=True, end=True)
+    body = shlex.quote(json.dumps(request))
     for tensor in model.inputs:
         count = element_count(concrete(tensor.shape))
         body = body.replace(f'"{_placeholder(count)}"', f"['$(yes 0 | head -n {count} | paste -sd, -)']")

@@ -58,7 +58,8 @@ async def test_infer_refuses_a_decoupled_model(running: Running, client: httpx.A
 async def test_the_command_line_knows_what_streams(running: Running, model: str, *, is_decoupled: bool) -> None:
     """So that the example of `qinfer up` is one that the model answers."""
     with GatewayClient(running.url) as gateway:
-        assert await asyncio.to_thread(gateway.is_decoupled, model) is is_decoupled
+        config = await asyncio.to_thread(gateway.model_config, model)
+        assert config.get("model_transaction_policy", {}).get("decoupled", False) is is_decoupled
 
 
 @pytest.mark.parametrize(("count", "is_one"), [(0, False), (1, True), (2, False)])

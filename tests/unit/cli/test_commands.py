@@ -176,9 +176,9 @@ def test_redis_that_is_away_is_one_line(unused_tcp_port: int) -> None:
     assert "Traceback" not in stderr
 
 
-def shown_request(model: ModelMetadata) -> dict[str, Any]:
+def shown_request(model: ModelMetadata, config: dict[str, Any] | None = None) -> dict[str, Any]:
     """Has a shell expand the example's body."""
-    body = example_line("http://h", model).partition(" -d ")[2]
+    body = example_line("http://h", model, config or {}).partition(" -d ")[2]
     expanded = subprocess.run(["sh", "-c", f"printf %s {body}"], capture_output=True, text=True, check=True).stdout
     return dict(json.loads(expanded))
 
@@ -206,13 +206,50 @@ def test_example_for_a_decoupled_model_streams(datatype: str, line: str) -> None
     """Other calls of it are refused."""
     model = ModelMetadata(name="m", versions=("1",), inputs=(TensorMetadata(name="x", datatype=datatype, shape=(1,)),))
 
-    assert example_line("http://h", model, is_decoupled=True).startswith(line)
+    assert example_line("http://h", model, {"model_transaction_policy": {"decoupled": True}}).startswith(line)
 
 
 def test_example_for_a_datatype_without_json_uses_the_command_line() -> None:
     """FP16 and BF16 can't travel as JSON (reference §1.8)."""
     wanted = TensorMetadata(name="x", datatype="FP16", shape=(-1, 2))
 
-    assert example_line("http://h", ModelMetadata(name="m", versions=("1",), inputs=(wanted,))) == (
+    assert example_line("http://h", ModelMetadata(name="m", versions=("1",), inputs=(wanted,)), {}) == (
         "qinfer infer m --url http://h --input x=zeros"
     )
+
+
+def test_example_for_a_stateful_model_is_a_whole_sequence() -> None:
+    """A request without a correlation ID is refused; a sequence without END would stay open."""
+    wanted = TensorMetadata(name="x", datatype="FP32", shape=(-1, 2))
+    model = ModelMetadata(name="m", versions=("1",), inputs=(wanted,))
+    config: dict[str, Any] = {"sequence_batching": {"direct": {}}}
+    other = ModelMetadata(name="m", versions=("1",), inputs=(TensorMetadata(name="x", datatype="FP16", shape=(-1, 2)),))
+
+    assert shown_request(model, config)["parameters"] == {
+        "sequence_id": 1,
+        "sequence_start": True,
+        "sequence_end": True,
+    }
+    assert "--sequence-id 1 --sequence-start --sequence-end" in example_line("http://h", other, config)
+
+
+def test_infer_sends_the_flags_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[object] = []
+
+    class Gateway(FakeGateway):
+        def infer(self, model: str, inputs: dict[str, Tensor], **options: object) -> InferResult:
+            sent.append(options["parameters"])
+            return super().infer(model, inputs)
+
+    monkeypatch.setattr(client, "GatewayClient", Gateway)
+
+    code, _, _ = run("infer", "double", "--input", "x=[1, 2]", "--sequence-id", "7", "--sequence-start")
+
+    assert (code, sent) == (0, [{"sequence_id": 7, "sequence_start": True}])
+
+
+def test_bench_of_sequences_does_not_stream() -> None:
+    code, _, stderr = run("bench", "double", "--sequences", "4", "--streaming")
+
+    assert code == 2
+    assert "--sequences" in stderr

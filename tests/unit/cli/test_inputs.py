@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from qinfer.cli.client import as_json_object
-from qinfer.cli.inputs import as_array, fill, random, read_inputs, zeros
+from qinfer.cli.inputs import as_array, fill, random, read_inputs, read_sequence, zeros
 from qinfer.client import InferResult, TensorMetadata
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import DATATYPES, from_numpy, to_numpy
@@ -203,3 +203,14 @@ def test_an_empty_file_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(InvalidRequest, match=r"/empty\.npy is not a \.npy file"):
         read_inputs([f"image={tmp_path}/empty.npy"], [IMAGE], "m")
+
+
+@pytest.mark.parametrize(("given", "read"), [("7", 7), ("007", 7), ("call-7", "call-7"), ("٣", "٣")])
+def test_decimal_digits_are_a_number_as_id_of_a_sequence(given: str, read: int | str) -> None:
+    assert read_sequence(given, start=False, end=True) == {"sequence_id": read, "sequence_end": True}
+
+
+def test_flags_of_a_sequence_need_its_id() -> None:
+    assert read_sequence("", start=False, end=False) == {}
+    with pytest.raises(InvalidRequest, match="need --sequence-id"):
+        read_sequence("", start=True, end=False)

@@ -1,12 +1,24 @@
 """The load generator: its HTTP client fed by hand, and its figures."""
 
 import asyncio
+import json
+from functools import partial
 from typing import Any
 
 import pytest
 
 from qinfer.cli.console import CommandFailed
-from qinfer.cli.load import Connection, Report, StreamConnection, Target, batch_counts, mean_batch, run_load
+from qinfer.cli.load import (
+    Connection,
+    Report,
+    SequenceConnection,
+    StepRequests,
+    StreamConnection,
+    Target,
+    batch_counts,
+    mean_batch,
+    run_load,
+)
 
 
 class FakeTransport(asyncio.Transport):
@@ -137,7 +149,7 @@ def test_request_has_the_binary_header_only_with_binary_tensors() -> None:
 def test_run_against_nobody_fails_clearly(unused_tcp_port: int) -> None:
     """No server, no figures."""
     with pytest.raises(CommandFailed, match="0 of 2 connections could be made"):
-        run_load(Target.of(f"http://127.0.0.1:{unused_tcp_port}", "/", b"{}", None), 2, 0.1)
+        run_load(Target.of(f"http://127.0.0.1:{unused_tcp_port}", "/", b"{}", None), 2, 0.1, partial(Connection, b""))
 
 
 def test_percentiles_are_by_nearest_rank() -> None:
@@ -173,3 +185,65 @@ def test_mean_batch_is_of_the_run_alone() -> None:
     assert after == (120.0, 20.0)
     assert mean_batch((20.0, 10.0), after) == 10.0
     assert mean_batch(after, after) is None
+
+
+def step_answer(status: bytes = b"200 OK") -> bytes:
+    return b"HTTP/1.1 %b\r\nContent-Length: 2\r\n\r\nok" % status
+
+
+@pytest.fixture
+def of_sequences(report: Report, transport: FakeTransport) -> SequenceConnection:
+    steps = StepRequests(lambda parameters: json.dumps(dict(parameters)).encode(), 3)
+    connection = SequenceConnection(steps, report, lambda _connection: None)
+    connection.connection_made(transport)
+    return connection
+
+
+def sent(transport: FakeTransport) -> list[tuple[int, list[str]]]:
+    """Returns the sequence of each step, counted from 1, and its flags."""
+    steps = [json.loads(text) for text in transport.written]
+    ids = list(dict.fromkeys(step["sequence_id"] for step in steps))
+    return [(1 + ids.index(step["sequence_id"]), [key for key in step if key != "sequence_id"]) for step in steps]
+
+
+def test_sequences_are_sent_one_after_the_other(
+    of_sequences: SequenceConnection, report: Report, transport: FakeTransport
+) -> None:
+    for _ in range(4):
+        of_sequences.data_received(step_answer())
+
+    start, end = "sequence_start", "sequence_end"
+    assert sent(transport) == [(1, [start]), (1, []), (1, [end]), (2, [start]), (2, [])]
+    assert (report.sequences_ended, report.sequences_lost, len(report.latencies_s)) == (1, 0, 4)
+
+
+def test_a_step_that_fails_loses_its_sequence(
+    of_sequences: SequenceConnection, report: Report, transport: FakeTransport
+) -> None:
+    """Another one is begun."""
+    of_sequences.data_received(step_answer())
+    of_sequences.data_received(step_answer(b"503 Service Unavailable"))
+
+    assert sent(transport) == [(1, ["sequence_start"]), (1, []), (2, ["sequence_start"])]
+    assert (report.sequences_ended, report.sequences_lost, report.errors) == (0, 1, 1)
+
+
+def test_a_stopped_connection_ends_its_sequence(
+    of_sequences: SequenceConnection, report: Report, transport: FakeTransport
+) -> None:
+    """No sequence of a load is left to its idle time."""
+    of_sequences.stop()
+    of_sequences.data_received(step_answer())
+    assert not transport.closed
+    of_sequences.data_received(step_answer())
+
+    assert sent(transport) == [(1, ["sequence_start"]), (1, ["sequence_end"])]
+    assert transport.closed
+    assert report.sequences_ended == 1
+
+
+def test_figures_of_sequences_are_told_where_there_are_some(report: Report) -> None:
+    assert "sequences_ended" not in report.as_json()
+    report.sequences_ended = 4
+
+    assert {"sequences_ended": 4, "sequences_lost": 0}.items() <= report.as_json().items()
