@@ -180,6 +180,9 @@ class DeadlineInfeasible(Overloaded):
 TIMED_OUT = "Request timeout expired"
 """Triton's text for a request whose deadline has passed."""
 
+BACKLOG_TIMED_OUT = "timeout of the corresponding sequence has been expired"
+"""Triton's text for the requests of a sequence one of which has expired before the sequence got a slot."""
+
 
 class DeadlineExceeded(QinferError):
     """The request's deadline passed before it was executed."""

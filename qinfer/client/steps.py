@@ -51,6 +51,8 @@ BY_STATUS: dict[int, type[QinferError]] = {
 }
 
 
+_TOO_LATE = (errors.TIMED_OUT, errors.BACKLOG_TIMED_OUT)
+
 _WRONG_TYPE = "attempt to access JSON"
 """In a reply of status 500: Triton's text for a value of the wrong type, which has not reached the model."""
 
@@ -79,7 +81,7 @@ def problem_of_reply(reply: httpx.Response, not_found: type[QinferError]) -> Pro
     text, code = _body(reply)
     retry_after_s = _retry_after_s(reply)
     named = BY_CODE.get(code)
-    if named is None and reply.status_code == 503 and retry_after_s is None and text.endswith(errors.TIMED_OUT):
+    if named is None and reply.status_code == 503 and retry_after_s is None and text.endswith(_TOO_LATE):
         # Only the text distinguishes this case; a repetition would have the request executed again.
         named = errors.DeadlineExceeded
     if named is None and text.endswith(errors.BEGIN_AGAIN):

@@ -25,12 +25,9 @@ from qinfer.batching.policy import NEVER_S, Latency
 from qinfer.batching.sequences.direct import pick_direct
 from qinfer.batching.sequences.oldest import pick_oldest, rules_of
 from qinfer.batching.sequences.steps import Pick, Ready, Step, StepBatch, T
-from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, QinferError, SequenceEnded
+from qinfer.errors import BACKLOG_TIMED_OUT, TIMED_OUT, Cancelled, DeadlineExceeded, QinferError, SequenceEnded
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.queue.sequence_records import SequenceId, ended_text, start_missing
-
-BACKLOG_TIMED_OUT = "timeout of the corresponding sequence has been expired"
-"""Triton's text for the requests of a sequence one of which has expired before the sequence got a slot."""
 
 MOST_REMEMBERED = 10_000
 """Broken sequences of which the reason is remembered, for later requests."""

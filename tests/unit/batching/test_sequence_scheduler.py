@@ -6,15 +6,16 @@ import pytest
 
 from qinfer.batching.policy import NEVER_S, Item
 from qinfer.batching.sequences import scheduler as scheduling
-from qinfer.batching.sequences.scheduler import (
-    BACKLOG_TIMED_OUT,
-    Decision,
-    Ended,
-    Ending,
-    SequenceScheduler,
-)
+from qinfer.batching.sequences.scheduler import Decision, Ended, Ending, SequenceScheduler
 from qinfer.batching.sequences.steps import Step, StepBatch
-from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, InvalidRequest, SequenceEnded
+from qinfer.errors import (
+    BACKLOG_TIMED_OUT,
+    TIMED_OUT,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    SequenceEnded,
+)
 from qinfer.models.sequence_spec import DirectSpec, OldestSpec, SequenceSpec
 from qinfer.queue.sequence_records import SequenceId, start_missing
 

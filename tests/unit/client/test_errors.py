@@ -75,11 +75,12 @@ def test_a_value_of_the_wrong_type_is_no_failure_of_the_model() -> None:
         Server(reply(500, error=text)).client().infer("m", {"x": X}, parameters={"timeout": 1.5})
 
 
-def test_a_request_that_expired_is_not_sent_again() -> None:
+@pytest.mark.parametrize("text", [errors.TIMED_OUT, errors.BACKLOG_TIMED_OUT])
+def test_a_request_that_expired_is_not_sent_again(text: str) -> None:
     """Triton's protocol tells it from a full queue by its text only; to repeat it would execute it again."""
-    server = Server(reply(503, error="[request id: 7] Request timeout expired"))
+    server = Server(reply(503, error=f"[request id: 7] {text}"))
 
-    with pytest.raises(errors.DeadlineExceeded, match="Request timeout expired"):
+    with pytest.raises(errors.DeadlineExceeded, match=text):
         server.client().infer("m", {"x": X})
 
     assert len(server.requests) == 1
