@@ -23,7 +23,11 @@ def calls(rate: Rate, count: int, frames: int) -> Floats:
     return (0.2 * tones * syllables + noise).astype(np.float32).reshape(count, frames, rate.frame)
 
 
-def probabilities(rate: Rate, call: Floats) -> Floats:
-    """Returns float32[frames]: what the package's own wrapper says of each frame of a call."""
+def probabilities(rate: Rate, calls: Floats) -> Floats:
+    """Returns float32[count, frames]: what the package's own wrapper says of each frame, one call after the other."""
     wrapper: Any = OnnxWrapper(str(packaged_model()), force_onnx_cpu=True)
-    return np.array([wrapper(torch.from_numpy(frame), rate.hertz).item() for frame in call], np.float32)
+    found = np.zeros(calls.shape[:2], np.float32)
+    for row, call in enumerate(calls):
+        wrapper.reset_states()
+        found[row] = [wrapper(torch.from_numpy(frame), rate.hertz).item() for frame in call]
+    return found

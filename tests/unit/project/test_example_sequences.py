@@ -29,7 +29,7 @@ def test_frames_are_judged_as_by_the_package(repository: Path, rate: Rate) -> No
         repository / rate.model / "1" / "model.onnx", providers=["CPUExecutionProvider"]
     )
     calls = silero.calls(rate, CALLS, FRAMES)
-    expected = np.stack([silero.probabilities(rate, call) for call in calls])
+    expected = silero.probabilities(rate, calls)
     states = {name: np.zeros((CALLS, *dims), np.float32) for name, dims in _states(rate)}
     found = np.zeros_like(expected)
 
