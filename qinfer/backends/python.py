@@ -154,10 +154,9 @@ class PythonBackend:
             try:
                 if self._is_decoupled:
                     return self._streams_of(process).execute(message, buffers, ctx), []
-                process.channel.send(message, buffers)
-                return self._outcome(process, message.number, ctx)
+                return self._outcome(process, message, buffers, ctx)
             except (OSError, UnreadError):  # it died while it had nothing to do: this batch is not to blame
-                how = process.death()
+                how = process.death() if self._keeps_state else ""
                 self._instance.lost(process)
                 if self._keeps_state:
                     raise SequenceLost(self._lost_text(how)) from None
@@ -177,16 +176,21 @@ class PythonBackend:
             self._streams = Streams(process, self._instance, self._model, tuple(self._outputs))
         return self._streams
 
-    def _outcome(self, process: HostProcess, number: int, ctx: Context) -> tuple[Message, list[Buffer]]:
-        """Serves what the model asks for until the batch has ended.
+    def _outcome(
+        self, process: HostProcess, batch: Execute, inputs: Sequence[Bytes], ctx: Context
+    ) -> tuple[Message, list[Buffer]]:
+        """Sends the batch, and serves what the model asks for until it has ended.
 
         Raises:
-            UnreadError: The process is gone, and has not seen the batch.
+            OSError: The process is gone, and has not seen the batch.
+            UnreadError: The same.
             EOFError: The process is gone.
         """
-        self._instance.is_busy = True
+        self._instance.is_busy = True  # from before the model may hang
+        number = batch.number
         calls: Calls | None = None
         try:
+            process.channel.send(batch, inputs)
             message, buffers = process.channel.receive()
             while True:
                 if isinstance(message, Call | More | Close):
