@@ -15,6 +15,7 @@ from onnx import helper
 from qinfer.backends.base import Array, Backend, Batch
 from qinfer.backends.onnx import OnnxBackend
 from qinfer.backends.openvino import OpenvinoBackend
+from qinfer.backends.reshape import reshaped
 from qinfer.backends.stub import StubBackend
 from qinfer.backends.tensorrt_plan import profiles
 from qinfer.backends.torch import TorchBackend
@@ -25,7 +26,7 @@ from qinfer.models.config.file_tensors import FileTensors, read_onnx
 from qinfer.models.config.sequences import to_sequence_spec
 from qinfer.models.repository.files import LocalFiles
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, SequenceSpec, StateSpec
-from qinfer.models.spec import ModelSpec
+from qinfer.models.spec import ModelSpec, TensorSpec
 from tests.support import models
 from tests.support.backends import CPU, Answers, save_torchscript, spec, tensors
 
@@ -143,6 +144,17 @@ def test_a_state_that_is_answered_too_comes_twice(make: Callable[[], Backend], t
 
     assert [[tensor.name for tensor in answers.outputs(item)] for item in (0, 1)] == [["STATE_OUT"] * 2] * 2
     backend.unload()
+
+
+def test_a_state_is_not_reshaped_as_the_output_of_its_name(tmp_path: Path) -> None:
+    answered = TensorSpec(name="STATE_OUT", datatype="FP32", dims=(1, 1), reshape=(1,))
+    model = stateful(outputs=(answered,))
+    backend = reshaped(OnnxBackend(), model)
+    backend.load(model, onnx_file(tmp_path), CPU)
+
+    answers = run(backend, columns(INPUT=[1, 2], STATE_IN=[10, 20]), (), ())
+
+    assert [tensor.shape for tensor in answers.outputs(1)] == [(1, 1, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("make", [OnnxBackend, OpenvinoBackend])
