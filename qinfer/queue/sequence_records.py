@@ -136,7 +136,6 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         place: Which one.
         token: The owner's.
-        entry: The step's entry.
         response: The encoded response, or failure.
         state: The state after it; `None` = it has not changed, or is in the model's memory.
         idle_s: The life's idle time: so much longer a state in an object store is kept.
@@ -144,7 +143,6 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 
     place: Place
     token: int
-    entry: Entry
     response: Bytes
     state: Bytes | None = None
     idle_s: float = 0.0

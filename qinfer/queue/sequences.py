@@ -378,7 +378,7 @@ class Sequences:
         response = await self._values.stage(self._answer(place), step.response, _KEPT_S)
         names = (keys.sequence_state(*of), state.staged, self._answer(place), response.staged)
         values = (state.place, packable(state.data), response.place, packable(response.data))
-        about = (place.sequence.name, step.token, place.life, place.number, step.entry.entry_id)
+        about = (place.sequence.name, step.token, place.life, place.number)
         return Words(
             (self._record(place.sequence), *(name.encode() for name in names)), (*self._begin, *about, *values)
         )
@@ -387,7 +387,8 @@ class Sequences:
         """Returns the arguments of finish.lua for one step."""
         payload = keys.payload(self._model, self._partition, entry.payload_id or "|")
         names = (self._record(place.sequence), keys.lane(entry.lane), self._answer(place).encode(), payload.encode())
-        return Words(names, (*self._begin, place.sequence.name, place.life, place.number, entry.entry_id))
+        about = (place.sequence.name, place.life, place.number, entry.entry_id, int(bool(entry.payload_id)))
+        return Words(names, (*self._begin, *about))
 
     def _taken(self, worker_id: str, told: Items[Any]) -> Taken:
         """Reads one of the replies of take.lua."""

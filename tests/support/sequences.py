@@ -122,9 +122,7 @@ class Worker:
         total = held.total + int(taken.lease.frame)
         self.executed.append(taken.place)
         state = None if held.owned.is_explicit else b"%d" % total
-        step = Committed(
-            place=taken.place, token=taken.token, entry=taken.lease.entry, response=b"=%d" % total, state=state
-        )
+        step = Committed(place=taken.place, token=taken.token, response=b"=%d" % total, state=state)
         (is_committed,) = await self.sequences.commit([step])
         if is_committed:
             held.total, held.committed = total, taken.place.number

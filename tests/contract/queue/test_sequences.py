@@ -243,7 +243,7 @@ async def test_a_commit_is_repeated_without_harm(gateway: Gateway) -> None:
     assert taken.lease is not None
 
     for response in (b"one", b"another"):
-        step = Committed(place=taken.place, token=taken.token, entry=taken.lease.entry, response=response, state=b"1")
+        step = Committed(place=taken.place, token=taken.token, response=response, state=b"1")
         assert await gateway.sequences.commit([step]) == [True]
 
     assert await gateway.sequences.response(taken.place) == b"one"
@@ -257,7 +257,7 @@ async def test_large_states_and_responses_replace_one_another(queue: RedisQueue,
     for taken in list(worker.waiting):
         assert taken.lease is not None
         blob = b"%d" % taken.place.number * 2_000_000
-        step = Committed(place=taken.place, token=taken.token, entry=taken.lease.entry, response=blob, state=blob)
+        step = Committed(place=taken.place, token=taken.token, response=blob, state=blob)
         assert await gateway.sequences.commit([step]) == [True]
         assert await gateway.sequences.response(taken.place) == blob
         assert await gateway.sequences.state(SEVEN) == (blob if taken.place.number < 3 else None)

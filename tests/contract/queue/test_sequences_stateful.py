@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,25 +96,24 @@ class Server:
         """Commits the step that a worker has executed; returns whether the server took it."""
         place = Place(IDS[move.sequence], 1, work.done)
         response, state = b"=%d" % work.state, b"%d" % work.state
-        step = Committed(place=place, token=work.token, entry=self.entries[place], response=response, state=state)
+        step = Committed(place=place, token=work.token, response=response, state=state)
         (is_committed,) = await self.sequences.commit([step])
         return is_committed
 
     async def snapshot(self, number: int) -> Sequence:
         """Reads a sequence, in the terms of the model."""
         call, slot, of = self.sequences._router.call, self.sequences._slot, IDS[number]
-        fields = await call(
-            slot, b"HMGET", keys.sequence("sum", 0, of.name), b"owner", b"token", b"committed", b"accepted"
-        )
-        owner, token, committed, accepted = (value.decode() if value else "" for value in fields)
+        packed = await call(slot, b"HGET", keys.sequence("sum", 0, of.name), b"of")
+        record = msgspec.msgpack.decode(packed) if packed else {}
+        owner = record.get("owner", "")
         entries = await call(slot, b"XRANGE", keys.lane(self.sequences._steps(of)), b"-", b"+")
         found = [(step, await self.sequences.response(Place(of, 1, step))) for step in range(1, STEPS + 1)]
         return Sequence(
-            submitted=int(accepted or 0),
+            submitted=record.get("accepted", 0),
             entries=tuple(int(dict(zip(each[::2], each[1::2], strict=True))[b"n"]) for _, each in entries),
             owner=NAMES.index(owner) if owner else NOBODY,
-            token=int(token or 0),
-            committed=int(committed or 0),
+            token=record.get("token", 0),
+            committed=record.get("committed", 0),
             state=int(await self.sequences.state(of) or 0),
             responses=tuple((step, int(response[1:])) for step, response in found if response is not None),
         )

@@ -37,7 +37,7 @@ from qinfer_workers.inference.step_publisher import StepPublisher
 
 logger = logging.getLogger(__name__)
 
-RELOADED = "the model was loaded anew with another configuration; begin the sequence again with the START flag"
+RELOADED = "the model was loaded anew with another configuration"
 _PARTITION = 0  # all that there is, until models are spread
 _RETRY_S = 0.5
 _LOOK_S = 0.2

@@ -76,7 +76,6 @@ class StepPublisher:
             committed = Committed(
                 place=step.place,
                 token=step.token,
-                entry=step.lease.entry,
                 response=encode_responses([response]),
                 state=state,
                 idle_s=self._idle_s,

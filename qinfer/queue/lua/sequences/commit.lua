@@ -1,39 +1,37 @@
 -- Commits a step: stores state, response and number together, if the worker still owns the sequence. The last step of a life
 -- ends it. The response to the step before is kept until that one is answered.
 -- KEYS: record, state, state as it was staged, response, response as it was staged.
--- ARGV: partition's prefix, whether Redis may lose, name, token, life, number, entry id, state's place (none = it stays |
---   given | staged), state, response's place, response.
+-- ARGV: partition's prefix, whether Redis may lose, name, token, life, number, state's place (none = it stays | given |
+--   staged), state, response's place, response.
 -- Returns {done | known (it was committed before) | lost (another one owns it) | gone (what was staged), names of objects that
 --   nothing refers to now}.
 local function one(KEYS, ARGV)
 begin(ARGV[1], ARGV[2])
-local name, token, life, n, entry = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
+local name, token, life, n = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local state, staged_state, answer, staged_answer = unpack(KEYS, 2)
 local gone = {}
 
 local function refuse(what)
-  for _, staged in ipairs({staged_state, staged_answer}) do
-    if redis.call('EXISTS', staged) == 1 then drop(staged, gone) end
-  end
+  if ARGV[7] == 'staged' then drop(staged_state, gone) end
+  if ARGV[9] == 'staged' then drop(staged_answer, gone) end
   return {what, gone}
 end
 
+local function is_there(staged, place) return place ~= 'staged' or redis.call('EXISTS', staged) == 1 end
+
 local of = load(name)
 local is_owner = of and of.token == token
-if is_owner and redis.call('EXISTS', answer) == 1 and (of.life > life or of.committed >= n) then return refuse('known') end
+if is_owner and (of.life > life or of.committed >= n) and redis.call('EXISTS', answer) == 1 then return refuse('known') end
 if not is_owner or of.state ~= 'open' or of.owner == '' or of.life ~= life or n ~= of.committed + 1 then
   return refuse('lost')
 end
-for i, place in pairs({[staged_state] = ARGV[8], [staged_answer] = ARGV[10]}) do
-  if place == 'staged' and redis.call('EXISTS', i) == 0 then return refuse('gone') end
-end
+if not (is_there(staged_state, ARGV[7]) and is_there(staged_answer, ARGV[9])) then return refuse('gone') end
 
 redis.call('ZREM', prefix .. 'sequence-owners', '') -- changes nothing, but is a write: after one, full memory stops no script
-keep(name, of.idle + DAY_MS)
-local lifetime = redis.call('PTTL', KEYS[1])
+local lifetime = keep(name, of.idle + DAY_MS)
 local function put(key, staged, place, value)
   if place == 'none' then return end
-  if redis.call('EXISTS', key) == 1 then drop(key, gone) end
+  if redis.call('TYPE', key).ok == 'hash' then drop(key, gone) end
   if place == 'staged' then
     redis.call('RENAME', staged, key)
     redis.call('PEXPIRE', key, lifetime)
@@ -41,12 +39,10 @@ local function put(key, staged, place, value)
     redis.call('SET', key, value, 'PX', lifetime)
   end
 end
-put(state, staged_state, ARGV[8], ARGV[9])
-put(answer, staged_answer, ARGV[10], ARGV[11])
-if of.entry ~= '' and #redis.call('XRANGE', steps_of(name), of.entry, of.entry) == 0 then
-  drop(answer_of(name, life, n - 1), gone)
-end
-write(of, {committed = n, entry = entry, deaths = 0, used = now_ms()})
+put(state, staged_state, ARGV[7], ARGV[8])
+put(answer, staged_answer, ARGV[9], ARGV[10])
+if n > 1 and of.finished == n - 1 then drop(answer_of(name, life, n - 1), gone) end
+write(of, {committed = n, deaths = 0, used = now_ms()})
 if tonumber(redis.call('HGET', KEYS[1], 'last:' .. life) or 0) == n then
   for _, object in ipairs(over(of, GRACE_MS)) do gone[#gone + 1] = object end
 end

@@ -1,18 +1,20 @@
 -- What the scripts of sequences share: the record of a sequence, and the steps of its life. A *life* begins with START; the
 -- lives of one sequence (same tenant and correlation id) follow one another, and their steps are in one stream, in order.
--- The record is a hash: state (open | ended); of the life that executes now `life`, its version, generation, kind, idle (ms),
--- owner, token (which rises with each owner), taken, committed, entry (of the last committed step), deaths (of workers that
--- had its next step), used (ms), era; of the last life `tail`, accepted, hash (of its START). `last:<life>` is the number of
--- a life's last step, once that is known; `next:<life>` the version, generation, kind and idle time of a life that waits;
--- `fail:<life>` why it is to end when it begins. code, text, failed and failed_life say how a life ended by an error.
+-- The record is a hash. Its field `of` is a table, packed by MessagePack, as most scripts read all of it: state (open | ended);
+-- of the life that executes now `life`, its version, generation, kind, idle (ms), owner, token (which rises with each owner),
+-- ticket, taken, committed, finished (the last step that was removed), deaths (of workers that had its next step), used (ms),
+-- era; of the last life `tail`, accepted, hash (of its START); code, text, failed and failed_life say how a life ended by an
+-- error. Further fields: `last:<life>` is the number of a life's last step, once that is known; `next:<life>` the version,
+-- generation, kind and idle time of a life that waits; `fail:<life>` why it is to end when it begins.
 local TOMBSTONE_MS = 300000 -- so long a sequence that has ended is known
 local LOOK_MS = 60000       -- so often the janitor looks at one, and so long one that nobody owns may be idle
 local GRACE_MS = 10000      -- so long who answers steps of a life that has ended has time for it
 local DAY_MS = 86400000
-local NUMBERS = {life = true, committed = true, token = true, taken = true, deaths = true, idle = true, used = true,
-  tail = true, accepted = true, failed = true, failed_life = true}
-local FIELDS = {'state', 'life', 'version', 'generation', 'kind', 'idle', 'owner', 'token', 'ticket', 'taken', 'committed',
-  'entry', 'deaths', 'used', 'era', 'tail', 'accepted', 'hash', 'code', 'text', 'failed', 'failed_life'}
+local SLACK_MS = 3600000    -- the keys of a sequence live for so much longer, so that not each step has to say so
+local EMPTY = {life = 0, committed = 0, finished = 0, token = 0, taken = 0, deaths = 0, idle = 0, used = 0, tail = 0,
+  accepted = 0, failed = 0, failed_life = 0, state = '', version = '', generation = '', kind = '', owner = '', ticket = '',
+  era = '', hash = '', code = '', text = ''}
+local RECORD = {__index = EMPTY}
 local prefix, era
 local over, fail
 
@@ -26,34 +28,43 @@ local function count(what) redis.call('HINCRBY', prefix .. 'sequence-counts', wh
 -- Says which partition it is, and whether Redis may lose what it has confirmed. Then a sequence whose record was written
 -- before Redis was restarted or failed over (`master_replid` changes) is not continued.
 local function begin(partition, is_fragile)
+  if prefix == partition then return end -- one of several requests
   prefix = partition
   era = is_fragile == '1' and string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)') or ''
 end
 
 local function write(of, values)
-  local words = {}
-  for field, value in pairs(values) do
-    of[field] = value
-    words[#words + 1], words[#words + 2] = field, NUMBERS[field] and string.format('%.0f', value) or value
-  end
-  redis.call('HSET', record_of(of.name), unpack(words))
+  for field, value in pairs(values) do of[field] = value end
+  local name = of.name
+  of.name = nil
+  redis.call('HSET', record_of(name), 'of', cmsgpack.pack(of))
+  of.name = name
 end
 
--- Reads a record; nil = there is none. A life of which Redis may have lost something ends.
+-- Makes an empty record, which is not stored yet.
+local function fresh(name)
+  return setmetatable({name = name}, RECORD)
+end
+
+-- Reads a record; nil = there is none, or it is damaged. A life of which Redis may have lost something ends.
 local function load(name)
-  local values, of = redis.call('HMGET', record_of(name), unpack(FIELDS)), {name = name}
-  if not values[1] then return nil end
-  for i, field in ipairs(FIELDS) do of[field] = NUMBERS[field] and tonumber(values[i] or 0) or values[i] or '' end
+  local packed = redis.call('HGET', record_of(name), 'of')
+  local is_read, of = pcall(cmsgpack.unpack, packed or '')
+  if not packed or not is_read or type(of) ~= 'table' then return nil end
+  of.name = name
+  setmetatable(of, RECORD)
   if of.state == 'open' and era ~= '' and of.era ~= era then
     fail(of, 'sequence_lost', 'Redis was restarted or failed over, and may have lost steps of it', of.committed + 1)
   end
   return of
 end
 
--- Has the keys of a sequence live for `ms` at least.
+-- Has the keys of a sequence live for `ms` at least; returns for how long.
 local function keep(name, ms)
-  if redis.call('PTTL', record_of(name)) >= ms then return end
-  for _, key in ipairs({record_of(name), steps_of(name), state_of(name)}) do redis.call('PEXPIRE', key, ms) end
+  local left = redis.call('PTTL', record_of(name))
+  if left >= ms then return left end
+  for _, key in ipairs({record_of(name), steps_of(name), state_of(name)}) do redis.call('PEXPIRE', key, ms + SLACK_MS) end
+  return ms + SLACK_MS
 end
 
 -- Puts a sequence into a lane from which workers with a free slot take: `seq`, or `seq.handed`, which goes first.
@@ -89,7 +100,7 @@ function over(of, grace)
   local about, doom = unpack(redis.call('HMGET', record, 'next:' .. of.life + 1, 'fail:' .. of.life + 1))
   local version, generation, kind, idle = string.match(about, '^(%S+) (%S+) (%S+) (%S+)$')
   write(of, {life = of.life + 1, version = version, generation = generation, kind = kind, idle = tonumber(idle), owner = '',
-    taken = 0, committed = 0, entry = '', deaths = 0, used = now, era = era})
+    taken = 0, committed = 0, finished = 0, deaths = 0, used = now, era = era})
   wait_for_owner(of, 'seq', now)
   if doom then
     local failed, code, text = string.match(doom, '^(%d+) (%S+) (.*)$')

@@ -18,8 +18,8 @@ local function append(life, n)
   local fields = {'f', frame, 'l', life, 'n', n, 'd', string.format('%.0f', now + timeout)}
   if payload ~= '' then fields[9], fields[10] = 'p', payload end
   local entry = redis.call('XADD', steps, '*', unpack(fields))
+  write(of, {used = now})
   keep(name, of.idle + timeout + DAY_MS)
-  redis.call('HSET', record, 'used', string.format('%.0f', now))
   if is_end then redis.call('HSETNX', record, 'last:' .. life, n) end
   if of.state == 'open' and of.life == life and of.owner ~= '' then
     redis.call('XADD', lane_of(of.version, of.owner), '*', 's', name, 'l', life, 'n', n, 'e', entry)
@@ -43,17 +43,16 @@ if is_start and not is_again then
     if most > 0 and redis.call('ZCARD', prefix .. 'sequences') >= most then return {'full'} end
     local version, generation, kind, idle = string.match(about, '^(%S+) (%S+) (%S+) (%S+)$')
     local life, token = of and of.tail + 1 or 1, of and of.token or 0
-    of = {name = name}
-    write(of, {state = 'open', life = life, version = version, generation = generation, kind = kind, idle = tonumber(idle),
-      token = token, taken = 0, committed = 0, entry = '', deaths = 0, used = now, era = era, tail = life, accepted = 1,
-      hash = hash})
+    of = fresh(name)
+    for field, value in pairs({state = 'open', life = life, version = version, generation = generation, kind = kind,
+      idle = tonumber(idle), token = token, era = era, tail = life, accepted = 1, hash = hash}) do of[field] = value end
     wait_for_owner(of, 'seq', now)
     return append(life, 1)
   end
   redis.call('HSETNX', record, 'last:' .. of.tail, of.accepted)
   local is_done = of.life == of.tail and of.committed >= of.accepted
   local life = of.tail + 1
-  write(of, {tail = life, accepted = 1, hash = hash})
+  of.tail, of.accepted, of.hash = life, 1, hash
   redis.call('HSET', record, 'next:' .. life, about)
   local answer = append(life, 1)
   if is_done then over(of, GRACE_MS) end
@@ -72,5 +71,5 @@ if number > 0 and number <= committed then return {'old', committed} end
 if is_full then return {'full'} end
 if number > 0 and number <= of.accepted then return append(of.tail, number) end
 if redis.call('HEXISTS', record, 'last:' .. of.tail) == 1 then return {'unknown'} end
-write(of, {accepted = of.accepted + 1})
+of.accepted = of.accepted + 1
 return append(of.tail, of.accepted)
