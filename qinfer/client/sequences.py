@@ -197,7 +197,7 @@ class AsyncSequence:
     ) -> InferResult:
         """Sends the next step and waits for its answer; see `Sequence.infer`.
 
-        A call that is cancelled cancels its step on the server, which ends the sequence.
+        A call that is cancelled may be made again with the same inputs: its step goes on.
         """
         async with self._lock:
             return await self._run(self._steps.infer(inputs, outputs, parameters, end=end))
