@@ -19,11 +19,12 @@ from typing import Protocol
 import msgspec
 
 from qinfer.core.clock import Clock
-from qinfer.core.messages import Response
+from qinfer.core.messages import Failure, Response
 from qinfer.core.retry import Backoff
 from qinfer.errors import (
     TIMED_OUT,
     BrokerUnavailable,
+    Cancelled,
     CorruptEntry,
     DeadlineExceeded,
     DeliveryError,
@@ -32,6 +33,8 @@ from qinfer.errors import (
 )
 from qinfer.queue.entries import Entry, Lane, by_lane
 from qinfer.queue.lanes import Queue
+from qinfer.queue.sequence_records import Place
+from qinfer.queue.sequences import Sequences
 from qinfer.submission.streams import Credits, StreamReader, Verdict
 from qinfer.wire.frame import decode_responses
 
@@ -39,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _BUCKETS_PER_S = 100
 _LOST = "the answer may be lost, with data of the queue; send the request again"
+_LEFT = "the request was cancelled"
 _GONE = "the outputs were stored and are gone; send the request again"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
@@ -83,6 +87,22 @@ class Load(msgspec.Struct, eq=False):
     rps: float = 0.0
 
 
+class OfStep(msgspec.Struct, eq=False):
+    """The part of a pending request that only a step of a sequence has.
+
+    Attributes:
+        sequences: The sequences of its model.
+        is_numbered: Its caller may send it again: that nobody waits for it ends nothing.
+        place: Its place in its sequence, once the broker confirmed it.
+        failure: Its sequence is to end by this.
+    """
+
+    sequences: Sequences
+    is_numbered: bool
+    place: Place | None = None
+    failure: Failure | None = None
+
+
 class Pending(msgspec.Struct, eq=False):
     """A request that was submitted and not yet answered in full.
 
@@ -106,6 +126,7 @@ class Pending(msgspec.Struct, eq=False):
         late: Why it fails if no worker has taken it, once its first deadline is over.
         is_fetched: Its outputs, which are beside the reply stream, are being fetched.
         stream: What came of it and was taken, where its model is decoupled.
+        step: Where it is in its sequence, where its model is stateful.
     """
 
     request_id: str
@@ -125,6 +146,7 @@ class Pending(msgspec.Struct, eq=False):
     late: QinferError | None = None
     is_fetched: bool = False
     stream: StreamReader | None = None
+    step: OfStep | None = None
 
 
 class Timer(Protocol):
@@ -170,6 +192,7 @@ class PendingRequests:
         self._timer: Timer | None = None
         self._timer_bucket = 0
         self._abandoned: list[Entry] = []
+        self._broken: list[OfStep] = []
         self._late: list[Pending] = []
         self._stored: list[Pending] = []
         self._work = asyncio.Event()
@@ -231,7 +254,7 @@ class PendingRequests:
             return
         pending.entry = outcome
         if pending.abandoned:
-            self._abandon(pending)
+            self._abandon(pending, None)
         elif pending.late is not None:
             self._withdraw_soon(pending)
 
@@ -243,7 +266,7 @@ class PendingRequests:
             logger.exception("reply dropped: it can't be decoded")
             return
         for response in responses:
-            self._receive(response)
+            self.deliver(response)
 
     def take(self, response: Response) -> Pending | None:
         """Returns the request that a response belongs to, and removes it if the response is its last.
@@ -270,13 +293,13 @@ class PendingRequests:
         """Abandons a request and removes its entry if it is still waiting; returns whether it was pending."""
         if not self.remove(pending):
             return False
-        self._abandon(pending)
+        self._abandon(pending, Cancelled(_LEFT))
         return True
 
     def fail_all(self, error: QinferError) -> None:
-        """Fails every request that waits, and takes them out of the queue."""
+        """Fails every request that waits, and takes them out of the queue; steps of sequences are executed."""
         for pending in self.clear():
-            self._abandon(pending)
+            self._abandon(pending, None)
             self._failed(pending, error)
 
     def lose_all(self) -> None:
@@ -313,8 +336,10 @@ class PendingRequests:
     async def discard(self) -> None:
         """Cancels the entries of abandoned requests now; if Redis is away, their deadlines end them in a worker.
 
-        What it was cancelled with is left to the next call: to cancel entries twice does no harm.
+        Sequences end with their abandoned steps. What it was cancelled with is left to the next call: to cancel entries
+        twice does no harm.
         """
+        await self._end_sequences()
         entries, self._abandoned = self._abandoned, []
         try:
             for _, group in by_lane(entries):
@@ -326,6 +351,18 @@ class PendingRequests:
         except asyncio.CancelledError:
             self._abandoned += entries
             raise
+
+    async def _end_sequences(self) -> None:
+        """Ends the sequences of abandoned steps; to end one twice does no harm."""
+        while self._broken:
+            step = self._broken[0]
+            assert step.place is not None, "only steps with a place are in the list"
+            assert step.failure is not None, "and with a failure"
+            try:
+                await step.sequences.fail(step.place, step.failure)
+            except DeliveryError as error:
+                logger.warning("a sequence goes on until its step expires", extra={"error": error.message})
+            self._broken.remove(step)
 
     def _follows(self, pending: Pending, stream: StreamReader, response: Response) -> bool:
         """Returns whether a response is for the caller of a stream; ends a stream that can't go on."""
@@ -363,8 +400,9 @@ class PendingRequests:
             if pending.stream is not None and pending.stream.until_s > self._clock.monotonic_s():
                 self.add(pending, pending.stream.until_s)
                 return
-            self._abandon(pending)
-            self._failed(pending, DeadlineExceeded(TIMED_OUT))
+            error = DeadlineExceeded(TIMED_OUT)
+            self._abandon(pending, error)
+            self._failed(pending, error)
             return
         # Its first deadline is over: that concerns it only while it waits. Otherwise it has until its deadline.
         deadline_s, pending.deadline_s = pending.deadline_s, 0.0
@@ -373,7 +411,8 @@ class PendingRequests:
         if pending.late is not None and pending.entry is not None:
             self._withdraw_soon(pending)
 
-    def _receive(self, response: Response) -> None:
+    def deliver(self, response: Response) -> None:
+        """Delivers a response, or has its outputs fetched first; one without a pending request is dropped."""
         pending = self.take(response)
         if pending is None:
             self.unclaimed(response.request_id)
@@ -395,10 +434,17 @@ class PendingRequests:
             logger.exception("answer failed", extra=extra)
             self._failed(pending, error)
 
-    def _abandon(self, pending: Pending) -> None:
-        """Finishes the entry of an abandoned request once the entry is known."""
+    def _abandon(self, pending: Pending, error: QinferError | None) -> None:
+        """Finishes the entry of an abandoned request once the entry is known; a step ends its sequence by the error."""
         pending.abandoned = True
-        if pending.entry is not None:
+        step = pending.step
+        if step is not None:
+            if error is not None and not (step.is_numbered and isinstance(error, Cancelled)):
+                step.failure = Failure.of(error)
+            if step.failure is not None and step.place is not None:
+                self._broken.append(step)
+                self._work.set()
+        elif pending.entry is not None:
             self._abandoned.append(pending.entry)
             self._work.set()
 
@@ -409,8 +455,11 @@ class PendingRequests:
 
     async def _withdraw(self) -> None:
         """Removes late requests from the queue; requests that a worker holds end with their deadline."""
-        late = {pending.entry: pending for pending in self._late if pending.entry is not None}
+        late = {p.entry: p for p in self._late if p.entry is not None and p.step is None}
+        steps = [pending for pending in self._late if pending.step is not None]
         self._late.clear()
+        for pending in steps:
+            await self._withdraw_step(pending)
         for _, entries in by_lane(list(late)):
             try:
                 removed = await self._queue.withdraw(entries)
@@ -420,6 +469,17 @@ class PendingRequests:
             for entry, is_removed in zip(entries, removed, strict=True):
                 if is_removed and self.remove(pending := late[entry]):
                     self._failed(pending, pending.late or DeadlineExceeded(TIMED_OUT))
+
+    async def _withdraw_step(self, pending: Pending) -> None:
+        """Ends the sequence of a step that waits for a worker in vain."""
+        step, error = pending.step, pending.late or DeadlineExceeded(TIMED_OUT)
+        if pending not in self or step is None or step.place is None:
+            return
+        try:
+            if await step.sequences.fail(step.place, Failure.of(error)) and self.remove(pending):
+                self._failed(pending, error)
+        except DeliveryError as problem:
+            logger.warning("a late step stays in its sequence", extra={"error": problem.message})
 
     async def _fetch(self, pending: Pending) -> None:
         """Fetches the outputs of a request, and delivers them."""

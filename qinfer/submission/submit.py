@@ -8,18 +8,15 @@ remembers what the first of them was checked for and how it was laid out.
 A request is laid out with its tensors within its entry, or beside the stream where they are large. What is not tensors
 (ids, names, parameters) is always in the entry, and bounded: a lane holds so many entries.
 
+A request to a stateful model is a step of a sequence, and goes to that (`Steps`).
+
 A request for a version that no live worker has loaded waits in its lane for `Served.wait_s`, and is withdrawn then.
 
-A full lane, and a deadline or queue timeout that can't be met, are refused. `judge` decides, and is pure; its texts and
-codes are Triton's where Triton has the case (reference §3.3), and `Retry-After` tells when it is worth trying again, as
-far as is known. A lane's depth (`Backlog`) is what the broker says every `POLL_S` seconds, less what of it was this
-process's own, plus what is its own now: its own requests are counted exactly, those of others are up to `POLL_S` old.
-Nothing is polled while nothing is asked.
+A full lane, and a deadline or queue timeout that can't be met, are refused (`backlog.py`).
 """
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -27,23 +24,21 @@ from qinfer.core.clock import SystemClock
 from qinfer.core.messages import IdFactory, InferRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
-    BrokerUnavailable,
-    DeadlineInfeasible,
     ModelNotFound,
     ModelNotReady,
-    Overloaded,
     PayloadTooLarge,
     QinferError,
     QueueFull,
 )
 from qinfer.models.catalog import Catalog, Served
-from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Route
-from qinfer.models.spec import ModelSpec, QueuePolicy
+from qinfer.models.sequence_spec import check_sequence
 from qinfer.models.validate import validate
 from qinfer.queue.entries import FULL, Address, Lane, Payload, reply_address
 from qinfer.queue.lanes import Queue
+from qinfer.submission.backlog import Backlog, queue_timeout_s
 from qinfer.submission.pending import Counter, Load, Pending, PendingRequests, Sink
+from qinfer.submission.steps import Steps
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
 
@@ -95,6 +90,7 @@ class Submission:
         window_bytes = limits.stream_window_bytes
         self.pending = PendingRequests(queue, self._clock, call_later, answered, failed, window_bytes)
         self.backlog = Backlog(queue, catalog)
+        self._steps = Steps(queue, limits, self.pending)
 
     def submit(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None = None
@@ -118,6 +114,8 @@ class Submission:
         lane = served.lane if route is None else route.lane
         if len(self.pending) >= self._max_in_flight:
             raise QueueFull(FULL)
+        if spec.sequences is not None and spec.is_stateful:
+            return self._submit_step(served, request, sink, timeout_s, quota)
         kind = form = None
         if route is None and not served.wait_s and not spec.decoupled:
             kind = kind_of(request, lane, served.generation, timeout_s)
@@ -167,6 +165,7 @@ class Submission:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pending.run())
             group.create_task(self.backlog.run())
+            group.create_task(self._steps.run())
 
     def _submit_anew(
         self, pending: Pending, request: InferRequest, served: Served, route: Route, timeout_s: float, kind: Kind | None
@@ -190,6 +189,26 @@ class Submission:
         done = partial(self.pending.submitted, pending)
         self._queue.submit(route.lane, frame, done, payload=payload, limit=policy.max_queue_size)
 
+    def _submit_step(
+        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
+    ) -> Pending:
+        """Submits a step of a sequence; its sequence's limits are checked where it is appended."""
+        spec = served.spec
+        if not request.generation or request.generation != served.generation:
+            check(request, served)
+        request.id = self._new_id(spec.name, served.lane.partition)
+        _stamp(request, served, served.routes.default, timeout_s, self._reply_to)
+        frame, payload = self._layouts.lay_out(request, None)
+        now_s, load = self._clock.monotonic_s(), Load(served.lane, 0)
+        pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s, load=load, quota=quota)
+        deadline_s = now_s + timeout_s
+        if 0 < served.wait_s < timeout_s:
+            pending.deadline_s, pending.untaken = deadline_s, partial(self._untaken, served)
+            deadline_s = now_s + served.wait_s
+        self.pending.add(pending, deadline_s)
+        self._steps.submit(pending, request, served, frame, payload)
+        return pending
+
     def _untaken(self, served: Served) -> QinferError | None:
         """Returns why a request fails that has waited for a worker; `None` where one has its model by now."""
         model, version = served.spec.name, served.version
@@ -210,7 +229,9 @@ def check(request: InferRequest, served: Served) -> None:
     Raises:
         InvalidRequest: It does not fit.
     """
-    validate(request, served.spec)
+    rows = validate(request, served.spec)
+    if served.spec.sequences is not None:
+        check_sequence(request, rows, served.spec.sequences)
     request.generation = served.generation
 
 
@@ -386,198 +407,3 @@ def check_head(size: int) -> None:
             f"the id, names and parameters of the request take {size} bytes, more than {MAX_HEAD_BYTES}; "
             "send what is large as a tensor"
         )
-
-
-POLL_S = 0.1
-"""Seconds between two looks at the depths."""
-
-_SMOOTHING = 0.2
-"""Weight of the last look in the rate at which requests leave a lane: about the last half second counts."""
-
-_QUIET_POLLS = 20
-"""Looks without a request after which a version is no longer polled."""
-
-MAX_RETRY_AFTER_S = 300.0
-"""The longest `Retry-After`: the load will be another by then."""
-
-
-class _Group:
-    """The lanes of one version, which are looked at together."""
-
-    def __init__(self, served: Served, loads: Sequence[Load]) -> None:
-        self.served = served
-        self.loads = loads
-        self.lanes = [load.lane for load in loads]
-        self.asked = True
-        self.quiet_polls = 0
-        self.looked_s = 0.0
-
-
-class Backlog:
-    """The loads of the lanes in use; see the module docstring.
-
-    Args:
-        queue: Tells the depths.
-        catalog: Tells the lanes of a version, and how fast they are worked off.
-    """
-
-    def __init__(self, queue: Queue, catalog: Catalog) -> None:
-        self._queue = queue
-        self._catalog = catalog
-        self._loads: dict[Lane, tuple[Load, _Group]] = {}
-        self._groups: dict[tuple[str, int], _Group] = {}
-        self._wanted = asyncio.Event()
-
-    def load(self, served: Served, lane: Lane) -> Load:
-        """Returns the load of a lane, which is polled from now on."""
-        found = self._loads.get(lane)
-        if found is None:
-            found = self._begin(served, lane)
-        load, group = found
-        group.asked, group.served = True, served
-        return load
-
-    def judge(self, served: Served, route: Route, timeout_s: float, asked_s: float = 0.0) -> Overloaded | None:
-        """Decides whether a request may enter: by its deadline, and by the queue timeout after which it is refused.
-
-        Args:
-            served: The model version that it is for.
-            route: Where it goes.
-            timeout_s: How long its answer is worth waiting for.
-            asked_s: The queue timeout that it asks for; 0 = none.
-        """
-        ahead, overtaking_rps, load = 0, 0.0, None
-        for lane in route.ahead:
-            if load is not None:
-                overtaking_rps += load.rps
-            load = self.load(served, lane)
-            ahead += load.own + load.others
-        assert load is not None
-        waiting, limit = load.own + load.others, served.spec.lane_capacity
-        capacity = self._capacity(served).behind(overtaking_rps)
-        refusal = judge(waiting=waiting, ahead=ahead, limit=limit, capacity=capacity, timeout_s=timeout_s)
-        queue_s = queue_timeout_s(route.policy, asked_s)
-        if refusal is not None or route.policy.delay or not 0 < queue_s < timeout_s:
-            return refusal
-        next_batches = capacity.workers * _batch_size(served.spec)
-        if ahead <= next_batches:
-            return None
-        return judge(waiting=waiting, ahead=ahead, limit=limit, capacity=capacity, timeout_s=queue_s)
-
-    async def run(self) -> None:
-        """Looks at the lanes in use until cancelled."""
-        while True:
-            await self._wanted.wait()
-            self._wanted.clear()
-            while self._groups:
-                await self.poll()
-                await asyncio.sleep(POLL_S)
-
-    async def poll(self) -> None:
-        """Reads all backlogs once, in one write; versions without recent requests are dropped."""
-        for key, group in list(self._groups.items()):
-            group.quiet_polls = 0 if group.asked or any(load.own for load in group.loads) else group.quiet_polls + 1
-            group.asked = False
-            if group.quiet_polls > _QUIET_POLLS:
-                del self._groups[key]
-                for lane in group.lanes:
-                    del self._loads[lane]
-        await asyncio.gather(*(self._look(group) for group in self._groups.values()))
-
-    async def _look(self, group: _Group) -> None:
-        own = [load.own for load in group.loads]
-        # Workers finish entries a little after they have answered: until then they are in the lane, and nobody's.
-        unfinished = [min(load.left, self._unfinished(group.served)) for load in group.loads]
-        now_s = asyncio.get_running_loop().time()
-        passed_s, group.looked_s = max(now_s - group.looked_s, POLL_S), now_s
-        for load in group.loads:
-            load.rps += (load.left / passed_s - load.rps) * _SMOOTHING
-            load.left = 0
-        try:
-            depths = await self._queue.depth(group.lanes)
-        except BrokerUnavailable:
-            return  # requests can't be submitted either, and fail for the same reason
-        most = self._most(group.served)
-        for load, depth, mine, nobodys in zip(group.loads, depths, own, unfinished, strict=True):
-            load.others = max(depth - mine - nobodys, 0)
-            load.most = most
-
-    def _begin(self, served: Served, lane: Lane) -> tuple[Load, _Group]:
-        key, most = (served.spec.name, served.version), self._most(served)
-        known = self._groups.get(key)  # a new generation may have other lanes
-        lanes = dict.fromkeys((*self._catalog.lanes(*key), lane, *(known.lanes if known else ())))
-        loads = [self._loads[one][0] if one in self._loads else Load(one, most) for one in lanes]
-        group = self._groups[key] = _Group(served, loads)
-        for load in loads:
-            self._loads[load.lane] = load, group
-        self._wanted.set()
-        return self._loads[lane]
-
-    def _most(self, served: Served) -> int:
-        spec = served.spec
-        return most_waiting(spec.lane_capacity, self._capacity(served), spec.default_timeout_s)
-
-    def _unfinished(self, served: Served) -> int:
-        """Returns how many entries the live workers may have answered and not finished: two batches an instance."""
-        return 2 * self._capacity(served).workers * _batch_size(served.spec)
-
-    def _capacity(self, served: Served) -> Capacity:
-        return self._catalog.capacity(served.spec.name, served.version)
-
-
-def judge(*, waiting: int, ahead: int, limit: int, capacity: Capacity, timeout_s: float) -> Overloaded | None:
-    """Decides whether a request may enter a lane.
-
-    Where nobody is ahead it may always: a model that is scaled to zero must be able to wake, however long that takes.
-    Where the speed is unknown, only the lane's limit counts.
-
-    Args:
-        waiting: Entries in its lane.
-        ahead: Entries in its lane and those of higher priority.
-        limit: Entries that its lane may hold.
-        capacity: How fast they are executed.
-        timeout_s: How long its answer is worth waiting for.
-
-    Returns:
-        Why it is refused; `None` when it may enter.
-    """
-    rps = capacity.rps
-    if waiting >= limit:
-        return QueueFull(FULL, _bounded((waiting - limit + 1) / rps if rps else 1.0))
-    if not rps or not ahead:
-        return None
-    wait_s = capacity.start_s + ahead / rps
-    if wait_s <= timeout_s:
-        return None
-    return DeadlineInfeasible(
-        f"the requests ahead take about {wait_s:.1f} s, and this one is worth waiting for {timeout_s:g} s; "
-        "try again later, or with a longer timeout",
-        _bounded(wait_s - timeout_s),
-    )
-
-
-def _batch_size(spec: ModelSpec) -> int:
-    """Returns how many requests of one row all instances of a worker execute at once."""
-    return spec.instance_count * max(spec.max_batch_size, 1)
-
-
-def most_waiting(limit: int, capacity: Capacity, timeout_s: float) -> int:
-    """Returns how many entries a lane may hold before `judge` could refuse a request with this timeout."""
-    if not capacity.rps:
-        return limit
-    return min(limit, max(int((timeout_s - capacity.start_s) * capacity.rps), 1))
-
-
-def queue_timeout_s(policy: QueuePolicy, asked_s: float) -> float:
-    """Returns how long a request may wait; 0 = as long as its deadline allows.
-
-    Its own `timeout` counts only where the policy allows it, and only to shorten a timeout that there is: Triton's
-    rule `0 < asked < default` (reference §3.3).
-    """
-    if policy.allow_override and 0 < asked_s < policy.timeout_s:
-        return asked_s
-    return policy.timeout_s
-
-
-def _bounded(seconds: float) -> float:
-    return float(min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER_S))

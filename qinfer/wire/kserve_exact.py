@@ -17,6 +17,11 @@ from qinfer.core.messages import Sequence
 from qinfer.errors import InvalidRequest, MalformedJson, UnsupportedDatatype
 from qinfer.wire.kserve_types import INPUTS, Input, InputParameters, Output, OutputParameters, Request
 
+STEP = "qinfer_step"
+"""The caller's number of a request of a sequence: one that is sent again gets the response of the first."""
+
+_SEQUENCE_KEYS = {"sequence_id": "id", "sequence_start": "start", "sequence_end": "end", STEP: "step"}
+
 _NOT_UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
 _NOT_SIGNED = "attempt to access JSON non-signed-integer as signed-integer"
 _NOT_NUMBER = "attempt to access JSON non-number as double"
@@ -207,17 +212,14 @@ def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> b
             fields["priority"] = _unsigned(key, value)
         elif key == "timeout":
             fields["timeout_s"] = _unsigned(key, value) / 1e6
-        elif key == "sequence_id":
-            _check(_is_unsigned(value) or isinstance(value, str), key, _NOT_STRING)
-            sequence["id"] = value
-        elif key in ("sequence_start", "sequence_end"):
-            sequence[key.removeprefix("sequence_")] = _boolean(key, value)
+        elif key in _SEQUENCE_KEYS:
+            sequence[_SEQUENCE_KEYS[key]] = _of_sequence(key, value)
         else:
             custom[key] = custom_parameter(key, value)
     if custom:
         fields["parameters"] = custom
-    if sequence.get("id"):  # 0 and "" mean: no sequence
-        fields["sequence"] = Sequence(**sequence)
+    if sequence:
+        _put_sequence(sequence, fields)
     return binary
 
 
@@ -236,6 +238,27 @@ def custom_parameter(key: str, value: Any) -> Any:
     raise InvalidRequest(
         f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double' or 'string'."
     )
+
+
+def _of_sequence(key: str, value: Any) -> Any:
+    """Returns the value of one of the parameters of a sequence."""
+    if key == STEP:
+        if type(value) is not int or not 0 < value < 2**53:
+            raise InvalidRequest(
+                f"parameter '{STEP}' is {str(value)[:40]!r}; number the requests of a sequence 1, 2, …"
+            )
+        return value
+    if key == "sequence_id":
+        _check(_is_unsigned(value) or isinstance(value, str), key, _NOT_STRING)
+        return value
+    return _boolean(key, value)
+
+
+def _put_sequence(sequence: dict[str, Any], fields: dict[str, Any]) -> None:
+    if sequence.get("id"):  # 0 and "" mean: no sequence
+        fields["sequence"] = Sequence(**sequence)
+    elif "step" in sequence:
+        raise InvalidRequest(f"parameter '{STEP}' numbers the requests of a sequence: send 'sequence_id' with it")
 
 
 def _unsigned(key: str, value: Any) -> int:

@@ -20,7 +20,7 @@ from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes
 from qinfer.wire.frame import Repeats
-from qinfer.wire.kserve_exact import apply_parameters
+from qinfer.wire.kserve_exact import STEP, apply_parameters
 from qinfer.wire.outputs import OutputPlan, Regions, prepare, read_special
 from qinfer.wire.protos import grpc_service_pb2 as pb
 
@@ -130,6 +130,7 @@ _KINDS = {  # what Triton's messages call for, and what is taken: both kinds of 
     "sequence_id": ("int64_param or string_param", (*_INTEGERS, "string_param")),
     "sequence_start": ("bool_param", ("bool_param",)),
     "sequence_end": ("bool_param", ("bool_param",)),
+    STEP: ("int64_param", _INTEGERS),
     "priority": ("int64_param or uint64_param", _INTEGERS),
     "timeout": ("int64_param", _INTEGERS),
 }

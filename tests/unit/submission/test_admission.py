@@ -5,7 +5,7 @@ import pytest
 from qinfer.errors import DeadlineInfeasible, QueueFull
 from qinfer.models.readiness import Capacity
 from qinfer.models.spec import QueuePolicy
-from qinfer.submission.submit import judge, most_waiting, queue_timeout_s
+from qinfer.submission.backlog import judge, most_waiting, queue_timeout_s
 
 LIVE = Capacity(10.0, 0.0, 1)
 UNKNOWN = Capacity()

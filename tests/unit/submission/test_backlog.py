@@ -14,7 +14,7 @@ from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
-from qinfer.submission.submit import Backlog
+from qinfer.submission.backlog import Backlog
 from qinfer.testing import eventually
 
 P1, P2, P3 = (Lane("m", 1, f"p{number}") for number in (1, 2, 3))
@@ -130,7 +130,7 @@ async def test_an_outage_keeps_the_last_look() -> None:
 
 async def test_nothing_is_polled_while_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version is looked at from its first request until some time after its last."""
-    monkeypatch.setattr("qinfer.submission.submit.POLL_S", 0.0)
+    monkeypatch.setattr("qinfer.submission.backlog.POLL_S", 0.0)
     world = World()
     task = asyncio.create_task(world.backlog.run())
     await asyncio.sleep(0)
@@ -211,7 +211,7 @@ async def test_a_model_that_is_scaled_to_zero_takes_the_request_that_wakes_it() 
 
 async def test_a_low_level_has_the_speed_that_higher_levels_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of the higher level that come later go before it, too."""
-    monkeypatch.setattr("qinfer.submission.submit.POLL_S", 1e9)
+    monkeypatch.setattr("qinfer.submission.backlog.POLL_S", 1e9)
     world, served = World(), served_with(REJECTS, levels=2)
     world.speed = Capacity(100.0, 0.0, 1)
     high, low = world.backlog.load(served, P1), world.backlog.load(served, P2)

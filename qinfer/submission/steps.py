@@ -1,0 +1,127 @@
+"""Submission of the steps of sequences: they go to their sequence and not to a lane, and end it where they fail.
+
+    step ─▶ Sequences.submit ─▶ pending, until its response comes      what is stored already is delivered at once
+              └─▶ cancelled, or too late ─▶ Sequences.fail: the sequence ends, later steps get an error that says why
+
+A step with a number (`qinfer_step`) may be sent again when a connection breaks: that its caller is gone ends nothing.
+"""
+
+import asyncio
+from hashlib import blake2b
+
+import msgspec
+
+from qinfer.core.messages import InferRequest
+from qinfer.core.settings import LimitSettings
+from qinfer.errors import QinferError, SequenceEnded
+from qinfer.models.catalog import Served
+from qinfer.queue.entries import Payload
+from qinfer.queue.lanes import Queue
+from qinfer.queue.sequence_answers import NOT_KEPT
+from qinfer.queue.sequence_records import Limits, Pin, SequenceId, Step
+from qinfer.submission.pending import OfStep, Pending, PendingRequests
+from qinfer.wire.frame import decode_responses
+
+_PARTITION = 0  # all that there is, until models are spread
+
+
+class Steps:
+    """See the module docstring.
+
+    Args:
+        queue: The queue.
+        limits: How many sequences may be open, and how many steps of one may wait.
+        pending: The requests that wait for their responses.
+    """
+
+    def __init__(self, queue: Queue, limits: LimitSettings, pending: PendingRequests) -> None:
+        self._queue = queue
+        self._limits = Limits(steps=limits.max_sequence_steps, open=limits.max_sequences)
+        self._pending = pending
+        self._waiting: list[tuple[Pending, SequenceId, Step]] = []
+        self._work = asyncio.Event()
+
+    def submit(
+        self, pending: Pending, request: InferRequest, served: Served, frame: bytes, payload: Payload | None
+    ) -> None:
+        """Submits a step, in the order of the calls; its outcome goes to the table of pending requests.
+
+        Args:
+            pending: The request, which is in the table.
+            request: The same, stamped and checked.
+            served: The model version that it is for.
+            frame: The encoded request.
+            payload: Tensors that are too large for the frame.
+        """
+        flags = request.sequence
+        assert flags is not None, "a request to a stateful model names its sequence"
+        step = Step(
+            frame=frame,
+            timeout_s=request.timeout_s,
+            start=_pin(served) if flags.start else None,
+            end=flags.end,
+            number=flags.step,
+            digest=_digest(request) if flags.start and flags.step else "",
+            payload=payload,
+        )
+        pending.step = OfStep(self._queue.sequences(served.spec.name, _PARTITION), is_numbered=flags.step > 0)
+        self._waiting.append((pending, SequenceId(request.tenant, flags.id), step))
+        self._work.set()
+
+    async def run(self) -> None:
+        """Submits until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._work.wait()
+                self._work.clear()
+                waiting, self._waiting = self._waiting, []
+                for pending, sequence, step in waiting:
+                    group.create_task(self._submit(pending, sequence, step), name="step of a sequence")
+
+    async def _submit(self, pending: Pending, sequence: SequenceId, step: Step) -> None:
+        of_step = pending.step
+        assert of_step is not None, "it is a step"
+        try:
+            submitted = await of_step.sequences.submit(sequence, step, self._limits)
+            of_step.place = submitted.place
+            if submitted.entry is None:
+                await self._deliver_stored(pending, of_step)
+            else:
+                self._pending.submitted(pending, submitted.entry)
+        except QinferError as error:
+            self._pending.submitted(pending, error)
+
+    async def _deliver_stored(self, pending: Pending, of_step: OfStep) -> None:
+        """Delivers the stored response of a step that was sent before.
+
+        Raises:
+            SequenceEnded: It is gone by now.
+            QinferError: It can't be read.
+        """
+        assert of_step.place is not None, "it has one"
+        blob = await of_step.sequences.response(of_step.place)
+        if blob is None:
+            raise SequenceEnded(NOT_KEPT)
+        (response,) = decode_responses(blob)
+        self._pending.deliver(msgspec.structs.replace(response, request_id=pending.request_id))
+
+
+def _pin(served: Served) -> Pin:
+    sequences = served.spec.sequences
+    assert sequences is not None, "only stateful models have sequences"
+    return Pin(
+        version=served.version,
+        generation=served.generation,
+        is_explicit=not sequences.states,
+        idle_s=sequences.max_idle_s,
+    )
+
+
+def _digest(request: InferRequest) -> str:
+    """Returns a hash of the content of a request: a START that is sent again has the same."""
+    digest = blake2b(digest_size=16)
+    about = [(tensor.name, tensor.datatype, tensor.shape) for tensor in request.inputs]
+    digest.update(msgspec.json.encode((about, request.outputs, sorted(request.parameters.items()))))
+    for tensor in request.inputs:
+        digest.update(tensor.data)
+    return digest.hexdigest()
