@@ -9,6 +9,7 @@ from qinfer.models.spec import ModelSpec, TensorSpec
 
 EXTENSIONS = (
     "classification",
+    "sequence",
     "model_repository",
     "model_repository(unload_dependents)",
     "schedule_policy",

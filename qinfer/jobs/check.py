@@ -57,6 +57,10 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
         for name in given:
             if name in outputs and name not in [tensor.name for tensor in written]:
                 yield f"field 'output.{field}' names '{shown(name)}', which 'output.tensors' leaves out; add it there"
+    if model.sequences is not None:
+        yield (
+            f"model '{model.name}' has 'sequence_batching', and the rows of a job are no sequence; choose another model"
+        )
     yield from _unranked(spec, model, written)
     for tensor in model.inputs:
         if not is_left_out(spec, tensor, schema):

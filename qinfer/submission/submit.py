@@ -24,6 +24,7 @@ from qinfer.core.clock import SystemClock
 from qinfer.core.messages import IdFactory, InferRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
+    InvalidRequest,
     ModelNotFound,
     ModelNotReady,
     PayloadTooLarge,
@@ -283,8 +284,14 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
         What is to be stored; its limit is the lowest of the queue policy's, the lane's capacity, and `max_waiting`.
 
     Raises:
+        InvalidRequest: The model keeps state from request to request.
         PayloadTooLarge: It is too large without its tensors.
     """
+    if served.spec.is_stateful:
+        raise InvalidRequest(
+            f"model '{served.spec.name}' keeps state from request to request: it takes no stored requests, as those of "
+            "/v1, bridges and labeling are; send the requests of a sequence one after the other to its infer route"
+        )
     if route is None:
         route = served.routes.of(request.priority)
     request.id = address.id

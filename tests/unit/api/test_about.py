@@ -33,10 +33,7 @@ async def catalog(store: ControlStore) -> Catalog:
 
 
 def test_extensions_are_tritons_in_tritons_order() -> None:
-    """All of them but sequences, which are not offered yet."""
-    extensions = server_metadata(Settings()).extensions
-
-    assert extensions == [name for name in TRITONS if name != "sequence"]
+    assert server_metadata(Settings()).extensions == TRITONS
 
 
 def test_the_name_can_be_set() -> None:
