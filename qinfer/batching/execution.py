@@ -104,12 +104,7 @@ def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[
 
 
 def stack(first: Tensor, column: list[Tensor], total: int) -> Array:
-    """Makes one array of the tensors of one name.
-
-    Args:
-        first: The first of them, which tells name, datatype and the dimensions after the first.
-        column: All of them.
-        total: Their rows altogether.
+    """Makes one array of the tensors of one name, which the first tells about; they have `total` rows altogether.
 
     Raises:
         InvalidRequest: Their bytes do not fill the shape.

@@ -11,11 +11,9 @@ from qinfer.errors import SequenceEnded
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import CHUNK_BYTES, STORED_TTL_S, Entry
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import Place, Unanswered
+from qinfer.queue.sequence_records import NOT_KEPT, Place, Unanswered
 from qinfer.queue.sequences import Sequences
 from qinfer.wire.frame import decode_responses, encode_responses
-
-NOT_KEPT = "the response to this step of the sequence is no longer kept"
 
 
 async def answer_rest(queue: Queue, sequences: Sequences) -> list[tuple[InferRequest, Failure]]:

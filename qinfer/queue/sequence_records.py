@@ -166,6 +166,10 @@ class Sizes(NamedTuple):
     lost: int
 
 
+NOT_KEPT = f"the response to this step of the sequence is no longer kept; {BEGIN_AGAIN}"
+"""Why a repeated step has no answer."""
+
+
 def start_missing(model: str, correlation_id: int | str) -> InvalidRequest:
     """Returns the error of a request without START where no such sequence is open (reference §3.4)."""
     return InvalidRequest(f"inference request for sequence {correlation_id} to model '{model}' {START_MISSING}")

@@ -52,6 +52,7 @@ from qinfer.queue.router import BlockingLink, Router, Script, Words, load_script
 from qinfer.queue.sequence_records import (
     MAX_STATE_BYTES,
     NO_LIMITS,
+    NOT_KEPT,
     Committed,
     Limits,
     News,
@@ -79,7 +80,6 @@ _KEPT_S = 7 * 86400.0
 
 _MAX_BLOCK_S = 0.5
 _STAGED_LATE = "the state or the response of a step did not arrive in time; try again"
-_NO_RESPONSE = "the response to this step of the sequence is no longer kept"
 
 _SHARED = ("now_ms", "drop", "sequences/record")
 _SUBMIT = load_script("sequences/submit", *_SHARED)
@@ -406,7 +406,7 @@ class Sequences:
         entry, frame = self._read(place.sequence, entry_id, fields)
         failure = None
         if not is_stored and not code:
-            failure = Failure.of(SequenceEnded(_NO_RESPONSE))
+            failure = Failure.of(SequenceEnded(NOT_KEPT))
         elif not is_stored and number == failed and code.decode() != SequenceLost.code:
             failure = Failure(code.decode(), text.decode())
         elif not is_stored:

@@ -17,8 +17,7 @@ from qinfer.errors import QinferError, SequenceEnded
 from qinfer.models.catalog import Served
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_answers import NOT_KEPT
-from qinfer.queue.sequence_records import Limits, Pin, SequenceId, Step
+from qinfer.queue.sequence_records import NOT_KEPT, Limits, Pin, SequenceId, Step
 from qinfer.submission.pending import OfStep, Pending, PendingRequests
 from qinfer.wire.frame import decode_responses
 

@@ -49,7 +49,7 @@ SETTINGS = {
 }
 
 _DEAD = "}:dlq"
-_NO_WORK = (_DEAD, "}:cancels")
+_NO_WORK = (_DEAD, "}:cancels", "}:sequence-owners")
 
 
 class Cluster:

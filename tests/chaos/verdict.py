@@ -215,10 +215,10 @@ class Key(NamedTuple):
     pending: int = 0
 
 
-_LANE = re.compile(r"qinfer:\{.+#\d+\}:\d+:(p[1-8](\.delayed)?|bulk[123]?)")
-_EMPTY = re.compile(r"qinfer:\{.+#\d+\}:(due|deliveries:.+)|qinfer:jobs:open")
+_LANE = re.compile(r"qinfer:\{.+#\d+\}:\d+:(p[1-8](\.delayed)?|bulk[123]?|seq(\.handed)?)")
+_EMPTY = re.compile(r"qinfer:\{.+#\d+\}:(due|deliveries:.+|sequences|sequence-endings)|qinfer:jobs:open")
 _PERMANENT = re.compile(
-    r"qinfer:(\{.+#\d+\}:(dlq|config|stats:\d+)|installation|desired|control|workers|jobs(:places)?)"
+    r"qinfer:(\{.+#\d+\}:(dlq|config|stats:\d+|sequence-owners|sequence-counts)|installation|desired|control|workers|jobs(:places)?)"
 )
 
 

@@ -10,6 +10,7 @@ committed and published by its outlet, which also asks Redis whether a sequence 
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from qinfer.batching.batcher import LoadedModel
@@ -23,6 +24,9 @@ from qinfer.core.messages import Response
 from qinfer.errors import QinferError, SequenceLost
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.sequence_records import SequenceId
+
+IDLE_SLACK_S = 0.1
+"""By Redis' clock a sequence is idle a little later: since its last step was committed, not since it was executed."""
 
 
 class StepOutlet(Protocol):
@@ -96,7 +100,8 @@ class SequenceBatcher:
         self._latency = latency or LatencyModel()
         self._initial = initial
         self._sequences = model.spec.sequences
-        self._scheduler = SequenceScheduler[PendingStep](model.spec.name, self._sequences, model.executor.count)
+        later = replace(self._sequences, max_idle_s=self._sequences.max_idle_s + IDLE_SLACK_S)
+        self._scheduler = SequenceScheduler[PendingStep](model.spec.name, later, model.executor.count)
         self._responder = Responder(model.spec, model.version, model.observer)
         self._key_of: KeyFunction = key_function(model.spec)
         self._has_keys = any(-1 in state.dims for state in self._sequences.states)

@@ -36,6 +36,15 @@ SUPPORTED = {
     "optimization.graph": "The level of graph optimisation; for the backends that have levels.",
     "optimization.execution_accelerators": "For the backend `onnxruntime`, which refuses unknown ones.",
     "dynamic_batching": "All fields; `preserve_ordering` contradicts several priority levels and the action DELAY.",
+    "sequence_batching.max_sequence_idle_microseconds": "1 s by default; counts while nothing of the sequence waits.",
+    "sequence_batching.control_input": "START, END, READY, and CORRID as a number or text.",
+    "sequence_batching.direct": "A sequence has one row of one instance's batches to itself.",
+    "sequence_batching.oldest": "A dynamic batcher of each instance gets one request of each candidate.",
+    "sequence_batching.state.input_name": "",
+    "sequence_batching.state.output_name": "",
+    "sequence_batching.state.data_type": "",
+    "sequence_batching.state.dims": "-1 is variable.",
+    "sequence_batching.state.initial_state": "Zeros, or a file in the model's directory `initial_state` with one row.",
     "instance_group.name": "",
     "instance_group.kind": "KIND_AUTO is a GPU if the installation has one and the backend can use it. KIND_MODEL "
     "leaves the choice of the device to the model, which is started as on a CPU.",
@@ -49,6 +58,8 @@ SUPPORTED = {
 }
 
 HINTS = {
+    "sequence_batching.state.use_same_buffer_for_input_output": "States are passed from one buffer to another.",
+    "sequence_batching.state.use_growable_memory": "Each step has a buffer of the size of its state.",
     "input.format": "The layout of images, on which nothing in qinfer depends.",
     "optimization.priority": "Instances of all models have the same priority.",
     "optimization.cuda": "Backends decide how to use CUDA.",
@@ -70,6 +81,7 @@ REFUSED = {
     "output.is_non_linear_format_io": "Tensors are always linear.",
     "batch_input": "Requests of different shapes do not share a batch.",
     "batch_output": "Requests of different shapes do not share a batch.",
+    "sequence_batching.iterative_sequence": "A model can't have a request executed again.",
     "ensemble_scheduling": "Ensembles are not offered; a model of the backend `python` can call others.",
     "instance_group.rate_limiter.resources": "The rate limiter is not offered.",
     "instance_group.rate_limiter.priority": "The rate limiter is not offered.",

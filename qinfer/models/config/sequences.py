@@ -1,7 +1,4 @@
-"""`sequence_batching` of a `ModelConfig`: defaults, checks with Triton's texts, and the `SequenceSpec` made of it.
-
-A configuration that has the field is refused by `check.py` for as long as workers do not run sequences.
-"""
+"""`sequence_batching` of a `ModelConfig`: defaults, checks with Triton's texts, and the `SequenceSpec` made of it."""
 
 from collections.abc import Iterator
 from math import ceil, prod

@@ -10,7 +10,7 @@ import pytest
 from qinfer.backends.base import Array, Batch, Context
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Execution
-from qinfer.batching.sequences.batcher import SequenceBatcher
+from qinfer.batching.sequences.batcher import IDLE_SLACK_S, SequenceBatcher
 from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
@@ -283,6 +283,9 @@ async def test_an_idle_sequence_is_told() -> None:
     scene.time.advance(5.0)
     scene.adopt(2)
     scene.send(2, 1.0)
+    assert scene.idled == []
+    scene.time.advance(IDLE_SLACK_S)
+    scene.end()
 
     assert scene.idled == [SequenceId("", 1)]
 
