@@ -122,6 +122,7 @@ local function hand_over(of, has_died)
   if of.kind == 'explicit' then
     return fail(of, 'sequence_lost', 'the worker that had its state in memory has ended', of.committed + 1)
   end
+  if has_died then redis.call('UNLINK', lane_of(of.version, of.owner)) end
   if has_died and of.taken > of.committed then write(of, {deaths = of.deaths + 1}) end
   redis.call('SREM', prefix .. 'sequence-owned:' .. of.owner, of.name)
   wait_for_owner(of, 'seq.handed', now_ms())

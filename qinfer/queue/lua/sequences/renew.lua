@@ -2,10 +2,11 @@
 -- KEYS: the owners, the sequences of workers whose lease has ended, the worker's lanes.
 -- ARGV: worker, lease in ms, whether it begins (1).
 -- Returns 1, or 0 where it has ended, or can't begin yet: what it owned before is to be handed over first.
-local DAY_MS = 86400000
+-- What nobody has taken from the lanes of a dead worker is told again to the next owners.
+local lane_ms = math.max(60000, 4 * ARGV[2])
 local is_new = ARGV[3] == '1'
 if is_new and redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
 if not is_new and not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 0 end
 redis.call('ZADD', KEYS[1], string.format('%.0f', now_ms() + ARGV[2]), ARGV[1])
-for i = 3, #KEYS do redis.call('PEXPIRE', KEYS[i], DAY_MS) end
+for i = 3, #KEYS do redis.call('PEXPIRE', KEYS[i], lane_ms) end
 return 1
