@@ -71,12 +71,15 @@ def list_models(
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
-    """List the models with their versions and state."""
-    from qinfer.cli.overview import redis_settings, run_overview
-    from qinfer.cli.tables import models_table
+    """List the models with their versions and state, and the sequences of stateful ones.
 
-    models = run_overview(redis_settings(redis, data_dir)).models
-    show(models, lambda: models_table(models), as_json=as_json)
+    JSON has the models only: `qinfer status --json` has the sequences, too.
+    """
+    from qinfer.cli.overview import redis_settings, run_overview
+    from qinfer.cli.tables import models_tables
+
+    overview = run_overview(redis_settings(redis, data_dir))
+    show(overview.models, lambda: models_tables(overview), as_json=as_json)
 
 
 @app.command("index", epilog=INDEX_EXAMPLE, short_help="Show every model of the repositories.")

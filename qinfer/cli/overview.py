@@ -17,6 +17,7 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.pins import Pin, why_lost
 from qinfer.models.readiness import ModelStatus, assess
 from qinfer.models.repository.open import Repositories, open_repositories
+from qinfer.models.sequence_work import read_sequences
 from qinfer.models.state import BULK, State, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
@@ -107,6 +108,24 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
 
 
+class SequencesRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The sequences of a stateful model.
+
+    Attributes:
+        model: The model's name.
+        open: Sequences that have begun and not ended, those that wait among them.
+        waiting: Sequences that wait for a worker with a free slot.
+        handed_over: Sequences that went on at another worker.
+        lost: Sequences whose state was lost.
+    """
+
+    model: str
+    open: int
+    waiting: int
+    handed_over: int
+    lost: int
+
+
 class WorkerModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model version on one worker, with the number of requests in execution."""
 
@@ -154,6 +173,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[LaneRow, ...]
     workers: tuple[WorkerRow, ...]
     work: tuple[WorkRow, ...] = ()
+    sequences: tuple[SequencesRow, ...] = ()
     bulk_workers: tuple[str, ...] = ()
 
 
@@ -226,7 +246,8 @@ async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = 
     # Workers are read first, so that they are not ahead of the rest.
     workers = [w for w in await store.workers() if now_s - w.started_at <= max_up_s]
     desired = await store.desired()
-    statuses = assess(desired, await store.models(desired), workers).values()
+    stored = await store.models(desired)
+    statuses = assess(desired, stored, workers).values()
     work = await read_work(store, delivery, Jobs(delivery).open_rows)
     rows = [row for status in statuses for row in model_rows(status, workers)]
     pins = await store.pins()
@@ -235,6 +256,10 @@ async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = 
         lanes=await _lane_rows(work, delivery),
         workers=tuple(_worker_row(worker, now_s) for worker in workers),
         work=tuple(_work_row(version) for version in work),
+        sequences=tuple(
+            SequencesRow(**{name: getattr(of, name) for name in SequencesRow.__struct_fields__})
+            for of in await read_sequences(delivery, stored)
+        ),
         bulk_workers=tuple(await store.live_processes(BULK)),
     )
 

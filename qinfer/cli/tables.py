@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from qinfer.cli.console import print_error, print_json
-from qinfer.cli.overview import LaneRow, ModelRow, Overview, WorkerRow, WorkRow
+from qinfer.cli.overview import LaneRow, ModelRow, Overview, SequencesRow, WorkerRow, WorkRow
 from qinfer.errors import QinferError
 from qinfer.models.sync import SyncedModel
 
@@ -33,6 +33,7 @@ def overview_tables(overview: Overview) -> RenderableType:
     work = {(row.model, row.version): row for row in overview.work}
     parts: list[RenderableType] = [_models_with_work(overview.models, work)]
     parts += [Text(f"{row.name} {row.version or ''}".rstrip() + f": {row.reason}") for row in reasons(overview.models)]
+    parts += [sequences_table(overview.sequences)] if overview.sequences else []
     held = [lane for lane in overview.lanes if lane.depth]
     if held:
         parts.append(_lanes_table(held, work))
@@ -51,6 +52,12 @@ def overview_tables(overview: Overview) -> RenderableType:
     return Group(*parts)
 
 
+def models_tables(overview: Overview) -> RenderableType:
+    """Returns the tables of `qinfer models list`."""
+    more = [sequences_table(overview.sequences)] if overview.sequences else []
+    return Group(models_table(overview.models), *more)
+
+
 def models_table(models: Iterable[ModelRow]) -> Table:
     """Returns the models with their state, why they are not READY, and what keeps them loaded."""
     table = Table("model", "version", "state", "reason", "pinned by", title="Models", title_justify="left")
@@ -60,6 +67,16 @@ def models_table(models: Iterable[ModelRow]) -> Table:
         if len(model.pins) > _MAX_HOLDERS:
             holders.append(f"\nand {len(model.pins) - _MAX_HOLDERS} more")
         table.add_row(Text(model.name), version, _state(model.state), Text(model.reason), holders)
+    return table
+
+
+def sequences_table(sequences: Iterable[SequencesRow]) -> Table:
+    """Returns the sequences of each stateful model."""
+    numbers = [_number(name) for name in ("open", "waiting", "handed over", "lost")]
+    table = _table("Sequences", _name("model"), *numbers)
+    for of in sequences:
+        counts = (of.open, of.waiting, of.handed_over, of.lost)
+        table.add_row(Text(of.model), *(f"{count:,}" for count in counts))
     return table
 
 

@@ -138,6 +138,24 @@ JOB_ROWS = _counter(
     "Settled rows of bulk jobs: done (with an output) or failed.",
     ("model", "outcome", "version"),
 )
+SEQUENCES_OPEN = _gauge(
+    "qinfer_sequences_open",
+    "Sequences of a stateful model that have begun and not ended, those that wait for an owner among them.",
+    ("model",),
+)
+SEQUENCES_WAITING = _gauge(
+    "qinfer_sequences_waiting", "Sequences that wait for an owner: a worker with a free slot.", ("model",)
+)
+SEQUENCES_HANDED_OVER = _counter(
+    "qinfer_sequences_handed_over_total",
+    "Sequences that another worker went on with, because their owner drained or died.",
+    ("model",),
+)
+SEQUENCES_LOST = _counter(
+    "qinfer_sequences_lost_total",
+    "Sequences that ended because their state was lost: with their worker, or in Redis.",
+    ("model",),
+)
 AUTOSCALE_DECISIONS = _counter(
     "qinfer_autoscale_decisions_total",
     "Decisions of autoscalers for more workers (up) or fewer (down).",

@@ -80,6 +80,7 @@ class Snapshot:
         executing: (model, version) → requests that instances execute, of all workers, at their last heartbeats.
         load_s: (model, version) → seconds that its last load took, in the worker where it took longest.
         letters: (model, version) → dead letters; version 0 = it is not known yet.
+        sequences: Model → its sequences, by `open`, `waiting`, `handed_over` and `lost`; of stateful models.
         jobs: State → bulk jobs.
         scaled: Direction → decisions of all autoscalers.
         wanted_workers: How many workers the live autoscalers want; `None` = none lives.
@@ -101,6 +102,7 @@ class Snapshot:
     executing: Mapping[_Key, int] = field(default_factory=dict)
     load_s: Mapping[_Key, float] = field(default_factory=dict)
     letters: Mapping[_Key, int] = field(default_factory=dict)
+    sequences: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     jobs: Mapping[str, int] = field(default_factory=dict)
     scaled: Mapping[str, int] = field(default_factory=dict)
     wanted_workers: int | None = None
@@ -130,6 +132,8 @@ class Snapshot:
         yield by_model(catalogue.EXECUTING, {key: self.executing.get(key, 0) for key in self.ready})
         yield by_model(catalogue.MODEL_READY, self.ready)
         yield by_model(catalogue.DEAD_LETTERS, self.letters)
+        for info, name in _SEQUENCES:
+            yield family(info, ((counts[name], {"model": model}) for model, counts in self.sequences.items()))
         yield family(catalogue.JOBS, ((count, {"state": state}) for state, count in self.jobs.items()))
         yield family(catalogue.AUTOSCALE_DECISIONS, ((count, {"direction": way}) for way, count in self.scaled.items()))
         yield family(catalogue.AUTOSCALE_TARGET, [] if self.wanted_workers is None else [(self.wanted_workers, {})])
@@ -249,6 +253,12 @@ _OF_GPUS = (
     (catalogue.DEVICE_MEMORY_USED, "memory_used_bytes"),
     (catalogue.DEVICE_MEMORY_TOTAL, "memory_total_bytes"),
     (catalogue.DEVICE_UTILIZATION, "utilization"),
+)
+_SEQUENCES = (
+    (catalogue.SEQUENCES_OPEN, "open"),
+    (catalogue.SEQUENCES_WAITING, "waiting"),
+    (catalogue.SEQUENCES_HANDED_OVER, "handed_over"),
+    (catalogue.SEQUENCES_LOST, "lost"),
 )
 _FIELDS = (
     (catalogue.EXECUTED_REQUESTS, stats.SUCCESS_COUNT),

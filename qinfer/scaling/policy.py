@@ -2,6 +2,8 @@
 
     wanted = ⌈seconds of work ÷ target_s⌉, at least 1 while anything waits or executes, within min … max
 
+and never fewer than have slots for all open sequences, which last longer than any of their requests.
+
 Up: at once, or after `up_after_s` of sustained demand; the first worker always at once. Starting workers count, so that
 one demand does not start workers twice. Down: after `down_after_s` of lower demand, to the highest need within that
 time. To the minimum: after `idle_s` without work. No step down happens before `cooldown_s`, or the load time of a
@@ -88,6 +90,8 @@ class Observation:
         starting: Workers that were started and are not serving yet.
         load_s: Seconds from the start of a worker until it serves; 0 = not known.
         floor: Live workers that the most demanding model needs to be READY.
+        sequence_workers: Workers that have slots for all open sequences of the model that needs most; those that wait
+            for an owner are open, too.
     """
 
     now_s: float
@@ -99,6 +103,7 @@ class Observation:
     starting: int = 0
     load_s: float = 0.0
     floor: int = 0
+    sequence_workers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +185,8 @@ def adopt(policy: ScalingPolicy, state: ScalingState, now_s: float, target: int)
 def wanted_workers(policy: ScalingPolicy, seen: Observation) -> int:
     """Returns how many workers the present work needs, within the limits."""
     by_work = math.ceil(min(seen.work_s / policy.target_s, policy.max_workers))
-    return min(max(by_work, _floor(policy, seen), int(seen.entries > 0)), policy.max_workers)
+    least = max(_floor(policy, seen), seen.sequence_workers, int(seen.entries > 0))
+    return min(max(by_work, least), policy.max_workers)
 
 
 def _floor(policy: ScalingPolicy, seen: Observation) -> int:
@@ -191,7 +197,7 @@ def _noted(policy: ScalingPolicy, state: ScalingState, seen: Observation, need: 
     """Returns the state with the present need, and without needs that are lower or too old."""
     oldest_s = seen.now_s - policy.down_after_s * state.patience
     needs = tuple(one for one in state.needs if one[1] > need and one[0] > oldest_s)
-    is_active = seen.entries > 0 or seen.executed
+    is_active = seen.entries > 0 or seen.sequence_workers > 0 or seen.executed
     return replace(
         state,
         needs=(*needs, (seen.now_s, need)),
@@ -221,6 +227,8 @@ def _patience(policy: ScalingPolicy, state: ScalingState, now_s: float) -> int:
 
 
 def _why_so_many(policy: ScalingPolicy, seen: Observation, wanted: int) -> str:
+    if wanted <= seen.sequence_workers and seen.work_s <= policy.target_s * (wanted - 1):
+        return _why_for_sequences(policy, seen)
     if wanted == seen.floor and seen.work_s <= policy.target_s * (wanted - 1):
         return f"a model wants {seen.floor} live"
     if wanted == policy.min_workers and not seen.entries:
@@ -229,6 +237,13 @@ def _why_so_many(policy: ScalingPolicy, seen: Observation, wanted: int) -> str:
     if seen.work_s > policy.target_s * policy.max_workers:
         asked = math.ceil(min(seen.work_s / policy.target_s, 1e6))
         return f"{what} asks for {asked}, {policy.max_workers} is the most"
+    return what
+
+
+def _why_for_sequences(policy: ScalingPolicy, seen: Observation) -> str:
+    what = f"open sequences need the slots of {seen.sequence_workers}"
+    if seen.sequence_workers > policy.max_workers:
+        return f"{what}, {policy.max_workers} is the most"
     return what
 
 

@@ -67,6 +67,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     draining: int = 0
     load_s: float = 0.0
     floor: int = 0
+    sequence_workers: int = 0
     before: int = 0
     target: int = 0
     wanted: int = 0

@@ -42,6 +42,7 @@ def stories(draw: st.DrawFn) -> list[Observation]:
                 starting=draw(st.integers(0, 3)),
                 load_s=draw(st.floats(0, 100)),
                 floor=draw(st.sampled_from([0, 0, 1, 30])),
+                sequence_workers=draw(st.sampled_from([0, 0, 1, 3, 30])),
             )
         )
     return story
@@ -77,6 +78,21 @@ def test_work_never_finds_nobody(policy: ScalingPolicy, story: list[Observation]
 
         assert decision.target >= (seen.entries > 0)
         assert decision.target >= min(seen.floor, policy.max_workers)
+        assert decision.target >= (seen.sequence_workers > 0)
+
+
+@settings(max_examples=30)
+@given(policies(), stories())
+def test_open_sequences_keep_their_slots(policy: ScalingPolicy, story: list[Observation]) -> None:
+    """No step down leaves fewer slots than there are open sequences; a step up gives all of them some, in its time."""
+    state = ScalingState.begin(0.0, policy.min_workers)
+    for seen in story:
+        before = state.target
+        decision, state = decide(policy, state, seen)
+
+        needed = min(seen.sequence_workers, policy.max_workers)
+        assert decision.wanted >= needed
+        assert decision.target >= min(needed, before if policy.up_after_s else needed)
 
 
 @settings(max_examples=30)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from qinfer.core.messages import Failure
+from qinfer.models.config.config import normalise, parse, to_json
+from qinfer.models.state import StoredModel
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_records import Committed, Owned, Pin, Place, SequenceId, Step, Submitted, Taken
 from qinfer.queue.sequences import Sequences
@@ -12,6 +14,17 @@ EIGHT = SequenceId("acme", "eight")
 LEASE_S = 10.0
 TIMEOUT_S = 60.0
 IDLE_S = 1.0
+STATEFUL = """
+name: "sum" backend: "stub" max_batch_size: 2
+input { name: "x" data_type: TYPE_FP32 dims: [1] } output { name: "y" data_type: TYPE_FP32 dims: [1] }
+sequence_batching { direct {} } instance_group { count: 2 kind: KIND_CPU }
+"""
+
+
+def stored(text: str, *versions: int) -> StoredModel:
+    """Returns a model as it is stored."""
+    config = normalise(parse(text), parse(text).name, ["model.stub"])
+    return StoredModel(config.name, 1, to_json(config), versions)
 
 
 def sequences_of(queue: Queue, *, is_fragile: bool = False) -> Sequences:

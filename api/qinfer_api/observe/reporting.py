@@ -13,12 +13,15 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from msgspec import structs
+
 from qinfer.bridge.reports import BridgeReports, families
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.labeling.tasks import LabelTasks
 from qinfer.models.catalog import Catalog
+from qinfer.models.sequence_work import SequenceWork, read_sequences
 from qinfer.models.shared_settings import follow_log_settings
 from qinfer.models.state import SCALED_DOWN, SCALED_UP, State, WorkerRecord
 from qinfer.models.store import ControlStore
@@ -129,6 +132,7 @@ async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, 
                 asyncio.gather(store.scalers(), store.scaler_counts(), BridgeReports(store.client).routes()),
             )
             labeling = await _unfinished(LabelTasks(delivery), stats)
+            sequences = await read_sequences(delivery, await store.models(catalog.stateful()))
     except (BrokerUnavailable, TimeoutError):
         return replace(known, store_up=False, features=list(families({})))
     depth, shards, ages_s = _by_lane(work)
@@ -141,6 +145,7 @@ async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, 
         rows={(of.model, of.version): of.rows for of in work},
         work_s={(of.model, of.version): of.work_s for of in work},
         letters=dict.fromkeys(ready, 0) | waiting,
+        sequences={one.model: structs.asdict(one) for one in sequences},
         jobs=dict.fromkeys((*_OPEN_STATES, *_ENDED_STATES), 0) | dict(states),
         scaled={direction: scaled.get(direction, 0) for direction in (SCALED_UP, SCALED_DOWN)},
         wanted_workers=sum(scaler.target for scaler in scalers) if scalers else None,
@@ -279,6 +284,14 @@ class Reporting:
             BrokerUnavailable: The store or the queue can't be reached.
         """
         return await read_work(self._store, self._delivery, Jobs(self._delivery).open_rows, model=model)
+
+    async def sequences(self, model: str) -> SequenceWork | None:
+        """Returns the sequences of a model; `None` = it is not stateful, or not known.
+
+        Raises:
+            BrokerUnavailable: The store or the queue can't be reached.
+        """
+        return next(iter(await read_sequences(self._delivery, await self._store.models([model]))), None)
 
     def _wanted(self, snapshot: Snapshot) -> Wanted:
         """Returns which of Triton's metrics to show."""

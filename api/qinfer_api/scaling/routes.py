@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
+from qinfer.models.sequence_work import SequenceWork
 from qinfer.models.work import LaneWork, VersionWork
 from qinfer_api.rest.openapi import answer, errors, operation
 from qinfer_api.rest.services import Services, guarded, send_json
@@ -51,12 +52,27 @@ class VersionBacklog(msgspec.Struct, frozen=True):
     lanes: list[LaneBacklog]
 
 
+class SequenceBacklog(msgspec.Struct, frozen=True):
+    """The sequences of a stateful model, over all its versions.
+
+    Attributes:
+        open: Sequences that have begun and not ended, those that wait among them.
+        waiting: Sequences that wait for a worker with a free slot.
+        workers: Workers that have slots for all open ones.
+    """
+
+    open: int = 0
+    waiting: int = 0
+    workers: int = 0
+
+
 class Backlog(msgspec.Struct, frozen=True):
     """The work of a model, over all its versions and lanes.
 
     Attributes:
         work_s: Seconds that one worker would need for it; 0 only if there is no work.
         workers: Live workers that have a version of it ready.
+        sequences: All 0 for a model without sequences.
     """
 
     model: str
@@ -66,6 +82,7 @@ class Backlog(msgspec.Struct, frozen=True):
     oldest_age_s: float
     workers: int
     versions: list[VersionBacklog]
+    sequences: SequenceBacklog
 
 
 _BACKLOG = operation("", {200: answer("The work.", Backlog), **errors(400, 401, 403, 404, 503)})
@@ -81,12 +98,12 @@ def backlog_routes(services: Services) -> APIRouter:
         found = await services.reporting.work(model)
         if not found:
             services.catalog.status(model)  # a model that has no version has no work; an unknown one is an error
-        return send_json(backlog_of(model, found))
+        return send_json(backlog_of(model, found, await services.reporting.sequences(model)))
 
     return router
 
 
-def backlog_of(model: str, found: Sequence[VersionWork]) -> Backlog:
+def backlog_of(model: str, found: Sequence[VersionWork], sequences: SequenceWork | None = None) -> Backlog:
     """Returns a model's work as it is shown; times are whole milliseconds."""
     return Backlog(
         model=model,
@@ -96,6 +113,7 @@ def backlog_of(model: str, found: Sequence[VersionWork]) -> Backlog:
         oldest_age_s=round(max((one.oldest_age_s for one in found), default=0.0), 3),
         workers=len({worker for one in found for worker in one.workers}),
         versions=[_version(one) for one in found],
+        sequences=_sequences(sequences),
     )
 
 
@@ -111,6 +129,10 @@ def _version(work: VersionWork) -> VersionBacklog:
         workers=len(work.workers),
         lanes=[_lane(lane) for lane in work.lanes],
     )
+
+
+def _sequences(work: SequenceWork | None) -> SequenceBacklog:
+    return SequenceBacklog() if work is None else SequenceBacklog(work.open, work.waiting, work.workers)
 
 
 def _lane(work: LaneWork) -> LaneBacklog:

@@ -31,6 +31,7 @@ from qinfer.core.settings import AutoscaleSettings, RedisSettings, Settings, loa
 from qinfer.errors import QinferError
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.readiness import is_placed
+from qinfer.models.sequence_work import SequenceWork, read_sequences
 from qinfer.models.state import KILLED, RESTARTED, SCALED_DOWN, SCALED_UP, ScalerRecord, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork, read_work
@@ -58,6 +59,7 @@ class Reading:
         load_s: The longest load time of a model.
         floors: Model → live workers that it needs to be READY, where it needs any.
         scalers: The records of all live autoscalers, of whatever models.
+        sequences: The sequences of each stateful model.
     """
 
     at_s: float
@@ -67,6 +69,7 @@ class Reading:
     load_s: float
     floors: Mapping[str, int]
     scalers: tuple[ScalerRecord, ...] = ()
+    sequences: tuple[SequenceWork, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ async def read(store: ControlStore, delivery: Queue, globs: Sequence[str], clock
         load_s=max([*measured, *(speed.load_s for speed in speeds.values())], default=0.0),
         floors={name: one.min_workers for name, one in stored.items() if one.min_workers and not one.error},
         scalers=tuple(scalers),
+        sequences=await read_sequences(delivery, stored),
     )
 
 
@@ -362,6 +366,7 @@ class Autoscaler:
             starting=self._pool.starting + sum(one.starting for one in self._peers.others),
             load_s=max(reading.load_s, self._pool.start_s),
             floor=max(reading.floors.values(), default=0),
+            sequence_workers=max((one.workers for one in reading.sequences), default=0),
         )
 
     def _keep_workers(self, reason: str) -> None:
@@ -392,6 +397,7 @@ class Autoscaler:
             "wanted": total.wanted,
             "work_s": round(seen.work_s, 3),
             "entries": seen.entries,
+            "sequence_workers": seen.sequence_workers,
             "used": round(seen.used, 2),
             "live": seen.live,
             "starting": seen.starting,

@@ -13,11 +13,14 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.models.state import Desired, Speed, StoredModel
+from qinfer.queue.sequence_records import SequenceId
 from qinfer.testing import eventually
 from tests.support.gateway import Running, running_gateway, settings_of
+from tests.support.sequences import STATEFUL, first, stored
 
 QUESTION = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
-IDLE = {"requests": 0, "rows": 0, "work_s": 0.0, "oldest_age_s": 0.0}
+NO_SEQUENCES = {"open": 0, "waiting": 0, "workers": 0}
+IDLE = {"requests": 0, "rows": 0, "work_s": 0.0, "oldest_age_s": 0.0, "sequences": NO_SEQUENCES}
 
 
 @pytest.fixture
@@ -106,6 +109,28 @@ async def test_a_model_that_cannot_be_loaded_has_no_work(running: Running, clien
     await running.refresh()
 
     assert await shown(client, "bad") == {"model": "bad", "workers": 0, "versions": [], **IDLE}
+
+
+async def test_sequences_are_shown_and_measured(running: Running, client: httpx.AsyncClient) -> None:
+    """Each has a slot while it is open; series exist of stateful models only."""
+    await running.store.put_model(stored(STATEFUL, 1))
+    await running.store.set_desired(Desired("sum", 1))
+    await running.refresh()
+    sequences = running.delivery.sequences("sum", 0)
+    for number in range(5):
+        await sequences.submit(SequenceId("acme", number), first(1))
+
+    found = await shown(client, "sum")
+    page = (await client.get("/metrics", params={"scope": "cluster"})).text
+
+    assert found["sequences"] == {"open": 5, "waiting": 5, "workers": 2}
+    assert (await shown(client, "echo"))["sequences"] == NO_SEQUENCES
+    assert [line for line in page.splitlines() if line.startswith("qinfer_sequences")] == [
+        'qinfer_sequences_open{model="sum"} 5.0',
+        'qinfer_sequences_waiting{model="sum"} 5.0',
+        'qinfer_sequences_handed_over_total{model="sum"} 0.0',
+        'qinfer_sequences_lost_total{model="sum"} 0.0',
+    ]
 
 
 async def test_an_unknown_model_is_an_error(client: httpx.AsyncClient) -> None:

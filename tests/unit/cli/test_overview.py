@@ -1,9 +1,13 @@
 """What `qinfer status` reads."""
 
+import re
 from pathlib import Path
 
+from rich.console import Console, RenderableType
+
 from qinfer.cli.local.runfile import RunFile, read, remove, write
-from qinfer.cli.overview import ModelRow, read_overview
+from qinfer.cli.overview import ModelRow, SequencesRow, read_overview
+from qinfer.cli.tables import models_tables, overview_tables
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.models.pins import Pin
@@ -11,6 +15,7 @@ from qinfer.models.state import Desired, State, StoredModel, VersionState, Worke
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
+from tests.support.sequences import SEVEN, STATEFUL, first, stored
 
 
 async def put(store: ControlStore, model: str, *versions: int, error: str = "") -> None:
@@ -24,6 +29,13 @@ async def beat(
 ) -> None:
     record = WorkerRecord(id=f"w{age_s:g}", started_at=delivery.clock.now_s() - age_s, models=states)
     await store.heartbeat(record, ttl_s=60.0)
+
+
+def text_of(tables: RenderableType) -> str:
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(tables)
+    return shown.get()
 
 
 async def test_state_reason_and_depth_are_shown(store: ControlStore, delivery: Queue) -> None:
@@ -71,6 +83,21 @@ async def test_pins_are_shown_with_what_they_keep(store: ControlStore, delivery:
         State.READY,
         [("job", "j1")],
     )
+
+
+async def test_sequences_are_shown_of_stateful_models(store: ControlStore, delivery: Queue) -> None:
+    """In `qinfer status` and `qinfer models list`; others have no row, and without any there is no table."""
+    await put(store, "digits", 1)
+    assert "handed over" not in text_of(overview_tables(await read_overview(store, delivery)))
+    await store.put_model(stored(STATEFUL, 1))
+    await store.set_desired(Desired("sum", 1))
+    await delivery.sequences("sum", 0).submit(SEVEN, first(1))
+
+    overview = await read_overview(store, delivery)
+
+    assert overview.sequences == (SequencesRow(model="sum", open=1, waiting=1, handed_over=0, lost=0),)
+    for tables in (overview_tables(overview), models_tables(overview)):
+        assert re.search(r"handed over +lost *\n.*\n *sum +1 +1 +0 +0", text_of(tables))
 
 
 async def test_bulk_lanes_are_shown_of_models_that_have_jobs(store: ControlStore, delivery: Queue) -> None:

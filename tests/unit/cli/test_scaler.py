@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -13,6 +14,7 @@ from qinfer.cli.scaling.pool import ScalingPool
 from qinfer.cli.scaling.scaler import Autoscaler, Away, QueueWatch, Reading, crowded, policy_of, read
 from qinfer.core.settings import AutoscaleSettings
 from qinfer.errors import SettingsError
+from qinfer.models.sequence_work import SequenceWork
 from qinfer.models.state import Desired, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork
@@ -21,6 +23,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.scaling.policy import ScalingPolicy
 from qinfer.scaling.record import RecordFile, decode
 from qinfer.testing import FakeClock
+from tests.support.sequences import SEVEN, STATEFUL, first, stored
 
 POLICY = ScalingPolicy(max_workers=3, target_s=10, idle_s=100, cooldown_s=0)
 
@@ -70,7 +73,14 @@ class Scene:
         self.scaler.start()
         self.eyes.said.clear()  # that it is there
 
-    def see(self, work_s: float, *, rows: int = 0, floors: dict[str, int] | None = None) -> int:
+    def see(
+        self,
+        work_s: float,
+        *,
+        rows: int = 0,
+        floors: dict[str, int] | None = None,
+        sequences: tuple[SequenceWork, ...] = (),
+    ) -> int:
         """Has it see so much work a second later; returns how many workers there are then."""
         self.clock.advance(1.0)
         work = VersionWork(
@@ -83,6 +93,7 @@ class Scene:
             workers=(),
             load_s=0.0,
             floors=floors or {},
+            sequences=sequences,
         )
         self.scaler.step()
         return self.pool.size
@@ -177,6 +188,15 @@ def test_what_is_executed_keeps_it_from_idleness(scene: Scene) -> None:
     assert [scene.see(0.0, rows=10**6) for _ in range(101)][-1] == 0
 
 
+def test_every_worker_has_slots_of_each_model(scene: Scene) -> None:
+    """The model that needs most workers for its sequences decides."""
+    few = SequenceWork(model="a", open=3, waiting=3, handed_over=0, lost=0, slots=4)
+    many = SequenceWork(model="b", open=5, waiting=0, handed_over=0, lost=0, slots=4)
+
+    assert [scene.see(0.0, sequences=(few,)), scene.see(0.0, sequences=(few, many))] == [1, 2]
+    assert scene.lines[-1] == "2 workers instead of 1: open sequences need the slots of 2"
+
+
 def test_without_people_it_is_logged(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """As `qinfer autoscale` does."""
     scene.scaler._say = None
@@ -206,12 +226,17 @@ async def test_reads_what_its_workers_load(store: ControlStore, delivery: Queue)
     await store.put_speed("other", 1, Speed(5.0, 99.0))
     models = {"a": {1: VersionState(State.READY, 1)}}
     await store.heartbeat(WorkerRecord(id="w", started_at=0.0, models=models, load_s={"a": {1: 2.0}}), 10.0)
+    for stateful in (stored(STATEFUL, 1), msgspec.structs.replace(stored(STATEFUL, 1), model="b-sums")):
+        await store.put_model(stateful)
+        await store.set_desired(Desired(stateful.model, 1))
+        await delivery.sequences(stateful.model, 0).submit(SEVEN, first(1))
 
     reading = await read(store, delivery, ("a", "b*"), FakeClock())
 
-    assert [one.model for one in reading.work] == ["a", "b"]
-    assert reading.rows == {("a", 1): 12, ("b", 1): 0}
-    assert (reading.load_s, reading.floors) == (33.0, {"b": 1})
+    assert [one.model for one in reading.work] == ["a", "b", "b-sums"]
+    assert reading.rows == {("a", 1): 12, ("b", 1): 0, ("b-sums", 1): 0}
+    assert [(one.model, one.workers) for one in reading.sequences] == [("b-sums", 1)]
+    assert (reading.load_s, reading.floors) == (33.0, {"b": 1, "b-sums": 1})
     assert [worker.id for worker in reading.workers] == ["w"]
 
 

@@ -196,6 +196,7 @@ def everything() -> tuple[GatewayTally, Snapshot]:
         executing={("m", 1): 3},
         load_s={("m", 1): 0.5},
         letters={("m", 1): 2, ("m", 0): 1},
+        sequences={"m": {"open": 5, "waiting": 2, "handed_over": 8, "lost": 1}},
         jobs={"running": 1},
         scaled={"up": 4, "down": 3},
         wanted_workers=2,
@@ -226,6 +227,10 @@ def test_what_workers_and_queues_tell() -> None:
     assert value(catalogue.JOB_ROWS, outcome="failed", **model) == 2
     assert value(catalogue.DEAD_LETTERS, **model) == 2
     assert value(catalogue.DEAD_LETTERS, model="m", version="") == 1
+    assert value(catalogue.SEQUENCES_OPEN, model="m") == 5
+    assert value(catalogue.SEQUENCES_WAITING, model="m") == 2
+    assert value(catalogue.SEQUENCES_HANDED_OVER, model="m") == 8
+    assert value(catalogue.SEQUENCES_LOST, model="m") == 1
     assert value(catalogue.JOBS, state="running") == 1
     assert value(catalogue.AUTOSCALE_DECISIONS, direction="up") == 4
     assert value(catalogue.AUTOSCALE_TARGET) == 2

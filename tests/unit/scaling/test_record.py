@@ -1,5 +1,6 @@
 """What an autoscaler records, and what traffic is made out of it."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,7 +22,16 @@ def moment(at_s: float, waiting: int, executed: int, *, live: int = 0, starting:
 def test_a_line_has_what_was_seen_and_decided() -> None:
     """And is read again as it was."""
     seen = Observation(
-        now_s=3.0, work_s=24.8, entries=248, executed=True, used=0.9, live=1, starting=2, load_s=1.2, floor=1
+        now_s=3.0,
+        work_s=24.8,
+        entries=248,
+        executed=True,
+        used=0.9,
+        live=1,
+        starting=2,
+        load_s=1.2,
+        floor=1,
+        sequence_workers=2,
     )
     decision = Decision(target=3, wanted=3, reason="24.8 s of work at 10 s a worker")
     made = Moment.of(BEGAN_S, seen, decision, before=1, draining=4, versions=(VersionTrace(model="m", version=1),))
@@ -32,9 +42,7 @@ def test_a_line_has_what_was_seen_and_decided() -> None:
     assert line.endswith(b"\n")
     assert read == made
     assert (read.before, read.target, read.wanted, read.draining, read.reason) == (1, 3, 3, 4, decision.reason)
-    assert read.seen == Observation(
-        now_s=BEGAN_S, work_s=24.8, entries=248, executed=True, used=0.9, live=1, starting=2, load_s=1.2, floor=1
-    )
+    assert read.seen == replace(seen, now_s=BEGAN_S)
 
 
 def test_what_arrives_is_what_was_executed_and_what_waits() -> None:

@@ -181,6 +181,36 @@ def test_a_model_that_wants_a_worker_keeps_it() -> None:
     assert scaler.see(1000.0).target == 0
 
 
+def test_open_sequences_keep_as_many_workers_as_have_slots_for_them() -> None:
+    """A sequence may have nothing to execute for long, and has its slot all the time."""
+    scaler = Scaler()
+
+    decision = scaler.see(1.0, sequence_workers=3)
+    assert (decision.target, decision.reason) == (3, "open sequences need the slots of 3")
+    assert scaler.watch(2, 1000, sequence_workers=2) == 2
+    assert scaler.watch(1000, 1059) == 2
+    assert scaler.watch(1059, 1299) == 1
+    assert scaler.see(1299.0).target == 0
+
+
+def test_sequences_and_work_do_not_add_up() -> None:
+    """A worker with a slot does the work of the others, too; the greater of both counts."""
+    scaler = Scaler()
+
+    assert scaler.see(1.0, 15.0, sequence_workers=3).target == 3
+    assert scaler.see(2.0, 35.0, sequence_workers=3).reason == "35.0 s of work at 10 s a worker"
+    assert scaler.see(3.0, 35.0, sequence_workers=9).target == 4
+    assert Scaler().see(1.0, sequence_workers=9).reason == "open sequences need the slots of 9, 4 is the most"
+
+
+def test_a_sequence_that_waits_starts_the_first_worker_at_once() -> None:
+    scaler = Scaler(ScalingPolicy(max_workers=4, up_after_s=5))
+
+    assert scaler.see(1.0, sequence_workers=2).target == 1
+    assert scaler.watch(2, 7, sequence_workers=2) == 1
+    assert scaler.see(7.0, sequence_workers=2).target == 2
+
+
 def test_the_fewest_are_there_from_the_start() -> None:
     """And come back when they should be."""
     scaler = Scaler(ScalingPolicy(min_workers=2, max_workers=3))
