@@ -113,7 +113,7 @@ def test_panels_do_not_overlap(name: str) -> None:
 
 
 def test_the_overview_shows_what_an_operator_looks_for() -> None:
-    """Throughput, errors, latency, backlog, age, work, workers, batches, devices, jobs and bridges."""
+    """Throughput, errors, latency, backlog, age, work, workers, batches, devices, sequences, jobs, bridges."""
     shown = " ".join(expressions("overview"))
     wanted = [
         "qinfer_requests_total",
@@ -128,6 +128,7 @@ def test_the_overview_shows_what_an_operator_looks_for() -> None:
         "qinfer_device_memory_used_bytes",
         "qinfer_device_utilization_ratio",
         "qinfer_dead_letters",
+        "qinfer_sequences_waiting",
         "qinfer_jobs",
         "qinfer_job_rows_total",
         "qinfer_bridge_connected",
