@@ -142,10 +142,10 @@ class SequenceBatcher:
         self._kept[sequence] = _Kept(self._initial if states is None else states)
         if committed:
             self._scheduler.adopt(sequence, committed)
-            self._pump()
+            self.pump()
 
     def admit(self, step: PendingStep) -> None:
-        """Takes a step of a sequence that was adopted; those of one sequence come in their order.
+        """Takes a step of a sequence that was adopted; those of one sequence come in their order. Then `pump`.
 
         Raises:
             InvalidRequest: It is not the first step, and its sequence has ended here.
@@ -157,7 +157,6 @@ class SequenceBatcher:
         self._scheduler.admit(listed, self._clock.now_s())
         kept.waiting[step] = listed
         self.waiting += 1
-        self._pump()
 
     def drop(self, sequence: SequenceId) -> None:
         """Forgets a sequence that has ended, or that another worker owns; what executes is not answered."""
@@ -167,7 +166,7 @@ class SequenceBatcher:
         for step in kept.waiting:
             step.lose()
         self.waiting -= len(self._scheduler.drop(sequence, self._clock.now_s()))
-        self._pump()
+        self.pump()
 
     async def pause(self) -> None:
         """Begins no execution any more, and waits until none is under way."""
@@ -177,12 +176,12 @@ class SequenceBatcher:
     def resume(self) -> None:
         """Ends a pause."""
         self.paused = False
-        self._pump()
+        self.pump()
 
     def close(self) -> None:
         """Stops its timer and has the instances unloaded."""
         self.paused = True
-        self._pump()
+        self.pump()
         self.model.executor.retire()
 
     def _key(self, step: PendingStep, kept: _Kept) -> object:
@@ -190,8 +189,11 @@ class SequenceBatcher:
         key = self._key_of(step.request)
         return (key, state_shapes(kept.states)) if self._has_keys else key
 
-    def _pump(self) -> None:
-        """Starts and breaks what is due now, and sets the timer for what comes next."""
+    def pump(self) -> None:
+        """Starts and breaks what is due now, and sets the timer for what comes next.
+
+        To be called once for all steps that came together: they may share batches.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -202,7 +204,7 @@ class SequenceBatcher:
             if not decision.batches:
                 wait_s = decision.wake_at_s - now_s
                 if wait_s != float("inf"):
-                    self._timer = self._loop.call_later(max(wait_s, 0.0), self._pump)
+                    self._timer = self._loop.call_later(max(wait_s, 0.0), self.pump)
                 return
             for batch in decision.batches:
                 self._start(batch, now_s)
@@ -256,7 +258,7 @@ class SequenceBatcher:
         """Takes an execution back from its instance: next batch first, then the answers of this one."""
         assert isinstance(execution, StepExecution), "it was started here"
         self._count(execution)
-        self._pump()
+        self.pump()
 
     def _count(self, execution: StepExecution) -> None:
         """Takes note of what was executed, and hands it to the outlet."""

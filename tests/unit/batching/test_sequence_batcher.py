@@ -147,6 +147,7 @@ class Scene:
             end=end,
         )
         self.batcher.admit(step)
+        self.batcher.pump()
         return step
 
     def end(self) -> None:

@@ -228,6 +228,7 @@ class SequenceService:
             ticket = news.ticket
             for taken in news.taken:
                 self._take_in(taken)
+            self.batcher.pump()
             if not news.taken and not owned:
                 await sequences.wait(owner, version, ticket, self._parts.settings.max_wait_s, has_slots=has_slots)
             elif self.batcher.waiting > _MAX_WAITING:
@@ -331,6 +332,7 @@ class SequenceService:
             self.broken(step, problem)
         elif not step.lost and self._held.get(step.place.sequence) is held:
             self._admit(step)
+            self.batcher.pump()
         if held.arriving is asyncio.current_task():
             held.arriving = None
 
