@@ -71,7 +71,7 @@ def list_models(
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
-    """List the models with their versions and state, and the sequences of stateful ones.
+    """List the models with their versions, state and sequences.
 
     JSON has the models only: `qinfer status --json` has the sequences, too.
     """
