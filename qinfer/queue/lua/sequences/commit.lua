@@ -39,10 +39,20 @@ local function put(key, staged, place, value)
     redis.call('SET', key, value, 'PX', lifetime)
   end
 end
+-- Tells whether a step before this one is removed; mostly this one is the only one.
+local function is_removed(step)
+  if redis.call('XLEN', steps_of(name)) == 1 then return true end
+  local is_there = false
+  each_step(name, function(_, fields)
+    is_there = is_there or (tonumber(fields.l) == life and tonumber(fields.n) == step)
+    return not is_there and tonumber(fields.l) <= life
+  end)
+  return not is_there
+end
 put(state, staged_state, ARGV[7], ARGV[8])
 put(answer, staged_answer, ARGV[9], ARGV[10])
-if n > 1 and of.finished == n - 1 then drop(answer_of(name, life, n - 1), gone) end
-write(of, {committed = n, deaths = 0, used = now_ms()})
+if n > 1 and is_removed(n - 1) then drop(answer_of(name, life, n - 1), gone) end
+write(of, {committed = n, deaths = 0, used = now_ms()}, life .. ' ' .. n)
 if tonumber(redis.call('HGET', KEYS[1], 'last:' .. life) or 0) == n then
   for _, object in ipairs(over(of, GRACE_MS)) do gone[#gone + 1] = object end
 end

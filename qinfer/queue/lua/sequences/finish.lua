@@ -9,16 +9,13 @@ local name, life, n, entry, gone = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 
 redis.call('XDEL', steps, entry)
 if ARGV[7] == '1' then drop(payload, gone) end
+if redis.call('HGET', record, 'at') == life .. ' ' .. n and not redis.call('ZSCORE', prefix .. 'sequence-endings', name) then
+  return gone -- the last step that was committed of a life that goes on
+end
 local of = load(name)
 local is_last = of and of.life == life and n >= of.committed
 if not is_last then drop(answer, gone) end
-if of and of.state == 'open' then
-  of.used = now_ms()
-  if of.life == life then of.finished = math.max(of.finished, n) end
-  write(of, {})
-  return gone
-end
-if redis.call('XLEN', steps) > 0 then return gone end
+if (of and of.state == 'open') or redis.call('XLEN', steps) > 0 then return gone end
 redis.call('ZREM', prefix .. 'sequence-endings', name)
 if of then
   redis.call('UNLINK', steps)

@@ -8,7 +8,8 @@ local owned, now = {}, now_ms()
 if tonumber(redis.call('ZSCORE', prefix .. 'sequence-owners', worker) or 0) <= now then return {0, {}} end
 
 local function take(of)
-  write(of, {owner = worker, token = of.token + 1, ticket = '', taken = of.committed, used = now})
+  write(of, {owner = worker, token = of.token + 1, ticket = '', used = now})
+  redis.call('HSET', record_of(of.name), 'taken', of.committed)
   redis.call('SADD', prefix .. 'sequence-owned:' .. worker, of.name)
   redis.call('ZADD', prefix .. 'sequences', now + LOOK_MS, of.name)
   each_step(of.name, function(id, step)

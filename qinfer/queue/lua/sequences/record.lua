@@ -2,16 +2,16 @@
 -- lives of one sequence (same tenant and correlation id) follow one another, and their steps are in one stream, in order.
 -- The record is a hash. Its field `of` is a table, packed by MessagePack, as most scripts read all of it: state (open | ended);
 -- of the life that executes now `life`, its version, generation, kind, idle (ms), owner, token (which rises with each owner),
--- ticket, taken, committed, finished (the last step that was removed), deaths (of workers that had its next step), used (ms),
--- era; of the last life `tail`, accepted, hash (of its START); code, text, failed and failed_life say how a life ended by an
--- error. Further fields: `last:<life>` is the number of a life's last step, once that is known; `next:<life>` the version,
+-- ticket, committed, deaths (of workers that had its next step), used (ms), era; of the last life `tail`, accepted, hash (of its START); code, text, failed and failed_life say how a life ended by an
+-- error. Further fields, for what is written or read alone: `taken` is the last step that the owner was told, `at` the life and
+-- the last committed step; `last:<life>` is the number of a life's last step, once that is known; `next:<life>` the version,
 -- generation, kind and idle time of a life that waits; `fail:<life>` why it is to end when it begins.
 local TOMBSTONE_MS = 300000 -- so long a sequence that has ended is known
 local LOOK_MS = 60000       -- so often the janitor looks at one, and so long one that nobody owns may be idle
 local GRACE_MS = 10000      -- so long who answers steps of a life that has ended has time for it
 local DAY_MS = 86400000
 local SLACK_MS = 3600000    -- the keys of a sequence live for so much longer, so that not each step has to say so
-local EMPTY = {life = 0, committed = 0, finished = 0, token = 0, taken = 0, deaths = 0, idle = 0, used = 0, tail = 0,
+local EMPTY = {life = 0, committed = 0, token = 0, deaths = 0, idle = 0, used = 0, tail = 0,
   accepted = 0, failed = 0, failed_life = 0, state = '', version = '', generation = '', kind = '', owner = '', ticket = '',
   era = '', hash = '', code = '', text = ''}
 local RECORD = {__index = EMPTY}
@@ -33,11 +33,12 @@ local function begin(partition, is_fragile)
   era = is_fragile == '1' and string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)') or ''
 end
 
-local function write(of, values)
+-- Changes a record, and writes it; `at` is written with it, if it is given.
+local function write(of, values, at)
   for field, value in pairs(values) do of[field] = value end
   local name = of.name
   of.name = nil
-  redis.call('HSET', record_of(name), 'of', cmsgpack.pack(of))
+  redis.call('HSET', record_of(name), 'of', cmsgpack.pack(of), unpack(at and {'at', at} or {}))
   of.name = name
 end
 
@@ -100,7 +101,7 @@ function over(of, grace)
   local about, doom = unpack(redis.call('HMGET', record, 'next:' .. of.life + 1, 'fail:' .. of.life + 1))
   local version, generation, kind, idle = string.match(about, '^(%S+) (%S+) (%S+) (%S+)$')
   write(of, {life = of.life + 1, version = version, generation = generation, kind = kind, idle = tonumber(idle), owner = '',
-    taken = 0, committed = 0, finished = 0, deaths = 0, used = now, era = era})
+    committed = 0, deaths = 0, used = now, era = era})
   wait_for_owner(of, 'seq', now)
   if doom then
     local failed, code, text = string.match(doom, '^(%d+) (%S+) (.*)$')
@@ -123,7 +124,7 @@ local function hand_over(of, has_died)
     return fail(of, 'sequence_lost', 'the worker that had its state in memory has ended', of.committed + 1)
   end
   if has_died then redis.call('UNLINK', lane_of(of.version, of.owner)) end
-  if has_died and of.taken > of.committed then write(of, {deaths = of.deaths + 1}) end
+  if has_died and tonumber(redis.call('HGET', record_of(of.name), 'taken') or 0) > of.committed then write(of, {deaths = of.deaths + 1}) end
   redis.call('SREM', prefix .. 'sequence-owned:' .. of.owner, of.name)
   wait_for_owner(of, 'seq.handed', now_ms())
   count('handed_over')

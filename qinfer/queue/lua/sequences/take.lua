@@ -25,7 +25,7 @@ for _, ticket in ipairs(redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', most)) 
     if step then
       room = room - #step[2][2]
       if room < 0 and #told > 0 then break end
-      if n > of.taken then write(of, {taken = n}) end
+      redis.call('HSET', record_of(fields.s), 'taken', n)
       local deliveries = n == of.committed + 1 and of.deaths + 1 or 1
       told[#told + 1] = {fields.s, life, n, of.token, step[1], step[2], deliveries}
     end
