@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from benchmarks.bodies import GRPC, JSON
+from benchmarks.models import MODELS
 from benchmarks.proxied import GRPC_PROXIED, JSON_PROXIED
 from benchmarks.results import BATCH, IN_PROCESS, Row, Setting
 
@@ -105,6 +106,7 @@ def _faster_than_triton(
     return RateBar(bar=f"{where}: ≥ {factor:g} x Triton", ours=ours, against=(theirs,), factor=factor)
 
 
+_NAMES = {JSON: "JSON", GRPC: "gRPC"}
 _TINY_64, _TINY_128, _MLP_128 = ("tiny", "json", 64), ("tiny", "json", 128), ("mlp", "json", 128)
 
 RATE_BARS = (
@@ -135,10 +137,25 @@ RATE_BARS = (
     _faster_than_triton("mlp gRPC, 128 connections", 1.2, "mlp", GRPC, 128),
     _faster_than_triton("tiny gRPC as behind a proxy", 1.0, "tiny", GRPC_PROXIED, 64),
     _bar("tiny gRPC, 64 connections: ≥ 0.7 x our JSON", 0.7, ("tiny", GRPC, 64), _TINY_64, QINFER),
+    *(
+        _bar(
+            f"steps with implicit state, {_NAMES[encoding]}, 128 callers: ≥ 0.5 x plain requests",
+            0.5,
+            ("implicit", encoding, 128),
+            ("plain", encoding, 128),
+            QINFER,
+        )
+        for encoding in (JSON, GRPC)
+    ),
+    *(
+        _faster_than_triton(
+            f"steps with explicit state, {strategy}, {_NAMES[encoding]}, 64 callers", 1.0, model, encoding, 64
+        )
+        for model, strategy in (("explicit", "oldest"), ("direct", "direct"))
+        for encoding in (JSON, GRPC)
+    ),
+    _faster_than_triton("streams of 100 responses of a model.py, 64 callers", 1.5, "stream", GRPC, 64),
 )
-
-
-_NAMES = {JSON: "JSON", GRPC: "gRPC"}
 
 
 def _p50_ms(row: Row) -> float:
@@ -184,7 +201,7 @@ def _tails(rows: Rows) -> list[Verdict]:
     """The tail bar, for every model and encoding of qinfer at 64 connections."""
     verdicts = []
     for setting, row in rows.items():
-        if setting.server != QINFER or setting.connections != 64:
+        if setting.server != QINFER or setting.connections != 64 or setting.model not in MODELS:
             continue
         bar = f"{setting.model} {setting.encoding}, 64 connections: p99 ≤ 4 x p50"
         if not row.valid:

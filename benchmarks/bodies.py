@@ -1,7 +1,9 @@
 """The requests that are sent, and the check that a server's answer to one is right before it is measured."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import grpc
@@ -14,8 +16,10 @@ from benchmarks.models import BenchModel, FloatArray
 JSON, BINARY, GRPC = "json", "binary", "grpc"
 LENGTH_HEADER = "Inference-Header-Content-Length"
 GRPC_PATH = "/inference.GRPCInferenceService/ModelInfer"
+GRPC_STREAM_PATH = "/inference.GRPCInferenceService/ModelStreamInfer"
 GRPC_PREFIX_BYTES = 5
 """Before each message: a byte that says whether it is compressed, and its length."""
+TIMEOUT_S = 30.0
 TOLERANCE = 1e-4
 """Batches of different sizes may take different kernels, so the last bits of a float differ."""
 
@@ -54,35 +58,41 @@ def write_body(model: BenchModel, encoding: str, expected: FloatArray, directory
         expected: The in-process answer, float32[1, *output_dims].
         directory: Where the body file goes.
     """
-    content, headers = encode(model, encoding, model.example())
+    content, headers = encode(model.name, encoding, model.example())
     path = directory / f"{model.name}.{encoding}"
     path.write_bytes(content)
     return Body(model=model, encoding=encoding, path=path, headers=headers, expected=expected)
 
 
-def encode(model: BenchModel, encoding: str, example: FloatArray) -> tuple[bytes, dict[str, str]]:
-    """Returns the body and the headers of a request for `example`, float32[1, *input_dims]."""
+def encode(
+    name: str, encoding: str, example: FloatArray, parameters: Mapping[str, int | bool] | None = None
+) -> tuple[bytes, dict[str, str]]:
+    """Returns the body and the headers of a request for a model's input `x`, with its parameters."""
     if encoding == GRPC:
-        return _grpc_message(model, example), {"content-type": "application/grpc", "te": "trailers"}
+        message = _grpc_message(name, example, parameters or {})
+        return message, {"content-type": "application/grpc", "te": "trailers"}
     tensor: dict[str, object] = {"name": "x", "shape": list(example.shape), "datatype": "FP32"}
+    request: dict[str, object] = {"parameters": parameters} if parameters else {}
     if encoding == JSON:
         # Shortest digits: what a client's float32 looks like, not its float64 expansion.
         tensor["data"] = [float(str(value)) for value in example.ravel()]
-        content = json.dumps({"inputs": [tensor]}, separators=(",", ":")).encode()
+        content = json.dumps({**request, "inputs": [tensor]}, separators=(",", ":")).encode()
         return content, {"Content-Type": "application/json"}
     tensor["parameters"] = {"binary_data_size": example.nbytes}
     output = {"name": "y", "parameters": {"binary_data": True}}
-    header = json.dumps({"inputs": [tensor], "outputs": [output]}, separators=(",", ":")).encode()
+    header = json.dumps({**request, "inputs": [tensor], "outputs": [output]}, separators=(",", ":")).encode()
     headers = {"Content-Type": "application/octet-stream", LENGTH_HEADER: str(len(header))}
     return header + example.tobytes(), headers
 
 
-def _grpc_message(model: BenchModel, example: FloatArray) -> bytes:
+def _grpc_message(name: str, example: FloatArray, parameters: Mapping[str, int | bool]) -> bytes:
     """The length-prefixed message as NVIDIA's client sends it: the tensor's bytes in `raw_input_contents`."""
     tensor = pb.ModelInferRequest.InferInputTensor(name="x", datatype="FP32", shape=example.shape)
-    request = pb.ModelInferRequest(model_name=model.name, inputs=[tensor], raw_input_contents=[example.tobytes()])
+    request = pb.ModelInferRequest(model_name=name, inputs=[tensor], raw_input_contents=[example.tobytes()])
+    for key, value in parameters.items():
+        setattr(request.parameters[key], "bool_param" if isinstance(value, bool) else "int64_param", value)
     message = request.SerializeToString()
-    return b"\0" + len(message).to_bytes(4, "big") + message
+    return b"\0" + len(message).to_bytes(4) + message
 
 
 def check_answer(url: str, body: Body) -> None:
@@ -92,14 +102,36 @@ def check_answer(url: str, body: Body) -> None:
         WrongAnswer: The status is not 200 or OK, or the output differs.
     """
     for sample in body.samples or (body,):
-        output = _grpc_output(grpc_reply(url, sample)) if sample.encoding == GRPC else _http_output(url, sample)
-        expected = sample.expected
-        if output.shape != expected.shape or not np.allclose(output, expected, atol=TOLERANCE, rtol=TOLERANCE):
-            raise WrongAnswer(f"{url} answered {output.ravel()[:4]}, expected {expected.ravel()[:4]}")
+        output = answer(url, sample.encoding, sample.path.read_bytes(), sample.headers)
+        check_output(url, output, sample.expected)
 
 
-def grpc_reply(url: str, body: Body) -> bytes:
-    """Makes one call and returns its answer, an encoded `ModelInferResponse`.
+def check_output(url: str, output: FloatArray, expected: FloatArray) -> None:
+    """Compares an output with the expected one.
+
+    Raises:
+        WrongAnswer: They differ.
+    """
+    if output.shape != expected.shape or not np.allclose(output, expected, atol=TOLERANCE, rtol=TOLERANCE):
+        raise WrongAnswer(f"{url} answered {output.ravel()[:4]}, expected {expected.ravel()[:4]}")
+
+
+def answer(url: str, encoding: str, content: bytes, headers: Mapping[str, str]) -> FloatArray:
+    """Asks once, with a body and headers as `encode` makes them, and returns the first output.
+
+    Raises:
+        WrongAnswer: The status is not 200 or OK.
+    """
+    if encoding == GRPC:
+        return _grpc_output(pb.ModelInferResponse.FromString(grpc_reply(url, content)))
+    response = httpx.post(url, content=content, headers=dict(headers), timeout=TIMEOUT_S, trust_env=False)
+    if response.status_code != 200:
+        raise WrongAnswer(f"{url} answered {response.status_code}: {response.text[:300]}")
+    return _first_output(response)
+
+
+def grpc_reply(url: str, message: bytes) -> bytes:
+    """Makes one call with a message that has its prefix, and returns its answer, an encoded `ModelInferResponse`.
 
     Raises:
         WrongAnswer: The call ended with another status than OK.
@@ -107,22 +139,38 @@ def grpc_reply(url: str, body: Body) -> bytes:
     with grpc.insecure_channel(httpx.URL(url).netloc.decode()) as channel:
         call = channel.unary_unary(GRPC_PATH)
         try:
-            reply: bytes = call(body.path.read_bytes()[GRPC_PREFIX_BYTES:], timeout=30.0)
+            reply: bytes = call(message[GRPC_PREFIX_BYTES:], timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             raise WrongAnswer(f"{url} answered {error.code().name}: {error.details()}") from None
     return reply
 
 
-def _grpc_output(reply: bytes) -> FloatArray:
-    response = pb.ModelInferResponse.FromString(reply)
-    return np.frombuffer(response.raw_output_contents[0], np.float32).reshape(tuple(response.outputs[0].shape))
+def stream_answers(url: str, message: bytes, count: int) -> tuple[list[FloatArray], int]:
+    """Sends one request of a stream; returns the first outputs of its answers, and their bytes with their prefixes.
+
+    Args:
+        url: The server's address.
+        message: The request with its prefix.
+        count: The number of answers.
+
+    Raises:
+        WrongAnswer: The call ended with another status than OK, or an answer is an error.
+    """
+    with grpc.insecure_channel(httpx.URL(url).netloc.decode()) as channel:
+        call = channel.stream_stream(GRPC_STREAM_PATH)
+        try:
+            replies: list[bytes] = list(islice(call(iter([message[GRPC_PREFIX_BYTES:]]), timeout=TIMEOUT_S), count))
+        except grpc.RpcError as error:
+            raise WrongAnswer(f"{url} answered {error.code().name}: {error.details()}") from None
+    answers = [pb.ModelStreamInferResponse.FromString(reply) for reply in replies]
+    if errors := [found.error_message for found in answers if found.error_message]:
+        raise WrongAnswer(f"{url} answered {errors[0]}")
+    outputs = [_grpc_output(found.infer_response) for found in answers]
+    return outputs, sum(GRPC_PREFIX_BYTES + len(reply) for reply in replies)
 
 
-def _http_output(url: str, body: Body) -> FloatArray:
-    response = httpx.post(url, content=body.path.read_bytes(), headers=body.headers, timeout=30.0, trust_env=False)
-    if response.status_code != 200:
-        raise WrongAnswer(f"{url} answered {response.status_code}: {response.text[:300]}")
-    return _first_output(response)
+def _grpc_output(reply: pb.ModelInferResponse) -> FloatArray:
+    return np.frombuffer(reply.raw_output_contents[0], np.float32).reshape(tuple(reply.outputs[0].shape))
 
 
 def _first_output(response: httpx.Response) -> FloatArray:

@@ -1,6 +1,7 @@
 """Load: runs a load generator over a closed loop of connections, and reads its exact counters.
 
-wrk speaks HTTP, h2load gRPC, and `replay.py` gRPC with headers that differ. One thread always: on two cores a second
+wrk speaks HTTP, h2load gRPC, `replay.py` gRPC with headers that differ, and `callers.py` both, for sequences and
+streams. One thread always: on two cores a second
 one takes time from the servers without adding load (wrk needs about 3 µs per request). wrk builds the request once when
 the script defines no `request` function; of a recording it sends one request after the other.
 """
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import msgspec
 import numpy as np
 
 from benchmarks.bodies import GRPC, GRPC_PREFIX_BYTES, Body, grpc_reply
+from benchmarks.callers import Calls
 from benchmarks.environments import ROOT
 from benchmarks.proxied import GRPC_PROXIED, JSON_PROXIED
 
@@ -70,7 +73,7 @@ class LoadResult:
     """The counts of one run of a load generator.
 
     Attributes:
-        requests: Answers received, also refused ones.
+        requests: Answers received, also refused ones; of streams all responses.
         duration_s: Seconds that it measured.
         p50_us: Median latency.
         p99_us: 99th percentile of the latency.
@@ -78,6 +81,7 @@ class LoadResult:
         errors: Kind of error → count, without zeros; wrk's are `connect`, `read`, `write`, `timeout`, and `status`: not
             2xx or 3xx.
         client_cpu_s: CPU time of the load generator.
+        late: Answers after the measured time, to what had begun in it.
     """
 
     requests: int
@@ -87,6 +91,7 @@ class LoadResult:
     max_us: float
     errors: dict[str, int]
     client_cpu_s: float
+    late: int = 0
 
     @property
     def rate(self) -> float:
@@ -166,7 +171,7 @@ def run_h2load(url: str, body: Body, connections: int, seconds: float, *, stream
         raise LoadFailed(
             "h2load is not here; `scripts/tools h2load` fetches it, on Debian: apt-get install nghttp2-client"
         )
-    reply_bytes = GRPC_PREFIX_BYTES + len(grpc_reply(url, body))
+    reply_bytes = GRPC_PREFIX_BYTES + len(grpc_reply(url, body.path.read_bytes()))
     log = body.path.with_suffix(f"{body.path.suffix}.log")
     log.unlink(missing_ok=True)
     headers = [option for name, value in body.headers.items() for option in ("-H", f"{name}: {value}")]
@@ -183,9 +188,20 @@ def run_replay(url: str, body: Body, seconds: float) -> LoadResult:
         LoadFailed: The client ended with an error or printed no result.
         WrongAnswer: The call before the load had another answer than OK.
     """
-    reply_bytes = GRPC_PREFIX_BYTES + len(grpc_reply(url, body.samples[0]))
+    reply_bytes = GRPC_PREFIX_BYTES + len(grpc_reply(url, body.samples[0].path.read_bytes()))
     host, port = httpx.URL(url).host, str(httpx.URL(url).port)
     command = [sys.executable, "-m", "benchmarks.replay", host, port, str(body.path), str(seconds), str(reply_bytes)]
+    output, client_cpu_s = _run(command, seconds)
+    return parse(output, client_cpu_s)
+
+
+def run_callers(calls: Calls, seconds: float) -> LoadResult:
+    """Loads a server by callers of sequences or streams, whose responses are counted.
+
+    Raises:
+        LoadFailed: The client ended with an error or printed no result.
+    """
+    command = [sys.executable, "-m", "benchmarks.callers", msgspec.json.encode(calls).decode(), str(seconds)]
     output, client_cpu_s = _run(command, seconds)
     return parse(output, client_cpu_s)
 

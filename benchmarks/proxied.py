@@ -16,6 +16,7 @@ import hpack
 import onnxruntime
 
 from benchmarks.bodies import GRPC, GRPC_PATH, JSON, Body, encode
+from benchmarks.connections import call_frames
 from benchmarks.models import BenchModel
 
 JSON_PROXIED, GRPC_PROXIED = "json-proxied", "grpc-proxied"
@@ -33,8 +34,6 @@ CHECKED = 16
 """Number of bodies whose answers are checked before and after a measurement."""
 
 _SEED = 11
-_DATA, _HEADERS = 0, 1
-_END_STREAM, _END_HEADERS = 1, 4
 
 
 def write_recording(model: BenchModel, encoding: str, session: onnxruntime.InferenceSession, directory: Path) -> Body:
@@ -47,7 +46,7 @@ def write_recording(model: BenchModel, encoding: str, session: onnxruntime.Infer
         directory: Where the recording goes.
     """
     plain, examples = PLAIN[encoding], model.example(BODIES)
-    pairs = [encode(model, plain, example[None]) for example in examples]
+    pairs = [encode(model.name, plain, example[None]) for example in examples]
     recorded = directory / f"{model.name}.{encoding}"
     samples = []
     for number, (content, headers) in enumerate(pairs[:CHECKED]):
@@ -117,9 +116,4 @@ def _grpc(contents: list[bytes]) -> Iterator[bytes]:
                 ]
             )
             content = contents[next(number) % BODIES]
-            yield _frame(_HEADERS, _END_HEADERS, stream, block) + _frame(_DATA, _END_STREAM, stream, content)
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """Lays out a frame of HTTP/2 (RFC 9113, section 4.1)."""
-    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+            yield call_frames(block, content, stream)

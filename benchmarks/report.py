@@ -10,8 +10,10 @@ from rich.table import Table
 from benchmarks.bars import FASTAPI, FASTAPI_ORJSON, MOSEC, MOSEC_ORJSON, QINFER, TRITON, Outcome, Rows, Verdict
 from benchmarks.models import MODELS
 from benchmarks.results import BATCH, CLIENT, Row, Setting
+from benchmarks.stateful import CASES
 
 Cells = Sequence[str]
+_STATEFUL = tuple(case.name for case in CASES)
 
 _HEAD = (
     "Written by `benchmarks/run` from one run; how and what: [README](README.md). `triton` is NVIDIA's server on CPUs: "
@@ -79,7 +81,7 @@ def _order(row: Row) -> tuple[int, str, int, int, bool, str]:
     """Sorts models as they are listed, then encodings and connections, and puts qinfer before its peers."""
     setting = row.setting
     return (
-        list(MODELS).index(setting.model),
+        (*MODELS, *_STATEFUL).index(setting.model),
         setting.encoding,
         setting.connections * setting.streams,
         setting.streams,

@@ -98,8 +98,23 @@ def running(kind: ServerKind, launch: Launch, body: Body) -> Iterator[Server]:
     """Starts a server, waits until it answers `body` rightly, and stops it whatever happens.
 
     Raises:
-        ServerFailed: It ended, or gave no answer in time.
-        WrongAnswer: Its first answer was another than ONNX Runtime's.
+        ServerFailed: It ended, or gave no right answer in time.
+    """
+    with started(kind, launch, lambda server: check_answer(server.url, body)) as server:
+        yield server
+
+
+@contextmanager
+def started(kind: ServerKind, launch: Launch, check: Callable[[Server], None]) -> Iterator[Server]:
+    """Starts a server, waits until it passes a check, and stops it whatever happens.
+
+    Args:
+        kind: What is started.
+        launch: How.
+        check: Raises `WrongAnswer`, or an error of HTTP, while the server is not ready.
+
+    Raises:
+        ServerFailed: It ended, or was not ready in time.
     """
     shutil.rmtree(launch.directory, ignore_errors=True)
     launch.directory.mkdir(parents=True)
@@ -111,13 +126,13 @@ def running(kind: ServerKind, launch: Launch, body: Body) -> Iterator[Server]:
         for command in kind.commands(launch):
             env = {**inherited, **command.env}
             server.roots.append(processes.start(command.argv, log=log, env=env, cwd=environments.ROOT))
-        _wait_until_right(server, body, log)
+        _wait_until_right(server, check, log)
         yield server
     finally:
         processes.stop(server.roots)
 
 
-def _wait_until_right(server: Server, body: Body, log: Path) -> None:
+def _wait_until_right(server: Server, check: Callable[[Server], None], log: Path) -> None:
     give_up_at = time.monotonic() + START_WAIT_S
     problem: Exception | str = "no answer"
     while time.monotonic() < give_up_at:
@@ -126,7 +141,7 @@ def _wait_until_right(server: Server, body: Body, log: Path) -> None:
             problem = f"process ended with {ended[0].returncode}"
             break
         try:
-            check_answer(server.url, body)
+            check(server)
         except (httpx.HTTPError, WrongAnswer) as error:
             problem = error
             time.sleep(0.1)
@@ -234,6 +249,7 @@ KINDS = {
             commands=_qinfer,
             roles=(
                 ("qinfer_api", "gateway"),
+                ("python_host", "model"),
                 ("qinfer_workers", "worker"),
                 ("redis-server", "redis"),
                 ("model-repository", "supervisor"),

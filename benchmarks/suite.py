@@ -18,10 +18,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import bars, environments, inprocess, load, machine, processes, proxied, report, servers
+from benchmarks import bars, environments, inprocess, load, machine, processes, proxied, report, servers, stateful
 from benchmarks.bodies import BINARY, GRPC, JSON, Body, WrongAnswer, check_answer, write_body
+from benchmarks.measuring import measure
 from benchmarks.models import MODELS, THREADS, BenchModel, write_repository
-from benchmarks.results import BATCH, CLIENT, IN_PROCESS, Sample, Setting, summarise
+from benchmarks.results import BATCH, IN_PROCESS, Sample, Setting, summarise
 
 WORK = environments.HERE / ".work"
 ENCODINGS = (JSON, BINARY, GRPC, *proxied.ENCODINGS)
@@ -30,6 +31,8 @@ MULTIPLEXED = (4, 16)
 """Connections and concurrent calls of each, for gRPC besides one call each: as clients share connections."""
 WARM_UP_CONNECTIONS = 64
 BUSY_PERCENT = 10
+SCENES = (*MODELS, *stateful.GROUPS)
+"""What can be measured: a server is started for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,7 @@ class Plan:
 
     Attributes:
         servers: Names of `servers.KINDS`, and `in_process`.
-        models: Names of `MODELS`.
+        models: Names of `MODELS`, and groups of `stateful`.
         encodings: Names of `ENCODINGS`.
         connections: Concurrent connections.
         rounds: How often each setting is measured.
@@ -59,7 +62,7 @@ class Plan:
         """Whether the run measures all that the bars ask for, at full length."""
         return (
             set(self.servers) == {*servers.KINDS, IN_PROCESS}
-            and set(self.models) == set(MODELS)
+            and set(self.models) == set(SCENES)
             and set(self.encodings) == set(ENCODINGS)
             and set(self.connections) >= set(CONNECTIONS)
             and self.rounds >= 3
@@ -74,6 +77,7 @@ class Plan:
             for number in range(1, self.rounds + 1)
             for model in self.models
             for server in rotated(self.servers, number - 1)
+            if model in MODELS or stateful.cases(model, server)
         ]
 
     def loads(self, model: str, encoding: str) -> list[tuple[int, int]]:
@@ -82,6 +86,17 @@ class Plan:
             return [(proxied.CONNECTIONS, 1)] if model == proxied.MODEL else []
         plain = [(connections, 1) for connections in self.connections]
         return [*plain, MULTIPLEXED] if encoding == GRPC else plain
+
+    def stateful_visit(self, group: str, server: str, number: int) -> stateful.Visit:
+        """Returns the visit of a server that has a group of stateful or decoupled models."""
+        return stateful.Visit(
+            group=group,
+            server=server,
+            encodings=self.encodings,
+            number=number,
+            seconds=self.seconds,
+            warm_up_s=self.warm_up_s / 2,
+        )
 
     def __str__(self) -> str:
         return (
@@ -129,11 +144,6 @@ def measure_once(
     server: servers.Server, body: Body, connections: int, number: int, seconds: float, *, streams: int = 1
 ) -> Sample:
     """Loads a running server once and takes what its processes used meanwhile."""
-    stolen, used = _stolen_s(), server.usage()
-    loaded = load.run(server.address(body.encoding), body, connections, seconds, streams=streams)
-    now = server.usage()
-    share = (_stolen_s() - stolen) / (loaded.duration_s * (psutil.cpu_count() or 1)) if loaded.duration_s else 0.0
-    each = 1e6 / max(1, loaded.requests)
     setting = Setting(
         model=body.model.name,
         encoding=body.encoding,
@@ -141,18 +151,8 @@ def measure_once(
         streams=streams,
         server=server.kind.name,
     )
-    return Sample(
-        setting=setting,
-        round=number,
-        rate=loaded.rate,
-        p50_us=loaded.p50_us,
-        p99_us=loaded.p99_us,
-        errors=loaded.errors,
-        cpu_us={**{role: s * each for role, s in now.cpu_since(used).items()}, CLIENT: loaded.client_cpu_s * each},
-        rss_before_bytes=used.rss_bytes,
-        rss_bytes=now.rss_bytes,
-        stolen=share,
-    )
+    address = server.address(body.encoding)
+    return measure(server, setting, number, lambda: load.run(address, body, connections, seconds, streams=streams))
 
 
 def visit(plan: Plan, material: Material, name: str, number: int, keep: Callable[[Sample], None]) -> None:
@@ -188,7 +188,7 @@ def run(plan: Plan, console: Console) -> tuple[list[Sample], list[str]]:
     samples: list[Sample] = []
     problems: list[str] = []
     shutil.rmtree(WORK / "models", ignore_errors=True)
-    materials = {name: prepare(MODELS[name], WORK) for name in plan.models}
+    materials = {name: prepare(MODELS[name], WORK) for name in plan.models if name in MODELS}
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} visits"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("", total=len(plan.visits))
@@ -200,7 +200,10 @@ def run(plan: Plan, console: Console) -> tuple[list[Sample], list[str]]:
         for number, model, server in plan.visits:
             progress.update(task, description=f"round {number}: {model} on {server}")
             try:
-                visit(plan, materials[model], server, number, keep)
+                if model in stateful.GROUPS:
+                    stateful.visit(plan.stateful_visit(model, server, number), WORK, keep)
+                else:
+                    visit(plan, materials[model], server, number, keep)
             except (servers.ServerFailed, WrongAnswer, load.LoadFailed) as error:
                 problems.append(f"round {number}, {model} on {server}: {error}")
                 console.print(problems[-1], style="red", markup=False)
@@ -226,7 +229,7 @@ def write(samples: list[Sample], plan: Plan, directory: Path, busy_percent: floa
 def main(
     *,
     only: Annotated[str, typer.Option(help="Servers, comma-separated: qinfer, a peer, in_process.")] = "",
-    models: Annotated[str, typer.Option(help="Models, comma-separated.")] = ",".join(MODELS),
+    models: Annotated[str, typer.Option(help="Models, sequences, streams, comma-separated.")] = ",".join(SCENES),
     encodings: Annotated[str, typer.Option(help="json, binary, grpc, …")] = ",".join(ENCODINGS),
     connections: Annotated[str, typer.Option(help="Concurrent connections.")] = ",".join(map(str, CONNECTIONS)),
     seconds: Annotated[float, typer.Option(min=1, help="Length of one measurement.")] = 5,
@@ -241,14 +244,15 @@ def main(
     console = make_console()
     plan = Plan(
         servers=_available(_chosen(only, (*servers.KINDS, IN_PROCESS), "server"), console),
-        models=_chosen(models, tuple(MODELS), "model"),
+        models=_chosen(models, SCENES, "model"),
         encodings=_drivable(_chosen(encodings, ENCODINGS, "encoding"), console),
         connections=tuple(int(count) for count in connections.split(",")),
         rounds=1 if quick else rounds,
         seconds=1 if quick else seconds,
         warm_up_s=1 if quick else 2,
     )
-    load.require_wrk()
+    if set(plan.models) & set(MODELS):
+        load.require_wrk()
     signal.signal(signal.SIGTERM, interrupt)
     for peer in sorted({kind.environment for name, kind in servers.KINDS.items() if name in plan.servers} - {""}):
         with console.status(f"environment of {peer}"):
@@ -296,7 +300,7 @@ def _drivable(encodings: tuple[str, ...], console: Console) -> tuple[str, ...]:
 def _one_line(sample: Sample) -> str:
     setting = sample.setting
     at_once = report.concurrency(setting)
-    where = f"{setting.model:<5} {setting.encoding:<12} {at_once:>6}  {setting.server:<15}"
+    where = f"{setting.model:<10} {setting.encoding:<12} {at_once:>6}  {setting.server:<15}"
     if setting.encoding == BATCH:
         return f"{where} {sample.rate:>10,.0f} items/s"
     failed = f"  [red]failed: {sample.errors}[/]" if sample.errors else ""
@@ -305,11 +309,6 @@ def _one_line(sample: Sample) -> str:
         f"{where} {sample.rate:>10,.0f} req/s   p50 {sample.p50_us / 1000:>7.2f} ms   "
         f"p99 {sample.p99_us / 1000:>7.2f} ms   CPU µs: {used}{failed}"
     )
-
-
-def _stolen_s() -> float:
-    """Seconds that the host gave to others, summed over the cores."""
-    return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 def interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -1,0 +1,321 @@
+"""Sequences and streams: the models, what is asked of them, and the visit of a server that has all of a group.
+
+    sequences   `plain`      the network of `tiny`, without a state: what a step is compared with
+                `implicit`   the same with a state of 16 numbers, which the server keeps
+                `explicit`   a sum in the Python backend, which keeps it by the correlation ID; strategy `oldest`
+                `direct`     the same with strategy `direct`
+    streams     `stream`     100 responses of one number to each request, from the Python backend
+                `in_process` the same from a backend in the worker's own process
+
+Triton's Python backend has no implicit state, so that only `explicit`, `direct` and `stream` are measured there, too.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from benchmarks import environments, inprocess, load, processes, servers
+from benchmarks.bars import QINFER, TRITON
+from benchmarks.bodies import (
+    GRPC,
+    GRPC_PREFIX_BYTES,
+    JSON,
+    answer,
+    check_output,
+    encode,
+    grpc_reply,
+    stream_answers,
+)
+from benchmarks.callers import FIRST_ID, Calls
+from benchmarks.measuring import measure
+from benchmarks.models import MAX_BATCH_SIZE, MODELS, THREADS, FloatArray
+from benchmarks.results import Sample, Setting
+
+STEPS = 50
+"""Steps of a sequence."""
+RESPONSES = 100
+"""Responses of a stream."""
+WIDTH = 16
+_HERE = environments.HERE / "stateful_models"
+_BACKEND = "bench_counting"
+_CHECKED_STEPS = 3
+_EXAMPLE = MODELS["tiny"].example()
+
+_SCHEDULER = "sequence_batching {{ {strategy} max_sequence_idle_microseconds: 10000000 {more} }}"
+_OLDEST, _DIRECT = "oldest { max_candidate_sequences: 1024 }", "direct { }"
+_STATE = f'state {{ input_name: "s" output_name: "t" data_type: TYPE_FP32 dims: [ {WIDTH} ] }}'
+_CONTROLS = "".join(
+    f'control_input {{ name: "{name}" control {{ kind: CONTROL_SEQUENCE_{kind} }} }} '
+    for name, kind in (
+        ("start", "START int32_false_true: [ 0, 1 ]"),
+        ("end", "END int32_false_true: [ 0, 1 ]"),
+        ("ready", "READY int32_false_true: [ 0, 1 ]"),
+        ("id", "CORRID data_type: TYPE_UINT64"),
+    )
+)
+_DECOUPLED = (
+    "dynamic_batching { } model_transaction_policy { decoupled: true } "
+    f'parameters {{ key: "responses" value {{ string_value: "{RESPONSES}" }} }}'
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, and how it is asked.
+
+    Attributes:
+        name: The model's name.
+        group: The group of the models that a server has at once.
+        callers: Callers, each with a connection.
+        servers: The servers that have it.
+        encodings: The encodings it is asked in.
+        backend: Its backend.
+        config: What its configuration has besides backend, inputs and outputs.
+        width: Numbers of its output.
+        source: The file of a model of the Python backend.
+        steps: Steps of a sequence; 0 = requests are no steps.
+        responses: Responses to a request; 0 = it is not decoupled.
+    """
+
+    name: str
+    group: str
+    callers: int
+    servers: tuple[str, ...]
+    encodings: tuple[str, ...] = (JSON, GRPC)
+    backend: str = "python"
+    config: str
+    width: int = WIDTH
+    source: str = ""
+    steps: int = 0
+    responses: int = 0
+
+
+SEQUENCES, STREAMS = "sequences", "streams"
+GROUPS = (SEQUENCES, STREAMS)
+_BOTH = (QINFER, TRITON)
+_EXPLICIT = Case(
+    name="explicit",
+    group=SEQUENCES,
+    callers=64,
+    servers=_BOTH,
+    config=_SCHEDULER.format(strategy=_OLDEST, more=_CONTROLS),
+    source="running_sum.py",
+    steps=STEPS,
+)
+_STREAM = Case(
+    name="stream",
+    group=STREAMS,
+    callers=64,
+    servers=_BOTH,
+    encodings=(GRPC,),
+    config=_DECOUPLED,
+    width=1,
+    source="counter.py",
+    responses=RESPONSES,
+)
+_PLAIN = Case(
+    name="plain",
+    group=SEQUENCES,
+    callers=128,
+    servers=(QINFER,),
+    backend="onnxruntime",
+    config="dynamic_batching { }",
+    width=8,
+)
+CASES = (
+    _PLAIN,
+    replace(_PLAIN, name="implicit", config=_SCHEDULER.format(strategy=_OLDEST, more=_STATE), steps=STEPS),
+    _EXPLICIT,
+    replace(_EXPLICIT, name="direct", config=_SCHEDULER.format(strategy=_DIRECT, more=_CONTROLS)),
+    _STREAM,
+    replace(_STREAM, name="in_process", servers=(QINFER,), backend=_BACKEND, source=""),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """A visit of a server.
+
+    Attributes:
+        group: The group that is measured.
+        server: The server's name.
+        encodings: The encodings that are measured, of those that the cases have.
+        number: The round.
+        seconds: Length of one measurement.
+        warm_up_s: Length of the load before each measurement.
+    """
+
+    group: str
+    server: str
+    encodings: Sequence[str]
+    number: int
+    seconds: float
+    warm_up_s: float
+
+    @property
+    def cases(self) -> list[Case]:
+        """Returns what is measured at the server."""
+        return cases(self.group, self.server)
+
+
+def cases(group: str, server: str) -> list[Case]:
+    """Returns the cases of a group that a server has."""
+    return [case for case in CASES if case.group == group and server in case.servers]
+
+
+def visit(one: Visit, directory: Path, keep: Callable[[Sample], None]) -> None:
+    """Measures one group at one server: starts it, and checks, warms and loads each model.
+
+    Raises:
+        ServerFailed: The server did not come up.
+        WrongAnswer: It answered something else than it should.
+        LoadFailed: A load generator did not run.
+    """
+    repository = directory / "models" / f"{one.group}-{one.server}"
+    shutil.rmtree(repository, ignore_errors=True)
+    for case in one.cases:
+        write_model(case, repository)
+    launch = servers.Launch(
+        model="",
+        model_file=repository,
+        repository=repository,
+        directory=directory / "servers" / one.server,
+        port=processes.free_port(),
+        grpc_port=processes.free_port(),
+    )
+
+    def check_all(_: servers.Server) -> None:
+        for case in one.cases:
+            check(launch, case, case.encodings[0], repository)
+
+    kind = replace(servers.KINDS[one.server], commands=lambda launch: [_command(one.server, launch, directory)])
+    with servers.started(kind, launch, check_all) as server:
+        for case in one.cases:
+            for encoding in (encoding for encoding in case.encodings if encoding in one.encodings):
+                calls = _calls(launch, case, encoding, check(launch, case, encoding, repository))
+                load.run_callers(calls, one.warm_up_s)
+                setting = Setting(model=case.name, encoding=encoding, connections=case.callers, server=one.server)
+                keep(measure(server, setting, one.number, lambda c=calls: load.run_callers(c, one.seconds)))
+                check(launch, case, encoding, repository)
+
+
+def _command(server: str, launch: servers.Launch, directory: Path) -> servers.Command:
+    if server == TRITON:
+        return servers.triton_command(launch, launch.repository)
+    [command] = servers.KINDS[server].commands(launch)
+    return replace(command, env={**command.env, "PYTHONPATH": _install_backend(directory / "packages")})
+
+
+def _install_backend(packages: Path) -> str:
+    """Lets workers find our backend as that of an installed package; returns the PYTHONPATH for it."""
+    distribution = packages / "qinfer_bench-0.dist-info"
+    distribution.mkdir(parents=True, exist_ok=True)
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: qinfer-bench\nVersion: 0\n")
+    target = "benchmarks.stateful_models.counting_backend:CountingBackend"
+    (distribution / "entry_points.txt").write_text(f"[qinfer.backends]\n{_BACKEND} = {target}\n")
+    return os.pathsep.join((str(packages), str(environments.ROOT)))
+
+
+def write_model(case: Case, repository: Path) -> None:
+    """Writes the model of a case into a repository."""
+    version = repository / case.name / "1"
+    version.mkdir(parents=True)
+    if case.source:
+        shutil.copy(_HERE / case.source, version / "model.py")
+    elif case.backend == "onnxruntime":
+        onnx.save(_with_state() if case.steps else MODELS["tiny"].build(), _model_file(case, repository))
+    threads = "".join(
+        f'parameters {{ key: "{key}_op_thread_count" value {{ string_value: "{THREADS}" }} }}\n'
+        for key in ("intra", "inter")
+    )
+    (version.parent / "config.pbtxt").write_text(
+        f'backend: "{case.backend}"\nmax_batch_size: {MAX_BATCH_SIZE}\n'
+        f'input {{ name: "x" data_type: TYPE_FP32 dims: [ {WIDTH} ] }}\n'
+        f'output {{ name: "y" data_type: TYPE_FP32 dims: [ {case.width} ] }}\n'
+        f"instance_group [ {{ kind: KIND_CPU count: 1 }} ]\n{threads}{case.config}\n"
+    )
+
+
+def _model_file(case: Case, repository: Path) -> Path:
+    return repository / case.name / "1" / "model.onnx"
+
+
+def _with_state() -> onnx.ModelProto:
+    """Makes `tiny` of the sum `u` of input and state, whose half is the next state."""
+    model = MODELS["tiny"].build()
+    graph = model.graph
+    for node in graph.node:
+        node.input[:] = ["u" if name == "x" else name for name in node.input]
+    graph.node.insert(0, helper.make_node("Add", ["x", "s"], ["u"]))
+    graph.node.append(helper.make_node("Mul", ["u", "half"], ["t"]))
+    graph.initializer.append(helper.make_tensor("half", TensorProto.FLOAT, [], [0.5]))
+    for name, side in (("s", graph.input), ("t", graph.output)):
+        side.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH]))
+    onnx.checker.check_model(model)
+    return model
+
+
+def check(launch: servers.Launch, case: Case, encoding: str, repository: Path) -> int:
+    """Checks the answers of a server to a few steps or to a stream; returns the bytes that answer a call of gRPC.
+
+    Raises:
+        WrongAnswer: They are wrong, or errors.
+    """
+    url = _address(launch, case, encoding)
+    if case.responses:
+        content, _ = encode(case.name, encoding, _EXAMPLE)
+        outputs, size = stream_answers(url, content, case.responses)
+        check_output(url, np.concatenate(outputs), np.arange(case.responses, dtype=np.float32)[:, None])
+        return size
+    for step, expected in enumerate(expected_outputs(case, repository), 1):
+        content, headers = encode(case.name, encoding, _EXAMPLE, _parameters(case, step))
+        check_output(url, answer(url, encoding, content, headers), expected)
+    content, _ = encode(case.name, GRPC, _EXAMPLE, _parameters(case, 0))
+    return GRPC_PREFIX_BYTES + len(grpc_reply(_address(launch, case, GRPC), content))
+
+
+def expected_outputs(case: Case, repository: Path) -> Iterator[FloatArray]:
+    """Yields what the first steps of a sequence are answered with, made in process."""
+    if case.backend == "python":
+        yield from (_EXAMPLE * step for step in range(1, _CHECKED_STEPS + 1))
+        return
+    session = inprocess.session(_model_file(case, repository))
+    state = np.zeros((1, WIDTH), np.float32)
+    for _ in range(_CHECKED_STEPS if case.steps else 1):
+        y, *states = session.run(None, {"x": _EXAMPLE, **({"s": state} if case.steps else {})})
+        state = states[0] if states else state
+        yield y
+
+
+def _parameters(case: Case, step: int) -> dict[str, int | bool]:
+    """Returns the parameters of a step that is checked; step 0 is a sequence of its own."""
+    if not case.steps:
+        return {}
+    start, end = step in (0, 1), step in (0, _CHECKED_STEPS)
+    return {"sequence_id": FIRST_ID - 1, "sequence_start": start, "sequence_end": end}
+
+
+def _calls(launch: servers.Launch, case: Case, encoding: str, reply_bytes: int) -> Calls:
+    return Calls(
+        host="127.0.0.1",
+        port=launch.grpc_port if encoding == GRPC else launch.port,
+        model=case.name,
+        encoding=encoding,
+        callers=case.callers,
+        example=_EXAMPLE[0].tolist(),
+        steps=case.steps,
+        responses=case.responses,
+        reply_bytes=reply_bytes,
+    )
+
+
+def _address(launch: servers.Launch, case: Case, encoding: str) -> str:
+    if encoding == GRPC:
+        return f"http://127.0.0.1:{launch.grpc_port}"
+    return f"http://127.0.0.1:{launch.port}/v2/models/{case.name}/infer"
