@@ -163,6 +163,47 @@ def test_up_scales_with_a_burst_to_zero_and_back(start: Start, repository: Path,
     assert up.stop() == 0
 
 
+def step(url: str, sequence: int, value: float, **flags: bool) -> float:
+    """Sends a step of a sequence to the model that sums."""
+    tensor = {"name": "INPUT", "shape": [1, 1], "datatype": "FP32", "data": [value]}
+    body = {"parameters": {"sequence_id": sequence, **flags}, "inputs": [tensor]}
+    reply = httpx.post(f"{url}/v2/models/sums/infer", json=body, timeout=WITHIN_S)
+    assert reply.status_code == 200, reply.text
+    return float(reply.json()["outputs"][0]["data"][0])
+
+
+def test_up_keeps_workers_for_open_sequences(start: Start, tmp_path: Path) -> None:
+    """The first START starts a worker; two instances with a slot each are full with two sequences of three."""
+    models.accumulator(
+        tmp_path / "models",
+        "sums",
+        strategy=models.DIRECT,
+        max_batch_size=1,
+        more="max_sequence_idle_microseconds: 60000000",
+    )
+    up = start(
+        "qinfer.cli.main",
+        *("up", "--autoscale", "0:2", "--model-repository", str(tmp_path / "models")),
+        *("--data-dir", str(tmp_path / "data"), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"),
+    )
+    up.says("Stop  ")
+    url = up.printed.partition("URL")[2].split()[0]
+    assert up.workers == []
+
+    with ThreadPoolExecutor(3) as pool:
+        first = list(pool.map(lambda n: step(url, n, float(n), sequence_start=True), (1, 2, 3)))
+    up.says("2 workers instead of .: open sequences need the slots of 2")
+    wait_until(lambda: httpx.get(f"{url}/v1/models/sums/backlog").json()["workers"] == 2, WITHIN_S, "both workers")
+    told = len(up.printed)
+    last = [step(url, n, 10.0, sequence_end=True) for n in (1, 2, 3)]
+    up.says("0 workers instead of .: nothing to do for")
+
+    assert first == [1.0, 2.0, 3.0]
+    assert last == [11.0, 12.0, 13.0]
+    assert "instead of" not in up.printed[:told].rpartition("slots of 2")[2]
+    assert up.stop() == 0
+
+
 @pytest.fixture
 def gateway(start: Start, repository: Path, outside: servers.RedisServer) -> Callable[..., str]:
     def serve(**env: str) -> str:
