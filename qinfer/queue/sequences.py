@@ -82,7 +82,7 @@ _MAX_BLOCK_S = 0.5
 _STAGED_LATE = "the state or the response of a step did not arrive in time; try again"
 
 _SHARED = ("now_ms", "drop", "sequences/record")
-_SUBMIT = load_script("sequences/submit", *_SHARED)
+_SUBMIT = load_script("each", *_SHARED, "sequences/submit")
 _OWN = load_script("sequences/own", *_SHARED)
 _TAKE = load_script("sequences/take", *_SHARED)
 _COMMIT = load_script("each", *_SHARED, "sequences/commit")
@@ -146,13 +146,35 @@ class Sequences:
         lock = self._locks.setdefault(sequence, asyncio.Lock())
         async with lock:
             reply = await self._submit(sequence, step, limits)
-        what = reply[0]
-        if what in (b"new", b"stored"):
-            place = Place(sequence, reply[1], reply[2])
-            payload_id = step.payload.request_id if step.payload else ""
-            is_new = what == b"new"
-            return Submitted(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
-        raise self._refusal(sequence, step, what, reply[1:])
+        outcome = self._outcome(sequence, step, reply)
+        if isinstance(outcome, QinferError):
+            raise outcome
+        return outcome
+
+    def is_free(self, sequence: SequenceId) -> bool:
+        """Tells whether no step of a sequence waits in `submit`: then the next one may be submitted at once."""
+        return sequence not in self._locks
+
+    async def submit_together(
+        self, steps: Items[tuple[SequenceId, Step]], limits: Limits = NO_LIMITS
+    ) -> list[Submitted | QinferError]:
+        """Appends steps without payloads of sequences that are free, in their order, as `submit` does.
+
+        Returns:
+            What became of each: where it is, or what `submit` would raise.
+
+        Raises:
+            BrokerUnavailable: They may have been submitted.
+        """
+        call = partial(self._router.call, self._slot)
+        words = [self._submit_words(sequence, step, limits) for sequence, step in steps]
+        outcomes: list[Submitted | QinferError] = []
+        for start in range(0, len(words), AT_ONCE):
+            replies = await run_each(call, _SUBMIT, words[start : start + AT_ONCE])
+            outcomes += [
+                self._outcome(*of, reply) for of, reply in zip(steps[start : start + AT_ONCE], replies, strict=True)
+            ]
+        return outcomes
 
     async def join(self, worker_id: str, versions: Items[int], lease_s: float) -> None:
         """Begins a worker's lease; what a worker of that id owned before is handed over first.
@@ -324,6 +346,16 @@ class Sequences:
         key = keys.payload(self._model, self._partition, payload.request_id) if payload else ""
         if payload is not None:
             await self._values.set(self._slot, key, payload.data, payload.ttl_s)
+        (reply,) = await run_each(
+            partial(self._router.call, self._slot), _SUBMIT, [self._submit_words(sequence, step, limits)]
+        )
+        if payload is not None and reply[0] != b"new":
+            with suppress(BrokerUnavailable):  # its time to live ends it
+                await self._values.remove(self._slot, key)
+        return reply  # type: ignore[no-any-return]  # a list
+
+    def _submit_words(self, sequence: SequenceId, step: Step, limits: Limits) -> Words:
+        """Returns the arguments of submit.lua for one step."""
         pin = step.start
         about = ""
         if pin is not None:
@@ -331,13 +363,20 @@ class Sequences:
             about = f"{pin.version} {pin.generation} {kind} {ttl_ms(pin.idle_s)}"
         flags = ("S" if pin else "") + ("E" if step.end else "")
         numbers = (ttl_ms(step.timeout_s), limits.steps, limits.open)
-        of = (sequence.name, flags, step.number, step.digest, packable(step.frame))
-        names = [self._record(sequence), keys.lane(self._steps(sequence))]
-        reply = await self._run(_SUBMIT, names, *of, payload.request_id if payload else "", *numbers, about)
-        if payload is not None and reply[0] != b"new":
-            with suppress(BrokerUnavailable):  # its time to live ends it
-                await self._values.remove(self._slot, key)
-        return reply  # type: ignore[no-any-return]  # a list
+        payload_id = step.payload.request_id if step.payload else ""
+        of = (sequence.name, flags, step.number, step.digest, packable(step.frame), payload_id)
+        names = (self._record(sequence), keys.lane(self._steps(sequence)))
+        return Words(names, (*self._begin, *of, *numbers, about))
+
+    def _outcome(self, sequence: SequenceId, step: Step, reply: Items[Any]) -> Submitted | QinferError:
+        """Reads the reply of submit.lua."""
+        what = reply[0]
+        if what not in (b"new", b"stored"):
+            return self._refusal(sequence, step, what, reply[1:])
+        place = Place(sequence, reply[1], reply[2])
+        payload_id = step.payload.request_id if step.payload else ""
+        is_new = what == b"new"
+        return Submitted(place, Entry(self._steps(sequence), reply[3].decode(), "", payload_id) if is_new else None)
 
     def _refusal(self, sequence: SequenceId, step: Step, what: bytes, about: Items[Any]) -> QinferError:
         """Returns the error for a step that the script refused; the first text is Triton's (reference §3.4)."""

@@ -8,6 +8,7 @@ A step with a number (`qinfer_step`) may be sent again when a connection breaks:
 
 import asyncio
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,7 +18,8 @@ from qinfer.errors import QinferError, SequenceEnded
 from qinfer.models.catalog import Served
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import NOT_KEPT, Limits, Pin, SequenceId, Step
+from qinfer.queue.sequence_records import NOT_KEPT, Limits, Pin, SequenceId, Step, Submitted
+from qinfer.queue.sequences import Sequences
 from qinfer.submission.pending import OfStep, Pending, PendingRequests
 from qinfer.wire.frame import decode_responses
 
@@ -37,7 +39,7 @@ class Steps:
         self._queue = queue
         self._limits = Limits(steps=limits.max_sequence_steps, open=limits.max_sequences)
         self._pending = pending
-        self._waiting: list[tuple[Pending, SequenceId, Step]] = []
+        self._waiting: list[_Waiting] = []
         self._work = asyncio.Event()
 
     def submit(
@@ -63,30 +65,58 @@ class Steps:
             digest=_digest(request) if flags.start and flags.step else "",
             payload=payload,
         )
-        pending.step = OfStep(self._queue.sequences(served.spec.name, _PARTITION), is_numbered=flags.step > 0)
-        self._waiting.append((pending, SequenceId(request.tenant, flags.id), step))
+        sequences = self._queue.sequences(served.spec.name, _PARTITION)
+        pending.step = OfStep(sequences, is_numbered=flags.step > 0)
+        self._waiting.append(_Waiting(pending, sequences, SequenceId(request.tenant, flags.id), step))
         self._work.set()
 
     async def run(self) -> None:
-        """Submits until cancelled."""
+        """Submits until cancelled: what has come meanwhile together, but for steps behind large payloads."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._work.wait()
                 self._work.clear()
                 waiting, self._waiting = self._waiting, []
-                for pending, sequence, step in waiting:
-                    group.create_task(self._submit(pending, sequence, step), name="step of a sequence")
+                together: dict[Sequences, list[_Waiting]] = {}
+                behind: set[SequenceId] = set()
+                for each in waiting:
+                    if each.step.payload is None and each.sequence not in behind and each.of.is_free(each.sequence):
+                        together.setdefault(each.of, []).append(each)
+                    else:
+                        behind.add(each.sequence)
+                        group.create_task(self._submit(each), name="step of a sequence")
+                for sequences, steps in together.items():
+                    group.create_task(self._submit_together(sequences, steps), name="steps of sequences")
 
-    async def _submit(self, pending: Pending, sequence: SequenceId, step: Step) -> None:
+    async def _submit(self, each: "_Waiting") -> None:
+        try:
+            outcome: Submitted | QinferError = await each.of.submit(each.sequence, each.step, self._limits)
+        except QinferError as error:
+            outcome = error
+        await self._settle(each.pending, outcome)
+
+    async def _submit_together(self, sequences: Sequences, steps: "list[_Waiting]") -> None:
+        outcomes: list[Submitted | QinferError]
+        try:
+            outcomes = await sequences.submit_together([(each.sequence, each.step) for each in steps], self._limits)
+        except QinferError as error:
+            outcomes = [error] * len(steps)
+        for each, outcome in zip(steps, outcomes, strict=True):
+            await self._settle(each.pending, outcome)
+
+    async def _settle(self, pending: Pending, outcome: Submitted | QinferError) -> None:
+        """Takes note of where a step is, or delivers what is stored, or why there is none."""
         of_step = pending.step
         assert of_step is not None, "it is a step"
+        if isinstance(outcome, QinferError):
+            self._pending.submitted(pending, outcome)
+            return
+        of_step.place = outcome.place
+        if outcome.entry is not None:
+            self._pending.submitted(pending, outcome.entry)
+            return
         try:
-            submitted = await of_step.sequences.submit(sequence, step, self._limits)
-            of_step.place = submitted.place
-            if submitted.entry is None:
-                await self._deliver_stored(pending, of_step)
-            else:
-                self._pending.submitted(pending, submitted.entry)
+            await self._deliver_stored(pending, of_step)
         except QinferError as error:
             self._pending.submitted(pending, error)
 
@@ -103,6 +133,15 @@ class Steps:
             raise SequenceEnded(NOT_KEPT)
         (response,) = decode_responses(blob)
         self._pending.deliver(msgspec.structs.replace(response, request_id=pending.request_id))
+
+
+class _Waiting(NamedTuple):
+    """A step that is to be submitted: its pending request, its model's sequences, its own, and itself."""
+
+    pending: Pending
+    of: Sequences
+    sequence: SequenceId
+    step: Step
 
 
 def _pin(served: Served) -> Pin:

@@ -6,6 +6,7 @@
 --   wait in the sequence (0 = none), limit of open sequences (0 = none), and of a START `<version> <generation> <kind> <idle ms>`.
 -- Returns {new, life, number, entry id} | {stored, life, number} | {gap, number that is next} | {old, the last number} |
 --   {ended, code, text, step} | {unknown} | {full}.
+local function one(KEYS, ARGV)
 local record, steps = KEYS[1], KEYS[2]
 begin(ARGV[1], ARGV[2])
 local name, flags, number, hash, frame, payload = ARGV[3], ARGV[4], tonumber(ARGV[5]), unpack(ARGV, 6, 8)
@@ -73,3 +74,4 @@ if number > 0 and number <= of.accepted then return append(of.tail, number) end
 if redis.call('HEXISTS', record, 'last:' .. of.tail) == 1 then return {'unknown'} end
 of.accepted = of.accepted + 1
 return append(of.tail, of.accepted)
+end
