@@ -173,6 +173,7 @@ class SequenceService:
                                 await self._changed.wait()
         if is_wanted():
             self._is_draining = False
+            self.batcher.resume()  # an attempt before this one may have failed half-way
             return False
         await self.batcher.pause()
         await self._steps.flush()

@@ -84,9 +84,8 @@ class SequenceServices:
         limit_s = self._parts.settings.drain_s / 2
         for leaving in self._leaving.values():
             leaving.cancel()
-        async with asyncio.TaskGroup() as drains:
-            for service in (*self._services.values(), *self._leaving):
-                drains.create_task(service.drain(limit_s, lambda: False, hands_over=True))
+        services = (*self._services.values(), *self._leaving)
+        await asyncio.gather(*[service.drain(limit_s, lambda: False, hands_over=True) for service in services])
 
     async def keep_pins(self) -> None:
         """Pins the versions with open sequences until cancelled."""

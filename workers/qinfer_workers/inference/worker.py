@@ -361,6 +361,7 @@ class Worker:
         async with self._exclusive:
             try:
                 await self._bulk.pause()
+                await self._sequences.pause()
                 await self._quiesce()
                 await self._publisher.settle()
                 yield
@@ -373,7 +374,6 @@ class Worker:
     async def _quiesce(self) -> None:
         """Pauses all models and waits until nothing executes; a model that a batch calls is paused after the batch."""
         self._is_quiescing = True
-        await self._sequences.pause()
         while moving := {key: serving for key, serving in self._serving.items() if not serving.is_still}:
             first = [serving for key, serving in moving.items() if not self._caller.is_target(*key)]
             async with asyncio.TaskGroup() as pauses:
@@ -402,14 +402,7 @@ class Worker:
         logger.info("draining", extra={"executing": sum(b.executing for b in self._batchers())})
         try:
             async with asyncio.timeout(self._settings.drain_s) as limit:
-                await self._sequences.drain()
-                async with self._exclusive:
-                    await self._bulk.pause()
-                    await self._quiesce()
-                    await self._streams.ended()
-                    # What the streams called has resumed.
-                    await self._quiesce()
-                self._is_quiescing = False
+                await asyncio.gather(self._sequences.drain(), self._end_batches())
                 self._heartbeat.missed = partial(_cut_short, limit)
                 for model, version in list(self._serving):
                     await self._end_serving(model, version)
@@ -424,6 +417,16 @@ class Worker:
             logger.warning("drained without the broker", extra={"reason": error.message})
         finally:
             self._heartbeat.missed = lambda _: None
+
+    async def _end_batches(self) -> None:
+        """Ends what executes of plain models, and fetches nothing more."""
+        async with self._exclusive:
+            await self._bulk.pause()
+            await self._quiesce()
+            await self._streams.ended()
+            # What the streams called has resumed.
+            await self._quiesce()
+        self._is_quiescing = False
 
 
 def _cut_short(drain: asyncio.Timeout, away_s: float) -> None:
