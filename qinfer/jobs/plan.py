@@ -25,8 +25,10 @@ RECORDS = "_commits"
 NO_GROUPS = -1
 """The row group of formats that have none."""
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 _Group = Annotated[int, msgspec.Meta(ge=NO_GROUPS)]
+_Below = Annotated[str, msgspec.Meta(pattern=r"(?s)^(?!.*(?:^|/)\.{0,2}(?:/|$))")]
+"""A name in a folder, or below it: no part of it is empty, `.` or `..`."""
 
 SHOWN_FILES = 20
 """So many files that can't be read are named in a job's record, log and error."""
@@ -77,7 +79,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
     """
 
     index: _Count
-    part: str
+    part: _Below
     rows: _Count
     ranges: tuple[Range, ...]
 
@@ -301,7 +303,7 @@ class _Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Shard(msgspec.Struct, frozen=True, array_like=True):
-    part: str
+    part: _Below
     ranges: tuple[_Piece, ...]
 
 

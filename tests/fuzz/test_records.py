@@ -291,6 +291,16 @@ async def steal(chance: random.Random, store: ControlStore, lane: Lane) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "part", ["", "/", ".", "..", "/a", "a/", "a//b", "./a", "a/./b", "a/../../b", "../\nb", "a/.."]
+)
+def test_a_part_outside_of_its_output_is_no_ticket(part: str) -> None:
+    ticket = ShardTicket("j1", Shard(0, part, 1, (Range("file:///in", "e", 0, 0, 1, 0),)))
+
+    with pytest.raises(CorruptEntry, match="can't be read"):
+        decode_ticket(encode_ticket(ticket))
+
+
 async def test_damaged_tickets_and_leases(
     delivery: Queue, store: ControlStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
