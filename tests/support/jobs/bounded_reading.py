@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -20,7 +21,6 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from qinfer.jobs.rows.source import Footer
     from qinfer.storage.store import Stat
 
 GUARD_BYTES = 3 * 2**30
@@ -39,6 +39,24 @@ class Case(msgspec.Struct):
     path: str
     datatype: str = "BYTES"
     dims: tuple[int, ...] = (1,)
+
+
+class Planned(msgspec.Struct):
+    """What an examiner tells of a file: its columns (`schemas.encode_schema`) and rows, or why it has none.
+
+    Attributes:
+        schema: The columns.
+        rows: The rows.
+        groups: The rows of each row group; `None` = the format has none.
+        error: Why it can't be read; empty = it can.
+        peak_bytes: By how much the process grew at most.
+    """
+
+    schema: str = ""
+    rows: int = 0
+    groups: tuple[int, ...] | None = None
+    error: str = ""
+    peak_bytes: int = 0
 
 
 class Found(msgspec.Struct):
@@ -77,20 +95,26 @@ def main() -> None:
     import qinfer_workers.jobs.scoring.shard_files  # noqa: F401  before the fork, so that its memory is the base
 
     for line in sys.stdin.buffer.read().splitlines():
-        inbox, outbox = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(inbox)
-            with open(outbox, "wb") as file:
-                file.write(msgspec.json.encode(_score_bounded(msgspec.json.decode(line, type=Case))))
-            os._exit(0)
-        os.close(outbox)
-        with open(inbox, "rb") as file:
-            told = file.read()
-        _, status = os.waitpid(child, 0)
-        told = told or msgspec.json.encode(Found(message=f"died with status {status}"))
-        sys.stdout.buffer.write(told + b"\n")
+        case = msgspec.json.decode(line, type=Case)
+        told, status = _forked(partial(_score_bounded, case))
+        sys.stdout.buffer.write((told or msgspec.json.encode(Found(message=f"died with status {status}"))) + b"\n")
         sys.stdout.buffer.flush()
+
+
+def _forked(work: Callable[[], msgspec.Struct]) -> tuple[bytes, int]:
+    """Does work in a fork; returns what it came to, as JSON, and the fork's status. Empty = it died."""
+    inbox, outbox = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(inbox)
+        with open(outbox, "wb") as file:
+            file.write(msgspec.json.encode(work()))
+        os._exit(0)
+    os.close(outbox)
+    with open(inbox, "rb") as file:
+        told = file.read()
+    _, status = os.waitpid(child, 0)
+    return told, status
 
 
 def _score_bounded(case: Case) -> Found:
@@ -115,11 +139,10 @@ def _begin_peak() -> None:
 
 def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     """Scores a file as a worker does, with a model that takes no time and no memory."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     from qinfer.core.store_urls import Grant
-    from qinfer.jobs.columns.schemas import encode_schema
+    from qinfer.jobs.columns.schemas import decode_schema, encode_schema
     from qinfer.jobs.job import JobSpec, Output
     from qinfer.jobs.plan import Plan, Range, Shard, decode_plan_head, encode_plan_head
     from qinfer.models.spec import ModelSpec, TensorSpec
@@ -131,16 +154,19 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     url = f"file://{case.path}"
     stat = store_for(url).stat(url)
     assert stat is not None
-    footer = _planned(stat, folder)
-    found.planned_bytes = _peak_bytes() - base
-    pa.default_memory_pool().release_unused()
-    _begin_peak()  # another process plans
+    told, status = _forked(lambda: _planned(stat, folder, base))
+    planned = msgspec.json.decode(told, type=Planned) if told else Planned(error=f"died with status {status}")
+    found.planned_bytes = planned.peak_bytes
+    if planned.error:
+        found.message = planned.error
+        return
+    schema = decode_schema(planned.schema)
     ranges, first = [], 0
-    for number, rows in enumerate(footer.groups) if footer.groups is not None else [(-1, footer.rows)]:
-        ranges.append(Range(url, stat.etag, number, first, rows, 0 if footer.groups is not None else first))
+    for number, rows in enumerate(planned.groups) if planned.groups is not None else [(-1, planned.rows)]:
+        ranges.append(Range(url, stat.etag, number, first, rows, 0 if planned.groups is not None else first))
         first += rows
     shard = Shard(0, "part-00000.parquet", first, tuple(ranges))
-    copied = tuple(name for name in footer.schema.names if name.startswith("k"))
+    copied = tuple(name for name in schema.names if name.startswith("k"))
     out = folder / "out"
     spec = JobSpec(
         model="m", inputs=(url,), output=Output(url=f"file://{out}"), error_threshold=-1.0, passthrough=copied
@@ -152,9 +178,7 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
         outputs=(TensorSpec(name="y", datatype="FP32", dims=(1,)),),
         max_batch_size=1024,
     )
-    plan = Plan(
-        job_id="job", spec=spec, model_hash="", schema=encode_schema(footer.schema), sources=(), shards=(), rows=first
-    )
+    plan = Plan(job_id="job", spec=spec, model_hash="", schema=encode_schema(schema), sources=(), shards=(), rows=first)
     task = Task(
         job_id="job", spec=spec, shard=shard, model=model, head=decode_plan_head(encode_plan_head(plan)), model_hash="",
         max_errors=-1, spool=folder, read_bytes=READ_BYTES, grant=Grant(("file:///",), ("file:///",)),
@@ -180,13 +204,20 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     found.message = messages[0].as_py() if len(messages) else ""
 
 
-def _planned(file: "Stat", folder: Path) -> "Footer":
+def _planned(file: "Stat", folder: Path, base: int) -> Planned:
+    """Reads a file as an examiner does, which is a process of its own."""
+    from qinfer.errors import QinferError
+    from qinfer.jobs.columns.schemas import encode_schema
     from qinfer.jobs.rows.source import format_of, read_footer
     from qinfer.jobs.rows.text_streams import PieceKeeper
     from qinfer.storage.open import store_for
 
     kept = PieceKeeper(store_for, f"file://{folder}/kept", file.url, file.etag)
-    return read_footer(file, format_of(file.url, ""), on_block=kept.add)
+    try:
+        footer = read_footer(file, format_of(file.url, ""), on_block=kept.add)
+    except (QinferError, MemoryError) as error:
+        return Planned(error=f"{type(error).__name__}: {error}", peak_bytes=_peak_bytes() - base)
+    return Planned(encode_schema(footer.schema), footer.rows, footer.groups, "", _peak_bytes() - base)
 
 
 def _echo(chunks: "object", work: threading.Event, scored: list[int]) -> None:
