@@ -152,13 +152,15 @@ class Sequences:
         return outcome
 
     def is_free(self, sequence: SequenceId) -> bool:
-        """Tells whether no step of a sequence waits in `submit`: then the next one may be submitted at once."""
+        """Tells whether no step of a sequence is being appended: then the next one may be submitted at once."""
         return sequence not in self._locks
 
     async def submit_together(
         self, steps: Items[tuple[SequenceId, Step]], limits: Limits = NO_LIMITS
     ) -> list[Submitted | QinferError]:
         """Appends steps without payloads of sequences that are free, in their order, as `submit` does.
+
+        A sequence is free again once the last of its steps is appended.
 
         Returns:
             What became of each: where it is, or what `submit` would raise.
@@ -168,12 +170,24 @@ class Sequences:
         """
         call = partial(self._router.call, self._slot)
         words = [self._submit_words(sequence, step, limits) for sequence, step in steps]
+        last = {sequence: position for position, (sequence, _) in enumerate(steps)}
         outcomes: list[Submitted | QinferError] = []
-        for start in range(0, len(words), AT_ONCE):
-            replies = await run_each(call, _SUBMIT, words[start : start + AT_ONCE])
-            outcomes += [
-                self._outcome(*of, reply) for of, reply in zip(steps[start : start + AT_ONCE], replies, strict=True)
-            ]
+        held: dict[SequenceId, asyncio.Lock] = {}
+        try:
+            for sequence in last:
+                lock = self._locks.setdefault(sequence, asyncio.Lock())
+                await lock.acquire()
+                held[sequence] = lock
+            for start in range(0, len(words), AT_ONCE):
+                end = start + AT_ONCE
+                replies = await run_each(call, _SUBMIT, words[start:end])
+                outcomes += [self._outcome(*of, reply) for of, reply in zip(steps[start:end], replies, strict=True)]
+                for sequence, _ in steps[start:end]:
+                    if sequence in held and last[sequence] < end:
+                        held.pop(sequence).release()
+        finally:
+            for lock in held.values():
+                lock.release()
         return outcomes
 
     async def join(self, worker_id: str, versions: Items[int], lease_s: float) -> None:

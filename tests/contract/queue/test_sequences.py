@@ -14,7 +14,7 @@ from qinfer.errors import InvalidRequest, PayloadTooLarge, QueueFull, SequenceEn
 from qinfer.queue import keys, sequences
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import Committed, Limits, Place, SequenceId, Step
+from qinfer.queue.sequence_records import Committed, Limits, Place, SequenceId, Step, Submitted
 from qinfer.testing import EmbeddedServer, eventually
 from tests.contract.conftest import RedisQueue
 from tests.support.sequences import EIGHT, LEASE_S, SEVEN, Gateway, Worker, first, later, sequences_of
@@ -123,6 +123,23 @@ async def test_large_tensors_do_not_change_the_order(gateway: Gateway) -> None:
     assert leases[0].entry.payload_id == "r1"
     await worker.work()
     assert gateway.texts == ["=1", "=3", "=6"]
+
+
+async def test_steps_submitted_together_are_not_overtaken(gateway: Gateway) -> None:
+    """By a step that comes while a script runs, and theirs is one of the next."""
+    steps = [(SequenceId("acme", n), first(n)) for n in range(1, 2 * sequences.AT_ONCE + 2)]
+    early, late = steps[0][0], steps[-1][0]
+    steps.append((early, later(1)))
+    together = asyncio.create_task(gateway.sequences.submit_together(steps))
+    await asyncio.sleep(0)
+    assert not gateway.sequences.is_free(late)
+
+    found = [await gateway.sequences.submit(sequence, later(2)) for sequence in (early, late)]
+
+    assert [submitted.place.number for submitted in found] == [3, 2]
+    outcomes = await together
+    assert {type(outcome) for outcome in outcomes} == {Submitted}
+    assert gateway.sequences.is_free(late)
 
 
 async def test_ids_of_tenants_and_types_are_never_confused(gateway: Gateway) -> None:
