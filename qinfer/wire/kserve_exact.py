@@ -20,7 +20,8 @@ from qinfer.wire.kserve_types import INPUTS, Input, InputParameters, Output, Out
 STEP = "qinfer_step"
 """The caller's number of a request of a sequence: one that is sent again gets the response of the first."""
 
-_SEQUENCE_KEYS = {"sequence_id": "id", "sequence_start": "start", "sequence_end": "end", STEP: "step"}
+SEQUENCE_KEYS = {"sequence_id": "id", "sequence_start": "start", "sequence_end": "end", STEP: "step"}
+"""The parameters of a sequence, and the fields of `Sequence` that they become."""
 
 _NOT_UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
 _NOT_SIGNED = "attempt to access JSON non-signed-integer as signed-integer"
@@ -212,8 +213,8 @@ def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> b
             fields["priority"] = _unsigned(key, value)
         elif key == "timeout":
             fields["timeout_s"] = _unsigned(key, value) / 1e6
-        elif key in _SEQUENCE_KEYS:
-            sequence[_SEQUENCE_KEYS[key]] = _of_sequence(key, value)
+        elif key in SEQUENCE_KEYS:
+            sequence[SEQUENCE_KEYS[key]] = _of_sequence(key, value)
         else:
             custom[key] = custom_parameter(key, value)
     if custom:

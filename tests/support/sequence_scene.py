@@ -10,15 +10,15 @@ from qinfer.queue.sequences import Sequences
 from qinfer.wire.frame import encode_request, encode_request_apart
 from tests.support.inline_workers import InlineWorkers, value
 
-STATE = 'state { input_name: "s" output_name: "t" data_type: TYPE_FP32 dims: [ 2 ] }'
+STATE = 'state {{ input_name: "s" output_name: "t" data_type: TYPE_FP32 dims: [ {} ] }}'
 """With mode `add`, `y = x + s`, and `t` is the same."""
 
 CONTROL = """control_input { name: "c" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }"""
 
 
-def scheduler(*, explicit: bool = False, strategy: str = "direct { }", idle_s: float = 60.0) -> str:
+def scheduler(*, explicit: bool = False, strategy: str = "direct { }", idle_s: float = 60.0, dims: int = 2) -> str:
     """Returns `sequence_batching` for a stub."""
-    more = "" if explicit else STATE
+    more = "" if explicit else STATE.format(dims)
     return f"sequence_batching {{ {strategy} {more} max_sequence_idle_microseconds: {round(idle_s * 1e6)} }}"
 
 
@@ -39,12 +39,18 @@ class Sequencing:
         return self.scene.delivery.sequences("stub", 0)
 
     async def model(
-        self, *, versions: tuple[int, ...] = (1,), instances: int = 1, strategy: str = "direct { }", more: str = ""
+        self,
+        *,
+        versions: tuple[int, ...] = (1,),
+        instances: int = 1,
+        strategy: str = "direct { }",
+        dims: int = 2,
+        more: str = "",
     ) -> None:
         """Stores the stub."""
-        text = scheduler(explicit=self.explicit, idle_s=self.idle_s, strategy=strategy)
+        text = scheduler(explicit=self.explicit, idle_s=self.idle_s, strategy=strategy, dims=dims)
         self.generation = await self.scene.model(
-            versions=versions, mode="add", scheduler=text, instances=instances, more=more
+            versions=versions, mode="add", scheduler=text, instances=instances, dims=dims, more=more
         )
 
     def request(self, number: float, sequence: Sequence, timeout_s: float) -> InferRequest:

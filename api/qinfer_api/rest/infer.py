@@ -6,7 +6,8 @@
     infer_stream      below `/v1`: infer's body in, each response as an event with exact tensors out
 
 Of free-form JSON, a key that is an input of the model becomes a tensor, any other a parameter; the members of an object
-`parameters` are taken the same way. The answer has each output under its own name. It is neither taken nor given in a
+`parameters` are taken the same way. Those of sequences are what they are on infer, where the model has sequences. The
+answer has each output under its own name. It is neither taken nor given in a
 compressed body. Load metrics (ORCA, `endpoint-load-metrics`) are not reported.
 
 No body meets pydantic. Whatever takes long (decompression, a large body or reply) runs in a thread, off the event loop.
@@ -31,7 +32,7 @@ from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.submission.pending import Pending, Sink
 from qinfer.tensors import Bytes, Tensor, element_count
-from qinfer.wire.kserve_exact import custom_parameter, load, read_input
+from qinfer.wire.kserve_exact import SEQUENCE_KEYS, apply_parameters, custom_parameter, load, read_input
 from qinfer.wire.kserve_json import check_depth, elements, pack
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.dispatcher import Dispatcher
@@ -391,20 +392,26 @@ def read_generate(text: bytes, model: str, version: int, spec: ModelSpec, max_de
         raise InvalidRequest(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
     tensors: dict[str, Tensor] = {}
     parameters: dict[str, Scalar] = {}
+    flags: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for members in (document, document.get(_NESTED, {})):
         for key, value in members.items():
             if key in inputs:
                 if key in tensors:
                     raise InvalidRequest(f"input '{key}' already exists in request")
                 tensors[key] = _tensor(inputs[key], value, batched=spec.max_batch_size > 0)
+            elif key in SEQUENCE_KEYS and spec.sequences is not None:
+                flags[key] = value
             elif members is not document or key not in (_ID, _NESTED):
                 parameters[key] = custom_parameter(key, value)
+    apply_parameters(flags, fields)
     return InferRequest(
         model=model,
         inputs=tuple(tensors.values()),
         version=version,
         client_id=document.get(_ID, ""),
         parameters=parameters,
+        **fields,
     )
 
 
