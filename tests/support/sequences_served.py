@@ -39,23 +39,21 @@ class SequencesServed:
         gateway: The gateway.
         client: Calls its HTTP.
         stub: Calls its gRPC.
-        headers: Sent with each call over HTTP.
     """
 
     def __init__(self, sums: Sequencing, gateway: Gateway, client: httpx.AsyncClient, stub: Any) -> None:
         self.scene: InlineWorkers = sums.scene
         self.sums, self.gateway, self.client, self.stub = sums, gateway, client, stub
-        self.headers: dict[str, str] = {}
 
     async def start(self, **options: Any) -> None:
         """Starts the first worker."""
         await self.scene.worker(**options)
         await self.gateway.catalog.refresh()
 
-    async def post(self, number: float, correlation_id: Id = 1, *, id: str = "", **options: Any) -> httpx.Response:
-        """Sends a step over HTTP as JSON; `options` are its other parameters, and `values`, `rows`, and `model`."""
-        model, headers = options.pop("model", "stub"), options.pop("headers", self.headers)
-        body = body_of(number, correlation_id, id=id, **options)
+    async def post(self, number: float, correlation_id: Id = 1, **options: Any) -> httpx.Response:
+        """Sends a step over HTTP as JSON, as `body_of` makes it; `model` and `headers` may be among the options."""
+        model, headers = options.pop("model", "stub"), options.pop("headers", {})
+        body = body_of(number, correlation_id, **options)
         return await self.client.post(f"/v2/models/{model}/infer", json=body, headers=headers)
 
     async def post_binary(self, number: float, correlation_id: Id = 1, **flags: Any) -> httpx.Response:
@@ -64,11 +62,11 @@ class SequencesServed:
         about = {"name": "x", "shape": [1, 2], "datatype": "FP32", "parameters": {"binary_data_size": len(row)}}
         parameters = {**parameters_of(correlation_id, flags), "binary_data_output": True}
         head = json.dumps({"parameters": parameters, "inputs": [about]}).encode()
-        headers = {**self.headers, "inference-header-content-length": str(len(head))}
+        headers = {"inference-header-content-length": str(len(head))}
         return await self.client.post(URL, content=head + row, headers=headers)
 
     async def call(self, number: float, correlation_id: Id = 1, **flags: Any) -> Any:
-        """Sends a step over gRPC; returns the response."""
+        """Sends a step over gRPC, as `message_of` makes it; returns the response."""
         return await self.stub.ModelInfer(message_of(number, correlation_id, **flags))
 
     async def sum(self, *numbers: float, correlation_id: Id = 1) -> list[float]:
@@ -108,18 +106,17 @@ def parameters_of(correlation_id: Id, flags: Mapping[str, Any]) -> dict[str, Any
     return {"sequence_id": correlation_id, **more}
 
 
-def body_of(
-    number: float, correlation_id: Id = 1, *, rows: int = 1, width: int = 2, id: str = "", **flags: Any
-) -> dict[str, Any]:
-    """Returns the JSON of a step."""
+def body_of(number: float, correlation_id: Id = 1, **options: Any) -> dict[str, Any]:
+    """Returns the JSON of a step; its `id`, `rows` and `width` may be among the options, the others are parameters."""
+    rows, width = options.pop("rows", 1), options.pop("width", 2)
+    named = {"id": options.pop("id")} if "id" in options else {}
     tensor = {"name": "x", "shape": [rows, width], "datatype": "FP32", "data": [number] * rows * width}
-    named = {"id": id} if id else {}
-    return {**named, "inputs": [tensor], "parameters": parameters_of(correlation_id, flags)}
+    return {**named, "inputs": [tensor], "parameters": parameters_of(correlation_id, options)}
 
 
-def message_of(number: float, correlation_id: Id = 1, *, id: str = "", **flags: Any) -> Any:
-    """Returns the message of a step."""
-    message = pb.ModelInferRequest(model_name="stub", id=id)
+def message_of(number: float, correlation_id: Id = 1, **flags: Any) -> Any:
+    """Returns the message of a step; its `id` may be among the flags."""
+    message = pb.ModelInferRequest(model_name="stub", id=flags.pop("id", ""))
     message.inputs.add(name="x", datatype="FP32", shape=[1, 2])
     message.raw_input_contents.append(np.full((1, 2), number, "<f4").tobytes())
     for name, value in parameters_of(correlation_id, flags).items():
