@@ -14,6 +14,10 @@ MAX_STATE_BYTES = 64 * 2**20
 """The largest state of a sequence; where it has several, of all together."""
 
 
+NOBODYS = 0
+"""Stands for the token of a life that nobody owns; those of owners begin with 1."""
+
+
 class SequenceId(msgspec.Struct, frozen=True):
     """A sequence within a model's partition: its tenant, and the correlation id, a number or a text."""
 

@@ -308,7 +308,7 @@ class Sequences:
         Args:
             place: The step that expired, was cancelled, or became a dead letter.
             failure: Its own failure, which the steps behind it will name.
-            token: The owner's; `None` = anybody's, such as a caller that cancels.
+            token: The owner's; `None` = anybody's, such as a caller that cancels; `NOBODYS` = no worker owns the life.
 
         Returns:
             False when it had ended before, the step is committed, or another worker owns the sequence.

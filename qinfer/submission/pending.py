@@ -33,7 +33,7 @@ from qinfer.errors import (
 )
 from qinfer.queue.entries import Entry, Lane, by_lane
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import Place
+from qinfer.queue.sequence_records import NOBODYS, Place
 from qinfer.queue.sequences import Sequences
 from qinfer.submission.streams import Credits, StreamReader, Verdict
 from qinfer.wire.frame import decode_responses
@@ -471,12 +471,12 @@ class PendingRequests:
                     self._failed(pending, pending.late or DeadlineExceeded(TIMED_OUT))
 
     async def _withdraw_step(self, pending: Pending) -> None:
-        """Ends the sequence of a step that waits for a worker in vain."""
+        """Ends the sequence of a step that waits for a worker in vain; one that a worker owns goes on."""
         step, error = pending.step, pending.late or DeadlineExceeded(TIMED_OUT)
         if pending not in self or step is None or step.place is None:
             return
         try:
-            if await step.sequences.fail(step.place, Failure.of(error)) and self.remove(pending):
+            if await step.sequences.fail(step.place, Failure.of(error), NOBODYS) and self.remove(pending):
                 self._failed(pending, error)
         except DeliveryError as problem:
             logger.warning("a late step stays in its sequence", extra={"error": problem.message})

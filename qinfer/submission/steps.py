@@ -78,15 +78,19 @@ class Steps:
                 self._work.clear()
                 waiting, self._waiting = self._waiting, []
                 together: dict[Sequences, list[_Waiting]] = {}
+                alone: list[_Waiting] = []
                 behind: set[SequenceId] = set()
                 for each in waiting:
                     if each.step.payload is None and each.sequence not in behind and each.of.is_free(each.sequence):
                         together.setdefault(each.of, []).append(each)
                     else:
                         behind.add(each.sequence)
-                        group.create_task(self._submit(each), name="step of a sequence")
+                        alone.append(each)
+                # Tasks begin in this order: where a sequence has steps of both kinds, those that go together are first.
                 for sequences, steps in together.items():
                     group.create_task(self._submit_together(sequences, steps), name="steps of sequences")
+                for each in alone:
+                    group.create_task(self._submit(each), name="step of a sequence")
 
     async def _submit(self, each: "_Waiting") -> None:
         try:

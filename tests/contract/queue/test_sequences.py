@@ -14,7 +14,7 @@ from qinfer.errors import InvalidRequest, PayloadTooLarge, QueueFull, SequenceEn
 from qinfer.queue import keys, sequences
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import Committed, Limits, Place, SequenceId, Step, Submitted
+from qinfer.queue.sequence_records import NOBODYS, Committed, Limits, Place, SequenceId, Step, Submitted
 from qinfer.testing import EmbeddedServer, eventually
 from tests.contract.conftest import RedisQueue
 from tests.support.sequences import EIGHT, LEASE_S, SEVEN, Gateway, Worker, first, later, sequences_of
@@ -348,6 +348,24 @@ async def test_only_the_owner_and_whoever_needs_no_token_end_a_life(gateway: Gat
     assert not await gateway.sequences.fail(one.place, LATE)
     assert await gateway.sequences.fail(two.place, LATE)
     assert not await gateway.sequences.fail(two.place, LATE)
+
+
+async def test_what_no_worker_came_for_ends_only_where_nobody_owns_it(gateway: Gateway) -> None:
+    """A life that a worker executes goes on; one that waits behind it, or for a worker, does not."""
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1))
+    await worker.own()
+    (behind,) = await gateway.send(SEVEN, first(2))
+    (alone,) = await gateway.send(EIGHT, first(3))
+    running = Place(SEVEN, 1, 1)
+
+    assert not await gateway.sequences.fail(running, LATE, NOBODYS)
+    assert await gateway.sequences.fail(behind.place, LATE, NOBODYS)
+    assert await gateway.sequences.fail(alone.place, LATE, NOBODYS)
+    await worker.work()
+    await gateway.answer_rest()
+
+    assert gateway.texts == ["=1", *[f"{LATE.code}: {LATE.message}"] * 2]
 
 
 async def test_a_life_that_waits_ends_when_it_would_begin(gateway: Gateway) -> None:

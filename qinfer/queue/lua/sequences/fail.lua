@@ -1,12 +1,16 @@
 -- Ends a life of a sequence by an error at one of its steps, or, without a code, because it was idle for its time.
--- KEYS: record. ARGV: partition's prefix, whether Redis may lose, name, token of the owner ('' = anybody), life, step, code
---   ('' = it was idle), text.
+-- KEYS: record. ARGV: partition's prefix, whether Redis may lose, name, token of the owner ('' = anybody, 0 = only where nobody
+--   owns that life), life, step, code ('' = it was idle), text.
 -- Returns {whether it ended or, where it has not begun, is going to, names of objects that nothing refers to now}.
 begin(ARGV[1], ARGV[2])
 local name, token, life, n, code, text = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8]
 local of = load(name)
 if not of or of.state ~= 'open' then return {0, {}} end
-if token ~= '' and (of.owner == '' or of.token ~= tonumber(token)) then return {0, {}} end
+if token == '0' then
+  if of.owner ~= '' and of.life == life then return {0, {}} end
+elseif token ~= '' and (of.owner == '' or of.token ~= tonumber(token)) then
+  return {0, {}}
+end
 
 if code == '' then
   local is_idle = of.life == life and of.tail == life and redis.call('XLEN', steps_of(name)) == 0
