@@ -33,6 +33,7 @@ from tests.support.bridge_scene import (
     value_of,
 )
 from tests.support.inline_workers import InlineWorkers, inline_workers
+from tests.support.sequence_scene import scheduler
 from tests.support.servers.servers import RedisServer, command, free_port
 
 REPLIES = "replies"
@@ -205,6 +206,19 @@ async def test_a_body_that_can_not_be_read_is_a_dead_letter(
     assert letter.headers["mine"] == "kept"
     assert (letter.body, letter.content_type, letter.properties["message_id"]) == (body, content_type, "bad")
     assert value_of(prediction) == 5.0
+    assert broker.size(TASKS) == 0
+
+
+async def test_a_message_to_a_stateful_model_is_a_dead_letter(scene: InlineWorkers, broker: Broker) -> None:
+    """Its steps would come in no order."""
+    await scene.model(mode="add", scheduler=scheduler())
+    await scene.worker()
+    broker.put(body_of(5.0), message_id="m1")
+
+    async with bridge(scene, routes(broker.url)):
+        (letter,) = await broker.take(queue=DEAD)
+
+    assert "model 'stub' keeps state from request to request" in letter.headers["x-qinfer-reason"]
     assert broker.size(TASKS) == 0
 
 

@@ -8,6 +8,7 @@ import pytest
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.check import check, copied_columns, problems
 from qinfer.jobs.job import Columns, JobSpec, Output, OutputFormat
+from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.models.spec import ModelSpec, TensorSpec
 
 Given = str | tuple[str, ...] | Columns
@@ -226,3 +227,10 @@ def test_elements_without_an_order_are_not_ranked(datatype: str) -> None:
 
     with pytest.raises(InvalidRequest, match=f"names 'word', whose elements are {datatype} and have no order"):
         check(job("age", top_k={"word": 1}), replace(model(1), outputs=outputs), SCHEMA)
+
+
+def test_rows_of_a_job_are_no_sequence() -> None:
+    stateful = replace(model(1), sequences=SequenceSpec(strategy=DirectSpec(), slots=1, max_rows=1))
+
+    with pytest.raises(InvalidRequest, match="model 'digits' has 'sequence_batching', and the rows of a job are no"):
+        check(job("age"), stateful, SCHEMA)
