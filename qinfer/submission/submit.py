@@ -287,7 +287,7 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
         InvalidRequest: The model keeps state from request to request.
         PayloadTooLarge: It is too large without its tensors.
     """
-    if served.spec.is_stateful:
+    if served.spec.sequences is not None and served.spec.is_stateful:
         raise InvalidRequest(
             f"model '{served.spec.name}' keeps state from request to request: it takes no stored requests, as those of "
             "/v1, bridges and labeling are; send the requests of a sequence one after the other to its infer route"
