@@ -22,7 +22,7 @@ EXTENSIONS = (
     "trace",
     "logging",
 )
-"""Triton's list in its order, without `sequence`: perf_analyzer, for one, asks for what is listed.
+"""Triton's list in its order: perf_analyzer, for one, asks for what is listed.
 
 As with Triton, an extension is listed whose use may be off: shared memory then answers 501.
 """

@@ -236,6 +236,20 @@ def check(request: InferRequest, served: Served) -> None:
     request.generation = served.generation
 
 
+def check_stateless(served: Served) -> None:
+    """Checks that a model may be asked by who sends no sequences.
+
+    Raises:
+        InvalidRequest: The model keeps state from request to request.
+    """
+    spec = served.spec
+    if spec.sequences is not None and spec.is_stateful:
+        raise InvalidRequest(
+            f"model '{spec.name}' keeps state from request to request: /v1, bulk jobs, bridges and labeling can't ask "
+            "it; send the requests of a sequence one after the other to its infer route"
+        )
+
+
 class Stamped(NamedTuple):
     """A request that is ready for the queue, as `Acceptance` takes it.
 
@@ -287,11 +301,7 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
         InvalidRequest: The model keeps state from request to request.
         PayloadTooLarge: It is too large without its tensors.
     """
-    if served.spec.sequences is not None and served.spec.is_stateful:
-        raise InvalidRequest(
-            f"model '{served.spec.name}' keeps state from request to request: it takes no stored requests, as those of "
-            "/v1, bridges and labeling are; send the requests of a sequence one after the other to its infer route"
-        )
+    check_stateless(served)
     if route is None:
         route = served.routes.of(request.priority)
     request.id = address.id

@@ -13,6 +13,7 @@ from qinfer.labeling.tasks import Board, LabelTasks
 from qinfer.models.catalog import Served
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.lanes import Queue
+from qinfer.submission.submit import check_stateless
 from qinfer_api.auth import Auth, Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling.files import Files, targets_of
@@ -255,7 +256,9 @@ class Labeling:
         mapping = await self._book.for_tenant(model, project, context.tenant, is_shared=is_shared)
         if mapping.mode == PUSH:
             return mapping, self._requests.resolve(model, mapping.version)
-        return mapping, self._dispatcher.resolve(model, mapping.version)
+        served = self._dispatcher.resolve(model, mapping.version)
+        check_stateless(served)
+        return mapping, served
 
     def _check_studio(self, model: str) -> None:
         if self._studio is None:

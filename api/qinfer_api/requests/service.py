@@ -40,7 +40,7 @@ from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tracing import REQUEST_ID
 from qinfer.queue.entries import Acceptance, Accepted, Address, Lane, Outcome, RequestRecord, RequestState, Settlement
 from qinfer.queue.lanes import Queue
-from qinfer.submission.submit import prepare, tensor_bytes
+from qinfer.submission.submit import check_stateless, prepare, tensor_bytes
 from qinfer.wire.frame import decode_responses, encode_responses
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
@@ -332,10 +332,13 @@ class AsyncRequests:
             Overloaded: The gateway is shutting down.
             ModelNotFound: No such model or version.
             ModelNotReady: It can't be loaded.
+            InvalidRequest: It keeps state from request to request.
         """
         if self.dispatcher.draining:
             raise Overloaded("Server exiting")
-        return self.catalog.accepting(model, version)
+        served = self.catalog.accepting(model, version)
+        check_stateless(served)
+        return served
 
     def refuse(self, model: str, version: int, error: QinferError) -> QinferError:
         """Counts a request that was not accepted, and returns the error for its client."""

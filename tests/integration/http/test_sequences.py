@@ -342,8 +342,10 @@ async def test_steps_are_counted(sums: SequencesServed) -> None:
     await eventually(are_counted, description="three steps in the statistics")
 
 
-async def test_stored_requests_are_refused(sums: SequencesServed) -> None:
-    reply = await sums.client.post("/v1/models/stub/requests", json=body_of(1, start=True))
+@pytest.mark.parametrize("of", [1, 0])
+async def test_stored_requests_are_refused(sums: SequencesServed, of: int) -> None:
+    """Whether they name a sequence or not."""
+    reply = await sums.client.post("/v1/models/stub/requests", json=body_of(1, of, start=True))
 
     assert reply.status_code == 400
     assert "keeps state from request to request" in reply.text

@@ -13,10 +13,13 @@ import pytest
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import LabelingSettings, LimitSettings, Settings
 from qinfer.errors import SettingsError
+from qinfer.models.state import Desired, State, VersionState, WorkerRecord
 from qinfer.testing import eventually
 from qinfer_api.app import build
 from tests.support.gateway import Running, running_gateway, settings_of
+from tests.support.sequences import stored
 from tests.support.servers.label_studio_server import CONFIG
+from tests.support.step_worker import SUM
 
 PROJECT = "12.1735689600"
 LABELS = """
@@ -144,6 +147,29 @@ async def test_files_are_fetched_for_their_tasks(mappings: str) -> None:
         assert ["result" in each for each in others] == [False] * 3
         settings = ("QINFER_LABELING__FILE_HOSTS", "QINFER_LABELING__URL", "QINFER_STORES__ALLOW")
         assert all(name in each["error"] for name, each in zip(settings, others, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["", "mode: push"])
+async def test_a_model_that_keeps_state_is_refused(tmp_path: Path, mode: str) -> None:
+    """At once, when it is connected and when it is asked: no task would name a sequence."""
+    mappings = written(tmp_path / "mappings", sums=SCORED.format(name="sums", model="sum") + mode)
+    settings = with_labeling(mappings, url="http://127.0.0.1:1", token="t")
+    async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
+        await running.store.put_model(stored(SUM, 1))
+        await running.store.set_desired(Desired("sum", 1))
+        ready = {"sum": {1: VersionState(State.READY, 1)}}
+        await running.store.heartbeat(WorkerRecord(id="w2", started_at=0.0, models=ready), ttl_s=3600)
+        await running.refresh()
+
+        body = {"project": PROJECT, "label_config": CONFIG}
+        replies = [
+            await client.post("/label-studio/sum/setup", json=body),
+            await client.post("/label-studio/sum/predict", json=vectors("sum", 2)),
+        ]
+
+    for reply in replies:
+        assert reply.status_code == 400
+        assert "model 'sum' keeps state from request to request" in reply.text
 
 
 async def test_a_model_that_fails_is_told_of_each_task(client: httpx.AsyncClient) -> None:

@@ -1,8 +1,11 @@
 """How a request is made ready for the queue: its stamps, its layout, its lane and limit."""
 
+from dataclasses import replace
+
 import pytest
 
 from qinfer.core.messages import InferRequest
+from qinfer.errors import InvalidRequest
 from qinfer.models.catalog import Served
 from qinfer.models.routes import Routes
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
@@ -10,6 +13,7 @@ from qinfer.queue.entries import Address, Lane
 from qinfer.submission.submit import Stamped, prepare
 from qinfer.tensors import Tensor
 from qinfer.wire.frame import PayloadApart, decode_request
+from tests.support.step_worker import sum_spec
 
 POLICY = QueuePolicy(max_queue_size=30, timeout_s=5.0, allow_override=True)
 
@@ -47,6 +51,14 @@ def test_the_frame_tells_whose_it_is_and_until_when() -> None:
     assert (found.id, found.partition, found.version, found.timeout_s) == ("r1", 2, 3, 60.0)
     assert (found.client_id, found.tenant, found.trace, found.reply_to) == ("mine", "t", "00-1", "")
     assert bytes(found.inputs[0].data) == bytes(8)
+
+
+def test_models_that_keep_state_take_no_stored_requests() -> None:
+    """Their requests go to sequences, one after the other."""
+    by = replace(served(), spec=sum_spec())
+
+    with pytest.raises(InvalidRequest, match=r"^model 'sum' keeps state from request to request: .*; send the"):
+        stamped(request(), by)
 
 
 def test_large_tensors_travel_beside_the_frame() -> None:

@@ -182,10 +182,12 @@ def _with_parameters(**parameters: Any) -> Any:
 def test_both_kinds_of_integers_are_taken(kind: str) -> None:
     """Clients differ in which they send."""
     request = _decode(
-        _with_parameters(priority=(kind, 1), timeout=(kind, 5), sequence_id=(kind, 9), n=(kind, 4))
+        _with_parameters(
+            priority=(kind, 1), timeout=(kind, 5), sequence_id=(kind, 9), qinfer_step=(kind, 3), n=(kind, 4)
+        )
     ).request
 
-    assert (request.priority, request.timeout_s, request.sequence) == (1, 5e-6, Sequence(9))
+    assert (request.priority, request.timeout_s, request.sequence) == (1, 5e-6, Sequence(9, step=3))
     assert request.parameters == {"n": 4}
 
 
@@ -226,6 +228,18 @@ RAW = {"raw_input_contents": [bytes(8)]}
         (
             _with_parameters(sequence_start=("int64_param", 1)),
             "invalid value type for 'sequence_start' parameter, expected bool_param.",
+        ),
+        (
+            _with_parameters(sequence_id=("int64_param", 1), qinfer_step=("string_param", "1")),
+            "invalid value type for 'qinfer_step' parameter, expected int64_param.",
+        ),
+        (
+            _with_parameters(sequence_id=("int64_param", 1), qinfer_step=("int64_param", 0)),
+            "parameter 'qinfer_step' is '0'; number the requests of a sequence 1, 2, …",
+        ),
+        (
+            _with_parameters(qinfer_step=("int64_param", 1)),
+            "parameter 'qinfer_step' numbers the requests of a sequence: send 'sequence_id' with it",
         ),
         (_with_parameters(priority=("int64_param", -1)), "invalid value for 'priority', expected value >= 0."),
         (_with_parameters(timeout=("string_param", "1")), "invalid value type for 'timeout' parameter, expected int64"),

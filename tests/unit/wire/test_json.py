@@ -170,6 +170,14 @@ def test_the_request_is_carried_over() -> None:
     assert (plan.is_binary("y"), plan.is_binary("z")) == (False, True)
 
 
+def test_a_step_of_a_sequence_has_a_number() -> None:
+    """It is not told to the model."""
+    request, _ = _decode(_body(_input(data=[1, 2]), parameters={"sequence_id": 9, "qinfer_step": 2**53 - 1, "a": 1}))
+
+    assert request.sequence == Sequence(9, step=2**53 - 1)
+    assert request.parameters == {"a": 1}
+
+
 def test_no_sequence_is_what_zero_means() -> None:
     """Sequence id 0 or "" is no sequence; a string is one."""
     assert _decode(_body(_input(data=[1, 2]), parameters={"sequence_id": 0}))[0].sequence is None

@@ -127,6 +127,19 @@ BAD: list[tuple[bytes, int | None, type[Exception], str]] = [
     (_with_parameters(timeout="1"), None, MalformedJson, "Unable to parse 'timeout': " + UNSIGNED),
     (_with_parameters(sequence_id=1.5), None, MalformedJson, "Unable to parse 'sequence_id'"),
     (_with_parameters(sequence_start=1), None, MalformedJson, "Unable to parse 'sequence_start'"),
+    *[
+        (
+            _with_parameters(sequence_id=1, qinfer_step=step),
+            None,
+            InvalidRequest,
+            f"parameter 'qinfer_step' is '{shown}'; number the requests of a sequence 1, 2, …",
+        )
+        for step, shown in [(0, "0"), (-1, "-1"), (2**53, str(2**53)), (1.5, "1.5"), ("1", "1"), (True, "True")]
+    ],
+    *[
+        (_with_parameters(**of, qinfer_step=1), None, InvalidRequest, "send 'sequence_id' with it")
+        for of in ({}, {"sequence_id": 0}, {"sequence_id": ""})
+    ],
     (_with_parameters(binary_data_output=1), None, MalformedJson, "Unable to parse 'binary_data_output'"),
     # not offered
     (
