@@ -14,7 +14,7 @@ import msgspec
 
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import LimitSettings
-from qinfer.errors import QinferError, SequenceEnded
+from qinfer.errors import CorruptEntry, QinferError, SequenceEnded
 from qinfer.models.catalog import Served
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
@@ -135,8 +135,10 @@ class Steps:
         blob = await of_step.sequences.response(of_step.place)
         if blob is None:
             raise SequenceEnded(NOT_KEPT)
-        (response,) = decode_responses(blob)
-        self._pending.deliver(msgspec.structs.replace(response, request_id=pending.request_id))
+        responses = decode_responses(blob)
+        if len(responses) != 1:
+            raise CorruptEntry(f"the stored response to a step is {len(responses)} responses")
+        self._pending.deliver(msgspec.structs.replace(responses[0], request_id=pending.request_id))
 
 
 class _Waiting(NamedTuple):

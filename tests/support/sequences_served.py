@@ -115,10 +115,10 @@ def body_of(number: float, correlation_id: Id = 1, **options: Any) -> dict[str, 
 
 
 def message_of(number: float, correlation_id: Id = 1, **flags: Any) -> Any:
-    """Returns the message of a step; its `id` may be among the flags."""
-    message = pb.ModelInferRequest(model_name="stub", id=flags.pop("id", ""))
-    message.inputs.add(name="x", datatype="FP32", shape=[1, 2])
-    message.raw_input_contents.append(np.full((1, 2), number, "<f4").tobytes())
+    """Returns the message of a step; its `id` and `width` may be among the flags."""
+    message, width = pb.ModelInferRequest(model_name="stub", id=flags.pop("id", "")), flags.pop("width", 2)
+    message.inputs.add(name="x", datatype="FP32", shape=[1, width])
+    message.raw_input_contents.append(np.full((1, width), number, "<f4").tobytes())
     for name, value in parameters_of(correlation_id, flags).items():
         kind = {bool: "bool_param", int: "int64_param", str: "string_param"}[type(value)]
         setattr(message.parameters[name], kind, value)

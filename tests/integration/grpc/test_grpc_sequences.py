@@ -11,8 +11,16 @@ from tritonclient.grpc.aio import InferenceServerClient, InferInput
 
 from qinfer.errors import START_MISSING
 from qinfer.testing import eventually
+from qinfer_api.rpc.protocol import LARGE_BYTES
 from tests.support.both_protocols import over_grpc
-from tests.support.sequences_served import SequencesServed, message_of, refused, sequences_served, sum_of
+from tests.support.sequences_served import (
+    SMALL_BYTES,
+    SequencesServed,
+    message_of,
+    refused,
+    sequences_served,
+    sum_of,
+)
 
 
 @pytest.fixture
@@ -72,6 +80,18 @@ async def test_one_stream_carries_a_sequence(sums: SequencesServed) -> None:
     answers = await streamed(sums, [message_of(n, id=str(n), start=n == 1, end=n == 20) for n in range(1, 21)])
 
     assert answers == [(str(n), n * (n + 1) / 2) for n in range(1, 21)]
+
+
+@pytest.mark.parametrize("width", [SMALL_BYTES, LARGE_BYTES])
+async def test_large_and_small_steps_of_one_stream_keep_their_order(width: int) -> None:
+    """Large ones are stored beside the request, and the largest decoded in a thread; small ones wait behind them."""
+    async with sequences_served(dims=-1) as sums:
+        await sums.start()
+        requests = [message_of(n, width=width if n % 2 else 1, start=n == 1, end=n == 6) for n in range(1, 7)]
+
+        answers = await streamed(sums, requests)
+
+    assert [answer for _, answer in answers] == [1, 3, 6, 10, 15, 21]
 
 
 async def test_one_stream_carries_several_sequences(sums: SequencesServed) -> None:

@@ -21,7 +21,7 @@ from qinfer.queue.sequences import AT_ONCE, Sequences
 from qinfer.submission.pending import Pending
 from qinfer.tensors import Bytes, Tensor
 from qinfer.testing import eventually
-from qinfer.wire.frame import decode_request
+from qinfer.wire.frame import decode_request, encode_responses
 from qinfer_api.auth import ANONYMOUS
 from qinfer_api.dispatcher import Dispatcher
 from tests.support.servers.servers import Database
@@ -291,6 +291,24 @@ async def test_a_stored_response_may_be_gone(scene: Scene, worker: StepWorker, m
     assert code == "sequence_ended"
     assert "the response to this step of the sequence is no longer kept; begin it again" in message
     assert scene.dispatcher.in_flight == 0
+
+
+@pytest.mark.parametrize("blob", [b"junk", encode_responses([Response(request_id="a"), Response(request_id="b")])])
+async def test_a_stored_response_may_be_damaged(
+    scene: Scene, worker: StepWorker, monkeypatch: pytest.MonkeyPatch, blob: bytes
+) -> None:
+    """That fails the one who asks for it, and nobody else."""
+    scene.submit(1, start=True, step=1)
+    await worker.work(1)
+
+    async def damaged(*_: object) -> bytes:
+        return blob
+
+    monkeypatch.setattr(Sequences, "response", damaged)
+
+    code, _ = await scene.submit(1, start=True, step=1).failure()
+    assert code == "corrupt_entry"
+    await scene.submit(2, of="other", start=True).placed()
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
