@@ -56,8 +56,7 @@ class Bench:
         return owned[0].token
 
     async def commit(self, step: Submitted, token: int, response: Response) -> None:
-        assert step.entry is not None
-        record = Committed(place=step.place, token=token, entry=step.entry, response=encode_responses([response]))
+        record = Committed(place=step.place, token=token, response=encode_responses([response]))
         assert await self.sequences.commit([record]) == [True]
 
     def take(self, blob: bytes) -> None:
