@@ -7,7 +7,7 @@ ends gets its stored response too, or the failure that ended it. Then it is remo
 import msgspec
 
 from qinfer.core.messages import Failure, InferRequest, Response
-from qinfer.errors import SequenceEnded
+from qinfer.errors import CorruptEntry, SequenceEnded
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import CHUNK_BYTES, STORED_TTL_S, Entry
 from qinfer.queue.lanes import Queue
@@ -48,13 +48,30 @@ async def answer_step(queue: Queue, sequences: Sequences, step: Unanswered) -> I
     return request
 
 
+async def stored_response(sequences: Sequences, place: Place, request_id: str) -> Response:
+    """Returns the stored response of a step, as the one to a request that was sent again.
+
+    Raises:
+        SequenceEnded: It is no longer kept.
+        CorruptEntry: It is damaged.
+        BrokerUnavailable: It can't be read now.
+    """
+    blob = await sequences.response(place)
+    if blob is None:
+        raise SequenceEnded(NOT_KEPT)
+    responses = decode_responses(blob)
+    if len(responses) != 1:
+        raise CorruptEntry(f"the stored response to a step is {len(responses)} responses")
+    return msgspec.structs.replace(responses[0], request_id=request_id)
+
+
 async def _response(sequences: Sequences, place: Place, request: InferRequest, failure: Failure | None) -> Response:
     """Makes the response to one of the requests of a step, which may have been sent several times."""
-    blob = None if failure is not None else await sequences.response(place)
-    if blob is not None:
-        (stored,) = decode_responses(blob)
-        return msgspec.structs.replace(stored, request_id=request.id)
-    failure = failure or Failure.of(SequenceEnded(NOT_KEPT))
+    if failure is None:
+        try:
+            return await stored_response(sequences, place, request.id)
+        except (SequenceEnded, CorruptEntry) as error:
+            failure = Failure.of(error)
     return Response(request_id=request.id, model=request.model, version=request.version, failure=failure)
 
 

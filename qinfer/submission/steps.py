@@ -14,14 +14,14 @@ import msgspec
 
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import LimitSettings
-from qinfer.errors import CorruptEntry, QinferError, SequenceEnded
+from qinfer.errors import QinferError
 from qinfer.models.catalog import Served
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_records import NOT_KEPT, Limits, Pin, SequenceId, Step, Submitted
+from qinfer.queue.sequence_answers import stored_response
+from qinfer.queue.sequence_records import Limits, Pin, SequenceId, Step, Submitted
 from qinfer.queue.sequences import Sequences
 from qinfer.submission.pending import OfStep, Pending, PendingRequests
-from qinfer.wire.frame import decode_responses
 
 _PARTITION = 0  # all that there is, until models are spread
 
@@ -132,13 +132,7 @@ class Steps:
             QinferError: It can't be read.
         """
         assert of_step.place is not None, "it has one"
-        blob = await of_step.sequences.response(of_step.place)
-        if blob is None:
-            raise SequenceEnded(NOT_KEPT)
-        responses = decode_responses(blob)
-        if len(responses) != 1:
-            raise CorruptEntry(f"the stored response to a step is {len(responses)} responses")
-        self._pending.deliver(msgspec.structs.replace(responses[0], request_id=pending.request_id))
+        self._pending.deliver(await stored_response(of_step.sequences, of_step.place, pending.request_id))
 
 
 class _Waiting(NamedTuple):
