@@ -460,8 +460,8 @@ class Sequences:
         failure = None
         if not is_stored and not code:
             failure = Failure.of(SequenceEnded(NOT_KEPT))
-        elif not is_stored and number == failed and code.decode() != SequenceLost.code:
-            failure = Failure(code.decode(), text.decode())
+        elif not is_stored and number == failed and code != SequenceLost.code.encode():
+            failure = Failure(code.decode(errors="replace"), text.decode(errors="replace"))
         elif not is_stored:
             failure = Failure.of(self._ended(place.sequence, code, text, failed))
         return Unanswered(place, entry, frame, failure)
@@ -469,12 +469,12 @@ class Sequences:
     def _read(self, sequence: SequenceId, entry_id: bytes, fields: Items[bytes]) -> tuple[Entry, bytes]:
         """Reads an entry of a sequence's steps, and its frame."""
         of = dict(zip(fields[::2], fields[1::2], strict=True))
-        return Entry(self._steps(sequence), entry_id.decode(), payload_id=of.get(b"p", b"").decode()), of[b"f"]
+        return Entry(self._steps(sequence), entry_id.decode(), payload_id=of.get(b"p", b"").decode(errors="replace")), of[b"f"]
 
     def _ended(self, sequence: SequenceId, code: bytes, text: bytes, number: int) -> SequenceEnded:
         """Returns the error for a step behind the one that ended its sequence."""
-        error = SequenceLost if code.decode() == SequenceLost.code else SequenceEnded
-        return error(ended_text(self._model, sequence.correlation_id, number, text.decode()))
+        error = SequenceLost if code == SequenceLost.code.encode() else SequenceEnded
+        return error(ended_text(self._model, sequence.correlation_id, number, text.decode(errors="replace")))
 
     def _steps(self, sequence: SequenceId) -> Lane:
         """Returns the lane of a sequence's steps, of whichever version."""

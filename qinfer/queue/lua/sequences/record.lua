@@ -47,11 +47,25 @@ local function fresh(name)
   return setmetatable({name = name}, RECORD)
 end
 
+-- Tells whether the fields of a record are what the scripts take them for: texts, and whole numbers; new ones may be anything.
+local function is_whole(of)
+  for field, value in pairs(of) do
+    local like = EMPTY[field]
+    if like == 0 then
+      if type(value) ~= 'number' or not (value >= 0 and value < 2 ^ 53 and value % 1 == 0) then return false end
+    elseif like and type(value) ~= 'string' then
+      return false
+    end
+  end
+  return not string.find(of.generation or '', '%D')
+end
+
 -- Reads a record; nil = there is none, or it is damaged. A life of which Redis may have lost something ends.
 local function load(name)
   local packed = redis.call('HGET', record_of(name), 'of')
-  local is_read, of = pcall(cmsgpack.unpack, packed or '')
-  if not packed or not is_read or type(of) ~= 'table' then return nil end
+  if not packed then return nil end
+  local is_read, of = pcall(cmsgpack.unpack, packed)
+  if not is_read or type(of) ~= 'table' or not is_whole(of) then return nil end
   of.name = name
   setmetatable(of, RECORD)
   if of.state == 'open' and era ~= '' and of.era ~= era then
@@ -81,8 +95,8 @@ local function leave(of)
     redis.call('SREM', prefix .. 'sequence-owned:' .. of.owner, of.name)
     redis.call('XADD', lane_of(of.version, of.owner), '*', 's', of.name, 'l', of.life, 't', of.token)
   elseif of.ticket ~= '' then
-    local lane, id = string.match(of.ticket, '^(%S+) (%S+)$')
-    redis.call('XDEL', prefix .. of.version .. ':' .. lane, id)
+    local lane, id = string.match(of.ticket, '^(%S+) (%d+%-%d+)$')
+    if lane then redis.call('XDEL', prefix .. of.version .. ':' .. lane, id) end
   end
 end
 
@@ -93,20 +107,21 @@ function over(of, grace)
   redis.call('HDEL', record, 'last:' .. of.life, 'next:' .. of.life, 'fail:' .. of.life)
   drop(state_of(of.name), gone)
   redis.call('ZADD', prefix .. 'sequence-endings', now + grace, of.name)
-  if of.tail == of.life then
+  local next_life, about, doom = of.life + 1, '', false
+  if next_life <= of.tail then
+    about, doom = unpack(redis.call('HMGET', record, 'next:' .. next_life, 'fail:' .. next_life))
+  end
+  local version, generation, kind, idle = string.match(about or '', '^(%S+) (%d+) (%S+) (%d+)$')
+  if not version then -- there is no next one, or nothing is known of it
     write(of, {state = 'ended', owner = '', ticket = ''})
     redis.call('ZREM', prefix .. 'sequences', of.name)
     return gone
   end
-  local about, doom = unpack(redis.call('HMGET', record, 'next:' .. of.life + 1, 'fail:' .. of.life + 1))
-  local version, generation, kind, idle = string.match(about, '^(%S+) (%S+) (%S+) (%S+)$')
-  write(of, {life = of.life + 1, version = version, generation = generation, kind = kind, idle = tonumber(idle), owner = '',
+  write(of, {life = next_life, version = version, generation = generation, kind = kind, idle = tonumber(idle), owner = '',
     committed = 0, deaths = 0, used = now, era = era})
   wait_for_owner(of, 'seq', now)
-  if doom then
-    local failed, code, text = string.match(doom, '^(%d+) (%S+) (.*)$')
-    fail(of, code, text, tonumber(failed))
-  end
+  local failed, code, text = string.match(doom or '', '^(%d+) (%S+) (.*)$')
+  if failed then fail(of, code, text, tonumber(failed)) end
   return gone
 end
 
@@ -124,14 +139,16 @@ local function hand_over(of, has_died)
     return fail(of, 'sequence_lost', 'the worker that had its state in memory has ended', of.committed + 1)
   end
   if has_died then redis.call('UNLINK', lane_of(of.version, of.owner)) end
-  if has_died and tonumber(redis.call('HGET', record_of(of.name), 'taken') or 0) > of.committed then write(of, {deaths = of.deaths + 1}) end
+  local taken = has_died and tonumber(redis.call('HGET', record_of(of.name), 'taken') or 0) or 0
+  if taken > of.committed then write(of, {deaths = of.deaths + 1}) end
   redis.call('SREM', prefix .. 'sequence-owned:' .. of.owner, of.name)
   wait_for_owner(of, 'seq.handed', now_ms())
   count('handed_over')
   return {}
 end
 
--- Calls `use(id, fields)` with each step in a sequence's stream, in order, until it returns false.
+-- Calls `use(id, fields)` with each step in a sequence's stream, in order, until it returns false; one that is damaged is
+-- removed.
 local function each_step(name, use)
   local start = '-'
   while start do
@@ -139,7 +156,11 @@ local function each_step(name, use)
     for _, step in ipairs(page) do
       local fields = {}
       for f = 1, #step[2], 2 do fields[step[2][f]] = step[2][f + 1] end
-      if use(step[1], fields) == false then return end
+      if not (fields.f and tonumber(fields.l) and tonumber(fields.n) and tonumber(fields.d)) then
+        redis.call('XDEL', steps_of(name), step[1])
+      elseif use(step[1], fields) == false then
+        return
+      end
     end
     start = #page == 20 and '(' .. page[20][1]
   end

@@ -15,14 +15,14 @@ end
 for _, ticket in ipairs(redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', most)) do
   local fields = {}
   for f = 1, #ticket[2], 2 do fields[ticket[2][f]] = ticket[2][f + 1] end
-  local life, n = tonumber(fields.l), tonumber(fields.n or 0)
-  if n == 0 then
-    told[#told + 1] = {fields.s, life, 0, tonumber(fields.t), '', {}, 0}
-  else
+  local life, n, token = tonumber(fields.l), tonumber(fields.n), tonumber(fields.t)
+  if fields.s and life and token then
+    told[#told + 1] = {fields.s, life, 0, token, '', {}, 0}
+  elseif fields.s and life and n and string.find(fields.e or '', '^%d+%-%d+$') then
     local of = load(fields.s)
     local is_mine = of and of.state == 'open' and of.owner == worker and of.life == life
     local step = is_mine and redis.call('XRANGE', steps_of(fields.s), fields.e, fields.e)[1]
-    if step then
+    if step and step[2][1] == 'f' then
       room = room - #step[2][2]
       if room < 0 and #told > 0 then break end
       redis.call('HSET', record_of(fields.s), 'taken', n)
