@@ -469,7 +469,9 @@ class Sequences:
     def _read(self, sequence: SequenceId, entry_id: bytes, fields: Items[bytes]) -> tuple[Entry, bytes]:
         """Reads an entry of a sequence's steps, and its frame."""
         of = dict(zip(fields[::2], fields[1::2], strict=True))
-        return Entry(self._steps(sequence), entry_id.decode(), payload_id=of.get(b"p", b"").decode(errors="replace")), of[b"f"]
+        return Entry(
+            self._steps(sequence), entry_id.decode(), payload_id=of.get(b"p", b"").decode(errors="replace")
+        ), of[b"f"]
 
     def _ended(self, sequence: SequenceId, code: bytes, text: bytes, number: int) -> SequenceEnded:
         """Returns the error for a step behind the one that ended its sequence."""
