@@ -287,7 +287,8 @@ class SequenceScheduler(Generic[T]):
             return
         if queue.slot is None:
             if not queue.waiting and not queue.accepts:
-                del self._backlog[queue], self._queues[queue.key]
+                del self._backlog[queue]
+                self._close(queue)
             return
         slot, instance = queue.slot
         self._idle.pop(queue, None)
@@ -307,6 +308,11 @@ class SequenceScheduler(Generic[T]):
         if queue.waiting:
             self._backlog[queue] = None
         else:
+            self._close(queue)
+
+    def _close(self, queue: _Queue[T]) -> None:
+        """Forgets a queue; another may have its place, of the same sequence, which was dropped and came again."""
+        if self._queues.get(queue.key) is queue:
             del self._queues[queue.key]
 
     def _fill(self, now_s: float) -> None:

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from qinfer.errors import BrokerUnavailable
+from qinfer.queue.sequence_records import SequenceId
 from qinfer.testing import eventually
 from qinfer_workers.inference import sequence_services
 from tests.support.inline_workers import InlineWorkers, value
@@ -236,3 +238,22 @@ async def test_a_sequence_stays_on_its_version_until_it_ends(sums: Sequencing, m
         return not await store.pins() and served == {2}
 
     await eventually(is_unloaded, description="the old version unloaded")
+
+
+async def test_a_state_that_can_not_be_read_now_ends_nothing(sums: Sequencing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequence is given back, and goes on at whoever can read it."""
+    await sums.scene.worker("w1")
+    assert value(await (await sums.send(1, start=True))) == 1
+    read, failures = sums.sequences.state, [BrokerUnavailable("away"), BrokerUnavailable("away")]
+
+    async def state(sequence: SequenceId) -> bytes | None:
+        if failures:
+            raise failures.pop()
+        return await read(sequence)
+
+    monkeypatch.setattr(sums.sequences, "state", state)
+    await sums.scene.worker("w2")
+    await sums.scene.stop("w1")
+
+    assert value(await (await sums.send(2, end=True))) == 3
+    assert not failures

@@ -433,3 +433,17 @@ def test_deadlines_of_steps_that_are_gone_are_not_kept() -> None:
         worker.run()
 
     assert len(worker.scheduler._deadlines._heap) < 100
+
+
+def test_a_sequence_that_comes_again_while_a_step_of_it_executes_keeps_its_place() -> None:
+    worker = Worker(DIRECT)
+    worker.send(1, "S")
+    batch = only(worker.decide())
+    worker.scheduler.drop(SequenceId("t", 1), 0.0)
+    worker.scheduler.adopt(SequenceId("t", 1), steps=1)
+    worker.scheduler.ended(batch, 0.0)
+
+    step = worker.send(1, "E")
+
+    assert worker.run() == [step]
+    assert (step.number, worker.scheduler.open, worker.scheduler.free_slots) == (2, 0, 2)

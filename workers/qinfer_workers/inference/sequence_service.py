@@ -196,11 +196,15 @@ class SequenceService:
         self.batcher.close()
 
     async def _run(self) -> None:
+        is_owner = False
         while True:
             try:
-                await self._sequences.join(self._owner, [self._version], self._parts.settings.lease_s)
-                self._parts.keeper.owners[self._owner] = self._sequences.lease_keys(self._owner, [self._version])
+                if not is_owner:
+                    await self._sequences.join(self._owner, [self._version], self._parts.settings.lease_s)
+                    self._parts.keeper.owners[self._owner] = self._sequences.lease_keys(self._owner, [self._version])
+                    is_owner = True
                 await self._serve()
+                is_owner = False
                 logger.warning("lease on sequences lost", extra={"model": self._model, "count": len(self._held)})
                 self._forget_all()
                 # What executes would meet the same sequences again.
@@ -220,7 +224,9 @@ class SequenceService:
             owned = await sequences.own(owner, version, self.batcher.free_slots) if has_slots else []
             if owned is None:
                 return
-            await asyncio.gather(*map(self._adopt, owned))
+            for problem in await asyncio.gather(*map(self._adopt, owned)):
+                if problem is not None:
+                    raise problem
             news = await sequences.take(owner, version, ticket)
             if news is None:
                 return
@@ -236,22 +242,27 @@ class SequenceService:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def _adopt(self, owned: Owned) -> None:
-        """Takes a sequence over, with the states that were committed last."""
+    async def _adopt(self, owned: Owned) -> QinferError | None:
+        """Takes a sequence over, with the states that were committed last; returns why these can't be read now."""
         held = _Held(owned)
         if owned.generation not in self.generations:
             self._end(_next_of(held), owned.token, SequenceLost(RELOADED))
-            return
+            return None
         states: States | None = None
         if owned.committed and not self._is_explicit:
             try:
                 raw = await self._sequences.state(owned.sequence)
                 states = None if raw is None else decode_states(raw)
-            except QinferError as error:  # it is out of reach, or damaged
+            except CorruptEntry as error:
                 self._end(_next_of(held), owned.token, SequenceLost(error.message))
-                return
+                return None
+            except QinferError as error:  # it is out of reach: for others, too, or for this worker only
+                self._spawn(partial(self._sequences.give_back, self._owner, [owned.sequence]))
+                return error
+        self._forget(owned.sequence)
         self._held[owned.sequence] = held
         self.batcher.adopt(owned.sequence, owned.committed, states)
+        return None
 
     def _take_in(self, taken: Taken) -> None:
         """Takes a step, or the word that a life has ended; what is not of a sequence held here is dropped."""
