@@ -18,6 +18,9 @@ NOBODYS = 0
 """Stands for the token of a life that nobody owns; those of owners begin with 1."""
 
 
+_MAX_NUMBER = 21  # characters of `n` and a number of 64 bits
+
+
 class SequenceId(msgspec.Struct, frozen=True):
     """A sequence within a model's partition: its tenant, and the correlation id, a number or a text."""
 
@@ -33,9 +36,10 @@ class SequenceId(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, name: str) -> "SequenceId":
-        """Reads a name."""
+        """Reads a name; one that is damaged is that of no sequence."""
         tenant, _, rest = name.partition(":")
-        value = int(rest[1:]) if rest[0] == "n" else rest[1:]
+        is_number = rest[:1] == "n" and rest[1:].isdecimal() and len(rest) <= _MAX_NUMBER
+        value = int(rest[1:]) if is_number else rest[1:]
         return cls(tenant.replace("%3A", ":").replace("%25", "%"), value)
 
 

@@ -446,7 +446,7 @@ class Sequences:
     def _taken(self, worker_id: str, told: Items[Any]) -> Taken:
         """Reads one of the replies of take.lua."""
         name, life, number, token, entry_id, fields, deliveries = told
-        place = Place(SequenceId.of(name.decode()), life, number)
+        place = Place(SequenceId.of(name.decode(errors="replace")), life, number)
         if not number:
             return Taken(place, token, None)
         entry, frame = self._read(place.sequence, entry_id, fields)
@@ -455,7 +455,7 @@ class Sequences:
     def _left(self, told: Items[Any]) -> Unanswered:
         """Reads one of the replies of unanswered.lua."""
         name, life, number, entry_id, fields, is_stored, code, text, failed = told
-        place = Place(SequenceId.of(name.decode()), life, number)
+        place = Place(SequenceId.of(name.decode(errors="replace")), life, number)
         entry, frame = self._read(place.sequence, entry_id, fields)
         failure = None
         if not is_stored and not code:
@@ -506,7 +506,7 @@ def _owned(found: Items[Any]) -> Owned:
     """Reads one of the replies of own.lua."""
     name, life, token, committed, generation, kind, idle_ms = found
     return Owned(
-        sequence=SequenceId.of(name.decode()),
+        sequence=SequenceId.of(name.decode(errors="replace")),
         life=life,
         token=token,
         committed=committed,

@@ -33,6 +33,7 @@ from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.inline_workers import value as value_of
 from tests.support.jobs.shard_runs import job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
 from tests.support.requests import accept, address
+from tests.support.sequences_served import SequencesServed, sequences_served
 from tests.support.servers.servers import Database
 from tests.support.threaded_gateway import Server, settings
 
@@ -333,3 +334,73 @@ async def test_damaged_tickets_and_leases(
     assert all(name.startswith(("in.parquet", "bad-", "good-")) for name in os.listdir(tmp_path))
     raised = [record.exc_info[1] for record in caplog.records if record.exc_info]
     assert not raised
+
+
+async def damage_a_sequence(chance: random.Random, store: ControlStore, key: bytes) -> None:
+    """Damages a field, a member or an entry of a key of sequences."""
+    client = store.client
+    kind = await client.type(key)
+    if kind == b"hash":
+        name, value = chance.choice(list((await client.hgetall(key)).items()))
+        await client.hset(
+            key, name, chance.choice((damaged(chance, value), msgspec.msgpack.encode(odd_record(chance))))
+        )
+    elif kind == b"stream":
+        entries = await client.xrevrange(key, count=1)
+        fields = entries[0][1] if entries else {b"s": b":n1", b"l": b"1", b"n": b"1", b"e": b"1-1", b"t": b"1"}
+        name = chance.choice(list(fields))
+        changed = {**fields, name: chance.choice((damaged(chance, fields[name]), *NASTY, b"0", b"nan"))}
+        if len(changed) > 1 and chance.random() < 0.3:
+            del changed[name]
+        await client.xadd(key, changed)
+    elif kind == b"string":
+        await client.set(key, damaged(chance, await client.get(key) or b""), keepttl=True)
+    elif kind == b"zset":
+        await client.zadd(key, {damaged(chance, b":n1"): chance.choice((0, -1, 1e300, 1))})
+    elif kind == b"set":
+        await client.sadd(key, damaged(chance, b":n1"))
+
+
+def odd_record(chance: random.Random) -> dict[str, Any]:
+    """Returns a record of a sequence, with a field of another type or of a value that none has."""
+    record: dict[str, Any] = {"state": "open", "life": 1, "tail": 1, "token": 1, "committed": 1, "accepted": 1}
+    record |= {"idle": 60_000, "used": 1, "version": "1", "generation": "1", "kind": "implicit", "owner": "w1-1-1"}
+    odd = (-1, 1.5, 2**62, 1e300, float("nan"), float("inf"), "", "x", "%s %d", None, True, [], {"a": 1})
+    return {**record, chance.choice([*record, "ticket", "failed", "text", "tail"]): chance.choice(odd)}
+
+
+async def test_damaged_sequences(caplog: pytest.LogCaptureFixture) -> None:
+    """What is damaged fails or ends its own sequence; others begin, go on and end, in the same worker."""
+    loop = asyncio.get_running_loop()
+
+    async def one(sums: SequencesServed, chance: random.Random) -> None:
+        store, prefix = sums.scene.store, keys.prefix("stub", 0)
+        bad, good = f"bad-{chance.getrandbits(64):x}", f"good-{chance.getrandbits(64):x}"
+        for of in (bad, good):
+            assert (await sums.post(1, of, start=True)).status_code == 200
+        found = [key async for key in store.client.scan_iter(f"{prefix}*") if b"seq" in key or b"steps" in key]
+        mine = sorted(key for key in found if b"good-" not in key and b"lanes" not in key)
+        key = chance.choice([key for key in mine if bad.encode() in key or b"bad-" not in key])
+        await damage_a_sequence(chance, store, key)
+        options = {"start": chance.random() < 0.3, "end": chance.random() < 0.3, "step": chance.choice((1, 2, 2, 3))}
+        try:
+            reply = await sums.post(2, bad, **options)
+            assert reply.status_code in STATUSES, reply.text
+            assert "internal error" not in reply.text
+            second = await sums.post(2, good, end=True)
+            assert second.status_code == 200, second.text
+            assert second.json()["outputs"][0]["data"][0] == 3
+            assert await sums.sum(1, 2, 3, correlation_id=good) == [1, 3, 6]
+        except AssertionError as error:
+            error.add_note(f"damaged: {key!r}")
+            raise
+
+    slots = "oldest { max_candidate_sequences: 10000 }"
+    async with sequences_served(strategy=slots, limits={"default_timeout_s": 1.0}) as sums:
+        await sums.start(lease_s=5.0)
+        await asyncio.to_thread(
+            fuzz, 0.1, lambda chance: asyncio.run_coroutine_threadsafe(one(sums, chance), loop).result(ANSWER_S)
+        )
+
+    raised = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert all(isinstance(error, QinferError) for error in raised), raised
