@@ -31,6 +31,7 @@ class Sequencing:
     idle_s: float = 60.0
     version: int = 1
     generation: int = 0
+    width: int = 2
     submitted: list[Submitted] = field(default_factory=list)
 
     @property
@@ -55,7 +56,7 @@ class Sequencing:
 
     def request(self, number: float, sequence: Sequence, timeout_s: float) -> InferRequest:
         """Returns the request of a step."""
-        request = self.scene.request(number, timeout_s=timeout_s)
+        request = self.scene.request(number, width=self.width, timeout_s=timeout_s)
         request.sequence = sequence
         return request
 
