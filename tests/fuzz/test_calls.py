@@ -24,7 +24,8 @@ FILES = (grpc_service_pb2, health_pb2, reflection_v1_pb2)
 SERVICES = [service for file in FILES for service in file.DESCRIPTOR.services_by_name.values()]
 METHODS = [method for service in SERVICES for method in service.methods if method.name != "Watch"]  # which has no end
 INFER = [method for method in METHODS if method.name in ("ModelInfer", "ModelStreamInfer")]
-PARAMETERS = ("priority", "timeout", "binary_data", "sequence_id", "config", "file:1/x", "told_a")
+SEQUENCES = ("sequence_id", "sequence_start", "sequence_end", "qinfer_step")
+PARAMETERS = ("priority", "timeout", "binary_data", *SEQUENCES, "config", "file:1/x", "told_a")
 CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
 DEFECTS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS)
 INTEGERS = (0, 1, 2, 4, 7, -1, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, -(2**63), 2**64 - 1)
@@ -64,7 +65,7 @@ class Messages:
 
     def infer(self) -> Any:
         """Returns a request that is right, as far as it goes."""
-        name = self._chance.choice(("echo", "text"))
+        name = self._chance.choice(("echo", "text", "stateful"))
         message = grpc_service_pb2.ModelInferRequest(model_name=name, id=self._who.mark)
         tensor = message.inputs.add(name="x", datatype="FP32", shape=[1, 4])
         if message.model_name == "text":
@@ -72,6 +73,9 @@ class Messages:
             tensor.contents.bytes_contents.extend([self._who.mark.encode()] * 4)
         else:
             message.raw_input_contents.append(bytes(16))
+        if name == "stateful":
+            message.parameters["sequence_id"].int64_param = self._chance.choice(INTEGERS)
+            message.parameters["sequence_start"].bool_param = self._chance.random() < 0.5
         return self.fill(message) if self._chance.random() < 0.3 else message
 
     def _set(self, message: Any, field: Any, depth: int) -> None:

@@ -365,7 +365,21 @@ def odd_record(chance: random.Random) -> dict[str, Any]:
     """Returns a record of a sequence, with a field of another type or of a value that none has."""
     record: dict[str, Any] = {"state": "open", "life": 1, "tail": 1, "token": 1, "committed": 1, "accepted": 1}
     record |= {"idle": 60_000, "used": 1, "version": "1", "generation": "1", "kind": "implicit", "owner": "w1-1-1"}
-    odd = (-1, 1.5, 2**62, 1e300, float("nan"), float("inf"), "", "x", "%s %d", None, True, [], {"a": 1})
+    odd: tuple[Any, ...] = (
+        -1,
+        1.5,
+        2**62,
+        1e300,
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        "%s %d",
+        None,
+        True,
+        [],
+        {"a": 1},
+    )
     return {**record, chance.choice([*record, "ticket", "failed", "text", "tail"]): chance.choice(odd)}
 
 

@@ -26,7 +26,7 @@ ANSWER_S = 15.0
 """Seconds within which each answer is whole: the longest timeout and wait of this gateway are 2 s."""
 MOST_BYTES = 4 * 2**20
 """The size of the largest answer: no tensor here is large."""
-ASKED = ("echo", "text") * 10
+ASKED = ("echo", "text", "stateful") * 7
 """Models that are asked most: what they answer is known."""
 KEPT_IDS = 50
 
@@ -54,6 +54,7 @@ class Grammar:
                 {"inputs": [row]},
                 {"inputs": [text], "id": who.mark, "parameters": {"told_who": who.mark, "timeout": 10**5}},
                 {"inputs": [row], "outputs": [{"name": "y", "parameters": {"classification": 2}}]},
+                {"inputs": [row], "parameters": self._flags()},
             ],
             "NewJob": [{**job, "output": {"url": f"file://{folder}/{who.mark}-{chance.randint(0, 10**6)}"}}],
             "Changes": [{"priority": "low"}, {}],
@@ -76,6 +77,12 @@ class Grammar:
             "log_file": ["/tmp/x"],
             "key": ["/r"],
         }
+
+    def _flags(self) -> dict[str, Any]:
+        """Returns the parameters of a step of a sequence."""
+        of, is_start = self._chance.choice((1, 7, "7", 0, "", 2**64 - 1)), self._chance.random() < 0.5
+        flags = {"sequence_id": of, "sequence_start": is_start, "sequence_end": self._chance.random() < 0.3}
+        return {**flags, "qinfer_step": self._chance.choice((1, 2, 0, "1"))} if self._chance.random() < 0.5 else flags
 
     def value(self, schema: Mapping[str, Any], name: str = "", depth: int = 0) -> Any:
         """Returns a value; `name` is that of the member that it is for."""

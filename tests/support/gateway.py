@@ -4,7 +4,7 @@ Models, all `x` → `y`, at most 8 rows: `echo` (FP32[4], versions 1 and 2), `te
 (`a`, `b`, given back as outputs), `fails` (every request), `stuck` (never answered), `loading` (no live worker).
 Never answered either: `small` (50 may wait), `bounded` (3 may wait, by its queue policy), `levels` (1 … 3, of which the
 default 2 refuses what has waited for 50 ms, and 3 is delayed), `asleep` (no live worker, and READY: `min_workers` 0),
-`flow` and `resuming` (FP32[-1], decoupled; the latter with `qinfer.stream_resume`).
+`flow` and `resuming` (FP32[-1], decoupled; the latter with `qinfer.stream_resume`), `stateful` (with sequences).
 Without a batch dimension: `one` (BYTES[1]), `vary` (INT32[2, -1]), `wide` (FP32[-1, -1]). The output of `echo` has the
 labels zero, one and two. A request's parameters whose names begin with `told_` come back with its response, and one
 named `responses` says how many responses it gets.
@@ -74,6 +74,7 @@ MODELS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "wide": (_ONE.format("TYPE_FP32", "-1, -1"), (1,)),
     "flow": (_FLOW, (1,)),
     "resuming": (_FLOW + _text_parameter("qinfer.stream_resume", "skip"), (1,)),
+    "stateful": (_FP32 + " sequence_batching { direct { } }", (1,)),
     "asleep": (_FP32 + _parameter("qinfer.min_workers", 0), (1,)),
     "hasty": (_FP32 + _parameter("qinfer.default_timeout_s", 30) + _parameter("qinfer.max_timeout_s", 40), (1,)),
 }
