@@ -72,7 +72,7 @@ class PythonBackend:
         self._datatypes = {i.name: i.datatype for i in spec.file_inputs}
         self._outputs = frozenset(o.name for o in spec.outputs)
         self._is_decoupled = spec.decoupled
-        self._keeps_state = spec.is_stateful
+        self._keeps_state = spec.sequences is not None
         self._longest_s = spec.max_timeout_s
         self._streams: Streams | None = None
         self._instance_name = _names.take(spec, device)

@@ -39,6 +39,7 @@ from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.entries import DELAYED, Lane
+from qinfer.tensors import Tensor
 
 
 class Bisection(deque[list[Pending]]):
@@ -136,7 +137,8 @@ class Executor(Protocol):
 class LoadedModel:
     """A model version at one generation, loaded into instances; its calls to other models go through `caller`.
 
-    One that is decoupled has `streams`, through which its responses leave.
+    One that is decoupled has `streams`, through which its responses leave. `initial_states` are those that an iterated
+    request begins from.
     """
 
     spec: ModelSpec
@@ -146,6 +148,7 @@ class LoadedModel:
     caller: Caller | None = None
     observer: Observer | None = None
     streams: Streams | None = None
+    initial_states: tuple[Tensor, ...] = ()
 
 
 class Outlet(Protocol):

@@ -40,7 +40,6 @@ from qinfer.tensors import Tensor, datatype, to_numpy
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
 KeyFunction = Callable[[InferRequest], Hashable]
 
 
@@ -196,6 +195,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         parameters: What the model said besides the outputs of its final answers, by item.
         earlier: Responses that were not final, as (item, answer, parameters), in order.
         error: Why the batch failed.
+        rows_again: Rows of items that are iterated: they have no answer yet, and count as executed.
     """
 
     items: Sequence[Pending]
@@ -207,6 +207,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     parameters: dict[int, Mapping[str, Scalar]] = {}
     earlier: list[tuple[int, Answer, Mapping[str, Scalar]]] = []
     error: QinferError | None = None
+    rows_again: int = 0
     begin_ns: int = 0
     respond_ns: int = 0
     end_ns: int = 0
@@ -408,7 +409,7 @@ class Responder:
         queue_ns: list[int] = []
         items: list[Pending] = []
         responses: list[Response] = []
-        rows_done = failed_ns = 0
+        rows_done, failed_ns = execution.rows_again, 0
         for position, item in enumerate(execution.items):
             answer = execution.answers[position]
             if item.lost or answer is None:
@@ -429,7 +430,7 @@ class Responder:
             else:
                 tally.failed(response.failure.code)
                 failed_ns += waited_ns + input_ns + infer_ns + output_ns
-        if queue_ns:
+        if queue_ns or rows_done:
             tally.max_rows = self._max_rows
             tally.executed(rows_done, queue_ns, input_ns, infer_ns, output_ns, begin_s)
         if failed_ns:

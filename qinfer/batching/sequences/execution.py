@@ -7,13 +7,14 @@ A batch has a row for each step, and rows of padding where the strategy `direct`
 
 from collections.abc import Mapping, Sequence
 from itertools import count
+from typing import Any
 
 import msgspec
 
 from qinfer.backends.base import Array, Backend, Batch
 from qinfer.batching.execution import Answer, Execution, assemble, stack
 from qinfer.batching.sequences.controls import control_inputs, padded
-from qinfer.batching.sequences.steps import PendingStep, StepBatch
+from qinfer.batching.sequences.steps import StepBatch
 from qinfer.core.messages import InferRequest, Scalar
 from qinfer.errors import OutputMismatch
 from qinfer.models.sequence_spec import SequenceSpec, StateSpec
@@ -24,7 +25,7 @@ States = tuple[Tensor, ...]
 """The states of a sequence, by the names of their inputs, in the order of `SequenceSpec.states`."""
 
 
-def assemble_steps(batch: StepBatch[PendingStep], states: Sequence[States], spec: ModelSpec) -> Batch:
+def assemble_steps(batch: StepBatch[Any], states: Sequence[States], spec: ModelSpec) -> Batch:
     """Builds the batch of some steps: their own inputs, control inputs, and the states that they begin from.
 
     Args:
@@ -63,16 +64,22 @@ class StepExecution(Execution, kw_only=True, eq=False):
         steps: The rows, as the scheduler chose them.
         sequences: The model's sequences.
         positions: Row → position among `items`; of padding -1.
+        states: The states after each item, by the names of their inputs. Empty = to be left as they are: the model has
+            none, or the item failed.
+        again: The positions of items that have no answer yet, and are to be executed again.
     """
 
-    steps: StepBatch[PendingStep]
+    steps: StepBatch[Any]
     sequences: SequenceSpec
     positions: list[int] = msgspec.field(default_factory=list)
+    states: list[States] = msgspec.field(default_factory=list)
+    again: set[int] = msgspec.field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         taken = count()
         self.positions = [-1 if step is None else next(taken) for step in self.steps.rows]
+        self.states = [()] * len(self.items)
 
     def respond(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
@@ -81,6 +88,15 @@ class StepExecution(Execution, kw_only=True, eq=False):
         position = self.positions[item]
         if position >= 0:
             super().respond(position, outputs, final=final, parameters=parameters)
+
+    def reschedule(self, item: int, states: States = ()) -> None:
+        """Has an item executed again; see `Context.reschedule`."""
+        if not self.sequences.iterative:
+            super().reschedule(item, states)
+        position = self.positions[item]
+        if position >= 0:
+            super().respond(position, states)
+            self.again.add(position)
 
     def cancelled(self, item: int) -> bool:
         """Tells whether nobody waits for this item any more."""
@@ -94,18 +110,21 @@ class StepExecution(Execution, kw_only=True, eq=False):
             self.answers = [self.error if answer is None else answer for answer in self.answers]
         if self.sequences.states:
             self.answers = [self._kept(position, answer) for position, answer in enumerate(self.answers)]
+        self.again = {position for position in self.again if isinstance(self.answers[position], tuple)}
+        for position in self.again:
+            self.answers[position] = None
+        self.rows_again = len(self.again)
 
     def _kept(self, position: int, answer: Answer | None) -> Answer | None:
         """Keeps the states that an answer ends with; returns the outputs before them."""
         if not isinstance(answer, tuple):
             return answer
         specs = self.sequences.states
-        step, states = self.items[position], answer[-len(specs) :]
-        assert isinstance(step, PendingStep), "the items of a batch of steps are steps"
+        states = answer[-len(specs) :]
         if len(states) != len(specs):
             return OutputMismatch(f"the model returned {len(answer)} tensors, fewer than its {len(specs)} states")
         try:
-            step.state = tuple([_state(spec, state) for spec, state in zip(specs, states, strict=True)])
+            self.states[position] = tuple([_state(spec, state) for spec, state in zip(specs, states, strict=True)])
         except OutputMismatch as error:
             return error
         return answer[: -len(specs)]

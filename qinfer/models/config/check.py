@@ -40,6 +40,8 @@ SUPPORTED = {
     "sequence_batching.control_input": "START, END, READY, and CORRID as a number or text.",
     "sequence_batching.direct": "A sequence has one row of one instance's batches to itself.",
     "sequence_batching.oldest": "A dynamic batcher of each instance gets one request of each candidate.",
+    "sequence_batching.iterative_sequence": "A request is a sequence of its own, which a model of the backend `python` "
+    "has executed until it answers it; not for decoupled models.",
     "sequence_batching.state.input_name": "",
     "sequence_batching.state.output_name": "",
     "sequence_batching.state.data_type": "",
@@ -81,7 +83,6 @@ REFUSED = {
     "output.is_non_linear_format_io": "Tensors are always linear.",
     "batch_input": "Requests of different shapes do not share a batch.",
     "batch_output": "Requests of different shapes do not share a batch.",
-    "sequence_batching.iterative_sequence": "A model can't have a request executed again.",
     "ensemble_scheduling": "Ensembles are not offered; a model of the backend `python` can call others.",
     "instance_group.rate_limiter.resources": "The rate limiter is not offered.",
     "instance_group.rate_limiter.priority": "The rate limiter is not offered.",

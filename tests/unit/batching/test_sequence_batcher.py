@@ -10,7 +10,8 @@ import pytest
 from qinfer.backends.base import Array, Batch, Context
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Execution
-from qinfer.batching.sequences.batcher import IDLE_SLACK_S, SequenceBatcher
+from qinfer.batching.sequences.batcher import SequenceBatcher
+from qinfer.batching.sequences.runner import IDLE_SLACK_S
 from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response

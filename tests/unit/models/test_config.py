@@ -157,7 +157,6 @@ def test_mistakes_are_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "setting"),
     [
-        ("sequence_batching { iterative_sequence: true }", "sequence_batching.iterative_sequence"),
         ("ensemble_scheduling { }", "ensemble_scheduling"),
         ("batch_input { }", "batch_input"),
         ("batch_output { }", "batch_output"),

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from qinfer.batching.batcher import Batcher
 from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.core.clock import ServerClock
 from qinfer.core.retry import OutageLog
@@ -22,6 +21,7 @@ from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.models import Key, by_model
 from qinfer_workers.inference.publisher import LeaseKeeper
+from qinfer_workers.inference.serving import LaneBatcher
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ SPEEDS_EVERY_S = 10.0
 """Seconds between two writes of the speeds that outlive the worker; they are written at the end too."""
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
-AnyBatcher = Batcher | SequenceBatcher
+AnyBatcher = LaneBatcher | SequenceBatcher
 _LoadTimes = Callable[[], dict[str, dict[int, float]]]
 USAGE_EVERY_S = 2.0
 """Seconds between two measurements of resource usage: Triton's interval."""

@@ -8,17 +8,18 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
 from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError, StreamBroken
+from qinfer.models.sequence_spec import check_sequence
 from qinfer.models.validate import validate
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.versions import NewerVersion
 from qinfer_workers.inference.publisher import Publisher
+from qinfer_workers.inference.serving import LaneBatcher
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Intake:
         self._reader = RequestReader()
         self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
 
-    def items(self, batcher: Batcher, leases: Iterable[Lease]) -> Taken:
+    def items(self, batcher: LaneBatcher, leases: Iterable[Lease]) -> Taken:
         """Decodes leases; those that can't be executed are buried, answered or released, and left out."""
         taken = Taken([], [])
         for lease in leases:
@@ -74,7 +75,7 @@ class Intake:
                 taken.ready.append(item)
         return taken
 
-    async def whole(self, batcher: Batcher, leases: Sequence[Lease]) -> list[Lease]:
+    async def whole(self, batcher: LaneBatcher, leases: Sequence[Lease]) -> list[Lease]:
         """Answers reclaimed entries of which a dead worker has sent a part; returns the others, to be executed."""
         spec = batcher.model.spec
         if not spec.decoupled or spec.stream_resume:
@@ -85,7 +86,7 @@ class Intake:
                 self._break(batcher, lease)
         return whole
 
-    def _break(self, batcher: Batcher, lease: Lease) -> None:
+    def _break(self, batcher: LaneBatcher, lease: Lease) -> None:
         """Answers an entry whose stream is broken: nobody knows how to go on with it."""
         try:
             request = self._reader.decode(lease.frame)
@@ -99,7 +100,7 @@ class Intake:
         self._publisher.hold([item])
         batcher.fail([item], StreamBroken(BROKEN))
 
-    async def complete(self, batcher: Batcher, external: Sequence[Pending]) -> list[Pending]:
+    async def complete(self, batcher: LaneBatcher, external: Sequence[Pending]) -> list[Pending]:
         """Reads the external payloads of items; those that are not to be executed are left out.
 
         A payload that is gone belongs to a cancelled or expired request, which has nobody to answer. When this task is
@@ -129,7 +130,7 @@ class Intake:
         for item in external:
             self._publisher.release_later(item, PAUSE_S)
 
-    def is_readable(self, batcher: Batcher, lease: Lease) -> bool:
+    def is_readable(self, batcher: LaneBatcher, lease: Lease) -> bool:
         """Tells whether this version can read an entry; one of a newer qinfer is released, for another worker."""
         try:
             decode_request(lease.frame)
@@ -140,17 +141,19 @@ class Intake:
             pass
         return True
 
-    def fits(self, batcher: Batcher, item: Pending) -> bool:
+    def fits(self, batcher: LaneBatcher, item: Pending) -> bool:
         """Checks an item that was admitted under another generation; one that does not fit any more is answered."""
         try:
             item.rows = validate(item.request, batcher.model.spec)
+            if batcher.model.spec.sequences is not None:
+                check_sequence(item.request, item.rows, batcher.model.spec.sequences)
         except InvalidRequest as error:
             batcher.fail([item], error)
             return False
         batcher.classify(item)
         return True
 
-    def _is_tried(self, batcher: Batcher, item: Pending) -> bool:
+    def _is_tried(self, batcher: LaneBatcher, item: Pending) -> bool:
         """Counts an item that was delivered before; gives up one that was delivered too often, and answers it."""
         batcher.tally.redelivered()
         if item.lease.deliveries <= self._most:
@@ -159,7 +162,7 @@ class Intake:
         self._bury(batcher, item, InferenceFailed(text))
         return False
 
-    def _unreadable(self, batcher: Batcher, lease: Lease, error: CorruptEntry) -> None:
+    def _unreadable(self, batcher: LaneBatcher, lease: Lease, error: CorruptEntry) -> None:
         """Releases an entry of a newer qinfer's, and buries one that is damaged."""
         if isinstance(error, NewerVersion):
             self._release_newer(batcher, lease)
@@ -167,7 +170,7 @@ class Intake:
         logger.error("corrupt entry", extra={**_log_data(lease), "reason": error.message})
         self._publisher.bury(lease, error, batcher.tally)
 
-    def _pending(self, batcher: Batcher, lease: Lease, request: InferRequest) -> Pending:
+    def _pending(self, batcher: LaneBatcher, lease: Lease, request: InferRequest) -> Pending:
         enqueued_s = lease.entry.enqueued_s
         return Pending(
             rows=1,
@@ -179,7 +182,7 @@ class Intake:
             request=request,
         )
 
-    def _is_ready(self, batcher: Batcher, item: Pending) -> bool:
+    def _is_ready(self, batcher: LaneBatcher, item: Pending) -> bool:
         """Sets the rows and the key, which the tensors decide; checks what another generation was checked for."""
         if item.request.generation != batcher.model.generation:
             return self.fits(batcher, item)
@@ -189,12 +192,12 @@ class Intake:
         batcher.classify(item)
         return True
 
-    def _release_newer(self, batcher: Batcher, lease: Lease) -> None:
+    def _release_newer(self, batcher: LaneBatcher, lease: Lease) -> None:
         logger.warning("frame of a newer qinfer released", extra=_log_data(lease))
         unknown = InferRequest(model=batcher.model.spec.name, inputs=())
         self._publisher.release_later(self._pending(batcher, lease, unknown), PAUSE_S)
 
-    async def _payload(self, batcher: Batcher, item: Pending) -> bytes | None:
+    async def _payload(self, batcher: LaneBatcher, item: Pending) -> bytes | None:
         """Reads an item's tensors; one that can't be read now is released, one whose tensors are gone is finished.
 
         One whose tensors should be there and are not is given up: somebody deleted them from the payload store.
@@ -213,7 +216,7 @@ class Intake:
             self._publisher.discard(item)
         return payload
 
-    def _complete(self, batcher: Batcher, item: Pending, payload: bytes) -> bool:
+    def _complete(self, batcher: LaneBatcher, item: Pending, payload: bytes) -> bool:
         try:
             item.request = decode_request(item.lease.frame, payload)
         except CorruptEntry as error:
@@ -221,7 +224,7 @@ class Intake:
             return False
         return self._is_ready(batcher, item)
 
-    def _bury(self, batcher: Batcher, item: Pending, error: QinferError) -> None:
+    def _bury(self, batcher: LaneBatcher, item: Pending, error: QinferError) -> None:
         """Gives an item up: it becomes a dead letter, and its caller gets the reason."""
         deliveries, failure = item.lease.deliveries, Failure.of(error)
         extra = {**_log_data(item.lease), "request_id": item.request.id, "deliveries": deliveries, "code": failure.code}

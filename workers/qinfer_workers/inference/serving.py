@@ -5,12 +5,16 @@ import time
 from collections.abc import Callable
 
 from qinfer.batching.batcher import Batcher
+from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.core.settings import MetricsSettings
 from qinfer.errors import QinferError
 from qinfer.models.routes import NAMES, lanes_of
 from qinfer.observe.latencies import LatencyTally
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
+
+LaneBatcher = Batcher | IterativeBatcher
+"""The batcher of a model version whose requests come by lanes."""
 
 _LOOK_S = 0.05
 # Gateways learn at the same time as the worker that a model is to be unloaded.
@@ -97,7 +101,7 @@ class Serving:
     fetcher: "asyncio.Task[None]"
     """The task that fetches for it."""
 
-    def __init__(self, batcher: Batcher, metrics: MetricsSettings) -> None:
+    def __init__(self, batcher: LaneBatcher, metrics: MetricsSettings) -> None:
         self.batcher = batcher
         if metrics.summary_latencies or metrics.histogram_latencies:
             batcher.tally.latencies = LatencyTally(

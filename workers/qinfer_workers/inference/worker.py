@@ -16,7 +16,7 @@ from typing import Any
 
 from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import Pending
-from qinfer.batching.sequences.batcher import SequenceBatcher
+from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.batching.streams import Streams
 from qinfer.core.retry import PATIENCE_S, OutageLog
 from qinfer.core.settings import Settings
@@ -28,14 +28,14 @@ from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.cancels import CancelWatch
 from qinfer_workers.inference.executor import ThreadExecutor
-from qinfer_workers.inference.heartbeat import Heartbeat
+from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import Intake
 from qinfer_workers.inference.loader import Loaded, Loader
 from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import Held, LeaseKeeper, Publisher, Renewals
 from qinfer_workers.inference.sequence_service import Parts
 from qinfer_workers.inference.sequence_services import SequenceServices
-from qinfer_workers.inference.serving import Serving
+from qinfer_workers.inference.serving import LaneBatcher, Serving
 from qinfer_workers.inference.stream_publisher import StreamPublisher
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.shard_service import ShardService
@@ -78,6 +78,8 @@ class Worker:
         self._id = worker_id
         self._limits = settings.limits
         self._serving: dict[Key, Serving] = {}
+        self._leaving: dict[asyncio.Task[None], Serving] = {}
+        """Those that are replaced by another kind of serving, and end."""
         self._exclusive = asyncio.Lock()
         self._catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
@@ -117,9 +119,10 @@ class Worker:
                 calls = self._caller.close()
                 self._bulk.hurry()
                 await self._sequences.close()
-            serving = self._serving.values()
-            reads = [task for one in serving for task in one.reads.open]
-            await end(heartbeat, cancels, *calls, *reads, *(one.fetcher for one in serving), *self._bulk.loops())
+            servings = self._servings()
+            reads = [task for one in servings for task in one.reads.open]
+            fetchers = [one.fetcher for one in servings]
+            await end(heartbeat, cancels, *calls, *reads, *fetchers, *self._leaving, *self._bulk.loops())
             await self._caller.discard()
             await end(renewals)
 
@@ -150,21 +153,41 @@ class Worker:
             caller=self._caller,
             observer=self.spans,
             streams=self._streams if spec.decoupled else None,
+            initial_states=loaded.initial_states,
         )
         if spec.is_stateful:
             self._sequences.serve(model, loaded)
             return
+        kind = Batcher if spec.sequences is None else IterativeBatcher
         serving = self._serving.get(key)
-        if serving is not None:
+        if serving is not None and isinstance(serving.batcher, kind):
             batcher = serving.batcher
             batcher.admit([i for i in batcher.replace(model, loaded.latency) if self._intake.fits(batcher, i)])
             serving.reread()
-            self._bulk.serve(batcher, loaded)
+            self._serve_bulk(batcher, loaded)
             return
-        batcher = Batcher(model, self._queue.clock, self._publisher, loaded.latency)
+        if serving is not None:
+            task = self._tasks.create_task(self._leave(serving))
+            self._leaving[task] = serving
+            task.add_done_callback(self._leaving.pop)
+        batcher = kind(model, self._queue.clock, self._publisher, loaded.latency)
         serving = self._serving[key] = Serving(batcher, self._metrics)
         serving.fetcher = self._tasks.create_task(self._fetch_loop(serving))
-        self._bulk.serve(batcher, loaded)
+        self._serve_bulk(batcher, loaded)
+
+    def _serve_bulk(self, batcher: LaneBatcher, loaded: Loaded) -> None:
+        """Has bulk jobs executed too, but on models with sequences, which they refuse."""
+        if isinstance(batcher, Batcher):
+            self._bulk.serve(batcher, loaded)
+
+    async def _leave(self, serving: Serving) -> None:
+        """Ends a serving whose model is scheduled in another way from now on, by another serving."""
+        if isinstance(serving.batcher, Batcher):
+            await self._bulk.retire(serving.batcher)
+        await self._pause(serving)
+        await end(serving.fetcher)
+        serving.batcher.model.executor.retire()
+        self._heartbeat.collect(serving.batcher)
 
     def resize(self, loaded: Loaded, surplus: int) -> None:
         """Goes on with the instances of a version that is served, more or fewer of them, under a new generation."""
@@ -180,7 +203,7 @@ class Worker:
         batcher.model = replace(batcher.model, spec=loaded.spec, generation=loaded.generation)
         # More instances may start what waits.
         batcher.admit(())
-        self._bulk.serve(batcher, loaded)
+        self._serve_bulk(batcher, loaded)
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
         """Answers waiting requests of a model version and unloads it; returns whether it did and is still unwanted."""
@@ -195,7 +218,8 @@ class Worker:
     async def _end_serving(self, model: str, version: int) -> None:
         async with self._exclusive:
             serving = self._serving[model, version]
-            await self._bulk.retire(serving.batcher)
+            if isinstance(serving.batcher, Batcher):
+                await self._bulk.retire(serving.batcher)
             await self._pause(serving)
             serving.fetcher.cancel()
             await asyncio.wait([serving.fetcher])
@@ -210,8 +234,12 @@ class Worker:
         serving = self._serving.get((lane.model, lane.version))
         return serving is not None and serving.batcher.model.spec.stream_resume
 
-    def _batchers(self) -> list[Batcher | SequenceBatcher]:
-        return [*(serving.batcher for serving in self._serving.values()), *self._sequences.batchers()]
+    def _batchers(self) -> list[AnyBatcher]:
+        return [*(serving.batcher for serving in self._servings()), *self._sequences.batchers()]
+
+    def _servings(self) -> list[Serving]:
+        """Returns all servings, those included that end."""
+        return [*self._serving.values(), *self._leaving.values()]
 
     def _lanes(self) -> list[Lane]:
         return [lane for serving in self._serving.values() for lane in serving.lanes]
@@ -264,10 +292,10 @@ class Worker:
             else:
                 serving.reads.add(self._tasks.create_task(self._read(batcher, external)), len(external))
 
-    async def _read(self, batcher: Batcher, external: Sequence[Pending]) -> None:
+    async def _read(self, batcher: LaneBatcher, external: Sequence[Pending]) -> None:
         self._admit(batcher, await self._intake.complete(batcher, external))
 
-    def _admit(self, batcher: Batcher, items: Sequence[Pending]) -> None:
+    def _admit(self, batcher: LaneBatcher, items: Sequence[Pending]) -> None:
         if items and batcher.paused:
             self._publisher.give_back(items)
         else:
@@ -280,6 +308,8 @@ class Worker:
         else:
             item.lose()
         if isinstance(item, Pending):
+            for leaving in self._leaving.values():
+                leaving.batcher.lost(item)
             self._streams.lose(item)
 
     async def _reclaim_loop(self) -> None:
@@ -368,12 +398,15 @@ class Worker:
             finally:
                 self._is_quiescing = False
                 self._bulk.resume()
-                for batcher in self._batchers():
-                    batcher.resume()
+                self._sequences.resume()
+                for serving in self._serving.values():
+                    serving.batcher.resume()
 
     async def _quiesce(self) -> None:
         """Pauses all models and waits until nothing executes; a model that a batch calls is paused after the batch."""
         self._is_quiescing = True
+        if self._leaving:
+            await asyncio.wait(self._leaving)
         while moving := {key: serving for key, serving in self._serving.items() if not serving.is_still}:
             first = [serving for key, serving in moving.items() if not self._caller.is_target(*key)]
             async with asyncio.TaskGroup() as pauses:

@@ -1,7 +1,5 @@
 """Sequences in the `python` backend: what a `model.py` hears of them, its calls to stateful models, rescheduling."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +8,7 @@ import pytest
 from qinfer.backends.base import Array, Batch
 from qinfer.backends.python import PythonBackend
 from qinfer.core.messages import InferRequest, Response, Sequence
-from qinfer.errors import InferenceFailed
-from qinfer.models.spec import Device
+from qinfer.errors import InferenceFailed, SequenceLost
 from qinfer.tensors import Tensor, from_numpy
 from tests.support.backends import Answers
 from tests.support.python_models import (
@@ -21,7 +18,6 @@ from tests.support.python_models import (
     load,
     loaded,
     run,
-    spec_of,
     write_accumulator,
     write_model,
 )
@@ -119,12 +115,7 @@ return [reply(x(request)) for request in requests]
 
 def iterative(tmp_path: Path, code: str) -> PythonBackend:
     """Loads a model whose requests may be rescheduled."""
-    directory = write_model(tmp_path, code)
-    spec = spec_of(directory)
-    config = json.loads(spec.config_json) | {"sequence_batching": {"iterative_sequence": True}}
-    backend = PythonBackend()
-    backend.load(replace(spec, config_json=json.dumps(config)), directory, Device())
-    return backend
+    return load(write_model(tmp_path, code, scheduling="sequence_batching { iterative_sequence: true }"))
 
 
 def test_a_request_that_is_rescheduled_has_no_answer_yet(tmp_path: Path) -> None:
@@ -143,4 +134,13 @@ def test_a_request_that_is_rescheduled_may_not_be_answered(tmp_path: Path) -> No
 
     with pytest.raises(InferenceFailed, match="Expected a None object in the execute function return list"):
         run(backend, floats(7))
+    backend.unload()
+
+
+def test_a_death_loses_what_the_model_kept_of_rescheduled_requests(tmp_path: Path) -> None:
+    """The batch is told, even if it is not to blame: others are to begin anew."""
+    backend = iterative(tmp_path, execute("os._exit(7)"))
+
+    with pytest.raises(SequenceLost, match=r"died \(exit code 7\), which had the state in memory"):
+        run(backend, floats(1))
     backend.unload()

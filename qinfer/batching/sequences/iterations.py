@@ -1,0 +1,344 @@
+"""The batcher of iterative models: one per model version and worker, on the event loop, in place of `Batcher`.
+
+    admit ─▶ SequenceScheduler ─▶ assemble_steps ─▶ executor ─▶ outlet.answer
+                  └──── executed again ◀──────────────┘
+
+A request is a sequence of its own, which comes and leaves as a plain one does. It joins the running batch, and is
+executed with one batch after the other until the model answers it. Between two iterations nothing is written anywhere:
+no response has left, so that another worker may begin anew with it.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from qinfer.batching.batcher import LoadedModel, Outlet
+from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.policy import NEVER_S, LatencyModel
+from qinfer.batching.sequences.execution import States, StepExecution
+from qinfer.batching.sequences.runner import StepRunner
+from qinfer.batching.sequences.scheduler import Decision
+from qinfer.batching.sequences.steps import Step, StepBatch
+from qinfer.core import messages
+from qinfer.core.clock import ServerClock
+from qinfer.core.messages import Response
+from qinfer.errors import InferenceFailed, QinferError, SequenceLost
+from qinfer.observe.stats import StatsTally
+from qinfer.queue.entries import Lane
+from qinfer.queue.sequence_records import SequenceId
+
+_DECAY = 0.98
+"""Weight that a request keeps in the mean of iterations for each later one: about the last 50 count."""
+
+
+class _Held:
+    """A request that has not been answered.
+
+    Attributes:
+        step: What the scheduler knows of it.
+        states: Its states after the last iteration, or from before the first one.
+        iterations: How often it was executed.
+        instance: The instance that has begun it; -1 = none has.
+    """
+
+    __slots__ = ("instance", "iterations", "states", "step")
+
+    def __init__(self, step: Step[Pending], states: States) -> None:
+        self.step = step
+        self.states = states
+        self.iterations = 0
+        self.instance = -1
+
+
+class Iterations(StepRunner[Pending]):
+    """The requests of one generation of an iterative model.
+
+    Args:
+        model: What to run on.
+        clock: The broker's time, in which deadlines and enqueue times are.
+        outlet: Where answers go.
+        tally: Counts what was executed.
+        changed: Called when requests may have begun, gone on or ended.
+        latency: What warm-up runs taught about the model's speed.
+
+    Attributes:
+        completed: Requests that were executed to their end.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        clock: ServerClock,
+        outlet: Outlet,
+        tally: StatsTally,
+        changed: Callable[[], None],
+        latency: LatencyModel | None = None,
+    ) -> None:
+        super().__init__(model, clock, tally, latency)
+        self.completed = 0
+        self._outlet = outlet
+        self._changed = changed
+        self._held: dict[Pending, _Held] = {}
+        self._weight = self._iterations = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are here."""
+        return bool(self._held or self.executing)
+
+    @property
+    def begun(self) -> int:
+        """How many requests have begun, whether they execute now or not."""
+        return sum(held.instance >= 0 for held in self._held.values())
+
+    @property
+    def room(self) -> int:
+        """How many requests more would execute with the next batches, if all of the model's batches were full."""
+        rows = self.model.executor.count * min(self._sequences.slots, self._sequences.max_rows)
+        return max(rows - len(self._held), 0)
+
+    def speed_rps(self) -> float:
+        """Returns how many requests a second all instances can execute in full batches; 0 = not known yet."""
+        return super().speed_rps() * self._weight / self._iterations if self._iterations else 0.0
+
+    def classify(self, item: Pending) -> None:
+        """Sets the key of an item that is to be admitted."""
+        item.key = self._key(item.request, self.model.initial_states)
+
+    def admit(self, items: Sequence[Pending]) -> None:
+        """Takes items, which were classified, and begins those that can begin."""
+        for item in items:
+            flags = item.request.sequence
+            named = SequenceId(item.request.tenant, flags.id) if flags is not None and flags.id else None
+            step = Step(item=item, sequence=named)
+            self._scheduler.admit(step, self._clock.now_s())
+            self._held[item] = _Held(step, self.model.initial_states)
+            _mark(step)
+        self.pump()
+
+    def drop(self, item: Pending) -> None:
+        """Forgets an item, if it is here; what executes of it is not answered."""
+        if held := self._held.pop(item, None):
+            self._scheduler.cancel(held.step, self._clock.now_s())
+            self.pump()
+
+    def take_waiting(self) -> list[Pending]:
+        """Removes and returns the items that have not begun."""
+        waiting = [item for item, held in self._held.items() if held.instance < 0]
+        for item in waiting:
+            self._scheduler.cancel(self._held.pop(item).step, self._clock.now_s())
+        return waiting
+
+    def fail(self, items: Sequence[Pending], error: QinferError) -> None:
+        """Answers items with an error."""
+        self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self._tally))
+
+    def pump(self) -> None:
+        """See the base."""
+        super().pump()
+        self._changed()
+
+    def _tell(self, decision: Decision[Pending]) -> None:
+        """See the base: answers what has expired; what was dropped is refused, too, and not here any more."""
+        for step, error in decision.refused:
+            if self._held.pop(step.item, None):
+                self.fail([step.item], error)
+
+    def _begin(self, batch: StepBatch[Pending]) -> list[States]:
+        """See the base."""
+        batched = [self._held[step.item] for step in batch.steps]
+        for held in batched:
+            held.instance = batch.instance
+        return [held.states for held in batched]
+
+    def _refuse(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+        """See the base."""
+        for item in items:
+            del self._held[item]
+        self._outlet.answer(items, responses)
+
+    def _take(self, execution: StepExecution, now_s: float, begin_s: float) -> None:
+        """See the base: what the model wants to execute again goes on."""
+        batch, steps = execution.steps, execution.steps.steps
+        if isinstance(execution.error, SequenceLost):
+            self._begin_anew(batch)
+            failure = InferenceFailed(execution.error.message)
+            execution.answers = [failure if answer is execution.error else answer for answer in execution.answers]
+        self._scheduler.ended(batch, now_s, again=[steps[position] for position in execution.again])
+        for position, (step, states) in enumerate(zip(steps, execution.states, strict=True)):
+            held = self._held.get(step.item)
+            if held is None:
+                continue  # it was dropped meanwhile
+            held.iterations += 1
+            if position in execution.again:
+                held.states = states
+                _mark(step)
+                step.item.key = self._key(step.item.request, states)
+            else:
+                self._end(step.item, held)
+        items, responses = self._responder.responses(execution, begin_s, self._tally)
+        if items:
+            self._outlet.answer(items, responses)
+
+    def _end(self, item: Pending, held: _Held) -> None:
+        """Takes note that an item is answered."""
+        del self._held[item]
+        self.completed += 1
+        self._weight = self._weight * _DECAY + 1
+        self._iterations = self._iterations * _DECAY + held.iterations
+
+    def _begin_anew(self, batch: StepBatch[Pending]) -> None:
+        """Begins anew with requests whose state was in the memory of the model's process, and that did not end it."""
+        for item, held in self._held.items():
+            if held.instance == batch.instance and held.step not in batch.steps:
+                held.states, held.step.start = self.model.initial_states, True
+                _mark(held.step)
+                self.classify(item)
+
+
+def _mark(step: Step[Pending]) -> None:
+    """Tells the model, by the flags of its request, whether a step is at its first iteration."""
+    assert step.sequence is not None, "the scheduler has numbered it"
+    step.item.request.sequence = messages.Sequence(step.sequence.correlation_id, start=step.start)
+
+
+class IterativeBatcher:
+    """The `Batcher` of an iterative model, as the worker sees it; see the module docstring.
+
+    Args:
+        model: What to run on; `replace` exchanges it.
+        clock: The broker's time, in which deadlines and enqueue times are.
+        outlet: Where answers go.
+        latency: What warm-up runs taught about the model's speed.
+
+    Attributes:
+        tally: The statistics.
+        paused: No more items are welcome.
+    """
+
+    def __init__(
+        self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None
+    ) -> None:
+        self._clock = clock
+        self._outlet = outlet
+        self._fetchable, self._idle = asyncio.Event(), asyncio.Event()
+        self._leaving: list[Iterations] = []
+        self._completed = 0
+        self.tally = StatsTally()
+        self.paused = False
+        self._current = self._iterations(model, latency)
+        self._look()
+
+    def _iterations(self, model: LoadedModel, latency: LatencyModel | None) -> Iterations:
+        return Iterations(model, self._clock, self._outlet, self.tally, self._look, latency)
+
+    @property
+    def model(self) -> LoadedModel:
+        """What it runs on."""
+        return self._current.model
+
+    @model.setter
+    def model(self, model: LoadedModel) -> None:
+        self._current.model = model
+
+    @property
+    def executing(self) -> int:
+        """Items that have begun."""
+        return sum(generation.begun for generation in self._generations)
+
+    @property
+    def completed(self) -> int:
+        """Items that were executed to their end."""
+        return self._completed + sum(generation.completed for generation in self._generations)
+
+    @property
+    def expected_ends(self) -> dict[Execution, float]:
+        """The executions under way, and when each should end."""
+        return {
+            execution: end_s
+            for generation in self._generations
+            for execution, end_s in generation.expected_ends.items()
+        }
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything executes or waits to; for any thread."""
+        return not self._idle.is_set()
+
+    def speed_rps(self) -> float:
+        """Returns how many requests a second all instances can execute in full batches; 0 = not known yet."""
+        return self._current.speed_rps()
+
+    def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[Pending]:
+        """Goes on with another generation of the model; what has begun ends on the old one, which is unloaded then.
+
+        Returns:
+            The items that have not begun, which the batcher forgets: check them with the new configuration, `classify`
+            and admit them again.
+        """
+        waiting = self._current.take_waiting()
+        self._leaving.append(self._current)
+        self._current = self._iterations(model, latency)
+        self._look()
+        return waiting
+
+    def classify(self, item: Pending) -> None:
+        """Sets what the model's configuration makes of an item: its key."""
+        self._current.classify(item)
+
+    def admit(self, items: Sequence[Pending]) -> None:
+        """Takes items in, and runs what can run."""
+        self._current.admit(items)
+
+    async def fetchable(self) -> None:
+        """Waits until more items are welcome."""
+        await self._fetchable.wait()
+
+    def welcome(self, lanes: Sequence[Lane]) -> Sequence[Lane]:
+        """Returns the lanes from which to fetch now: all."""
+        return lanes
+
+    def room(self) -> tuple[int, float]:
+        """Tells how many entries to fetch now, and for how many seconds to wait for the first: for ever."""
+        return max(self._current.room, 1), NEVER_S
+
+    def lost(self, item: Pending) -> None:
+        """Forgets an item whose lease is lost; if it is executing, that is its last iteration."""
+        item.lose()
+        for generation in self._generations:
+            generation.drop(item)
+
+    def fail(self, items: Sequence[Pending], error: QinferError) -> None:
+        """Answers items with an error, without executing them."""
+        self._current.fail(items, error)
+
+    async def pause(self) -> None:
+        """Asks for no more work, gives back items that have not begun, and returns when the rest has ended."""
+        self.paused = True
+        if waiting := self._current.take_waiting():
+            self._outlet.give_back(waiting)
+        self._look()
+        await self._idle.wait()
+
+    async def idle(self) -> None:
+        """Waits until nothing executes or waits to."""
+        await self._idle.wait()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self.paused = False
+        self._look()
+
+    @property
+    def _generations(self) -> list[Iterations]:
+        return [self._current, *self._leaving]
+
+    def _look(self) -> None:
+        """Opens or closes the fetch gate, and unloads generations that have ended."""
+        for ended in [generation for generation in self._leaving if not generation.has_work]:
+            self._leaving.remove(ended)
+            self._completed += ended.completed
+            ended.model.executor.retire()
+        has_work = any(generation.has_work for generation in self._generations)
+        (self._idle.clear if has_work else self._idle.set)()
+        is_open = self._current.room > 0 and not self.paused
+        (self._fetchable.set if is_open else self._fetchable.clear)()
