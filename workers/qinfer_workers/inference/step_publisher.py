@@ -3,7 +3,8 @@
     SequenceBatcher ─▶ put ─▶ commit (state, response and number together) ─▶ publish ─▶ finish
 
 One commit is under way at a time, for one step of each sequence: those of one sequence are committed in order, and what
-is executed meanwhile is committed together. A step whose sequence another worker owns is not published.
+is executed meanwhile is committed together. A step whose sequence another worker owns is not published; one that Redis
+refuses, because its state is too large or there is no memory for it, breaks its sequence.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import msgspec
 from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.messages import Response
 from qinfer.core.retry import Backoff, OutageLog
-from qinfer.errors import BrokerUnavailable, PayloadTooLarge, QinferError
+from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.queue.sequence_records import Committed, SequenceId
 from qinfer.queue.sequences import Sequences
 from qinfer.wire.frame import encode_responses
@@ -114,29 +115,29 @@ class StepPublisher:
         """Commits steps, repeatedly while Redis is away: to commit one again does no harm."""
         begin_ns = time.perf_counter_ns()
         backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
-        while group:
+        while True:
             try:
                 outcomes = await self._sequences.commit([executed.committed for executed in group])
             except BrokerUnavailable as error:
                 self._outage.failed(error.message)
                 await asyncio.sleep(backoff.next_s())
                 continue
-            except PayloadTooLarge as error:
-                group = self._without_largest(group, error)
-                continue
+            except QinferError as error:
+                await self._commit_alone(group, error)
+                return
             self._outage.over()
             self._publish([e for e, outcome in zip(group, outcomes, strict=True) if outcome], begin_ns)
             for executed, is_committed in zip(group, outcomes, strict=True):
                 self._settled(executed.step, is_committed)
             return
 
-    def _without_largest(self, group: list[_Executed], error: QinferError) -> list[_Executed]:
-        """Breaks the sequence of the step with the largest state, which can't be committed; returns the others."""
-        largest = max(
-            group, key=lambda executed: len(executed.committed.state or b"") + len(executed.committed.response)
-        )
-        self._broken(largest.step, error)
-        return [executed for executed in group if executed is not largest]
+    async def _commit_alone(self, group: list[_Executed], error: QinferError) -> None:
+        """Commits the steps of a commit that was refused, one by one; a single one breaks its sequence."""
+        if len(group) == 1:
+            self._broken(group[0].step, error)
+            return
+        for executed in group:
+            await self._commit([executed])
 
     def _publish(self, group: Sequence[_Executed], begin_ns: int) -> None:
         """Publishes the responses of committed steps, and removes the entries."""

@@ -7,6 +7,7 @@
 --   nothing refers to now}.
 local function one(KEYS, ARGV)
 begin(ARGV[1], ARGV[2])
+make_room()
 local name, token, life, n = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local state, staged_state, answer, staged_answer = unpack(KEYS, 2)
 local gone = {}
@@ -27,7 +28,6 @@ if not is_owner or of.state ~= 'open' or of.owner == '' or of.life ~= life or n 
 end
 if not (is_there(staged_state, ARGV[7]) and is_there(staged_answer, ARGV[9])) then return refuse('gone') end
 
-redis.call('ZREM', prefix .. 'sequence-owners', '') -- changes nothing, but is a write: after one, full memory stops no script
 local lifetime = keep(name, of.idle + DAY_MS)
 local function put(key, staged, place, value)
   if place == 'none' then return end

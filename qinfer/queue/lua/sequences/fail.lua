@@ -3,6 +3,7 @@
 --   owns that life), life, step, code ('' = it was idle), text.
 -- Returns {whether it ended or, where it has not begun, is going to, names of objects that nothing refers to now}.
 begin(ARGV[1], ARGV[2])
+make_room()
 local name, token, life, n, code, text = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8]
 local of = load(name)
 if not of or of.state ~= 'open' then return {0, {}} end

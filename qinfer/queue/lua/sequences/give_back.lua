@@ -2,6 +2,7 @@
 -- KEYS: the sequences that the worker owns. ARGV: partition's prefix, whether Redis may lose, worker, names.
 -- Returns {how many were given back, names of objects that nothing refers to now}.
 begin(ARGV[1], ARGV[2])
+make_room()
 local given, gone = 0, {}
 for i = 4, #ARGV do
   local of = load(ARGV[i])

@@ -3,6 +3,7 @@
 -- ARGV: partition's prefix, whether Redis may lose, worker, count, names of the lanes they wait in.
 -- Returns {whether the worker's lease is alive, {name, life, token, committed, generation, kind, idle ms} of each}.
 begin(ARGV[1], ARGV[2])
+make_room()
 local worker, left, own = ARGV[3], tonumber(ARGV[4]), KEYS[#KEYS]
 local owned, now = {}, now_ms()
 if tonumber(redis.call('ZSCORE', prefix .. 'sequence-owners', worker) or 0) <= now then return {0, {}} end

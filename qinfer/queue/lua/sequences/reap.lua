@@ -3,6 +3,7 @@
 --   sequences at most.
 -- Returns {how many were handed over or ended, names of objects that nothing refers to now}.
 begin(ARGV[1], ARGV[2])
+make_room()
 local owners, orphans = KEYS[1], KEYS[2]
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', owners, '-inf', now_ms(), 'LIMIT', 0, 10)) do
   local owned = prefix .. 'sequence-owned:' .. worker

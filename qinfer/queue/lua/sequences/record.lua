@@ -33,6 +33,10 @@ local function begin(partition, is_fragile)
   era = is_fragile == '1' and string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)') or ''
 end
 
+-- Has the script run where memory is full, too: whatever ends steps makes room. Changes nothing, but is a write: after one,
+-- Redis stops no script.
+local function make_room() redis.call('ZREM', prefix .. 'sequence-owners', '') end
+
 -- Changes a record, and writes it; `at` is written with it, if it is given.
 local function write(of, values, at)
   for field, value in pairs(values) do of[field] = value end

@@ -2,6 +2,7 @@
 -- KEYS: the open sequences. ARGV: partition's prefix, whether Redis may lose, how many are looked at.
 -- Returns {how many ended, names of objects that nothing refers to now}.
 begin(ARGV[1], ARGV[2])
+make_room()
 local ended, all, now = 0, {}, now_ms()
 
 local function end_unowned(of)

@@ -4,6 +4,7 @@
 -- Returns {whether the worker's lease is alive, the last ticket that was looked at, {name, life, number (0 = the life has
 --   ended), token, entry id, fields, deliveries} of each}.
 begin(ARGV[1], ARGV[2])
+make_room()
 local worker, after, most, room = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local told = {}
 if tonumber(redis.call('ZSCORE', prefix .. 'sequence-owners', worker) or 0) <= now_ms() then return {0, after, {}} end

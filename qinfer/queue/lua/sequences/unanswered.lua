@@ -2,6 +2,7 @@
 -- KEYS: the endings. ARGV: partition's prefix, whether Redis may lose, how many at most, how many bytes of frames (at least one).
 -- Returns {name, life, number, entry id, fields, whether its response is stored, code, text, step that failed} of each.
 begin(ARGV[1], ARGV[2])
+make_room()
 local left, room, found, now = tonumber(ARGV[3]), tonumber(ARGV[4]), {}, now_ms()
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, left)) do
   local of, is_any = load(name), false

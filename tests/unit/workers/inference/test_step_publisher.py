@@ -11,7 +11,8 @@ import pytest
 from qinfer.batching.execution import Pending
 from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.messages import Failure, InferRequest, Response
-from qinfer.errors import BrokerUnavailable, InferenceFailed, PayloadTooLarge, QinferError
+from qinfer.errors import BrokerUnavailable, InferenceFailed, PayloadTooLarge, QinferError, QueueFull
+from qinfer.queue.connection import Refused
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.sequence_records import Committed, Place, SequenceId
 from qinfer.tensors import Tensor
@@ -35,6 +36,7 @@ class Fakes:
         commits: The steps of each commit that was tried.
         committed: What was committed.
         failures: So many commits fail, as Redis is away.
+        refusal: Why no step is committed together with one of a large state.
         lost: Sequences that another worker owns.
     """
 
@@ -46,6 +48,7 @@ class Fakes:
         self.broken: list[tuple[Name, QinferError]] = []
         self.settled: list[tuple[Name, bool]] = []
         self.failures = 0
+        self.refusal: QinferError = PayloadTooLarge("too large")
         self.lost: set[int] = set()
         self.go = asyncio.Event()
         self.go.set()
@@ -59,7 +62,7 @@ class Fakes:
             self.failures -= 1
             raise BrokerUnavailable("Redis is away")
         if any(len(step.state or b"") > MAX_BYTES for step in steps):
-            raise PayloadTooLarge("too large")
+            raise self.refusal
         for step in steps:
             self.committed[name_of(step.place)] = step
             self.events.append(("commit", name_of(step.place)))
@@ -212,25 +215,19 @@ async def test_what_another_worker_owns_is_not_published() -> None:
         assert [name for what, name in fakes.events if what != "commit"] == [(1, 1), (3, 1)] * 2
 
 
-async def test_a_state_that_is_too_large_breaks_its_sequence() -> None:
-    """Those that were to be committed with it are."""
+@pytest.mark.parametrize("refusal", [PayloadTooLarge("too large"), QueueFull("full"), Refused("WRONGTYPE", "damaged")])
+async def test_a_step_that_is_refused_breaks_its_sequence(refusal: QinferError) -> None:
+    """Those that were to be committed with it are, and those behind it."""
     async with publishing() as (one, fakes):
+        fakes.refusal = refusal
         put(one, executed(1, 1, state=b"a"), executed(2, 1, state=b"b" * 200), executed(3, 1))
+        put(one, executed(1, 2))
         await one.flush()
         await asyncio.gather(*fakes.tasks)
 
-        assert [(name, error.code) for name, error in fakes.broken] == [((2, 1), "payload_too_large")]
-        assert [name for name, _ in fakes.settled] == [(1, 1), (3, 1)]
-        assert {name for _, name in fakes.events} == {(1, 1), (3, 1)}
-
-
-async def test_one_too_large_state_alone_breaks_its_sequence() -> None:
-    async with publishing() as (one, fakes):
-        put(one, executed(1, 1, state=b"b" * 200))
-        await one.flush()
-
-        assert [name for name, _ in fakes.broken] == [(1, 1)]
-        assert fakes.events == []
+        assert fakes.broken == [((2, 1), refusal)]
+        assert [name for name, _ in fakes.settled] == [(1, 1), (3, 1), (1, 2)]
+        assert {name for _, name in fakes.events} == {(1, 1), (3, 1), (1, 2)}
 
 
 async def test_a_failure_is_committed_and_leaves_the_state() -> None:
