@@ -418,3 +418,23 @@ async def test_damaged_sequences(caplog: pytest.LogCaptureFixture) -> None:
 
     raised = [record.exc_info[1] for record in caplog.records if record.exc_info]
     assert all(isinstance(error, QinferError) for error in raised), raised
+
+
+async def test_a_step_that_redis_refuses_to_commit() -> None:
+    """Its sequence fails; those whose steps are committed together with it go on."""
+    async with sequences_served(limits={"default_timeout_s": 5.0}) as sums:
+        await sums.start()
+        for of in range(1, 5):
+            assert (await sums.post(1, of, start=True)).status_code == 200
+        sums.scene.hold()
+        steps = [asyncio.create_task(sums.post(2, of, end=True)) for of in range(1, 5)]
+        await sums.submitted(4)
+        await sums.scene.started()
+        await sums.scene.store.client.set(keys.sequence("stub", 0, ":n1"), "x")
+        sums.scene.go()
+        replies = await asyncio.gather(*steps)
+
+        assert replies[0].status_code == 503
+        assert [reply.json()["outputs"][0]["data"][0] for reply in replies[1:]] == [3, 3, 3]
+        assert await sums.sum(1, 2, correlation_id=9) == [1, 3]
+        await sums.scene.store.client.delete(keys.sequence("stub", 0, ":n1"))
