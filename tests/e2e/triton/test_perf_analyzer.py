@@ -7,13 +7,13 @@ import csv
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Stack, clean_environment, running
-from tests.support import models, python_models, real_models
+from tests.support import decoupled_models, models, python_models, real_models
 from tests.support.certificates import write_certificate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
@@ -41,6 +41,10 @@ def stack(analyzer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     models.greet(repository)
     models.identity(repository, "FP16")
     python_models.write_model(repository, python_models.ECHO, "echo")
+    models.accumulator(repository, "oldest", strategy=models.OLDEST)
+    models.accumulator(repository, "direct", controls=True)
+    python_models.write_accumulator(repository, "explicit")
+    decoupled_models.write_examples(repository)
     with running(repository, tmp_path_factory.mktemp("up"), QINFER_ALLOW_CLIENT_SHM="true") as stack:
         yield stack
 
@@ -92,6 +96,75 @@ def test_it_measures(analyzer: Path, stack: Stack, tmp_path: Path, options: str)
     if "digits" in options:
         assert int(row["Server Compute Output"]) > 0, row
     assert f"Batch size: {8 if '-b 8' in options else 3 if '-b 3' in options else 1}" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "-m oldest -i http --concurrency-range 3",
+        "-m direct -i http -a --concurrency-range 6",
+        "-m oldest -i grpc --concurrency-range 3 --sequence-length-variation 80",
+        "-m direct -i grpc -a --concurrency-range 3 --sequence-id-range 1:50",
+        "-m explicit -i grpc -a --streaming --concurrency-range 3",
+        "-m explicit -i http -a --request-rate-range 50 --num-of-sequences 3",
+        "-m oldest -i grpc -a --streaming --request-rate-range 50 --num-of-sequences 3 --serial-sequences",
+    ],
+)
+def test_it_measures_sequences(analyzer: Path, stack: Stack, tmp_path: Path, options: str) -> None:
+    """Those that it has open at the end it ends itself: no request fails."""
+    report = tmp_path / "report.csv"
+    fewer = ("--measurement-request-count", "20") if "rate" in options else ()
+
+    finished = measure(analyzer, stack, report, *options.split(), "--sequence-length", "5", *fewer)
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "error" not in finished.stdout + finished.stderr
+    (row,) = csv.DictReader(report.read_text().splitlines())
+    assert float(row["Inferences/Second"]) > 0
+    assert {column: int(row[column]) for column in SERVER if int(row[column]) == 0} == {}, row
+
+
+@pytest.mark.parametrize("options", ["-m oldest -i http", "-m direct -i grpc -a --streaming", "-m explicit -i grpc"])
+def test_it_checks_the_sums_of_sequences(analyzer: Path, stack: Stack, tmp_path: Path, options: str) -> None:
+    """It ends badly at the first output that is not what the data says.
+
+    At its own end it breaks off sequences that are open, with their last step: it calls those outputs wrong, and
+    ends well.
+    """
+    x, y = ("x", "y") if "explicit" in options else ("INPUT", "OUTPUT")
+    numbers, sums = [[1.0, 2.0, 3.0], [10.0, 20.0]], [[1.0, 3.0, 6.0], [10.0, 30.0]]
+    outcomes = []
+    for name, expected in (("right", sums), ("wrong", [[1.0, 3.0, 7.0], [10.0, 30.0]])):
+        path = tmp_path / name
+        path.write_text(json.dumps({"data": streams(x, numbers), "validation_data": streams(y, expected)}))
+        command = f"{options} --concurrency-range 3 --input-data {path}"
+        outcomes.append(measure(analyzer, stack, tmp_path / "report", *command.split()))
+
+    right, wrong = outcomes
+    assert right.returncode == 0, right.stdout + right.stderr
+    assert wrong.returncode != 0
+    assert "Output doesn't match expected output" in wrong.stderr
+
+
+def streams(name: str, sequences: Sequence[Sequence[float]]) -> list[list[dict[str, list[float]]]]:
+    """Writes sequences as its input files have them."""
+    return [[{name: [number]} for number in numbers] for numbers in sequences]
+
+
+@pytest.mark.parametrize(("model", "responses"), [("repeat_int32", 3), ("square_int32", 4)])
+def test_it_measures_decoupled_models(analyzer: Path, stack: Stack, tmp_path: Path, model: str, responses: int) -> None:
+    """It counts their responses, too: each request has several."""
+    report, data = tmp_path / "report.csv", tmp_path / "data.json"
+    three = {"IN": {"content": [4, 5, 6], "shape": [3]}, "DELAY": {"content": [0, 0, 0], "shape": [3]}, "WAIT": [0]}
+    data.write_text(json.dumps({"data": [three if model == "repeat_int32" else {"IN": [4]}]}))
+
+    options = f"-m {model} -i grpc -a --streaming --concurrency-range 2 --input-data {data}"
+    finished = measure(analyzer, stack, report, *options.split())
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "error" not in finished.stdout + finished.stderr
+    (row,) = csv.DictReader(report.read_text().splitlines())
+    assert float(row["Response Throughput"]) == pytest.approx(responses * float(row["Inferences/Second"]), rel=0.01)
 
 
 @pytest.mark.long
