@@ -9,6 +9,9 @@ from qinfer.tensors import to_numpy
 from qinfer.wire.frame import encode_request
 from tests.support.worker_processes import WorkerProcesses
 
+TIMEOUT_S = 300.0
+"""The deadline of a step: longer than any test waits."""
+
 
 class SequenceCaller:
     """See the module docstring.
@@ -31,10 +34,11 @@ class SequenceCaller:
         """Makes a step; returns its request id, too."""
         request = self._pool.request(number, self._model)
         request.inputs = (msgspec.structs.replace(request.inputs[0], name=self._port),)
+        request.timeout_s = TIMEOUT_S
         request.sequence = Sequence(correlation_id, start, end)
-        pin = Pin(version=1, generation=request.generation, is_explicit=self._is_explicit, idle_s=600.0)
+        pin = Pin(version=1, generation=request.generation, is_explicit=self._is_explicit, idle_s=TIMEOUT_S)
         frame = encode_request(request)
-        return request.id, Step(frame=frame, timeout_s=request.timeout_s, start=pin if start else None, end=end)
+        return request.id, Step(frame=frame, timeout_s=TIMEOUT_S, start=pin if start else None, end=end)
 
     async def submit(self, number: float, correlation_id: int, *, start: bool = False, end: bool = False) -> str:
         """Submits a step; returns its request id."""
