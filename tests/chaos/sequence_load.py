@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from qinfer.client import AsyncClient
+from qinfer.client.results import InferResult
 from qinfer.client.sequences import AsyncSequence
 from qinfer.errors import QinferError, SequenceLost
 from tests.chaos.verdict import Verdict
@@ -102,7 +103,7 @@ class SequenceClients:
                 except TimeoutError:
                     told.trouble = f"no answer within {_PATIENCE_S} s"
 
-    async def _step(self, sequence: AsyncSequence, inputs: dict[str, np.ndarray], *, end: bool):
+    async def _step(self, sequence: AsyncSequence, inputs: dict[str, np.ndarray], *, end: bool) -> InferResult:
         """Sends a step until it has an answer, or an error that ends the sequence."""
         while True:
             try:

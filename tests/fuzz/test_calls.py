@@ -74,7 +74,8 @@ class Messages:
         else:
             message.raw_input_contents.append(bytes(16))
         if name == "stateful":
-            message.parameters["sequence_id"].int64_param = self._chance.choice(INTEGERS)
+            least, most = WIDTHS[FieldDescriptor.TYPE_INT64]
+            message.parameters["sequence_id"].int64_param = max(least, min(self._chance.choice(INTEGERS), most))
             message.parameters["sequence_start"].bool_param = self._chance.random() < 0.5
         return self.fill(message) if self._chance.random() < 0.3 else message
 
