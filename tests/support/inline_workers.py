@@ -13,7 +13,7 @@ import numpy as np
 
 from qinfer.backends.base import Backend
 from qinfer.backends.stub import StubBackend
-from qinfer.core.messages import IdFactory, InferRequest, Response
+from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.core.settings import LimitSettings, Settings, StoreSettings, WorkerSettings
 from qinfer.errors import QinferError
 from qinfer.models.config import config
@@ -369,3 +369,9 @@ def value(response: Response) -> float:
     """Returns the first element of an answer."""
     assert response.failure is None, response.failure
     return float(to_numpy(response.outputs[0]).ravel()[0])
+
+
+def failure(response: Response) -> Failure:
+    """Returns why a request has failed."""
+    assert response.failure is not None, response
+    return response.failure

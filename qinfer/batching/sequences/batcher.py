@@ -228,3 +228,5 @@ class SequenceBatcher(StepRunner[PendingStep]):
         """Ends the sequences whose state was in the memory of an instance that is gone."""
         lost = [sequence for sequence, kept in self._kept.items() if kept.instance == instance]
         self._outlet.lost(lost, error)
+        for sequence in lost:  # those of its steps that wait would run on a memory that does not know it
+            self.drop(sequence)

@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from qinfer.core.messages import Failure, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.queue import keys
 from qinfer.queue import sequences as sequence_queue
@@ -17,7 +16,7 @@ from qinfer.queue.sequence_answers import answer_rest
 from qinfer.queue.sequence_records import SequenceId
 from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
-from tests.support.inline_workers import InlineWorkers, inline_workers, value
+from tests.support.inline_workers import InlineWorkers, failure, inline_workers, value
 from tests.support.sequence_scene import Sequencing
 from tests.support.servers.servers import Database
 
@@ -67,12 +66,6 @@ async def lose_lease(sums: Sequencing, worker_id: str) -> None:
         return bool(await sums.sequences.reap())
 
     await eventually(is_lost, description="a hand-over")
-
-
-def failure(response: Response) -> Failure:
-    """Returns why a step failed."""
-    assert response.failure is not None, response
-    return response.failure
 
 
 # --- drain ---

@@ -293,6 +293,7 @@ async def test_an_idle_sequence_is_told() -> None:
 
 
 async def test_a_lost_memory_ends_the_sequences_of_its_instance_only() -> None:
+    """None of their steps is executed any more."""
     scene = Scene(direct(states=(), slots=1), instances=2)
     scene.adopt(1)
     scene.send(1, 1.0)
@@ -302,10 +303,12 @@ async def test_a_lost_memory_ends_the_sequences_of_its_instance_only() -> None:
     scene.end()
     scene.model.error = SequenceLost("the process died")
     scene.send(2, 1.0)
+    scene.send(2, 1.0)
     scene.end()
 
     assert scene.gone == [SequenceId("", 2)]
     assert scene.values == {"1.1": 1, "2.1": 1}
+    assert (scene.running, scene.batcher.waiting) == ([], 0)
 
 
 async def test_nothing_begins_while_it_is_paused() -> None:

@@ -72,6 +72,8 @@ class _Held:
     Attributes:
         owned: The life, and the token.
         committed: The number of the last committed step.
+        executed: The number of the last step that is to be committed, or is.
+        is_over: Redis is told that it has ended: the end answers its steps, and none is executed any more.
         entries: The entry of each step that was taken and is not committed yet, by its number.
         repeated: Steps that were sent again, and wait for the response of the first of their number.
         arriving: Reads the payload of the last step taken; steps behind it wait.
@@ -79,7 +81,8 @@ class _Held:
 
     def __init__(self, owned: Owned) -> None:
         self.owned = owned
-        self.committed = owned.committed
+        self.committed = self.executed = owned.committed
+        self.is_over = False
         self.entries: dict[int, str] = {}
         self.repeated: list[Unanswered] = []
         self.arriving: asyncio.Task[None] | None = None
@@ -131,6 +134,10 @@ class SequenceService:
 
     def executed(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
         """Commits steps, publishes the responses, and finishes the entries."""
+        for step in steps:
+            held = self._held.get(step.place.sequence)
+            if held is not None and held.owned.token == step.token:
+                held.executed = step.place.number
         self._steps.put(steps, responses)
 
     def broken(self, step: PendingStep, error: QinferError) -> None:
@@ -273,7 +280,7 @@ class SequenceService:
             if is_mine:
                 self._forget(place.sequence)
             return
-        if held is None or not is_mine:
+        if held is None or not is_mine or held.is_over:
             if held is None:  # the word that it is owned here was lost
                 self._spawn(partial(self._sequences.give_back, self._owner, [place.sequence]))
             return
@@ -342,7 +349,7 @@ class SequenceService:
             await asyncio.wait([before])
         if problem is not None:
             self.broken(step, problem)
-        elif not step.lost and self._held.get(step.place.sequence) is held:
+        elif not (step.lost or held.is_over) and self._held.get(step.place.sequence) is held:
             self._admit(step)
             self.batcher.pump()
         if held.arriving is asyncio.current_task():
@@ -400,6 +407,10 @@ class SequenceService:
             for _, failure in await answer_rest(self._parts.queue, self._sequences):
                 self.batcher.tally.failed(failure.code)
 
+        held = self._held.get(place.sequence)
+        if held is not None and held.owned.token == token:
+            held.is_over = True
+        self._changed.set()  # fewer steps may wait
         logger.info("sequence ended", extra={"model": self._model, "step": place.number, "reason": error.message})
         self._spawn(work)
 
@@ -415,5 +426,5 @@ class SequenceService:
 
 
 def _next_of(held: _Held) -> Place:
-    """Returns the place of the step that is due next."""
-    return Place(held.owned.sequence, held.owned.life, held.committed + 1)
+    """Returns the place of the step that is to be executed next."""
+    return Place(held.owned.sequence, held.owned.life, held.executed + 1)
