@@ -72,7 +72,9 @@ class PythonBackend:
         self._datatypes = {i.name: i.datatype for i in spec.file_inputs}
         self._outputs = frozenset(o.name for o in spec.outputs)
         self._is_decoupled = spec.decoupled
+        self._is_stateful = spec.is_stateful
         self._keeps_state = spec.sequences is not None
+        self._memory: HostProcess | None = None
         self._longest_s = spec.max_timeout_s
         self._streams: Streams | None = None
         self._instance_name = _names.take(spec, device)
@@ -151,10 +153,15 @@ class PythonBackend:
             process = self._instance.process()
             if process is None:
                 return None
+            memory, self._memory = self._memory, None
+            if memory is not None and memory is not process:  # that it died while it had nothing to do was seen before
+                raise SequenceLost(self._lost_text(memory.death()))
             try:
                 if self._is_decoupled:
                     return self._streams_of(process).execute(message, buffers, ctx), []
-                return self._outcome(process, message, buffers, ctx)
+                outcome = self._outcome(process, message, buffers, ctx)
+                self._memory = process if memory is not None or self._leaves_state(outcome[0]) else None
+                return outcome
             except (OSError, UnreadError):  # it died while it had nothing to do: this batch is not to blame
                 how = process.death() if self._keeps_state else ""
                 self._instance.lost(process)
@@ -167,6 +174,14 @@ class PythonBackend:
                     raise SequenceLost(self._lost_text(how)) from None
                 raise InferenceFailed(f"the process of model '{self._model}' died ({how})") from None
         return None
+
+    def _leaves_state(self, outcome: Message) -> bool:
+        """Tells whether a batch may have left something in the model's memory that a later one needs."""
+        return self._is_stateful or (
+            self._keeps_state
+            and isinstance(outcome, Executed)
+            and any(answer.rescheduled for answer in outcome.answers)
+        )
 
     def _lost_text(self, how: str) -> str:
         return f"the process of model '{self._model}' died ({how}), which had the state in memory"

@@ -1,5 +1,7 @@
 """Sequences in the `python` backend: what a `model.py` hears of them, its calls to stateful models, rescheduling."""
 
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from qinfer.backends.python import PythonBackend
 from qinfer.core.messages import InferRequest, Response, Sequence
 from qinfer.errors import InferenceFailed, SequenceLost
 from qinfer.tensors import Tensor, from_numpy
+from qinfer.testing import wait_until
 from tests.support.backends import Answers
 from tests.support.python_models import (
     batch_of,
@@ -144,3 +147,43 @@ def test_a_death_loses_what_the_model_kept_of_rescheduled_requests(tmp_path: Pat
     with pytest.raises(SequenceLost, match=r"died \(exit code 7\), which had the state in memory"):
         run(backend, floats(1))
     backend.unload()
+
+
+def accumulated(number: float, *, start: bool = False) -> Batch:
+    """Returns a batch of one step of sequence 7."""
+    inputs = {"x": floats(number)} | controls(START=[start], END=[0], READY=[1], CORRID=[7])
+    return Batch(requests=[step(7, start=start)], rows=[1], inputs=inputs)
+
+
+def die(backend: PythonBackend) -> None:
+    """Kills the process of a backend, and waits for another one."""
+    process = backend._instance.process()
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: backend._instance.process() not in (None, process), description="another process")
+
+
+def test_a_death_between_two_batches_is_told_to_the_next_one(tmp_path: Path) -> None:
+    """Though another process would take it: it knows nothing of the sequences. Then that one is used."""
+    backend = load(write_accumulator(tmp_path))
+    backend.execute(accumulated(1, start=True), Answers())
+    die(backend)
+
+    with pytest.raises(SequenceLost, match="SIGKILL"):
+        backend.execute(accumulated(2), Answers())
+    answers = Answers()
+    backend.execute(accumulated(3, start=True), answers)
+    backend.unload()
+
+    assert answers.array(0).item() == 3
+
+
+def test_a_death_that_loses_no_iteration_is_not_told(tmp_path: Path) -> None:
+    backend = iterative(tmp_path, LATER)
+    run(backend, floats(1))
+    die(backend)
+
+    answers = run(backend, floats(2))
+    backend.unload()
+
+    assert answers.array(0).item() == 2
