@@ -44,7 +44,7 @@ async def test_beats_move_a_job_on_that_nobody_sent_a_task_for(bulk: BulkProcess
 
     beats = [bulk.run("qinfer_workers.jobs.beat") for _ in range(2)]
     await bulk.becomes(JobState.RUNNING)
-    assert await bulk.signed(BEAT, beats)
+    await eventually(lambda: bulk.signed(BEAT, beats), WITHIN_S, f"both beats; see {bulk.log}")
     for process in (worker, *beats):
         process.send_signal(signal.SIGHUP)  # which means gateways
     await bulk.settle()

@@ -175,8 +175,9 @@ class Heartbeat:
         for key in list(self._unsent):
             deltas = self._unsent.pop(key)
             try:
-                await self._store.add_stats(*key, deltas)
-            except BaseException:
+                # A drain cancels a beat and beats once more: what is on its way then is not to be counted again.
+                await asyncio.shield(self._store.add_stats(*key, deltas))
+            except Exception:
                 stats.add(self._unsent.setdefault(key, {}), deltas)
                 raise
 
