@@ -233,7 +233,7 @@ class IterativeBatcher:
 
     @property
     def model(self) -> LoadedModel:
-        """What it runs on."""
+        """Returns the model that it runs on."""
         return self._current.model
 
     @model.setter

@@ -1,4 +1,4 @@
-"""What runs the steps of one model version: its scheduler, its instances, and the way of a batch through both.
+"""The runner of the steps of one model version: its scheduler, its instances, and the way of a batch through both.
 
     SequenceScheduler.decide ─▶ assemble_steps ─▶ executor ─▶ SequenceScheduler.ended ─▶ decide …
 
@@ -25,7 +25,7 @@ from qinfer.errors import QinferError
 from qinfer.observe.stats import StatsTally
 
 IDLE_SLACK_S = 0.1
-"""By Redis' clock a sequence is idle a little later: since its last step was committed, not since it was executed."""
+"""Redis' clock says a little later that a sequence is idle: since its last step was committed, not executed."""
 
 P = TypeVar("P", bound=Pending)
 
