@@ -76,7 +76,23 @@ def test_model_directories(tmp_path_factory: Any, contents: dict[str, bytes], co
 
 
 FILES = st.dictionaries(
-    st.sampled_from(["1/model.stub", "../x", "/etc/x", "1/../../x", "1", "1/", "", "1/a/b", "-1/x", "a/b", "1/\x00"])
+    st.sampled_from(
+        [
+            "1/model.stub",
+            "../x",
+            "/etc/x",
+            "1/../../x",
+            "1",
+            "1/",
+            "",
+            "1/a/b",
+            "-1/x",
+            "a/b",
+            "1/\x00",
+            "\ud800",
+            "1/\ud800",
+        ]
+    )
     | st.text(st.characters(), max_size=6),
     st.binary(max_size=4),
     max_size=3,

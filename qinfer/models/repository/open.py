@@ -298,10 +298,11 @@ def _is_settled(listing: Listing) -> bool:
 def _check_path(path: str) -> None:
     version, separator, _ = path.partition("/")
     is_version = separator and version.isascii() and version.isdecimal() and version[0] != "0"
-    is_short = len(path.encode()) <= _PATH_MAX_BYTES and all(_is_short(part) for part in path.split("/"))
-    if not is_version or not is_short or not is_inside(path):
+    shown = path.encode(errors="backslashreplace").decode()  # halves of surrogate pairs are no text
+    is_short = len(shown.encode()) <= _PATH_MAX_BYTES and all(_is_short(part) for part in shown.split("/"))
+    if not is_version or not is_short or not is_inside(path) or shown != path:
         raise InvalidRequest(
-            f"Invalid file path: 'file:{path[:100]}' is not the name of a file of a model; expected "
+            f"Invalid file path: 'file:{shown[:100]}' is not the name of a file of a model; expected "
             f"file:<version>/<file>, without '..', and no part longer than {_NAME_MAX_BYTES} bytes"
         )
 
