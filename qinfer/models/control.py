@@ -22,6 +22,7 @@ from qinfer.errors import (
     Overloaded,
     QinferError,
 )
+from qinfer.models.dependents import in_order, missing_uses, renew_users, unneeded, wanted_for_another
 from qinfer.models.installation import refuse_lost
 from qinfer.models.readiness import ModelStatus, Progress, assess, outcome
 from qinfer.models.repository.open import Repositories
@@ -144,23 +145,26 @@ class ModelControl:
 
         Args:
             model: Its name.
-            unload_dependents: Also what depends on it; no model does.
+            unload_dependents: Also the models that were loaded only because this ensemble uses them, and no other that
+                is loaded.
 
         Raises:
             ControlDisabled: The control mode is not explicit.
             InvalidRequest: The name can't be a model's.
             BrokerUnavailable: The store can't be reached.
         """
-        del unload_dependents
         self._check(model)
-        wish = (await self._store.desired()).get(model)
+        desired = await self._store.desired()
+        wish = desired.get(model)
         if wish is None:
             await refuse_lost(self._store)
         if wish is None or not wish.load:
             return
-        await self._store.set_desired(msgspec.structs.replace(wish, load=False))
+        dependents = unneeded(model, desired, await self._store.models(desired)) if unload_dependents else []
+        for name in (model, *dependents):
+            await self._store.set_desired(msgspec.structs.replace(desired[name], load=False))
+            logger.info("model unload asked for", extra={"model": name})
         await self._store.wake()
-        logger.info("model unload asked for", extra={"model": model})
         await self._refresh()
 
     def end(self) -> None:
@@ -189,11 +193,45 @@ class ModelControl:
             return set()
 
     async def _load_alone(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
+        for name in await self._unloaded_uses(model, config):
+            try:
+                async with self._locks.setdefault(name, asyncio.Lock()):
+                    await self._load(name, dependent=True)
+            except ModelLoadFailed as error:
+                raise ModelLoadFailed(f"failed to load '{model}', it depends on '{name}': {error.message}") from None
         async with self._locks.setdefault(model, asyncio.Lock()):
             await self._load(model, config, files)
         await self._refresh()
 
-    async def _load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
+    async def _unloaded_uses(self, model: str, config: str) -> list[str]:
+        """Returns the models that an ensemble uses and that are not loaded, each after those that it uses itself.
+
+        Raises:
+            ModelLoadFailed: One of them is in no repository.
+        """
+        if self._source is None or not is_model_name(model):
+            return []
+        loaded = [name for name, wish in (await self._store.desired()).items() if wish.load and name != model]
+        found: dict[str, StoredModel] = {}
+        missing = [model]
+        while missing:
+            for name in missing:
+                try:
+                    found[name] = await asyncio.to_thread(self._source.read, name, config if name == model else "")
+                except ModelNotFound:
+                    if name == model:  # its files come with the request, or its load says what is wrong
+                        return []
+                    raise ModelLoadFailed(
+                        f"failed to load '{model}', it contains models that are not available or ambiguous: {name}"
+                    ) from None
+                except QinferError:  # the load says so
+                    found[name] = StoredModel(name)
+            missing = missing_uses(list(found.values()), {*found, *loaded})
+        return [one.model for one in in_order(found.values()) if one.model != model]
+
+    async def _load(
+        self, model: str, config: str = "", files: Mapping[str, bytes] | None = None, *, dependent: bool = False
+    ) -> None:
         source = self._source
         if source is None or not is_model_name(model):
             raise _not_polled(model, "" if source else "this gateway has no model repository")
@@ -201,18 +239,24 @@ class ModelControl:
         location = await asyncio.to_thread(source.put_files, model, files) if files else ""
         try:
             found = await self._read(source, model, config, location)
-            await self._bring_about(found, before)
+            await self._bring_about(found, before, dependent=dependent)
         finally:
             await self._drop_unused(source, model, {location, before.location if before else ""} - {""})
 
-    async def _bring_about(self, found: StoredModel, before: StoredModel | None) -> None:
+    async def _bring_about(self, found: StoredModel, before: StoredModel | None, *, dependent: bool) -> None:
         """Stores a model as it should be, and waits until it is loaded, or stores again what was before."""
         wish = (await self._store.desired()).get(found.model)
         anew = await self._is_due(wish, before)
+        if dependent and (wish is None or not wish.load):
+            wish = wanted_for_another(found.model, wish)
+        elif wish is not None and wish.dependent and not dependent:
+            wish = msgspec.structs.replace(wish, dependent=False)
+            await self._store.set_desired(wish)
         written, changed = await write_model(
             found, wish, self._store, self._delivery, anew=anew, min_workers=self._settings.min_workers
         )
         if changed:
+            await renew_users([found.model], self._store)
             await self._store.wake()
             logger.info("model load asked for", extra={"model": found.model, "generation": written.generation})
         try:
@@ -302,7 +346,8 @@ class ModelControl:
         restored = msgspec.structs.replace(before, generation=current.generation + 1)
         if not await self._store.put_model(restored):
             return
-        await self._store.set_desired(Desired(restored.model, restored.generation))
+        await self._store.set_desired(Desired(restored.model, restored.generation, dependent=wish.dependent))
+        await renew_users([restored.model], self._store)
         await self._store.wake()
         logger.warning("load reverted", extra={"model": restored.model, "generation": restored.generation})
 

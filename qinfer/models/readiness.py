@@ -6,17 +6,18 @@ all live workers that place it have failed; else it goes on.
 READY = desired, and loaded by a live worker, at the desired generation or, while that one is loading or
 when it fails to load, at an earlier one: a reload makes no gap. So a version that the new generation leaves out is
 shown as long as a worker serves it: workers retire it when they have loaded what replaces it, unless it is pinned.
+An ensemble is READY only while all models that it uses are.
 A model with `min_workers` 0 is READY without a live worker too, and while its first one loads: its requests wait in the
 queue.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import Desired, State, StoredModel, Use, VersionState, WorkerRecord
 
 
 def is_placed(model: str, globs: Sequence[str]) -> bool:
@@ -138,7 +139,42 @@ def assess(
 ) -> dict[str, ModelStatus]:
     """Returns the status of every model that is desired to be loaded, by name."""
     records = list(workers)
-    return {model: _status(wish, stored.get(model), records) for model, wish in sorted(desired.items()) if wish.load}
+    alone = {model: _status(wish, stored.get(model), records) for model, wish in sorted(desired.items()) if wish.load}
+    done: dict[str, ModelStatus] = {}
+    for model in alone:
+        _add_with_uses(model, alone, stored, done)
+    return {model: done[model] for model in alone}
+
+
+def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str:
+    """Says what an ensemble lacks of a model that it uses, with Triton's text; empty = nothing."""
+    status = statuses.get(use.model)
+    who = f"ensemble '{ensemble}' depends on '{use.model}'"
+    if status is None or not status.ready_versions:
+        return f"{who} which has no loaded version"
+    if use.version and use.version not in status.ready_versions:
+        return f"{who} whose required version {use.version} is not loaded"
+    return ""
+
+
+def _add_with_uses(
+    model: str, alone: Mapping[str, ModelStatus], stored: Mapping[str, StoredModel], done: dict[str, ModelStatus]
+) -> None:
+    """Adds the status of a model, after those of the models that it uses: it is not READY while one of them is not."""
+    if model in done:
+        return
+    status = done[model] = alone[model]
+    uses = stored[model].uses if model in stored else ()
+    for use in uses:
+        if use.model in alone:
+            _add_with_uses(use.model, alone, stored, done)
+    reason = next(filter(None, (lacking(model, use, done) for use in uses)), "")
+    if reason:
+        versions = {
+            version: VersionState(State.UNAVAILABLE, state.generation, reason) if state.state is State.READY else state
+            for version, state in status.versions.items()
+        }
+        done[model] = replace(status, versions=versions)
 
 
 def _status(wish: Desired, stored: StoredModel | None, workers: list[WorkerRecord]) -> ModelStatus:

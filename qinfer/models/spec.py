@@ -159,6 +159,22 @@ class Accelerator(NamedTuple):
     parameters: Mapping[str, str]
 
 
+class EnsembleStep(NamedTuple):
+    """A step of an ensemble, as its configuration has it.
+
+    Attributes:
+        model: The model that it runs.
+        version: Which version; 0 = the highest that is ready when the ensemble is loaded.
+        inputs: Input of the model → the ensemble's tensor that it gets.
+        outputs: Output of the model → the ensemble's tensor that it becomes.
+    """
+
+    model: str
+    version: int
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A model's normalised configuration.
@@ -188,6 +204,7 @@ class ModelSpec:
         stream_resume: A stream whose worker ends is executed again, and what its caller has is skipped: the model
             gives the same responses each time.
         config_json: The whole configuration, in the dialect of `GET …/config`; only backend `python` has use for it.
+        steps: What an ensemble runs in place of a backend; empty = it is none.
     """
 
     name: str
@@ -213,6 +230,7 @@ class ModelSpec:
     decoupled: bool = False
     stream_resume: bool = False
     config_json: str = ""
+    steps: tuple[EnsembleStep, ...] = ()
 
     @property
     def is_stateful(self) -> bool:

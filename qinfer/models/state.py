@@ -17,11 +17,25 @@ class Desired(msgspec.Struct, frozen=True):
         model: Its name.
         generation: Grows with each change of its configuration or files.
         load: True = loaded, False = unloaded.
+        dependent: It was loaded only because an ensemble uses it.
     """
 
     model: str
     generation: int
     load: bool = True
+    dependent: bool = False
+
+
+class Use(msgspec.Struct, frozen=True, array_like=True):
+    """A model that an ensemble uses.
+
+    Attributes:
+        model: Its name.
+        version: Which version; 0 = the highest that is ready when the ensemble is loaded.
+    """
+
+    model: str
+    version: int = 0
 
 
 class StoredModel(msgspec.Struct, frozen=True):
@@ -41,6 +55,7 @@ class StoredModel(msgspec.Struct, frozen=True):
         location: Where its files are within the overlay repository; empty = in the repositories.
         pending: The backend whose runtime must complete the configuration before anything can be loaded; a worker does
             it, and stores the result under a new generation. Empty = it is complete.
+        uses: The models that it uses, if it is an ensemble.
     """
 
     model: str
@@ -53,6 +68,7 @@ class StoredModel(msgspec.Struct, frozen=True):
     labels: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     location: str = ""
     pending: str = ""
+    uses: tuple[Use, ...] = ()
 
 
 class State(StrEnum):

@@ -8,12 +8,13 @@ half-written files must not take a model down. A model that is gone is unloaded.
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelNotFound, SettingsError
+from qinfer.models.dependents import in_order, missing_uses, renew_users, wanted_for_another
 from qinfer.models.repository.open import Repositories
 from qinfer.models.state import Desired, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
@@ -78,15 +79,23 @@ async def sync(
         raise EmptyRepository(_EMPTY.format(count=len(served), names=", ".join(served[:_TOLD])))
     workers = await store.workers()
     synced = [
-        await _sync_model(model, desired.get(model.model), workers, store, delivery, min_workers) for model in found
+        await _sync_model(model, desired.get(model.model), workers, store, delivery, min_workers)
+        for model in in_order(found)
     ]
     for name in sorted(desired.keys() - {model.model for model in found}):
         if desired[name].load:
             await store.set_desired(msgspec.structs.replace(desired[name], load=False))
             synced.append(SyncedModel(model=name, generation=desired[name].generation, changed=True, removed=True))
-    if any(model.changed for model in synced):
+    await _end(synced, store)
+    return sorted(synced, key=lambda model: (model.removed, model.model))
+
+
+async def _end(synced: Sequence[SyncedModel], store: ControlStore) -> None:
+    """Has ensembles loaded again whose steps have changed, and wakes everyone if anything has."""
+    changed = {model.model for model in synced if model.changed}
+    if changed:
+        await renew_users(changed, store, without=changed)
         await store.wake()
-    return synced
 
 
 async def start(
@@ -115,12 +124,16 @@ async def start(
         return await _sync_at_start(repository, store, delivery, settings, again=again)
     desired, workers = await store.desired(), await store.workers()
     synced: list[SyncedModel] = []
-    for name in await asyncio.to_thread(_names_to_load, repository, settings.load_models):
-        if again or name not in desired:
-            model = await asyncio.to_thread(_read, repository, name)
-            synced.append(await _sync_model(model, desired.get(name), workers, store, delivery, settings.min_workers))
-    if any(model.changed for model in synced):
-        await store.wake()
+    named = await asyncio.to_thread(_names_to_load, repository, settings.load_models)
+    names = [name for name in named if again or name not in desired]
+    for model in await asyncio.to_thread(_with_uses, repository, names):
+        wish = desired.get(model.model)
+        if model.model not in named:
+            if wish is not None and wish.load:
+                continue
+            wish = wanted_for_another(model.model, wish)
+        synced.append(await _sync_model(model, wish, workers, store, delivery, settings.min_workers))
+    await _end(synced, store)
     return synced
 
 
@@ -144,6 +157,18 @@ def _names_to_load(repository: Repositories, named: tuple[str, ...]) -> list[str
             f"QINFER_REPOSITORY__LOAD_MODELS (--load-model) has '{ALL}' among other names: give it alone, or the names"
         )
     return repository.names()
+
+
+def _with_uses(repository: Repositories, names: Sequence[str]) -> list[StoredModel]:
+    """Reads models and what they use, each after what it uses; a model that is used and not there is left out."""
+    found, unknown = {name: _read(repository, name) for name in names}, set[str]()
+    while missing := missing_uses(list(found.values()), {*found, *unknown}):
+        for name in missing:
+            try:
+                found[name] = repository.read(name)
+            except ModelNotFound:
+                unknown.add(name)
+    return in_order(found.values())
 
 
 def _read(repository: Repositories, name: str) -> StoredModel:

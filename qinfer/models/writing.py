@@ -45,7 +45,7 @@ async def write_model(
 
     Args:
         model: The model as the repository has it.
-        wish: Its present desired state.
+        wish: Its present desired state; whether it is loaded for an ensemble stays as it says.
         store: Where to.
         delivery: Where its lanes are.
         anew: Store it under a new generation though nothing differs.
@@ -59,7 +59,8 @@ async def write_model(
     await ensure_lanes(new, delivery)
     written = await _store(new, wish, store, int(delivery.clock.now_s() * 1000), anew=anew)
     if wish is None or wish.generation < written.stored.generation or not wish.load:
-        await store.set_desired(Desired(model.model, written.stored.generation))
+        is_dependent = wish is not None and wish.dependent
+        await store.set_desired(Desired(model.model, written.stored.generation, dependent=is_dependent))
         return Written(written.stored, changed=True)
     return written
 

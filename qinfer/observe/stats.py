@@ -186,6 +186,10 @@ class StatsTally:
         size[3] += output_ns
         self._last_s = max(self._last_s, begin_s)
 
+    def lasted_longer(self, ns: int) -> None:
+        """Adds nanoseconds that a request of an ensemble took besides its steps; negative where steps ran at once."""
+        self._deltas[SUCCESS_NS] += ns
+
     def first_response(self, ns: int) -> None:
         """Counts the first response of a stream, so many nanoseconds after its request was enqueued."""
         if self.latencies is not None:

@@ -13,13 +13,15 @@ from typing import Any
 from google.protobuf.message import Message
 
 from qinfer.errors import ModelLoadFailed
+from qinfer.models.config.ensembles import ENSEMBLE, ensemble_problems
 from qinfer.models.config.message import ModelConfig, model_config_pb2
 from qinfer.models.config.sequences import sequence_problems
 from qinfer.models.config.to_spec import STREAM_RESUME, parameter_problems
 
 SUPPORTED = {
     "name": "The directory's name; may be omitted.",
-    "platform": "Selects the backend; `tensorrt_plan`, `onnxruntime_onnx`, `pytorch_libtorch`, `torch_aoti`.",
+    "platform": "Selects the backend; `tensorrt_plan`, `onnxruntime_onnx`, `pytorch_libtorch`, `torch_aoti`; "
+    "`ensemble` has steps in place of a backend.",
     "backend": "The backend that executes the model; deduced from `platform` or from the model file's name.",
     "version_policy": "`latest` (the default, with 1), `all` or `specific`.",
     "max_batch_size": "0 = no batch dimension.",
@@ -47,6 +49,11 @@ SUPPORTED = {
     "sequence_batching.state.data_type": "",
     "sequence_batching.state.dims": "-1 is variable.",
     "sequence_batching.state.initial_state": "Zeros, or a file in the model's directory `initial_state` with one row.",
+    "ensemble_scheduling.step.model_name": "The model of the step; another ensemble, too. Neither decoupled nor with "
+    "sequences.",
+    "ensemble_scheduling.step.model_version": "-1 is the highest version that is ready when the ensemble is loaded.",
+    "ensemble_scheduling.step.input_map": "Input of the model → tensor of the ensemble.",
+    "ensemble_scheduling.step.output_map": "Output of the model → tensor of the ensemble.",
     "instance_group.name": "",
     "instance_group.kind": "KIND_AUTO is a GPU if the installation has one and the backend can use it. KIND_MODEL "
     "leaves the choice of the device to the model, which is started as on a CPU.",
@@ -60,6 +67,7 @@ SUPPORTED = {
 }
 
 HINTS = {
+    "ensemble_scheduling.max_inflight_requests": "Bounds what decoupled steps produce, and there are none.",
     "sequence_batching.state.use_same_buffer_for_input_output": "States are passed from one buffer to another.",
     "sequence_batching.state.use_growable_memory": "Each step has a buffer of the size of its state.",
     "input.format": "The layout of images, on which nothing in qinfer depends.",
@@ -83,7 +91,7 @@ REFUSED = {
     "output.is_non_linear_format_io": "Tensors are always linear.",
     "batch_input": "Requests of different shapes do not share a batch.",
     "batch_output": "Requests of different shapes do not share a batch.",
-    "ensemble_scheduling": "Ensembles are not offered; a model of the backend `python` can call others.",
+    "ensemble_scheduling.step.model_namespace": "Models have no namespaces.",
     "instance_group.rate_limiter.resources": "The rate limiter is not offered.",
     "instance_group.rate_limiter.priority": "The rate limiter is not offered.",
     "instance_group.secondary_devices": "DLA cores are not offered.",
@@ -131,6 +139,7 @@ def check(config: ModelConfig) -> None:
         *_batching_problems(config),
         *_queue_problems(config),
         *sequence_problems(config),
+        *ensemble_problems(config),
         *_tensor_problems(config, "input", config.input),
         *_tensor_problems(config, "output", config.output),
         *_instance_problems(config),
@@ -146,7 +155,7 @@ def check(config: ModelConfig) -> None:
 
 def _refused(config: ModelConfig) -> Iterator[str]:
     for path, why in REFUSED.items():
-        if is_set(config, path) or (path == "ensemble_scheduling" and config.platform == "ensemble"):
+        if is_set(config, path):
             yield f"'{path}' is not supported by this server: {why.rstrip('.')}; remove it"
 
 
@@ -289,5 +298,7 @@ def _warmup_problems(config: ModelConfig) -> Iterator[str]:
 
 def _stream_problems(config: ModelConfig) -> Iterator[str]:
     is_decoupled = config.model_transaction_policy.decoupled
+    if is_decoupled and config.platform == ENSEMBLE:
+        yield f"ensemble '{config.name}' can't be decoupled: this server runs no decoupled model as a step"
     if STREAM_RESUME in config.parameters and not is_decoupled:
         yield f"parameter '{STREAM_RESUME}' is for decoupled models; set 'decoupled: true', or remove it"

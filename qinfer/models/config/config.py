@@ -13,6 +13,7 @@ from google.protobuf import text_format
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.check import check
+from qinfer.models.config.ensembles import ENSEMBLE
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
 from qinfer.models.config.message import ModelConfig, from_json, model_config_pb2, to_json
 from qinfer.models.config.sequences import fill_sequence_defaults, own_inputs, state_outputs
@@ -214,7 +215,7 @@ def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> Mod
 
 def _fill_backend(config: ModelConfig, files: Collection[str]) -> None:
     """Fills backend, platform and model file name from one another, else from the files that are there."""
-    if config.platform == "ensemble":  # has no backend; `check` says what is the matter with it
+    if config.platform == ENSEMBLE:  # has no backend
         return
     of_platform = _BACKEND_OF_PLATFORM.get(config.platform)
     if config.platform and of_platform is None and not config.backend:
@@ -249,6 +250,8 @@ def _fill_defaults(config: ModelConfig, gpus: int) -> None:
     """Applies the defaults of reference §2.5."""
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
+    if config.platform == ENSEMBLE:
+        return
     batching = config.dynamic_batching
     if config.HasField("dynamic_batching") and not batching.preferred_batch_size and config.max_batch_size > 0:
         batching.preferred_batch_size.append(config.max_batch_size)

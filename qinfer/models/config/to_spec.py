@@ -5,6 +5,7 @@ from typing import Any
 
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed
+from qinfer.models.config.ensembles import to_steps
 from qinfer.models.config.message import ModelConfig, model_config_pb2, to_json
 from qinfer.models.config.sequences import to_sequence_spec
 from qinfer.models.spec import (
@@ -87,6 +88,7 @@ def to_spec(
         decoupled=config.model_transaction_policy.decoupled,
         stream_resume=STREAM_RESUME in parameters,
         config_json=to_json(config) if config.backend == "python" else "",
+        steps=to_steps(config),
     )
 
 

@@ -14,6 +14,7 @@ from qinfer.models.config.check import is_inside
 from qinfer.models.config.config import from_json, identify, normalise, parse, place, to_json
 from qinfer.models.config.file_tensors import OPENVINO_MAX_BYTES, FileTensors, read_onnx, read_openvino
 from qinfer.models.config.message import ModelConfig
+from qinfer.models.dependents import uses_of
 from qinfer.models.repository.files import Files, Listing, TooFarSpreadError
 from qinfer.models.state import StoredModel
 
@@ -124,6 +125,7 @@ class _Reader(NamedTuple):
             content_hash=digest,
             labels=self._labels(normal),
             pending=pending,
+            uses=uses_of(normal),
         )
 
     def _tensors(self, known: ModelConfig, version: int) -> FileTensors | None:

@@ -157,7 +157,7 @@ def test_mistakes_are_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "setting"),
     [
-        ("ensemble_scheduling { }", "ensemble_scheduling"),
+        ('ensemble_scheduling { step { model_namespace: "n" } }', "ensemble_scheduling.step.model_namespace"),
         ("batch_input { }", "batch_input"),
         ("batch_output { }", "batch_output"),
         ("response_cache { enable: true }", "response_cache.enable"),

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -36,9 +36,10 @@ from qinfer.errors import (
     StreamBroken,
 )
 from qinfer.models.catalog import Catalog, Served
+from qinfer.models.ensemble_graph import PlanStep
 from qinfer.queue.entries import Lane, reply_address
 from qinfer.queue.lanes import Queue
-from qinfer.submission.pending import Pending
+from qinfer.submission.pending import Pending, PendingRequests, Sink
 from qinfer.submission.submit import Submission, check
 from qinfer.wire.frame import decode_credits, is_credits
 
@@ -231,6 +232,7 @@ class Caller:
         self._background: list[asyncio.Task[None]] = []
         self._open: set[asyncio.Task[Any]] = set()
         self._is_closed = False
+        self._is_following = False
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
         """See `qinfer.batching.execution.Caller.call`."""
@@ -254,6 +256,32 @@ class Caller:
         inbox = _Inbox(self._submission.pending.cancel)
         self._send(served, request, inbox, deadline_s)
         return Responses(self._loop, inbox, request.model, lambda: deadline_s - self._now_s())
+
+    async def follow(self) -> None:
+        """Follows the catalog from the first time on, for steps of ensembles; returns once it was read.
+
+        Raises:
+            BrokerUnavailable: It can't be read now.
+        """
+        await self.listen()
+        if not self._is_following:
+            await self._refresh(FRESH_S)
+            self._is_following = True
+            self._background.append(self._tasks.create_task(self._catalog.run()))
+
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> "Submitted":
+        """Submits a step of an ensemble; on the event loop, after `follow`.
+
+        Raises:
+            QinferError: It is refused.
+        """
+        if self._is_closed:
+            raise Cancelled(_ENDING)
+        served = self._catalog.asked(step.model.name, step.version)
+        request.generation = 0
+        pending = self._submission.submit(served, request, sink, min(timeout_s, served.spec.max_timeout_s))
+        self._called(served.lane)
+        return Submitted(self._submission.pending, pending)
 
     def is_target(self, model: str, version: int) -> bool:
         """Returns whether a call to a model version is in progress."""
@@ -383,6 +411,17 @@ class Caller:
             self.credited(decode_credits(blob))
         except CorruptEntry:
             logger.exception("credits dropped: they can't be decoded")
+
+
+class Submitted(NamedTuple):
+    """A step of an ensemble that waits for its answer."""
+
+    table: PendingRequests
+    pending: Pending
+
+    def cancel(self) -> None:
+        """Takes it out of the queue; nothing is delivered any more."""
+        self.table.cancel(self.pending)
 
 
 def _answered(pending: Pending, response: Response) -> None:

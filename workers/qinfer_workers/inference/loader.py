@@ -15,12 +15,14 @@ from qinfer.batching.policy import LatencyModel
 from qinfer.core.clock import ServerClock
 from qinfer.errors import BackendUnavailable, ModelLoadFailed, QinferError
 from qinfer.models.config.config import from_json, normalise, to_json
+from qinfer.models.ensemble_graph import Plan
 from qinfer.models.pins import is_executed
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.models.state import StoredModel
 from qinfer.models.writing import Completion
 from qinfer.tensors import Tensor
 from qinfer_workers.inference.devices import devices_of
+from qinfer_workers.inference.ensembles.plans import Planned
 from qinfer_workers.inference.model_files import INITIAL_STATES, VersionFiles
 from qinfer_workers.inference.warmup import warm_up
 
@@ -45,6 +47,7 @@ class Loaded:
         initial_states: The state of a sequence's first step, of each of `SequenceSpec.states` in order.
         instances: What a load has made, one for each device; empty when there was nothing to load.
         latency: What warm-up runs taught about its speed.
+        plan: What it runs, if it is an ensemble.
     """
 
     spec: ModelSpec
@@ -57,6 +60,7 @@ class Loaded:
     initial_states: tuple[Tensor, ...] = ()
     instances: Sequence[Backend] = ()
     latency: LatencyModel | None = None
+    plan: Plan | None = None
 
     def hash_like(self, other: str) -> str:
         """Returns its hash of the kind that another one is, to be compared with that."""
@@ -124,6 +128,7 @@ class Loader:
         stored: StoredModel,
         serving: Loaded | None = None,
         pinned: Collection[str] = (),
+        planned: Planned | None = None,
     ) -> Change:
         """Loads the versions that differ from the served ones, and warms them up.
 
@@ -133,18 +138,21 @@ class Loader:
             stored: The model as it is stored.
             serving: What is served of the version; `None` = nothing.
             pinned: What the version may execute, where only pins keep it; empty = anything.
+            planned: What it runs, if it is an ensemble.
 
         Raises:
             QinferError: An instance could not be loaded, or would not execute what is pinned; none stays loaded but
                 what is served.
         """
         directory = self._version_dir(spec.name, version, stored.location, stored.content_hash)
-        devices = devices_of(spec, self.gpus)
+        devices = devices_of(spec, self.gpus) if planned is None else ()
         try:
             files = VersionFiles(stored, directory)
             executed_hash = files.executed_hash(self._read.setdefault((spec.name, version), {}))
         except OSError as error:  # they are being changed
             raise ModelLoadFailed(f"the model's files can't be read: {error.strerror}") from None
+        if planned is not None:
+            executed_hash = planned.with_own(executed_hash)
         loaded = Loaded(
             spec=spec,
             version=version,
@@ -154,9 +162,12 @@ class Loader:
             content_hash=stored.content_hash,
             executed_hash=executed_hash,
             initial_states=initial_states(spec, directory.parent),
+            plan=planned.plan if planned is not None else None,
         )
         if pinned and not loaded.executes(pinned):
             raise ModelLoadFailed("its files or configuration are not those that it was pinned with")
+        if planned is not None:
+            return Change(kind=Kind.NEW, loaded=loaded)
         if serving is not None and serving.identity == loaded.identity:
             missing = list((Counter(devices) - Counter(serving.devices)).elements())
             surplus = list((Counter(serving.devices) - Counter(devices)).elements())

@@ -21,9 +21,11 @@ from qinfer.models.config import config
 from qinfer.models.installation import Snapshot, is_gone
 from qinfer.models.pins import kept_by_pins
 from qinfer.models.readiness import PENDING_REASON, is_placed
+from qinfer.models.spec import ModelSpec
 from qinfer.models.state import State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import put_completion
+from qinfer_workers.inference.ensembles.plans import NotYet, Planned, Planner
 from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
 
@@ -106,6 +108,9 @@ class Models:
         self._loader = loader
         self._host = host
         self._slots = asyncio.Semaphore(settings.load_threads)
+        self._planner = Planner(store, limits)
+        self._looked = asyncio.Event()
+        """Set when the desired state was read again."""
         self._seen = Snapshot()
         self._loss = OutageLog(logger, "Redis has lost its data", "Redis has data again")
         self._wanted: dict[str, Wanted] = {}
@@ -133,6 +138,8 @@ class Models:
             while True:
                 try:
                     is_whole = await self._read()
+                    self._looked.set()
+                    self._looked = asyncio.Event()
                     self._start(tasks)
                     await self._store.wait(REREAD_S if is_whole else _RETRY_S)
                 except BrokerUnavailable as error:
@@ -230,9 +237,12 @@ class Models:
                 raise ModelLoadFailed(model.error)
             spec = config.to_spec(config.from_json(model.config), self._limits, model.labels)
             serving = self._loaded.get(key)
+            planned = await self._plan(spec, key, model.generation) if spec.steps else None
+            if spec.steps and planned is None:
+                return False  # something else is wanted by now
             async with self._slots:
                 change = await in_thread(
-                    f"load-{name}", lambda: self._loader.load(spec, version, model, serving, hashes)
+                    f"load-{name}", lambda: self._loader.load(spec, version, model, serving, hashes, planned)
                 )
         except Exception as error:  # the boundary to backends; whatever it is, it fails this load only
             extra = {"model": name, "version": version, "generation": model.generation}
@@ -261,6 +271,23 @@ class Models:
         logger.info("model ready", extra=extra)
         self._changed()
         return True
+
+    async def _plan(self, spec: ModelSpec, key: Key, generation: int) -> Planned | None:
+        """Plans an ensemble as soon as the models that it uses are loaded; `None` = it is not wanted so any more.
+
+        Raises:
+            ModelLoadFailed: They can't be, or it does not fit them.
+        """
+        while (wanted := self._wanted.get(key[0])) is not None and wanted.stored.generation == generation:
+            looked = self._looked
+            try:
+                return await self._planner.look(spec)
+            except NotYet as error:
+                self._show_loading(key, generation, error.message)
+            except BrokerUnavailable:
+                logger.warning("ensemble not planned yet: redis is away", extra={"model": spec.name})
+            await looked.wait()
+        return None
 
     def _serve(self, key: Key, change: Change) -> None:
         if change.kind is Kind.NEW:

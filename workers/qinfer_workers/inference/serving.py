@@ -12,8 +12,9 @@ from qinfer.models.routes import NAMES, lanes_of
 from qinfer.observe.latencies import LatencyTally
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
+from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 
-LaneBatcher = Batcher | IterativeBatcher
+LaneBatcher = Batcher | IterativeBatcher | EnsembleBatcher
 """The batcher of a model version whose requests come by lanes."""
 
 _LOOK_S = 0.05

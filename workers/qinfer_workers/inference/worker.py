@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from qinfer.batching.batcher import Batcher, LoadedModel
+from qinfer.batching.batcher import Batcher, Executor, LoadedModel
 from qinfer.batching.execution import Pending
 from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.batching.streams import Streams
@@ -22,11 +22,13 @@ from qinfer.core.retry import PATIENCE_S, OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.models.catalog import Catalog
+from qinfer.models.ensemble_graph import Plan
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.cancels import CancelWatch
+from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher, NestedCounts, NoInstances
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import Intake
@@ -80,6 +82,7 @@ class Worker:
         self._serving: dict[Key, Serving] = {}
         self._leaving: dict[asyncio.Task[None], Serving] = {}
         """Those that are replaced by another kind of serving, and end."""
+        self._nested = NestedCounts()
         self._exclusive = asyncio.Lock()
         self._catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
@@ -96,7 +99,7 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._publisher = Publisher(self._queue, self._keeper, tasks, self.spans)
-            self._heartbeat.tallies = (self._publisher.durations, self._bulk.counts)
+            self._heartbeat.tallies = (self._publisher.durations, self._bulk.counts, self._nested)
             self._intake = Intake(self._queue, self._publisher, self._settings.max_deliveries)
             self._caller = Caller(self._queue, self._catalog, self._id, tasks, self._limits, self._called)
             self._streams = self._open_streams()
@@ -139,12 +142,10 @@ class Worker:
     def serve(self, loaded: Loaded) -> None:
         """Serves a model version, in place of its earlier generation if there is one."""
         spec, key = loaded.spec, (loaded.spec.name, loaded.version)
-        executor = ThreadExecutor(
-            loaded.instances,
-            asyncio.get_running_loop(),
-            f"{spec.name}-{loaded.version}",
-            pinned=spec.sequences is not None,
-        )
+        name, pinned = f"{spec.name}-{loaded.version}", spec.sequences is not None
+        executor: Executor = NoInstances()
+        if loaded.plan is None:
+            executor = ThreadExecutor(loaded.instances, asyncio.get_running_loop(), name, pinned=pinned)
         model = LoadedModel(
             spec=spec,
             version=loaded.version,
@@ -158,22 +159,40 @@ class Worker:
         if spec.is_stateful:
             self._sequences.serve(model, loaded)
             return
-        kind = Batcher if spec.sequences is None else IterativeBatcher
         serving = self._serving.get(key)
+        if loaded.plan is not None:
+            self._serve_ensemble(model, loaded.plan, serving)
+            return
+        kind = Batcher if spec.sequences is None else IterativeBatcher
         if serving is not None and isinstance(serving.batcher, kind):
             batcher = serving.batcher
             batcher.admit([i for i in batcher.replace(model, loaded.latency) if self._intake.fits(batcher, i)])
             serving.reread()
             self._serve_bulk(batcher, loaded)
             return
-        if serving is not None:
-            task = self._tasks.create_task(self._leave(serving))
-            self._leaving[task] = serving
-            task.add_done_callback(self._leaving.pop)
         batcher = kind(model, self._queue.clock, self._publisher, loaded.latency)
+        self._begin(key, batcher, serving)
+        self._serve_bulk(batcher, loaded)
+
+    def _serve_ensemble(self, model: LoadedModel, plan: Plan, serving: Serving | None) -> None:
+        """Serves an ensemble, in place of what is served of its version."""
+        if serving is not None and isinstance(serving.batcher, EnsembleBatcher):
+            serving.batcher.replace_plan(model, plan)
+            serving.reread()
+            return
+        batcher = EnsembleBatcher(
+            model, plan, clock=self._queue.clock, outlet=self._publisher, steps=self._caller, nested=self._nested
+        )
+        self._begin((model.spec.name, model.version), batcher, serving)
+
+    def _begin(self, key: Key, batcher: LaneBatcher, before: Serving | None) -> None:
+        """Begins a serving, in place of one of another kind if there is any."""
+        if before is not None:
+            task = self._tasks.create_task(self._leave(before))
+            self._leaving[task] = before
+            task.add_done_callback(self._leaving.pop)
         serving = self._serving[key] = Serving(batcher, self._metrics)
         serving.fetcher = self._tasks.create_task(self._fetch_loop(serving))
-        self._serve_bulk(batcher, loaded)
 
     def _serve_bulk(self, batcher: LaneBatcher, loaded: Loaded) -> None:
         """Has bulk jobs executed too, but on models with sequences, which they refuse."""
@@ -260,6 +279,8 @@ class Worker:
                 continue
             quiet.clear()
             try:
+                if isinstance(batcher, EnsembleBatcher):
+                    await self._caller.follow()
                 lanes = batcher.welcome(serving.lanes)
                 leases = await self._queue.fetch(lanes, self._id, count, min(wait_s, longest_s))
                 if outage.is_out:

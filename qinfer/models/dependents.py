@@ -1,0 +1,107 @@
+"""Which models ensembles use, and what follows from it: the order of loads, new generations, unloads (reference §1.14).
+
+A model that was loaded only because an ensemble uses it is `Desired.dependent`; it may be unloaded with the last
+ensemble that does (`unload_dependents`).
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
+
+from qinfer.errors import QinferError
+from qinfer.models.config.message import ModelConfig
+from qinfer.models.state import Desired, StoredModel, Use
+from qinfer.models.store import ControlStore
+
+_ATTEMPTS = 10
+
+
+def uses_of(config: ModelConfig) -> tuple[Use, ...]:
+    """Returns the models that an ensemble uses, each with the version once; none for another model."""
+    steps = config.ensemble_scheduling.step
+    return tuple(dict.fromkeys(Use(step.model_name, max(step.model_version, 0)) for step in steps))
+
+
+def in_order(models: Iterable[StoredModel]) -> list[StoredModel]:
+    """Returns models so that each comes after those that it uses; otherwise in the given order."""
+    left = {model.model: model for model in models}
+    ordered: list[StoredModel] = []
+
+    def take(model: StoredModel) -> None:
+        del left[model.model]
+        for use in model.uses:
+            if use.model in left:
+                take(left[use.model])
+        ordered.append(model)
+
+    while left:
+        take(next(iter(left.values())))
+    return ordered
+
+
+def users_of(names: Collection[str], stored: Mapping[str, StoredModel]) -> list[str]:
+    """Returns the ensembles that use one of the models, themselves or through others."""
+    found = list(names)
+    for name in found:
+        found += [
+            user for user, one in stored.items() if user not in found and any(use.model == name for use in one.uses)
+        ]
+    return found[len(names) :]
+
+
+def wanted_for_another(model: str, wish: Desired | None) -> Desired:
+    """Returns the wish for a model, not loaded so far, that is to be loaded because an ensemble uses it."""
+    return msgspec.structs.replace(wish or Desired(model, 0), load=False, dependent=True)
+
+
+def unneeded(model: str, desired: Mapping[str, Desired], stored: Mapping[str, StoredModel]) -> list[str]:
+    """Returns the models that were loaded for an ensemble, which is unloaded now, and that no other loaded one uses."""
+    left = {name for name, wish in desired.items() if wish.load} - {model}
+    found, gone = [], [model]
+    for name in gone:
+        for use in stored[name].uses if name in stored else ():
+            wish, users = desired.get(use.model), users_of([use.model], {n: stored[n] for n in left if n in stored})
+            if wish is not None and wish.load and wish.dependent and use.model in left and not users:
+                left.discard(use.model)
+                found.append(use.model)
+                gone.append(use.model)
+    return found
+
+
+async def renew_users(names: Collection[str], store: ControlStore, without: Collection[str] = ()) -> bool:
+    """Gives the loaded ensembles that use changed models a new generation, so that they are loaded with these.
+
+    Args:
+        names: The models that have changed.
+        store: Where the state is kept.
+        without: Ensembles that have a new generation already.
+
+    Returns:
+        Whether there were any.
+
+    Raises:
+        BrokerUnavailable: The store can't be reached.
+        QinferError: Others change an ensemble all the time.
+    """
+    wishes = {name: wish for name, wish in (await store.desired()).items() if wish.load}
+    users = [name for name in users_of(list(names), await store.models(wishes)) if name not in without]
+    for name in users:
+        await _renew(name, store)
+    return bool(users)
+
+
+async def _renew(name: str, store: ControlStore) -> None:
+    for _ in range(_ATTEMPTS):
+        stored, wish = await store.model(name), (await store.desired()).get(name)
+        if stored is None or wish is None or not wish.load:
+            return
+        renewed = msgspec.structs.replace(stored, generation=max(stored.generation, wish.generation) + 1)
+        if await store.put_model(renewed):
+            await store.set_desired(msgspec.structs.replace(wish, generation=renewed.generation))
+            return
+    raise QinferError(f"ensemble '{name}' is being changed by others all the time; try again")
+
+
+def missing_uses(models: Sequence[StoredModel], known: Collection[str]) -> list[str]:
+    """Returns the names of models that are used and not known, in order."""
+    return list(dict.fromkeys(use.model for model in models for use in model.uses if use.model not in known))

@@ -1,0 +1,125 @@
+"""Comparison of an ensemble with the models of its steps: tensors, datatypes, shapes and batch sizes. Pure.
+
+Rules and texts are those of Triton's `ValidateEnsembleConfig` (core `src/ensemble_utils.cc`), but for decoupled and
+stateful models, which this server refuses as steps.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from qinfer.errors import ModelLoadFailed
+from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
+from qinfer.tensors import DATATYPES
+
+
+class _Node(NamedTuple):
+    """The first model that says what an ensemble tensor is, and what it says."""
+
+    model: str
+    datatype: str
+    dims: tuple[int, ...]
+    full_dims: tuple[int, ...]
+
+
+def check_steps(ensemble: ModelSpec, models: Sequence[ModelSpec]) -> None:
+    """Checks an ensemble against the models of its steps.
+
+    Args:
+        ensemble: The ensemble.
+        models: The configuration of each step's model, in order.
+
+    Raises:
+        ModelLoadFailed: They do not fit together.
+    """
+    tensors: dict[str, _Node] = {}
+    for tensor in (*ensemble.inputs, *ensemble.outputs):
+        tensors[tensor.name] = _node(ensemble, tensor)
+    for step, model in zip(ensemble.steps, models, strict=True):
+        _check_kind(ensemble, model)
+        if model.max_batch_size and model.max_batch_size < ensemble.max_batch_size:
+            raise ModelLoadFailed(
+                f"ensemble {ensemble.name} allows maximum batch size {ensemble.max_batch_size}, but it contains model "
+                f"{model.name} which only allows maximum batch size to be {model.max_batch_size}"
+            )
+        _check_inputs(ensemble, step, model, tensors)
+        _check_outputs(ensemble, step, model, tensors)
+
+
+def is_like(dims: Sequence[int], others: Sequence[int]) -> bool:
+    """Tells whether two shapes can be the same: -1 is any size."""
+    return len(dims) == len(others) and all(
+        a == b or -1 in (a, b) for a, b in zip(dims, others, strict=True)
+    )  # Triton's CompareDimsWithWildcard
+
+
+def _check_kind(ensemble: ModelSpec, model: ModelSpec) -> None:
+    """Refuses models that can't be a step."""
+    if model.decoupled:
+        raise ModelLoadFailed(
+            f"in ensemble {ensemble.name}, model {model.name} is decoupled, and this server runs no decoupled model as "
+            "a step; a model of the backend 'python' can call it"
+        )
+    if model.is_stateful:
+        raise ModelLoadFailed(
+            f"in ensemble {ensemble.name}, model {model.name} keeps state from request to request, and this server "
+            "runs no such model as a step"
+        )
+
+
+def _check_inputs(ensemble: ModelSpec, step: EnsembleStep, model: ModelSpec, tensors: dict[str, _Node]) -> None:
+    known = {tensor.name for tensor in model.inputs}
+    for name, tensor in step.inputs.items():
+        if name not in known:
+            raise ModelLoadFailed(
+                f"in ensemble {ensemble.name}, ensemble tensor {tensor} is mapping to non-existing input {name} in "
+                f"model {model.name}"
+            )
+    for expected in model.inputs:
+        mapped = step.inputs.get(expected.name)
+        if mapped is not None:
+            _compare(ensemble, mapped, _node(model, expected), tensors)
+        elif not expected.optional:
+            raise ModelLoadFailed(
+                f"in ensemble {ensemble.name}, input {expected.name} in model {model.name} is not mapped to any "
+                "ensemble tensors"
+            )
+
+
+def _check_outputs(ensemble: ModelSpec, step: EnsembleStep, model: ModelSpec, tensors: dict[str, _Node]) -> None:
+    known = {tensor.name: tensor for tensor in model.outputs}
+    for name, tensor in step.outputs.items():
+        if name not in known:
+            raise ModelLoadFailed(
+                f"in ensemble {ensemble.name}, ensemble tensor {tensor} is mapped from non-existing output {name} in "
+                f"model {model.name}"
+            )
+        _compare(ensemble, tensor, _node(model, known[name]), tensors)
+
+
+def _compare(ensemble: ModelSpec, tensor: str, node: _Node, tensors: dict[str, _Node]) -> None:
+    """Compares what a model says of an ensemble tensor with what was said before; notes it if nothing was."""
+    before = tensors.setdefault(tensor, node)
+    where = f"in ensemble {ensemble.name}, ensemble tensor {tensor}:"
+    if before.datatype != node.datatype:
+        raise ModelLoadFailed(
+            f"{where} inconsistent data type: {_config_type(before)} is inferred from model {before.model} while "
+            f"{_config_type(node)} is inferred from model {node.model}"
+        )
+    if not is_like(before.dims, node.dims) and not is_like(before.full_dims, node.full_dims):
+        raise ModelLoadFailed(
+            f"{where} inconsistent shape: {_shown(before.full_dims)} is inferred from model {before.model} while "
+            f"{_shown(node.full_dims)} is inferred from model {node.model}"
+        )
+
+
+def _node(model: ModelSpec, tensor: TensorSpec) -> _Node:
+    batch = (-1,) if model.max_batch_size else ()
+    return _Node(model.name, tensor.datatype, tensor.dims, (*batch, *tensor.dims))
+
+
+def _config_type(node: _Node) -> str:
+    return DATATYPES[node.datatype].config
+
+
+def _shown(dims: Sequence[int]) -> str:
+    return f"[{','.join(map(str, dims))}]"

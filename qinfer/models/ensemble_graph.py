@@ -1,0 +1,326 @@
+"""The plan of an ensemble: its steps, those of ensembles within it included, and the way of one request through them.
+
+    ModelSpec.steps ── plan ──▶ Plan ── flow ──▶ Flow: start ─▶ take ─▶ (a step runs) ─▶ put ─▶ take …
+
+Pure: a `Flow` says which steps may run now and forgets tensors that nobody needs any more; somebody else runs them.
+Steps whose outputs no wanted output depends on are left out, as in Triton.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from qinfer.errors import ModelLoadFailed
+from qinfer.models.ensemble_checks import check_steps, is_like
+from qinfer.models.spec import EnsembleStep, ModelSpec
+
+MAX_STEPS = 1000
+"""The most steps of a plan: ensembles that contain others several times grow fast."""
+
+_MAX_WAYS = 64
+
+T = TypeVar("T")
+
+
+class Resolved(NamedTuple):
+    """The model version that a step runs.
+
+    Attributes:
+        spec: Its configuration.
+        version: The version.
+    """
+
+    spec: ModelSpec
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStep:
+    """A step that executes a model which is no ensemble.
+
+    Attributes:
+        model: The model's configuration.
+        version: Its version.
+        inputs: (input of the model, tensor of the plan), by the model's inputs.
+        outputs: Output of the model → tensor of the plan.
+        within: Positions in `Plan.nested` of the ensembles that it belongs to, outermost first.
+    """
+
+    model: ModelSpec
+    version: int
+    inputs: tuple[tuple[str, str], ...]
+    outputs: Mapping[str, str]
+    within: tuple[int, ...] = ()
+
+
+class Nested(NamedTuple):
+    """An ensemble that is a step: its steps are the plan's, and it is counted.
+
+    Attributes:
+        ensemble: Its name.
+        version: Its version.
+    """
+
+    ensemble: str
+    version: int
+
+
+class _Way(NamedTuple):
+    """The way to some outputs.
+
+    Attributes:
+        lacks: The steps that are needed → how many tensors each reads.
+        readers: Tensor → the steps that read it.
+        counts: Tensor → how many steps and wanted outputs need it.
+        wanted: (output, tensor).
+    """
+
+    lacks: Mapping[int, int]
+    readers: Mapping[str, tuple[int, ...]]
+    counts: Mapping[str, int]
+    wanted: tuple[tuple[str, str], ...]
+
+
+class Plan:
+    """The steps of an ensemble version; made by `plan`.
+
+    Attributes:
+        spec: The ensemble's configuration.
+        steps: The steps, in the order of the configuration.
+        nested: The ensembles within it.
+        inputs: Input of the ensemble → tensor of the plan.
+        absent: Tensors that never exist: optional inputs of ensembles within it that get nothing.
+    """
+
+    def __init__(self, spec: ModelSpec, planner: "_Planner", names: Mapping[str, str]) -> None:
+        self.spec = spec
+        self.steps = tuple(planner.steps)
+        self.nested = tuple(planner.nested)
+        self.inputs = {tensor.name: names[tensor.name] for tensor in spec.inputs}
+        self.absent = tuple(planner.absent)
+        self._outputs = {tensor.name: names[tensor.name] for tensor in spec.outputs}
+        self._writer = {tensor: number for number, step in enumerate(self.steps) for tensor in step.outputs.values()}
+        self._ways: dict[tuple[str, ...], _Way] = {}
+
+    @property
+    def versions(self) -> frozenset[tuple[str, int]]:
+        """The (model, version) of every step."""
+        return frozenset((step.model.name, step.version) for step in self.steps)
+
+    def flow(self, outputs: tuple[str, ...]) -> "Flow[Any]":
+        """Begins the way of a request.
+
+        Args:
+            outputs: Names of the outputs that are wanted; empty = all.
+        """
+        way = self._ways.get(outputs)
+        if way is None:
+            if len(self._ways) >= _MAX_WAYS:
+                self._ways.clear()
+            way = self._ways[outputs] = self._way(outputs)
+        return Flow(self, way)
+
+    def _way(self, outputs: tuple[str, ...]) -> _Way:
+        wanted = tuple((name, self._outputs[name]) for name in outputs or self._outputs)
+        steps, left = set[int](), [tensor for _, tensor in wanted]
+        while left:
+            number = self._writer.get(left.pop())
+            if number is not None and number not in steps:
+                steps.add(number)
+                left += [tensor for _, tensor in self.steps[number].inputs]
+        readers: dict[str, list[int]] = {}
+        for number in sorted(steps):
+            for tensor in sorted({tensor for _, tensor in self.steps[number].inputs}):
+                readers.setdefault(tensor, []).append(number)
+        counts = Counter({tensor: len(numbers) for tensor, numbers in readers.items()})
+        counts.update(tensor for _, tensor in wanted)
+        return _Way(
+            {number: len({tensor for _, tensor in self.steps[number].inputs}) for number in steps},
+            {tensor: tuple(numbers) for tensor, numbers in readers.items()},
+            counts,
+            wanted,
+        )
+
+
+class Flow(Generic[T]):
+    """The way of one request: `start`, then for each step that may run `take`, and `put` when it has run.
+
+    Args:
+        plan: The plan.
+        way: The way to the outputs that are wanted.
+    """
+
+    __slots__ = ("_lacks", "_plan", "_readers", "_tensors", "_way", "running")
+
+    def __init__(self, plan: Plan, way: _Way) -> None:
+        self._plan = plan
+        self._way = way
+        self._lacks = dict(way.lacks)
+        self._readers = dict(way.counts)
+        self._tensors: dict[str, T | None] = {}
+        self.running = 0
+        """Steps that were taken and have not put their outputs."""
+
+    def start(self, given: Mapping[str, T]) -> list[int]:
+        """Begins with the inputs of a request; returns the steps that may run. Optional ones may be missing."""
+        plan = self._plan
+        tensors: dict[str, T | None] = {tensor: given.get(name) for name, tensor in plan.inputs.items()}
+        return self._add({**tensors, **dict.fromkeys(plan.absent)})
+
+    def take(self, number: int) -> Iterator[tuple[str, T]]:
+        """Yields (input, tensor) of a step that may run, and forgets tensors that nobody else needs."""
+        self.running += 1
+        step = self._plan.steps[number]
+        found = [(name, self._tensors[tensor]) for name, tensor in step.inputs]
+        for tensor in {tensor for _, tensor in step.inputs}:
+            self._readers[tensor] -= 1
+            if not self._readers[tensor]:
+                del self._tensors[tensor]
+        return ((name, value) for name, value in found if value is not None)
+
+    def put(self, number: int, outputs: Mapping[str, T]) -> list[int]:
+        """Takes the outputs of a step that has run; returns the steps that may run now."""
+        self.running -= 1
+        names = self._plan.steps[number].outputs
+        return self._add({names[name]: value for name, value in outputs.items() if name in names})
+
+    def missing(self) -> list[str]:
+        """Returns the wanted outputs that do not exist yet."""
+        return [name for name, tensor in self._way.wanted if self._tensors.get(tensor) is None]
+
+    def outputs(self) -> list[tuple[str, T]]:
+        """Returns the wanted outputs that exist, in order."""
+        found = [(name, self._tensors.get(tensor)) for name, tensor in self._way.wanted]
+        return [(name, value) for name, value in found if value is not None]
+
+    @property
+    def held(self) -> Collection[str]:
+        """The tensors that somebody may still need."""
+        return self._tensors.keys()
+
+    def _add(self, tensors: Mapping[str, T | None]) -> list[int]:
+        ready = []
+        for tensor, value in tensors.items():
+            if not self._readers.get(tensor):
+                continue  # nobody needs it
+            self._tensors[tensor] = value
+            for number in self._way.readers.get(tensor, ()):
+                self._lacks[number] -= 1
+                if not self._lacks[number]:
+                    ready.append(number)
+        return ready
+
+
+def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool) -> tuple[int, ...]:
+    """Returns the shape in which a tensor goes from one model to the next, with or without a batch dimension.
+
+    As Triton's `EnsembleContext::ReshapeTensorDims`: a model without a batch dimension may take a batch as one tensor,
+    and gets a batch of one row without its first dimension where only that fits.
+
+    Args:
+        shape: Its shape.
+        rows: The rows of the request that made it; 0 = its maker has no batch dimension.
+        dims: The dimensions that are expected, without the batch dimension.
+        batched: Whether a batch dimension is expected.
+    """
+    if batched and not rows and is_like(dims, shape):
+        return (1, *shape)
+    if not batched and rows == 1 and not is_like(dims, shape):
+        return shape[1:]
+    return shape
+
+
+def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
+    """Checks an ensemble and those within it, and plans it.
+
+    Args:
+        spec: The ensemble's configuration.
+        resolve: Returns the model version that a step runs.
+
+    Raises:
+        ModelLoadFailed: It contains itself, does not fit its models, or is too large.
+        QinferError: As `resolve` raises.
+    """
+    planner = _Planner(resolve)
+    names = planner.add(spec, {}, (spec.name,), ())
+    return Plan(spec, planner, names)
+
+
+class _Planner:
+    """Collects the steps of an ensemble and of those within it."""
+
+    def __init__(self, resolve: Callable[[EnsembleStep], Resolved]) -> None:
+        self.steps: list[PlanStep] = []
+        self.nested: list[Nested] = []
+        self.absent: list[str] = []
+        self._resolve = resolve
+
+    def add(
+        self, spec: ModelSpec, names: dict[str, str], path: tuple[str, ...], within: tuple[int, ...]
+    ) -> Mapping[str, str]:
+        """Adds the steps of an ensemble; returns the plan's names of its tensors.
+
+        Args:
+            spec: The ensemble.
+            names: The plan's names of the inputs that it gets from a step of another; the others are added.
+            path: The ensembles that it is in, outermost first, and it.
+            within: The same as positions in `nested`, without the outermost.
+        """
+        resolved = [self._resolve(step) for step in spec.steps]
+        for one in resolved:
+            if one.spec.name in path:
+                raise ModelLoadFailed(
+                    f"circular dependency between ensembles: {one.spec.name} -> ... -> {spec.name} -> {one.spec.name}"
+                )
+        check_steps(spec, [one.spec for one in resolved])
+        prefix = f"{len(self.nested)}/"
+        given = [_name(names, i.name, prefix) for i in spec.inputs if i.name not in names]
+        if within:
+            self.absent += given
+        # Ensembles within are added when their inputs have names, so in the order of the data.
+        for step, one in _in_order(spec, resolved):
+            if not one.spec.steps:
+                self._add_step(step, one, names, prefix, within)
+                continue
+            self.nested.append(Nested(one.spec.name, one.version))
+            mapped = {name: _name(names, tensor, prefix) for name, tensor in step.inputs.items()}
+            inner = self.add(one.spec, mapped, (*path, one.spec.name), (*within, len(self.nested) - 1))
+            names.update((tensor, inner[output]) for output, tensor in step.outputs.items())
+        return names
+
+    def _add_step(
+        self, step: EnsembleStep, one: Resolved, names: dict[str, str], prefix: str, within: tuple[int, ...]
+    ) -> None:
+        if len(self.steps) >= MAX_STEPS:
+            raise ModelLoadFailed(
+                f"the ensemble has more than {MAX_STEPS} steps, those of ensembles within it included"
+            )
+        inputs = [(i.name, step.inputs[i.name]) for i in one.spec.inputs if i.name in step.inputs]
+        self.steps.append(
+            PlanStep(
+                model=one.spec,
+                version=one.version,
+                inputs=tuple((name, _name(names, tensor, prefix)) for name, tensor in inputs),
+                outputs={name: _name(names, tensor, prefix) for name, tensor in step.outputs.items()},
+                within=within,
+            )
+        )
+
+
+def _in_order(spec: ModelSpec, resolved: Sequence[Resolved]) -> Iterator[tuple[EnsembleStep, Resolved]]:
+    """Yields the steps, each after those whose outputs it reads."""
+    ready, left = {tensor.name for tensor in spec.inputs}, list(zip(spec.steps, resolved, strict=True))
+    while left:
+        can_run = [pair for pair in left if ready.issuperset(pair[0].inputs.values())]
+        if not can_run:
+            raise ModelLoadFailed(f"the steps of ensemble '{spec.name}' wait for one another")
+        for pair in can_run:
+            yield pair
+            ready.update(pair[0].outputs.values())
+            left.remove(pair)
+
+
+def _name(names: dict[str, str], tensor: str, prefix: str) -> str:
+    """Returns the plan's name of a tensor of an ensemble; makes one the first time."""
+    return names.setdefault(tensor, prefix + tensor)

@@ -1,0 +1,204 @@
+"""Mistakes in ensembles, and between ensembles and their steps, are told with Triton's texts."""
+
+from dataclasses import replace
+
+import pytest
+
+from qinfer.errors import ModelLoadFailed
+from qinfer.models.config.config import from_json, normalise, parse, to_json, to_spec
+from qinfer.models.ensemble_graph import MAX_STEPS, Plan, Resolved, fit, plan
+from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
+
+HEAD = """
+platform: "ensemble" max_batch_size: 4
+input { name: "IN" data_type: TYPE_FP32 dims: [ 2 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ 2 ] }
+"""
+FIRST = 'step { model_name: "a" model_version: -1 input_map { key: "x" value: "IN" } '
+FIRST += 'output_map { key: "y" value: "mid" } }'
+SECOND = 'step { model_name: "b" model_version: 2 input_map { key: "x" value: "mid" } '
+SECOND += 'output_map { key: "y" value: "OUT" } }'
+
+
+def normal(text: str) -> ModelSpec:
+    return to_spec(from_json(to_json(normalise(parse(text), "e"))))
+
+
+def scheduling(*steps: str) -> str:
+    return HEAD + "ensemble_scheduling { " + " ".join(steps) + " }"
+
+
+def model(name: str, **options: object) -> ModelSpec:
+    fields: dict[str, object] = {
+        "name": name,
+        "backend": "stub",
+        "max_batch_size": 8,
+        "inputs": (TensorSpec(name="x", datatype="FP32", dims=(2,)),),
+        "outputs": (TensorSpec(name="y", datatype="FP32", dims=(2,)),),
+    }
+    return ModelSpec(**(fields | options))  # type: ignore[arg-type]
+
+
+def planned(spec: ModelSpec, *models: ModelSpec) -> Plan:
+    known = {one.name: one for one in models}
+    return plan(spec, lambda step: Resolved(known[step.model], step.version or 1))
+
+
+def test_an_ensemble_is_accepted() -> None:
+    spec = normal(scheduling(FIRST, SECOND))
+
+    assert spec.steps == (
+        EnsembleStep("a", 0, {"x": "IN"}, {"y": "mid"}),
+        EnsembleStep("b", 2, {"x": "mid"}, {"y": "OUT"}),
+    )
+    assert spec.instances == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEAD, "ensemble scheduling must be set for ensemble e whose platform is ensemble"),
+        ('backend: "onnxruntime" ensemble_scheduling { }', "be set for model 'e' whose platform is not ensemble"),
+        (scheduling(), "must specify 'step' for ensemble 'e'"),
+        (scheduling("step { }"), "must specify 'model_name' in step 0 of ensemble 'e'"),
+        (scheduling('step { model_name: "a" }'), "must specify 'input_map' in step 0 of ensemble 'e'"),
+        (
+            scheduling('step { model_name: "a" input_map { key: "x" value: "IN" } }'),
+            "must specify 'output_map' in step 0 of ensemble 'e'",
+        ),
+        (scheduling(FIRST, SECOND) + "instance_group { }", "instance group should not be specified for ensemble 'e'"),
+        (scheduling(FIRST, SECOND) + "optimization { }", "optimization should not be specified for ensemble 'e'"),
+        (scheduling(FIRST, SECOND) + "model_warmup { }", "model_warmup can not be specified for ensemble 'e'"),
+        (
+            scheduling(FIRST, FIRST, SECOND),
+            "ensemble tensor 'mid' can appear in an output map only once for ensemble 'e' step 1",
+        ),
+        (scheduling(SECOND), "ensemble input 'IN' for ensemble e is not used"),
+        (scheduling(FIRST), "ensemble output 'OUT' for ensemble e is not used"),
+        (
+            scheduling(FIRST, SECOND.replace('"mid"', '"other"')),
+            "output 'OUT' for ensemble 'e' is not written; ensemble tensor 'mid' is unused in ensemble 'e'",
+        ),
+        (scheduling(FIRST, SECOND, FIRST.replace("mid", "more")), "ensemble tensor 'more' is unused in ensemble 'e'"),
+        (
+            scheduling(FIRST, SECOND) + "model_transaction_policy { decoupled: true }",
+            "ensemble 'e' can't be decoupled",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_of_a_configuration(text: str, message: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=message):
+        normal(text)
+
+
+def test_steps_that_wait_for_one_another() -> None:
+    """A cycle is a tensor that can't be written."""
+    loop = 'step { model_name: "b" model_version: -1 input_map { key: "x" value: "OUT" } input_map { key: "z" '
+    loop += 'value: "IN" } output_map { key: "y" value: "OUT" } }'
+
+    with pytest.raises(ModelLoadFailed, match="output 'OUT' for ensemble 'e' is not written"):
+        normal(scheduling(loop))
+
+
+@pytest.mark.parametrize(
+    ("a", "message"),
+    [
+        (
+            model("a", max_batch_size=2),
+            "ensemble e allows maximum batch size 4, but it contains model a which only allows maximum batch size to "
+            "be 2",
+        ),
+        (
+            model("a", inputs=(TensorSpec(name="z", datatype="FP32", dims=(2,)),)),
+            "in ensemble e, ensemble tensor IN is mapping to non-existing input x in model a",
+        ),
+        (
+            model("a", inputs=tuple(TensorSpec(name=name, datatype="FP32", dims=(2,)) for name in "xz")),
+            "in ensemble e, input z in model a is not mapped to any ensemble tensors",
+        ),
+        (
+            model("a", outputs=(TensorSpec(name="z", datatype="FP32", dims=(2,)),)),
+            "in ensemble e, ensemble tensor mid is mapped from non-existing output y in model a",
+        ),
+        (
+            model("a", inputs=(TensorSpec(name="x", datatype="INT8", dims=(2,)),)),
+            "in ensemble e, ensemble tensor IN: inconsistent data type: TYPE_FP32 is inferred from model e while "
+            "TYPE_INT8 is inferred from model a",
+        ),
+        (
+            model("a", outputs=(TensorSpec(name="y", datatype="FP32", dims=(3,)),)),
+            "in ensemble e, ensemble tensor mid: inconsistent shape: [-1,3] is inferred from model a while [-1,2] is "
+            "inferred from model b",
+        ),
+        (model("a", decoupled=True), "in ensemble e, model a is decoupled"),
+    ],
+)
+def test_steps_that_do_not_fit(a: ModelSpec, message: str) -> None:
+    with pytest.raises(ModelLoadFailed) as raised:
+        planned(normal(scheduling(FIRST, SECOND)), a, model("b"))
+
+    assert raised.value.message.startswith(message)
+
+
+def test_a_model_without_batches_may_take_a_batch() -> None:
+    """As long as the shapes with the batch dimension are alike, as in Triton."""
+    whole = (TensorSpec(name="x", datatype="FP32", dims=(-1, 2)),)
+
+    made = planned(normal(scheduling(FIRST, SECOND)), model("a", max_batch_size=0, inputs=whole), model("b"))
+
+    assert [step.version for step in made.steps] == [1, 2]
+
+
+def test_ensembles_that_contain_one_another() -> None:
+    first = normal(scheduling(FIRST, SECOND))
+    again = replace(first, name="a", inputs=model("a").inputs, outputs=model("a").outputs)
+    again = replace(again, steps=(EnsembleStep("e", 0, {"IN": "x"}, {"OUT": "y"}),))
+
+    with pytest.raises(ModelLoadFailed, match=r"circular dependency between ensembles: e -> \.\.\. -> a -> e"):
+        planned(first, again, first, model("b"))
+
+
+def test_an_ensemble_that_grows_too_large() -> None:
+    level = model("a")
+    for depth in range(11):
+        steps = (
+            EnsembleStep(level.name, 0, {"x": "x"}, {"y": "mid"}),
+            EnsembleStep(level.name, 0, {"x": "mid"}, {"y": "y"}),
+        )
+        level = model(f"e{depth}", backend="", steps=steps)
+        known = {**({} if not depth else known), level.name: level, "a": model("a")}  # noqa: F821
+
+    with pytest.raises(ModelLoadFailed, match=f"more than {MAX_STEPS} steps"):
+        plan(level, lambda step: Resolved(known[step.model], 1))
+
+
+def test_an_optional_input_that_nobody_gives() -> None:
+    """An ensemble within may leave it out, and its steps get nothing for it."""
+    optional = (*model("a").inputs, TensorSpec(name="z", datatype="FP32", dims=(2,), optional=True))
+    inner = model("a", backend="", inputs=optional, steps=(EnsembleStep("c", 0, {"x": "x", "z": "z"}, {"y": "y"}),))
+    flow = planned(normal(scheduling(FIRST, SECOND)), inner, model("b"), model("c", inputs=optional)).flow(())
+
+    (number,) = flow.start({"IN": 1})
+
+    assert dict(flow.take(number)) == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "dims", "batched", "expected"),
+    [
+        ((2,), 0, (2,), True, (1, 2)),
+        ((3, 2), 0, (2,), True, (3, 2)),
+        ((1, 2), 1, (2,), False, (2,)),
+        ((1, 2), 1, (-1, 2), False, (1, 2)),
+        ((3, 2), 3, (2,), False, (3, 2)),
+        ((3, 2), 3, (2,), True, (3, 2)),
+    ],
+)
+def test_shapes_between_models_with_and_without_batches(
+    shape: tuple[int, ...],
+    rows: int,
+    dims: tuple[int, ...],
+    batched: bool,  # noqa: FBT001 - a parameter of the test
+    expected: tuple[int, ...],
+) -> None:
+    assert fit(shape, rows, dims, batched=batched) == expected
