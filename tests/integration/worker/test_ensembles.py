@@ -1,14 +1,20 @@
 """Ensembles over HTTP and gRPC: a gateway, workers with real models, a real Redis."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from qinfer.errors import ModelLoadFailed
+from qinfer.testing import eventually
+from tests.support import models
 from tests.support.ensembles import EnsemblesServed, add, chain, ensemble, ensembles_served, scale
 
 pytestmark = pytest.mark.timeout(60)
+
+HASTY = 'parameters { key: "qinfer.default_timeout_s" value { string_value: "1" } }'
 
 
 @pytest.fixture
@@ -51,3 +57,218 @@ async def test_steps_in_other_workers(scene: EnsemblesServed) -> None:
     answers = await asyncio.gather(*[scene.infer("nested") for _ in range(20)])
 
     assert answers == [pytest.approx([6.0, 12.0])] * 20
+
+
+async def test_outputs_that_are_not_wanted_cost_nothing(scene: EnsemblesServed) -> None:
+    """A step that no wanted output depends on is not run."""
+    steps = ("twice", {"x": "x"}, {"y": "y"}), ("tenth", {"x": "x"}, {"y": "z"})
+    second = 'output { name: "z" data_type: TYPE_FP32 dims: [ 2 ] }'
+    ensemble(scene.repository, "two", *steps, more=second)
+    await scene.sync()
+    await scene.worker()
+    await scene.ready()
+
+    reply = await scene.post("two", outputs=[{"name": "y"}])
+
+    assert [output["name"] for output in reply.json()["outputs"]] == ["y"]
+    await eventually(lambda: counted(scene, "twice"), description="statistics of the step")
+    assert not await counted(scene, "tenth")
+
+
+async def counted(scene: EnsemblesServed, model: str) -> bool:
+    return bool((await scene.statistics(model))["inference_stats"]["success"]["count"])
+
+
+async def test_a_failure_names_the_step(scene: EnsemblesServed) -> None:
+    """The code is the step's, the text tells where, and the ensemble counts a failure."""
+    nodes = [models.helper.make_node("Reshape", ["x", "shape"], ["y"])]
+    shape = models.helper.make_tensor("to", models.TensorProto.INT64, [2], [-1, 2])
+    nodes.insert(0, models.helper.make_node("Constant", [], ["shape"], value=shape))
+    models.write(scene.repository, "cut", nodes, [("x", "FP32", (-1,))], [("y", "FP32", (2,))])
+    chain(scene.repository, "bad", "cut", "twice")
+    text = (scene.repository / "bad" / "config.pbtxt").read_text().replace("dims: [ 2 ]", "dims: [ -1 ]", 1)
+    (scene.repository / "bad" / "config.pbtxt").write_text(text)
+    await scene.sync()
+    await scene.worker()
+    await scene.ready()
+    tensor = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1.0, 2.0, 3.0]}
+
+    reply = await scene.client.post("/v2/models/bad/infer", json={"inputs": [tensor]})
+
+    assert reply.status_code >= 400
+    assert "in ensemble 'bad', step of model 'cut': " in reply.json()["error"]
+    await eventually(lambda: failed(scene, "bad"), description="a failure of the ensemble")
+    assert not await counted(scene, "twice")
+
+
+async def failed(scene: EnsemblesServed, model: str) -> bool:
+    return bool((await scene.statistics(model))["inference_stats"]["fail"]["count"])
+
+
+async def test_another_worker_runs_what_a_dead_one_held(scene: EnsemblesServed) -> None:
+    """Its steps had nobody to run them; now the ensemble is run again from its beginning."""
+    await scene.sync()
+    await scene.worker("w1", models=("line",))
+    await scene.worker("w2", models=("t*", "add", "fork", "nested"))
+    await scene.ready()
+    await scene.stop("w2")
+    answer = asyncio.create_task(scene.infer("line"))
+    await eventually(lambda: held(scene, "w1"), description="an ensemble request in the first worker")
+
+    await scene.kill("w1")
+    await scene.worker("w3")
+
+    assert await answer == pytest.approx([0.6, 1.2])
+
+
+def held(scene: EnsemblesServed, worker_id: str) -> bool:
+    return any(batcher.executing for batcher in scene.workers[worker_id]._batchers())
+
+
+async def test_a_request_that_is_left_stops_at_its_step(scene: EnsemblesServed) -> None:
+    """Its caller went away: the step is taken out of its lane, and the worker has room again."""
+    await scene.sync()
+    await scene.worker("w1", models=("line",))
+    await scene.worker("w2", models=("t*",))
+    await scene.ready("line")
+    await scene.stop("w2")
+    answer = asyncio.create_task(scene.infer("line"))
+    await eventually(lambda: held(scene, "w1"), description="an ensemble request in the worker")
+
+    answer.cancel()
+
+    await eventually(lambda: not held(scene, "w1"), description="no ensemble request in the worker")
+
+
+async def test_requests_expire_while_a_step_waits(scene: EnsemblesServed) -> None:
+    chain(scene.repository, "hasty", "twice", "thrice", more=HASTY)
+    await scene.sync()
+    await scene.worker("w1", models=("hasty",))
+    await scene.worker("w2", models=("t*",))
+    await scene.ready("hasty")
+    await scene.stop("w2")
+
+    reply = await scene.post("hasty")
+
+    assert reply.status_code >= 400
+    await eventually(lambda: not held(scene, "w1"), description="no ensemble request in the worker")
+
+
+async def test_a_drain_ends_the_requests_of_ensembles(scene: EnsemblesServed) -> None:
+    await scene.sync()
+    await scene.worker("w1")
+    await scene.ready()
+    answers = [asyncio.create_task(scene.infer("nested")) for _ in range(50)]
+    await eventually(lambda: held(scene, "w1"), description="ensemble requests in the worker")
+
+    await scene.stop("w1")
+    await scene.worker("w2")
+
+    assert await asyncio.gather(*answers) == [pytest.approx([6.0, 12.0])] * 50
+
+
+async def test_loading_an_ensemble_loads_what_it_uses(scene: EnsemblesServed) -> None:
+    """And unloading it with its dependents unloads what nobody else uses."""
+    await scene.worker()
+
+    await scene.control.load("nested")
+    assert await scene.infer("nested") == pytest.approx([6.0, 12.0])
+    await scene.control.load("tenth")
+    await scene.control.unload("nested", unload_dependents=True)
+
+    wishes = {name: wish.load for name, wish in (await scene.gateway._store.desired()).items()}
+    assert wishes == {"nested": False, "fork": False, "line": False, "twice": False, "thrice": False, "add": False} | {
+        "tenth": True
+    }
+
+
+async def test_an_ensemble_is_not_ready_without_a_step(scene: EnsemblesServed) -> None:
+    await scene.worker()
+    await scene.control.load("line")
+
+    await scene.control.unload("thrice")
+    await scene.gateway.catalog.refresh()
+
+    assert await scene.reason("line") == "ensemble 'line' depends on 'thrice' which has no loaded version"
+    await scene.control.load("thrice")
+    await scene.ready("line")
+    assert await scene.infer("line") == pytest.approx([0.6, 1.2])
+
+
+async def test_an_ensemble_that_does_not_fit_is_not_loaded(scene: EnsemblesServed) -> None:
+    scale(scene.repository, "wide", 2.0, width=3)
+    chain(scene.repository, "odd", "twice", "wide")
+    await scene.worker()
+
+    with pytest.raises(ModelLoadFailed, match="in ensemble odd, ensemble tensor t1: inconsistent shape"):
+        await scene.control.load("odd")
+
+
+async def test_models_that_are_not_there(scene: EnsemblesServed) -> None:
+    chain(scene.repository, "lost", "twice", "nobody")
+    await scene.worker()
+
+    with pytest.raises(ModelLoadFailed, match="contains models that are not available or ambiguous: nobody"):
+        await scene.control.load("lost")
+
+
+async def test_a_reload_of_a_step_is_a_reload_of_its_ensembles(scene: EnsemblesServed) -> None:
+    """Requests find the new version, and those under way the old one, which stays until they have ended."""
+    await scene.sync()
+    await scene.worker()
+    await scene.ready()
+    asking = [asyncio.create_task(ask(scene, "line", 40)) for _ in range(4)]
+
+    scale(scene.repository, "thrice", 5.0, version=2)
+    await scene.sync()
+    await scene.ready()
+
+    assert await scene.infer("line") == pytest.approx([1.0, 2.0])
+    answers = [answer for one in asking for answer in await one]
+    assert {round(answer[0], 3) for answer in answers} <= {0.6, 1.0}
+
+
+async def ask(scene: EnsemblesServed, model: str, count: int) -> list[list[float]]:
+    return [await scene.infer(model) for _ in range(count)]
+
+
+async def test_a_version_that_a_step_names(scene: EnsemblesServed) -> None:
+    scale(scene.repository, "thrice", 5.0, version=2)
+    config = scene.repository / "thrice" / "config.pbtxt"
+    config.write_text(config.read_text() + "version_policy { all { } }")
+    chain(scene.repository, "old", "thrice:1")
+    chain(scene.repository, "new", "thrice")
+    await scene.sync()
+    await scene.worker()
+    await scene.ready("old", "new")
+
+    assert await scene.infer("old") == [3.0, 6.0]
+    assert await scene.infer("new") == [5.0, 10.0]
+
+
+async def test_statistics_of_ensembles_and_steps(scene: EnsemblesServed) -> None:
+    """Each step counts on its model, ensembles within the ensemble count too."""
+    await scene.sync()
+    await scene.worker()
+    await scene.ready()
+    await scene.infer("nested", rows=3)
+
+    await eventually(lambda: counted(scene, "fork"), description="statistics of the ensemble within")
+    counts = {name: await scene.statistics(name) for name in ("nested", "fork", "line", "twice", "tenth")}
+
+    assert {name: one["inference_count"] for name, one in counts.items()} == {
+        "nested": 3, "fork": 3, "line": 3, "twice": 9, "tenth": 3,
+    }  # fmt: skip
+    whole = counts["nested"]["inference_stats"]
+    assert whole["success"]["ns"] >= whole["compute_infer"]["ns"] > 0
+
+
+async def test_a_repository_without_a_step_any_more(scene: EnsemblesServed) -> None:
+    await scene.sync()
+    await scene.worker()
+    await scene.ready()
+
+    shutil.rmtree(scene.repository / "add")
+    await scene.sync()
+
+    assert "depends on 'add' which has no loaded version" in await scene.reason("fork")

@@ -29,6 +29,7 @@ from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.cancels import CancelWatch
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher, NestedCounts, NoInstances
+from qinfer_workers.inference.ensembles.pins import StepPins
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import Intake
@@ -83,6 +84,7 @@ class Worker:
         self._leaving: dict[asyncio.Task[None], Serving] = {}
         """Those that are replaced by another kind of serving, and end."""
         self._nested = NestedCounts()
+        self._step_pins = StepPins(store, queue.clock, worker_id, self._steps)
         self._exclusive = asyncio.Lock()
         self._catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
@@ -105,7 +107,7 @@ class Worker:
             self._streams = self._open_streams()
             parts = Parts(self._queue, self._keeper, self._publisher, tasks, self._store, self._settings, self._id)
             self._sequences = SequenceServices(parts, self._heartbeat.collect)
-            pins = tasks.create_task(self._sequences.keep_pins())
+            pins = [tasks.create_task(self._sequences.keep_pins()), tasks.create_task(self._step_pins.run())]
             cancels = tasks.create_task(CancelWatch(self._queue, self._keeper).run())
             renewals = tasks.create_task(self._keeper.run())
             bulk = self._bulk.start(tasks, self.spans)
@@ -114,7 +116,7 @@ class Worker:
             reclaimer = tasks.create_task(self._reclaim_loop())
             try:
                 await stop.wait()
-                await end(models, reclaimer, bulk, pins)
+                await end(models, reclaimer, bulk, *pins)
                 await self._drain(heartbeat)
             finally:
                 # First: a batch that did not end in time is not answered because its calls are ended here.
@@ -179,11 +181,18 @@ class Worker:
         if serving is not None and isinstance(serving.batcher, EnsembleBatcher):
             serving.batcher.replace_plan(model, plan)
             serving.reread()
+            self._step_pins.changed()
             return
         batcher = EnsembleBatcher(
             model, plan, clock=self._queue.clock, outlet=self._publisher, steps=self._caller, nested=self._nested
         )
         self._begin((model.spec.name, model.version), batcher, serving)
+        self._step_pins.changed()
+
+    def _steps(self) -> set[Key]:
+        """Returns the model versions that ensembles run here."""
+        batchers = [serving.batcher for serving in self._servings()]
+        return {key for batcher in batchers if isinstance(batcher, EnsembleBatcher) for key in batcher.versions}
 
     def _begin(self, key: Key, batcher: LaneBatcher, before: Serving | None) -> None:
         """Begins a serving, in place of one of another kind if there is any."""
