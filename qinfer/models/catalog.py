@@ -16,6 +16,7 @@ from qinfer.core.retry import OutageLog
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
 from qinfer.models.config.config import from_json, to_spec
+from qinfer.models.dependents import labels_of
 from qinfer.models.installation import Guard, Snapshot
 from qinfer.models.readiness import PENDING_REASON, Capacity, ModelStatus, assess, capacity_of, is_placed
 from qinfer.models.routes import Routes, lanes_of
@@ -274,7 +275,7 @@ class Catalog:
         accepting: dict[tuple[str, int], Served] = {}
         specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
         for model, status in statuses.items():
-            spec = self._spec(stored.get(model))
+            spec = self._spec(stored.get(model), stored)
             if spec is None:
                 served.update(self._still_served(status))
                 if model in self._specs:
@@ -337,14 +338,14 @@ class Catalog:
                 waits_s[key] = max(least_s, start_s + _AFTER_START_S)
         return waits_s
 
-    def _spec(self, stored: StoredModel | None) -> ModelSpec | None:
+    def _spec(self, stored: StoredModel | None, others: Mapping[str, StoredModel]) -> ModelSpec | None:
         if stored is None or stored.error or stored.pending:
             return None
         known = self._specs.get(stored.model)
         if known is not None and known[0] == stored:
             return known[1]
         try:
-            return to_spec(from_json(stored.config), self._limits, stored.labels)
+            return to_spec(from_json(stored.config), self._limits, labels_of(stored, others))
         except QinferError as error:  # written by a newer qinfer: one model must not take the others down
             if self._unusable.get(stored.model) != stored:
                 self._unusable[stored.model] = stored

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from qinfer.errors import QinferError
-from qinfer.models.config.message import ModelConfig
+from qinfer.models.config.ensembles import to_steps
+from qinfer.models.config.message import ModelConfig, from_json
 from qinfer.models.state import Desired, StoredModel, Use
 from qinfer.models.store import ControlStore
 
@@ -100,6 +101,26 @@ async def _renew(name: str, store: ControlStore) -> None:
             await store.set_desired(msgspec.structs.replace(wish, generation=renewed.generation))
             return
     raise QinferError(f"ensemble '{name}' is being changed by others all the time; try again")
+
+
+def labels_of(
+    model: StoredModel, stored: Mapping[str, StoredModel], within: Collection[str] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Returns the labels of a model's outputs; those of an ensemble are its steps', where it has none of its own.
+
+    Args:
+        model: The model.
+        stored: The others.
+        within: Ensembles that it is a step of.
+    """
+    if not model.uses or model.error or model.model in within:
+        return model.labels
+    passed: dict[str, tuple[str, ...]] = {}
+    for step in to_steps(from_json(model.config)):
+        if (one := stored.get(step.model)) is not None:
+            labels = labels_of(one, stored, (*within, model.model))
+            passed.update((tensor, labels[output]) for output, tensor in step.outputs.items() if output in labels)
+    return passed | model.labels
 
 
 def missing_uses(models: Sequence[StoredModel], known: Collection[str]) -> list[str]:

@@ -80,7 +80,7 @@ async def counted(scene: EnsemblesServed, model: str) -> bool:
 
 
 async def test_a_failure_names_the_step(scene: EnsemblesServed) -> None:
-    """The code is the step's, the text tells where, and the ensemble counts a failure."""
+    """The code is the step's, the text tells where, and the ensemble counts a failure: OTHER, as every one in Triton."""
     nodes = [models.helper.make_node("Reshape", ["x", "shape"], ["y"])]
     shape = models.helper.make_tensor("to", models.TensorProto.INT64, [2], [-1, 2])
     nodes.insert(0, models.helper.make_node("Constant", [], ["shape"], value=shape))
@@ -99,6 +99,9 @@ async def test_a_failure_names_the_step(scene: EnsemblesServed) -> None:
     assert "in ensemble 'bad', step of model 'cut': " in reply.json()["error"]
     await eventually(lambda: failed(scene, "bad"), description="a failure of the ensemble")
     assert not await counted(scene, "twice")
+    lines = (await scene.client.get("/metrics")).text.splitlines()
+    failures = [line for line in lines if line.startswith("nv_inference_request_failure{") and 'model="bad"' in line]
+    assert [line for line in failures if not line.endswith(" 0")] == [line for line in failures if "OTHER" in line]
 
 
 async def failed(scene: EnsemblesServed, model: str) -> bool:
@@ -272,3 +275,20 @@ async def test_a_repository_without_a_step_any_more(scene: EnsemblesServed) -> N
     await scene.sync()
 
     assert "depends on 'add' which has no loaded version" in await scene.reason("fork")
+
+
+async def test_labels_of_a_step_are_those_of_the_ensemble(scene: EnsemblesServed) -> None:
+    """Through ensembles within it, too."""
+    config = scene.repository / "thrice" / "config.pbtxt"
+    labelled = 'output { name: "y" label_filename: "labels.txt"'
+    config.write_text(config.read_text().replace('output { name: "y"', labelled))
+    (scene.repository / "thrice" / "labels.txt").write_text("small\nlarge\n")
+    chain(scene.repository, "inner", "twice", "thrice")
+    ensemble(scene.repository, "outer", ("inner", {"x": "x"}, {"y": "y"}))
+    await scene.sync()
+    await scene.worker()
+    await scene.ready("outer")
+
+    reply = await scene.post("outer", outputs=[{"name": "y", "parameters": {"classification": 1}}])
+
+    assert reply.json()["outputs"][0]["data"] == ["12.000000:1:large"]

@@ -28,6 +28,9 @@ MAX_REQUESTS = 256
 MAX_BYTES = 256 * 2**20
 """While the inputs of its requests are larger, no more are fetched."""
 
+STEP_FAILED = "step_failed"
+"""The reason of an ensemble's failures in statistics, Triton's OTHER (reference §4); the step's model counts its own."""
+
 
 class NestedCounts(ModelCounts):
     """Statistics of ensembles that are steps of others: they have no request of their own in a lane."""
@@ -224,7 +227,7 @@ class EnsembleBatcher:
         if failure is None:
             _count_success(self.tally, item.rows, run.spent, waited_ns, begin_s)
         else:
-            self.tally.failed(failure.code)
+            self.tally.failed(STEP_FAILED)
             self.tally.spent_failing(waited_ns + run.spent.end_ns - run.spent.begin_ns)
         for position, spent in run.nested.items():
             one = run.plan.nested[position]
@@ -232,7 +235,7 @@ class EnsembleBatcher:
             if failure is None:
                 _count_success(tally, item.rows, spent, 0, begin_s)
             elif position in run.failed_in:
-                tally.failed(failure.code)
+                tally.failed(STEP_FAILED)
                 tally.spent_failing(run.spent.end_ns - spent.begin_ns)
 
     def _forget(self, item: Pending) -> None:
