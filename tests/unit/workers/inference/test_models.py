@@ -19,6 +19,7 @@ from qinfer.models.writing import Completion, find_completion
 from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer_workers.inference import models as following_models
+from qinfer_workers.inference.ensembles.plans import Planned
 from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
 from qinfer_workers.inference.models import Models
 
@@ -48,6 +49,7 @@ class Slow:
         stored: StoredModel,
         serving: Loaded | None = None,
         pinned: Collection[str] = (),
+        _: Planned | None = None,
     ) -> Change:
         self.began.append(spec.name)
         if spec.name in self.gates:
