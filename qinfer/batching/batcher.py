@@ -328,6 +328,14 @@ class Batcher:
         rows = sum(item.rows for item in self._pending) + self.executing * self._rows_per_item
         return self._rules.merge and 2 * rows <= self._rules.max_rows
 
+    @property
+    def next_rows(self) -> int:
+        """Rows that may join what runs next, at idle instances and ahead of the others; 0 while it takes nothing in."""
+        if self.paused or self._lent.count:
+            return 0
+        batches = max(self._idle_count(), 0) + 1
+        return batches * (self._rules.max_rows if self._rules.merge else 1) - self._waiting_rows
+
     async def idle(self) -> None:
         """Waits until nothing executes or waits to."""
         await self._idle.wait()

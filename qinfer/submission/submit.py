@@ -18,7 +18,7 @@ A full lane, and a deadline or queue timeout that can't be met, are refused (`ba
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from qinfer.core.clock import SystemClock
 from qinfer.core.messages import IdFactory, InferRequest, Response
@@ -53,6 +53,21 @@ _MAX_LAYOUTS = 1024
 
 Kind = tuple[object, ...]
 """The properties that requests of one layout have in common."""
+
+
+class Door(Protocol):
+    """A way past the lane, into a batcher of this process."""
+
+    def take(self, served: Served, request: InferRequest, rows: int, waiting: Pending) -> bool:
+        """Takes a request if it can join the next batch; its answer is delivered to the pending requests, later.
+
+        Args:
+            served: The model version that it is for.
+            request: The request, checked and stamped.
+            rows: Its rows.
+            waiting: The same as a pending request.
+        """
+        ...
 
 
 class Submission:
@@ -144,6 +159,45 @@ class Submission:
             self.pending.remove(pending)
             raise
         return pending
+
+    def submit_near(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, door: Door) -> Pending:
+        """Submits a request past the lane, if a door takes it and nothing of others is in the lane; else by `submit`.
+
+        Only plain requests of plain models go so: without priorities, queue policies or sequences.
+
+        Args:
+            served: As for `submit`, like the next three.
+            request: The decoded request.
+            sink: Called on the event loop.
+            timeout_s: From now to its deadline.
+            door: A batcher of this process.
+
+        Raises:
+            QinferError: As `submit` raises.
+        """
+        spec = served.spec
+        is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.is_stateful)
+        if not is_plain or self.backlog.load(served, served.lane).others > 0:
+            return self.submit(served, request, sink, timeout_s)
+        now_s, rows = self._clock.monotonic_s(), validate(request, spec)
+        request.id = self._new_id(spec.name, served.lane.partition)
+        request.version, request.generation, request.timeout_s = served.version, served.generation, timeout_s
+        pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s)
+        if not door.take(served, request, rows, pending):
+            request.timeout_s = 0.0
+            return self.submit(served, request, sink, timeout_s)
+        self.pending.add(pending, now_s + timeout_s)
+        return pending
+
+    def enqueue(self, waiting: Pending, request: InferRequest, lane: Lane) -> None:
+        """Puts a request into its lane that a door has taken and that was not executed.
+
+        Raises:
+            PayloadTooLarge: It is too large without its tensors.
+        """
+        request.reply_to = self._reply_to
+        frame, payload = self._layouts.lay_out(request, None)
+        self._queue.submit(lane, frame, partial(self.pending.submitted, waiting), payload=payload)
 
     def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float) -> None:
         """Decides whether a request may wait.

@@ -22,6 +22,7 @@ from qinfer.models.control import ModelControl
 from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import State
 from qinfer.models.sync import SyncedModel, sync
+from qinfer.queue.entries import Lane
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
 from qinfer_api.rpc.server import open_port
@@ -190,6 +191,10 @@ class EnsemblesServed:
         message.raw_input_contents.append(np.array(ROW, "<f4").tobytes())
         reply = await self.stub.ModelInfer(message)
         return np.frombuffer(reply.raw_output_contents[0], "<f4").tolist()
+
+    async def depth(self, model: str) -> int:
+        """Returns how many requests the lane of a model's first version holds."""
+        return (await self.gateway._delivery.depth([Lane(model, 1)]))[0]
 
     async def statistics(self, model: str) -> dict[str, Any]:
         """Returns the statistics of a model's first version."""

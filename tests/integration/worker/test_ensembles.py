@@ -80,7 +80,7 @@ async def counted(scene: EnsemblesServed, model: str) -> bool:
 
 
 async def test_a_failure_names_the_step(scene: EnsemblesServed) -> None:
-    """The code is the step's, the text tells where, and the ensemble counts a failure: OTHER, as every one in Triton."""
+    """The code is the step's, the text tells where, and the ensemble counts a failure: OTHER, as Triton does."""
     nodes = [models.helper.make_node("Reshape", ["x", "shape"], ["y"])]
     shape = models.helper.make_tensor("to", models.TensorProto.INT64, [2], [-1, 2])
     nodes.insert(0, models.helper.make_node("Constant", [], ["shape"], value=shape))
@@ -292,3 +292,57 @@ async def test_labels_of_a_step_are_those_of_the_ensemble(scene: EnsemblesServed
     reply = await scene.post("outer", outputs=[{"name": "y", "parameters": {"classification": 1}}])
 
     assert reply.json()["outputs"][0]["data"] == ["12.000000:1:large"]
+
+
+async def test_an_ensemble_is_asked_now_and_read_later(scene: EnsemblesServed) -> None:
+    """As any model, by `/v1`: accepted while no worker has it."""
+    await scene.sync()
+    await scene.gateway.catalog.refresh()
+    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1.0, 2.0]}
+    accepted = await scene.client.post("/v1/models/nested/requests", json={"inputs": [tensor]})
+    assert accepted.status_code == 202, accepted.text
+    request_id = accepted.json()["id"]
+
+    await scene.worker()
+
+    async def is_there() -> bool:
+        return (await scene.client.get(f"/v1/requests/{request_id}/result")).status_code == 200
+
+    await eventually(is_there, description="the result")
+    result = await scene.client.get(f"/v1/requests/{request_id}/result")
+    assert result.json()["outputs"][0]["data"] == pytest.approx([6.0, 12.0])
+
+
+async def test_steps_in_the_same_worker_do_not_pass_redis(
+    scene: EnsemblesServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.sync()
+    worker = await scene.worker()
+    await scene.ready()
+    monkeypatch.setattr(worker._queue, "submit", None)  # nobody can submit by the lanes
+
+    for _ in range(10):
+        assert await scene.infer("nested") == pytest.approx([6.0, 12.0])
+
+
+async def test_what_waits_in_a_lane_goes_before_steps(scene: EnsemblesServed) -> None:
+    """A step takes its turn: it goes into the lane while requests of others wait there."""
+    scale(scene.repository, "slow", 2.0)
+    chain(scene.repository, "through", "slow", "tenth")
+    await scene.sync()
+    worker = await scene.worker()
+    await scene.ready()
+    await worker._plain_batcher("slow", 1).pause()  # type: ignore[union-attr]
+    waiting = [asyncio.create_task(scene.infer("slow")) for _ in range(3)]
+    await eventually(lambda: has(scene, "slow", 3), description="requests in the lane")
+    answer = asyncio.create_task(scene.infer("through"))
+    await eventually(lambda: has(scene, "slow", 4), description="the step in the lane, too")
+
+    worker._plain_batcher("slow", 1).resume()  # type: ignore[union-attr]
+
+    assert await answer == pytest.approx([0.2, 0.4])
+    assert await asyncio.gather(*waiting) == [[2.0, 4.0]] * 3
+
+
+async def has(scene: EnsemblesServed, model: str, count: int) -> bool:
+    return await scene.depth(model) == count

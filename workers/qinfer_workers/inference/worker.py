@@ -29,6 +29,7 @@ from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.cancels import CancelWatch
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher, NestedCounts, NoInstances
+from qinfer_workers.inference.ensembles.local import LocalSteps
 from qinfer_workers.inference.ensembles.pins import StepPins
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
@@ -104,6 +105,8 @@ class Worker:
             self._heartbeat.tallies = (self._publisher.durations, self._bulk.counts, self._nested)
             self._intake = Intake(self._queue, self._publisher, self._settings.max_deliveries)
             self._caller = Caller(self._queue, self._catalog, self._id, tasks, self._limits, self._called)
+            self._local = LocalSteps(self._publisher, self._queue.clock, self._plain_batcher)
+            self._caller.go_short(self._local)
             self._streams = self._open_streams()
             parts = Parts(self._queue, self._keeper, self._publisher, tasks, self._store, self._settings, self._id)
             self._sequences = SequenceServices(parts, self._heartbeat.collect)
@@ -172,7 +175,7 @@ class Worker:
             serving.reread()
             self._serve_bulk(batcher, loaded)
             return
-        batcher = kind(model, self._queue.clock, self._publisher, loaded.latency)
+        batcher = kind(model, self._queue.clock, self._local, loaded.latency)
         self._begin(key, batcher, serving)
         self._serve_bulk(batcher, loaded)
 
@@ -188,6 +191,11 @@ class Worker:
         )
         self._begin((model.spec.name, model.version), batcher, serving)
         self._step_pins.changed()
+
+    def _plain_batcher(self, model: str, version: int) -> Batcher | None:
+        """Returns the batcher of a model version that is served here, if it is a plain one."""
+        serving = self._serving.get((model, version))
+        return serving.batcher if serving is not None and isinstance(serving.batcher, Batcher) else None
 
     def _steps(self) -> set[Key]:
         """Returns the model versions that ensembles run here."""

@@ -29,7 +29,7 @@ MAX_BYTES = 256 * 2**20
 """While the inputs of its requests are larger, no more are fetched."""
 
 STEP_FAILED = "step_failed"
-"""The reason of an ensemble's failures in statistics, Triton's OTHER (reference §4); the step's model counts its own."""
+"""The reason of an ensemble's failures in statistics, Triton's OTHER (reference §4); a step's model counts its own."""
 
 
 class NestedCounts(ModelCounts):

@@ -1,0 +1,157 @@
+"""The short cut of steps: one whose model is in this worker joins that model's next batch, without Redis and a copy.
+
+    Submission.submit ─▶ take ─▶ Batcher.admit … Batcher ─▶ answer ─▶ PendingRequests.deliver
+                                     └─ give_back ─▶ Submission.enqueue: into the lane after all
+
+It is taken only where it overtakes nobody: what comes by the lane is in the same queue, nothing of others waits in the
+lane, and the next batch has room. Models with priorities or queue policies, whose limits and order are the lanes', get
+all steps by their lanes.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from qinfer.batching import execution
+from qinfer.batching.batcher import Batcher, Outlet
+from qinfer.core.clock import ServerClock
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.errors import QinferError
+from qinfer.models.catalog import Served
+from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.submission.pending import Pending
+from qinfer.submission.submit import Submission
+
+
+class LocalItem(execution.Pending, kw_only=True, eq=False, gc=False):
+    """A step in a batcher of this worker; its lease names the lane only.
+
+    Attributes:
+        waiting: The same as `Submission` has it.
+    """
+
+    waiting: Pending
+
+
+class LocalSteps:
+    """See the module docstring: the `Door` of the worker's submission, and the `Outlet` of its batchers.
+
+    Args:
+        outlet: Where items go that are no steps.
+        clock: The broker's time.
+        batcher_of: Returns the batcher of a model version of this worker that takes steps, if there is one.
+
+    Attributes:
+        submission: Where answers go, and steps that are given back. To be set before a step is taken.
+    """
+
+    def __init__(self, outlet: Outlet, clock: ServerClock, batcher_of: Callable[[str, int], Batcher | None]) -> None:
+        self.submission: Submission
+        self._outlet = outlet
+        self._clock = clock
+        self._batcher_of = batcher_of
+        self._call_soon = asyncio.get_running_loop().call_soon
+        self._items: dict[str, LocalItem] = {}
+        self._taken: dict[Batcher, list[LocalItem]] = {}
+        self._answers: list[Response] = []
+        self._leases: dict[Lane, Lease] = {}
+
+    def take(self, served: Served, request: InferRequest, rows: int, waiting: Pending) -> bool:
+        """See `Door`."""
+        batcher = self._batcher_of(served.spec.name, served.version)
+        if batcher is None or batcher.model.generation != served.generation:
+            return False
+        taken = self._taken.get(batcher)
+        if batcher.next_rows - sum([item.rows for item in taken or ()]) < rows:
+            return False
+        now_s, lane = self._clock.now_s(), served.lane
+        lease = self._leases.get(lane)
+        if lease is None:
+            lease = self._leases[lane] = Lease(Entry(lane, "0-0"), "", b"")
+        item = self._items[request.id] = LocalItem(
+            rows=rows,
+            key=None,
+            enqueued_s=now_s,
+            deadline_s=now_s + request.timeout_s,
+            lease=lease,
+            request=request,
+            waiting=waiting,
+        )
+        if taken is None:
+            if not self._taken:
+                self._call_soon(self._admit)
+            taken = self._taken[batcher] = []
+        taken.append(item)
+        return True
+
+    def leave(self, waiting: Pending) -> None:
+        """Forgets a step that nobody waits for any more, if it is here."""
+        item = self._items.pop(waiting.request_id, None)
+        if item is None:
+            return
+        item.lose()
+        batcher = self._batcher_of(waiting.model, waiting.version)
+        if batcher is not None:
+            batcher.lost(item)
+
+    def answer(self, items: Sequence[execution.Pending], responses: Sequence[Response]) -> None:
+        """See `Outlet`: answers of steps go to their ensembles, soon; the others to the outlet."""
+        if not self._items:
+            self._outlet.answer(items, responses)
+            return
+        others = [item for item in items if not isinstance(item, LocalItem)]
+        if len(others) == len(items):
+            self._outlet.answer(items, responses)
+            return
+        mine = {item.request.id for item in items if isinstance(item, LocalItem)}
+        for response in responses:
+            if response.request_id in mine:
+                self._answer(response)
+        if others:
+            self._outlet.answer(others, [one for one in responses if one.request_id not in mine])
+
+    def give_back(self, items: Sequence[execution.Pending]) -> None:
+        """See `Outlet`: steps go into their lanes."""
+        for item in items:
+            if isinstance(item, LocalItem):
+                self._enqueue(item)
+        if others := [item for item in items if not isinstance(item, LocalItem)]:
+            self._outlet.give_back(others)
+
+    def delay(self, items: Sequence[execution.Pending]) -> None:
+        """See `Outlet`: models that delay take no steps here."""
+        self._outlet.delay(items)
+
+    def _admit(self) -> None:
+        """Hands the steps of one turn of the event loop to their batchers, so that they can share a batch."""
+        taken, self._taken = self._taken, {}
+        for batcher, items in taken.items():
+            here = [item for item in items if not item.lost]
+            if batcher.paused:
+                self.give_back(here)
+                continue
+            for item in here:
+                batcher.classify(item)
+            if here:
+                batcher.admit(here)
+
+    def _enqueue(self, item: LocalItem) -> None:
+        """Puts a step into its lane that is not to be executed here."""
+        if item.lost or self._items.pop(item.request.id, None) is None:
+            return
+        item.request.timeout_s = max(item.deadline_s - self._clock.now_s(), 0.001)
+        try:
+            self.submission.enqueue(item.waiting, item.request, item.lease.entry.lane)
+        except QinferError as error:
+            self._answer(Response(request_id=item.request.id, failure=Failure.of(error)))
+
+    def _answer(self, response: Response) -> None:
+        """Notes an answer; it is delivered with the others of this turn, when no batcher is in the middle of one."""
+        self._items.pop(response.request_id, None)
+        if not self._answers:
+            self._call_soon(self._deliver)
+        self._answers.append(response)
+
+    def _deliver(self) -> None:
+        answers, self._answers = self._answers, []
+        for response in answers:
+            self.submission.pending.deliver(response)
