@@ -228,7 +228,8 @@ def open_text(text: TextStream, format_: TextFormat, types: pa.Schema | None, cs
             )
         return pyarrow.json.open_json(
             _Objects(text, max_lines=_max_lines(len(types) if types is not None else 1)),
-            read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES),
+            # Threads would hold a decoded block for each core of the machine.
+            read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),
             parse_options=pyarrow.json.ParseOptions(explicit_schema=types, unexpected_field_behavior="ignore"),
         )
     except pa.ArrowInvalid as error:

@@ -1,5 +1,6 @@
 """The rows of a shard are read in batches of the asked size: any format and files, memory bounded, changes noticed."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -468,6 +469,20 @@ def test_memory_is_bounded_where_a_row_group_is_huge(tmp_path: Path) -> None:
     assert pq.read_metadata(url.removeprefix("file://")).row_group(0).total_byte_size > 64_000_000
 
     assert peak_bytes(shard_of(url), schema) < 24_000_000
+
+
+def test_memory_of_json_lines_does_not_depend_on_how_many_cores_there_are(tmp_path: Path) -> None:
+    schema = pa.schema([(f"k{number}", pa.int64()) for number in range(500)])
+    path, cores = tmp_path / "wide.jsonl", pa.cpu_count()
+    path.write_text(json.dumps(dict.fromkeys(schema.names, 1)) + "\n" + "{}\n" * 50_000)
+    shard = shard_of(f"file://{path}")
+    pa.set_cpu_count(16)
+    try:
+        peak = peak_bytes(shard, schema)
+    finally:
+        pa.set_cpu_count(cores)
+
+    assert peak < 40_000_000
 
 
 @settings(max_examples=25, deadline=None)
