@@ -42,7 +42,8 @@ _ZSTD_LEVEL = 1
 _GROUP_ROWS = 2**18
 _PARQUET_GROUP_BYTES = 32 * 2**20
 _ARROW_BATCH_BYTES = 8 * 2**20
-_SMALL_ROWS = 4096
+_SMALL_ROWS = 4096  # records of less than this and of less than the next are joined
+_SMALL_BYTES = 4 * 2**20
 _ENCODED_ROWS = 65_536  # at a time: some percent faster than 1024, which is usual
 _COUNTED = PLACE_COLUMNS[1:]  # row group and row: they grow by one, or stay
 _REASON_CHARACTERS = 200
@@ -247,7 +248,11 @@ class PartWriter:
 
 
 class _BufferedFile:
-    """A file whose rows are written when there are enough of them."""
+    """A file whose rows are written when there are enough of them.
+
+    Small records, which cost much to write, are joined as they come. Joined as they are written, all the rows of a
+    group would be in memory twice.
+    """
 
     def __init__(self, path: Path, schema: pa.Schema, file: "_ParquetFile | _ArrowFile | TextFile") -> None:
         self.path = path
@@ -255,15 +260,22 @@ class _BufferedFile:
         self._file = file
         self._waiting: list[pa.RecordBatch] = []
         self._rows = self._bytes = 0
+        self._small: list[pa.RecordBatch] = []
+        self._small_rows = self._small_bytes = 0
 
     def write(self, record: pa.RecordBatch) -> None:
         if not record.num_rows:
             return
         if record.num_columns > len(self.schema):
             record = record.select(self.schema.names)
-        self._waiting.append(record)
+        size_bytes = record.nbytes
+        self._small.append(record)
+        self._small_rows += record.num_rows
+        self._small_bytes += size_bytes
+        if self._small_rows >= _SMALL_ROWS or self._small_bytes >= _SMALL_BYTES:
+            self._join()
         self._rows += record.num_rows
-        self._bytes += record.nbytes
+        self._bytes += size_bytes
         if self._bytes >= self._file.group_bytes or self._rows >= _GROUP_ROWS:
             self._flush()
 
@@ -276,7 +288,14 @@ class _BufferedFile:
         with self.path.open("rb") as file:
             return _File(self.path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
+    def _join(self) -> None:
+        if self._small:
+            self._waiting.append(self._small[0] if len(self._small) == 1 else pa.concat_batches(self._small))
+        self._small = []
+        self._small_rows = self._small_bytes = 0
+
     def _flush(self) -> None:
+        self._join()
         if self._waiting:
             self._file.write(self._waiting)
         self._waiting = []
@@ -303,10 +322,7 @@ class _ParquetFile:
         )
 
     def write(self, records: Sequence[pa.RecordBatch]) -> None:
-        table = pa.Table.from_batches(records)
-        if table.num_rows < _SMALL_ROWS * len(records):
-            table = table.combine_chunks()
-        self._writer.write_table(table, row_group_size=_GROUP_ROWS)
+        self._writer.write_table(pa.Table.from_batches(records), row_group_size=_GROUP_ROWS)
 
     def close(self, errors: int) -> None:
         whole = msgspec.structs.replace(self._metadata, errors=errors)

@@ -211,6 +211,29 @@ def test_small_batches_do_not_make_small_groups(tmp_path: Path, format_: Any) ->
     check_rows(with_pyarrow(path), shard.ranges[0].url)
 
 
+@pytest.mark.parametrize("rows", [10, 500])
+def test_the_rows_of_a_group_are_in_memory_once(tmp_path: Path, rows: int) -> None:
+    group_bytes, default = 32 * 2**20, pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(default)  # counts
+
+    def write_group() -> None:
+        schema = pa.schema([*((f"k{number}", pa.int64()) for number in range(200)), ("error_code", pa.string())])
+        count = group_bytes // (200 * rows * 8) + 1
+        metadata = part_metadata(JOB, Shard(0, "", count * rows, ()), HASH)
+        with PartWriter(tmp_path / "part", schema, Output(url=""), metadata) as writer:
+            for _ in range(count):
+                columns = [pa.array(range(rows), pa.int64()) for _ in range(200)]
+                writer.write(pa.record_batch([*columns, pa.nulls(rows, pa.string())], schema=schema))
+
+    pa.set_memory_pool(pool)
+    try:
+        write_group()
+    finally:
+        pa.set_memory_pool(default)
+
+    assert group_bytes < pool.max_memory() < 1.5 * group_bytes
+
+
 @pytest.mark.parametrize("format_", ["parquet", "arrow"])
 def test_large_parts_have_several_groups(tmp_path: Path, format_: Any) -> None:
     schema = pa.schema([("v", pa.list_(pa.float32(), 1024)), ("error_code", pa.string())])
