@@ -334,6 +334,21 @@ ROWS = (
         "responses for one gateway, or for one worker whose models call others; credits for a worker's streams",
         ({"reply_to": "reply:<owner>"},),
     ),
+    Row(
+        keys.cached_response,
+        "string",
+        "the time to live in `QINFER_CACHE__CONFIG`",
+        "a response of a model with `response_cache`, of at most 1 MiB, where the cache is in Redis; its key is a hash "
+        "of the request",
+        ({"key": "<hash>"},),
+    ),
+    Row(
+        keys.cached_bytes,
+        "string",
+        "a quarter of that time",
+        "the number of bytes that were cached in an eighth of that time; it has a limit, so that all of them have one",
+        ({"span": "<span>"},),
+    ),
 )
 
 

@@ -85,7 +85,8 @@ The buckets of the histogram are Triton's ({", ".join(map(str, latencies.FIRST_R
 it only for decoupled models, qinfer for every model: if a model answers once, it is the time until that answer, from
 entering the queue.
 
-Not supported: metrics of pinned memory and of a response cache, and labels of `metric_tags`.
+Not supported: metrics of pinned memory, the summaries of the response cache, and labels of `metric_tags`. Cached
+requests are not in the quantiles of the summaries. The metrics of the cache are those of models that have used it.
 """
 REASONS_HEAD = """
 This table maps error codes, the reasons of qinfer's own metrics, to reasons of `nv_inference_request_failure`.

@@ -38,7 +38,9 @@ from qinfer.observe.tracing import GATEWAY, open_tracer
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
+from qinfer.submission.response_cache import ResponseCache
 from qinfer_api.auth import Auth, Restrictions, load_auth
+from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.server import HttpServer, bound_socket, netloc, read_certificate
@@ -179,9 +181,7 @@ class Gateway:
         tally = GatewayTally(self._owner)
         auth = load_auth(settings.auth, settings.http.host)
         self._tracing = Tracing(settings.trace, open_tracer(os.environ, GATEWAY, self._owner))
-        self.dispatcher = self._tracing.dispatcher_type(
-            delivery, self.catalog, tally, settings.limits, self._owner, auth
-        )
+        self.dispatcher = self._open_dispatcher(settings, tally, auth)
         tally.in_flight = lambda: self.dispatcher.in_flight
         self._reporting = Reporting(settings, self.catalog, store, delivery, tally, self._tracing.file)
         self._tasks = BulkTasks(settings)
@@ -208,6 +208,14 @@ class Gateway:
             rpc.use(services)
         self.metrics: MetricsPort | None = None
         self._reloading = self._reloading_of(settings, auth)
+
+    def _open_dispatcher(self, settings: Settings, tally: GatewayTally, auth: Auth | None) -> Dispatcher:
+        """Creates the dispatcher, with the response cache if there is to be one."""
+        limits, queue = settings.limits, self._delivery
+        dispatcher = self._tracing.dispatcher_type(queue, self.catalog, tally, limits, self._owner, auth)
+        if (plan := settings.cache.plan) is not None:
+            dispatcher.submission.use(ResponseCache(plan, queue, tally.refusals, limits.max_in_flight))
+        return dispatcher
 
     def _reloading_of(self, settings: Settings, auth: Auth | None) -> Reloading:
         """Creates what reads files again."""

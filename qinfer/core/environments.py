@@ -52,7 +52,19 @@ class Role(NamedTuple):
 
 
 _OF_WORKERS = frozenset(
-    {"redis", "limits", "requests", "metrics", "stores", "bulk", "worker", "repository", "log", "allow_inspection"}
+    {
+        "redis",
+        "limits",
+        "cache",
+        "requests",
+        "metrics",
+        "stores",
+        "bulk",
+        "worker",
+        "repository",
+        "log",
+        "allow_inspection",
+    }
 )
 GATEWAY = Role(
     _OF_WORKERS

@@ -7,7 +7,7 @@ last is `final`. Ids are made here too: `<ulid>.<partition>.<model>` tells every
 import os
 import time
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -57,6 +57,8 @@ class InferRequest(msgspec.Struct, kw_only=True):
         queue_timeout_s: How long it may wait before it executes, by its model's queue policy; 0 = as long as its
             `timeout_s`.
         payload: True when the tensors' bytes are stored beside the stream (claim check) and not in the frame.
+        inputs_digest: A hash of its inputs, where its response may be cached and they were hashed already. It does not
+            travel.
     """
 
     model: str
@@ -77,6 +79,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
     sequence: Sequence | None = None
     queue_timeout_s: float = 0.0
     payload: bool = False
+    inputs_digest: bytes = b""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -121,6 +124,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
         parameters: What the model returns besides its outputs (reference §1.6).
         credit_to: The reply address of the worker that counts the window of this stream, for `Credit`s; empty where
             nobody counts, as on every final response.
+        cache: Whether the response cache had it, where its model uses one. It does not travel.
     """
 
     request_id: str
@@ -135,6 +139,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     stored: bool = False
     parameters: Mapping[str, Scalar] = msgspec.field(default_factory=dict)
     credit_to: str = ""
+    cache: Literal["", "hit", "miss"] = ""
 
     @property
     def nbytes(self) -> int:

@@ -8,12 +8,14 @@ import os
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
 from qinfer.core.environments import PREFIX
+from qinfer.core.settings_cache import CacheSettings
 from qinfer.core.settings_errors import not_json, wrong_values
+from qinfer.core.settings_section import Section
 from qinfer.core.store_urls import Grant, do_meet, folders_of, normalised
 from qinfer.errors import SettingsError
 
@@ -21,11 +23,7 @@ _OF_COMMANDS = "QINFER_API_KEY"
 """The key that commands present (`qinfer.cli.console`); no setting, for it must not reach the programs."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class RedisSettings(_Section):
+class RedisSettings(Section):
     """The queue."""
 
     url: SecretStr = Field(
@@ -55,7 +53,7 @@ class RedisSettings(_Section):
     )
 
 
-class HttpSettings(_Section):
+class HttpSettings(Section):
     """The gateway's HTTP side."""
 
     host: str = Field("127.0.0.1", description="Address to bind; 0.0.0.0 to serve other machines.")
@@ -79,7 +77,7 @@ class HttpSettings(_Section):
     tls_keyfile: str = Field("", description="PEM private key.")
 
 
-class GrpcSettings(_Section):
+class GrpcSettings(Section):
     """The gateway's gRPC side."""
 
     enabled: bool = Field(True, description="Serve gRPC (Triton's --allow-grpc).")
@@ -115,7 +113,7 @@ class GrpcSettings(_Section):
     )
 
 
-class LimitSettings(_Section):
+class LimitSettings(Section):
     """Limits: requests beyond them are refused."""
 
     default_timeout_s: float = Field(60.0, gt=0, description="Timeout of a request that names none.")
@@ -164,7 +162,7 @@ class LimitSettings(_Section):
     )
 
 
-class RequestSettings(_Section):
+class RequestSettings(Section):
     """Asynchronous requests (`/v1`)."""
 
     default_timeout_s: float = Field(3600.0, gt=0, description="Timeout of an asynchronous request that names none.")
@@ -176,7 +174,7 @@ class RequestSettings(_Section):
     sweep_every_s: float = Field(0.5, gt=0, description="Seconds between the janitor's rounds.")
 
 
-class WebhookSettings(_Section):
+class WebhookSettings(Section):
     """Webhooks: notifications of other servers that a request has ended."""
 
     allow: tuple[str, ...] = Field(
@@ -202,14 +200,14 @@ def _one_spelling(urls: tuple[str, ...]) -> tuple[str, ...]:
 _Prefixes = Annotated[tuple[str, ...], AfterValidator(_one_spelling)]
 
 
-class TenantStores(_Section):
+class TenantStores(Section):
     """The URL prefixes that one tenant may use; a prefix outside of `stores.allow` allows nothing."""
 
     read: _Prefixes = ()
     write: _Prefixes = ()
 
 
-class StoreSettings(_Section):
+class StoreSettings(Section):
     """Object stores that requests may name."""
 
     allow: _Prefixes = Field(
@@ -242,7 +240,7 @@ class StoreSettings(_Section):
         return Grant(folders, folders, tenant)
 
 
-class BulkSettings(_Section):
+class BulkSettings(Section):
     """Bulk jobs."""
 
     enabled: bool = Field(True, description="Accept bulk jobs; they also need `stores.allow` and a bulk worker.")
@@ -275,7 +273,7 @@ class BulkSettings(_Section):
     )
 
 
-class LabelingSettings(_Section):
+class LabelingSettings(Section):
     """Label Studio (`/label-studio`)."""
 
     mappings: str = Field(
@@ -324,7 +322,7 @@ class LabelingSettings(_Section):
     file_timeout_s: float = Field(20.0, gt=0, description="Seconds that the download of one file may take.")
 
 
-class AuthSettings(_Section):
+class AuthSettings(Section):
     """Authentication and authorization."""
 
     mode: Literal["", "none", "keys"] = Field(
@@ -333,7 +331,7 @@ class AuthSettings(_Section):
     keys_file: str = Field("", description="JSON file of API keys, which gateways follow; `qinfer keys` writes it.")
 
 
-class WorkerSettings(_Section):
+class WorkerSettings(Section):
     """The inference worker."""
 
     models: tuple[str, ...] = Field(("*",), description="Globs of the models that this worker loads.")
@@ -359,7 +357,7 @@ class WorkerSettings(_Section):
     )
 
 
-class RepositorySettings(_Section):
+class RepositorySettings(Section):
     """The model repositories."""
 
     path: str = Field(
@@ -405,7 +403,7 @@ class RepositorySettings(_Section):
     )
 
 
-class AutoscaleSettings(_Section):
+class AutoscaleSettings(Section):
     """The choice of the number of workers by `qinfer autoscale` and `qinfer up --autoscale`."""
 
     min_workers: int = Field(0, ge=0, description="Minimum number of workers.")
@@ -431,14 +429,14 @@ class AutoscaleSettings(_Section):
     )
 
 
-class LogSettings(_Section):
+class LogSettings(Section):
     """Logs."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
     format: Literal["json", "text"] = Field("json", description="`json`: an object per line; `text`: for people.")
 
 
-class TraceSettings(_Section):
+class TraceSettings(Section):
     """Triton's traces."""
 
     file: str = Field(
@@ -451,7 +449,7 @@ class TraceSettings(_Section):
 _QUANTILES = "0.5:0.05,0.9:0.01,0.95:0.001,0.99:0.001,0.999:0.001"
 
 
-class MetricsSettings(_Section):
+class MetricsSettings(Section):
     """Metrics: their port, and Triton's optional metrics; gateways and workers need the same values."""
 
     enabled: bool = Field(True, description="Serve metrics on a separate port (Triton's --allow-metrics).")
@@ -513,6 +511,7 @@ class Settings(BaseSettings):
     grpc: GrpcSettings = Field(default_factory=GrpcSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)
+    cache: CacheSettings = Field(default_factory=CacheSettings)
     requests: RequestSettings = Field(default_factory=RequestSettings)
     webhooks: WebhookSettings = Field(default_factory=WebhookSettings)
     stores: StoreSettings = Field(default_factory=StoreSettings)

@@ -216,6 +216,8 @@ class ModelSpec:
     batching: BatchingSpec | None = None
     sequences: SequenceSpec | None = None
     instances: tuple[InstanceSpec, ...] = (InstanceSpec(),)
+        is_cached: Its responses may be cached (`response_cache`).
+        cached_for_all: A cached response serves other tenants, too.
     filename: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     warmup: tuple[WarmupSpec, ...] = ()
@@ -245,6 +247,8 @@ class ModelSpec:
         controls = tuple(TensorSpec(name=c.name, datatype=c.datatype, dims=(1,)) for c in self.sequences.controls)
         states = tuple(TensorSpec(name=s.input, datatype=s.datatype, dims=s.dims) for s in self.sequences.states)
         return (*self.inputs, *controls, *states)
+    is_cached: bool = False
+    cached_for_all: bool = False
 
     @property
     def file_outputs(self) -> tuple[TensorSpec, ...]:

@@ -28,7 +28,7 @@ from qinfer.queue.lanes import Queue
 ASSUMED_ROW_S = 0.1
 """The time of a row where nothing was ever executed: the first worker that executes some replaces it."""
 
-_FIELDS = (stats.SUCCESS_COUNT, stats.INFERENCE_COUNT, stats.JOB_ROWS_SCORED, stats.EXECUTION_NS)
+_FIELDS = (stats.SUCCESS_COUNT, stats.CACHE_HIT_COUNT, stats.INFERENCE_COUNT, stats.JOB_ROWS_SCORED, stats.EXECUTION_NS)
 
 
 class LaneWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,7 +247,7 @@ def _online(config: str) -> tuple[str, ...]:
 
 
 def _rows_per_request(counts: Mapping[str, int]) -> float:
-    requests = counts.get(stats.SUCCESS_COUNT, 0)
+    requests = counts.get(stats.SUCCESS_COUNT, 0) - counts.get(stats.CACHE_HIT_COUNT, 0)
     rows = counts.get(stats.INFERENCE_COUNT, 0) - counts.get(stats.JOB_ROWS_SCORED, 0)
     return max(rows / requests, 1.0) if requests else 1.0
 

@@ -208,6 +208,14 @@ NV_OUTPUT_DURATION = _counter(
     "nv_inference_compute_output_duration_us",
     f"Cumulative inference compute output duration in microseconds {_NOT_CACHED}",
 )
+NV_CACHE_HITS = _counter("nv_cache_num_hits_per_model", "Number of cache hits per model")
+NV_CACHE_MISSES = _counter("nv_cache_num_misses_per_model", "Number of cache misses per model")
+NV_CACHE_HIT_DURATION = _counter(
+    "nv_cache_hit_duration_per_model", "Total cache hit duration per model, in microseconds"
+)
+NV_CACHE_MISS_DURATION = _counter(
+    "nv_cache_miss_duration_per_model", "Total cache miss duration per model, in microseconds"
+)
 NV_REQUEST_SUMMARY = _summary(
     "nv_inference_request_summary_us", f"Summary of inference request duration in microseconds {_CACHED}"
 )

@@ -124,6 +124,7 @@ def families(
         for latency in _LATENCIES:
             totals = {key: of.get(latency.field, 0) // 1000 for key, of in statistics.items()}
             yield by_model(latency.counter, totals)
+    yield from _of_cache(statistics, wanted)
     if wanted.quantiles:
         yield from _summaries(statistics, wanted)
     if wanted.histogram:
@@ -166,6 +167,25 @@ def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
         elif name.startswith(stats.REFUSALS):
             counts[REASONS.get(name.removeprefix(stats.REFUSALS), _OTHER).gateway] += count
     return counts
+
+
+def _of_cache(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Iterator[Family]:
+    """Yields the metrics of the response cache, of models that have used it."""
+    of_cached = {key: of for key, of in statistics.items() if {stats.CACHE_HIT_COUNT, stats.CACHE_MISS_COUNT} & set(of)}
+    if not of_cached:
+        return
+    for info, name in (
+        (catalogue.NV_CACHE_HITS, stats.CACHE_HIT_COUNT),
+        (catalogue.NV_CACHE_MISSES, stats.CACHE_MISS_COUNT),
+    ):
+        yield by_model(info, {key: of.get(name, 0) for key, of in of_cached.items()})
+    if not wanted.counters:
+        return
+    for info, name in (
+        (catalogue.NV_CACHE_HIT_DURATION, stats.CACHE_HIT_NS),
+        (catalogue.NV_CACHE_MISS_DURATION, stats.CACHE_MISS_NS),
+    ):
+        yield by_model(info, {key: of.get(name, 0) // 1000 for key, of in of_cached.items()})
 
 
 def _summaries(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Iterator[Family]:

@@ -242,6 +242,16 @@ def reply_stream(reply_to: str) -> tuple[int, bytes]:
     return slot(key), key
 
 
+def cached_response(key: str) -> str:
+    """Returns the string that holds the cached response to a request of some hash."""
+    return f"qinfer:cache:{key}"
+
+
+def cached_bytes(span: int) -> str:
+    """Returns the count of the bytes that were cached in a span of time."""
+    return f"qinfer:cache-bytes:{span}"
+
+
 def job(model: str, partition: int, job_id: str) -> str:
     """Returns the hash of a bulk job."""
     return f"{_partition(model, partition)}job:{job_id}"

@@ -103,6 +103,14 @@ class OfStep(msgspec.Struct, eq=False):
     failure: Failure | None = None
 
 
+class Shared(Protocol):
+    """An execution that belongs to no caller: several requests wait for it."""
+
+    def left(self, caller: "Pending") -> None:
+        """Takes note of a request that waits for it no more."""
+        ...
+
+
 class Pending(msgspec.Struct, eq=False):
     """A request that was submitted and not yet answered in full.
 
@@ -127,6 +135,7 @@ class Pending(msgspec.Struct, eq=False):
         is_fetched: Its outputs, which are beside the reply stream, are being fetched.
         stream: What came of it and was taken, where its model is decoupled.
         step: Where it is in its sequence, where its model is stateful.
+        shared: The execution that it waits for, where that is not its own; it has no entry then.
     """
 
     request_id: str
@@ -147,6 +156,7 @@ class Pending(msgspec.Struct, eq=False):
     is_fetched: bool = False
     stream: StreamReader | None = None
     step: OfStep | None = None
+    shared: Shared | None = None
 
 
 class Timer(Protocol):
@@ -169,6 +179,8 @@ class PendingRequests:
         window_bytes: Outputs of one stream that may be on their way.
 
     Attributes:
+        answered: As given.
+        failed: As given.
         unclaimed: Called with the id of a response that nobody waits for: the hint that a stored request has ended.
     """
 
@@ -184,8 +196,8 @@ class PendingRequests:
         self._queue = queue
         self._clock = clock
         self._call_later = call_later
-        self._answered = answered
-        self._failed = failed
+        self.answered = answered
+        self.failed = failed
         self.unclaimed: Callable[[str], None] = lambda _: None
         self._pending: dict[str, Pending] = {}
         self._buckets: dict[int, dict[str, Pending]] = {}
@@ -250,7 +262,7 @@ class PendingRequests:
         """Takes note of a request's place in the queue, or of why it has none."""
         if isinstance(outcome, QinferError):
             if self.remove(pending):
-                self._failed(pending, outcome)
+                self.failed(pending, outcome)
             return
         pending.entry = outcome
         if pending.abandoned:
@@ -300,7 +312,7 @@ class PendingRequests:
         """Fails every request that waits, and takes them out of the queue; steps of sequences are executed."""
         for pending in self.clear():
             self._abandon(pending, None)
-            self._failed(pending, error)
+            self.failed(pending, error)
 
     def lose_all(self) -> None:
         """Fails every request that waits: its answer may have been lost with the reply stream."""
@@ -368,7 +380,7 @@ class PendingRequests:
         """Returns whether a response is for the caller of a stream; ends a stream that can't go on."""
         verdict = stream.judge(response)
         if verdict is Verdict.BREAK and self.cancel(pending):
-            self._failed(pending, stream.broken())
+            self.failed(pending, stream.broken())
         return verdict is Verdict.DELIVER
 
     def _forget(self, pending: Pending) -> None:
@@ -402,7 +414,7 @@ class PendingRequests:
                 return
             error = DeadlineExceeded(TIMED_OUT)
             self._abandon(pending, error)
-            self._failed(pending, error)
+            self.failed(pending, error)
             return
         # Its first deadline is over: that concerns it only while it waits. Otherwise it has until its deadline.
         deadline_s, pending.deadline_s = pending.deadline_s, 0.0
@@ -424,15 +436,16 @@ class PendingRequests:
                 self._stored.append(pending)
                 self._work.set()
             return
-        self._answer(pending, response)
+        self.answer(pending, response)
 
-    def _answer(self, pending: Pending, response: Response) -> None:
+    def answer(self, pending: Pending, response: Response) -> None:
+        """Hands on the response of a request, which is not in the table any more if it is the last."""
         try:
-            self._answered(pending, response)
+            self.answered(pending, response)
         except Exception as error:  # the loop that answers everyone: one bad answer may not end it
             extra = {"request_id": response.request_id, "model": pending.model, "version": pending.version}
             logger.exception("answer failed", extra=extra)
-            self._failed(pending, error)
+            self.failed(pending, error)
 
     def _abandon(self, pending: Pending, error: QinferError | None) -> None:
         """Finishes the entry of an abandoned request once the entry is known; a step ends its sequence by the error."""
@@ -444,6 +457,8 @@ class PendingRequests:
             if step.failure is not None and step.place is not None:
                 self._broken.append(step)
                 self._work.set()
+        elif pending.shared is not None:
+            pending.shared.left(pending)
         elif pending.entry is not None:
             self._abandoned.append(pending.entry)
             self._work.set()
@@ -468,7 +483,7 @@ class PendingRequests:
                 continue
             for entry, is_removed in zip(entries, removed, strict=True):
                 if is_removed and self.remove(pending := late[entry]):
-                    self._failed(pending, pending.late or DeadlineExceeded(TIMED_OUT))
+                    self.failed(pending, pending.late or DeadlineExceeded(TIMED_OUT))
 
     async def _withdraw_step(self, pending: Pending) -> None:
         """Ends the sequence of a step that waits for a worker in vain; one that a worker owns goes on."""
@@ -477,7 +492,7 @@ class PendingRequests:
             return
         try:
             if await step.sequences.fail(step.place, Failure.of(error), NOBODYS) and self.remove(pending):
-                self._failed(pending, error)
+                self.failed(pending, error)
         except DeliveryError as problem:
             logger.warning("a late step stays in its sequence", extra={"error": problem.message})
 
@@ -491,11 +506,11 @@ class PendingRequests:
         except Exception as error:  # the boundary of a request: its caller gets every error
             if self.remove(pending):
                 logger.exception("outputs can't be fetched", extra={"request_id": pending.request_id})
-                self._failed(pending, error)
+                self.failed(pending, error)
             return
         # Another attempt may have stored its outputs over those that were announced: they are as good.
         if self.remove(pending):
-            self._answer(pending, msgspec.structs.replace(response, stored=False))
+            self.answer(pending, msgspec.structs.replace(response, stored=False))
 
     async def _stored_outputs(self, pending: Pending) -> bytes | None:
         """Reads stored outputs; while the queue is away, retries as long as the request is pending."""

@@ -38,7 +38,9 @@ from qinfer.models.validate import validate
 from qinfer.queue.entries import FULL, Address, Lane, Payload, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.backlog import Backlog, queue_timeout_s
+from qinfer.submission.cache_key import inputs_digest
 from qinfer.submission.pending import Counter, Load, Pending, PendingRequests, Sink
+from qinfer.submission.response_cache import Flight, ResponseCache
 from qinfer.submission.steps import Steps
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
@@ -107,6 +109,12 @@ class Submission:
         self.pending = PendingRequests(queue, self._clock, call_later, answered, failed, window_bytes)
         self.backlog = Backlog(queue, catalog)
         self._steps = Steps(queue, limits, self.pending)
+        self._cache: ResponseCache | None = None
+
+    def use(self, cache: ResponseCache) -> None:
+        """Has the responses of models cached whose configuration enables it; to be called before `run`."""
+        cache.serve(self)
+        self._cache = cache
 
     def submit(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None = None
@@ -126,12 +134,14 @@ class Submission:
             QinferError: The request is too large or does not fit its model, or too many wait or are in flight.
         """
         spec = served.spec
+        if (spec.is_cached or spec.sequences is not None) and (
+            special := self._submit_special(served, request, sink, timeout_s, quota)
+        ) is not None:
+            return special
         route = None if served.routes.are_plain else served.routes.of(request.priority)
         lane = served.lane if route is None else route.lane
         if len(self.pending) >= self._max_in_flight:
             raise QueueFull(FULL)
-        if spec.sequences is not None and spec.is_stateful:
-            return self._submit_step(served, request, sink, timeout_s, quota)
         kind = form = None
         if route is None and not served.wait_s and not spec.decoupled:
             kind = kind_of(request, lane, served.generation, timeout_s)
@@ -163,7 +173,7 @@ class Submission:
     def submit_near(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, door: Door) -> Pending:
         """Submits a request past the lane, if a door takes it and nothing of others is in the lane; else by `submit`.
 
-        Only plain requests of plain models go so: without priorities, queue policies or sequences.
+        Only plain requests of plain models go so: without priorities, queue policies, sequences or cached responses.
 
         Args:
             served: As for `submit`, like the next three.
@@ -177,7 +187,7 @@ class Submission:
         """
         spec = served.spec
         is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.is_stateful)
-        if not is_plain or self.backlog.load(served, served.lane).others > 0:
+        if not is_plain or spec.is_cached or self.backlog.load(served, served.lane).others > 0:
             return self.submit(served, request, sink, timeout_s)
         now_s, rows = self._clock.monotonic_s(), validate(request, spec)
         request.id = self._new_id(spec.name, served.lane.partition)
@@ -215,9 +225,26 @@ class Submission:
         if refusal is not None:
             raise refusal
 
+    def prepare(self, request: InferRequest, served: Served) -> None:
+        """Checks a request before its response is looked for; `submit` does it by itself.
+
+        Raises:
+            QinferError: Too many requests are in flight, or it does not fit its model.
+        """
+        if len(self.pending) >= self._max_in_flight:
+            raise QueueFull(FULL)
+        if not request.generation or request.generation != served.generation:
+            check(request, served)
+
+    def new_id(self, served: Served) -> str:
+        """Returns a new id of a request to a model version."""
+        return self._new_id(served.spec.name, served.lane.partition)
+
     async def run(self) -> None:
         """Cleans up behind requests and looks at the lanes, in the background, until cancelled."""
         async with asyncio.TaskGroup() as group:
+            if self._cache is not None:
+                group.create_task(self._cache.run())
             group.create_task(self.pending.run())
             group.create_task(self.backlog.run())
             group.create_task(self._steps.run())
@@ -243,6 +270,18 @@ class Submission:
         self.pending.add(pending, pending.started_s + timeout_s)
         done = partial(self.pending.submitted, pending)
         self._queue.submit(route.lane, frame, done, payload=payload, limit=policy.max_queue_size)
+
+    def _submit_special(
+        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
+    ) -> Pending | None:
+        """Submits a request to a stateful model, or one whose response may be cached; `None` where it is neither."""
+        if served.spec.is_stateful:
+            if len(self.pending) >= self._max_in_flight:
+                raise QueueFull(FULL)
+            return self._submit_step(served, request, sink, timeout_s, quota)
+        if self._cache is None or not served.spec.is_cached or type(sink) is Flight:
+            return None
+        return self._cache.submit(served, request, sink, timeout_s, quota)
 
     def _submit_step(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
@@ -287,6 +326,8 @@ def check(request: InferRequest, served: Served) -> None:
     rows = validate(request, served.spec)
     if served.spec.sequences is not None:
         check_sequence(request, rows, served.spec.sequences)
+    if served.spec.is_cached and not request.inputs_digest:
+        request.inputs_digest = inputs_digest(request.inputs)
     request.generation = served.generation
 
 

@@ -133,6 +133,9 @@ Headers = Sequence[tuple[bytes, bytes]]
 ID_HEADER = b"qinfer-request-id"
 """Header of every reply: the id of its request, which logs and spans have; a new one where none came to be."""
 
+CACHE_HEADER = b"qinfer-cache"
+"""Header of the replies of models that use the response cache: `hit` or `miss`."""
+
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 """The characters that the value of a header may have as they are."""
 
@@ -154,6 +157,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
         json_length: Set when binary tensors follow the JSON: the JSON's length before compression.
         encoding: The body's content encoding; `None` is identity.
         retry_after_s: Seconds after which to try again; 0 = unknown.
+        cache: Whether the response cache had it: `hit` or `miss`; empty where its model uses none.
     """
 
     status: int
@@ -161,6 +165,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     json_length: int | None = None
     encoding: Encoding | None = None
     retry_after_s: int = 0
+    cache: str = ""
 
     def head(self) -> bytes:
         """Returns the reply's own header lines."""
@@ -175,6 +180,8 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
             head += b"content-encoding: %b\r\nvary: accept-encoding\r\n" % self.encoding.encode()
         if self.retry_after_s:
             head += b"retry-after: %d\r\n" % self.retry_after_s
+        if self.cache:
+            head += b"%b: %b\r\n" % (CACHE_HEADER, self.cache.encode())
         if self.status == 401:
             head += b"www-authenticate: Bearer\r\n"
         return head
@@ -219,7 +226,7 @@ class Writer:
             reply.status == 200
             and reply.json_length is None
             and reply.encoding is None
-            and not (close or reply.retry_after_s)
+            and not (close or reply.retry_after_s or reply.cache)
         ):
             return b"%b%b\r\n%b%d\r\n\r\n%b" % (self._ok, name, _JSON_BEGIN, len(body), body)
         end = b"connection: close\r\n\r\n" if close else b"\r\n"
@@ -293,7 +300,7 @@ class InferCodec:
             encoded = encode_infer(response, client_id, plan, self.memory)
         except QinferError as error:
             return failure_reply(error)
-        return Reply(200, encoded.body, encoded.json_length)
+        return Reply(200, encoded.body, encoded.json_length, cache=response.cache)
 
     def reads_memory(self, body: Bytes) -> bool:
         """Tells whether decoding a body may copy inputs from shared memory, however small the body is."""

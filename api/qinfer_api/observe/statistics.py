@@ -128,9 +128,13 @@ class Statistics:
 def model_statistics(model: str, version: int, fields: Mapping[str, int]) -> ModelStatistics:
     """Makes the statistics of a model version from the fields of `qinfer.observe.stats`."""
     requests = fields.get(stats.SUCCESS_COUNT, 0)
+    executed = requests - fields.get(stats.CACHE_HIT_COUNT, 0)
 
     def of_requests(field: str) -> Duration:
         return Duration(requests, fields.get(field, 0))
+
+    def of_executed(field: str) -> Duration:
+        return Duration(executed, fields.get(field, 0))
 
     return ModelStatistics(
         name=model,
@@ -142,11 +146,11 @@ def model_statistics(model: str, version: int, fields: Mapping[str, int]) -> Mod
             success=of_requests(stats.SUCCESS_NS),
             fail=Duration(stats.failure_count(fields), fields.get(stats.FAIL_NS, 0)),
             queue=of_requests(stats.QUEUE_NS),
-            compute_input=of_requests(stats.INPUT_NS),
-            compute_infer=of_requests(stats.INFER_NS),
-            compute_output=of_requests(stats.OUTPUT_NS),
-            cache_hit=Duration(0, 0),
-            cache_miss=Duration(0, 0),
+            compute_input=of_executed(stats.INPUT_NS),
+            compute_infer=of_executed(stats.INFER_NS),
+            compute_output=of_executed(stats.OUTPUT_NS),
+            cache_hit=Duration(fields.get(stats.CACHE_HIT_COUNT, 0), fields.get(stats.CACHE_HIT_NS, 0)),
+            cache_miss=Duration(fields.get(stats.CACHE_MISS_COUNT, 0), fields.get(stats.CACHE_MISS_NS, 0)),
         ),
         response_stats={
             str(index): ResponseStatistics(**{what: Duration(*counted) for what, counted in fields_of.items()})

@@ -94,6 +94,7 @@ class _Answer(InferSink):
             call.fail(UnsupportedFeature(_DECOUPLED))  # which cancels the request
             return
         self.pending = call.on_cancel = None
+        call.request_id, call.cache = response.request_id, response.cache
         try:
             if response.failure is not None:
                 call.fail(call.status_of(response.failure))

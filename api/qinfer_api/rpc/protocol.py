@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from qinfer.core.messages import Failure, IdFactory
 from qinfer.errors import PayloadTooLarge, QinferError
 from qinfer.tensors import Bytes
-from qinfer_api.http.infer import ID_HEADER, decompress, header_value
+from qinfer_api.http.infer import CACHE_HEADER, ID_HEADER, decompress, header_value
 from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import (
@@ -154,6 +154,7 @@ class Call(Stream):
         context: What the method's `admit` returned.
         on_cancel: Called once if the client cancels the call, its deadline passes or its connection is lost.
         request_id: The id of the request that it became; "" = of none.
+        cache: Whether the response cache had its answer, where its model uses one.
     """
 
     __slots__ = (
@@ -176,6 +177,7 @@ class Call(Stream):
         "_timer",
         "_unread",
         "_until_s",
+        "cache",
         "context",
         "head",
         "on_cancel",
@@ -189,6 +191,7 @@ class Call(Stream):
         self.context: Any = None
         self.on_cancel: Callable[[], None] | None = None
         self.request_id = ""
+        self.cache = ""
         self._refusal: Exception | None = None
         self._prefix = b""
         self._body: bytearray | None = None
@@ -504,7 +507,8 @@ class Call(Stream):
     def _initial(self) -> bytes:
         """Returns the header block of the reply."""
         name = header_value(self.request_id or self._server.new_id())
-        return b"".join((_HEAD_WITH_ID, hpack.length(len(name)), name))
+        block = b"".join((_HEAD_WITH_ID, hpack.length(len(name)), name))
+        return block + hpack.field(CACHE_HEADER, self.cache.encode()) if self.cache else block
 
     def end(self) -> None:
         """Ends a stream well."""

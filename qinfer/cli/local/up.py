@@ -62,6 +62,13 @@ AllowClientShmOption = Annotated[
         help="Let clients on this host pass tensors in system shared memory.",
     ),
 ]
+CacheConfigOption = Annotated[
+    str,
+    typer.Option(
+        envvar="QINFER_CACHE__CONFIG",
+        help="The response cache: local,size=BYTES, or redis,ttl=SECONDS,size=BYTES; for models that enable it.",
+    ),
+]
 RedisOption = Annotated[
     str,
     typer.Option(
@@ -105,6 +112,7 @@ def up(
     grpc_port: GrpcPortOption = 8001,
     metrics_port: MetricsPortOption = 8002,
     allow_client_shm: AllowClientShmOption = False,
+    cache_config: CacheConfigOption = "",
     redis: RedisOption = "",
     durability: DurabilityOption = "everysec",
     workers: WorkersOption = None,
@@ -121,21 +129,20 @@ def up(
     """
     from qinfer.cli.local.deployment import run_deployment
 
-    if load_model and model_control_mode != "explicit":
-        raise typer.BadParameter("it needs --model-control-mode explicit as well", param_hint="--load-model")
     options = UpOptions(
         settings={
             "redis": {"durability": durability},
             "http": {"host": host, "port": http_port},
             "grpc": {"port": grpc_port},
             "metrics": {"port": metrics_port},
+            "cache": {"config": _cache(cache_config)},
             "stores": {"allow": tuple(allow_store or ())},
             "repository": {
                 "control_mode": model_control_mode,
                 "poll_s": repository_poll_secs,
                 "strict_readiness": strict_readiness,
                 "path": ",".join(model_repository or ()),
-                "load_models": tuple(load_model or ()),
+                "load_models": _loads(load_model, model_control_mode),
             },
             "log": {"format": log_format, "level": log_level},
         },
@@ -147,6 +154,22 @@ def up(
         ready_timeout_s=ready_timeout,
     )
     run_deployment(options)
+
+
+def _loads(models: list[str] | None, mode: str) -> tuple[str, ...]:
+    if models and mode != "explicit":
+        raise typer.BadParameter("it needs --model-control-mode explicit as well", param_hint="--load-model")
+    return tuple(models or ())
+
+
+def _cache(text: str) -> str:
+    from qinfer.core.settings_cache import plan_of
+
+    try:
+        plan_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--cache-config") from None
+    return text
 
 
 def _range(text: str, workers: int | None) -> tuple[int, int] | None:

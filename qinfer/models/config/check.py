@@ -68,6 +68,7 @@ SUPPORTED = {
 
 HINTS = {
     "ensemble_scheduling.max_inflight_requests": "Bounds what decoupled steps produce, and there are none.",
+    "response_cache.enable": "Needs `QINFER_CACHE__CONFIG`; not for decoupled models and those with sequences.",
     "sequence_batching.state.use_same_buffer_for_input_output": "States are passed from one buffer to another.",
     "sequence_batching.state.use_growable_memory": "Each step has a buffer of the size of its state.",
     "input.format": "The layout of images, on which nothing in qinfer depends.",
@@ -99,7 +100,6 @@ REFUSED = {
     "cc_model_filenames": "The model file is the same for all GPUs.",
     "model_operations.op_library_filename": "Custom operations can't be loaded.",
     "model_repository_agents.agents": "There are no agents.",
-    "response_cache.enable": "There is no response cache.",
 }
 """Fields that a configuration is refused for, and why: a client would notice their absence."""
 
@@ -150,6 +150,7 @@ def check(config: ModelConfig) -> None:
         *parameter_problems(config),
     ]
     if problems:
+        *_cache_problems(config),
         raise ModelLoadFailed(f"model '{config.name}': {'; '.join(problems)}")
 
 
@@ -302,3 +303,17 @@ def _stream_problems(config: ModelConfig) -> Iterator[str]:
         yield f"ensemble '{config.name}' can't be decoupled: this server runs no decoupled model as a step"
     if STREAM_RESUME in config.parameters and not is_decoupled:
         yield f"parameter '{STREAM_RESUME}' is for decoupled models; set 'decoupled: true', or remove it"
+
+
+def _cache_problems(config: ModelConfig) -> Iterator[str]:
+    if not config.response_cache.enable:
+        return
+    for name, is_so in (
+        ("decoupled' transaction policy", config.model_transaction_policy.decoupled),
+        ("sequence_batching' scheduler", config.HasField("sequence_batching")),
+    ):
+        if is_so:
+            yield (
+                f"Response Cache does not currently support model {config.name} with '{name}. "
+                "Please disable the response cache."
+            )

@@ -31,6 +31,7 @@ TORCH_COMPILE = "qinfer.torch_compile"
 BINARY_OUTPUTS = "qinfer.binary_outputs"
 STREAM_RESUME = "qinfer.stream_resume"
 KNOWN_PARAMETERS = (
+CACHE_SCOPE = "qinfer.cache_scope"
     DEFAULT_TIMEOUT,
     MAX_TIMEOUT,
     LANE_CAPACITY,
@@ -40,6 +41,7 @@ KNOWN_PARAMETERS = (
     BINARY_OUTPUTS,
     STREAM_RESUME,
 )
+    CACHE_SCOPE,
 _USUAL = LimitSettings()
 
 
@@ -91,6 +93,8 @@ def to_spec(
         steps=to_steps(config),
     )
 
+        is_cached=config.response_cache.enable,
+        cached_for_all=parameters.get(CACHE_SCOPE) == "all",
 
 def parameter_problems(config: ModelConfig) -> Iterator[str]:
     """Yields what is wrong with qinfer's own parameters: an unknown name, or a value that is no such number."""
@@ -132,6 +136,7 @@ PARAMETERS = {
     DEFAULT_TIMEOUT: "The timeout of a request that names none.",
     MAX_TIMEOUT: "The longest timeout that a request may ask for.",
     LANE_CAPACITY: "Requests that may wait in one lane.",
+    CACHE_SCOPE: ("'tenant' or 'all'", lambda text: text in ("tenant", "all")),
     MIN_WORKERS: "0 = the model is ready without a live worker: its requests wait until one has started.",
     TORCH_AMP: "Executes with automatic mixed precision (backend `pytorch`).",
     TORCH_COMPILE: "Compiles the model when it is loaded (backend `pytorch`).",
@@ -144,6 +149,8 @@ PARAMETERS = {
 
 def value_of(parameter: str) -> str:
     """Returns what the value of one of qinfer's own parameters must be."""
+    CACHE_SCOPE: "`all` = a cached response serves every tenant; `tenant`, the default: only the one that asked. The "
+    "time of a hit tells what others have asked.",
     return _VALUES[parameter][0]
 
 

@@ -171,6 +171,7 @@ def everything() -> tuple[GatewayTally, Snapshot]:
     )
     fields = dict(busy_snapshot.stats["m", 1]) | {"job_rows_done": 7, "job_rows_failed": 2, "redeliveries": 1}
     fields |= {"label_queued": 9, "label_pushed": 2, "label_failed:refused": 1}
+    fields |= {"cache_hit_count": 2, "cache_hit_ns": 9000, "cache_miss_count": 1, "cache_miss_ns": 4000}
     publishing = PublishTally()
     publishing.published("m", 1, 3_000_000)
     add(fields, publishing.drain()["m", 1])

@@ -40,6 +40,7 @@ from qinfer.models.ensemble_graph import PlanStep
 from qinfer.queue.entries import Lane, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, PendingRequests, Sink
+from qinfer.submission.response_cache import ResponseCache
 from qinfer.submission.submit import Submission, check
 from qinfer.wire.frame import decode_credits, is_credits
 from qinfer_workers.inference.ensembles.local import LocalSteps
@@ -242,6 +243,10 @@ class Caller:
         """Lets steps of ensembles take a short cut; to be called before the first step."""
         self.local = local
         local.submission = self._submission
+
+    def use(self, cache: ResponseCache) -> None:
+        """Has the responses of called models cached; to be called before the first call."""
+        self._submission.use(cache)
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
         """See `qinfer.batching.execution.Caller.call`."""

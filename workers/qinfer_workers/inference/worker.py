@@ -24,8 +24,10 @@ from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.models.catalog import Catalog
 from qinfer.models.ensemble_graph import Plan
 from qinfer.models.store import ControlStore
+from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
+from qinfer.submission.response_cache import ResponseCache
 from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.cancels import CancelWatch
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher, NestedCounts, NoInstances
@@ -81,6 +83,7 @@ class Worker:
         self._store = store
         self._id = worker_id
         self._limits = settings.limits
+        self._cache, self._cached = settings.cache.plan, ModelCounts()
         self._serving: dict[Key, Serving] = {}
         self._leaving: dict[asyncio.Task[None], Serving] = {}
         """Those that are replaced by another kind of serving, and end."""
@@ -102,9 +105,9 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._publisher = Publisher(self._queue, self._keeper, tasks, self.spans)
-            self._heartbeat.tallies = (self._publisher.durations, self._bulk.counts, self._nested)
+            self._heartbeat.tallies = (self._publisher.durations, self._bulk.counts, self._nested, self._cached)
             self._intake = Intake(self._queue, self._publisher, self._settings.max_deliveries)
-            self._caller = Caller(self._queue, self._catalog, self._id, tasks, self._limits, self._called)
+            self._caller = self._open_caller(tasks)
             self._local = LocalSteps(self._publisher, self._queue.clock, self._plain_batcher)
             self._caller.go_short(self._local)
             self._streams = self._open_streams()
@@ -134,6 +137,14 @@ class Worker:
             await self._caller.discard()
             await end(renewals)
 
+    def _open_caller(self, tasks: asyncio.TaskGroup) -> Caller:
+        """Makes what calls other models, with the response cache if there is one."""
+        caller = Caller(self._queue, self._catalog, self._id, tasks, self._limits, self._called)
+        if self._cache is not None:
+            most = self._limits.max_in_flight
+            caller.use(ResponseCache(self._cache, self._queue, self._cached, most, at_once=False))
+        return caller
+
     def _open_streams(self) -> Streams:
         """Makes the table of the streams that leave this worker; their credits come by the caller's reply stream."""
         limits, lease_s = self._limits, self._settings.lease_s
@@ -147,6 +158,9 @@ class Worker:
     def serve(self, loaded: Loaded) -> None:
         """Serves a model version, in place of its earlier generation if there is one."""
         spec, key = loaded.spec, (loaded.spec.name, loaded.version)
+        if spec.is_cached and self._cache is None:
+            extra = {"model": spec.name, "version": loaded.version, "hint": "set QINFER_CACHE__CONFIG"}
+            logger.warning("response cache enabled by the model, but the server has none", extra=extra)
         name, pinned = f"{spec.name}-{loaded.version}", spec.sequences is not None
         executor: Executor = NoInstances()
         if loaded.plan is None:

@@ -1,0 +1,77 @@
+"""The settings of the response cache, in the text of Triton's `--cache-config`: `local,size=…` or `redis,ttl=…`.
+
+Nothing else of Triton's caches is read: the cache in Redis is in the Redis of the queue, whose address is known.
+"""
+
+from typing import Literal, NamedTuple
+
+from pydantic import Field, field_validator
+
+from qinfer.core.settings_section import Section
+
+_OPTIONS = {"local": ("size",), "redis": ("size", "ttl")}
+_SIZE_BYTES, _TTL_S = 256 * 2**20, 3600
+"""Of a cache in Redis that names none."""
+
+
+class CachePlan(NamedTuple):
+    """A response cache.
+
+    Attributes:
+        kind: `local`, in the memory of each process, or `redis`, shared by all.
+        size_bytes: The bytes of all entries: of each process, or of all that are in Redis.
+        ttl_s: Seconds that an entry in Redis is kept; 0 = until its room is needed, as in memory.
+    """
+
+    kind: Literal["local", "redis"]
+    size_bytes: int
+    ttl_s: int = 0
+
+
+class CacheSettings(Section):
+    """The response cache, of models whose configuration enables it; gateways and workers need the same."""
+
+    config: str = Field(
+        "",
+        description="`local,size=BYTES`: in the memory of each gateway, and of each worker for calls between models. "
+        "`redis,ttl=SECONDS,size=BYTES`: in the queue's Redis, shared; by default 3600 s and 256 MiB. Empty = no cache "
+        "(Triton's --cache-config).",
+    )
+
+    @field_validator("config")
+    @classmethod
+    def _check(cls, text: str) -> str:
+        plan_of(text)
+        return text
+
+    @property
+    def plan(self) -> CachePlan | None:
+        """The cache; `None` = there is none."""
+        return plan_of(self.config)
+
+
+def plan_of(text: str) -> CachePlan | None:
+    """Reads the text of `--cache-config`; `None` where it is empty.
+
+    Raises:
+        ValueError: It is no such text.
+    """
+    if not text:
+        return None
+    name, *words = [word.strip() for word in text.split(",")]
+    if name not in _OPTIONS:
+        raise ValueError(f"there is no cache '{name[:40]}'; it takes local,size=BYTES or redis,ttl=SECONDS,size=BYTES")
+    options: dict[str, int] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in _OPTIONS[name]:
+            known = " and ".join(_OPTIONS[name])
+            raise ValueError(f"the {name} cache has no option '{key[:40]}'; it takes {known}")
+        if not (value.isascii() and value.isdigit() and len(value) < 16 and int(value)):
+            raise ValueError(f"the option '{key}' of the {name} cache must be an integer above 0, got '{value[:40]}'")
+        options[key] = int(value)
+    if name == "redis":
+        return CachePlan("redis", options.get("size", _SIZE_BYTES), options.get("ttl", _TTL_S))
+    if "size" not in options:
+        raise ValueError("the local cache needs its size, such as local,size=104857600")
+    return CachePlan("local", options["size"])

@@ -1,0 +1,370 @@
+"""The response cache, a step of `Submission`: a request that was answered before is answered without being executed.
+
+    request ─▶ key ─▶ in memory? ─▶ answered at once
+                 └─▶ an execution of it in progress? ─▶ waits for that one
+                       └─▶ in Redis? ─▶ answered       otherwise executed, its response stored and delivered to all
+
+An execution that several requests wait for (a *flight*) belongs to none of them. It is no sooner late than the last of
+them, and is cancelled when the last of them leaves. Failures are delivered and never stored. Where the cache is in
+Redis, none is in memory; whatever is wrong with Redis is a miss.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from qinfer.core.clock import SystemClock
+from qinfer.core.messages import InferRequest, Response
+from qinfer.core.settings_cache import CachePlan
+from qinfer.errors import QinferError, QueueFull
+from qinfer.models.catalog import Served
+from qinfer.models.routes import Route
+from qinfer.observe import stats
+from qinfer.observe.stats import ModelCounts
+from qinfer.queue.cached_responses import CachedResponses
+from qinfer.queue.entries import FULL, Lane
+from qinfer.queue.lanes import Queue
+from qinfer.submission.cache_key import response_key
+from qinfer.submission.local_cache import LocalCache
+from qinfer.submission.pending import Counter, Pending, PendingRequests, Sink
+from qinfer.wire.frame import decode_responses, encode_responses
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNWRITTEN_BYTES = 32 * 2**20  # of responses on their way to Redis; more are not stored
+
+_Place = tuple[bytes, Lane, float]
+"""What equal requests have in common that may wait together: the key, the lane, and the queue timeout asked for."""
+
+
+class Executes(Protocol):
+    """The part of `Submission` that executes: its arguments are those of `Submission.submit` and `Submission.admit`."""
+
+    pending: PendingRequests
+
+    def submit(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float) -> Pending:
+        """Puts a request into the queue."""
+        ...
+
+    def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float) -> None:
+        """Decides whether a request may wait."""
+        ...
+
+    def prepare(self, request: InferRequest, served: Served) -> None:
+        """Checks a request, and refuses it where too many are in flight."""
+        ...
+
+    def new_id(self, served: Served) -> str:
+        """Returns a new id."""
+        ...
+
+
+class Flight:
+    """An execution that equal requests wait for, and the sink of its response.
+
+    Attributes:
+        place: Where equal requests find it.
+        served: The model version.
+        request: The request that is executed, which is no caller's.
+        first: The caller that it was begun for.
+        callers: Those that wait for it.
+        ends_s: Its deadline, on the monotonic clock.
+        pending: What stands for it in the table of pending requests, once it is submitted.
+    """
+
+    no_stream = ""
+    __slots__ = ("_cache", "callers", "ends_s", "first", "is_whole", "pending", "place", "request", "served")
+
+    def __init__(
+        self, cache: "ResponseCache", place: _Place, served: Served, request: InferRequest, first: Pending
+    ) -> None:
+        self._cache = cache
+        self.place = place
+        self.served = served
+        self.request = request
+        self.first = first
+        self.callers: dict[Pending, None] = {first: None}
+        self.ends_s = 0.0
+        self.pending: Pending | None = None
+        self.is_whole = True
+
+    def deliver(self, response: Response) -> None:
+        """Takes the response."""
+        self._cache.landed(self, response)
+
+    def fail(self, error: Exception) -> None:
+        """Takes the reason why there is no response."""
+        self._cache.crashed(self, error)
+
+    def left(self, caller: Pending) -> None:
+        """Takes note of a caller that waits no more."""
+        self.callers.pop(caller, None)
+        if not self.callers:
+            self._cache.abandon(self)
+
+
+class _Write(NamedTuple):
+    key: bytes
+    blob: bytes
+
+
+class ResponseCache:
+    """See the module docstring; one for each process that submits, made and used on its event loop.
+
+    Args:
+        plan: Where responses are kept, and how many.
+        queue: Its Redis.
+        counts: Takes hits and misses.
+        max_in_flight: Requests of this process that may be without an answer.
+        at_once: A response in memory is delivered while its request is submitted, and not soon afterwards.
+    """
+
+    def __init__(
+        self, plan: CachePlan, queue: Queue, counts: ModelCounts, max_in_flight: int, *, at_once: bool = True
+    ) -> None:
+        self._local = LocalCache(plan.size_bytes) if plan.kind == "local" else None
+        self._shared: CachedResponses | None = None
+        if plan.kind == "redis":
+            self._shared = CachedResponses(queue.router, queue.clock, plan.size_bytes, plan.ttl_s)
+        self._counts = counts
+        self._max_in_flight = max_in_flight
+        self._call_soon = None if at_once else asyncio.get_running_loop().call_soon
+        self._now_s: Callable[[], float] = SystemClock().monotonic_s
+        self._submission: Executes
+        self._table: PendingRequests
+        self._flights: dict[_Place, Flight] = {}
+        self._unseen: list[Flight] = []
+        self._unwritten: list[_Write] = []
+        self._unwritten_bytes = 0
+        self._work = asyncio.Event()
+
+    def serve(self, submission: Executes) -> None:
+        """Begins to serve a submission: answers of flights come here, all others go where they went before."""
+        self._submission, table = submission, submission.pending
+        self._table = table
+        answered, failed = table.answered, table.failed
+
+        def on_answer(pending: Pending, response: Response) -> None:
+            if type(pending.sink) is Flight:
+                pending.sink.deliver(response)
+            else:
+                answered(pending, response)
+
+        def on_failure(pending: Pending, error: Exception) -> None:
+            if type(pending.sink) is Flight:
+                pending.sink.fail(error)
+            else:
+                failed(pending, error)
+
+        table.answered, table.failed = on_answer, on_failure
+
+    def submit(
+        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
+    ) -> Pending | None:
+        """Answers a request, or has it wait for its execution; the arguments are those of `Submission.submit`.
+
+        Returns:
+            What stands for it; `None` where its response can't be cached, and it is to be executed as any other.
+
+        Raises:
+            QinferError: It would have to be executed, and is refused.
+        """
+        started_s = self._now_s()
+        key = response_key(request, served)
+        if key is None:
+            return None
+        spec = served.spec
+        request_id, version = self._submission.new_id(served), served.version
+        pending = Pending(request_id, request.client_id, spec.name, version, sink, started_s, quota=quota)
+        request.id, request.version = request_id, version
+        found = None if self._local is None else self._local.find(key)
+        if found is not None:
+            self._count_hit(pending)
+            if self._call_soon is None:
+                self._table.answer(pending, _of(pending, found, "hit"))
+            else:
+                self._call_soon(self._table.answer, pending, _of(pending, found, "hit"))
+            return pending
+        route = served.routes.default if served.routes.are_plain else served.routes.of(request.priority)
+        place = (key, route.lane, 0.0 if served.routes.are_plain else request.timeout_s)
+        flight = self._flights.get(place)
+        if flight is None or flight.ends_s < started_s + timeout_s:
+            self._take_off(place, served, request, pending, timeout_s)
+            return pending
+        if len(self._table) >= self._max_in_flight:
+            raise QueueFull(FULL)
+        flight.callers[pending] = None
+        pending.shared = flight
+        self._table.add(pending, started_s + timeout_s)
+        return pending
+
+    async def run(self) -> None:
+        """Reads from Redis and writes to it, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._work.wait()
+                self._work.clear()
+                unseen, self._unseen = self._unseen, []
+                unwritten, self._unwritten = self._unwritten, []
+                for flight in unseen:
+                    group.create_task(self._look_up(flight), name="cached response")
+                for write in unwritten:
+                    group.create_task(self._write(write), name="response to be cached")
+
+    def landed(self, flight: Flight, response: Response) -> None:
+        """Stores the response of an execution, and delivers it to its callers."""
+        if not response.final:  # of a model that is none of those whose responses are cached, as its sinks will say
+            flight.is_whole = False
+            for caller in flight.callers:
+                self._table.answer(caller, _of(caller, response, ""))
+            return
+        callers = self._forget(flight)
+        if response.failure is None and flight.is_whole and not response.index:
+            started_s = self._now_s()
+            self._store(flight.place[0], response)
+            self._counts.add(response.model, response.version, stats.CACHE_MISS_NS, _ns(self._now_s() - started_s))
+        for caller in callers:
+            if not self._table.remove(caller):
+                continue
+            if caller is not flight.first:
+                self._count_joined(caller, response)
+            how = "miss" if caller is flight.first else "hit"
+            self._table.answer(caller, _of(caller, response, how if response.failure is None else ""))
+
+    def crashed(self, flight: Flight, error: Exception) -> None:
+        """Tells its callers why an execution has no response."""
+        for caller in self._forget(flight):
+            if self._table.remove(caller):
+                self._table.failed(caller, error)
+
+    def abandon(self, flight: Flight) -> None:
+        """Cancels an execution that nobody waits for."""
+        pending = flight.pending
+        self._forget(flight)
+        if pending is not None:
+            self._table.cancel(pending)
+
+    def _take_off(
+        self, place: _Place, served: Served, request: InferRequest, pending: Pending, timeout_s: float
+    ) -> None:
+        """Begins an execution for a first caller.
+
+        It may take twice the model's own timeout, so that it serves those who join it until it is late for the first
+        one. Where somebody would wait for longer, another is begun.
+
+        Raises:
+            QinferError: It is refused.
+        """
+        spec, submission = served.spec, self._submission
+        flight = Flight(self, place, served, msgspec.structs.replace(request), pending)
+        flight.ends_s = pending.started_s + max(timeout_s, min(2 * spec.default_timeout_s, spec.max_timeout_s))
+        submission.prepare(flight.request, served)
+        # By its caller's time, and not by the longer one of the execution.
+        submission.admit(served, served.routes.of(request.priority), timeout_s, request.timeout_s)
+        pending.shared = flight
+        self._flights[place] = flight
+        self._table.add(pending, pending.started_s + timeout_s)
+        if self._shared is not None:
+            self._unseen.append(flight)
+            self._work.set()
+            return
+        self._count_miss(flight)
+        try:
+            self._execute(flight)
+        except QinferError:
+            self._table.remove(pending)
+            self._forget(flight)
+            raise
+
+    def _execute(self, flight: Flight) -> None:
+        left_s = max(flight.ends_s - self._now_s(), 0.001)
+        pending = self._submission.submit(flight.served, flight.request, flight, left_s)
+        if flight.callers:  # it has not failed at once
+            flight.pending = pending
+
+    def _forget(self, flight: Flight) -> tuple[Pending, ...]:
+        """Takes a flight off the table, and apart, so that no cycle is left of it; returns its callers."""
+        if self._flights.get(flight.place) is flight:
+            del self._flights[flight.place]
+        callers = tuple(flight.callers)
+        flight.callers.clear()
+        flight.pending = None
+        return callers
+
+    def _store(self, key: bytes, response: Response) -> None:
+        if self._local is not None:
+            self._local.put(key, response)
+            return
+        assert self._shared is not None, "there is one of the two"
+        if not self._shared.takes(response.nbytes) or self._unwritten_bytes > _MAX_UNWRITTEN_BYTES:
+            return
+        blob = encode_responses([msgspec.structs.replace(response, request_id="", timing=None, attempt=1)])
+        self._unwritten.append(_Write(key, blob))
+        self._unwritten_bytes += len(blob)
+        self._work.set()
+
+    async def _write(self, write: _Write) -> None:
+        assert self._shared is not None, "only what goes to Redis waits"
+        try:
+            if self._shared.takes(len(write.blob)):
+                await self._shared.put(write.key, write.blob)
+        except QinferError as error:
+            logger.debug("response not cached", extra={"reason": error.message})
+        finally:
+            self._unwritten_bytes -= len(write.blob)
+
+    async def _look_up(self, flight: Flight) -> None:
+        """Looks for a response in Redis; whatever keeps it from being read is a miss."""
+        assert self._shared is not None, "only flights of that cache are looked up"
+        found = None
+        try:
+            blob = await self._shared.find(flight.place[0])
+            if blob is not None:
+                (found,) = decode_responses(blob)
+        except (QinferError, ValueError) as error:
+            logger.debug("response not read from the cache", extra={"reason": str(error)})
+        if not flight.callers:
+            return  # all have left
+        if found is None:
+            self._count_miss(flight)
+            try:
+                self._execute(flight)
+            except QinferError as error:
+                self.crashed(flight, error)
+            return
+        for caller in self._forget(flight):
+            if self._table.remove(caller):
+                self._count_hit(caller)
+                self._table.answer(caller, _of(caller, found, "hit"))
+
+    def _count_hit(self, caller: Pending) -> None:
+        """Counts a request that was answered without being executed; also as a success, as Triton does."""
+        add, model, version, ns = self._counts.add, caller.model, caller.version, _ns(self._now_s() - caller.started_s)
+        add(model, version, stats.CACHE_HIT_COUNT)
+        add(model, version, stats.CACHE_HIT_NS, ns)
+        add(model, version, stats.SUCCESS_COUNT)
+        add(model, version, stats.SUCCESS_NS, ns)
+
+    def _count_miss(self, flight: Flight) -> None:
+        first = flight.first
+        self._counts.add(first.model, first.version, stats.CACHE_MISS_COUNT)
+        self._counts.add(first.model, first.version, stats.CACHE_MISS_NS, _ns(self._now_s() - first.started_s))
+
+    def _count_joined(self, caller: Pending, response: Response) -> None:
+        """Counts a request that got the response of another one's execution, which the worker counts."""
+        if response.failure is None:
+            self._count_hit(caller)
+        else:
+            self._counts.add(caller.model, caller.version, stats.FAILURES + response.failure.code)
+
+
+def _of(caller: Pending, response: Response, cache: str) -> Response:
+    """Returns a caller's own response."""
+    return msgspec.structs.replace(response, request_id=caller.request_id, cache=cache)
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
