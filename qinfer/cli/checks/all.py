@@ -385,8 +385,10 @@ def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[S
 
 
 def needed_backends(models: Sequence[StoredModel]) -> dict[str, str]:
-    """Returns the backends in the models' configurations, each with the name of a model."""
-    return {from_json(model.config).backend: model.model for model in reversed(models) if model.config}
+    """Returns the backends in the models' configurations, each with the name of a model; ensembles have none."""
+    return {
+        from_json(model.config).backend: model.model for model in reversed(models) if model.config and not model.uses
+    }
 
 
 def examine_stores(settings: Settings) -> Iterator[Finding]:
