@@ -203,6 +203,8 @@ class ModelSpec:
         decoupled: A request has 0, 1 or many responses (`model_transaction_policy`).
         stream_resume: A stream whose worker ends is executed again, and what its caller has is skipped: the model
             gives the same responses each time.
+        is_cached: Its responses may be cached (`response_cache`).
+        cached_for_all: A cached response serves other tenants, too.
         config_json: The whole configuration, in the dialect of `GET …/config`; only backend `python` has use for it.
         steps: What an ensemble runs in place of a backend; empty = it is none.
     """
@@ -216,8 +218,6 @@ class ModelSpec:
     batching: BatchingSpec | None = None
     sequences: SequenceSpec | None = None
     instances: tuple[InstanceSpec, ...] = (InstanceSpec(),)
-        is_cached: Its responses may be cached (`response_cache`).
-        cached_for_all: A cached response serves other tenants, too.
     filename: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     warmup: tuple[WarmupSpec, ...] = ()
@@ -231,6 +231,8 @@ class ModelSpec:
     min_workers: int = 1
     decoupled: bool = False
     stream_resume: bool = False
+    is_cached: bool = False
+    cached_for_all: bool = False
     config_json: str = ""
     steps: tuple[EnsembleStep, ...] = ()
 
@@ -247,8 +249,6 @@ class ModelSpec:
         controls = tuple(TensorSpec(name=c.name, datatype=c.datatype, dims=(1,)) for c in self.sequences.controls)
         states = tuple(TensorSpec(name=s.input, datatype=s.datatype, dims=s.dims) for s in self.sequences.states)
         return (*self.inputs, *controls, *states)
-    is_cached: bool = False
-    cached_for_all: bool = False
 
     @property
     def file_outputs(self) -> tuple[TensorSpec, ...]:

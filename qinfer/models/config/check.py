@@ -63,12 +63,12 @@ SUPPORTED = {
     "default_model_filename": "A path within the version directory.",
     "parameters": "Read by the backends; those that begin with `qinfer.` are listed below.",
     "model_transaction_policy.decoupled": "A request has 0, 1 or many responses.",
+    "response_cache.enable": "Needs `QINFER_CACHE__CONFIG`; not for decoupled models and those with sequences.",
     "model_warmup": "Zeros, random data, or a file in the model's directory `warmup` with one row.",
 }
 
 HINTS = {
     "ensemble_scheduling.max_inflight_requests": "Bounds what decoupled steps produce, and there are none.",
-    "response_cache.enable": "Needs `QINFER_CACHE__CONFIG`; not for decoupled models and those with sequences.",
     "sequence_batching.state.use_same_buffer_for_input_output": "States are passed from one buffer to another.",
     "sequence_batching.state.use_growable_memory": "Each step has a buffer of the size of its state.",
     "input.format": "The layout of images, on which nothing in qinfer depends.",
@@ -147,10 +147,10 @@ def check(config: ModelConfig) -> None:
         *_version_problems(config),
         *_warmup_problems(config),
         *_stream_problems(config),
+        *_cache_problems(config),
         *parameter_problems(config),
     ]
     if problems:
-        *_cache_problems(config),
         raise ModelLoadFailed(f"model '{config.name}': {'; '.join(problems)}")
 
 

@@ -30,8 +30,8 @@ TORCH_AMP = "qinfer.torch_amp"
 TORCH_COMPILE = "qinfer.torch_compile"
 BINARY_OUTPUTS = "qinfer.binary_outputs"
 STREAM_RESUME = "qinfer.stream_resume"
-KNOWN_PARAMETERS = (
 CACHE_SCOPE = "qinfer.cache_scope"
+KNOWN_PARAMETERS = (
     DEFAULT_TIMEOUT,
     MAX_TIMEOUT,
     LANE_CAPACITY,
@@ -40,8 +40,8 @@ CACHE_SCOPE = "qinfer.cache_scope"
     TORCH_COMPILE,
     BINARY_OUTPUTS,
     STREAM_RESUME,
-)
     CACHE_SCOPE,
+)
 _USUAL = LimitSettings()
 
 
@@ -89,12 +89,12 @@ def to_spec(
         min_workers=int(parameters.get(MIN_WORKERS, 1)),
         decoupled=config.model_transaction_policy.decoupled,
         stream_resume=STREAM_RESUME in parameters,
+        is_cached=config.response_cache.enable,
+        cached_for_all=parameters.get(CACHE_SCOPE) == "all",
         config_json=to_json(config) if config.backend == "python" else "",
         steps=to_steps(config),
     )
 
-        is_cached=config.response_cache.enable,
-        cached_for_all=parameters.get(CACHE_SCOPE) == "all",
 
 def parameter_problems(config: ModelConfig) -> Iterator[str]:
     """Yields what is wrong with qinfer's own parameters: an unknown name, or a value that is no such number."""
@@ -130,27 +130,27 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     TORCH_COMPILE: ("a mode of torch.compile", bool),
     BINARY_OUTPUTS: ("names of outputs, with commas between", lambda text: all(map(str.strip, text.split(",")))),
     STREAM_RESUME: ("'skip'", lambda text: text == "skip"),
+    CACHE_SCOPE: ("'tenant' or 'all'", lambda text: text in ("tenant", "all")),
 }
 
 PARAMETERS = {
     DEFAULT_TIMEOUT: "The timeout of a request that names none.",
     MAX_TIMEOUT: "The longest timeout that a request may ask for.",
     LANE_CAPACITY: "Requests that may wait in one lane.",
-    CACHE_SCOPE: ("'tenant' or 'all'", lambda text: text in ("tenant", "all")),
     MIN_WORKERS: "0 = the model is ready without a live worker: its requests wait until one has started.",
     TORCH_AMP: "Executes with automatic mixed precision (backend `pytorch`).",
     TORCH_COMPILE: "Compiles the model when it is loaded (backend `pytorch`).",
     BINARY_OUTPUTS: "BYTES outputs that are no text: [bulk jobs](../how-to/bulk-jobs.md) write them as binary columns.",
     STREAM_RESUME: "`skip` = a stream whose worker ends is executed again, and the responses that its caller has are "
     "skipped; for decoupled models that give the same responses each time.",
+    CACHE_SCOPE: "`all` = a cached response serves every tenant; `tenant`, the default: only the one that asked. The "
+    "time of a hit tells what others have asked.",
 }
 """The meaning of each of `KNOWN_PARAMETERS`, for the reference page."""
 
 
 def value_of(parameter: str) -> str:
     """Returns what the value of one of qinfer's own parameters must be."""
-    CACHE_SCOPE: "`all` = a cached response serves every tenant; `tenant`, the default: only the one that asked. The "
-    "time of a hit tells what others have asked.",
     return _VALUES[parameter][0]
 
 

@@ -158,6 +158,8 @@ def test_mistakes_are_refused(text: str, message: str) -> None:
     ("text", "setting"),
     [
         ('ensemble_scheduling { step { model_namespace: "n" } }', "ensemble_scheduling.step.model_namespace"),
+        ("batch_input { }", "batch_input"),
+        ("batch_output { }", "batch_output"),
         ('runtime: "x"', "runtime"),
         ('model_operations { op_library_filename: "x.so" }', "model_operations.op_library_filename"),
         ('model_repository_agents { agents { name: "checksum" } }', "model_repository_agents.agents"),
@@ -396,6 +398,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 assert model_config_pb2.ModelConfig is ModelConfig
 assert service_pb2.ModelConfigResponse(config=ModelConfig(name="m")).config.name == "m"
 """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 @pytest.mark.parametrize("text", ["model_transaction_policy { decoupled: true }", "sequence_batching { direct { } }"])
@@ -403,4 +406,3 @@ def test_the_response_cache_is_for_single_responses(text: str) -> None:
     """Triton's text."""
     with pytest.raises(ModelLoadFailed, match=r"Response Cache does not currently support model [^ ]+ with '"):
         normal(f"{ONNX} response_cache {{ enable: true }} {text}")
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
