@@ -84,7 +84,8 @@ def test_a_flow_gives_what_plain_evaluation_gives(seed: int, order: random.Rando
     made = plan(spec, world.resolve)
     flow: Flow[str] = made.flow(wanted)
 
-    ran, ready, running = [], flow.start(given_in), []
+    ran, ready = list[int](), flow.start(given_in)
+    running: list[tuple[int, dict[str, str]]] = []
     while ready or running:
         if ready and (not running or order.random() < 0.5):
             number = ready.pop(order.randrange(len(ready)))

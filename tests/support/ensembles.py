@@ -190,7 +190,7 @@ class EnsemblesServed:
         message.inputs.add(name="x", datatype="FP32", shape=[1, 2])
         message.raw_input_contents.append(np.array(ROW, "<f4").tobytes())
         reply = await self.stub.ModelInfer(message)
-        return np.frombuffer(reply.raw_output_contents[0], "<f4").tolist()
+        return list(map(float, np.frombuffer(reply.raw_output_contents[0], "<f4")))
 
     async def depth(self, model: str) -> int:
         """Returns how many requests the lane of a model's first version holds."""

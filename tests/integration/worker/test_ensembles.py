@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from onnx import TensorProto, helper
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.testing import eventually
-from tests.support import models
+from tests.support import models, python_models
 from tests.support.ensembles import EnsemblesServed, add, chain, ensemble, ensembles_served, scale
 
 pytestmark = pytest.mark.timeout(60)
@@ -81,9 +82,9 @@ async def counted(scene: EnsemblesServed, model: str) -> bool:
 
 async def test_a_failure_names_the_step(scene: EnsemblesServed) -> None:
     """The code is the step's, the text tells where, and the ensemble counts a failure: OTHER, as Triton does."""
-    nodes = [models.helper.make_node("Reshape", ["x", "shape"], ["y"])]
-    shape = models.helper.make_tensor("to", models.TensorProto.INT64, [2], [-1, 2])
-    nodes.insert(0, models.helper.make_node("Constant", [], ["shape"], value=shape))
+    nodes = [helper.make_node("Reshape", ["x", "shape"], ["y"])]
+    shape = helper.make_tensor("to", TensorProto.INT64, [2], [-1, 2])
+    nodes.insert(0, helper.make_node("Constant", [], ["shape"], value=shape))
     models.write(scene.repository, "cut", nodes, [("x", "FP32", (-1,))], [("y", "FP32", (2,))])
     chain(scene.repository, "bad", "cut", "twice")
     text = (scene.repository / "bad" / "config.pbtxt").read_text().replace("dims: [ 2 ]", "dims: [ -1 ]", 1)
@@ -346,3 +347,46 @@ async def test_what_waits_in_a_lane_goes_before_steps(scene: EnsemblesServed) ->
 
 async def has(scene: EnsemblesServed, model: str, count: int) -> bool:
     return await scene.depth(model) == count
+
+
+ASKING = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.ask(request) for request in requests]
+
+    def ask(self, request):
+        inner = pb_utils.InferenceRequest(
+            model_name="line", requested_output_names=["y"], inputs=[pb_utils.Tensor("x", x(request))]
+        )
+        answer = inner.exec()
+        if answer.has_error():
+            raise pb_utils.TritonModelException(answer.error().message())
+        return reply(pb_utils.get_output_tensor_by_name(answer, "y").as_numpy())
+"""
+
+
+async def test_an_ensemble_within_a_model_within_an_ensemble(scene: EnsemblesServed) -> None:
+    """A step may be a model in Python, and that may call an ensemble: both in one worker."""
+    python_models.write_model(scene.repository, python_models.HEADER + ASKING, "asking", dims="2", max_batch_size=8)
+    chain(scene.repository, "around", "twice", "asking")
+    await scene.sync()
+    await scene.worker()
+    await scene.ready("around")
+
+    answers = await asyncio.gather(*[scene.infer("around") for _ in range(8)])
+
+    assert answers == [pytest.approx([1.2, 2.4])] * 8
+
+
+async def test_every_request_ends_right_though_a_worker_dies(scene: EnsemblesServed) -> None:
+    """It dies in the middle of steps, its own and those of others."""
+    await scene.sync()
+    await scene.worker("w1")
+    await scene.worker("w2")
+    await scene.ready()
+    answers = [asyncio.create_task(scene.infer("nested")) for _ in range(100)]
+    await eventually(lambda: held(scene, "w1"), description="ensemble requests in the first worker")
+
+    await scene.kill("w1")
+
+    assert await asyncio.gather(*answers) == [pytest.approx([6.0, 12.0])] * 100

@@ -160,13 +160,11 @@ def test_ensembles_that_contain_one_another() -> None:
 
 def test_an_ensemble_that_grows_too_large() -> None:
     level = model("a")
+    known = {"a": level}
     for depth in range(11):
-        steps = (
-            EnsembleStep(level.name, 0, {"x": "x"}, {"y": "mid"}),
-            EnsembleStep(level.name, 0, {"x": "mid"}, {"y": "y"}),
-        )
-        level = model(f"e{depth}", backend="", steps=steps)
-        known = {**({} if not depth else known), level.name: level, "a": model("a")}  # noqa: F821
+        halves = ("x", "mid"), ("mid", "y")
+        steps = tuple(EnsembleStep(level.name, 0, {"x": taken}, {"y": made}) for taken, made in halves)
+        level = known[f"e{depth}"] = model(f"e{depth}", backend="", steps=steps)
 
     with pytest.raises(ModelLoadFailed, match=f"more than {MAX_STEPS} steps"):
         plan(level, lambda step: Resolved(known[step.model], 1))
