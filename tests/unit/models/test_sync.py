@@ -3,13 +3,14 @@
 import asyncio
 import logging
 
+import msgspec
 import pytest
 
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelNotFound, SettingsError
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.repository.open import Repositories
-from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import Desired, State, StoredModel, Use, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import start, sync
 from qinfer.queue.lanes import Queue
@@ -95,6 +96,29 @@ async def test_what_a_start_loads(scene: Scene, mode: str, load: tuple[str, ...]
     await scene.start(mode, *load)
 
     assert await scene.loaded() == loaded
+
+
+async def test_a_start_loads_what_an_ensemble_uses(scene: Scene) -> None:
+    """As loaded for it, so that it may go with it."""
+    scene.source.models["b"] = msgspec.structs.replace(model("b"), uses=(Use("a"), Use("nobody")))
+
+    await scene.start("explicit", "b")
+
+    wishes = await scene.store.desired()
+    assert {name: wish.dependent for name, wish in wishes.items() if wish.load} == {"a": True, "b": False}
+
+
+async def test_a_change_of_a_model_is_a_new_generation_of_its_ensembles(scene: Scene) -> None:
+    """Workers load them again, with what the model has become."""
+    scene.source.models["b"] = msgspec.structs.replace(model("b"), uses=(Use("a"),))
+    await scene.start("none")
+    before = await scene.store.models(["a", "b"])
+
+    scene.source.models["a"] = model("a", "2")
+    await scene.start("none")
+
+    after = await scene.store.models(["a", "b"])
+    assert all(after[name].generation > before[name].generation for name in "ab")
 
 
 @pytest.mark.parametrize(
