@@ -143,7 +143,7 @@ class Submission:
         if len(self.pending) >= self._max_in_flight:
             raise QueueFull(FULL)
         kind = form = None
-        if route is None and not served.wait_s and not spec.decoupled:
+        if route is None and not served.wait_s and not spec.decoupled and not (spec.steps and request.timeout_s):
             kind = kind_of(request, lane, served.generation, timeout_s)
             form = None if kind is None else self._layouts.find(kind)
         if form is None and (not request.generation or request.generation != served.generation):
@@ -194,7 +194,7 @@ class Submission:
         request.version, request.generation, request.timeout_s = served.version, served.generation, timeout_s
         pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s)
         if not door.take(served, request, rows, pending):
-            request.timeout_s = 0.0
+            request.timeout_s = 0.0  # plain models have no policy for it
             return self.submit(served, request, sink, timeout_s)
         self.pending.add(pending, now_s + timeout_s)
         return pending
@@ -414,7 +414,9 @@ def _stamp(request: InferRequest, served: Served, route: Route, timeout_s: float
     """Sets the fields of a request that follow from its model and route; id, tenant and trace are set before."""
     request.version = served.version
     request.partition = route.lane.partition
-    request.queue_timeout_s = queue_timeout_s(route.policy, request.timeout_s)
+    # That of an ensemble is for its steps.
+    asked_s = request.timeout_s
+    request.queue_timeout_s = asked_s if served.spec.steps else queue_timeout_s(route.policy, asked_s)
     request.timeout_s = timeout_s
     request.reply_to = reply_to
 

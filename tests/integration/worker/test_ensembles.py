@@ -390,3 +390,21 @@ async def test_every_request_ends_right_though_a_worker_dies(scene: EnsemblesSer
     await scene.kill("w1")
 
     assert await asyncio.gather(*answers) == [pytest.approx([6.0, 12.0])] * 100
+
+
+async def test_a_queue_timeout_is_that_of_the_steps(scene: EnsemblesServed) -> None:
+    """By the queue policy of the step's model, which has to allow it."""
+    scale(scene.repository, "patient", 2.0)
+    config = scene.repository / "patient" / "config.pbtxt"
+    policy = "default_queue_policy { default_timeout_microseconds: 900000000 allow_timeout_override: true }"
+    config.write_text(config.read_text().replace("dynamic_batching { }", f"dynamic_batching {{ {policy} }}"))
+    chain(scene.repository, "through", "patient", "tenth")
+    await scene.sync()
+    worker = await scene.worker()
+    await scene.ready()
+    await worker._plain_batcher("patient", 1).pause()  # type: ignore[union-attr]
+
+    reply = await scene.post("through", parameters={"timeout": 100_000})
+
+    assert reply.status_code >= 400
+    assert "step of model 'patient'" in reply.json()["error"]

@@ -173,6 +173,7 @@ class Run:
             outputs=tuple(step.outputs),
             parameters=asked.parameters,
             priority=asked.priority,
+            timeout_s=asked.queue_timeout_s,
             tenant=asked.tenant,
             trace=asked.trace,
         )
