@@ -7,6 +7,7 @@ many slots. It knows nothing of queues; it gets assembled arrays and answers eac
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import Tensor, from_numpy
 
 Array = npt.NDArray[Any]
+Shape = tuple[int, ...]
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -28,15 +30,20 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         requests: The items, in batch order.
         rows: How many rows of the batch dimension each item has; all 1 when `max_batch_size` is 0.
         inputs: Name → array. With a batch dimension: the items' rows stacked, `[sum(rows), …]`. Without: the one
-            item's own array. BYTES are object arrays of `bytes`, BF16 are float32. Those of a model with sequences
+            item's own array. A ragged input of several items has their elements in one dimension, one item after the
+            other. BYTES are object arrays of `bytes`, BF16 are float32. Those of a model with sequences
             have its control inputs and its states, too, and a row of padding is an item whose request has no inputs.
         states: Names of the state outputs, which are due of every item after the outputs that it wants.
+        shapes: Name → the shape of each item's tensor, of inputs that are ragged.
+        cuts: Name → the shape of each item's part, of outputs that are not cut by rows; `respond_rows` reads it.
     """
 
     requests: Sequence[InferRequest]
     rows: Sequence[int]
     inputs: Mapping[str, Array]
     states: tuple[str, ...] = ()
+    shapes: Mapping[str, Sequence[Shape]] = {}
+    cuts: Mapping[str, Sequence[Shape]] = {}
 
     @property
     def size(self) -> int:
@@ -256,6 +263,20 @@ class Backend(Protocol):
 BackendFactory = Callable[[], Backend]
 
 
+def item_shapes(batch: Batch, name: str) -> list[Shape]:
+    """Returns the shape of each item's tensor of an input, with the batch dimension.
+
+    Args:
+        batch: A batch as `assemble` makes it. Where its requests have no tensors, as in warm-up, rows are alike.
+        name: An input that the batch has.
+    """
+    array = batch.inputs[name]
+    if len(batch.requests) == 1:
+        return [array.shape]
+    found = [next((t.shape for t in request.inputs if t.name == name), None) for request in batch.requests]
+    return [(rows, *array.shape[1:]) if shape is None else shape for shape, rows in zip(found, batch.rows, strict=True)]
+
+
 def respond_rows(
     batch: Batch,
     ctx: Context,
@@ -297,6 +318,8 @@ def respond_rows(
 def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[Tensor]:
     """Cuts an output into one tensor per item: views of one buffer, because an array per item costs microseconds."""
     narrow = datatype if datatype == "BF16" else None  # every other datatype shows in the array's dtype
+    if name in batch.cuts:
+        return [from_numpy(name, part, narrow) for part in cut(name, array, batch.cuts[name])]
     if len(batch.requests) == 1:
         return [from_numpy(name, array, narrow)]
     rows_of, size = batch.rows, batch.size
@@ -316,3 +339,18 @@ def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[
         Tensor(name, wire, (rows, *tail), data[(end - rows) * stride : end * stride])
         for rows, end in zip(rows_of, ends, strict=True)
     ]
+
+
+def cut(name: str, array: Array, shapes: Sequence[Shape]) -> list[Array]:
+    """Cuts the elements of a tensor into parts of given shapes, one after the other; they are views.
+
+    Raises:
+        OutputMismatch: The parts have more or fewer elements than the tensor.
+    """
+    ends = list(accumulate(prod(shape) for shape in shapes))
+    if array.size != ends[-1]:
+        raise OutputMismatch(
+            f"output '{name}' has {array.size} elements; the shapes of its batch's requests make {ends[-1]}"
+        )
+    flat = array.reshape(-1)
+    return [flat[end - prod(shape) : end].reshape(shape) for shape, end in zip(shapes, ends, strict=True)]

@@ -12,7 +12,10 @@ https://github.com/triton-inference-server/onnxruntime_backend#model-config-opti
 
 import ctypes
 import os
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -152,20 +155,19 @@ class OnnxBackend:
             The inputs, and the positions of refused items, whose strings became empty.
         """
         inputs = dict(batch.inputs)
-        owners = np.repeat(np.arange(len(batch.rows)), batch.rows)
         refused: set[int] = set()
         for name in self._strings:
             if name not in inputs:
                 continue
             array = inputs[name]
             decoded = np.empty(array.size, dtype=object)
-            per_row = max(array.size // max(len(owners), 1), 1)
+            ends = list(accumulate(_sizes(batch, name, array.size)))
             for index, element in enumerate(array.ravel().tolist()):
                 try:
                     decoded[index] = element.decode()
                 except UnicodeDecodeError:
                     decoded[index] = ""
-                    item = int(owners[index // per_row]) if len(batch.requests) > 1 else 0
+                    item = bisect_right(ends, index)
                     if item not in refused:
                         refused.add(item)
                         text = f"input '{name}' holds bytes that are not UTF-8, which onnxruntime's strings must be"
@@ -201,6 +203,13 @@ class OnnxBackend:
         if name in self._narrow:
             return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(to_bf16(array), _ONNX_BFLOAT16)
         return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def _sizes(batch: Batch, name: str, size: int) -> list[int]:
+    """Returns how many elements of an input of `size` elements are each item's."""
+    if name in batch.shapes:
+        return [prod(shape) for shape in batch.shapes[name]]
+    return [size] if len(batch.rows) == 1 else [size // max(batch.size, 1) * rows for rows in batch.rows]
 
 
 def _widened(value: Any) -> Array:

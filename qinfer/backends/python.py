@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from qinfer.backends.base import Batch, Context
+from qinfer.backends.base import Batch, Context, item_shapes
 from qinfer.backends.python_host.calls import Calls, send, tensors
 from qinfer.backends.python_host.channel import Buffer, UnreadError, raw
 from qinfer.backends.python_host.errors import to_qinfer
@@ -70,6 +70,7 @@ class PythonBackend:
         check_model(spec.name, spec.parameters.get(ENVIRONMENT, ""), version_dir, spec.filename)
         self._model = spec.name
         self._datatypes = {i.name: i.datatype for i in spec.file_inputs}
+        self._ragged = frozenset(i.name for i in spec.inputs if i.ragged)
         self._outputs = frozenset(o.name for o in spec.outputs)
         self._is_decoupled = spec.decoupled
         self._is_stateful = spec.is_stateful
@@ -108,7 +109,10 @@ class PythonBackend:
         """
         metas, buffers = self._inputs(batch)
         asked = [_asked(request) for request in batch.requests]
-        message = Execute(next(self._numbers), metas, list(batch.rows), asked, ctx.window_bytes)
+        shapes = {
+            position: item_shapes(batch, name) for position, name in enumerate(batch.inputs) if name in self._ragged
+        }
+        message = Execute(next(self._numbers), metas, list(batch.rows), asked, ctx.window_bytes, shapes)
         executed = self._executed(message, buffers, ctx)
         if executed is None:
             # Each item by itself: the batch is not at fault, so bisecting it would find nothing.

@@ -246,6 +246,10 @@ class TorchBackend:
         self._compiled = bool(mode)
         if not mode:
             return
+        if any(i.ragged for i in self._inputs):
+            raise ModelLoadFailed(
+                f"parameter '{TORCH_COMPILE}' of model '{spec.name}' is not offered with ragged batches; remove it"
+            )
         if opened.kind != "export":
             raise ModelLoadFailed(
                 f"parameter '{TORCH_COMPILE}' of model '{spec.name}' needs a model.pt2 of torch.export.save; "

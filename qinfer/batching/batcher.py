@@ -20,17 +20,8 @@ from typing import Protocol
 
 from qinfer.backends.base import Batch
 from qinfer.batching import policy
-from qinfer.batching.execution import (
-    Caller,
-    Execution,
-    KeyFunction,
-    Observer,
-    Pending,
-    Responder,
-    assemble,
-    key_function,
-    no_key,
-)
+from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key
+from qinfer.batching.execution import Caller, Execution, Observer, Pending, Responder
 from qinfer.batching.policy import NEVER_S, LatencyModel, LentInstances, Rules, Slots
 from qinfer.batching.streams import StreamedExecution, Streams
 from qinfer.core.clock import ServerClock
@@ -203,6 +194,7 @@ class Batcher:
     def _adopt(self, model: LoadedModel, latency: LatencyModel | None) -> None:
         self.model = model
         self._key_of: KeyFunction = key_function(model.spec)
+        self._ragged = frozenset(i.name for i in model.spec.inputs if i.ragged)
         self._rules = Rules.of(model.spec)
         self._responder = Responder(model.spec, model.version, model.observer)
         self._done = partial(self._ended, self._responder)
@@ -463,7 +455,7 @@ class Batcher:
         begin_ns = time.perf_counter_ns()
         rows = [item.rows for item in items]
         try:
-            batch = assemble([item.request for item in items], rows)
+            batch = assemble([item.request for item in items], rows, self._ragged)
         except QinferError as error:
             if len(items) == 1:
                 self.fail(items, error)

@@ -1,6 +1,6 @@
 """One batch on its way through a model instance: the items, what the backend answered, and where the time went.
 
-`assemble` makes a batch of requests, `Execution` runs it, and `Responder` makes the responses of it.
+`assemble.assemble` makes a batch of requests, `Execution` runs it, and `Responder` makes the responses of it.
 
     requests → assemble → Batch → Execution → Responder → responses
 
@@ -12,20 +12,18 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
-import numpy as np
 
-from qinfer.backends.base import Array, Backend, Batch, OneResponse
+from qinfer.backends.base import Backend, Batch, OneResponse
 from qinfer.batching.policy import Item
 from qinfer.core.messages import Failure, InferRequest, Response, Scalar, Timing
 from qinfer.errors import (
     Cancelled,
     DeliveryError,
     InferenceFailed,
-    InvalidRequest,
     OutputMismatch,
     Overloaded,
     QinferError,
@@ -35,89 +33,11 @@ from qinfer.models.spec import ModelSpec
 from qinfer.observe.logs import Fence
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.entries import Lease
-from qinfer.tensors import Tensor, datatype, to_numpy
+from qinfer.tensors import Tensor
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-KeyFunction = Callable[[InferRequest], Hashable]
-
-
-def key_function(spec: ModelSpec) -> KeyFunction:
-    """Returns what two requests must have in common to share a batch (reference §3.3 step 4).
-
-    Nothing when every dimension is fixed and every input required; else the inputs' names and their shapes without the
-    batch dimension. Inputs with `allow_ragged_batch` count too: rows of different shapes can't be stacked.
-    """
-    if all(-1 not in i.dims and not i.optional for i in spec.inputs):
-        return no_key
-    if len(spec.inputs) == 1:
-        return _single_input_key
-    return _many_inputs_key
-
-
-def no_key(_: InferRequest) -> Hashable:
-    """Any two requests may share a batch."""
-    return None
-
-
-def _single_input_key(request: InferRequest) -> Hashable:
-    return request.inputs[0].shape[1:] if request.inputs else ()
-
-
-def _many_inputs_key(request: InferRequest) -> Hashable:
-    return tuple(sorted((tensor.name, tensor.shape[1:]) for tensor in request.inputs))
-
-
-def assemble(requests: Sequence[InferRequest], rows: Sequence[int]) -> Batch:
-    """Builds a batch.
-
-    Args:
-        requests: The requests, in batch order, with equal keys.
-        rows: Rows of each.
-
-    Returns:
-        Inputs as `dtype[sum(rows), …]`; those of a single request share its memory, read-only.
-
-    Raises:
-        InvalidRequest: A tensor's bytes do not fill its shape, or its shapes do not make up `sum(rows)`.
-        UnsupportedDatatype: No such datatype.
-    """
-    first = requests[0].inputs
-    if len(requests) == 1:
-        return Batch(requests=requests, rows=rows, inputs={t.name: to_numpy(t) for t in first})
-    total = sum(rows)
-    return Batch(
-        requests=requests,
-        rows=rows,
-        inputs={t.name: stack(t, _column(requests, position, t.name), total) for position, t in enumerate(first)},
-    )
-
-
-def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[Tensor]:
-    """Returns each request's tensor of that name; requests mostly list their inputs in the same order."""
-    column = [request.inputs[position] for request in requests]
-    for index in [index for index, tensor in enumerate(column) if tensor.name != name]:
-        column[index] = next(t for t in requests[index].inputs if t.name == name)
-    return column
-
-
-def stack(first: Tensor, column: list[Tensor], total: int) -> Array:
-    """Makes one array of the tensors of one name, which the first tells about; they have `total` rows altogether.
-
-    Raises:
-        InvalidRequest: Their bytes do not fill the shape.
-    """
-    dtype = datatype(first.datatype).numpy
-    shape = (total, *first.shape[1:])
-    try:
-        if dtype is None:
-            return np.concatenate([to_numpy(tensor) for tensor in column]).reshape(shape)
-        return np.frombuffer(b"".join([tensor.data for tensor in column]), dtype=dtype).reshape(shape)
-    except ValueError:
-        nbytes = sum(tensor.nbytes for tensor in column)
-        raise InvalidRequest(f"input '{first.name}' has {nbytes} bytes, which do not fill {list(shape)}") from None
-
 
 SHARED = (OutputMismatch, Overloaded, DeliveryError, Cancelled)
 """Errors that are no single item's: the model answers wrongly, a call finds the queue full or away, nobody waits."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
 from qinfer.models.sequence_spec import SequenceSpec
 
 
@@ -16,7 +17,8 @@ class TensorSpec:
         datatype: Its wire datatype, such as `FP32`.
         dims: Its dimensions without the batch dimension; -1 is variable.
         optional: An input that a request may leave out.
-        ragged: An input whose variable dimensions may differ within a batch (`allow_ragged_batch`).
+        ragged: An input whose variable dimensions may differ within a batch (`allow_ragged_batch`), or an output that
+            is cut by those of an input (`batch_output`): the model file has it as one dimension.
         reshape: The dimensions that the model sees instead of `dims`, again without the batch dimension and with as
             many elements; `None` = the same.
         labels: The names of an output's classes, by index (`label_filename`); empty = they have none.
@@ -29,6 +31,17 @@ class TensorSpec:
     ragged: bool = False
     reshape: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()
+
+    def file_shape(self, *, batched: bool) -> tuple[int, ...]:
+        """Returns the shape that the model file has it as; -1 is variable.
+
+        Args:
+            batched: Whether the model has a batch dimension.
+        """
+        if self.ragged:
+            return (-1,)
+        dims = self.dims if self.reshape is None else self.reshape
+        return (-1, *dims) if batched else dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +220,8 @@ class ModelSpec:
         cached_for_all: A cached response serves other tenants, too.
         config_json: The whole configuration, in the dialect of `GET …/config`; only backend `python` has use for it.
         steps: What an ensemble runs in place of a backend; empty = it is none.
+        batch_inputs: Inputs of the model file that are made of the shapes of a batch's requests.
+        batch_outputs: Outputs that are cut by the shapes of an input.
     """
 
     name: str
@@ -235,6 +250,8 @@ class ModelSpec:
     cached_for_all: bool = False
     config_json: str = ""
     steps: tuple[EnsembleStep, ...] = ()
+    batch_inputs: tuple[BatchInputSpec, ...] = ()
+    batch_outputs: tuple[BatchOutputSpec, ...] = ()
 
     @property
     def is_stateful(self) -> bool:
@@ -243,9 +260,9 @@ class ModelSpec:
 
     @property
     def file_inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs of the model file: those of requests, then control inputs, then states."""
+        """The inputs of the model file: those of requests and batches, then control inputs, then states."""
         if self.sequences is None:
-            return self.inputs
+            return (*self.inputs, *map(_of_batch, self.batch_inputs))
         controls = tuple(TensorSpec(name=c.name, datatype=c.datatype, dims=(1,)) for c in self.sequences.controls)
         states = tuple(TensorSpec(name=s.input, datatype=s.datatype, dims=s.dims) for s in self.sequences.states)
         return (*self.inputs, *controls, *states)
@@ -263,3 +280,10 @@ class ModelSpec:
     def instance_count(self) -> int:
         """Executions that may run at once in one worker that has all the devices."""
         return sum(group.count for group in self.instances)
+
+
+def _of_batch(made: BatchInputSpec) -> TensorSpec:
+    """Returns a batch input as an input of the model file: one dimension, or a row of dimensions for each row."""
+    if made.kind is BatchInputKind.ITEM_SHAPE:
+        return TensorSpec(name=made.name, datatype=made.datatype, dims=(made.rank,))
+    return TensorSpec(name=made.name, datatype=made.datatype, dims=(), ragged=True)

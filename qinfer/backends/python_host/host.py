@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import inspect
 import json
+import math
 import queue
 import sys
 import threading
@@ -545,15 +546,10 @@ def _requests(
     A request that names no outputs asks for all of them, and as in Triton the model sees their names.
     """
     arrays = [_array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)]
-    alone = len(message.requests) == 1
+    columns = [_parts(array, message, position) for position, array in enumerate(arrays)]
     requests = []
-    for item, (asked, rows, end) in enumerate(
-        zip(message.requests, message.rows, accumulate(message.rows), strict=True)
-    ):
-        inputs = [
-            _tensor(meta, array if alone else array[end - rows : end])
-            for meta, array in zip(message.inputs, arrays, strict=True)
-        ]
+    for item, asked in enumerate(message.requests):
+        inputs = [_tensor(meta, column[item]) for meta, column in zip(message.inputs, columns, strict=True)]
         request = InferenceRequest(
             request_id=asked.client_id,
             correlation_id=asked.correlation_id,
@@ -566,6 +562,19 @@ def _requests(
         )
         requests.append(request.placed(message.number, item, streams[item] if streams else None))
     return requests
+
+
+def _parts(array: Array, message: Execute, position: int) -> list[Array]:
+    """Cuts an input of a batch into those of its requests."""
+    if len(message.requests) == 1:
+        return [array]
+    shapes = message.shapes.get(position)
+    if shapes is None:
+        return [array[end - rows : end] for rows, end in zip(message.rows, accumulate(message.rows), strict=True)]
+    flat, sizes = array.reshape(-1), [math.prod(shape) for shape in shapes]
+    return [
+        flat[end - size : end].reshape(shape) for shape, size, end in zip(shapes, sizes, accumulate(sizes), strict=True)
+    ]
 
 
 def _tensor(meta: TensorMeta, array: Array) -> Tensor:

@@ -1,6 +1,6 @@
 """The messages between worker and host process, as msgpack; the tensors' bytes follow as buffers, in the same order."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -105,6 +105,8 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
         rows: Rows of each request.
         requests: The requests.
         window_bytes: Bytes of responses to one request that may be on their way; 0 = any number.
+        shapes: Position of an input → the shape of each request's tensor, of ragged inputs: their elements follow one
+            another.
     """
 
     number: int
@@ -112,6 +114,7 @@ class Execute(msgspec.Struct, array_like=True, tag=True):
     rows: list[int]
     requests: list[Asked]
     window_bytes: int = 0
+    shapes: Mapping[int, Sequence[tuple[int, ...]]] = {}
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from qinfer.backends.base import Array, Backend, Batch
-from qinfer.batching.execution import Answer, Execution, assemble, stack
+from qinfer.batching.assemble import assemble, stack
+from qinfer.batching.execution import Answer, Execution
 from qinfer.batching.sequences.controls import control_inputs, padded
 from qinfer.batching.sequences.steps import StepBatch
 from qinfer.core.messages import InferRequest, Scalar

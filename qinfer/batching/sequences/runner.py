@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
+from qinfer.batching.assemble import KeyFunction, key_function
 from qinfer.batching.batcher import LoadedModel
-from qinfer.batching.execution import Execution, KeyFunction, Pending, Responder, key_function
+from qinfer.batching.execution import Execution, Pending, Responder
 from qinfer.batching.policy import LatencyModel
 from qinfer.batching.sequences.execution import States, StepExecution, assemble_steps, state_shapes
 from qinfer.batching.sequences.scheduler import Decision, SequenceScheduler

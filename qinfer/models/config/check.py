@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.ensembles import ENSEMBLE, ensemble_problems
 from qinfer.models.config.message import ModelConfig, model_config_pb2
+from qinfer.models.config.ragged import ragged_problems
 from qinfer.models.config.sequences import sequence_problems
 from qinfer.models.config.to_spec import STREAM_RESUME, parameter_problems
 
@@ -30,10 +31,14 @@ SUPPORTED = {
     "input.dims": "-1 is variable.",
     "input.reshape": "The shape that the model sees; every dimension fixed.",
     "input.optional": "",
+    "input.allow_ragged_batch": "Requests of different shapes share a batch; with a batch dimension, without "
+    "sequences, for the backends `onnxruntime`, `pytorch` and `python`.",
     "output.name": "",
     "output.data_type": "",
     "output.dims": "-1 is variable.",
     "output.reshape": "The shape that the model sees; every dimension fixed.",
+    "batch_input": "All kinds; models of the backend `python` get each request's own tensors and no batch inputs.",
+    "batch_output": "Not for the backend `python`, whose models answer each request by itself.",
     "output.label_filename": "A text file in the model's directory, one label per line, at most 10 MB.",
     "optimization.graph": "The level of graph optimisation; for the backends that have levels.",
     "optimization.execution_accelerators": "For the backend `onnxruntime`, which refuses unknown ones.",
@@ -87,11 +92,8 @@ REFUSED = {
     "runtime": "Backends can't be chosen by file.",
     "input.is_shape_tensor": "Shape tensors are not offered.",
     "output.is_shape_tensor": "Shape tensors are not offered.",
-    "input.allow_ragged_batch": "Requests of different shapes do not share a batch.",
     "input.is_non_linear_format_io": "Tensors are always linear.",
     "output.is_non_linear_format_io": "Tensors are always linear.",
-    "batch_input": "Requests of different shapes do not share a batch.",
-    "batch_output": "Requests of different shapes do not share a batch.",
     "ensemble_scheduling.step.model_namespace": "Models have no namespaces.",
     "instance_group.rate_limiter.resources": "The rate limiter is not offered.",
     "instance_group.rate_limiter.priority": "The rate limiter is not offered.",
@@ -140,6 +142,7 @@ def check(config: ModelConfig) -> None:
         *_queue_problems(config),
         *sequence_problems(config),
         *ensemble_problems(config),
+        *ragged_problems(config),
         *_tensor_problems(config, "input", config.input),
         *_tensor_problems(config, "output", config.output),
         *_instance_problems(config),

@@ -16,6 +16,7 @@ from qinfer.models.config.check import check
 from qinfer.models.config.ensembles import ENSEMBLE
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
 from qinfer.models.config.message import ModelConfig, from_json, model_config_pb2, to_json
+from qinfer.models.config.ragged import own_batch_inputs, scattered_outputs
 from qinfer.models.config.sequences import fill_sequence_defaults, own_inputs, state_outputs
 from qinfer.models.config.to_spec import to_spec
 from qinfer.tensors import DATATYPES
@@ -32,7 +33,7 @@ def complete(config: ModelConfig, tensors: FileTensors) -> None:
     Raises:
         ModelLoadFailed: The configuration contradicts the model file.
     """
-    mine, kept = own_inputs(config), state_outputs(config)
+    mine, kept = own_inputs(config) | own_batch_inputs(config), state_outputs(config)
     inputs = [tensor for tensor in tensors.inputs if tensor.name not in mine]
     if not config.input or not config.output:
         _complete_batching(config, tensors)
@@ -106,8 +107,12 @@ def _compare_tensor(config: ModelConfig, io: Any, tensor: FileTensor) -> None:
             f"{where}: for the model to support batching the shape should have at least 1 dimension and the first "
             f"dimension must be -1; but shape expected by the model is {shape}"
         )
+    if isinstance(io, model_config_pb2.ModelOutput) and io.name in scattered_outputs(config):
+        return  # the model may give it in any shape
     dims = list(io.reshape.shape if io.HasField("reshape") else io.dims)
     full = [-1, *dims] if config.max_batch_size else dims
+    if isinstance(io, model_config_pb2.ModelInput) and io.allow_ragged_batch:
+        full = [-1]
     if full == [1] and shape == []:  # a scalar without a batch dimension: dims can't be empty
         return
     if len(full) != len(shape):

@@ -7,6 +7,7 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.ensembles import to_steps
 from qinfer.models.config.message import ModelConfig, model_config_pb2, to_json
+from qinfer.models.config.ragged import scattered_outputs, to_batch_inputs, to_batch_outputs
 from qinfer.models.config.sequences import to_sequence_spec
 from qinfer.models.spec import (
     Accelerator,
@@ -66,13 +67,16 @@ def to_spec(
     max_timeout_s = float(parameters.get(MAX_TIMEOUT, limits.max_timeout_s))
     default_timeout_s = float(parameters.get(DEFAULT_TIMEOUT, limits.default_timeout_s))
     graph = config.optimization.graph
+    scattered = scattered_outputs(config)
     return ModelSpec(
         name=config.name,
         backend=config.backend,
         platform=config.platform,
         max_batch_size=config.max_batch_size,
         inputs=tuple(_tensor(i, optional=i.optional, ragged=i.allow_ragged_batch) for i in config.input),
-        outputs=tuple(_tensor(o, labels=(labels or {}).get(o.name, ())) for o in config.output),
+        outputs=tuple(
+            _tensor(o, ragged=o.name in scattered, labels=(labels or {}).get(o.name, ())) for o in config.output
+        ),
         batching=_batching(config),
         sequences=to_sequence_spec(config),
         instances=tuple(_instances(config)),
@@ -93,6 +97,8 @@ def to_spec(
         cached_for_all=parameters.get(CACHE_SCOPE) == "all",
         config_json=to_json(config) if config.backend == "python" else "",
         steps=to_steps(config),
+        batch_inputs=to_batch_inputs(config),
+        batch_outputs=to_batch_outputs(config),
     )
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qinfer.batching.execution import assemble, key_function
+from qinfer.batching.assemble import assemble, key_function
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest, QinferError, UnsupportedDatatype
 from qinfer.models.spec import ModelSpec, TensorSpec

@@ -158,12 +158,9 @@ def test_mistakes_are_refused(text: str, message: str) -> None:
     ("text", "setting"),
     [
         ('ensemble_scheduling { step { model_namespace: "n" } }', "ensemble_scheduling.step.model_namespace"),
-        ("batch_input { }", "batch_input"),
-        ("batch_output { }", "batch_output"),
         ('runtime: "x"', "runtime"),
         ('model_operations { op_library_filename: "x.so" }', "model_operations.op_library_filename"),
         ('model_repository_agents { agents { name: "checksum" } }', "model_repository_agents.agents"),
-        ("input { allow_ragged_batch: true }", "input.allow_ragged_batch"),
         ("output { is_shape_tensor: true }", "output.is_shape_tensor"),
         ("instance_group { rate_limiter { priority: 2 } }", "instance_group.rate_limiter.priority"),
         ('instance_group { profile: "1" }', "instance_group.profile"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qinfer.backends.base import Backend, BackendFactory
+from qinfer.backends.ragged import with_ragged_batches
 from qinfer.backends.registry import CompleteConfig
 from qinfer.backends.reshape import reshaped
 from qinfer.batching.policy import LatencyModel
@@ -216,7 +217,7 @@ class Loader:
         instances: list[Backend] = []
         try:
             for device in devices:
-                instance = reshaped(make(), spec)
+                instance = reshaped(with_ragged_batches(make(), spec), spec)
                 instance.load(spec, directory, device)
                 instances.append(instance)
                 warm_up(instance, spec, latency, self._clock.now_s(), directory.parent, loaded.initial_states)

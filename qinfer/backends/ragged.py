@@ -1,0 +1,96 @@
+"""Ragged batches: a wrapper around any backend that makes batch inputs, and has outputs cut by the shapes of inputs.
+
+Ragged inputs reach the model as one dimension, the elements of all requests in order; batch inputs tell which are
+whose. A count is of a request's elements in all its rows; a shape is listed once for each row. As Triton's
+`backend_input_collector.cc` and `backend_output_responder.cc` have it, none of which the backends have to know.
+
+Models of the backend `python` are not wrapped: they get each request's own tensors.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from qinfer.backends.base import Array, Backend, Batch, Context, Shape, item_shapes
+from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
+from qinfer.models.spec import Device, ModelSpec
+
+_OWN_TENSORS = "python"
+"""The backend whose models see requests and no batch."""
+
+
+def with_ragged_batches(backend: Backend, spec: ModelSpec) -> Backend:
+    """Returns a backend that makes ragged batches as the configuration says: the same one, if it does not say so."""
+    has_any = spec.batch_inputs or spec.batch_outputs or any(i.ragged for i in spec.inputs)
+    return _Ragged(backend) if has_any and spec.backend != _OWN_TENSORS else backend
+
+
+class _Ragged:
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.short_on_loop = backend.short_on_loop
+
+    def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
+        """Loads the model."""
+        self._ragged = [i.name for i in spec.inputs if i.ragged]
+        self._batch_inputs = spec.batch_inputs
+        self._batch_outputs = spec.batch_outputs
+        of_inputs, of_outputs = (
+            {made.source for made in spec.batch_inputs},
+            {made.source for made in spec.batch_outputs},
+        )
+        self._sources = of_inputs | of_outputs | set(self._ragged)
+        self._backend.load(spec, version_dir, device)
+        self.short_on_loop = self._backend.short_on_loop  # some know it only by then
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        """Runs the batch with ragged inputs as one dimension, with batch inputs, and with cuts for batch outputs."""
+        shapes = {name: item_shapes(batch, name) for name in self._sources if name in batch.inputs}
+        inputs = dict(batch.inputs)
+        for name in self._ragged:
+            if name in inputs:
+                inputs[name] = inputs[name].reshape(-1)
+        for made in self._batch_inputs:
+            inputs[made.name] = batch_input(made, shapes[made.source])
+        cuts = {made.name: cuts_of(made, shapes[made.source]) for made in self._batch_outputs}
+        self._backend.execute(msgspec.structs.replace(batch, inputs=inputs, shapes=shapes, cuts=cuts), ctx)
+
+    def unload(self) -> None:
+        """Unloads the model."""
+        self._backend.unload()
+
+
+def batch_input(made: BatchInputSpec, shapes: Sequence[Shape]) -> Array:
+    """Makes a batch input.
+
+    Args:
+        made: Which one.
+        shapes: The shape of each request's source input, with the batch dimension.
+
+    Returns:
+        Counts as `[requests]`, one more with a zero; the largest count as the length of zeros; shapes of rows as
+        `[rows, rank]`, or flattened.
+    """
+    dtype = np.dtype("<f4" if made.datatype == "FP32" else "<i4")
+    counts = [prod(shape) for shape in shapes]
+    match made.kind:
+        case BatchInputKind.ELEMENT_COUNT:
+            return np.array(counts, dtype)
+        case BatchInputKind.ACCUMULATED:
+            return np.array(list(accumulate(counts)), dtype)
+        case BatchInputKind.ACCUMULATED_WITH_ZERO:
+            return np.array(list(accumulate(counts, initial=0)), dtype)
+        case BatchInputKind.MAX_AS_SHAPE:
+            return np.zeros(max(counts), dtype)
+    rows = [shape[1:] for shape in shapes for _ in range(shape[0])]
+    array = np.array(rows, dtype).reshape(len(rows), made.rank)
+    return array if made.kind is BatchInputKind.ITEM_SHAPE else array.reshape(-1)
+
+
+def cuts_of(made: BatchOutputSpec, shapes: Sequence[Shape]) -> list[Shape]:
+    """Returns the shape of each request's part of a batch output, of those of its source."""
+    return [tuple(shape[place] if size == -1 else size for place, size in enumerate(made.dims)) for shape in shapes]
