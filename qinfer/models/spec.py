@@ -7,6 +7,9 @@ from typing import Literal, NamedTuple
 from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
 from qinfer.models.sequence_spec import SequenceSpec
 
+MAX_PARTS = 64
+"""A request is split into so many parts at most."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
@@ -222,6 +225,7 @@ class ModelSpec:
         steps: What an ensemble runs in place of a backend; empty = it is none.
         batch_inputs: Inputs of the model file that are made of the shapes of a batch's requests.
         batch_outputs: Outputs that are cut by the shapes of an input.
+        splits: A request of more than `max_batch_size` rows is executed in parts, instead of being refused.
     """
 
     name: str
@@ -252,6 +256,12 @@ class ModelSpec:
     steps: tuple[EnsembleStep, ...] = ()
     batch_inputs: tuple[BatchInputSpec, ...] = ()
     batch_outputs: tuple[BatchOutputSpec, ...] = ()
+    splits: bool = False
+
+    @property
+    def max_request_rows(self) -> int:
+        """The most rows that a request may have that somebody waits for; 0 = there is no batch dimension."""
+        return self.max_batch_size * (MAX_PARTS if self.splits else 1)
 
     @property
     def is_stateful(self) -> bool:

@@ -22,12 +22,13 @@ _BATCH_NOTE = (
 )
 
 
-def validate(request: InferRequest, spec: ModelSpec) -> int:
+def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
     """Checks names, datatypes, shapes and sizes of a request's tensors.
 
     Args:
         request: The request.
         spec: The model it is for.
+        max_rows: The most rows that it may have; 0 = the model's `max_batch_size`.
 
     Returns:
         The request's batch size: its rows, or 1 when the model has no batch dimension.
@@ -41,7 +42,7 @@ def validate(request: InferRequest, spec: ModelSpec) -> int:
     if rows:
         return rows
     pairs = _pair(request.inputs, spec)
-    batch_size = _batch_size(request.inputs, spec) if spec.max_batch_size else 0
+    batch_size = _batch_size(request.inputs, spec, max_rows or spec.max_batch_size) if spec.max_batch_size else 0
     for tensor, expected in pairs:
         if tensor.datatype != expected.datatype:
             raise InvalidRequest(
@@ -140,7 +141,7 @@ def _check_outputs(outputs: Sequence[str], spec: ModelSpec) -> None:
             raise InvalidRequest(f"unexpected inference output '{name}' for model '{spec.name}'")
 
 
-def _batch_size(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
+def _batch_size(inputs: Sequence[Tensor], spec: ModelSpec, max_rows: int) -> int:
     batch_size = inputs[0].shape[0] if inputs and inputs[0].shape else 0
     for tensor in inputs:
         if not tensor.shape:
@@ -149,8 +150,8 @@ def _batch_size(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
             )
         if tensor.shape[0] != batch_size:
             raise InvalidRequest(f"input '{tensor.name}' batch size does not match other inputs for '{spec.name}'")
-    if batch_size > spec.max_batch_size:
-        raise InvalidRequest(f"inference request batch-size must be <= {spec.max_batch_size} for '{spec.name}'")
+    if batch_size > max_rows:
+        raise InvalidRequest(f"inference request batch-size must be <= {max_rows} for '{spec.name}'")
     return batch_size
 
 

@@ -41,6 +41,7 @@ from qinfer.submission.backlog import Backlog, queue_timeout_s
 from qinfer.submission.cache_key import inputs_digest
 from qinfer.submission.pending import Counter, Load, Pending, PendingRequests, Sink
 from qinfer.submission.response_cache import Flight, ResponseCache
+from qinfer.submission.splits import Splits, check_whole, is_large
 from qinfer.submission.steps import Steps
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
@@ -110,6 +111,7 @@ class Submission:
         self.backlog = Backlog(queue, catalog)
         self._steps = Steps(queue, limits, self.pending)
         self._cache: ResponseCache | None = None
+        self._splits: Splits | None = None
 
     def use(self, cache: ResponseCache) -> None:
         """Has the responses of models cached whose configuration enables it; to be called before `run`."""
@@ -134,7 +136,7 @@ class Submission:
             QinferError: The request is too large or does not fit its model, or too many wait or are in flight.
         """
         spec = served.spec
-        if (spec.is_cached or spec.sequences is not None) and (
+        if (spec.is_cached or spec.splits or spec.sequences is not None) and (
             special := self._submit_special(served, request, sink, timeout_s, quota)
         ) is not None:
             return special
@@ -187,7 +189,7 @@ class Submission:
         """
         spec = served.spec
         is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.is_stateful)
-        if not is_plain or spec.is_cached or self.backlog.load(served, served.lane).others > 0:
+        if not is_plain or spec.is_cached or spec.splits or self.backlog.load(served, served.lane).others > 0:
             return self.submit(served, request, sink, timeout_s)
         now_s, rows = self._clock.monotonic_s(), validate(request, spec)
         request.id = self._new_id(spec.name, served.lane.partition)
@@ -274,14 +276,28 @@ class Submission:
     def _submit_special(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
     ) -> Pending | None:
-        """Submits a request to a stateful model, or one whose response may be cached; `None` where it is neither."""
+        """Submits a step, a request to be split, or one whose response may be cached; `None` for any other."""
         if served.spec.is_stateful:
             if len(self.pending) >= self._max_in_flight:
                 raise QueueFull(FULL)
             return self._submit_step(served, request, sink, timeout_s, quota)
+        if served.spec.splits and is_large(request, served.spec):
+            return self._submit_parts(served, request, sink, timeout_s, quota)
         if self._cache is None or not served.spec.is_cached or type(sink) is Flight:
             return None
         return self._cache.submit(served, request, sink, timeout_s, quota)
+
+    def _submit_parts(
+        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
+    ) -> Pending:
+        """Submits a request of more rows than its model takes at once, in parts."""
+        self.prepare(request, served)
+        if self._splits is None:
+            self._splits = Splits(self)
+        request.id, request.version, now_s = self.new_id(served), served.version, self._clock.monotonic_s()
+        model = served.spec.name
+        pending = Pending(request.id, request.client_id, model, served.version, sink, now_s, quota=quota)
+        return self._splits.submit(served, request, pending, timeout_s)
 
     def _submit_step(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
@@ -323,7 +339,7 @@ def check(request: InferRequest, served: Served) -> None:
     Raises:
         InvalidRequest: It does not fit.
     """
-    rows = validate(request, served.spec)
+    rows = validate(request, served.spec, served.spec.max_request_rows)
     if served.spec.sequences is not None:
         check_sequence(request, rows, served.spec.sequences)
     if served.spec.is_cached and not request.inputs_digest:
@@ -393,10 +409,11 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
         What is to be stored; its limit is the lowest of the queue policy's, the lane's capacity, and `max_waiting`.
 
     Raises:
-        InvalidRequest: The model keeps state from request to request.
+        InvalidRequest: The model keeps state from request to request, or the request has more rows than it takes.
         PayloadTooLarge: It is too large without its tensors.
     """
     check_stateless(served)
+    check_whole(request, served.spec)
     if route is None:
         route = served.routes.of(request.priority)
     request.id = address.id

@@ -17,7 +17,7 @@ from qinfer.models.config.ensembles import ENSEMBLE, ensemble_problems
 from qinfer.models.config.message import ModelConfig, model_config_pb2
 from qinfer.models.config.ragged import ragged_problems
 from qinfer.models.config.sequences import sequence_problems
-from qinfer.models.config.to_spec import STREAM_RESUME, parameter_problems
+from qinfer.models.config.to_spec import SPLIT, STREAM_RESUME, parameter_problems
 
 SUPPORTED = {
     "name": "The directory's name; may be omitted.",
@@ -151,6 +151,7 @@ def check(config: ModelConfig) -> None:
         *_warmup_problems(config),
         *_stream_problems(config),
         *_cache_problems(config),
+        *_split_problems(config),
         *parameter_problems(config),
     ]
     if problems:
@@ -320,3 +321,16 @@ def _cache_problems(config: ModelConfig) -> Iterator[str]:
                 f"Response Cache does not currently support model {config.name} with '{name}. "
                 "Please disable the response cache."
             )
+
+
+def _split_problems(config: ModelConfig) -> Iterator[str]:
+    if SPLIT not in config.parameters or config.parameters[SPLIT].string_value != "true":
+        return
+    for what, is_so in (
+        ("models without a batch dimension", config.max_batch_size == 0),
+        ("decoupled models", config.model_transaction_policy.decoupled),
+        ("models with 'sequence_batching'", config.HasField("sequence_batching")),
+        ("models with 'batch_input' or 'batch_output'", bool(config.batch_input or config.batch_output)),
+    ):
+        if is_so:
+            yield f"parameter '{SPLIT}' is not for {what}; remove it"

@@ -10,6 +10,7 @@ from qinfer.models.config.message import ModelConfig, model_config_pb2, to_json
 from qinfer.models.config.ragged import scattered_outputs, to_batch_inputs, to_batch_outputs
 from qinfer.models.config.sequences import to_sequence_spec
 from qinfer.models.spec import (
+    MAX_PARTS,
     Accelerator,
     BatchingSpec,
     Device,
@@ -32,6 +33,7 @@ TORCH_COMPILE = "qinfer.torch_compile"
 BINARY_OUTPUTS = "qinfer.binary_outputs"
 STREAM_RESUME = "qinfer.stream_resume"
 CACHE_SCOPE = "qinfer.cache_scope"
+SPLIT = "qinfer.split"
 KNOWN_PARAMETERS = (
     DEFAULT_TIMEOUT,
     MAX_TIMEOUT,
@@ -42,6 +44,7 @@ KNOWN_PARAMETERS = (
     BINARY_OUTPUTS,
     STREAM_RESUME,
     CACHE_SCOPE,
+    SPLIT,
 )
 _USUAL = LimitSettings()
 
@@ -99,6 +102,7 @@ def to_spec(
         steps=to_steps(config),
         batch_inputs=to_batch_inputs(config),
         batch_outputs=to_batch_outputs(config),
+        splits=parameters.get(SPLIT) == "true",
     )
 
 
@@ -137,6 +141,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     BINARY_OUTPUTS: ("names of outputs, with commas between", lambda text: all(map(str.strip, text.split(",")))),
     STREAM_RESUME: ("'skip'", lambda text: text == "skip"),
     CACHE_SCOPE: ("'tenant' or 'all'", lambda text: text in ("tenant", "all")),
+    SPLIT: ("'true' or 'false'", lambda text: text in ("true", "false")),
 }
 
 PARAMETERS = {
@@ -151,6 +156,8 @@ PARAMETERS = {
     "skipped; for decoupled models that give the same responses each time.",
     CACHE_SCOPE: "`all` = a cached response serves every tenant; `tenant`, the default: only the one that asked. The "
     "time of a hit tells what others have asked.",
+    SPLIT: f"`true` = a request of more than `max_batch_size` rows is executed in at most {MAX_PARTS} parts instead of "
+    "being refused; not for decoupled models, those with sequences and ragged batches.",
 }
 """The meaning of each of `KNOWN_PARAMETERS`, for the reference page."""
 

@@ -3,8 +3,8 @@
 import pytest
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.config.config import FileTensors, normalise, parse, to_spec
-from qinfer.models.config.file_tensors import FileTensor
+from qinfer.models.config.config import normalise, parse, to_spec
+from qinfer.models.config.file_tensors import FileTensor, FileTensors
 from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
 from qinfer.models.spec import ModelSpec, TensorSpec
 
@@ -96,3 +96,21 @@ def test_mistakes_are_refused(text: str, message: str) -> None:
 def test_models_that_have_no_ragged_batches(before: str, after: str, message: str) -> None:
     with pytest.raises(ModelLoadFailed, match=message):
         normalise(parse(CONFIG.replace(before, after)), "m")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_batch_size: 0", "not for models without a batch dimension"),
+        ("model_transaction_policy { decoupled: true }", "not for decoupled models"),
+        (COUNTS, "not for models with 'batch_input' or 'batch_output'"),
+    ],
+)
+def test_models_whose_requests_are_not_split(text: str, message: str) -> None:
+    split = 'parameters { key: "qinfer.split" value { string_value: "true" } }'
+    plain = CONFIG.replace("allow_ragged_batch: true", "").replace("max_batch_size: 8", "")
+    batched = plain if "max_batch_size" in text else plain + "max_batch_size: 8\n"
+
+    assert spec(plain + "max_batch_size: 8\n" + split).splits
+    with pytest.raises(ModelLoadFailed, match=message):
+        spec(batched + text + split)

@@ -1,0 +1,237 @@
+"""Requests of more rows than `max_batch_size`, which a model may have split: parts that run as requests of their own.
+
+A part is submitted as any request is: it has its own entry and answer, is batched with others, and runs in any worker.
+The whole is a pending request without an entry. Its answer is that of the parts, in order; the first failure of a part
+is its failure, and ends the others, as does its deadline or a caller that leaves.
+
+Only requests that somebody waits for are split: those of `/v1`, bridges and labeling are refused as without it.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import msgspec
+
+from qinfer.core.messages import InferRequest, Response
+from qinfer.errors import InferenceFailed, InvalidRequest, OutputMismatch, QinferError
+from qinfer.models.catalog import Served
+from qinfer.models.spec import MAX_PARTS, ModelSpec
+from qinfer.submission.pending import Pending, PendingRequests, Sink
+from qinfer.tensors import Tensor, element_count, iter_bytes
+
+
+class Submits(Protocol):
+    """The part of `Submission` that splits need."""
+
+    pending: PendingRequests
+
+    def submit(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float) -> Pending:
+        """Submits a part."""
+        ...
+
+
+class Part:
+    """The sink of one part.
+
+    Args:
+        whole: What it is a part of.
+        place: Which one, from 0.
+    """
+
+    no_stream = "a request that is split takes one response of each part"
+
+    def __init__(self, whole: "Whole", place: int) -> None:
+        self._whole, self._place = whole, place
+
+    def deliver(self, response: Response) -> None:
+        """Takes the response."""
+        self._whole.landed(self._place, response)
+
+    def fail(self, error: Exception) -> None:
+        """Takes the reason why there is no response."""
+        self._whole.crashed(error)
+
+
+class Whole:
+    """A request that is executed in parts; the pending request that stands for it is `shared` with it.
+
+    Args:
+        table: Where it and its parts wait.
+        pending: What stands for it.
+        count: How many parts there are.
+    """
+
+    def __init__(self, table: PendingRequests, pending: Pending, count: int) -> None:
+        self._table, self._pending = table, pending
+        self._responses: list[Response | None] = [None] * count
+        self._parts: list[Pending] = []
+        self._missing = count
+        self._is_over = False
+
+    def started(self, part: Pending) -> None:
+        """Takes note of a part that was submitted."""
+        self._parts.append(part)
+        if self._is_over:  # an earlier one has failed, or this one's answer was there at once
+            self._end()
+
+    def landed(self, place: int, response: Response) -> None:
+        """Takes the response of a part; the last one, and a failure, end the whole."""
+        if self._is_over:
+            return
+        if response.failure is None and (response.index or not response.final):
+            self.crashed(InferenceFailed(f"model '{response.model}' gave several responses to a part of the request"))
+            return
+        self._responses[place] = response
+        self._missing -= 1
+        if response.failure is not None:
+            self._answer(response)
+        elif not self._missing:
+            try:
+                self._answer(merged([each for each in self._responses if each is not None]))
+            except QinferError as error:
+                self.crashed(error)
+
+    def crashed(self, error: Exception) -> None:
+        """Fails the whole."""
+        if self._is_over:
+            return
+        self._end()
+        if self._table.remove(self._pending):
+            self._table.failed(self._pending, error)
+
+    def left(self, caller: Pending) -> None:
+        """Takes note that nobody waits any more: every part is cancelled."""
+        del caller
+        self._end()
+
+    def _answer(self, response: Response) -> None:
+        self._end()
+        if self._table.remove(self._pending):
+            self._table.answer(self._pending, msgspec.structs.replace(response, request_id=self._pending.request_id))
+
+    def _end(self) -> None:
+        self._is_over = True
+        parts, self._parts = self._parts, []
+        for part in parts:
+            self._table.cancel(part)  # does nothing to one that was answered
+
+
+class Splits:
+    """Splits the requests of one process; made with the first request that is split.
+
+    Args:
+        submission: Submits the parts.
+    """
+
+    def __init__(self, submission: Submits) -> None:
+        self._submission = submission
+        table = self._table = submission.pending
+        answered, failed = table.answered, table.failed
+
+        def on_answer(pending: Pending, response: Response) -> None:
+            if type(pending.sink) is Part:
+                pending.sink.deliver(response)
+            else:
+                answered(pending, response)
+
+        def on_failure(pending: Pending, error: Exception) -> None:
+            if type(pending.sink) is Part:
+                pending.sink.fail(error)
+            else:
+                failed(pending, error)
+
+        table.answered, table.failed = on_answer, on_failure
+
+    def submit(self, served: Served, request: InferRequest, pending: Pending, timeout_s: float) -> Pending:
+        """Submits the parts of a request that was checked.
+
+        Args:
+            served: The model version that it is for.
+            request: The request.
+            pending: What stands for it.
+            timeout_s: From now to its deadline.
+
+        Raises:
+            QinferError: A part is refused; then none is executed, unless it has begun already.
+        """
+        parts = parts_of(request, served.spec.max_batch_size)
+        whole = pending.shared = Whole(self._table, pending, len(parts))
+        self._table.add(pending, pending.started_s + timeout_s)
+        try:
+            for place, part in enumerate(parts):
+                whole.started(self._submission.submit(served, part, Part(whole, place), timeout_s))
+        except QinferError:
+            whole.left(pending)
+            self._table.remove(pending)
+            raise
+        return pending
+
+
+def is_large(request: InferRequest, spec: ModelSpec) -> bool:
+    """Tells whether a request has more rows than the model takes at once, by its first input."""
+    inputs = request.inputs
+    return bool(spec.max_batch_size and inputs and inputs[0].shape and inputs[0].shape[0] > spec.max_batch_size)
+
+
+def check_whole(request: InferRequest, spec: ModelSpec) -> None:
+    """Checks that a request need not be split, where that is not done.
+
+    Raises:
+        InvalidRequest: It has more rows than the model takes at once.
+    """
+    if is_large(request, spec):
+        raise InvalidRequest(
+            f"inference request batch-size must be <= {spec.max_batch_size} for '{spec.name}': requests that are "
+            "stored are not split; send it to the model's infer route, or in parts"
+        )
+
+
+def parts_of(request: InferRequest, max_rows: int) -> list[InferRequest]:
+    """Cuts a checked request into parts of `max_rows` rows, the last of which may have fewer; the bytes are shared."""
+    rows = request.inputs[0].shape[0]
+    starts = range(0, rows, max_rows)
+    assert len(starts) <= MAX_PARTS, "the request was checked"
+    columns = [_cut(tensor, max_rows) for tensor in request.inputs]
+    return [
+        msgspec.structs.replace(request, inputs=tuple(column[place] for column in columns), inputs_digest=b"")
+        for place in range(len(starts))
+    ]
+
+
+def merged(responses: Sequence[Response]) -> Response:
+    """Returns the response of the whole: the rows of all parts in order, and what else the first one says.
+
+    Raises:
+        OutputMismatch: The outputs of two parts can't be one tensor.
+    """
+    first = responses[0]
+    columns = zip(*[response.outputs for response in responses], strict=False)
+    outputs = tuple(_joined(column) for column in columns)
+    if any(len(response.outputs) != len(first.outputs) for response in responses):
+        raise OutputMismatch("the parts of the request have different outputs")
+    return msgspec.structs.replace(first, outputs=outputs, cache="")
+
+
+def _cut(tensor: Tensor, max_rows: int) -> list[Tensor]:
+    rows, data = tensor.shape[0], memoryview(tensor.data)
+    places = [*range(0, rows, max_rows), rows]
+    if tensor.datatype == "BYTES":
+        per_row = element_count(tensor.shape[1:])
+        ends = list(accumulate((4 + len(element) for element in iter_bytes(data)), initial=0))
+        offsets = [ends[place * per_row] for place in places]
+    else:
+        offsets = [place * (len(data) // rows) for place in places]
+    return [
+        Tensor(tensor.name, tensor.datatype, (end - start, *tensor.shape[1:]), data[begin:stop])
+        for start, end, begin, stop in zip(places, places[1:], offsets, offsets[1:], strict=False)
+    ]
+
+
+def _joined(column: Sequence[Tensor]) -> Tensor:
+    first = column[0]
+    if any((t.name, t.datatype, t.shape[1:]) != (first.name, first.datatype, first.shape[1:]) for t in column):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in column)
+        raise OutputMismatch(f"the parts of the request have output '{first.name}' in shapes that differ: {shapes}")
+    shape = (sum(tensor.shape[0] for tensor in column), *first.shape[1:])
+    return Tensor(first.name, first.datatype, shape, b"".join(tensor.data for tensor in column))
