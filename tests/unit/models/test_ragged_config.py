@@ -113,4 +113,4 @@ def test_models_whose_requests_are_not_split(text: str, message: str) -> None:
 
     assert spec(plain + "max_batch_size: 8\n" + split).splits
     with pytest.raises(ModelLoadFailed, match=message):
-        spec(batched + text + split)
+        spec(f"{batched}{text}\n{split}")
