@@ -27,8 +27,8 @@ NO_GROUPS = -1
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 _Group = Annotated[int, msgspec.Meta(ge=NO_GROUPS)]
-_Below = Annotated[str, msgspec.Meta(pattern=r"(?s)^(?!.*(?:^|/)\.{0,2}(?:/|$))")]
-"""A name in a folder, or below it: no part of it is empty, `.` or `..`."""
+_Below = Annotated[str, msgspec.Meta(pattern=r"(?s)^(?!.*(?:^|/)\.{0,2}(?:/|$))[^\0]*$")]
+"""A name in a folder, or below it: no part of it is empty, `.` or `..`, and no file's name has the character 0."""
 
 SHOWN_FILES = 20
 """So many files that can't be read are named in a job's record, log and error."""

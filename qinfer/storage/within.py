@@ -63,6 +63,8 @@ class Within:
         path = local_path(url)
         if path is None:
             is_allowed = any(is_below(url, prefix) for prefix in self._prefixes)
+        elif "\0" in path.as_posix():  # no file has such a name
+            is_allowed = False
         else:
             real = Path(os.path.realpath(path))
             is_allowed = any(real.is_relative_to(folder) for folder in self._folders)

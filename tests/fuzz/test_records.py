@@ -293,7 +293,7 @@ async def steal(chance: random.Random, store: ControlStore, lane: Lane) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["", "/", ".", "..", "/a", "a/", "a//b", "./a", "a/./b", "a/../../b", "../\nb", "a/.."]
+    "part", ["", "/", ".", "..", "/a", "a/", "a//b", "./a", "a/./b", "a/../../b", "../\nb", "a/..", "a\0b"]
 )
 def test_a_part_outside_of_its_output_is_no_ticket(part: str) -> None:
     ticket = ShardTicket("j1", Shard(0, part, 1, (Range("file:///in", "e", 0, 0, 1, 0),)))

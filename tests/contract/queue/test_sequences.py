@@ -450,6 +450,18 @@ async def test_a_drain_gives_sequences_to_others(gateway: Gateway) -> None:
     assert await gateway.sequences.sizes([1]) == (1, 0, 1, 1)
 
 
+async def test_counts_that_are_damaged_begin_again(gateway: Gateway) -> None:
+    one = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1))
+    await one.own()
+    name = keys.sequence_counts("sum", 0)
+    await gateway.sequences._router.call(keys.slot(name), b"HSET", name.encode(), b"handed_over", b"x", b"lost", b"")
+
+    assert await gateway.sequences.sizes([1]) == (1, 0, 0, 0)
+    assert await gateway.sequences.give_back("w1", [SEVEN]) == 1
+    assert await gateway.sequences.sizes([1]) == (1, 1, 1, 0)
+
+
 async def test_sequences_of_a_dead_worker_go_on_at_others(later_on: Gateway, timed: EmbeddedServer) -> None:
     """What was handed over goes before new sequences; the step that killed its worker is a suspect."""
     one = await Worker(later_on, "w1").join()

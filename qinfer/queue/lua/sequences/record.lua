@@ -23,7 +23,14 @@ local function steps_of(name) return prefix .. '0:steps:' .. name end
 local function state_of(name) return prefix .. 'sequence-state:' .. name end
 local function answer_of(name, life, n) return prefix .. string.format('sequence-answer:%d.%d:%s', life, n, name) end
 local function lane_of(version, worker) return prefix .. version .. ':seq@' .. worker end
-local function count(what) redis.call('HINCRBY', prefix .. 'sequence-counts', what, 1) end
+-- Counts what the metrics show; counts that are damaged begin again.
+local function count(what)
+  local counts = prefix .. 'sequence-counts'
+  if type(redis.pcall('HINCRBY', counts, what, 1)) == 'table' then
+    redis.call('UNLINK', counts)
+    redis.call('HSET', counts, what, 1)
+  end
+end
 
 -- Says which partition it is, and whether Redis may lose what it has confirmed. Then a sequence whose record was written
 -- before Redis was restarted or failed over (`master_replid` changes) is not continued.

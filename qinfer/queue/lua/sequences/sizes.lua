@@ -3,4 +3,4 @@
 local waiting = 0
 for i = 3, #KEYS do waiting = waiting + redis.call('XLEN', KEYS[i]) end
 local counts = redis.call('HMGET', KEYS[2], 'handed_over', 'lost')
-return {redis.call('ZCARD', KEYS[1]), waiting, tonumber(counts[1] or 0), tonumber(counts[2] or 0)}
+return {redis.call('ZCARD', KEYS[1]), waiting, tonumber(counts[1] or 0) or 0, tonumber(counts[2] or 0) or 0}
