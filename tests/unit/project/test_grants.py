@@ -109,7 +109,17 @@ def lake(tmp_path: Path) -> Lake:
 
 
 @pytest.mark.parametrize(
-    "path", ["acme/x.parquet", "acme", "acme-2", "", "other/folder/x.parquet", "other/folder/new/deep", "other/file", "other/a\0b"]
+    "path",
+    [
+        "acme/x.parquet",
+        "acme",
+        "acme-2",
+        "",
+        "other/folder/x.parquet",
+        "other/folder/new/deep",
+        "other/file",
+        "other/a\0b",
+    ],
 )
 def test_what_leads_out_of_the_prefixes_is_refused(lake: Lake, path: str) -> None:
     """By a link too, and where nothing is yet."""
