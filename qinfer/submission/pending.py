@@ -61,6 +61,19 @@ class Sink(Protocol):
         ...
 
 
+class Inner:
+    """Base of the sinks within a submission: of executions that no caller has asked for as they are, such as parts."""
+
+    __slots__ = ()
+    no_stream = ""
+
+    def deliver(self, response: Response) -> None:
+        """Takes a response."""
+
+    def fail(self, error: Exception) -> None:
+        """Takes the reason why there is no response."""
+
+
 class Counter(Protocol):
     """Counts the requests in flight of an owner of a quota."""
 
@@ -174,13 +187,11 @@ class PendingRequests:
         queue: The queue.
         clock: The monotonic clock of the deadlines.
         call_later: Sets a timer: (delay in seconds, callback); an event loop's `call_later`.
-        answered: Called with each response that somebody waits for.
-        failed: Called with each request that ends without one, out of the table already, and why.
+        answered: Called with each response that a caller waits for.
+        failed: Called with each request of a caller that ends without one, out of the table already, and why.
         window_bytes: Outputs of one stream that may be on their way.
 
     Attributes:
-        answered: As given.
-        failed: As given.
         unclaimed: Called with the id of a response that nobody waits for: the hint that a stored request has ended.
     """
 
@@ -196,8 +207,8 @@ class PendingRequests:
         self._queue = queue
         self._clock = clock
         self._call_later = call_later
-        self.answered = answered
-        self.failed = failed
+        self._answered = answered
+        self._failed = failed
         self.unclaimed: Callable[[str], None] = lambda _: None
         self._pending: dict[str, Pending] = {}
         self._buckets: dict[int, dict[str, Pending]] = {}
@@ -262,7 +273,7 @@ class PendingRequests:
         """Takes note of a request's place in the queue, or of why it has none."""
         if isinstance(outcome, QinferError):
             if self.remove(pending):
-                self.failed(pending, outcome)
+                self.fail(pending, outcome)
             return
         pending.entry = outcome
         if pending.abandoned:
@@ -312,7 +323,7 @@ class PendingRequests:
         """Fails every request that waits, and takes them out of the queue; steps of sequences are executed."""
         for pending in self.clear():
             self._abandon(pending, None)
-            self.failed(pending, error)
+            self.fail(pending, error)
 
     def lose_all(self) -> None:
         """Fails every request that waits: its answer may have been lost with the reply stream."""
@@ -380,7 +391,7 @@ class PendingRequests:
         """Returns whether a response is for the caller of a stream; ends a stream that can't go on."""
         verdict = stream.judge(response)
         if verdict is Verdict.BREAK and self.cancel(pending):
-            self.failed(pending, stream.broken())
+            self.fail(pending, stream.broken())
         return verdict is Verdict.DELIVER
 
     def _forget(self, pending: Pending) -> None:
@@ -414,7 +425,7 @@ class PendingRequests:
                 return
             error = DeadlineExceeded(TIMED_OUT)
             self._abandon(pending, error)
-            self.failed(pending, error)
+            self.fail(pending, error)
             return
         # Its first deadline is over: that concerns it only while it waits. Otherwise it has until its deadline.
         deadline_s, pending.deadline_s = pending.deadline_s, 0.0
@@ -441,11 +452,21 @@ class PendingRequests:
     def answer(self, pending: Pending, response: Response) -> None:
         """Hands on the response of a request, which is not in the table any more if it is the last."""
         try:
-            self.answered(pending, response)
+            if isinstance(pending.sink, Inner):
+                pending.sink.deliver(response)
+            else:
+                self._answered(pending, response)
         except Exception as error:  # the loop that answers everyone: one bad answer may not end it
             extra = {"request_id": response.request_id, "model": pending.model, "version": pending.version}
             logger.exception("answer failed", extra=extra)
-            self.failed(pending, error)
+            self.fail(pending, error)
+
+    def fail(self, pending: Pending, error: Exception) -> None:
+        """Tells a request, which is out of the table already, why it ends without a response."""
+        if isinstance(pending.sink, Inner):
+            pending.sink.fail(error)
+        else:
+            self._failed(pending, error)
 
     def _abandon(self, pending: Pending, error: QinferError | None) -> None:
         """Finishes the entry of an abandoned request once the entry is known; a step ends its sequence by the error."""
@@ -483,7 +504,7 @@ class PendingRequests:
                 continue
             for entry, is_removed in zip(entries, removed, strict=True):
                 if is_removed and self.remove(pending := late[entry]):
-                    self.failed(pending, pending.late or DeadlineExceeded(TIMED_OUT))
+                    self.fail(pending, pending.late or DeadlineExceeded(TIMED_OUT))
 
     async def _withdraw_step(self, pending: Pending) -> None:
         """Ends the sequence of a step that waits for a worker in vain; one that a worker owns goes on."""
@@ -492,7 +513,7 @@ class PendingRequests:
             return
         try:
             if await step.sequences.fail(step.place, Failure.of(error), NOBODYS) and self.remove(pending):
-                self.failed(pending, error)
+                self.fail(pending, error)
         except DeliveryError as problem:
             logger.warning("a late step stays in its sequence", extra={"error": problem.message})
 
@@ -506,7 +527,7 @@ class PendingRequests:
         except Exception as error:  # the boundary of a request: its caller gets every error
             if self.remove(pending):
                 logger.exception("outputs can't be fetched", extra={"request_id": pending.request_id})
-                self.failed(pending, error)
+                self.fail(pending, error)
             return
         # Another attempt may have stored its outputs over those that were announced: they are as good.
         if self.remove(pending):

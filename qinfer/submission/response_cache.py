@@ -29,7 +29,7 @@ from qinfer.queue.entries import FULL, Lane
 from qinfer.queue.lanes import Queue
 from qinfer.submission.cache_key import response_key
 from qinfer.submission.local_cache import LocalCache
-from qinfer.submission.pending import Counter, Pending, PendingRequests, Sink
+from qinfer.submission.pending import Counter, Inner, Pending, PendingRequests, Sink
 from qinfer.wire.frame import decode_responses, encode_responses
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _MAX_UNWRITTEN_BYTES = 32 * 2**20  # of responses on their way to Redis; more are not stored
 
 _Place = tuple[bytes, Lane, float]
-"""What equal requests have in common that may wait together: the key, the lane, and the queue timeout asked for."""
+"""The mark of requests that may wait for one execution: their key, lane, and the queue timeout asked for."""
 
 
 class Executes(Protocol):
@@ -62,7 +62,7 @@ class Executes(Protocol):
         ...
 
 
-class Flight:
+class Flight(Inner):
     """An execution that equal requests wait for, and the sink of its response.
 
     Attributes:
@@ -75,7 +75,6 @@ class Flight:
         pending: What stands for it in the table of pending requests, once it is submitted.
     """
 
-    no_stream = ""
     __slots__ = ("_cache", "callers", "ends_s", "first", "is_whole", "pending", "place", "request", "served")
 
     def __init__(
@@ -92,11 +91,11 @@ class Flight:
         self.is_whole = True
 
     def deliver(self, response: Response) -> None:
-        """Takes the response."""
+        """See the base."""
         self._cache.landed(self, response)
 
     def fail(self, error: Exception) -> None:
-        """Takes the reason why there is no response."""
+        """See the base."""
         self._cache.crashed(self, error)
 
     def left(self, caller: Pending) -> None:
@@ -142,24 +141,8 @@ class ResponseCache:
         self._work = asyncio.Event()
 
     def serve(self, submission: Executes) -> None:
-        """Begins to serve a submission: answers of flights come here, all others go where they went before."""
-        self._submission, table = submission, submission.pending
-        self._table = table
-        answered, failed = table.answered, table.failed
-
-        def on_answer(pending: Pending, response: Response) -> None:
-            if type(pending.sink) is Flight:
-                pending.sink.deliver(response)
-            else:
-                answered(pending, response)
-
-        def on_failure(pending: Pending, error: Exception) -> None:
-            if type(pending.sink) is Flight:
-                pending.sink.fail(error)
-            else:
-                failed(pending, error)
-
-        table.answered, table.failed = on_answer, on_failure
+        """Begins to serve a submission."""
+        self._submission, self._table = submission, submission.pending
 
     def submit(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
@@ -238,7 +221,7 @@ class ResponseCache:
         """Tells its callers why an execution has no response."""
         for caller in self._forget(flight):
             if self._table.remove(caller):
-                self._table.failed(caller, error)
+                self._table.fail(caller, error)
 
     def abandon(self, flight: Flight) -> None:
         """Cancels an execution that nobody waits for."""

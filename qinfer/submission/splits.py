@@ -17,7 +17,7 @@ from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, OutputMismatch, QinferError
 from qinfer.models.catalog import Served
 from qinfer.models.spec import MAX_PARTS, ModelSpec
-from qinfer.submission.pending import Pending, PendingRequests, Sink
+from qinfer.submission.pending import Inner, Pending, PendingRequests, Sink
 from qinfer.tensors import Tensor, element_count, iter_bytes
 
 
@@ -31,7 +31,7 @@ class Submits(Protocol):
         ...
 
 
-class Part:
+class Part(Inner):
     """The sink of one part.
 
     Args:
@@ -39,17 +39,18 @@ class Part:
         place: Which one, from 0.
     """
 
+    __slots__ = ("_place", "_whole")
     no_stream = "a request that is split takes one response of each part"
 
     def __init__(self, whole: "Whole", place: int) -> None:
         self._whole, self._place = whole, place
 
     def deliver(self, response: Response) -> None:
-        """Takes the response."""
+        """See the base."""
         self._whole.landed(self._place, response)
 
     def fail(self, error: Exception) -> None:
-        """Takes the reason why there is no response."""
+        """See the base."""
         self._whole.crashed(error)
 
 
@@ -98,7 +99,7 @@ class Whole:
             return
         self._end()
         if self._table.remove(self._pending):
-            self._table.failed(self._pending, error)
+            self._table.fail(self._pending, error)
 
     def left(self, caller: Pending) -> None:
         """Takes note that nobody waits any more: every part is cancelled."""
@@ -117,55 +118,31 @@ class Whole:
             self._table.cancel(part)  # does nothing to one that was answered
 
 
-class Splits:
-    """Splits the requests of one process; made with the first request that is split.
+def submit_parts(
+    submission: Submits, served: Served, request: InferRequest, pending: Pending, timeout_s: float
+) -> None:
+    """Submits the parts of a request that was checked.
 
     Args:
-        submission: Submits the parts.
+        submission: Submits them.
+        served: The model version that it is for.
+        request: The request.
+        pending: What stands for it.
+        timeout_s: From now to its deadline.
+
+    Raises:
+        QinferError: A part is refused; then none is executed, unless it has begun already.
     """
-
-    def __init__(self, submission: Submits) -> None:
-        self._submission = submission
-        table = self._table = submission.pending
-        answered, failed = table.answered, table.failed
-
-        def on_answer(pending: Pending, response: Response) -> None:
-            if type(pending.sink) is Part:
-                pending.sink.deliver(response)
-            else:
-                answered(pending, response)
-
-        def on_failure(pending: Pending, error: Exception) -> None:
-            if type(pending.sink) is Part:
-                pending.sink.fail(error)
-            else:
-                failed(pending, error)
-
-        table.answered, table.failed = on_answer, on_failure
-
-    def submit(self, served: Served, request: InferRequest, pending: Pending, timeout_s: float) -> Pending:
-        """Submits the parts of a request that was checked.
-
-        Args:
-            served: The model version that it is for.
-            request: The request.
-            pending: What stands for it.
-            timeout_s: From now to its deadline.
-
-        Raises:
-            QinferError: A part is refused; then none is executed, unless it has begun already.
-        """
-        parts = parts_of(request, served.spec.max_batch_size)
-        whole = pending.shared = Whole(self._table, pending, len(parts))
-        self._table.add(pending, pending.started_s + timeout_s)
-        try:
-            for place, part in enumerate(parts):
-                whole.started(self._submission.submit(served, part, Part(whole, place), timeout_s))
-        except QinferError:
-            whole.left(pending)
-            self._table.remove(pending)
-            raise
-        return pending
+    table, parts = submission.pending, parts_of(request, served.spec.max_batch_size)
+    whole = pending.shared = Whole(table, pending, len(parts))
+    table.add(pending, pending.started_s + timeout_s)
+    try:
+        for place, part in enumerate(parts):
+            whole.started(submission.submit(served, part, Part(whole, place), timeout_s))
+    except QinferError:
+        whole.left(pending)
+        table.remove(pending)
+        raise
 
 
 def is_large(request: InferRequest, spec: ModelSpec) -> bool:

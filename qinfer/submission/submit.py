@@ -41,7 +41,7 @@ from qinfer.submission.backlog import Backlog, queue_timeout_s
 from qinfer.submission.cache_key import inputs_digest
 from qinfer.submission.pending import Counter, Load, Pending, PendingRequests, Sink
 from qinfer.submission.response_cache import Flight, ResponseCache
-from qinfer.submission.splits import Splits, check_whole, is_large
+from qinfer.submission.splits import check_whole, is_large, submit_parts
 from qinfer.submission.steps import Steps
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
@@ -111,7 +111,6 @@ class Submission:
         self.backlog = Backlog(queue, catalog)
         self._steps = Steps(queue, limits, self.pending)
         self._cache: ResponseCache | None = None
-        self._splits: Splits | None = None
 
     def use(self, cache: ResponseCache) -> None:
         """Has the responses of models cached whose configuration enables it; to be called before `run`."""
@@ -292,12 +291,11 @@ class Submission:
     ) -> Pending:
         """Submits a request of more rows than its model takes at once, in parts."""
         self.prepare(request, served)
-        if self._splits is None:
-            self._splits = Splits(self)
         request.id, request.version, now_s = self.new_id(served), served.version, self._clock.monotonic_s()
         model = served.spec.name
         pending = Pending(request.id, request.client_id, model, served.version, sink, now_s, quota=quota)
-        return self._splits.submit(served, request, pending, timeout_s)
+        submit_parts(self, served, request, pending, timeout_s)
+        return pending
 
     def _submit_step(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
