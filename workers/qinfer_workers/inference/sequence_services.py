@@ -5,27 +5,14 @@ though the version policy drops it; a generation that is replaced goes on until 
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.sequences.batcher import SequenceBatcher
-from qinfer.core.retry import OutageLog
-from qinfer.errors import QinferError
-from qinfer.models.pins import Pin
 from qinfer_workers.inference.loader import Loaded
 from qinfer_workers.inference.models import Key
 from qinfer_workers.inference.sequence_service import Parts, SequenceService
-
-logger = logging.getLogger(__name__)
-
-PIN_REASON = "sequences"
-"""The reason of the pins that open sequences hold."""
-
-PIN_EVERY_S = 20.0
-"""The pause between two renewals of the pins."""
-
-_PIN_TTL_S = 60.0
+from qinfer_workers.inference.version_pins import VersionPins
 
 
 class SequenceServices:
@@ -34,6 +21,9 @@ class SequenceServices:
     Args:
         parts: What the services share.
         collect: Takes the statistics of a batcher that ends.
+
+    Attributes:
+        pins: Pins the versions with open sequences.
     """
 
     def __init__(self, parts: Parts, collect: Callable[[SequenceBatcher], None]) -> None:
@@ -42,7 +32,8 @@ class SequenceServices:
         self._services: dict[Key, SequenceService] = {}
         self._leaving: dict[SequenceService, asyncio.Task[None]] = {}
         self._hashes: dict[Key, str] = {}
-        self._pinned: set[Key] = set()
+        store, clock = parts.store, parts.queue.clock
+        self.pins = VersionPins(store, clock, parts.worker_id, "sequences", self._kept)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._services
@@ -72,7 +63,7 @@ class SequenceServices:
         """
         service = self._services[key]
         if service.has_open:
-            await self._pin(key, _PIN_TTL_S)
+            await self.pins.write()
         if not await service.drain(self._parts.settings.drain_s, is_wanted, hands_over=False):
             return False
         del self._services[key]
@@ -86,21 +77,6 @@ class SequenceServices:
             leaving.cancel()
         services = (*self._services.values(), *self._leaving)
         await asyncio.gather(*[service.drain(limit_s, lambda: False, hands_over=True) for service in services])
-
-    async def keep_pins(self) -> None:
-        """Pins the versions with open sequences until cancelled."""
-        outage = OutageLog(logger, "pins of sequences not renewed", "pins of sequences are renewed again")
-        while True:
-            await asyncio.sleep(PIN_EVERY_S)
-            try:
-                for key, service in list(self._services.items()):
-                    if service.has_open:
-                        await self._pin(key, _PIN_TTL_S)
-                    elif key in self._pinned:
-                        await self._pin(key, 0.0)
-                outage.over()
-            except QinferError as error:
-                outage.failed(error.message)
 
     async def pause(self) -> None:
         """Waits until nothing executes, and begins nothing more."""
@@ -123,19 +99,5 @@ class SequenceServices:
         del self._leaving[service]
         self._collect(service.batcher)
 
-    async def _pin(self, key: Key, ttl_s: float) -> None:
-        """Writes the pin of a version, or removes it with 0; has everyone look where that is news."""
-        parts, (model, version) = self._parts, key
-        expires_at = parts.queue.clock.now_s() + ttl_s
-        pin = Pin(
-            model=model,
-            version=version,
-            content_hash=self._hashes[key],
-            reason=PIN_REASON,
-            holder=parts.worker_id,
-            expires_at=expires_at,
-        )
-        await parts.store.put_pin(pin, ttl_s)
-        if (key in self._pinned) is not bool(ttl_s):
-            (self._pinned.add if ttl_s else self._pinned.discard)(key)
-            await parts.store.wake()
+    def _kept(self) -> dict[Key, str]:
+        return {key: self._hashes[key] for key, service in self._services.items() if service.has_open}

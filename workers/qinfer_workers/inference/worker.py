@@ -32,7 +32,6 @@ from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.cancels import CancelWatch
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher, NestedCounts, NoInstances
 from qinfer_workers.inference.ensembles.local import LocalSteps
-from qinfer_workers.inference.ensembles.pins import StepPins
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import Intake
@@ -44,6 +43,7 @@ from qinfer_workers.inference.sequence_services import SequenceServices
 from qinfer_workers.inference.serving import LaneBatcher, Serving
 from qinfer_workers.inference.stream_publisher import StreamPublisher
 from qinfer_workers.inference.tracing import Spans
+from qinfer_workers.inference.version_pins import VersionPins
 from qinfer_workers.jobs.scoring.shard_service import ShardService
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Worker:
         self._leaving: dict[asyncio.Task[None], Serving] = {}
         """Those that are replaced by another kind of serving, and end."""
         self._nested = NestedCounts()
-        self._step_pins = StepPins(store, queue.clock, worker_id, self._steps)
+        self._step_pins = VersionPins(store, queue.clock, worker_id, "ensembles", self._steps)
         self._exclusive = asyncio.Lock()
         self._catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
@@ -113,7 +113,7 @@ class Worker:
             self._streams = self._open_streams()
             parts = Parts(self._queue, self._keeper, self._publisher, tasks, self._store, self._settings, self._id)
             self._sequences = SequenceServices(parts, self._heartbeat.collect)
-            pins = [tasks.create_task(self._sequences.keep_pins()), tasks.create_task(self._step_pins.run())]
+            pins = [tasks.create_task(self._sequences.pins.run()), tasks.create_task(self._step_pins.run())]
             cancels = tasks.create_task(CancelWatch(self._queue, self._keeper).run())
             renewals = tasks.create_task(self._keeper.run())
             bulk = self._bulk.start(tasks, self.spans)
@@ -211,10 +211,10 @@ class Worker:
         serving = self._serving.get((model, version))
         return serving.batcher if serving is not None and isinstance(serving.batcher, Batcher) else None
 
-    def _steps(self) -> set[Key]:
-        """Returns the model versions that ensembles run here."""
+    def _steps(self) -> dict[Key, str]:
+        """Returns the model versions that ensembles run here, whatever these execute."""
         batchers = [serving.batcher for serving in self._servings()]
-        return {key for batcher in batchers if isinstance(batcher, EnsembleBatcher) for key in batcher.versions}
+        return {key: "" for batcher in batchers if isinstance(batcher, EnsembleBatcher) for key in batcher.versions}
 
     def _begin(self, key: Key, batcher: LaneBatcher, before: Serving | None) -> None:
         """Begins a serving, in place of one of another kind if there is any."""
