@@ -1,4 +1,4 @@
-"""Which models ensembles use, and what follows from it: the order of loads, new generations, unloads (reference §1.14).
+"""The models that ensembles use, and what follows: the order of loads, new generations, unloads (reference §1.14).
 
 A model that was loaded only because an ensemble uses it is `Desired.dependent`; it may be unloaded with the last
 ensemble that does (`unload_dependents`).
@@ -27,16 +27,18 @@ def in_order(models: Iterable[StoredModel]) -> list[StoredModel]:
     """Returns models so that each comes after those that it uses; otherwise in the given order."""
     left = {model.model: model for model in models}
     ordered: list[StoredModel] = []
-
-    def take(model: StoredModel) -> None:
-        del left[model.model]
-        for use in model.uses:
-            if use.model in left:
-                take(left[use.model])
-        ordered.append(model)
-
-    while left:
-        take(next(iter(left.values())))
+    begun: set[str] = set()
+    path = list(reversed(left.values()))
+    while path:
+        model = path[-1]
+        begun.add(model.model)
+        uses = [use.model for use in model.uses if model.model in left]
+        if before := [left[name] for name in uses if name in left and name not in begun]:
+            path += reversed(before)
+            continue
+        path.pop()
+        if left.pop(model.model, None) is not None:
+            ordered.append(model)
     return ordered
 
 
@@ -103,24 +105,20 @@ async def _renew(name: str, store: ControlStore) -> None:
     raise QinferError(f"ensemble '{name}' is being changed by others all the time; try again")
 
 
-def labels_of(
-    model: StoredModel, stored: Mapping[str, StoredModel], within: Collection[str] = ()
-) -> dict[str, tuple[str, ...]]:
-    """Returns the labels of a model's outputs; those of an ensemble are its steps', where it has none of its own.
-
-    Args:
-        model: The model.
-        stored: The others.
-        within: Ensembles that it is a step of.
-    """
-    if not model.uses or model.error or model.model in within:
-        return model.labels
-    passed: dict[str, tuple[str, ...]] = {}
-    for step in to_steps(from_json(model.config)):
-        if (one := stored.get(step.model)) is not None:
-            labels = labels_of(one, stored, (*within, model.model))
-            passed.update((tensor, labels[output]) for output, tensor in step.outputs.items() if output in labels)
-    return passed | model.labels
+def labels_of(model: StoredModel, stored: Mapping[str, StoredModel]) -> dict[str, tuple[str, ...]]:
+    """Returns the labels of a model's outputs; those of an ensemble are its steps', where it has none of its own."""
+    found = [model]
+    for one in found:
+        known = {each.model for each in found}
+        found += [stored[name] for name in missing_uses([one], known) if name in stored]
+    labels: dict[str, dict[str, tuple[str, ...]]] = {}
+    for one in in_order(found):
+        passed: dict[str, tuple[str, ...]] = {}
+        for step in to_steps(from_json(one.config)) if one.uses and not one.error else ():
+            of_step = labels.get(step.model, {})
+            passed.update((tensor, of_step[output]) for output, tensor in step.outputs.items() if output in of_step)
+        labels[one.model] = passed | one.labels
+    return labels[model.model]
 
 
 def missing_uses(models: Sequence[StoredModel], known: Collection[str]) -> list[str]:

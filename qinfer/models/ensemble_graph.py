@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from qinfer.errors import ModelLoadFailed
+from qinfer.models.config.ensembles import runnable
 from qinfer.models.ensemble_checks import check_steps, is_like
 from qinfer.models.spec import EnsembleStep, ModelSpec
 
 MAX_STEPS = 1000
 """The most steps of a plan: ensembles that contain others several times grow fast."""
+
+MAX_NESTING = 32
+"""The most ensembles within one another."""
 
 _MAX_WAYS = 64
 
@@ -267,6 +271,8 @@ class _Planner:
             path: The ensembles that it is in, outermost first, and it.
             within: The same as positions in `nested`, without the outermost.
         """
+        if len(path) > MAX_NESTING:
+            raise ModelLoadFailed(f"more than {MAX_NESTING} ensembles are within one another: {' -> '.join(path)}")
         resolved = [self._resolve(step) for step in spec.steps]
         for one in resolved:
             if one.spec.name in path:
@@ -310,15 +316,11 @@ class _Planner:
 
 def _in_order(spec: ModelSpec, resolved: Sequence[Resolved]) -> Iterator[tuple[EnsembleStep, Resolved]]:
     """Yields the steps, each after those whose outputs it reads."""
-    ready, left = {tensor.name for tensor in spec.inputs}, list(zip(spec.steps, resolved, strict=True))
-    while left:
-        can_run = [pair for pair in left if ready.issuperset(pair[0].inputs.values())]
-        if not can_run:
-            raise ModelLoadFailed(f"the steps of ensemble '{spec.name}' wait for one another")
-        for pair in can_run:
-            yield pair
-            ready.update(pair[0].outputs.values())
-            left.remove(pair)
+    order = runnable([tensor.name for tensor in spec.inputs], spec.steps)
+    if len(order) < len(resolved):
+        raise ModelLoadFailed(f"the steps of ensemble '{spec.name}' wait for one another")
+    for number in order:
+        yield spec.steps[number], resolved[number]
 
 
 def _name(names: dict[str, str], tensor: str, prefix: str) -> str:

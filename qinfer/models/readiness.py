@@ -139,11 +139,13 @@ def assess(
 ) -> dict[str, ModelStatus]:
     """Returns the status of every model that is desired to be loaded, by name."""
     records = list(workers)
-    alone = {model: _status(wish, stored.get(model), records) for model, wish in sorted(desired.items()) if wish.load}
-    done: dict[str, ModelStatus] = {}
-    for model in alone:
-        _add_with_uses(model, alone, stored, done)
-    return {model: done[model] for model in alone}
+    statuses = {
+        model: _status(wish, stored.get(model), records) for model, wish in sorted(desired.items()) if wish.load
+    }
+    users = [model for model in statuses if model in stored and stored[model].uses]
+    while any(_lower(stored[model], statuses) for model in users):
+        pass  # an ensemble that is not READY any more may be a step of another
+    return statuses
 
 
 def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str:
@@ -157,24 +159,18 @@ def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str
     return ""
 
 
-def _add_with_uses(
-    model: str, alone: Mapping[str, ModelStatus], stored: Mapping[str, StoredModel], done: dict[str, ModelStatus]
-) -> None:
-    """Adds the status of a model, after those of the models that it uses: it is not READY while one of them is not."""
-    if model in done:
-        return
-    status = done[model] = alone[model]
-    uses = stored[model].uses if model in stored else ()
-    for use in uses:
-        if use.model in alone:
-            _add_with_uses(use.model, alone, stored, done)
-    reason = next(filter(None, (lacking(model, use, done) for use in uses)), "")
-    if reason:
-        versions = {
-            version: VersionState(State.UNAVAILABLE, state.generation, reason) if state.state is State.READY else state
-            for version, state in status.versions.items()
-        }
-        done[model] = replace(status, versions=versions)
+def _lower(model: StoredModel, statuses: dict[str, ModelStatus]) -> bool:
+    """Makes an ensemble UNAVAILABLE that lacks a model which it uses; returns whether it was READY."""
+    status = statuses[model.model]
+    reason = next(filter(None, (lacking(model.model, use, statuses) for use in model.uses)), "")
+    if not reason or not status.ready_versions:
+        return False
+    versions = {
+        version: VersionState(State.UNAVAILABLE, state.generation, reason) if state.state is State.READY else state
+        for version, state in status.versions.items()
+    }
+    statuses[model.model] = replace(status, versions=versions)
+    return True
 
 
 def _status(wish: Desired, stored: StoredModel | None, workers: list[WorkerRecord]) -> ModelStatus:

@@ -4,7 +4,7 @@ Texts and rules are those of Triton's `ValidateEnsembleSchedulingConfig` (core `
 depends on the models of the steps is compared when an ensemble is loaded (`qinfer/models/ensemble_checks.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from qinfer.models.config.message import ModelConfig
 from qinfer.models.spec import EnsembleStep
@@ -46,14 +46,21 @@ def to_steps(config: ModelConfig) -> tuple[EnsembleStep, ...]:
     )
 
 
-def ready_tensors(given: Sequence[str], steps: Sequence[EnsembleStep]) -> set[str]:
-    """Returns the ensemble tensors that exist in the end: the given ones, and those of steps that can run."""
-    ready, left = set(given), list(steps)
-    while can_run := [step for step in left if ready.issuperset(step.inputs.values())]:
-        for step in can_run:
-            ready.update(step.outputs.values())
-            left.remove(step)
-    return ready
+def runnable(given: Iterable[str], steps: Sequence[EnsembleStep]) -> list[int]:
+    """Returns the positions of the steps that can run, each after those whose tensors it reads.
+
+    Args:
+        given: The tensors that exist before any step runs.
+        steps: The steps.
+    """
+    ready, left = set(given), list(enumerate(steps))
+    ordered: list[int] = []
+    while can_run := [pair for pair in left if ready.issuperset(pair[1].inputs.values())]:
+        for pair in can_run:
+            ready.update(pair[1].outputs.values())
+            left.remove(pair)
+            ordered.append(pair[0])
+    return ordered
 
 
 def _contradictions(config: ModelConfig) -> Iterator[str]:
@@ -100,7 +107,7 @@ def _flow_problems(config: ModelConfig) -> Iterator[str]:
     inputs, outputs = [i.name for i in config.input], [o.name for o in config.output]
     read = {tensor for step in steps for tensor in step.inputs.values()}
     written = {tensor for step in steps for tensor in step.outputs.values()}
-    ready = ready_tensors(inputs, steps)
+    ready = {*inputs, *(tensor for number in runnable(inputs, steps) for tensor in steps[number].outputs.values())}
     for tensor in inputs:
         if tensor not in read | written:
             yield f"ensemble input '{tensor}' for ensemble {name} is not used"

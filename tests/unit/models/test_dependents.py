@@ -1,9 +1,12 @@
 """What follows from ensembles that use models: order, readiness, new generations, unloads."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
-from qinfer.models.dependents import in_order, unneeded, users_of
+from qinfer.models.config.config import parse, to_json
+from qinfer.models.dependents import in_order, labels_of, unneeded, users_of, uses_of
 from qinfer.models.readiness import assess
 from qinfer.models.state import Desired, State, StoredModel, Use, VersionState, WorkerRecord
 
@@ -35,6 +38,29 @@ def test_ensembles_that_use_one_another_have_an_order_too() -> None:
     again = msgspec.structs.replace(STEP, uses=(Use("outer"),))
 
     assert {one.model for one in in_order([again, INNER, OTHER, OUTER])} == set(STORED)
+
+
+def test_ensembles_may_be_deep_within_one_another() -> None:
+    """A chain of them, longer than Python lets functions call one another, stops no view of the models."""
+    names = [f"e{number:04}" for number in range(1200)]
+    chain = [StoredModel(name, 1, versions=(1,), uses=(Use(below),)) for name, below in pairwise(reversed(names))]
+    stored = {one.model: one for one in (*chain, StoredModel(names[0], 1, versions=(1,)))}
+
+    assert [one.model for one in in_order(stored.values())] == names
+    assert set(reasons(worker(*names), stored).values()) == {""}
+    assert "" not in reasons(worker(*names[1:]), stored).values()
+
+
+def test_labels_of_ensembles_that_contain_others_many_times() -> None:
+    """Each level has two steps of the one below: a billion ways lead to the labels of the last."""
+    stored = {"e0": StoredModel("e0", 1, labels={"y": ("cat", "dog")})}
+    for level in range(1, 31):
+        below = f"step {{ model_name: 'e{level - 1}' model_version: -1 input_map {{ key: 'x' value: 'x' }} "
+        steps = [below + f"output_map {{ key: 'y' value: '{tensor}' }} }}" for tensor in ("y", "z")]
+        config = parse(f"name: 'e{level}' platform: 'ensemble' ensemble_scheduling {{ {' '.join(steps)} }}")
+        stored[config.name] = StoredModel(config.name, 1, to_json(config), uses=uses_of(config))
+
+    assert labels_of(stored["e30"], stored) == {"y": ("cat", "dog"), "z": ("cat", "dog")}
 
 
 def test_users_are_found_through_others() -> None:

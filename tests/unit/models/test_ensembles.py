@@ -6,7 +6,7 @@ import pytest
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import from_json, normalise, parse, to_json, to_spec
-from qinfer.models.ensemble_graph import MAX_STEPS, Plan, Resolved, fit, plan
+from qinfer.models.ensemble_graph import MAX_NESTING, MAX_STEPS, Plan, Resolved, fit, plan
 from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
 
 HEAD = """
@@ -168,6 +168,19 @@ def test_an_ensemble_that_grows_too_large() -> None:
 
     with pytest.raises(ModelLoadFailed, match=f"more than {MAX_STEPS} steps"):
         plan(level, lambda step: Resolved(known[step.model], 1))
+
+
+def test_ensembles_that_are_too_deep_within_one_another() -> None:
+    level = model("a")
+    known = {"a": level}
+    for depth in range(2000):
+        steps = (EnsembleStep(level.name, 0, {"x": "x"}, {"y": "y"}),)
+        level = known[f"e{depth}"] = model(f"e{depth}", backend="", steps=steps)
+
+    for name in ("e1999", f"e{MAX_NESTING}"):
+        with pytest.raises(ModelLoadFailed, match=f"more than {MAX_NESTING} ensembles are within one another"):
+            plan(known[name], lambda step: Resolved(known[step.model], 1))
+    assert len(plan(known[f"e{MAX_NESTING - 1}"], lambda step: Resolved(known[step.model], 1)).steps) == 1
 
 
 def test_an_optional_input_that_nobody_gives() -> None:
