@@ -146,46 +146,50 @@ class Loader:
                 what is served.
         """
         directory = self._version_dir(spec.name, version, stored.location, stored.content_hash)
-        devices = devices_of(spec, self.gpus) if planned is None else ()
         try:
             files = VersionFiles(stored, directory)
             executed_hash = files.executed_hash(self._read.setdefault((spec.name, version), {}))
         except OSError as error:  # they are being changed
             raise ModelLoadFailed(f"the model's files can't be read: {error.strerror}") from None
-        if planned is not None:
-            executed_hash = planned.with_own(executed_hash)
         loaded = Loaded(
             spec=spec,
             version=version,
             generation=stored.generation,
             identity=files.identity(),
-            devices=devices,
+            devices=devices_of(spec, self.gpus) if planned is None else (),
             content_hash=stored.content_hash,
-            executed_hash=executed_hash,
+            executed_hash=executed_hash if planned is None else planned.with_own(executed_hash),
             initial_states=initial_states(spec, directory.parent),
-            plan=planned.plan if planned is not None else None,
+            plan=None if planned is None else planned.plan,
         )
         if pinned and not loaded.executes(pinned):
             raise ModelLoadFailed("its files or configuration are not those that it was pinned with")
         if planned is not None:
             return Change(kind=Kind.NEW, loaded=loaded)
-        if serving is not None and serving.identity == loaded.identity:
-            missing = list((Counter(devices) - Counter(serving.devices)).elements())
-            surplus = list((Counter(serving.devices) - Counter(devices)).elements())
-            if not missing and not surplus:
-                return Change(kind=Kind.SAME, loaded=loaded)
-            # Any idle instance may end, so that those on one device can't be told from those on another. Sequences are
-            # bound to their instances.
-            is_resizable = not surplus or (not missing and len(set(serving.devices)) == 1)
-            if is_resizable and spec.sequences is None:
-                added = self._instances(loaded, directory, missing, LatencyModel())
-                return Change(kind=Kind.RESIZED, loaded=replace(loaded, instances=added), surplus=len(surplus))
+        if (kept := self._kept(loaded, directory, serving)) is not None:
+            return kept
         latency = LatencyModel()
-        instances = self._instances(loaded, directory, devices, latency)
+        instances = self._instances(loaded, directory, loaded.devices, latency)
         if not files.are_as_before():
             logger.warning("files changed while they were loaded", extra={"model": spec.name, "version": version})
             loaded = replace(loaded, executed_hash="")
         return Change(kind=Kind.NEW, loaded=replace(loaded, instances=instances, latency=latency))
+
+    def _kept(self, loaded: Loaded, directory: Path, serving: Loaded | None) -> Change | None:
+        """Goes on with what is served, with more or fewer instances; `None` where all are to be loaded anew."""
+        if serving is None or serving.identity != loaded.identity:
+            return None
+        missing = list((Counter(loaded.devices) - Counter(serving.devices)).elements())
+        surplus = list((Counter(serving.devices) - Counter(loaded.devices)).elements())
+        if not missing and not surplus:
+            return Change(kind=Kind.SAME, loaded=loaded)
+        # Any idle instance may end, so that those on one device can't be told from those on another. Sequences are
+        # bound to their instances.
+        is_resizable = not surplus or (not missing and len(set(serving.devices)) == 1)
+        if not is_resizable or loaded.spec.sequences is not None:
+            return None
+        added = self._instances(loaded, directory, missing, LatencyModel())
+        return Change(kind=Kind.RESIZED, loaded=replace(loaded, instances=added), surplus=len(surplus))
 
     def complete(self, stored: StoredModel) -> Completion:
         """Completes the configuration of a model that is stored as pending; the model's own mistake is a result too.
