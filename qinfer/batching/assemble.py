@@ -1,4 +1,4 @@
-"""Which requests can share a batch, and the arrays of one: requests → key, requests → `Batch`; pure."""
+"""Assembly of batches: the key that requests share which fit one another, and the arrays of a `Batch`; pure."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial

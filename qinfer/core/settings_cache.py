@@ -11,7 +11,7 @@ from qinfer.core.settings_section import Section
 
 _OPTIONS = {"local": ("size",), "redis": ("size", "ttl")}
 _SIZE_BYTES, _TTL_S = 256 * 2**20, 3600
-"""Of a cache in Redis that names none."""
+"""The size and the time to live of a cache in Redis whose text names none."""
 
 
 class CachePlan(NamedTuple):

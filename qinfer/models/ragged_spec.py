@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class BatchInputKind(StrEnum):
-    """What a batch input tells of its source, by the names of `model_config.proto`."""
+    """Kinds of batch inputs, which tell a model the shapes or sizes of a batch's requests (`model_config.proto`)."""
 
     ELEMENT_COUNT = "BATCH_ELEMENT_COUNT"
     ACCUMULATED = "BATCH_ACCUMULATED_ELEMENT_COUNT"

@@ -48,7 +48,7 @@ async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("config", [LOCAL, REDIS])
 async def test_an_equal_request_is_answered_without_the_queue(fast: bool, config: str) -> None:  # noqa: FBT001
-    """By either path; with its own id, and with the same bytes otherwise."""
+    """The fast path and the other one answer from the cache, with the request's own id and otherwise the same bytes."""
     async with (
         caching_gateway(cached(config, settings_of({"fast_path": fast}))) as running,
         httpx.AsyncClient() as client,
@@ -126,7 +126,7 @@ async def count_entries(running: Running, count: int) -> bool:
 
 
 async def test_equal_requests_at_once_are_executed_once(running: Running) -> None:
-    """Those that came while it was executed count as hits."""
+    """Requests that came while an equal one was executed count as hits."""
     async with httpx.AsyncClient() as client, asyncio.TaskGroup() as group:
         asking = [group.create_task(client.post(url(running, "late"), json=body())) for _ in range(10)]
         await eventually(lambda: running.gateway.dispatcher.in_flight == 11)
@@ -146,7 +146,7 @@ async def is_queued(running: Running) -> bool:
 
 
 async def test_an_execution_goes_on_for_those_who_stay(running: Running) -> None:
-    """Its first caller has left; once the last one has, it is taken out of the queue."""
+    """An execution goes on when its first caller leaves, and is taken out of the queue when the last one does."""
     async with httpx.AsyncClient() as client, asyncio.TaskGroup() as group:
         first = group.create_task(client.post(url(running, "late"), json=body()))
         await eventually(partial(is_queued, running))
@@ -162,7 +162,7 @@ async def test_an_execution_goes_on_for_those_who_stay(running: Running) -> None
 
 
 async def test_each_waits_until_its_own_deadline() -> None:
-    """And the execution until the last of them."""
+    """Each caller waits until its own deadline, and the execution goes on until the last of these."""
     async with (
         caching_gateway(cached(LOCAL, settings_of(grpc={}))) as running,
         grpc.aio.insecure_channel(running.grpc_target) as channel,
@@ -183,7 +183,7 @@ async def test_each_waits_until_its_own_deadline() -> None:
 
 
 async def test_errors_are_not_stored(running: Running) -> None:
-    """Those of a worker, those of a request that does not fit; each is told as without a cache."""
+    """Failures of a worker, and of a request that does not fit, are told as without a cache, and not stored."""
     lane = Lane("late", 1)
     wrong = {"inputs": [{"name": "z", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
     async with httpx.AsyncClient() as client, asyncio.TaskGroup() as group:

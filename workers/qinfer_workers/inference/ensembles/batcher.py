@@ -62,9 +62,8 @@ class NoInstances:
         return False
 
     def start(self, execution: Execution, done: Callable[[Execution], None], instance: int = 0) -> None:
-        """Refuses; nobody calls it."""
-        del execution, done, instance
-        raise NotImplementedError
+        """Is never called: an ensemble makes no executions."""
+        raise AssertionError("an ensemble has no instance to execute anything on", execution, done, instance)
 
     def recall(self) -> list[Execution]:
         """Returns nothing."""
