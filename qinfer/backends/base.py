@@ -260,6 +260,41 @@ class Backend(Protocol):
         ...
 
 
+class ManagesModels(Protocol):
+    """The way of a model's code to the model repository: Triton's Model Loading API. Every method blocks its thread."""
+
+    def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
+        """Loads a model, or loads it anew; returns when it is ready.
+
+        Args:
+            model: Its name.
+            config: A configuration in JSON in place of its own; empty = its own.
+            files: `<version>/<file>` → content, in place of its files.
+
+        Raises:
+            ControlDisabled: The repository is not in explicit mode.
+            QinferError: It can't be loaded.
+        """
+        ...
+
+    def unload(self, model: str, *, unload_dependents: bool) -> None:
+        """Unloads a model; returns when it accepts no more requests.
+
+        Raises:
+            ControlDisabled: The repository is not in explicit mode.
+            QinferError: It can't be said now.
+        """
+        ...
+
+    def is_ready(self, model: str, version: int) -> bool:
+        """Tells whether a version of a model is ready; 0 = any.
+
+        Raises:
+            QinferError: The models can't be looked at now.
+        """
+        ...
+
+
 BackendFactory = Callable[[], Backend]
 
 

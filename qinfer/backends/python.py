@@ -12,11 +12,12 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from qinfer.backends.base import Batch, Context, item_shapes
+from qinfer.backends.base import Batch, Context, ManagesModels, item_shapes
 from qinfer.backends.python_host.calls import Calls, send, tensors
 from qinfer.backends.python_host.channel import Buffer, UnreadError, raw
 from qinfer.backends.python_host.errors import to_qinfer
 from qinfer.backends.python_host.instance import Instance
+from qinfer.backends.python_host.managing import Managing
 from qinfer.backends.python_host.messages import (
     SEQUENCE_END,
     SEQUENCE_START,
@@ -33,6 +34,7 @@ from qinfer.backends.python_host.messages import (
     IsCancelled,
     Load,
     Loaded,
+    Manage,
     Message,
     More,
     TensorMeta,
@@ -57,9 +59,16 @@ COMPLETE_S = 120.0
 
 
 class PythonBackend:
-    """See the module docstring."""
+    """See the module docstring.
+
+    Args:
+        models: Loads and unloads what the model asks for; `None` = it may not ask.
+    """
 
     short_on_loop = False
+
+    def __init__(self, models: ManagesModels | None = None) -> None:
+        self._models = models
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Starts the process, imports the model and initialises it.
@@ -94,7 +103,8 @@ class PythonBackend:
             },
         )
 
-        self._instance = Instance(spec.name, lambda process: ask(process, message, Loaded, spec.name))
+        managing = self._managing = Managing(self._models, spec.name)
+        self._instance = Instance(spec.name, lambda process: ask(process, message, Loaded, spec.name, managing))
         try:
             self._instance.start()
         except BaseException:
@@ -192,7 +202,7 @@ class PythonBackend:
 
     def _streams_of(self, process: HostProcess) -> Streams:
         if self._streams is None or self._streams.process is not process:
-            self._streams = Streams(process, self._instance, self._model, tuple(self._outputs))
+            self._streams = Streams(process, self._instance, self._managing, self._model, tuple(self._outputs))
         return self._streams
 
     def _outcome(
@@ -216,6 +226,8 @@ class PythonBackend:
                     calls = calls or Calls(process.channel, self._model)
                     is_current = isinstance(message, Call) and message.batch == number
                     calls.hear(message, buffers, ctx if is_current else None)
+                elif isinstance(message, Manage):
+                    self._managing.hear(process.channel, message, buffers)
                 elif isinstance(message, IsCancelled):
                     cancelled = message.batch != number or ctx.cancelled(message.item)
                     send(process.channel, Cancelled(message.number, cancelled))
@@ -273,7 +285,7 @@ def check_model(model: str, environment: str, version_dir: Path, filename: str) 
         )
 
 
-def ask(process: HostProcess, message: Message, expected: type[M], model: str) -> M:
+def ask(process: HostProcess, message: Message, expected: type[M], model: str, managing: Managing | None = None) -> M:
     """Has a process do something before it executes; returns its answer.
 
     Args:
@@ -281,13 +293,17 @@ def ask(process: HostProcess, message: Message, expected: type[M], model: str) -
         message: What to do.
         expected: What the answer is if it did.
         model: The model's name.
+        managing: Carries out what the model asks for meanwhile; `None` = it asks for nothing.
 
     Raises:
         ModelLoadFailed: The model's code raised, or ended its process.
     """
     try:
         process.channel.send(message)
-        answer, _ = process.channel.receive()
+        answer, buffers = process.channel.receive()
+        while managing is not None and isinstance(answer, Manage):
+            managing.hear(process.channel, answer, buffers)
+            answer, buffers = process.channel.receive()
     except (OSError, EOFError):
         raise ModelLoadFailed(f"the process of model '{model}' died while it was loaded ({process.death()})") from None
     if isinstance(answer, expected):

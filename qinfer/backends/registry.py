@@ -4,12 +4,13 @@ Third parties add backends by an entry point in the group `qinfer.backends` whos
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from qinfer.backends.base import BackendFactory
+from qinfer.backends.base import Backend, BackendFactory, ManagesModels
 from qinfer.errors import BackendUnavailable
 from qinfer.models.config.message import ModelConfig
 
@@ -35,15 +36,20 @@ _BUILT_IN = {
 }
 
 
-def factory(name: str) -> BackendFactory:
+def factory(name: str, models: ManagesModels | None = None) -> BackendFactory:
     """Returns the factory of a backend.
+
+    Args:
+        name: The backend's name.
+        models: Loads what models written in Python ask for; `None` = they may not ask.
 
     Raises:
         BackendUnavailable: Nothing of that name is known, or its runtime is not installed.
     """
     built_in = _BUILT_IN.get(name)
     if built_in is not None:
-        return cast("BackendFactory", _imported(name, built_in))
+        made = cast("Callable[..., Backend]", _imported(name, built_in))
+        return made if name != "python" else partial(made, models)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
             return cast("BackendFactory", entry_point.load())

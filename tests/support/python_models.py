@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qinfer.backends.base import Array, Batch
+from qinfer.backends.base import Array, Batch, ManagesModels
 from qinfer.backends.python import PythonBackend
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.core.settings import LimitSettings
@@ -114,17 +114,19 @@ def spec_of(directory: Path) -> ModelSpec:
     return config.to_spec(config.normalise(parsed, directory.parent.name, ["model.py"]), LimitSettings())
 
 
-def load(directory: Path, device: Device | None = None) -> PythonBackend:
-    """Loads a model; unload it."""
-    backend = PythonBackend()
+def load(directory: Path, device: Device | None = None, models: ManagesModels | None = None) -> PythonBackend:
+    """Loads a model, which may have others loaded by `models`; unload it."""
+    backend = PythonBackend(models)
     backend.load(spec_of(directory), directory, device or Device())
     return backend
 
 
 @contextmanager
-def loaded(repository: Path, code: str, name: str = "m", **options: object) -> Iterator[PythonBackend]:
+def loaded(
+    repository: Path, code: str, name: str = "m", models: ManagesModels | None = None, **options: object
+) -> Iterator[PythonBackend]:
     """Writes and loads a model."""
-    backend = load(write_model(repository, code, name, **options))
+    backend = load(write_model(repository, code, name, **options), models=models)
     try:
         yield backend
     finally:

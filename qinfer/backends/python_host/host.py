@@ -10,8 +10,7 @@ import sys
 import threading
 import traceback
 import types
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
@@ -24,6 +23,7 @@ import numpy as np
 from qinfer.backends.python_host import inference, services, utils
 from qinfer.backends.python_host.channel import Buffer, Channel
 from qinfer.backends.python_host.errors import TritonError, TritonModelException, message_of
+from qinfer.backends.python_host.inbox import Inbox
 from qinfer.backends.python_host.inference import InferenceRequest, InferenceTrace
 from qinfer.backends.python_host.messages import (
     Answer,
@@ -41,6 +41,8 @@ from qinfer.backends.python_host.messages import (
     IsCancelled,
     Load,
     Loaded,
+    Manage,
+    Managed,
     Message,
     More,
     Returned,
@@ -64,95 +66,6 @@ _batch: ContextVar[int] = ContextVar("batch", default=0)
 _HERE = Path(__file__).parent
 
 
-Received = tuple[Message, list[Buffer]]
-
-
-class Inbox:
-    """Reads a channel for several threads: commands for the main thread, answers for the calling threads.
-
-    There is no thread for reading: of the threads that wait, one reads for all.
-
-    Args:
-        channel: The way to the worker.
-        unwanted: Called with each `Unwanted`, from the thread that reads.
-    """
-
-    def __init__(self, channel: Channel, unwanted: Callable[[Unwanted], None]) -> None:
-        self._channel = channel
-        self._unwanted = unwanted
-        self._changed = threading.Condition()
-        self._is_read = False
-        self._commands: deque[Received] = deque()
-        self._answers: dict[int, Received | None] = {}
-        self._count = 0
-
-    def expect(self) -> int:
-        """Returns a number for a question, whose answer is kept from now on."""
-        with self._changed:
-            self._count += 1
-            self._answers[self._count] = None
-            return self._count
-
-    def command(self) -> Received:
-        """Waits for the next command.
-
-        Raises:
-            EOFError: The worker is gone.
-        """
-        with self._changed:
-            while not self._commands:
-                self._step()
-            return self._commands.popleft()
-
-    def answer(self, number: int) -> Received:
-        """Waits for the answer to a question.
-
-        Raises:
-            EOFError: The worker is gone.
-        """
-        with self._changed:
-            while (received := self._answers[number]) is None:
-                self._step()
-            del self._answers[number]
-            return received
-
-    def poll(self) -> None:
-        """Reads what has come, unless another thread reads."""
-        with self._changed:
-            while not self._is_read and self._channel.has_message():
-                self._step()
-
-    def forget(self, number: int) -> None:
-        """Drops a question; takes no lock, because the garbage collector may have called."""
-        self._answers.pop(number, None)
-
-    def _step(self) -> None:
-        """Waits while another thread reads, or reads one message."""
-        if self._is_read:
-            self._changed.wait()
-            return
-        self._is_read = True
-        self._changed.release()
-        received = None
-        try:
-            received = self._channel.receive()
-        finally:
-            self._changed.acquire()
-            self._is_read = False
-            if received is not None:
-                self._sort(received)
-            self._changed.notify_all()
-
-    def _sort(self, received: Received) -> None:
-        message, _ = received
-        if isinstance(message, Unwanted):
-            self._unwanted(message)
-        elif not isinstance(message, Returned | Cancelled | Taken):
-            self._commands.append(received)
-        elif message.number in self._answers:
-            self._answers[message.number] = received
-
-
 class Host:
     """The process's whole work; also the way of the model's requests to the worker.
 
@@ -170,6 +83,7 @@ class Host:
         """Output → its wire datatype, in the order of the configuration."""
         self._batch = 0
         self._is_executing = False
+        self._is_loading = False
         self._is_decoupled = False
         self.is_iterative = False
         """Requests may be rescheduled."""
@@ -233,6 +147,30 @@ class Host:
             return InferenceResponse(error=TritonError(answer.error, answer.code)), message.is_last
         outputs = [_tensor(meta, _array(meta, data)) for meta, data in zip(answer.outputs, buffers, strict=True)]
         return InferenceResponse(outputs, parameters=dict(answer.parameters)), message.is_last
+
+    def manage(self, asked: Manage, contents: Sequence[bytes] = ()) -> bool:
+        """Has the worker load or unload a model, or say whether one is ready; blocks until that is done.
+
+        Args:
+            asked: What to do; its number is set here.
+            contents: The contents of `asked.files`.
+
+        Raises:
+            TritonModelException: It is refused, or has failed.
+        """
+        if not (self._is_loading or self._is_executing or self._streams):
+            raise TritonModelException(
+                "models can be loaded, unloaded and looked at in `initialize` and `execute` only"
+            )
+        if self._is_loading and asked.action == "load" and asked.model == self._name:
+            raise TritonModelException(f"model '{self._name}' can't load itself while it is being loaded")
+        asked.number = self._inbox.expect()
+        self._channel.send(asked, contents)
+        answer, _ = self._inbox.answer(asked.number)
+        assert isinstance(answer, Managed)
+        if answer.error:
+            raise TritonModelException(answer.error)
+        return answer.is_ready
 
     def is_cancelled(self, batch: int, item: int) -> bool:
         """Returns whether a request of a batch is cancelled; one that was answered is not."""
@@ -351,11 +289,15 @@ class Host:
         self.is_iterative = bool(config.get("sequence_batching", {}).get("iterative_sequence"))
         if self._is_decoupled:
             self._prepare_later()
-        self._model = kind()
-        if not hasattr(self._model, "execute"):
-            raise TritonModelException(f"Python model {message.filename} does not implement `execute` method.")
-        if hasattr(self._model, "initialize"):
-            self._model.initialize(dict(message.args))
+        self._is_loading = True
+        try:
+            self._model = kind()
+            if not hasattr(self._model, "execute"):
+                raise TritonModelException(f"Python model {message.filename} does not implement `execute` method.")
+            if hasattr(self._model, "initialize"):
+                self._model.initialize(dict(message.args))
+        finally:
+            self._is_loading = False
         return Loaded()
 
     def _complete(self, message: Complete) -> Completed:

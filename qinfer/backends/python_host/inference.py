@@ -26,6 +26,17 @@ def connect(host: "Host") -> None:
     _host = host
 
 
+def connected() -> "Host":
+    """Returns the way to the worker.
+
+    Raises:
+        TritonModelException: This is no process of a worker's model.
+    """
+    if _host is None:
+        raise TritonModelException("only the process that a worker has started for the model can ask the worker")
+    return _host
+
+
 class InferenceTrace:
     """The trace of a request.
 

@@ -1,6 +1,7 @@
 """The messages between worker and host process, as msgpack; the tensors' bytes follow as buffers, in the same order."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -262,6 +263,42 @@ class Returned(msgspec.Struct, array_like=True, tag=True):
     is_last: bool = True
 
 
+class Manage(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: load or unload a model, or say whether one is ready.
+
+    Attributes:
+        action: Which of these.
+        model: The model.
+        version: The version that may be ready; 0 = any.
+        config: The configuration in JSON to load it with; empty = its own.
+        files: Names of the files to load it with, `<version>/<file>`; their contents are the message's buffers.
+        unload_dependents: Unload the models too that only this ensemble uses.
+        number: Names the question in its `Managed`.
+    """
+
+    action: Literal["load", "unload", "ready"]
+    model: str
+    version: int = 0
+    config: str = ""
+    files: list[str] = []
+    unload_dependents: bool = False
+    number: int = 0
+
+
+class Managed(msgspec.Struct, array_like=True, tag=True):
+    """To the host: the answer to `Manage`.
+
+    Attributes:
+        number: The question's.
+        is_ready: Whether the model is ready, where that was asked.
+        error: Why it was not done; empty = it was.
+    """
+
+    number: int
+    is_ready: bool = False
+    error: str = ""
+
+
 class IsCancelled(msgspec.Struct, array_like=True, tag=True):
     """To the worker: does anybody still wait for this request of the batch?"""
 
@@ -297,6 +334,8 @@ Message = (
     | More
     | Close
     | Returned
+    | Manage
+    | Managed
     | IsCancelled
     | Cancelled
     | Finalize

@@ -1,13 +1,12 @@
-"""`pb_utils.Logger` and `pb_utils.MetricFamily`, and the refused parts of Triton's module."""
+"""`pb_utils.Logger` and `pb_utils.MetricFamily`: what a model says besides its responses."""
 
 import bisect
 import enum
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
 
 from qinfer.backends.python_host.errors import TritonModelException, text
 
@@ -172,17 +171,3 @@ class MetricFamily:
         if (self._kind is MetricKind.HISTOGRAM) != bool(buckets):
             raise TritonModelException("a histogram needs 'buckets', and other metrics have none")
         return Metric(self._kind, buckets or ())
-
-
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    """Returns a function of Triton's that is refused, because a model has no say in what else is loaded."""
-
-    def refuse(*args: Any, **options: Any) -> NoReturn:
-        del args, options
-        raise TritonModelException(f"pb_utils.{name} is not supported by this server; use the model repository API")
-
-    return refuse
-
-
-load_model, unload_model = _refusing("load_model"), _refusing("unload_model")
-is_model_ready = _refusing("is_model_ready")  # a call to one that is not ready fails, with that reason

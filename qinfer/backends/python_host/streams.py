@@ -21,6 +21,7 @@ from qinfer.backends.python_host.calls import Calls, send, tensors
 from qinfer.backends.python_host.channel import Buffer, UnreadError
 from qinfer.backends.python_host.errors import to_qinfer
 from qinfer.backends.python_host.instance import Instance
+from qinfer.backends.python_host.managing import Managing
 from qinfer.backends.python_host.messages import (
     Answer,
     AwaitTaken,
@@ -32,6 +33,7 @@ from qinfer.backends.python_host.messages import (
     Failed,
     IsCancelled,
     Loaded,
+    Manage,
     Message,
     More,
     Sent,
@@ -82,13 +84,17 @@ class Streams:
     Args:
         process: The process; its model is loaded, and nobody else receives from it.
         instance: Whose process it is; it is told whether anything is open.
+        managing: Carries out what the model asks for.
         model: The model's name.
         outputs: Names of the configuration's outputs.
     """
 
-    def __init__(self, process: HostProcess, instance: Instance, model: str, outputs: Sequence[str]) -> None:
+    def __init__(
+        self, process: HostProcess, instance: Instance, managing: Managing, model: str, outputs: Sequence[str]
+    ) -> None:
         self.process = process
         self._instance = instance
+        self._managing = managing
         self._model = model
         self._outputs = outputs
         self._calls = Calls(process.channel, model)
@@ -185,6 +191,8 @@ class Streams:
             self._is_cancelled(message)
         elif isinstance(message, Call | More | Close):
             self._calls.hear(message, buffers, self._context(message) if isinstance(message, Call) else None)
+        elif isinstance(message, Manage):
+            self._managing.hear(self.process.channel, message, buffers)
         elif not isinstance(message, Loaded):  # finalised
             logger.error("the model's process said what it must not", extra={"model": self._model})
 

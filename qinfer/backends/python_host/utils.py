@@ -14,17 +14,10 @@ from qinfer.backends.python_host.inference import (
     InferenceTrace,
     PreferredMemory,
 )
+from qinfer.backends.python_host.loads import is_model_ready, load_model, unload_model
 from qinfer.backends.python_host.messages import SEQUENCE_END, SEQUENCE_START
 from qinfer.backends.python_host.responses import FINAL, InferenceResponse, InferenceResponseSender
-from qinfer.backends.python_host.services import (
-    Logger,
-    Metric,
-    MetricFamily,
-    MetricKind,
-    is_model_ready,
-    load_model,
-    unload_model,
-)
+from qinfer.backends.python_host.services import Logger, Metric, MetricFamily, MetricKind
 from qinfer.backends.python_host.tensor import NUMBERS, Tensor
 from qinfer.tensors import DATATYPES, from_numpy, iter_bytes
 

@@ -13,6 +13,7 @@ import secrets
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -23,6 +24,8 @@ from qinfer.core.environments import model_environment
 from qinfer.core.processes import forbid_inspection
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.models.catalog import Catalog
+from qinfer.models.control import ModelControl
 from qinfer.models.repository.open import open_repositories
 from qinfer.models.shared_settings import follow_log_settings
 from qinfer.models.store import ControlStore
@@ -32,6 +35,7 @@ from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.devices import gpus_here, known_as
 from qinfer_workers.inference.executor import are_threads_left
 from qinfer_workers.inference.loader import Loader
+from qinfer_workers.inference.model_loads import ModelLoads
 from qinfer_workers.inference.renewals import ProcessRenewals
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.worker import Worker
@@ -61,11 +65,16 @@ async def serve(settings: Settings) -> None:
     use_model_variables(model_environment(os.environ, settings.worker.model_env))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = known_as(gpus_here(settings.worker.gpus, visible), visible)
-    loader = Loader(files.version_dir, registry.factory, queue.clock, gpus, registry.completer)
+    catalog = Catalog(store, settings.limits)
+    loads = ModelLoads(ModelControl(files, store, queue, settings.repository, catalog.refresh), catalog)
+    factory = partial(registry.factory, models=loads)
+    loader = Loader(files.version_dir, factory, queue.clock, gpus, registry.completer)
     worker = Worker(settings, queue, store, loader, worker_id, ProcessRenewals(settings, worker_id, os.environ))
     if tracer is not None:
         worker.spans = Spans(tracer, queue.clock)
+    worker.catalog = catalog
     following = loop.create_task(follow_log_settings(store, logs.Switches.of(settings.log)))
+    loading = loop.create_task(loads.end_with(stop))
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 50)
@@ -74,6 +83,7 @@ async def serve(settings: Settings) -> None:
         await worker.run(stop)
     finally:
         following.cancel()
+        loading.cancel()
         await store.close()
         await queue.close()
         if tracer is not None:

@@ -66,6 +66,7 @@ class Worker:
 
     Attributes:
         spans: Records spans of its work; `None` = nobody records. To be set before it runs.
+        catalog: The models that its own may call; to be set before it runs, if another one is shared.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Worker:
         self._nested = NestedCounts()
         self._step_pins = VersionPins(store, queue.clock, worker_id, "ensembles", self._steps)
         self._exclusive = asyncio.Lock()
-        self._catalog = Catalog(store, settings.limits)
+        self.catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
         """Set while the worker quiesces and until it resumes: only models that executing batches call go on."""
         self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
@@ -139,7 +140,7 @@ class Worker:
 
     def _open_caller(self, tasks: asyncio.TaskGroup) -> Caller:
         """Makes what calls other models, with the response cache if there is one."""
-        caller = Caller(self._queue, self._catalog, self._id, tasks, self._limits, self._called)
+        caller = Caller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)
         if self._cache is not None:
             most = self._limits.max_in_flight
             caller.use(ResponseCache(self._cache, self._queue, self._cached, most, at_once=False))

@@ -125,9 +125,7 @@ return [pb_utils.InferenceResponse(response.output_tensors()) for response in re
 
 REFUSED = [
     ("pb_utils.InferenceRequest(inputs=[]).exec()", "a request needs a model_name to be executed"),
-    ("pb_utils.load_model('other')", "pb_utils.load_model is not supported by this server"),
-    ("pb_utils.unload_model('other')", "pb_utils.unload_model is not supported by this server"),
-    ("pb_utils.is_model_ready('other')", "pb_utils.is_model_ready is not supported by this server"),
+    ("pb_utils.load_model('other')", "models can't be loaded, unloaded or looked at from here"),
     ("requests[0].set_release_flags(2)", "a request can't be rescheduled"),
     ("requests[0].get_response_sender().send()", "Inference Response object must be provided"),
 ]

@@ -1,0 +1,96 @@
+"""Reads the channel of a host process for all of its threads: commands for one of them, answers for those that ask."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from qinfer.backends.python_host.channel import Buffer, Channel
+from qinfer.backends.python_host.messages import Cancelled, Managed, Message, Returned, Taken, Unwanted
+
+Received = tuple[Message, list[Buffer]]
+
+
+class Inbox:
+    """Reads a channel for several threads: commands for the main thread, answers for the calling threads.
+
+    There is no thread for reading: of the threads that wait, one reads for all.
+
+    Args:
+        channel: The way to the worker.
+        unwanted: Called with each `Unwanted`, from the thread that reads.
+    """
+
+    def __init__(self, channel: Channel, unwanted: Callable[[Unwanted], None]) -> None:
+        self._channel = channel
+        self._unwanted = unwanted
+        self._changed = threading.Condition()
+        self._is_read = False
+        self._commands: deque[Received] = deque()
+        self._answers: dict[int, Received | None] = {}
+        self._count = 0
+
+    def expect(self) -> int:
+        """Returns a number for a question, whose answer is kept from now on."""
+        with self._changed:
+            self._count += 1
+            self._answers[self._count] = None
+            return self._count
+
+    def command(self) -> Received:
+        """Waits for the next command.
+
+        Raises:
+            EOFError: The worker is gone.
+        """
+        with self._changed:
+            while not self._commands:
+                self._step()
+            return self._commands.popleft()
+
+    def answer(self, number: int) -> Received:
+        """Waits for the answer to a question.
+
+        Raises:
+            EOFError: The worker is gone.
+        """
+        with self._changed:
+            while (received := self._answers[number]) is None:
+                self._step()
+            del self._answers[number]
+            return received
+
+    def poll(self) -> None:
+        """Reads what has come, unless another thread reads."""
+        with self._changed:
+            while not self._is_read and self._channel.has_message():
+                self._step()
+
+    def forget(self, number: int) -> None:
+        """Drops a question; takes no lock, because the garbage collector may have called."""
+        self._answers.pop(number, None)
+
+    def _step(self) -> None:
+        """Waits while another thread reads, or reads one message."""
+        if self._is_read:
+            self._changed.wait()
+            return
+        self._is_read = True
+        self._changed.release()
+        received = None
+        try:
+            received = self._channel.receive()
+        finally:
+            self._changed.acquire()
+            self._is_read = False
+            if received is not None:
+                self._sort(received)
+            self._changed.notify_all()
+
+    def _sort(self, received: Received) -> None:
+        message, _ = received
+        if isinstance(message, Unwanted):
+            self._unwanted(message)
+        elif not isinstance(message, Returned | Cancelled | Taken | Managed):
+            self._commands.append(received)
+        elif message.number in self._answers:
+            self._answers[message.number] = received

@@ -1,0 +1,59 @@
+"""The worker's side of models that a model loads, unloads or looks at: each wish has a thread, as calls have."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+from qinfer.backends.base import ManagesModels
+from qinfer.backends.python_host.channel import Buffer, Channel
+from qinfer.backends.python_host.messages import Manage, Managed
+from qinfer.errors import QinferError, UnsupportedFeature
+
+logger = logging.getLogger("qinfer.backends.python")
+
+
+class Managing:
+    """Carries out what the processes of one instance ask for.
+
+    Args:
+        models: What carries it out; `None` = nothing does here, and each wish is refused.
+        model: The model's name, which the threads have.
+    """
+
+    def __init__(self, models: ManagesModels | None, model: str) -> None:
+        self._models = models
+        self._model = model
+
+    def hear(self, channel: Channel, message: Manage, buffers: Sequence[Buffer]) -> None:
+        """Begins what a process asks for; the answer goes there by its channel."""
+        files = {name: bytes(buffer.data) for name, buffer in zip(message.files, buffers, strict=True)}
+        threading.Thread(
+            target=self._serve, args=(channel, message, files), name=f"manage-{self._model}", daemon=True
+        ).start()
+
+    def _serve(self, channel: Channel, message: Manage, files: dict[str, bytes]) -> None:
+        try:
+            answer = Managed(message.number, self._done(message, files))
+        except QinferError as error:
+            answer = Managed(message.number, error=error.message)
+        except Exception:  # the boundary: the model must get an answer
+            logger.exception("model management failed", extra={"model": self._model})
+            answer = Managed(message.number, error="it failed; the worker's log says why")
+        with suppress(OSError):  # the process is gone
+            channel.send(answer)
+
+    def _done(self, message: Manage, files: dict[str, bytes]) -> bool:
+        """Does what is asked for; returns whether the model is ready, where that is asked."""
+        if self._models is None:
+            raise UnsupportedFeature("models can't be loaded, unloaded or looked at from here")
+        if message.action == "ready":
+            return self._models.is_ready(message.model, message.version)
+        logger.info(
+            "a model asks for another", extra={"model": self._model, "action": message.action, "other": message.model}
+        )
+        if message.action == "load":
+            self._models.load(message.model, message.config, files)
+        else:
+            self._models.unload(message.model, unload_dependents=message.unload_dependents)
+        return False

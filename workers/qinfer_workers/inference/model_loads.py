@@ -1,0 +1,76 @@
+"""Models that load and unload models: wishes of a model's threads, carried out on the worker's event loop.
+
+    instance thread ── load, unload, is_ready ──▶ event loop ── ModelControl ──▶ desired state ──▶ all workers
+
+The worker does what a gateway does for a client: it reads the model repository, writes the desired state and waits for
+what the workers report. So it needs the repository's control mode and overlay among its own settings.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
+
+from qinfer.errors import Cancelled, ModelNotFound, ModelNotReady
+from qinfer.models.catalog import Catalog
+from qinfer.models.control import ModelControl
+
+T = TypeVar("T")
+
+_ENDING = "the worker ends"
+
+
+class ModelLoads:
+    """The `ManagesModels` of a worker's models; made on its event loop, called from other threads.
+
+    Args:
+        control: Loads and unloads.
+        catalog: The worker's view of the models, which `control` refreshes.
+    """
+
+    def __init__(self, control: ModelControl, catalog: Catalog) -> None:
+        self._control = control
+        self._catalog = catalog
+        self._loop = asyncio.get_running_loop()
+        self._is_over = False
+
+    def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
+        """See `ManagesModels.load`."""
+        self._done(self._control.load(model, config, files))
+
+    def unload(self, model: str, *, unload_dependents: bool) -> None:
+        """See `ManagesModels.unload`."""
+        self._done(self._control.unload(model, unload_dependents=unload_dependents))
+
+    def is_ready(self, model: str, version: int) -> bool:
+        """See `ManagesModels.is_ready`."""
+        return self._done(self._look(model, version))
+
+    async def end_with(self, stop: asyncio.Event) -> None:
+        """Waits until the worker is to end; then ends the loads under way and refuses others: it may load no more."""
+        await stop.wait()
+        self._is_over = True
+        self._control.end()
+
+    async def _look(self, model: str, version: int) -> bool:
+        await self._catalog.refresh()
+        try:
+            self._catalog.resolve(model, version)
+        except (ModelNotFound, ModelNotReady):
+            return False
+        return True
+
+    def _done(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the event loop, and waits for it; what it does has time limits of its own."""
+        if self._is_over:
+            work.close()
+            raise Cancelled(_ENDING)
+        try:
+            outcome = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop is closed
+            work.close()
+            raise Cancelled(_ENDING) from None
+        try:
+            return outcome.result()
+        except CancelledError:
+            raise Cancelled(_ENDING) from None
