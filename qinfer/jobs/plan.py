@@ -8,6 +8,7 @@ import msgspec
 from qinfer.core.store_urls import Grant
 from qinfer.errors import CorruptEntry
 from qinfer.jobs.job import JobSpec
+from qinfer.models.pins import Executed
 from qinfer.models.spec import ModelSpec
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         job_id: The job.
         spec: Its specification, with the model's version resolved.
-        model_hash: What the model's files were when the job was planned.
+        model_hash: What the model's files were when the job was planned; of an ensemble, also those of all its steps.
         schema: The inputs' columns, in the types that workers read them as (`schemas.decode_schema`).
         sources: The input files in order.
         shards: The shards in order.
@@ -143,6 +144,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             the plan of an earlier qinfer does not say.
         not_copied: Fields of JSON lines that `passthrough: ["*"]` leaves out, since their values are of several kinds:
             the first of them, in words.
+        executes: What an ensemble executes: itself, then the models of its steps. Empty = the model is none.
     """
 
     job_id: str
@@ -155,6 +157,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     skipped: tuple[BadFile, ...] = ()
     created_at: float = 0.0
     not_copied: tuple[str, ...] = ()
+    executes: tuple[Executed, ...] = ()
 
 
 class InputFile(NamedTuple):
@@ -181,6 +184,7 @@ class Unplanned(NamedTuple):
         model_hash: What the model's files are.
         grant: The URL prefixes that it may use.
         created_at: When it was created, in seconds since 1970.
+        executes: As `Plan.executes`.
     """
 
     job_id: str
@@ -189,6 +193,7 @@ class Unplanned(NamedTuple):
     model_hash: str
     grant: Grant
     created_at: float = 0.0
+    executes: tuple[Executed, ...] = ()
 
 
 class Estimate(msgspec.Struct, frozen=True, array_like=True):
@@ -319,6 +324,7 @@ class _PlanJson(msgspec.Struct, frozen=True, kw_only=True):
     skipped: tuple[BadFile, ...] = ()
     created_at: float = 0.0
     not_copied: tuple[str, ...] = ()
+    executes: tuple[Executed, ...] = ()
 
 
 class _NamedShard(msgspec.Struct, frozen=True, array_like=True):
@@ -407,17 +413,20 @@ class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
         model_hash: What the model's files were when the job was planned.
         schema: The inputs' columns, in the types that workers read them as (`schemas.decode_schema`).
         skipped: The input files that were left out.
+        executes: As `Plan.executes`.
     """
 
     model_hash: str
     schema: str
     skipped: SkippedFiles = SkippedFiles()
+    executes: tuple[Executed, ...] = ()
 
 
 def encode_plan_head(plan: Plan) -> bytes:
     """Returns the head of a plan as JSON."""
     skipped = SkippedFiles(len(plan.skipped), plan.skipped[:SHOWN_FILES])
-    return msgspec.json.encode(PlanHead(model_hash=plan.model_hash, schema=plan.schema, skipped=skipped))
+    head = PlanHead(model_hash=plan.model_hash, schema=plan.schema, skipped=skipped, executes=plan.executes)
+    return msgspec.json.encode(head)
 
 
 def decode_plan_head(data: bytes) -> PlanHead:

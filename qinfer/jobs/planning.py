@@ -248,6 +248,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         skipped=tuple(bad),
         created_at=job.created_at,
         not_copied=columns.not_copied(),
+        executes=job.executes,
     )
 
 

@@ -4,7 +4,8 @@ A *pin* is part of the desired state: workers keep its version loaded though the
 when they start, and offer it to no caller who does not name it. Its holder renews it, and removes it in the end.
 """
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -39,6 +40,22 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.reason}/{self.holder}/{self.model}/{self.version}"
 
 
+class Executed(msgspec.Struct, frozen=True, array_like=True):
+    """What a model version executes, which a job is made with.
+
+    Attributes:
+        model: The model.
+        version: The version.
+        content_hash: The hash of what it executes.
+        asked: The version that a step asks for; 0 = the highest that is READY, or it is no step.
+    """
+
+    model: str
+    version: int
+    content_hash: str
+    asked: int = 0
+
+
 def is_executed(content_hash: str) -> bool:
     """Tells whether a hash is of what is executed, and not of the model's whole directory and its times."""
     return content_hash.startswith(EXECUTED)
@@ -55,6 +72,35 @@ def executed_hash(workers: Iterable[WorkerRecord], model: str, version: int) -> 
     newest = max((state.generation for state in ready), default=0)
     hashes = {state.executed_hash for state in ready if state.generation == newest}
     return hashes.pop() if len(hashes) == 1 else ""
+
+
+def executed(workers: Sequence[WorkerRecord], model: str, version: int) -> tuple[Executed, ...]:
+    """Returns what live workers execute of a version: its own content, then of an ensemble that of all its steps.
+
+    Returns:
+        Empty as `executed_hash`, also where that is so of a step, and while workers run other steps.
+    """
+    own = executed_hash(workers, model, version)
+    states = [state for worker in workers if (state := worker.state_of(model, version)) is not None]
+    states = [state for state in states if state.state is State.READY and state.executed_hash == own]
+    newest = max((state.generation for state in states), default=0)
+    steps = {state.steps for state in states if state.generation == newest}
+    if not own or len(steps) != 1:
+        return ()
+    found = [Executed(model, version, own)]
+    found += [
+        Executed(step.model, step.version, executed_hash(workers, step.model, step.version), step.asked)
+        for step in steps.pop()
+    ]
+    return tuple(found) if all(one.content_hash for one in found) else ()
+
+
+def joint_hash(executes: Sequence[Executed]) -> str:
+    """Returns one hash of what a version and its steps execute: that of the version itself where it has no steps."""
+    if len(executes) == 1:
+        return executes[0].content_hash
+    text = "\n".join([f"{one.model}/{one.asked}/{one.version}\t{one.content_hash}" for one in executes])
+    return f"{EXECUTED}{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def kept_by_pins(pins: Iterable[Pin], stored: StoredModel) -> Mapping[int, frozenset[str]]:

@@ -80,6 +80,20 @@ class State(StrEnum):
     UNLOADING = "UNLOADING"
 
 
+class StepVersion(msgspec.Struct, frozen=True, array_like=True):
+    """The version that an ensemble runs of a model.
+
+    Attributes:
+        model: The model.
+        asked: The version that the ensemble asks for; 0 = the highest that is READY.
+        version: The version that it runs.
+    """
+
+    model: str
+    asked: int
+    version: int
+
+
 class VersionState(msgspec.Struct, frozen=True):
     """The state of one model version in one worker.
 
@@ -91,8 +105,10 @@ class VersionState(msgspec.Struct, frozen=True):
             earlier generation serves on.
         executed_hash: The hash of what is executed, of a version that is READY: of its files and those beside the
             versions, and of inputs, outputs, parameters, backend and optimisation of the configuration. Empty = not
-            known: the files changed while they were loaded, or an earlier qinfer has loaded them.
+            known: the files changed while they were loaded, or an earlier qinfer has loaded them. What the steps of an
+            ensemble execute is no part of it.
         pinned: The version policy has dropped it, and only pins keep it loaded: no caller gets it who does not name it.
+        steps: What an ensemble runs, and the ensembles within it, in order.
     """
 
     state: State
@@ -101,6 +117,7 @@ class VersionState(msgspec.Struct, frozen=True):
     tried: int = 0
     executed_hash: str = ""
     pinned: bool = False
+    steps: tuple[StepVersion, ...] = ()
 
 
 class Speed(msgspec.Struct, frozen=True):

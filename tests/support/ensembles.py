@@ -17,10 +17,11 @@ from onnx import helper
 from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.backends import registry
-from qinfer.core.settings import RepositorySettings, Settings, WorkerSettings
+from qinfer.core.settings import RepositorySettings, Settings, StoreSettings, WorkerSettings
 from qinfer.models.control import ModelControl
 from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import State
+from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, sync
 from qinfer.queue.entries import Lane
 from qinfer.testing import eventually
@@ -92,6 +93,7 @@ class EnsemblesServed:
         repository: The repository.
         gateway: The gateway.
         control: Loads and unloads.
+        store: What workers report, and what they should be.
         client: Calls its HTTP.
         stub: Calls its gRPC.
     """
@@ -104,6 +106,7 @@ class EnsemblesServed:
         self._files = open_repositories(RepositorySettings(path=str(repository)))
         self.gateway: Gateway
         self.control: ModelControl
+        self.store: ControlStore
         self.client: httpx.AsyncClient
         self.stub: Any
         self.workers: dict[str, Worker] = {}
@@ -115,7 +118,8 @@ class EnsemblesServed:
     async def worker(self, worker_id: str = "w1", **options: Any) -> Worker:
         """Starts a worker."""
         options = {"max_wait_s": 0.05, "lease_s": 1.0, "renew_every_s": 0.3, **options}
-        settings = Settings(redis=self._database.settings, worker=WorkerSettings(**options))
+        stores = StoreSettings(allow=("file:///",))
+        settings = Settings(redis=self._database.settings, worker=WorkerSettings(**options), stores=stores)
         queue = await self._database.delivery()
         loader = Loader(self._files.version_dir, registry.factory, queue.clock)
         renewals = InlineRenewals(settings, worker_id, os.environ)
@@ -215,7 +219,7 @@ async def ensembles_served(repository: Path) -> AsyncIterator[EnsemblesServed]:
         delivery, store = await database.delivery(), database.store()
         gateway = Gateway(settings, delivery, store, bind(settings.http), rpc=rpc)
         files = open_repositories(repository_settings)
-        scene.gateway = gateway
+        scene.gateway, scene.store = gateway, store
         scene.control = ModelControl(files, store, delivery, repository_settings, gateway.catalog.refresh)
         serving = asyncio.create_task(gateway.serve())
         await gateway.started.wait()

@@ -12,6 +12,7 @@ from qinfer.jobs.job import JobSpec, Output, encode_spec
 from qinfer.jobs.plan import Plan, Range, Shard, ShardTicket, encode_plan_head, encode_ticket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
+from qinfer.models.pins import Executed
 from qinfer.queue.lanes import Queue
 from qinfer.storage.open import store_for
 from qinfer.testing import eventually
@@ -54,16 +55,31 @@ def job_spec(urls: Sequence[str], folder: Path, **options: Any) -> JobSpec:
     return JobSpec(version=1, inputs=tuple(urls), output=Output(url=f"file://{folder}"), **options)
 
 
-def plan_head(shards: Sequence[Shard], model_hash: str = "") -> bytes:
+def plan_head(shards: Sequence[Shard], model_hash: str = "", executes: Sequence[Executed] = ()) -> bytes:
     """Returns what a record says of the plan: all files have the columns of the first."""
     schema = encode_schema(pq.read_schema(shards[0].ranges[0].url.removeprefix("file://")))
     spec = JobSpec(model="stub", inputs=("file:///in",), output=Output(url="file:///out"))
-    plan = Plan(job_id=JOB, spec=spec, model_hash=model_hash, schema=schema, sources=(), shards=(), rows=0)
+    plan = Plan(
+        job_id=JOB,
+        spec=spec,
+        model_hash=model_hash,
+        schema=schema,
+        sources=(),
+        shards=(),
+        rows=0,
+        executes=tuple(executes),
+    )
     return encode_plan_head(plan)
 
 
 async def submit_job(
-    delivery: Queue, spec: JobSpec, shards: Sequence[Shard], *, job_id: str = JOB, model_hash: str = ""
+    delivery: Queue,
+    spec: JobSpec,
+    shards: Sequence[Shard],
+    *,
+    job_id: str = JOB,
+    model_hash: str = "",
+    executes: Sequence[Executed] = (),
 ) -> None:
     """Puts a planned job into the queue, as gateway and planner do."""
     rows = sum(shard.rows for shard in shards)
@@ -73,7 +89,7 @@ async def submit_job(
         version=1,
         state="planning",
         spec=encode_spec(spec),
-        head=plan_head(shards, model_hash),
+        head=plan_head(shards, model_hash, executes),
         max_errors=spec.max_errors(rows),
         max_parallel=100,
     )

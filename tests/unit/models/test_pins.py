@@ -2,8 +2,8 @@
 
 import pytest
 
-from qinfer.models.pins import Pin, executed_hash, kept_by_pins, why_lost
-from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.pins import Executed, Pin, executed, executed_hash, joint_hash, kept_by_pins, why_lost
+from qinfer.models.state import State, StepVersion, StoredModel, VersionState, WorkerRecord
 
 A, B = "sha256:a", "sha256:b"
 
@@ -36,6 +36,23 @@ def test_a_version_executes_what_the_workers_of_its_newest_generation_agree_on(
     workers: list[WorkerRecord], expected: str
 ) -> None:
     assert executed_hash(workers, "m", 1) == expected
+
+
+def ensemble(*steps: StepVersion) -> WorkerRecord:
+    states = {"e": {1: VersionState(State.READY, 1, executed_hash=B, steps=steps)}}
+    return WorkerRecord(id="ensemble", started_at=0.0, models=states)
+
+
+def test_an_ensemble_executes_its_steps_too() -> None:
+    """As long as it is known what they execute, and workers run the same; another version of a step is another hash."""
+    latest, first = StepVersion("m", 0, 1), StepVersion("m", 1, 1)
+    found = executed([ensemble(latest, first), READY_A], "e", 1)
+
+    assert found == (Executed("e", 1, B), Executed("m", 1, A, 0), Executed("m", 1, A, 1))
+    assert executed([ensemble(latest), READY_NONE], "e", 1) == ()
+    assert executed([ensemble(latest), ensemble(), READY_A], "e", 1) == ()
+    assert joint_hash(found) != joint_hash([Executed("e", 1, B), Executed("m", 2, A), Executed("m", 1, A, 1)])
+    assert joint_hash(executed([READY_A], "m", 1)) == A
 
 
 def test_pins_keep_what_the_version_policy_has_dropped() -> None:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
@@ -283,8 +284,17 @@ class Caller:
             self._is_following = True
             self._background.append(self._tasks.create_task(self._catalog.run()))
 
-    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> "Submitted":
+    def submit_step(
+        self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float, *, cached: bool = True
+    ) -> "Submitted":
         """Submits a step of an ensemble; on the event loop, after `follow`.
+
+        Args:
+            step: The step.
+            request: Its request.
+            sink: Takes the answer.
+            timeout_s: From now to its deadline.
+            cached: Whether the response may be a cached one, or become one.
 
         Raises:
             QinferError: It is refused.
@@ -292,6 +302,8 @@ class Caller:
         if self._is_closed:
             raise Cancelled(_ENDING)
         served = self._catalog.asked(step.model.name, step.version)
+        if served.spec.is_cached and not cached:
+            served = replace(served, spec=replace(served.spec, is_cached=False))
         request.generation = 0
         timeout_s = min(timeout_s, served.spec.max_timeout_s)
         try:
@@ -445,6 +457,11 @@ class Submitted(NamedTuple):
         """Takes it out of the queue, or its batcher; nothing is delivered any more."""
         self.table.cancel(self.pending)
         self.local.leave(self.pending)
+
+    def took(self, nbytes: int) -> None:
+        """Has the worker of a decoupled step told what was taken of its responses."""
+        if self.pending.stream is not None:
+            self.pending.stream.took(nbytes)
 
 
 def _answered(pending: Pending, response: Response) -> None:

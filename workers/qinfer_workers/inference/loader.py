@@ -19,7 +19,7 @@ from qinfer.models.config.config import from_json, normalise, to_json
 from qinfer.models.ensemble_graph import Plan
 from qinfer.models.pins import is_executed
 from qinfer.models.spec import Device, ModelSpec
-from qinfer.models.state import StoredModel
+from qinfer.models.state import StepVersion, StoredModel
 from qinfer.models.writing import Completion
 from qinfer.tensors import Tensor
 from qinfer_workers.inference.devices import devices_of
@@ -49,6 +49,7 @@ class Loaded:
         instances: What a load has made, one for each device; empty when there was nothing to load.
         latency: What warm-up runs taught about its speed.
         plan: What it runs, if it is an ensemble.
+        steps: The versions that it runs.
     """
 
     spec: ModelSpec
@@ -62,6 +63,7 @@ class Loaded:
     instances: Sequence[Backend] = ()
     latency: LatencyModel | None = None
     plan: Plan | None = None
+    steps: tuple[StepVersion, ...] = ()
 
     def hash_like(self, other: str) -> str:
         """Returns its hash of the kind that another one is, to be compared with that."""
@@ -158,9 +160,10 @@ class Loader:
             identity=files.identity(),
             devices=devices_of(spec, self.gpus) if planned is None else (),
             content_hash=stored.content_hash,
-            executed_hash=executed_hash if planned is None else planned.with_own(executed_hash),
+            executed_hash=executed_hash,
             initial_states=initial_states(spec, directory.parent),
             plan=None if planned is None else planned.plan,
+            steps=() if planned is None else planned.steps,
         )
         if pinned and not loaded.executes(pinned):
             raise ModelLoadFailed("its files or configuration are not those that it was pinned with")

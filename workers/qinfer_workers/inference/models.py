@@ -238,7 +238,9 @@ class Models:
             spec = config.to_spec(config.from_json(model.config), self._limits, model.labels)
             serving = self._loaded.get(key)
             planned = await self._plan(spec, key, model.generation) if spec.steps else None
-            if spec.steps and planned is None:
+            if planned is not None:
+                spec = planned.plan.spec
+            elif spec.steps:
                 return False  # something else is wanted by now
             async with self._slots:
                 change = await in_thread(
@@ -263,9 +265,14 @@ class Models:
         self._serve(key, change)
         if change.kind is Kind.NEW:
             self._load_s[key] = time.monotonic() - began_s
-        executed_hash = change.loaded.executed_hash
+        loaded = change.loaded
         self._states[key] = VersionState(
-            State.READY, model.generation, "", model.generation, executed_hash, pinned=bool(hashes)
+            State.READY,
+            model.generation,
+            tried=model.generation,
+            executed_hash=loaded.executed_hash,
+            pinned=bool(hashes),
+            steps=loaded.steps,
         )
         extra = {"model": name, "version": version, "generation": model.generation, "change": change.kind.value}
         logger.info("model ready", extra=extra)

@@ -22,7 +22,6 @@ from qinfer.core.retry import PATIENCE_S, OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.models.catalog import Catalog
-from qinfer.models.ensemble_graph import Plan
 from qinfer.models.store import ControlStore
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lane, Lease
@@ -32,6 +31,7 @@ from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.cancels import CancelWatch
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher, NestedCounts, NoInstances
 from qinfer_workers.inference.ensembles.local import LocalSteps
+from qinfer_workers.inference.ensembles.plans import Planner
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import Intake
@@ -44,6 +44,8 @@ from qinfer_workers.inference.serving import LaneBatcher, Serving
 from qinfer_workers.inference.stream_publisher import StreamPublisher
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.version_pins import VersionPins
+from qinfer_workers.jobs.scoring.arbiter import JobBatcher
+from qinfer_workers.jobs.scoring.ensembles import EnsembleParts
 from qinfer_workers.jobs.scoring.shard_service import ShardService
 
 logger = logging.getLogger(__name__)
@@ -96,6 +98,7 @@ class Worker:
         """Set while the worker quiesces and until it resumes: only models that executing batches call go on."""
         self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = ShardService(settings, queue, self._keeper, worker_id)
+        self._planner = Planner(store, settings.limits)
         self._models = Models(store, settings.worker, settings.limits, loader, self)
         self._heartbeat = Heartbeat(store, worker_id, settings.worker, queue.clock, self._models.states, self._batchers)
         self._heartbeat.gpus, self._heartbeat.leases = loader.gpus, self._keeper
@@ -117,7 +120,7 @@ class Worker:
             pins = [tasks.create_task(self._sequences.pins.run()), tasks.create_task(self._step_pins.run())]
             cancels = tasks.create_task(CancelWatch(self._queue, self._keeper).run())
             renewals = tasks.create_task(self._keeper.run())
-            bulk = self._bulk.start(tasks, self.spans)
+            bulk = self._bulk.start(tasks, EnsembleParts(self._planner, self._caller), self.spans)
             models = tasks.create_task(self._models.run(self._heartbeat.changed))
             heartbeat = tasks.create_task(self._heartbeat.run())
             reclaimer = tasks.create_task(self._reclaim_loop())
@@ -181,7 +184,7 @@ class Worker:
             return
         serving = self._serving.get(key)
         if loaded.plan is not None:
-            self._serve_ensemble(model, loaded.plan, serving)
+            self._serve_ensemble(model, loaded, serving)
             return
         kind = Batcher if spec.sequences is None else IterativeBatcher
         if serving is not None and isinstance(serving.batcher, kind):
@@ -194,18 +197,22 @@ class Worker:
         self._begin(key, batcher, serving)
         self._serve_bulk(batcher, loaded)
 
-    def _serve_ensemble(self, model: LoadedModel, plan: Plan, serving: Serving | None) -> None:
+    def _serve_ensemble(self, model: LoadedModel, loaded: Loaded, serving: Serving | None) -> None:
         """Serves an ensemble, in place of what is served of its version."""
+        plan = loaded.plan
+        assert plan is not None
         if serving is not None and isinstance(serving.batcher, EnsembleBatcher):
             serving.batcher.replace_plan(model, plan)
             serving.reread()
             self._step_pins.changed()
+            self._bulk.serve(serving.batcher, loaded)
             return
         batcher = EnsembleBatcher(
             model, plan, clock=self._queue.clock, outlet=self._publisher, steps=self._caller, nested=self._nested
         )
         self._begin((model.spec.name, model.version), batcher, serving)
         self._step_pins.changed()
+        self._bulk.serve(batcher, loaded)
 
     def _plain_batcher(self, model: str, version: int) -> Batcher | None:
         """Returns the batcher of a model version that is served here, if it is a plain one."""
@@ -233,7 +240,7 @@ class Worker:
 
     async def _leave(self, serving: Serving) -> None:
         """Ends a serving whose model is scheduled in another way from now on, by another serving."""
-        if isinstance(serving.batcher, Batcher):
+        if isinstance(serving.batcher, JobBatcher):
             await self._bulk.retire(serving.batcher)
         await self._pause(serving)
         await end(serving.fetcher)
@@ -269,7 +276,7 @@ class Worker:
     async def _end_serving(self, model: str, version: int) -> None:
         async with self._exclusive:
             serving = self._serving[model, version]
-            if isinstance(serving.batcher, Batcher):
+            if isinstance(serving.batcher, JobBatcher):
                 await self._bulk.retire(serving.batcher)
             await self._pause(serving)
             serving.fetcher.cancel()

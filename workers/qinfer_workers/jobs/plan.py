@@ -30,7 +30,7 @@ from qinfer.jobs.plan import (
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, spec_of
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.installation import refuse_lost
-from qinfer.models.pins import executed_hash, is_executed
+from qinfer.models.pins import executed, is_executed, joint_hash
 from qinfer.storage.store import Outcome
 from qinfer_workers.jobs.documents import MAX_BYTES, StoreFor, read_plan
 from qinfer_workers.jobs.finalise import leave_partial
@@ -82,7 +82,7 @@ class Planner:
         if stored is None or stored.error or stored.pending:  # planning says more of it
             return
         workers = await services.store.workers()
-        if executed_hash(workers, record.model, record.version):
+        if executed(workers, record.model, record.version):
             if record.waiting:
                 await services.say_waiting(record, "")
             return
@@ -133,14 +133,22 @@ class Planner:
             raise ModelNotFound(f"model '{record.model}' is not known any more; load it, and resume the job")
         if stored.error or stored.pending:
             raise ModelNotReady(f"model '{record.model}' is not ready: {stored.error or 'no worker has completed it'}")
-        content_hash = executed_hash(await services.store.workers(), record.model, record.version)
-        if not content_hash:
+        executes = executed(await services.store.workers(), record.model, record.version)
+        if not executes:
             raise ModelNotReady(f"no worker has version {record.version} of model '{record.model}' ready any more")
         model = to_spec(from_json(stored.config), self._limits, stored.labels)
         stats = await services.store.stats(record.model, record.version)
         pace = pace_of(services.settings, stats, await services.workers_for(record))
         resolved = msgspec.structs.replace(spec, version=record.version)
-        job = Unplanned(record.id, resolved, model, content_hash, services.grant_of(record), record.created_at)
+        job = Unplanned(
+            job_id=record.id,
+            spec=resolved,
+            model=model,
+            model_hash=joint_hash(executes),
+            grant=services.grant_of(record),
+            created_at=record.created_at,
+            executes=executes if model.steps else (),
+        )
         data = await services.examiners.plan(job, pace, readers)
         if spec.overwrite:
             await self._clear(record, readers)

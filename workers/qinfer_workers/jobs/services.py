@@ -23,7 +23,7 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import ExpectedParts, Plan, Shard, decode_plan_head
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine, granted
-from qinfer.models.pins import Pin, why_lost
+from qinfer.models.pins import Executed, Pin, why_lost
 from qinfer.models.readiness import capacity_of
 from qinfer.models.state import Desired, WorkerRecord
 from qinfer.models.store import ControlStore
@@ -221,24 +221,38 @@ class JobServices:
         if age_s > max(_IDLE_S, _IDLE_ROUNDS * self.settings.sweep_every_s):
             await self.jobs.note(record.id, f"no bulk worker ran for {age_s:.0f} s")
 
-    def pin_of(self, record: JobRecord) -> Pin:
-        """Returns the pin by which a job holds its model version, with the hash of its plan once it is planned."""
-        return Pin(
-            model=record.model,
-            version=record.version,
-            content_hash=decode_plan_head(record.head).model_hash if record.head else "",
-            reason=PIN_REASON,
-            holder=record.id,
-            expires_at=self.clock.now_s() + PIN_TTL_S,
-        )
+    def pins_of(self, record: JobRecord) -> list[Pin]:
+        """Returns the pins by which a job holds its model version, with the hash of its plan once it is planned.
+
+        They are several if the model is an ensemble: one for each model version that its steps run.
+        """
+        executes: tuple[Executed, ...] = ()
+        if record.head:
+            head = decode_plan_head(record.head)
+            executes = head.executes or (Executed(record.model, record.version, head.model_hash),)
+        expires_at = self.clock.now_s() + PIN_TTL_S
+        held = {(one.model, one.version): one.content_hash for one in executes} or {(record.model, record.version): ""}
+        return [
+            Pin(
+                model=model,
+                version=version,
+                content_hash=content_hash,
+                reason=PIN_REASON,
+                holder=record.id,
+                expires_at=expires_at,
+            )
+            for (model, version), content_hash in held.items()
+        ]
 
     async def pin(self, record: JobRecord) -> None:
         """Holds a job's model version, until the sweep lets go of it."""
-        await self.store.put_pin(self.pin_of(record), PIN_TTL_S)
+        for pin in self.pins_of(record):
+            await self.store.put_pin(pin, PIN_TTL_S)
 
-    def why_lost(self, record: JobRecord, workers: Iterable[WorkerRecord], desired: Mapping[str, Desired]) -> str:
+    def why_lost(self, record: JobRecord, workers: Sequence[WorkerRecord], desired: Mapping[str, Desired]) -> str:
         """Says why a job's model version can't be kept as it was; empty = it can, as far as is known."""
-        return why_lost(self.pin_of(record), workers, desired.get(record.model))
+        reasons = (why_lost(pin, workers, desired.get(pin.model)) for pin in self.pins_of(record))
+        return next(filter(None, reasons), "")
 
     async def say_waiting(self, record: JobRecord, why: str) -> None:
         """Says in a job's record and log why it can't go on now; empty = it goes on. The record stays fresh."""

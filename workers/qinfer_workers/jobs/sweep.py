@@ -8,7 +8,7 @@ job whose version can't be kept it says so, and ends it if the job asks for that
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 
 from qinfer.errors import BrokerUnavailable, QinferError
@@ -59,25 +59,26 @@ class Sweeper:
     async def _sweep(self) -> None:
         services = self._services
         # First: what was resumed since is among the unfinished.
-        held = {pin.holder: pin for pin in await services.store.pins() if pin.reason == PIN_REASON}
+        held = {pin.id: pin for pin in await services.store.pins() if pin.reason == PIN_REASON}
         for record in await services.jobs.overdue():
             await self._attend(self._expire, record)
         unfinished = await services.jobs.unfinished()
         workers, desired = await services.store.workers(), await services.store.desired()
         for record in unfinished:
-            await self._attend(partial(self._hold, held.pop(record.id, None)), record)
+            mine = [held.pop(pin.id) for pin in list(held.values()) if pin.holder == record.id]
+            await self._attend(partial(self._hold, mine), record)
             await self._attend(lambda job: self._check_version(job, services.why_lost(job, workers, desired)), record)
             if services.is_stale(record):
                 await self._attend(self._move_on, record)
         for pin in held.values():
             await services.store.put_pin(pin, 0.0)
 
-    async def _hold(self, held: Pin | None, record: JobRecord) -> None:
-        """Renews the pin of a job when half of its time is over, and one of which the job's plan knows more."""
+    async def _hold(self, held: Sequence[Pin], record: JobRecord) -> None:
+        """Renews the pins of a job when half of their time is over, and where the job's plan knows more."""
         services = self._services
-        pin = services.pin_of(record)
+        wanted = {(pin.id, pin.content_hash) for pin in services.pins_of(record)}
         renew_before = services.clock.now_s() + PIN_TTL_S / 2
-        if held is None or held.content_hash != pin.content_hash or held.expires_at < renew_before:
+        if not wanted <= {(pin.id, pin.content_hash) for pin in held if pin.expires_at >= renew_before}:
             await services.pin(record)
 
     async def _check_version(self, record: JobRecord, why: str) -> None:

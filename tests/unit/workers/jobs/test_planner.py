@@ -1,6 +1,7 @@
 """Planning jobs: once, twice, at the same time, again, and in trouble."""
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.pace import rows_per_s
 from qinfer.jobs.plan import encode_plan
 from qinfer.jobs.tasks import BulkTasks
-from qinfer.models.state import State
+from qinfer.models.pins import joint_hash
+from qinfer.models.state import Desired, State, StepVersion, VersionState, WorkerRecord
 from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, StatsTally
 from qinfer.queue import keys
 from qinfer.testing import eventually
@@ -507,6 +509,38 @@ async def test_a_job_is_resumed_though_its_model_has_changed(database: Database,
     (pin,) = await one.store.pins()
     assert (await one.record()).state == JobState.RUNNING
     assert pin.content_hash == one.plan().model_hash == HASH
+
+
+async def test_a_job_of_an_ensemble_pins_all_its_steps(database: Database, tmp_path: Path) -> None:
+    """With what each executes; the plan's hash is that of all, and the sweep keeps the pins."""
+    one = await bench(database, tmp_path)
+    steps = (StepVersion("a", 0, 3), StepVersion("b", 1, 1))
+    config = {"platform": "ensemble", "ensemble_scheduling": {"step": [{"model_name": "a"}, {"model_name": "b"}]}}
+    text = json.dumps({**json.loads(MODEL.config), **config})
+    await one.store.put_model(msgspec.structs.replace(MODEL, generation=2, config=text))
+    models = {
+        "stub": {1: VersionState(State.READY, 1, executed_hash=HASH, steps=steps)},
+        "a": {3: VersionState(State.READY, 1, executed_hash="sha256:a")},
+        "b": {1: VersionState(State.READY, 1, executed_hash="sha256:b")},
+    }
+    await one.store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=models), 1e9)
+    write_inputs(tmp_path / "in", [25])
+    await one.jobs.create(record_of(spec(tmp_path)))
+
+    await one.planner().run("job")
+
+    plan, pins = one.plan(), await one.store.pins()
+    assert [(e.model, e.version, e.asked) for e in plan.executes] == [("stub", 1, 0), ("a", 3, 0), ("b", 1, 1)]
+    assert plan.model_hash == joint_hash(plan.executes)
+    assert {(pin.model, pin.version, pin.content_hash) for pin in pins} == {
+        ("stub", 1, HASH),
+        ("a", 3, "sha256:a"),
+        ("b", 1, "sha256:b"),
+    }
+    assert one.services.why_lost(await one.record(), await one.store.workers(), {}) == ""
+    gone = Desired("a", 1, load=False)
+    why = one.services.why_lost(await one.record(), await one.store.workers(), {"a": gone})
+    assert why == "version 3 of model 'a' can't be kept: the model was unloaded"
 
 
 async def test_a_job_goes_on_though_the_model_s_directory_has_changed(database: Database, tmp_path: Path) -> None:

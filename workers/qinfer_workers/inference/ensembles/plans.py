@@ -1,9 +1,9 @@
 """The plans of a worker's ensembles: when one is loaded, each step gets a version of those that are READY then.
 
-It waits for models that load, wherever they are loaded, and fails with those that can't be.
+It waits for models that load, wherever they are loaded, and fails with those that can't be. A bulk job has a plan of
+its own: of the versions with which it was made, as long as those execute what they did then.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ from qinfer.errors import ModelLoadFailed, QinferError
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.dependents import users_of
 from qinfer.models.ensemble_graph import Plan, Resolved, plan
-from qinfer.models.pins import EXECUTED, executed_hash
+from qinfer.models.pins import Executed, executed_hash
 from qinfer.models.readiness import ModelStatus, Progress, assess, lacking, outcome
 from qinfer.models.spec import EnsembleStep, ModelSpec
-from qinfer.models.state import StoredModel, Use, WorkerRecord
+from qinfer.models.state import StepVersion, StoredModel, Use, WorkerRecord
 from qinfer.models.store import ControlStore
 
 
@@ -28,17 +28,23 @@ class Planned(NamedTuple):
 
     Attributes:
         plan: Its plan.
-        executed_hash: The hash of what its steps execute; empty = not known.
+        steps: The version of each model that it uses, in the order of the steps.
     """
 
     plan: Plan
-    executed_hash: str
+    steps: tuple[StepVersion, ...] = ()
 
-    def with_own(self, own: str) -> str:
-        """Returns the hash of what the ensemble executes, of its own part's; empty = not known."""
-        if not own or not self.executed_hash:
-            return ""
-        return EXECUTED + hashlib.sha256(f"{own}\n{self.executed_hash}".encode()).hexdigest()
+
+class PlannedAgain(NamedTuple):
+    """What a job runs of an ensemble.
+
+    Attributes:
+        plan: The plan.
+        generations: The generation of each model that it uses, as it was stored when that was looked up.
+    """
+
+    plan: Plan
+    generations: Mapping[str, int]
 
 
 class Planner:
@@ -69,8 +75,48 @@ class Planner:
             raise ModelLoadFailed(f"circular dependency between ensembles: {spec.name} -> ... -> {last} -> {spec.name}")
         statuses = assess({name: wish for name, wish in desired.items() if name in stored}, stored, workers)
         view = _View(spec, stored, statuses, workers, self._limits)
-        made = plan(spec, view.resolve)
-        return Planned(made, view.executed_hash(made))
+        steps: dict[StepVersion, None] = {}
+
+        def resolve(step: EnsembleStep) -> Resolved:
+            found = view.resolve(step)
+            steps[StepVersion(step.model, step.version, found.version)] = None
+            return found
+
+        return Planned(plan(spec, resolve), tuple(steps))
+
+    async def again(self, spec: ModelSpec, executes: Sequence[Executed]) -> PlannedAgain:
+        """Plans an ensemble with the versions with which a job was made.
+
+        Args:
+            spec: The ensemble.
+            executes: What it executed then, and its steps.
+
+        Raises:
+            NotYet: Workers do not execute the same now, as far as is known.
+            BrokerUnavailable: The store can't be reached.
+        """
+        # First: what is loaded of a later generation is no longer current.
+        stored = await self._store.models({one.model for one in executes})
+        workers = await self._store.workers()
+        for one in executes:
+            if one.model not in stored or executed_hash(workers, one.model, one.version) != one.content_hash:
+                raise NotYet(
+                    f"version {one.version} of model '{one.model}' is not loaded as the job was planned with it"
+                )
+        versions = {(one.model, one.asked): one.version for one in executes[1:]}
+
+        def resolve(step: EnsembleStep) -> Resolved:
+            version = versions.get((step.model, step.version))
+            if version is None:
+                raise NotYet(f"model '{step.model}' is no step of the ensemble with which the job was planned")
+            return Resolved(_spec_of(stored[step.model], self._limits), version)
+
+        return PlannedAgain(plan(spec, resolve), {name: one.generation for name, one in stored.items()})
+
+    async def is_current(self, planned: PlannedAgain) -> bool:
+        """Tells whether the models of a job's plan are of the same generations still: nothing of them has changed."""
+        stored = await self._store.models(planned.generations)
+        return {name: one.generation for name, one in stored.items()} == planned.generations
 
     async def _stored(self, spec: ModelSpec) -> dict[str, StoredModel]:
         """Reads what an ensemble uses, directly or not."""
@@ -106,14 +152,8 @@ class _View(NamedTuple):
             why = f". Model '{step.model}' loading failed with error: {reason}" if reason else ""
             raise ModelLoadFailed(lack + why)
         ready = [version for version in status.ready_versions if not status.versions[version].pinned]
-        spec = to_spec(from_json(stored.config), self.limits, stored.labels)
-        return Resolved(spec, step.version or max(ready or status.ready_versions))
+        return Resolved(_spec_of(stored, self.limits), step.version or max(ready or status.ready_versions))
 
-    def executed_hash(self, made: Plan) -> str:
-        """Returns the hash of what all steps execute."""
-        hashes = [
-            (model, version, executed_hash(self.workers, model, version)) for model, version in sorted(made.versions)
-        ]
-        if not all(one for _, _, one in hashes):
-            return ""
-        return hashlib.sha256(repr(hashes).encode()).hexdigest()
+
+def _spec_of(stored: StoredModel, limits: LimitSettings) -> ModelSpec:
+    return to_spec(from_json(stored.config), limits, stored.labels)

@@ -13,6 +13,9 @@ Under online load without a gap bulk would wait for ever. It gets one batch all 
 - else after `PATIENCE_S`: the device has none to spare.
 
 A turn also tells whether there were online requests lately, for then its batches should be small.
+
+An ensemble uses the devices of its steps' models. Steps of a job's batch are requests to those, and end its turn: it
+has one batch of each instance.
 """
 
 import asyncio
@@ -22,6 +25,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from qinfer.batching.batcher import Batcher
 from qinfer.models.spec import Device
+from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
+
+JobBatcher = Batcher | EnsembleBatcher
+"""The batcher of a model version whose jobs are run here."""
 
 PATIENCE_S = 1.0
 """How long bulk waits for a moment without online work on a device that has no time to spare."""
@@ -49,8 +56,8 @@ class Turn:
 
     def __init__(
         self,
-        mine: Batcher,
-        batchers: Sequence[Batcher],
+        mine: JobBatcher,
+        batchers: Sequence[JobBatcher],
         lines: "Sequence[_Line]",
         *,
         is_forced: bool = False,
@@ -97,25 +104,25 @@ class DeviceArbiter:
     """One for each worker; see the module docstring. Used on the event loop."""
 
     def __init__(self) -> None:
-        self._places: dict[Batcher, frozenset[Device]] = {}
+        self._places: dict[JobBatcher, frozenset[Device]] = {}
         self._lines: dict[Device, _Line] = {}
         self._batch_s = PATIENCE_S
         """How long the last turn took that did not wait for a moment without online work."""
         self._online_s = float("-inf")
         """When there was online work beside a job last; of any device, for most workers have one."""
 
-    def place(self, batcher: Batcher, devices: Collection[Device]) -> None:
+    def place(self, batcher: JobBatcher, devices: Collection[Device]) -> None:
         """Takes note of the devices on which a model version has its instances."""
         self._places[batcher] = frozenset(devices)
 
-    def forget(self, batcher: Batcher) -> None:
+    def forget(self, batcher: JobBatcher) -> None:
         """Takes note that a model version is not served any more."""
         self._places.pop(batcher, None)
 
     @asynccontextmanager
-    async def turn(self, batcher: Batcher) -> AsyncIterator[Turn]:
+    async def turn(self, batcher: JobBatcher) -> AsyncIterator[Turn]:
         """Waits for the devices of a model version to be free of online work, and gives leave to use them."""
-        devices = self._places[batcher]
+        devices = self._devices(batcher)
         lines = [self._lines.setdefault(device, _Line()) for device in sorted(devices)]
         async with AsyncExitStack() as mine:
             for line in lines:
@@ -128,13 +135,13 @@ class DeviceArbiter:
             if is_forced:
                 self._batch_s = time.monotonic() - begin_s
 
-    async def _quiet(self, mine: Batcher, devices: frozenset[Device]) -> bool:
+    async def _quiet(self, mine: JobBatcher, devices: frozenset[Device]) -> bool:
         """Waits until there is no online work; returns whether that happened."""
         begin_s = time.monotonic()
         while busy := [batcher for batcher in self._neighbours(devices) if batcher.has_work]:
             self._online_s = time.monotonic()
             patience_s = PATIENCE_S
-            if all(batcher.has_room for batcher in busy):
+            if all(batcher.has_room for batcher in busy if isinstance(batcher, Batcher)):
                 patience_s = 0.0 if busy == [mine] else min(self._batch_s, PATIENCE_S)
             left_s = begin_s + patience_s - self._online_s
             if left_s <= 0:
@@ -144,5 +151,15 @@ class DeviceArbiter:
                     await busy[0].idle()
         return True
 
-    def _neighbours(self, devices: frozenset[Device]) -> list[Batcher]:
-        return [batcher for batcher, places in self._places.items() if places & devices]
+    def _neighbours(self, devices: frozenset[Device]) -> list[JobBatcher]:
+        return [batcher for batcher in self._places if self._devices(batcher) & devices]
+
+    def _devices(self, batcher: JobBatcher) -> frozenset[Device]:
+        """Returns the devices of a model version; of an ensemble, those of its steps' models that are here."""
+        if isinstance(batcher, Batcher):
+            return self._places[batcher]
+        versions, found = batcher.versions, frozenset[Device]()
+        for other, devices in self._places.items():
+            if (other.model.spec.name, other.model.version) in versions:
+                found |= devices
+        return found

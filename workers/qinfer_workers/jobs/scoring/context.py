@@ -6,13 +6,12 @@ to blame for, and in the end be given up with it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qinfer.batching.batcher import Batcher
 from qinfer.core.clock import ServerClock
 from qinfer.core.settings import StoreSettings
 from qinfer.jobs.plan import ShardTicket
@@ -24,8 +23,9 @@ from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.loader import Loaded
 from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
-from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
+from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, JobBatcher
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
+from qinfer_workers.jobs.scoring.ensembles import EnsembleParts
 
 if TYPE_CHECKING:
     from qinfer_workers.jobs.scoring.shard_run import ShardRun
@@ -111,12 +111,13 @@ class Served:
         spool: A folder for parts until they are committed.
         read_bytes: About so many bytes of rows are held at once.
         stores: The stores that jobs may use.
+        ensembles: What ensembles are run by.
         line: Held by the shard that is scored; the one behind it is read meanwhile.
         is_open: Set while there are jobs of the model that have not ended.
         loop: The task of its shard loop.
     """
 
-    batcher: Batcher
+    batcher: JobBatcher
     loaded: Loaded
     arbiter: DeviceArbiter
     size: BatchSize
@@ -125,6 +126,7 @@ class Served:
     spool: Path
     read_bytes: int
     stores: StoreSettings
+    ensembles: EnsembleParts | None = None
     line: asyncio.Lock = field(default_factory=asyncio.Lock)
     is_open: asyncio.Event = field(default_factory=asyncio.Event)
     loop: "asyncio.Task[None] | None" = None
@@ -169,5 +171,5 @@ class Abandoned(Exception):
     """A shard was stopped: its work is discarded."""
 
 
-MakeRun = Callable[[HeldShard, ShardTicket, JobRecord, asyncio.Event], "ShardRun"]
+MakeRun = Callable[[HeldShard, ShardTicket, JobRecord, asyncio.Event], Awaitable["ShardRun"]]
 """Makes the run of a shard, which sets the event when the model has no more to do for it, or will have in a moment."""

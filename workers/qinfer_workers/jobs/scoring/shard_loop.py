@@ -178,8 +178,10 @@ class ShardTask:
     async def _run_through(self, ticket: ShardTicket, record: JobRecord) -> None:
         """Runs the shard and finishes it; drops it when the job is over."""
         jobs, lease = self._context.jobs, self._lease
-        run = self._shard_run = self._make_run(self._held, ticket, record, self.free)
+        run = self._shard_run = await self._make_run(self._held, ticket, record, self.free)
         self._held.on_lost = run.stop
+        if self._held.lost:
+            run.stop()
         watch = asyncio.create_task(self._watch(run, ticket))
         try:
             outcome = await self._recorded(run, ticket, record)

@@ -15,16 +15,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from qinfer.batching.batcher import LoadedModel
+from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.errors import Cancelled, DeliveryError, QinferError
 from qinfer.jobs.job import decode_spec
-from qinfer.jobs.plan import ShardTicket, decode_plan_head
+from qinfer.jobs.plan import PlanHead, ShardTicket, decode_plan_head
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, granted
 from qinfer.models.pins import is_executed
 from qinfer_workers.inference.executor import Borrower, ThreadExecutor, in_thread
 from qinfer_workers.jobs.scoring.arbiter import Turn
 from qinfer_workers.jobs.scoring.chunks import Chunks
 from qinfer_workers.jobs.scoring.context import Abandoned, HeldShard, PutOff, Served
+from qinfer_workers.jobs.scoring.ensembles import EnsembleExecutor
 from qinfer_workers.jobs.scoring.scoring import Borrowed, Purpose, Scorer
 from qinfer_workers.jobs.scoring.shard_files import ShardFiles, Task, TooManyFailed, streamed_bytes
 from qinfer_workers.jobs.scoring.shard_loop import STALLED_S
@@ -52,13 +53,21 @@ class ShardRun:
         served: Its model version, and how that scores shards.
         free: Set when the next shard may begin: the model has no more to do for this one in a moment.
         is_again: The shard was run before: its part may be there.
+        ensemble: Runs the batches of an ensemble; `None` = the instances of the model version do.
 
     Attributes:
         is_stuck: It was cancelled, and an execution of it did not end in time.
     """
 
     def __init__(
-        self, files: ShardFiles, purpose: Purpose, served: Served, free: asyncio.Event, *, is_again: bool = False
+        self,
+        files: ShardFiles,
+        purpose: Purpose,
+        served: Served,
+        free: asyncio.Event,
+        *,
+        is_again: bool = False,
+        ensemble: EnsembleExecutor | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
@@ -70,6 +79,7 @@ class ShardRun:
         self._scorer = Scorer(purpose, self._chunks)
         self._free = free
         self._is_again = is_again
+        self._ensemble = ensemble
         self.is_stuck = False
 
     @property
@@ -88,9 +98,14 @@ class ShardRun:
 
     def stop(self) -> None:
         """Has it stop at the next batch."""
-        self._chunks.stop()
+        self._stop_scoring()
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(self._loop.time())
+
+    def _stop_scoring(self) -> None:
+        self._chunks.stop()
+        if self._ensemble is not None:
+            self._ensemble.stop()
 
     def _set(self, event: asyncio.Event) -> None:
         with suppress(RuntimeError):  # the loop is closed
@@ -136,7 +151,7 @@ class ShardRun:
             await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             if not all(part.done() for part in parts):
-                self._chunks.stop()  # the threads end when they see it, and commit nothing from then on
+                self._stop_scoring()  # the threads end when they see it, and commit nothing from then on
                 await _stopped(scoring)
         for part in parts:
             if part.done() and not part.cancelled() and (error := part.exception()) is not None:
@@ -177,25 +192,26 @@ class ShardRun:
 
     async def _lend(self, turn: Turn) -> None:
         """Has every instance score until the turn is over; cancelled, it waits for them, unless there is a hurry."""
-        executor, batcher = self._executor(self._purpose.model), self._served.batcher
+        executor, batcher = self._ensemble or self._executor(self._purpose.model), self._served.batcher
         left = executor.count
         back = asyncio.get_running_loop().create_future()
 
         def ended(_: Borrower) -> None:
             nonlocal left
             left -= 1
-            if batcher.model.executor is executor:
+            if isinstance(batcher, Batcher) and batcher.model.executor is executor:
                 batcher.lend(-1)
             if not left:
                 back.set_result(None)
 
-        batcher.lend(executor.count)
+        if isinstance(batcher, Batcher):
+            batcher.lend(executor.count)
         for _ in range(executor.count):
             executor.lend(Borrowed(self._scorer, turn), ended)
         try:
             await asyncio.shield(back)
         except asyncio.CancelledError:
-            self._chunks.stop()
+            self._stop_scoring()
             hurry = asyncio.ensure_future(self._served.hurry.wait())
             await asyncio.wait((back, hurry), return_when=asyncio.FIRST_COMPLETED)
             hurry.cancel()
@@ -220,7 +236,9 @@ async def release_memory() -> None:
         await in_thread("bulk-trim", lambda: trim(0))
 
 
-def make_run(served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event) -> ShardRun:
+async def make_run(
+    served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
+) -> ShardRun:
     """Makes the run of a shard; a `context.MakeRun` of a model version.
 
     Raises:
@@ -231,7 +249,9 @@ def make_run(served: Served, held: HeldShard, ticket: ShardTicket, record: JobRe
         spec, head, grant = decode_spec(record.spec), decode_plan_head(record.head), granted(record, served.stores)
     except QinferError as error:
         raise PutOff(error.message) from error
-    model, model_hash = served.batcher.model, served.loaded.hash_like(head.model_hash)
+    model, model_hash, ensemble = served.batcher.model, served.loaded.hash_like(head.model_hash), None
+    if model.spec.steps:
+        ensemble, model_hash = await _ensemble_of(served, model, head), head.model_hash
     # An earlier qinfer's job fails in the end, for nothing tells whether its content will be back.
     is_patient = is_executed(head.model_hash) or served.clock.now_s() < record.started_at + MODEL_LOADS_WITHIN_S
     if head.model_hash != model_hash and is_patient:
@@ -263,7 +283,22 @@ def make_run(served: Served, held: HeldShard, ticket: ShardTicket, record: JobRe
         row_bytes=streamed_bytes(served.read_bytes),
     )
     is_again = held.lease.suspect or held.lease.deliveries > 1
-    return ShardRun(ShardFiles(task), purpose, served, free, is_again=is_again)
+    return ShardRun(ShardFiles(task), purpose, served, free, is_again=is_again, ensemble=ensemble)
+
+
+async def _ensemble_of(served: Served, model: LoadedModel, head: PlanHead) -> EnsembleExecutor:
+    """Returns what runs an ensemble as a job was planned with it.
+
+    Raises:
+        PutOff: A model that it uses is not loaded like that now.
+    """
+    assert served.ensembles is not None
+    try:
+        await served.ensembles.caller.follow()
+        planned = await served.ensembles.planner.again(model.spec, head.executes)
+    except QinferError as error:
+        raise PutOff(error.message) from error
+    return EnsembleExecutor(model, planned, served.ensembles, served.clock)
 
 
 async def _stopped(scoring: "asyncio.Future[None]") -> None:

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qinfer.batching.batcher import Batcher
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError
@@ -28,9 +27,10 @@ from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.loader import Loaded
 from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
-from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
+from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, JobBatcher
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
 from qinfer_workers.jobs.scoring.context import HeldShard, Served, ShardContext, Slots
+from qinfer_workers.jobs.scoring.ensembles import EnsembleParts
 from qinfer_workers.jobs.scoring.shard_loop import ShardLoop
 
 if TYPE_CHECKING:
@@ -80,14 +80,17 @@ class ShardService:
         self._is_paused = False
         self._is_prepared = False
 
-    def start(self, tasks: asyncio.TaskGroup, spans: Spans | None = None) -> "asyncio.Task[None]":
+    def start(
+        self, tasks: asyncio.TaskGroup, ensembles: EnsembleParts, spans: Spans | None = None
+    ) -> "asyncio.Task[None]":
         """Begins to look for jobs; returns the task that does, to be cancelled.
 
         Args:
             tasks: Owns it, and the loops.
+            ensembles: What ensembles are run by.
             spans: Records what becomes of shards; `None` = nobody wants to know.
         """
-        self._tasks = tasks
+        self._tasks, self._ensembles = tasks, ensembles
         self._context = replace(self._context, spans=spans)
         return tasks.create_task(self._look())
 
@@ -124,7 +127,7 @@ class ShardService:
         clear_spool(self._spool, time.time() - _LEFT_S)
         return True
 
-    def serve(self, batcher: Batcher, loaded: Loaded) -> None:
+    def serve(self, batcher: JobBatcher, loaded: Loaded) -> None:
         """Takes shards of a model version from now on, or goes on with another generation of it."""
         self._arbiter.place(batcher, loaded.devices)
         key = (loaded.spec.name, loaded.version)
@@ -141,6 +144,7 @@ class ShardService:
                 spool=self._spool,
                 read_bytes=self._settings.max_read_bytes,
                 stores=self._stores,
+                ensembles=self._ensembles,
             )
             self._served[key] = known
         elif loaded.identity != known.loaded.identity:
@@ -148,7 +152,7 @@ class ShardService:
         known.loaded = loaded
         self._start(known)
 
-    async def retire(self, batcher: Batcher) -> None:
+    async def retire(self, batcher: JobBatcher) -> None:
         """Releases the shards of a model version, and fetches no more."""
         served = self._served.pop((batcher.model.spec.name, batcher.model.version), None)
         if served is not None:
@@ -184,13 +188,13 @@ class ShardService:
         served.loop = self._tasks.create_task(loop.run())
 
 
-def _make_run(
+async def _make_run(
     served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
 ) -> "ShardRun":
     """Makes the run of a shard; `_prepare` has imported what that needs."""
     from qinfer_workers.jobs.scoring.shard_run import make_run
 
-    return make_run(served, held, ticket, record, free)
+    return await make_run(served, held, ticket, record, free)
 
 
 async def _ended(served: Collection[Served]) -> None:

@@ -1,0 +1,200 @@
+"""Shards of ensembles: each batch of rows is a request that goes from step to step, as one of a client would.
+
+    shard's thread ── execute ──▶ event loop: Run ─▶ steps of models, in this worker or by their lanes
+          ▲                            │
+          └───────── outputs ──────────┘
+
+A job's batches run the versions of the job's plan, whatever is rolled out meanwhile; what a model that has changed may
+have made is not used. Responses of jobs are neither cached nor taken from the cache.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import NamedTuple
+
+from qinfer.backends.base import Batch, Context
+from qinfer.batching.batcher import LoadedModel
+from qinfer.batching.execution import Pending
+from qinfer.core.clock import ServerClock
+from qinfer.core.messages import Failure, InferRequest
+from qinfer.errors import Cancelled, ErrorCode, InferenceFailed
+from qinfer.models.ensemble_graph import PlanStep
+from qinfer.models.spec import Device, ModelSpec
+from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.submission.pending import Sink
+from qinfer.tensors import Tensor, from_numpy
+from qinfer_workers.inference.caller import Caller
+from qinfer_workers.inference.ensembles.plans import PlannedAgain, Planner
+from qinfer_workers.inference.ensembles.run import Outcome, Run, Submitted
+from qinfer_workers.inference.executor import Borrower
+
+AT_ONCE = 2
+"""Batches of a shard that are under way at once: while one is in a step, another may be in the next."""
+
+_LATER = (ErrorCode.CANCELLED.value, ErrorCode.DEADLINE_EXCEEDED.value)
+"""Failures of steps that say nothing about the rows, besides those that a retry may help."""
+
+_CHANGED = "a model of a step has changed while rows were scored"
+
+
+class EnsembleParts(NamedTuple):
+    """The parts of a worker that run its ensembles.
+
+    Attributes:
+        planner: Plans ensembles.
+        caller: Submits steps.
+    """
+
+    planner: Planner
+    caller: Caller
+
+
+class BulkSteps:
+    """The way of a job's steps to their models: the least important requests there are.
+
+    Args:
+        caller: Submits them.
+    """
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
+        """See `run.Steps`."""
+        batching = step.model.batching
+        request.priority = 0 if batching is None else batching.priority_levels
+        return self._caller.submit_step(step, request, sink, timeout_s, cached=False)
+
+
+class EnsembleInstance:
+    """The `Backend` that a shard takes for an instance of the model; blocks the shard's thread.
+
+    Args:
+        lent: Runs batches, on the event loop.
+        loop: The event loop.
+    """
+
+    short_on_loop = False
+
+    def __init__(self, lent: "EnsembleExecutor", loop: asyncio.AbstractEventLoop) -> None:
+        self._lent = lent
+        self._loop = loop
+
+    def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
+        """Has nothing to load."""
+
+    def unload(self) -> None:
+        """Has nothing to unload."""
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        """Runs a batch, which is one request.
+
+        Raises:
+            Cancelled: It can't be run now.
+            InferenceFailed: A step has failed.
+        """
+        running = self._lent.run(batch)
+        try:
+            outputs = asyncio.run_coroutine_threadsafe(running, self._loop).result()
+        except CancelledError:
+            raise Cancelled("the worker ends") from None
+        except RuntimeError:  # the loop is closed
+            running.close()
+            raise Cancelled("the worker ends") from None
+        ctx.respond(0, outputs)
+
+
+class EnsembleExecutor:
+    """The executor of an ensemble for one shard; `lend` and `stop` on the event loop.
+
+    Args:
+        model: The ensemble.
+        planned: What the shard's job runs of it.
+        parts: Run it.
+        clock: The broker's time.
+
+    Attributes:
+        count: How many batches run at once.
+    """
+
+    count = AT_ONCE
+
+    def __init__(self, model: LoadedModel, planned: PlannedAgain, parts: EnsembleParts, clock: ServerClock) -> None:
+        self._spec = model.spec
+        self._planned = planned
+        self._planner = parts.planner
+        self._steps = BulkSteps(parts.caller)
+        self._clock = clock
+        self._lease = Lease(Entry(Lane(model.spec.name, model.version), "0-0"), "", b"")
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[Run, asyncio.Future[Outcome]] = {}
+        self._is_stopped = False
+
+    def lend(self, borrower: Borrower, done: Callable[[Borrower], None]) -> None:
+        """Lends an instance, in a thread of its own; `done` is called on the event loop when it is given back."""
+
+        def use() -> None:
+            borrower.run(EnsembleInstance(self, self._loop))
+            try:
+                self._loop.call_soon_threadsafe(done, borrower)
+            except RuntimeError:
+                return  # the loop is closed: the process is ending
+
+        threading.Thread(target=use, name=f"bulk-{self._spec.name}", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the batches that are under way; none begins any more."""
+        self._is_stopped = True
+        for run, ended in self._open.items():
+            run.stop()
+            if not ended.done():
+                ended.set_result(Failure.of(Cancelled("nobody waits for this batch any more")))
+
+    async def run(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Runs a batch; on the event loop. Raises as `EnsembleInstance.execute`."""
+        if self._is_stopped:
+            raise Cancelled("nobody waits for this batch any more")
+        ended: asyncio.Future[Outcome] = self._loop.create_future()
+
+        def end(_: Run, __: Pending, outcome: Outcome) -> None:
+            if not ended.done():
+                ended.set_result(outcome)
+
+        run = Run(self._item(batch), self._planned.plan, self._steps, self._clock.now_s, end)
+        self._open[run] = ended
+        try:
+            run.begin()
+            outcome = await ended
+        finally:
+            del self._open[run]
+        if not await self._planner.is_current(self._planned):
+            raise Cancelled(_CHANGED)
+        if not isinstance(outcome, Failure):
+            return outcome
+        if outcome.retryable or outcome.code in _LATER:
+            raise Cancelled(outcome.message)
+        raise InferenceFailed(outcome.message)
+
+    def _item(self, batch: Batch) -> Pending:
+        request, now_s = batch.requests[0], self._clock.now_s()
+        datatypes = {tensor.name: tensor.datatype for tensor in self._spec.inputs}
+        inputs = tuple(from_numpy(name, array, datatypes[name]) for name, array in batch.inputs.items())
+        asked = InferRequest(
+            model=request.model,
+            version=request.version,
+            id=request.id,
+            inputs=inputs,
+            outputs=request.outputs,
+            tenant=request.tenant,
+        )
+        return Pending(
+            rows=batch.rows[0],
+            key=None,
+            enqueued_s=now_s,
+            deadline_s=now_s + self._spec.max_timeout_s,
+            lease=self._lease,
+            request=asked,
+        )
