@@ -218,15 +218,21 @@ ROWS = (
         keys.sequence,
         "hash",
         "a day longer than its steps and its idle time; after its end five minutes",
-        "the record of a sequence: owner, fencing token, version, steps accepted and committed",
+        "the record of a sequence: owner, fencing token, version, steps accepted and committed, its state, responses",
         _SEQUENCE,
     ),
-    Row(keys.sequence_state, _VALUE, "until its life ends", "the committed state of a sequence", _SEQUENCE),
+    Row(
+        keys.sequence_state,
+        _VALUE,
+        "until its life ends",
+        "the committed state of a sequence, where it is above 1 MiB or in the payload store",
+        _SEQUENCE,
+    ),
     Row(
         keys.sequence_answer,
         _VALUE,
         "until the next step is committed; a day at most",
-        "the response to a committed step",
+        "the response to a committed step, where it is above 1 MiB or in the payload store",
         ({"name": "<name>", "step": "<step>"},),
     ),
     Row(
@@ -341,6 +347,16 @@ ROWS = (
         "a response of a model with `response_cache`, of at most 1 MiB, where the cache is in Redis; its key is a hash "
         "of the request",
         ({"key": "<hash>"},),
+    ),
+    *(
+        Row(spell, kind, "four leases of a worker that has models with global resources", holds, ({},))
+        for spell, kind, holds in (
+            (keys.resource_leases, "sorted set", "the ends of the leases of the workers that use global resources"),
+            (keys.resource_units, "hash", "the units of global resources that each worker holds"),
+            (keys.resource_maxima, "hash", "how many units there are, as each worker names it"),
+            (keys.resource_line, "sorted set", "the units that workers wait for, by since when"),
+            (keys.resource_news, "stream", "tells workers of units that were freed, or that others wait for"),
+        )
     ),
     Row(
         keys.cached_bytes,

@@ -20,6 +20,7 @@ SUSPECTS = b"suspects"
 """The consumer that owns what was reclaimed and then released; `reclaim` takes it at once, `fetch` never."""
 
 _BRIDGES = "qinfer:{bridges}:"
+_RESOURCES = "qinfer:{resources}:"
 
 
 @lru_cache(maxsize=65536)  # one call per request
@@ -113,12 +114,12 @@ def sequence(model: str, partition: int, name: str) -> str:
 
 
 def sequence_state(model: str, partition: int, name: str) -> str:
-    """Returns the string that holds the committed state of a sequence."""
+    """Returns the key of the committed state of a sequence, if it is not in the sequence's hash."""
     return f"{_partition(model, partition)}sequence-state:{name}"
 
 
 def sequence_answer(model: str, partition: int, name: str, step: str) -> str:
-    """Returns the string that holds the response to a committed step, `<life>.<number>`, of a sequence."""
+    """Returns the key of the response to a committed step, `<life>.<number>`, if it is not in the sequence's hash."""
     return f"{_partition(model, partition)}sequence-answer:{step}:{name}"
 
 
@@ -250,6 +251,34 @@ def cached_response(key: str) -> str:
 def cached_bytes(span: int) -> str:
     """Returns the count of the bytes that were cached in a span of time."""
     return f"qinfer:cache-bytes:{span}"
+
+
+def resource_leases() -> str:
+    """Returns the sorted set of the workers that use global resources of the rate limiter, by the ends of their leases.
+
+    It and the other keys of resources share a hash tag, so that one script may touch them.
+    """
+    return f"{_RESOURCES}leases"
+
+
+def resource_units() -> str:
+    """Returns the hash of the units of global resources that each worker holds."""
+    return f"{_RESOURCES}units"
+
+
+def resource_maxima() -> str:
+    """Returns the hash of how many units there are, as each worker names it."""
+    return f"{_RESOURCES}maxima"
+
+
+def resource_line() -> str:
+    """Returns the sorted set of what workers wait for, by since when."""
+    return f"{_RESOURCES}line"
+
+
+def resource_news() -> str:
+    """Returns the stream that tells workers of units that were freed, or that others wait for."""
+    return f"{_RESOURCES}news"
 
 
 def job(model: str, partition: int, job_id: str) -> str:

@@ -288,11 +288,12 @@ class Sequences:
 
     async def state(self, sequence: SequenceId) -> bytes | None:
         """Returns the state that was committed last; `None` = there is none yet."""
-        return await self._values.get(self._slot, keys.sequence_state(self._model, self._partition, sequence.name))
+        name = keys.sequence_state(self._model, self._partition, sequence.name)
+        return await self._value(sequence, b"state", name)
 
     async def response(self, place: Place) -> bytes | None:
         """Returns the stored response to a committed step; `None` = it is no longer kept."""
-        return await self._values.get(self._slot, self._answer(place))
+        return await self._value(place.sequence, b"answer:%d.%d" % (place.life, place.number), self._answer(place))
 
     async def finish(self, answered: Iterable[tuple[Place, Entry]]) -> None:
         """Removes steps whose response was published; to finish one again is no error."""
@@ -367,6 +368,11 @@ class Sequences:
             with suppress(BrokerUnavailable):  # its time to live ends it
                 await self._values.remove(self._slot, key)
         return reply  # type: ignore[no-any-return]  # a list
+
+    async def _value(self, sequence: SequenceId, field: bytes, name: str) -> bytes | None:
+        """Reads a value from the record, or where it has a key of its own."""
+        kept = await self._router.call(self._slot, b"HGET", self._record(sequence), field)
+        return kept if isinstance(kept, bytes) else await self._values.get(self._slot, name)
 
     def _submit_words(self, sequence: SequenceId, step: Step, limits: Limits) -> Words:
         """Returns the arguments of submit.lua for one step."""

@@ -149,6 +149,14 @@ class Worker:
         if response is not None:
             self.gateway.publish(taken.place, response)
 
+    async def answer(self, taken: Taken) -> None:
+        """Executes a step of an explicit sequence, and answers it without a commit."""
+        held = self.held[taken.place.sequence]
+        assert taken.lease is not None
+        held.total, held.committed = held.total + int(taken.lease.frame), taken.place.number
+        self.gateway.publish(taken.place, b"=%d" % held.total)
+        await self.finish(taken)
+
     async def finish(self, taken: Taken) -> None:
         """Removes a step that is answered."""
         assert taken.lease is not None

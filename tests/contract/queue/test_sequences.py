@@ -430,6 +430,44 @@ async def test_the_last_step_is_repeated_after_the_end(gateway: Gateway) -> None
     assert await gateway.sequences.response(again.place) == b"=1"
 
 
+# --- steps without a commit (promise 3) ---
+
+
+async def test_explicit_steps_need_no_commit_but_the_last_one(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1, explicit=True), later(2), later(3, end=True))
+    await worker.own()
+    await worker.take()
+
+    for taken in worker.waiting[:2]:
+        await worker.answer(taken)
+    await worker.work()
+
+    assert gateway.texts == ["=1", "=3", "=6"]
+    assert await gateway.sequences.sizes([1]) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+async def test_a_life_without_end_is_over_when_its_last_step_is_answered(gateway: Gateway, *, is_early: bool) -> None:
+    """Before the next START came, or after it; in whichever order the steps are finished."""
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1, explicit=True), later(2))
+    await worker.own()
+    await worker.take()
+    steps = list(worker.waiting)
+    if not is_early:
+        await gateway.send(SEVEN, first(10, explicit=True))
+    for taken in (steps[1], steps[0]):
+        await worker.answer(taken)
+    if is_early:
+        await gateway.send(SEVEN, first(10, explicit=True))
+
+    await worker.work()
+
+    assert gateway.texts[2] == "=10"
+    assert worker.held[SEVEN].owned.life == 2
+
+
 # --- hand-over (promise 4) ---
 
 
@@ -524,6 +562,38 @@ async def test_state_in_memory_is_lost_with_its_worker(later_on: Gateway, timed:
     with pytest.raises(SequenceLost):
         await later_on.send(SEVEN, later(3))
     assert other.executed == []
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_the_lane_of_a_dead_worker_expires(later_on: Gateway, timed: EmbeddedServer, *, is_told: bool) -> None:
+    """Even where it had expired already when a step, or the end of a life, was to be told."""
+    worker = await Worker(later_on, "w1").join()
+    await later_on.send(SEVEN, first(1, explicit=True))
+    await worker.own()
+    timed.advance(4 * LEASE_S + 1)
+    if is_told:
+        await later_on.send(SEVEN, later(2))
+    await later_on.sequences.reap()
+
+    one = later_on.sequences
+    assert await one._router.call(one._slot, b"PTTL", one._own_lane(1, "w1")) != -1
+
+
+async def test_an_error_names_the_first_step_without_a_response(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    await gateway.send(SEVEN, first(1, explicit=True), later(2))
+    await gateway.send(EIGHT, first(1, explicit=True))
+    await worker.own()
+    await worker.take()
+    for taken in (worker.waiting[0], worker.waiting[2]):
+        await worker.answer(taken)
+
+    await gateway.sequences.give_back("w1", [SEVEN, EIGHT])
+    await gateway.answer_rest()
+
+    assert "ended at step 2: the worker" in gateway.texts[1]
+    with pytest.raises(SequenceLost, match="ended at step 2: the worker"):
+        await gateway.send(EIGHT, later(3))
 
 
 async def test_what_nobody_answered_comes_again(later_on: Gateway, timed: EmbeddedServer) -> None:

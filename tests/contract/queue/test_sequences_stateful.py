@@ -55,7 +55,8 @@ class Server:
     async def work(self, move: Move, before: Work, after: Work | None) -> None:
         """Makes a move of a worker with a sequence that it holds; what it publishes is compared after each move."""
         if move.name == "execute":
-            assert (await self.told(move, before))[0] == before.done + 1
+            # A step that is finished comes again until it is confirmed, which this worker never does.
+            assert next(step for step in await self.told(move, before) if step > before.done) == before.done + 1
         elif move.name == "find":
             assert (await self.told(move, before))[0] <= before.done
         elif move.name == "commit":

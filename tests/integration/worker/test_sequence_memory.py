@@ -84,9 +84,9 @@ async def test_a_memory_is_lost_while_a_step_is_committed(
     await explicit.scene.worker()
     (model,) = explicit.scene.backends["w1"]
     assert isinstance(model, Forgetful)
-    await (await explicit.send(1, start=True))
+    await (await explicit.send(1, start=True, step=1))
     commits, fails = Held(monkeypatch, "commit"), Held(monkeypatch, "fail")
-    second = await explicit.send(2)
+    second = await explicit.send(2, step=2)
     await eventually(lambda: commits.waiting == 1, description="a commit under way")
     model.dies = True
     third = await explicit.send(3)

@@ -114,7 +114,9 @@ class SequenceService:
         assert model.spec.sequences is not None, "only stateful models have a service"
         self._is_explicit = not model.spec.sequences.states
         idle_s = model.spec.sequences.max_idle_s
-        self._steps = StepPublisher(self._sequences, parts.publisher, idle_s, self._settled, self.broken)
+        self._steps = StepPublisher(
+            self._sequences, parts.publisher, idle_s, self._is_explicit, self._settled, self.broken
+        )
         self.generations = {model.generation}
         self._held: dict[SequenceId, _Held] = {}
         self._changed = asyncio.Event()

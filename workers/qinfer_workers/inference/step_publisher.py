@@ -5,6 +5,9 @@
 One commit is under way at a time, for one step of each sequence: those of one sequence are committed in order, and what
 is executed meanwhile is committed together. A step whose sequence another worker owns is not published; one that Redis
 refuses, because its state is too large or there is no memory for it, breaks its sequence.
+
+Where the state is in the model's memory there is nothing to go on from: of such a sequence only the last step, which
+ends it, and steps that may be sent again are committed. The others are published at once.
 """
 
 import asyncio
@@ -45,6 +48,7 @@ class StepPublisher:
         sequences: The sequences that the steps are of.
         publisher: Publishes the responses.
         idle_s: The idle time of the model's sequences.
+        is_explicit: Their state is in the model's memory.
         settled: Called with each step, and whether it is committed; if not, another worker owns its sequence.
         broken: Called with a step that can't be committed, and why.
     """
@@ -54,23 +58,29 @@ class StepPublisher:
         sequences: Sequences,
         publisher: Publisher,
         idle_s: float,
+        is_explicit: bool,  # noqa: FBT001  a property of the model
         settled: Callable[[PendingStep, bool], None],
         broken: Callable[[PendingStep, QinferError], None],
     ) -> None:
         self._sequences = sequences
         self._publisher = publisher
         self._idle_s = idle_s
+        self._is_explicit = is_explicit
         self._settled = settled
         self._broken = broken
         self._waiting: list[_Executed] = []
         self._work = asyncio.Event()
         self._quiet = asyncio.Event()
         self._quiet.set()
+        self._uncommitted: set[asyncio.Task[None]] = set()
         self._outage = OutageLog(logger, "steps not committed, trying again", "steps are committed again")
 
     def put(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
         """Takes executed steps with their responses, in the order in which those of a sequence were executed."""
         by_id = {response.request_id: response for response in responses if response.final}
+        if free := [step for step in steps if not self._is_committed(step)]:
+            self._publish_uncommitted(free, [by_id[step.request.id] for step in free])
+            steps = [step for step in steps if self._is_committed(step)]
         for step in steps:
             response = by_id[step.request.id]
             state = encode_states(step.state) if step.state and response.failure is None else None
@@ -82,8 +92,9 @@ class StepPublisher:
                 idle_s=self._idle_s,
             )
             self._waiting.append(_Executed(step, response, committed))
-        self._quiet.clear()
-        self._work.set()
+        if steps:
+            self._quiet.clear()
+            self._work.set()
 
     async def run(self) -> None:
         """Commits until cancelled."""
@@ -95,8 +106,14 @@ class StepPublisher:
             self._quiet.set()
 
     async def flush(self) -> None:
-        """Waits until everything that was put is committed, or lost."""
+        """Waits until everything that was put is committed, or published without, or lost."""
         await self._quiet.wait()
+        if self._uncommitted:
+            await asyncio.wait(self._uncommitted)
+
+    def _is_committed(self, step: PendingStep) -> bool:
+        flags = step.request.sequence
+        return not self._is_explicit or step.end or (flags is not None and flags.step > 0)
 
     def _next(self) -> list[_Executed]:
         """Takes the first waiting step of each sequence."""
@@ -126,7 +143,9 @@ class StepPublisher:
                 await self._commit_alone(group, error)
                 return
             self._outage.over()
-            self._publish([e for e, outcome in zip(group, outcomes, strict=True) if outcome], begin_ns)
+            done = [executed for executed, is_committed in zip(group, outcomes, strict=True) if is_committed]
+            if done:
+                self._publish([executed.step for executed in done], [executed.response for executed in done], begin_ns)
             for executed, is_committed in zip(group, outcomes, strict=True):
                 self._settled(executed.step, is_committed)
             return
@@ -139,14 +158,26 @@ class StepPublisher:
         for executed in group:
             await self._commit([executed])
 
-    def _publish(self, group: Sequence[_Executed], begin_ns: int) -> None:
-        """Publishes the responses of committed steps, and removes the entries."""
-        steps = [executed.step for executed in group]
-        responses = [executed.response for executed in group]
+    def _publish_uncommitted(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
+        """Publishes what is not committed; it is settled once it is published."""
+
+        def settle(_: object) -> None:
+            for step in steps:
+                self._settled(step, True)  # it is as good as committed
+
+        task = self._publish(steps, responses, time.perf_counter_ns())
+        if task is not None:
+            self._uncommitted.add(task)
+            task.add_done_callback(settle)
+            task.add_done_callback(self._uncommitted.discard)
+
+    def _publish(
+        self, steps: Sequence[PendingStep], responses: Sequence[Response], begin_ns: int
+    ) -> "asyncio.Task[None] | None":
+        """Publishes responses, and removes the entries."""
 
         async def work() -> None:
             await self._publisher.publish(steps, responses, begin_ns)
             await self._sequences.finish([(step.place, step.lease.entry) for step in steps])
 
-        if steps:
-            self._publisher.spawn(self._publisher.recorded(steps, work))
+        return self._publisher.spawn(self._publisher.recorded(steps, work))

@@ -15,7 +15,7 @@ end
 
 if code == '' then
   local is_idle = of.life == life and of.tail == life and redis.call('XLEN', steps_of(name)) == 0
-  if not is_idle or now_ms() - of.used < of.idle then return {0, {}} end
+  if not is_idle or now - of.used < of.idle then return {0, {}} end
   local gone = over(of, GRACE_MS)
   redis.call('ZREM', prefix .. 'sequence-endings', name)
   redis.call('UNLINK', steps_of(name))

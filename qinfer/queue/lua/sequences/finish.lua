@@ -1,20 +1,26 @@
--- Removes a step that is answered, with its payload; its response too, unless it is the last one that was committed.
+-- Removes a step that is answered, with its payload; its response too, unless it is the last one that was committed. Ends a
+-- life that has one behind it, and whose last step was not committed.
 -- KEYS: record, steps, response, payload. ARGV: partition's prefix, whether Redis may lose, name, life, number, entry id,
 --   whether it has a payload (1).
 -- Returns the names of the objects that nothing refers to now.
 local function one(KEYS, ARGV)
 begin(ARGV[1], '0')
-local record, steps, answer, payload = unpack(KEYS)
+local record, steps, _, payload = unpack(KEYS)
 local name, life, n, entry, gone = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], {}
 
 redis.call('XDEL', steps, entry)
 if ARGV[7] == '1' then drop(payload, gone) end
-if redis.call('HGET', record, 'at') == life .. ' ' .. n and not redis.call('ZSCORE', prefix .. 'sequence-endings', name) then
+if redis.call('HGET', record, 'at') == life .. ' ' .. n then
   return gone -- the last step that was committed of a life that goes on
 end
 local of = load(name)
 local is_last = of and of.life == life and n >= of.committed
-if not is_last then drop(answer, gone) end
+if not is_last then drop_answer(name, life, n, gone) end
+if of and of.state == 'open' and of.kind == 'explicit' and of.life == life and life < of.tail
+  and not first_unanswered(of) then
+  for _, object in ipairs(over(of, GRACE_MS)) do gone[#gone + 1] = object end
+  return gone
+end
 if (of and of.state == 'open') or redis.call('XLEN', steps) > 0 then return gone end
 redis.call('ZREM', prefix .. 'sequence-endings', name)
 if of then

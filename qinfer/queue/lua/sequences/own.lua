@@ -4,18 +4,18 @@
 -- Returns {whether the worker's lease is alive, {name, life, token, committed, generation, kind, idle ms} of each}.
 begin(ARGV[1], ARGV[2])
 make_room()
-local worker, left, own = ARGV[3], tonumber(ARGV[4]), KEYS[#KEYS]
-local owned, now = {}, now_ms()
+local worker, left = ARGV[3], tonumber(ARGV[4])
+local owned = {}
 if tonumber(redis.call('ZSCORE', prefix .. 'sequence-owners', worker) or 0) <= now then return {0, {}} end
 
 local function take(of)
   write(of, {owner = worker, token = of.token + 1, ticket = '', used = now})
-  redis.call('HSET', record_of(of.name), 'taken', of.committed)
   redis.call('SADD', prefix .. 'sequence-owned:' .. worker, of.name)
   redis.call('ZADD', prefix .. 'sequences', now + LOOK_MS, of.name)
   each_step(of.name, function(id, step)
     if tonumber(step.l) == of.life then
-      redis.call('XADD', own, '*', 's', of.name, 'l', of.life, 'n', step.n, 'e', id)
+      local n = tonumber(step.n)
+      tell(of, id, of.life, n, n == of.committed + 1 and of.deaths + 1 or 1, n > of.committed and step.f, step.p or '')
     end
   end)
   owned[#owned + 1] = {of.name, of.life, of.token, of.committed, of.generation, of.kind, string.format('%.0f', of.idle)}
@@ -30,5 +30,4 @@ for i = 1, #KEYS - 1 do
     redis.call('XDEL', KEYS[i], ticket[1])
   end
 end
-if #owned > 0 then redis.call('PEXPIRE', own, DAY_MS) end
 return {1, owned}

@@ -5,7 +5,7 @@
 begin(ARGV[1], ARGV[2])
 make_room()
 local owners, orphans = KEYS[1], KEYS[2]
-for _, worker in ipairs(redis.call('ZRANGEBYSCORE', owners, '-inf', now_ms(), 'LIMIT', 0, 10)) do
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', owners, '-inf', now, 'LIMIT', 0, 10)) do
   local owned = prefix .. 'sequence-owned:' .. worker
   redis.call('SUNIONSTORE', orphans, orphans, owned)
   redis.call('UNLINK', owned)

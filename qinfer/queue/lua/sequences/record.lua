@@ -2,26 +2,31 @@
 -- lives of one sequence (same tenant and correlation id) follow one another, and their steps are in one stream, in order.
 -- The record is a hash. Its field `of` is a table, packed by MessagePack, as most scripts read all of it: state (open | ended);
 -- of the life that executes now `life`, its version, generation, kind, idle (ms), owner, token (which rises with each owner),
--- ticket, committed, deaths (of workers that had its next step), used (ms), era; of the last life `tail`, accepted, hash (of its START); code, text, failed and failed_life say how a life ended by an
--- error. Further fields, for what is written or read alone: `taken` is the last step that the owner was told, `at` the life and
--- the last committed step; `last:<life>` is the number of a life's last step, once that is known; `next:<life>` the version,
--- generation, kind and idle time of a life that waits; `fail:<life>` why it is to end when it begins.
+-- ticket, committed, deaths (of workers while its next step waited), used (ms), era, apart (1 = its state has a key of its own);
+-- of the last life `tail`, accepted, hash (of its START), last (the number of its last step; 0 = not known yet); kept says until
+-- when (ms) the keys live; code, text, failed and failed_life say how a life ended by an error.
+-- Further fields, for what is written or read alone: `at` is the life and the last committed step; `state` the state, and
+-- `answer:<life>.<n>` the response to a step, unless they were staged; `last:<life>` the number of the last step of a life that
+-- has one behind it; `next:<life>` the version, generation, kind and idle time of a life that waits; `fail:<life>` why it is to
+-- end when it begins.
 local TOMBSTONE_MS = 300000 -- so long a sequence that has ended is known
 local LOOK_MS = 60000       -- so often the janitor looks at one, and so long one that nobody owns may be idle
 local GRACE_MS = 10000      -- so long who answers steps of a life that has ended has time for it
 local DAY_MS = 86400000
 local SLACK_MS = 3600000    -- the keys of a sequence live for so much longer, so that not each step has to say so
+local SHORT_BYTES = 4096    -- a frame of no more travels with the ticket, too
 local EMPTY = {life = 0, committed = 0, token = 0, deaths = 0, idle = 0, used = 0, tail = 0,
-  accepted = 0, failed = 0, failed_life = 0, state = '', version = '', generation = '', kind = '', owner = '', ticket = '',
+  accepted = 0, failed = 0, failed_life = 0, last = 0, kept = 0, apart = 0, state = '', version = '', generation = '', kind = '', owner = '', ticket = '',
   era = '', hash = '', code = '', text = ''}
 local RECORD = {__index = EMPTY}
-local prefix, era
+local prefix, era, now
 local over, fail
 
 local function record_of(name) return prefix .. 'sequence:' .. name end
 local function steps_of(name) return prefix .. '0:steps:' .. name end
 local function state_of(name) return prefix .. 'sequence-state:' .. name end
 local function answer_of(name, life, n) return prefix .. string.format('sequence-answer:%d.%d:%s', life, n, name) end
+local function answer_field(life, n) return string.format('answer:%d.%d', life, n) end
 local function lane_of(version, worker) return prefix .. version .. ':seq@' .. worker end
 -- Counts what the metrics show; counts that are damaged begin again.
 local function count(what)
@@ -33,10 +38,10 @@ local function count(what)
 end
 
 -- Says which partition it is, and whether Redis may lose what it has confirmed. Then a sequence whose record was written
--- before Redis was restarted or failed over (`master_replid` changes) is not continued.
+-- before Redis was restarted or failed over (`master_replid` changes) is not continued. Notes the time, too.
 local function begin(partition, is_fragile)
   if prefix == partition then return end -- one of several requests
-  prefix = partition
+  prefix, now = partition, now_ms()
   era = is_fragile == '1' and string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)') or ''
 end
 
@@ -44,12 +49,12 @@ end
 -- Redis stops no script.
 local function make_room() redis.call('ZREM', prefix .. 'sequence-owners', '') end
 
--- Changes a record, and writes it; `at` is written with it, if it is given.
-local function write(of, values, at)
+-- Changes a record, and writes it, with further fields if they are given.
+local function write(of, values, ...)
   for field, value in pairs(values) do of[field] = value end
   local name = of.name
   of.name = nil
-  redis.call('HSET', record_of(name), 'of', cmsgpack.pack(of), unpack(at and {'at', at} or {}))
+  redis.call('HSET', record_of(name), 'of', cmsgpack.pack(of), ...)
   of.name = name
 end
 
@@ -80,21 +85,43 @@ local function load(name)
   of.name = name
   setmetatable(of, RECORD)
   if of.state == 'open' and era ~= '' and of.era ~= era then
-    fail(of, 'sequence_lost', 'Redis was restarted or failed over, and may have lost steps of it', of.committed + 1)
+    fail(of, 'sequence_lost', 'Redis was restarted or failed over, and may have lost steps of it')
   end
   return of
 end
 
--- Has the keys of a sequence live for `ms` at least; returns for how long.
-local function keep(name, ms)
-  local left = redis.call('PTTL', record_of(name))
-  if left >= ms then return left end
-  for _, key in ipairs({record_of(name), steps_of(name), state_of(name)}) do redis.call('PEXPIRE', key, ms + SLACK_MS) end
-  return ms + SLACK_MS
+-- Writes a record, and has the keys of its sequence live for `ms` at least.
+local function keep(of, ms)
+  if of.kept - now >= ms then return write(of, {used = now}) end
+  write(of, {used = now, kept = now + ms + SLACK_MS})
+  for _, key in ipairs({record_of(of.name), steps_of(of.name), state_of(of.name)}) do
+    redis.call('PEXPIRE', key, ms + SLACK_MS)
+  end
+end
+
+-- Tells whether the response to a step is stored; removes it.
+local function has_answer(name, life, n)
+  return redis.call('HEXISTS', record_of(name), answer_field(life, n)) == 1 or redis.call('EXISTS', answer_of(name, life, n)) == 1
+end
+local function drop_answer(name, life, n, gone)
+  if redis.call('HDEL', record_of(name), answer_field(life, n)) == 0 then drop(answer_of(name, life, n), gone) end
+end
+
+-- Tells a sequence's owner a step; `times` is how often it was told to an owner, with this time. What may be finished before
+-- the owner looks has no frame: then it is read when the owner looks.
+local function tell(of, entry, life, n, times, frame, payload)
+  local lane = lane_of(of.version, of.owner)
+  local ticket = {'*', 's', of.name, 'l', life, 'n', n, 'e', entry, 't', of.token, 'times', times}
+  if frame and #frame <= SHORT_BYTES then
+    for _, word in ipairs({'f', frame, 'p', payload}) do ticket[#ticket + 1] = word end
+  end
+  if redis.call('XADD', lane, 'NOMKSTREAM', unpack(ticket)) then return end
+  redis.call('XADD', lane, unpack(ticket))
+  redis.call('PEXPIRE', lane, DAY_MS)
 end
 
 -- Puts a sequence into a lane from which workers with a free slot take: `seq`, or `seq.handed`, which goes first.
-local function wait_for_owner(of, lane, now)
+local function wait_for_owner(of, lane)
   local id = redis.call('XADD', prefix .. of.version .. ':' .. lane, '*', 's', of.name)
   write(of, {owner = '', ticket = lane .. ' ' .. id})
   redis.call('ZADD', prefix .. 'sequences', now, of.name)
@@ -104,58 +131,11 @@ end
 local function leave(of)
   if of.owner ~= '' then
     redis.call('SREM', prefix .. 'sequence-owned:' .. of.owner, of.name)
-    redis.call('XADD', lane_of(of.version, of.owner), '*', 's', of.name, 'l', of.life, 't', of.token)
+    redis.call('XADD', lane_of(of.version, of.owner), 'NOMKSTREAM', '*', 's', of.name, 'l', of.life, 't', of.token)
   elseif of.ticket ~= '' then
     local lane, id = string.match(of.ticket, '^(%S+) (%d+%-%d+)$')
     if lane then redis.call('XDEL', prefix .. of.version .. ':' .. lane, id) end
   end
-end
-
--- Ends the life that executes: the next one begins, or the sequence has ended. What is unanswered is due after `grace` ms.
-function over(of, grace)
-  local record, now, gone = record_of(of.name), now_ms(), {}
-  leave(of)
-  redis.call('HDEL', record, 'last:' .. of.life, 'next:' .. of.life, 'fail:' .. of.life)
-  drop(state_of(of.name), gone)
-  redis.call('ZADD', prefix .. 'sequence-endings', now + grace, of.name)
-  local next_life, about, doom = of.life + 1, '', false
-  if next_life <= of.tail then
-    about, doom = unpack(redis.call('HMGET', record, 'next:' .. next_life, 'fail:' .. next_life))
-  end
-  local version, generation, kind, idle = string.match(about or '', '^(%S+) (%d+) (%S+) (%d+)$')
-  if not version then -- there is no next one, or nothing is known of it
-    write(of, {state = 'ended', owner = '', ticket = ''})
-    redis.call('ZREM', prefix .. 'sequences', of.name)
-    return gone
-  end
-  write(of, {life = next_life, version = version, generation = generation, kind = kind, idle = tonumber(idle), owner = '',
-    committed = 0, deaths = 0, used = now, era = era})
-  wait_for_owner(of, 'seq', now)
-  local failed, code, text = string.match(doom or '', '^(%d+) (%S+) (.*)$')
-  if failed then fail(of, code, text, tonumber(failed)) end
-  return gone
-end
-
--- Ends the life that executes by an error, at step `n`; its unanswered steps are due at once.
-function fail(of, code, text, n)
-  if code == 'sequence_lost' then count('lost') end
-  write(of, {code = code, text = text, failed = n, failed_life = of.life})
-  return over(of, 0)
-end
-
--- Gives a sequence to whoever has a free slot; one whose state was in its owner's memory ends. The owner has died with it,
--- or gives it back.
-local function hand_over(of, has_died)
-  if of.kind == 'explicit' then
-    return fail(of, 'sequence_lost', 'the worker that had its state in memory has ended', of.committed + 1)
-  end
-  if has_died then redis.call('UNLINK', lane_of(of.version, of.owner)) end
-  local taken = has_died and tonumber(redis.call('HGET', record_of(of.name), 'taken') or 0) or 0
-  if taken > of.committed then write(of, {deaths = of.deaths + 1}) end
-  redis.call('SREM', prefix .. 'sequence-owned:' .. of.owner, of.name)
-  wait_for_owner(of, 'seq.handed', now_ms())
-  count('handed_over')
-  return {}
 end
 
 -- Calls `use(id, fields)` with each step in a sequence's stream, in order, until it returns false; one that is damaged is
@@ -175,4 +155,63 @@ local function each_step(name, use)
     end
     start = #page == 20 and '(' .. page[20][1]
   end
+end
+
+-- Ends the life that executes: the next one begins, or the sequence has ended. What is unanswered is due after `grace` ms.
+function over(of, grace)
+  local record, gone = record_of(of.name), {}
+  leave(of)
+  redis.call('HDEL', record, 'last:' .. of.life, 'next:' .. of.life, 'fail:' .. of.life, 'at', 'state')
+  if of.apart == 1 then drop(state_of(of.name), gone) end
+  of.apart = 0
+  redis.call('ZADD', prefix .. 'sequence-endings', now + grace, of.name)
+  local next_life, about, doom = of.life + 1, '', false
+  if next_life <= of.tail then
+    about, doom = unpack(redis.call('HMGET', record, 'next:' .. next_life, 'fail:' .. next_life))
+  end
+  local version, generation, kind, idle = string.match(about or '', '^(%S+) (%d+) (%S+) (%d+)$')
+  if not version then -- there is no next one, or nothing is known of it
+    write(of, {state = 'ended', owner = '', ticket = ''})
+    redis.call('ZREM', prefix .. 'sequences', of.name)
+    return gone
+  end
+  write(of, {life = next_life, version = version, generation = generation, kind = kind, idle = tonumber(idle), owner = '',
+    committed = 0, deaths = 0, used = now, era = era})
+  wait_for_owner(of, 'seq')
+  local failed, code, text = string.match(doom or '', '^(%d+) (%S+) (.*)$')
+  if failed then fail(of, code, text, tonumber(failed)) end
+  return gone
+end
+
+-- Returns the number of the first step of the life that executes which has no response yet; nil = all have.
+local function first_unanswered(of)
+  local first
+  each_step(of.name, function(_, step)
+    if tonumber(step.l) == of.life and tonumber(step.n) > of.committed then first = tonumber(step.n) end
+    return not first
+  end)
+  return first
+end
+
+-- Ends the life that executes by an error, at step `n`, by default the first without a response; its unanswered steps are due
+-- at once.
+function fail(of, code, text, n)
+  n = n or first_unanswered(of) or (of.life == of.tail and of.accepted or of.committed) + 1
+  if code == 'sequence_lost' then count('lost') end
+  write(of, {code = code, text = text, failed = n, failed_life = of.life})
+  return over(of, 0)
+end
+
+-- Gives a sequence to whoever has a free slot; one whose state was in its owner's memory ends. The owner has died with it,
+-- or gives it back.
+local function hand_over(of, has_died)
+  if of.kind == 'explicit' then
+    return fail(of, 'sequence_lost', 'the worker that had its state in memory has ended')
+  end
+  if has_died then redis.call('UNLINK', lane_of(of.version, of.owner)) end
+  if has_died and (of.tail > of.life or of.accepted > of.committed) then of.deaths = of.deaths + 1 end
+  redis.call('SREM', prefix .. 'sequence-owned:' .. of.owner, of.name)
+  wait_for_owner(of, 'seq.handed')
+  count('handed_over')
+  return {}
 end

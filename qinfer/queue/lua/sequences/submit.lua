@@ -12,24 +12,23 @@ begin(ARGV[1], ARGV[2])
 local name, flags, number, hash, frame, payload = ARGV[3], ARGV[4], tonumber(ARGV[5]), unpack(ARGV, 6, 8)
 local timeout, limit, most, about = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12]
 local is_start, is_end = string.find(flags, 'S') ~= nil, string.find(flags, 'E') ~= nil
-local of, now = load(name), now_ms()
+local of = load(name)
 local is_open = of and of.state == 'open'
 
 local function append(life, n)
   local fields = {'f', frame, 'l', life, 'n', n, 'd', string.format('%.0f', now + timeout)}
   if payload ~= '' then fields[9], fields[10] = 'p', payload end
   local entry = redis.call('XADD', steps, '*', unpack(fields))
-  write(of, {used = now})
-  keep(name, of.idle + timeout + DAY_MS)
-  if is_end then redis.call('HSETNX', record, 'last:' .. life, n) end
+  if is_end and of.last == 0 then of.last = n end
+  keep(of, of.idle + timeout + DAY_MS)
   if of.state == 'open' and of.life == life and of.owner ~= '' then
-    redis.call('XADD', lane_of(of.version, of.owner), '*', 's', name, 'l', life, 'n', n, 'e', entry)
+    tell(of, entry, life, n, 1, frame, payload)
   end
   return {'new', life, n, entry}
 end
 
 local function is_repeated(n, committed)
-  return n > 0 and n <= committed and redis.call('EXISTS', answer_of(name, of.tail, n)) == 1
+  return n > 0 and n <= committed and has_answer(name, of.tail, n)
 end
 
 local is_full = limit > 0 and redis.call('XLEN', steps) >= limit
@@ -47,13 +46,14 @@ if is_start and not is_again then
     of = fresh(name)
     for field, value in pairs({state = 'open', life = life, version = version, generation = generation, kind = kind,
       idle = tonumber(idle), token = token, era = era, tail = life, accepted = 1, hash = hash}) do of[field] = value end
-    wait_for_owner(of, 'seq', now)
+    wait_for_owner(of, 'seq')
     return append(life, 1)
   end
-  redis.call('HSETNX', record, 'last:' .. of.tail, of.accepted)
-  local is_done = of.life == of.tail and of.committed >= of.accepted
+  redis.call('HSETNX', record, 'last:' .. of.tail, of.last > 0 and of.last or of.accepted)
+  local is_done = of.life == of.tail
+    and (of.committed >= of.accepted or (of.kind == 'explicit' and not first_unanswered(of)))
   local life = of.tail + 1
-  of.tail, of.accepted, of.hash = life, 1, hash
+  of.tail, of.accepted, of.hash, of.last = life, 1, hash, 0
   redis.call('HSET', record, 'next:' .. life, about)
   local answer = append(life, 1)
   if is_done then over(of, GRACE_MS) end
@@ -71,7 +71,7 @@ if number > of.accepted + 1 then return {'gap', of.accepted + 1} end
 if number > 0 and number <= committed then return {'old', committed} end
 if is_full then return {'full'} end
 if number > 0 and number <= of.accepted then return append(of.tail, number) end
-if redis.call('HEXISTS', record, 'last:' .. of.tail) == 1 then return {'unknown'} end
+if of.last > 0 then return {'unknown'} end
 of.accepted = of.accepted + 1
 return append(of.tail, of.accepted)
 end

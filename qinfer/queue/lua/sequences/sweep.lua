@@ -3,7 +3,7 @@
 -- Returns {how many ended, names of objects that nothing refers to now}.
 begin(ARGV[1], ARGV[2])
 make_room()
-local ended, all, now = 0, {}, now_ms()
+local ended, all = 0, {}
 
 local function end_unowned(of)
   local first

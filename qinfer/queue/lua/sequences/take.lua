@@ -7,7 +7,14 @@ begin(ARGV[1], ARGV[2])
 make_room()
 local worker, after, most, room = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local told = {}
-if tonumber(redis.call('ZSCORE', prefix .. 'sequence-owners', worker) or 0) <= now_ms() then return {0, after, {}} end
+
+-- Returns the fields of a step whose frame did not travel with its ticket.
+local function read(name, entry)
+  local step = redis.call('XRANGE', steps_of(name), entry, entry)[1]
+  return step and step[2][1] == 'f' and step[2]
+end
+
+if tonumber(redis.call('ZSCORE', prefix .. 'sequence-owners', worker) or 0) <= now then return {0, after, {}} end
 
 if after ~= '' then
   local ms, number = string.match(after, '^(%d+)-(%d+)$')
@@ -17,18 +24,15 @@ for _, ticket in ipairs(redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', most)) 
   local fields = {}
   for f = 1, #ticket[2], 2 do fields[ticket[2][f]] = ticket[2][f + 1] end
   local life, n, token = tonumber(fields.l), tonumber(fields.n), tonumber(fields.t)
-  if fields.s and life and token then
+  local is_known = fields.s and life and token
+  if is_known and not fields.n then
     told[#told + 1] = {fields.s, life, 0, token, '', {}, 0}
-  elseif fields.s and life and n and string.find(fields.e or '', '^%d+%-%d+$') then
-    local of = load(fields.s)
-    local is_mine = of and of.state == 'open' and of.owner == worker and of.life == life
-    local step = is_mine and redis.call('XRANGE', steps_of(fields.s), fields.e, fields.e)[1]
-    if step and step[2][1] == 'f' then
-      room = room - #step[2][2]
+  elseif is_known and n and string.find(fields.e or '', '^%d+%-%d+$') then
+    local step = fields.f and {'f', fields.f, 'p', fields.p or ''} or read(fields.s, fields.e)
+    if step then
+      room = room - #step[2]
       if room < 0 and #told > 0 then break end
-      redis.call('HSET', record_of(fields.s), 'taken', n)
-      local deliveries = n == of.committed + 1 and of.deaths + 1 or 1
-      told[#told + 1] = {fields.s, life, n, of.token, step[1], step[2], deliveries}
+      told[#told + 1] = {fields.s, life, n, token, fields.e, step, tonumber(fields.times) or 1}
     end
   end
   after = ticket[1]

@@ -3,7 +3,7 @@
 -- Returns {name, life, number, entry id, fields, whether its response is stored, code, text, step that failed} of each.
 begin(ARGV[1], ARGV[2])
 make_room()
-local left, room, found, now = tonumber(ARGV[3]), tonumber(ARGV[4]), {}, now_ms()
+local left, room, found = tonumber(ARGV[3]), tonumber(ARGV[4]), {}
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, left)) do
   local of, is_any = load(name), false
   each_step(name, function(id, step)
@@ -14,7 +14,7 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT',
     if left <= 0 or (room < 0 and #found > 0) then return false end
     local why = of and of.failed_life >= life and {of.code, of.text, of.failed} or {'', '', 0}
     found[#found + 1] = {name, life, n, id, {'f', step.f, 'p', step.p or ''},
-      redis.call('EXISTS', answer_of(name, life, n)), unpack(why)}
+      has_answer(name, life, n) and 1 or 0, unpack(why)}
     left = left - 1
   end)
   if is_any then

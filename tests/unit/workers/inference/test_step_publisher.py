@@ -10,7 +10,7 @@ import pytest
 
 from qinfer.batching.execution import Pending
 from qinfer.batching.sequences.steps import PendingStep
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, InferRequest, Response, Sequence
 from qinfer.errors import BrokerUnavailable, InferenceFailed, PayloadTooLarge, QinferError, QueueFull
 from qinfer.queue.connection import Refused
 from qinfer.queue.entries import Entry, Lane, Lease
@@ -83,9 +83,10 @@ class Fakes:
         del items
         return work
 
-    def spawn(self, work: Callable[[], Any]) -> None:
+    def spawn(self, work: Callable[[], Any]) -> "asyncio.Task[None]":
         """See `Publisher`."""
         self.tasks.append(asyncio.create_task(work()))
+        return self.tasks[-1]
 
     def take_settled(self, step: PendingStep, is_committed: bool) -> None:  # noqa: FBT001  a callback
         """Notes what became of a step."""
@@ -101,10 +102,11 @@ def name_of(place: Place) -> Name:
 
 
 @asynccontextmanager
-async def publishing() -> AsyncIterator[tuple[StepPublisher, Fakes]]:
+async def publishing(*, is_explicit: bool = False) -> AsyncIterator[tuple[StepPublisher, Fakes]]:
     """Runs a publisher of steps with fakes around it."""
     fakes = Fakes()
-    one = StepPublisher(fakes, fakes, 60.0, fakes.take_settled, fakes.take_broken)  # type: ignore[arg-type]  # fakes
+    settled, broken = fakes.take_settled, fakes.take_broken
+    one = StepPublisher(fakes, fakes, 60.0, is_explicit, settled, broken)  # type: ignore[arg-type]  # fakes
     task = asyncio.create_task(one.run())
     yield one, fakes
     task.cancel()
@@ -113,11 +115,12 @@ async def publishing() -> AsyncIterator[tuple[StepPublisher, Fakes]]:
 
 
 def executed(
-    sequence: int, number: int, *, state: bytes = b"", failure: Failure | None = None
+    sequence: int, number: int, *, state: bytes = b"", failure: Failure | None = None, end: bool = False, told: int = 0
 ) -> tuple[list[PendingStep], list[Response]]:
     """Returns a step that was executed, with its response."""
     entry = Entry(Lane("m", 0, "steps"), f"{sequence}-{number}")
-    request = InferRequest(model="m", inputs=(), id=f"r{sequence}.{number}")
+    flags = Sequence(sequence, end=end, step=told)
+    request = InferRequest(model="m", inputs=(), id=f"r{sequence}.{number}", sequence=flags)
     step = PendingStep(
         rows=1,
         key=None,
@@ -127,6 +130,7 @@ def executed(
         request=request,
         place=Place(SequenceId("", sequence), 1, number),
         token=7,
+        end=end,
         state=(Tensor("s", "UINT8", (1, len(state)), state),) if state else (),
     )
     output = Tensor("y", "UINT8", (1, 1), bytes([number]))
@@ -240,6 +244,26 @@ async def test_a_failure_is_committed_and_leaves_the_state() -> None:
 
         assert fakes.committed[1, 1].state is None
         assert [response.failure for response in fakes.published] == [failure]
+
+
+async def test_explicit_steps_are_published_without_a_commit() -> None:
+    """But the last one, and those that may be sent again."""
+    async with publishing(is_explicit=True) as (one, fakes):
+        put(one, executed(1, 1), executed(2, 1, told=1), executed(3, 1, end=True))
+        await one.flush()
+        await asyncio.gather(*fakes.tasks)
+
+        assert list(fakes.committed) == [(2, 1), (3, 1)]
+        assert sorted(fakes.settled) == [((n, 1), True) for n in (1, 2, 3)]
+        assert {name for what, name in fakes.events if what == "finish"} == {(1, 1), (2, 1), (3, 1)}
+
+
+async def test_a_flush_waits_for_what_is_published_without_a_commit() -> None:
+    async with publishing(is_explicit=True) as (one, fakes):
+        put(one, executed(1, 1))
+        await one.flush()
+
+        assert [what for what, _ in fakes.events] == ["publish", "finish"]
 
 
 async def test_a_flush_waits_for_what_was_put() -> None:
