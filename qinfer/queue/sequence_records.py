@@ -1,6 +1,7 @@
 """Records of sequences in the queue: what is submitted, owned, taken, committed, and left unanswered."""
 
 from collections.abc import Sequence as Items
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -30,9 +31,7 @@ class SequenceId(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """Spells it in keys, so that no two sequences share one."""
-        tenant = self.tenant.replace("%", "%25").replace(":", "%3A")
-        kind = "n" if isinstance(self.correlation_id, int) else "t"
-        return f"{tenant}:{kind}{self.correlation_id}"
+        return _spell(self.tenant, self.correlation_id)
 
     @classmethod
     def of(cls, name: str) -> "SequenceId":
@@ -41,6 +40,12 @@ class SequenceId(msgspec.Struct, frozen=True):
         is_number = rest[:1] == "n" and rest[1:].isdecimal() and len(rest) <= _MAX_NUMBER
         value = int(rest[1:]) if is_number else rest[1:]
         return cls(tenant.replace("%3A", ":").replace("%25", "%"), value)
+
+
+@lru_cache(maxsize=65536)  # several calls per step
+def _spell(tenant: str, correlation_id: int | str) -> str:
+    kind = "n" if isinstance(correlation_id, int) else "t"
+    return f"{tenant.replace('%', '%25').replace(':', '%3A')}:{kind}{correlation_id}"
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):

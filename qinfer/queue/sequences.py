@@ -67,7 +67,7 @@ from qinfer.queue.sequence_records import (
     ended_text,
     start_missing,
 )
-from qinfer.queue.values import Values
+from qinfer.queue.values import StagedValue, Values
 
 AT_ONCE = 32
 """So many steps or sequences one script takes at most: a few milliseconds of Redis, for which all others wait."""
@@ -127,6 +127,7 @@ class Sequences:
         self._model = model
         self._partition = partition
         self._begin = (keys.prefix(model, partition), int(is_fragile))
+        self._records = keys.sequence(model, partition, "").encode()
         self._slot = keys.slot(keys.sequences(model, partition))
         self._owners = keys.sequence_owners(model, partition).encode()
         self._orphans = keys.sequence_owned(model, partition, "").encode()
@@ -275,7 +276,9 @@ class Sequences:
             if step.state is not None and len(step.state) > MAX_STATE_BYTES:
                 size = len(step.state)
                 raise PayloadTooLarge(f"the state of a sequence has {size} bytes, more than {MAX_STATE_BYTES}")
-        words = await asyncio.gather(*map(self._commit_words, steps))
+        is_any_large = any(self._values.is_apart(len(step.response) + len(step.state or b"")) for step in steps)
+        values = await asyncio.gather(*map(self._stage, steps)) if is_any_large else map(_given, steps)
+        words = [self._commit_words(step, of) for step, of in zip(steps, values, strict=True)]
         replies: list[Any] = []
         for start in range(0, len(words), AT_ONCE):
             write = partial(run_each, script=_COMMIT, requests=words[start : start + AT_ONCE])
@@ -385,8 +388,7 @@ class Sequences:
         numbers = (ttl_ms(step.timeout_s), limits.steps, limits.open)
         payload_id = step.payload.request_id if step.payload else ""
         of = (sequence.name, flags, step.number, step.digest, packable(step.frame), payload_id)
-        names = (self._record(sequence), keys.lane(self._steps(sequence)))
-        return Words(names, (*self._begin, *of, *numbers, about))
+        return Words((self._record(sequence),), (*self._begin, *of, *numbers, about))
 
     def _outcome(self, sequence: SequenceId, step: Step, reply: Items[Any]) -> Submitted | QinferError:
         """Reads the reply of submit.lua."""
@@ -430,24 +432,24 @@ class Sequences:
     def _run(self, script: Script, names: Items[bytes], *arguments: Any) -> Awaitable[Any]:
         return self._router.run(self._slot, script, names, *self._begin, *arguments)
 
-    async def _commit_words(self, step: Committed) -> Words:
-        """Returns the arguments of commit.lua for one step; what is large is stored first."""
-        place, of = step.place, (self._model, self._partition, step.place.sequence.name)
-        state = await self._values.stage(keys.sequence_state(*of), step.state or b"", step.idle_s + _KEPT_S)
-        response = await self._values.stage(self._answer(place), step.response, _KEPT_S)
-        names = (keys.sequence_state(*of), state.staged, self._answer(place), response.staged)
-        values = (state.place, packable(state.data), response.place, packable(response.data))
+    async def _stage(self, step: Committed) -> Items[Any]:
+        """Stores what is large of a step; returns state and response as commit.lua takes them."""
+        name = keys.sequence_state(self._model, self._partition, step.place.sequence.name)
+        state = await self._values.stage(name, step.state or b"", step.idle_s + _KEPT_S)
+        response = await self._values.stage(self._answer(step.place), step.response, _KEPT_S)
+        return [*_words(state), *_words(response)]
+
+    def _commit_words(self, step: Committed, values: Items[Any]) -> Words:
+        """Returns the arguments of commit.lua for one step."""
+        place = step.place
         about = (place.sequence.name, step.token, place.life, place.number)
-        return Words(
-            (self._record(place.sequence), *(name.encode() for name in names)), (*self._begin, *about, *values)
-        )
+        return Words((self._record(place.sequence),), (*self._begin, *about, *values))
 
     def _finish_words(self, place: Place, entry: Entry) -> Words:
         """Returns the arguments of finish.lua for one step."""
-        payload = keys.payload(self._model, self._partition, entry.payload_id or "|")
-        names = (self._record(place.sequence), keys.lane(entry.lane), self._answer(place).encode(), payload.encode())
-        about = (place.sequence.name, place.life, place.number, entry.entry_id, int(bool(entry.payload_id)))
-        return Words(names, (*self._begin, *about))
+        payload = keys.payload(self._model, self._partition, entry.payload_id) if entry.payload_id else ""
+        about = (place.sequence.name, place.life, place.number, entry.entry_id, payload)
+        return Words((self._record(place.sequence),), (*self._begin, *about))
 
     def _taken(self, worker_id: str, told: Items[Any]) -> Taken:
         """Reads one of the replies of take.lua."""
@@ -489,7 +491,7 @@ class Sequences:
         return Lane(self._model, 0, f"steps:{sequence.name}", self._partition)
 
     def _record(self, sequence: SequenceId) -> bytes:
-        return keys.sequence(self._model, self._partition, sequence.name).encode()
+        return self._records + sequence.name.encode()
 
     def _answer(self, place: Place) -> str:
         step = f"{place.life}.{place.number}"
@@ -506,6 +508,15 @@ def may_lose(settings: RedisSettings) -> bool:
     """Tells whether Redis may lose what it has confirmed: it is not written at once, or only where it may fail over."""
     fails_over = settings.cluster or isinstance(parse_place(settings.url.get_secret_value()), Sentinels)
     return settings.durability != "always" or (fails_over and not settings.min_replicas)
+
+
+def _words(value: StagedValue) -> Items[Any]:
+    return (value.place, value.staged if value.place == b"staged" else packable(value.data))
+
+
+def _given(step: Committed) -> Items[Any]:
+    """Returns state and response of a step as commit.lua takes them: both are small."""
+    return (b"given" if step.state else b"none", packable(step.state or b""), b"given", packable(step.response))
 
 
 def _owned(found: Items[Any]) -> Owned:

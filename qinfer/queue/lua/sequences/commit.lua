@@ -1,9 +1,9 @@
 -- Commits a step: stores state, response and number together, if the worker still owns the sequence. The last step of a life
 -- ends it. The response to the step before is kept until that one is answered. Of an explicit sequence, steps before it may
 -- be missing: those without a number are not committed.
--- KEYS: record, state, state as it was staged, response, response as it was staged.
+-- KEYS: record.
 -- ARGV: partition's prefix, whether Redis may lose, name, token, life, number, state's place (none = it stays | given |
---   staged), state, response's place, response.
+--   staged), state or the key where it is staged, response's place, response or its key.
 -- Returns {done | known (it was committed before) | lost (another one owns it) | gone (what was staged), names of objects that
 --   nothing refers to now}.
 local function one(KEYS, ARGV)
@@ -12,7 +12,7 @@ if not prefix then
   make_room()
 end
 local name, token, life, n = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local staged_state, staged_answer = ARGV[7] == 'staged' and KEYS[3], ARGV[9] == 'staged' and KEYS[5]
+local staged_state, staged_answer = ARGV[7] == 'staged' and ARGV[8], ARGV[9] == 'staged' and ARGV[10]
 local gone = {}
 
 local function refuse(what)
@@ -43,11 +43,11 @@ local function put(key, staged, field, value)
   redis.call('PEXPIRE', key, math.max(of.kept - now, of.idle + DAY_MS))
 end
 if ARGV[7] ~= 'none' then
-  if of.apart == 1 then drop(KEYS[2], gone) end
+  if of.apart == 1 then drop(state_of(name), gone) end
   of.apart = staged_state and 1 or 0
-  put(KEYS[2], staged_state, 'state', ARGV[8])
+  put(state_of(name), staged_state, 'state', ARGV[8])
 end
-put(KEYS[4], staged_answer, answer_field(life, n), ARGV[10])
+put(answer_of(name, life, n), staged_answer, answer_field(life, n), ARGV[10])
 
 -- Tells whether a step before this one is removed; mostly this one is the only one.
 local function is_removed(step)

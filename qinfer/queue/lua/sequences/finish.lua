@@ -1,15 +1,15 @@
 -- Removes a step that is answered, with its payload; its response too, unless it is the last one that was committed. Ends a
 -- life that has one behind it, and whose last step was not committed.
--- KEYS: record, steps, response, payload. ARGV: partition's prefix, whether Redis may lose, name, life, number, entry id,
---   whether it has a payload (1).
+-- KEYS: record. ARGV: partition's prefix, whether Redis may lose, name, life, number, entry id, key of its payload ('' = none).
 -- Returns the names of the objects that nothing refers to now.
 local function one(KEYS, ARGV)
 begin(ARGV[1], '0')
-local record, steps, _, payload = unpack(KEYS)
-local name, life, n, entry, gone = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], {}
+local record = KEYS[1]
+local name, life, n, entry, payload, gone = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], ARGV[7], {}
+local steps = steps_of(name)
 
 redis.call('XDEL', steps, entry)
-if ARGV[7] == '1' then drop(payload, gone) end
+if payload ~= '' then drop(payload, gone) end
 if redis.call('HGET', record, 'at') == life .. ' ' .. n then
   return gone -- the last step that was committed of a life that goes on
 end

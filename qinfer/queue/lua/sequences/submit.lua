@@ -1,16 +1,17 @@
 -- Appends a step to a sequence. One with START begins a life, behind the one that executes; a numbered step that is known
 -- already gets the stored response, or waits for it behind the first of its number.
--- KEYS: record, steps.
+-- KEYS: record.
 -- ARGV: partition's prefix, whether Redis may lose (1), name, flags (S, E, SE or empty), number (0 = none), hash of a START's
 --   content, frame, id of the request whose payload is stored ('' = none), ms: until its deadline, limit of the steps that
 --   wait in the sequence (0 = none), limit of open sequences (0 = none), and of a START `<version> <generation> <kind> <idle ms>`.
 -- Returns {new, life, number, entry id} | {stored, life, number} | {gap, number that is next} | {old, the last number} |
 --   {ended, code, text, step} | {unknown} | {full}.
 local function one(KEYS, ARGV)
-local record, steps = KEYS[1], KEYS[2]
+local record = KEYS[1]
 begin(ARGV[1], ARGV[2])
 local name, flags, number, hash, frame, payload = ARGV[3], ARGV[4], tonumber(ARGV[5]), unpack(ARGV, 6, 8)
 local timeout, limit, most, about = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12]
+local steps = steps_of(name)
 local is_start, is_end = string.find(flags, 'S') ~= nil, string.find(flags, 'E') ~= nil
 local of = load(name)
 local is_open = of and of.state == 'open'
