@@ -2,7 +2,8 @@
 
     QinferError(code, retryable)
     ├─ RequestError    InvalidRequest · MalformedJson · UnsupportedDatatype · UnsupportedFeature · PayloadTooLarge
-    │                  ModelNotFound · RequestNotFound · JobNotFound · Conflict · AlreadyExists · RegionNotFound
+    │                  ModelNotFound · RequestNotFound · JobNotFound · Conflict · AlreadyExists
+    │                  RegionNotFound · RegionUnavailable
     ├─ Overloaded(retry_after_s)   QueueFull · QuotaExceeded · DeadlineInfeasible
     ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden · Restricted · ValueRefused
     ├─ ModelError      ModelNotReady · ModelLoadFailed (ModelFilesUnreachable) · ControlDisabled
@@ -34,6 +35,7 @@ class ErrorCode(StrEnum):
     CONFLICT = "conflict"
     ALREADY_EXISTS = "already_exists"
     REGION_NOT_FOUND = "region_not_found"
+    REGION_UNAVAILABLE = "region_unavailable"
     QUEUE_FULL = "queue_full"
     QUOTA_EXCEEDED = "quota_exceeded"
     DEADLINE_INFEASIBLE = "deadline_infeasible"
@@ -148,6 +150,12 @@ class RegionNotFound(RequestError):
     """No shared memory region of that name is registered."""
 
     code = ErrorCode.REGION_NOT_FOUND
+
+
+class RegionUnavailable(RequestError):
+    """The shared memory object can't be opened; Triton reports it as an internal error."""
+
+    code = ErrorCode.REGION_UNAVAILABLE
 
 
 class Overloaded(QinferError):

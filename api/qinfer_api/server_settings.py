@@ -137,10 +137,18 @@ class TraceSettings:
         store: Where they are kept.
         catalog: Knows the models.
         traces: Follows them, here; `None` = this process writes no traces.
+        start: The values at the start.
     """
 
-    def __init__(self, store: ControlStore, catalog: Catalog, traces: TraceFile | None = None) -> None:
+    def __init__(
+        self,
+        store: ControlStore,
+        catalog: Catalog,
+        traces: TraceFile | None = None,
+        start: Mapping[str, Value] = START,
+    ) -> None:
         self._store = store
+        self._start = start
         self._catalog = catalog
         self._traces = traces
         self._new_change = IdFactory().ulid
@@ -157,7 +165,7 @@ class TraceSettings:
         """
         self._check(model)
         stored = await self._store.settings()
-        groups = groups_of(stored)
+        groups = groups_of(stored, self._start)
         values = groups.get(model, groups[""])
         shown = {name: values[name] for name in START}
         traces = self._traces

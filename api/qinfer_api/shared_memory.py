@@ -6,19 +6,31 @@ and overwrite what is not its own.
 
 Regions are read and written through their descriptors and never mapped: a client that shortens a mapped object would
 have the kernel kill this process (SIGBUS). What is read is a copy, so that nothing changes under a request.
+
+A region that is unregistered while requests use it stays until the last of them has ended, as Triton has it. From its
+acceptance on, a request uses it for as long as there is its `Limited`, which its output plan has: so has whoever can
+still answer it.
 """
 
 import os
 import re
 import stat
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 import msgspec
 
-from qinfer.errors import AlreadyExists, InvalidRequest, PayloadTooLarge, RegionNotFound, UnsupportedFeature
+from qinfer.errors import (
+    AlreadyExists,
+    InvalidRequest,
+    PayloadTooLarge,
+    RegionNotFound,
+    RegionUnavailable,
+    UnsupportedFeature,
+)
 from qinfer.tensors import Bytes
 from qinfer.wire.outputs import no_shared_memory
 
@@ -27,6 +39,7 @@ DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps 
 MAX_REGIONS = 10_000
 """Regions that may be registered at once: each takes a descriptor."""
 
+_MAX_UINT64 = 2**64 - 1
 _RESERVED_PREFIX = "triton_python_backend_shm_region_"
 _KEY = re.compile(r"/?(?!\.{1,2}$)[^/\0]{1,254}")
 
@@ -47,6 +60,18 @@ class Region(msgspec.Struct, frozen=True):
     byte_size: int
 
 
+class _Opened:
+    """An open region: its object's descriptor, how many requests use it, and whether it goes with the last of them."""
+
+    __slots__ = ("descriptor", "is_leaving", "region", "users")
+
+    def __init__(self, region: Region, descriptor: int) -> None:
+        self.region = region
+        self.descriptor = descriptor
+        self.users = 0
+        self.is_leaving = False
+
+
 class SharedMemory:
     """The regions of one gateway; every method may be called from any thread.
 
@@ -56,8 +81,8 @@ class SharedMemory:
 
     def __init__(self, *, allowed: bool) -> None:
         self.allowed = allowed
-        self._regions: dict[str, tuple[Region, int]] = {}
-        self._lock = threading.Lock()
+        self._regions: dict[str, _Opened] = {}
+        self._lock = threading.RLock()  # a request may end, and release its regions, wherever memory is freed
 
     def check_allowed(self) -> None:
         """Makes sure that clients may use shared memory.
@@ -79,7 +104,8 @@ class SharedMemory:
 
         Raises:
             AlreadyExists: The name is taken.
-            InvalidRequest: It has no name, there is no such object, or it ends before the region does.
+            InvalidRequest: It has no name, the key is none, or the object ends before the region does.
+            RegionUnavailable: There is no such object.
             UnsupportedFeature: Shared memory is off.
         """
         self.check_allowed()
@@ -95,40 +121,56 @@ class SharedMemory:
                 raise AlreadyExists(f"shared memory region '{name}' already in manager")
             if len(self._regions) >= MAX_REGIONS:
                 raise InvalidRequest(f"{MAX_REGIONS} shared memory regions are registered already; unregister some")
-            descriptor = _open(key)
+            descriptor = _open(name, key)
             try:
                 if byte_size <= 0 or offset + byte_size > os.fstat(descriptor).st_size:
                     raise InvalidRequest(f"failed to register shared memory region '{name}': invalid args")
             except BaseException:
                 os.close(descriptor)
                 raise
-            self._regions[name] = Region(name, key, offset, byte_size), descriptor
+            self._regions[name] = _Opened(Region(name, key, offset, byte_size), descriptor)
 
     def unregister(self, name: str) -> None:
-        """Closes a region; does nothing if there is none of that name."""
+        """Closes a region, once no request uses it; does nothing if there is none of that name."""
         self.check_allowed()
         with self._lock:
-            self._close(name)
+            self._leave(name)
 
     def unregister_all(self) -> None:
-        """Closes all regions."""
+        """Closes all regions, each once no request uses it."""
         self.check_allowed()
-        self.close()
+        with self._lock:
+            for name in list(self._regions):
+                self._leave(name)
+
+    def hold(self, names: Iterable[str]) -> list[_Opened]:
+        """Counts one more user of each of the regions that are there; returns them, for `release`."""
+        with self._lock:
+            held = [self._regions[name] for name in names if name in self._regions]
+            for opened in held:
+                opened.users += 1
+            return held
+
+    def release(self, held: Iterable[_Opened]) -> None:
+        """Counts one user less of each of these regions."""
+        with self._lock:
+            for opened in held:
+                opened.users -= 1
+                if opened.is_leaving and not opened.users:
+                    self._close(opened.region.name)
 
     def status(self, name: str = "") -> list[Region]:
-        """Returns the registered regions, or the one of that name.
+        """Returns the registered regions, or the one of that name; none are where shared memory is off.
 
         Raises:
             RegionNotFound: There is none of that name.
-            UnsupportedFeature: Shared memory is off.
         """
-        self.check_allowed()
         with self._lock:
             if not name:
-                return [region for region, _ in self._regions.values()]
+                return [opened.region for opened in list(self._regions.values())]
             if name not in self._regions:
                 raise RegionNotFound(f"Unable to find system shared memory region: '{name}'")
-            return [self._regions[name][0]]
+            return [self._regions[name].region]
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
         """Makes sure that a region has that part.
@@ -186,13 +228,9 @@ class SharedMemory:
     def check_cuda(self, name: str = "") -> None:
         """Looks for a region of CUDA's memory, of which there are none; does nothing without a name.
 
-        Clients that clear both kinds of memory at their start go on.
-
         Raises:
             RegionNotFound: There is none of that name.
-            UnsupportedFeature: Shared memory is off.
         """
-        self.check_allowed()
         if name:
             raise RegionNotFound(f"Unable to find cuda shared memory region: '{name}'")
 
@@ -206,24 +244,41 @@ class SharedMemory:
             for name in list(self._regions):
                 self._close(name)
 
+    def _leave(self, name: str) -> None:
+        opened = self._regions.get(name)
+        if opened is not None and opened.users:
+            opened.is_leaving = True
+        else:
+            self._close(name)
+
     def _close(self, name: str) -> None:
-        _, descriptor = self._regions.pop(name, (None, -1))
-        if descriptor >= 0:
-            os.close(descriptor)
+        opened = self._regions.pop(name, None)
+        if opened is not None:
+            os.close(opened.descriptor)
+
+    def _of_request(self, name: str) -> _Opened:
+        opened = self._regions.get(name)
+        if opened is None:
+            raise RegionNotFound(f"Unable to find shared memory region: '{name}'")
+        return opened
 
     @contextmanager
     def _part(self, name: str, offset: int, byte_size: int) -> Iterator[tuple[int, int]]:
         """Yields a descriptor of a region's object, which stays open if the region is unregistered, and a position."""
         self.check_allowed()
         with self._lock:
-            region, descriptor = self._regions.get(name, (None, -1))
-            if region is None:
-                raise RegionNotFound(f"Unable to find shared memory region: '{name}'")
+            opened = self._of_request(name)
+            region = opened.region
             if offset >= region.byte_size:
                 raise InvalidRequest(f"Invalid offset for shared memory region: '{name}'")
+            if offset + byte_size > _MAX_UINT64:
+                raise InvalidRequest(
+                    f"Integer overflow detected: byte_size ({byte_size}) + offset ({offset}) exceeds the maximum value "
+                    f"{_MAX_UINT64} for shared memory region: '{name}'"
+                )
             if offset + byte_size > region.byte_size:
                 raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{name}'")
-            own = os.dup(descriptor)
+            own = os.dup(opened.descriptor)
         try:
             yield own, region.offset + offset
         finally:
@@ -231,7 +286,7 @@ class SharedMemory:
 
 
 class Limited:
-    """Regions from which one request reads: all its inputs together are no larger than a body may be.
+    """The regions of one request: all its inputs in them together are no larger than a body may be.
 
     Args:
         memory: The regions.
@@ -241,6 +296,16 @@ class Limited:
     def __init__(self, memory: SharedMemory, max_bytes: int) -> None:
         self._memory = memory
         self._left_bytes = self._max_bytes = max_bytes
+        self._names: set[str] = set()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the request uses any region."""
+        return bool(self._names)
+
+    def hold(self) -> None:
+        """Keeps the regions of the request for as long as there is this object."""
+        weakref.finalize(self, self._memory.release, self._memory.hold(self._names)).atexit = False
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
         """Returns a copy of a part of a region.
@@ -249,6 +314,7 @@ class Limited:
             PayloadTooLarge: The request has read too much.
             QinferError: As `SharedMemory.view`.
         """
+        self._names.add(name)
         self._left_bytes -= byte_size
         if self._left_bytes < 0:
             raise PayloadTooLarge(
@@ -259,6 +325,7 @@ class Limited:
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
         """Makes sure that a region has that part: see `SharedMemory.check`."""
+        self._names.add(name)
         self._memory.check(name, offset, byte_size)
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
@@ -266,11 +333,11 @@ class Limited:
         self._memory.write(name, offset, data)
 
 
-def _open(key: str) -> int:
+def _open(name: str, key: str) -> int:
     """Opens a shared memory object as `shm_open` does, and nothing else."""
-    refusal = InvalidRequest(f"Unable to open shared memory region: '{key}'")
     if not _KEY.fullmatch(key):
-        raise refusal
+        raise InvalidRequest(f"failed to register shared memory region '{name}': invalid shm key '{key[:100]}'")
+    refusal = RegionUnavailable(f"Unable to open shared memory region: '{key}'")
     try:
         descriptor = os.open(
             f"{DIRECTORY}/{key.removeprefix('/')}", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -33,6 +33,7 @@ STATUSES: dict[ErrorCode, Status] = {
     ErrorCode.CONFLICT: Status(409, "ALREADY_EXISTS"),
     ErrorCode.ALREADY_EXISTS: Status(400, "ALREADY_EXISTS"),
     ErrorCode.REGION_NOT_FOUND: Status(404, "NOT_FOUND"),
+    ErrorCode.REGION_UNAVAILABLE: Status(500, "INTERNAL"),
     ErrorCode.QUEUE_FULL: Status(503, "UNAVAILABLE"),
     ErrorCode.QUOTA_EXCEEDED: Status(503, "UNAVAILABLE"),
     ErrorCode.DEADLINE_INFEASIBLE: Status(503, "UNAVAILABLE"),

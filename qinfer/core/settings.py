@@ -16,6 +16,7 @@ from qinfer.core.environments import PREFIX
 from qinfer.core.settings_cache import CacheSettings
 from qinfer.core.settings_errors import not_json, wrong_values
 from qinfer.core.settings_section import Section
+from qinfer.core.settings_trace import TraceSettings
 from qinfer.core.store_urls import Grant, do_meet, folders_of, normalised
 from qinfer.errors import SettingsError
 
@@ -434,16 +435,6 @@ class LogSettings(Section):
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
     format: Literal["json", "text"] = Field("json", description="`json`: an object per line; `text`: for people.")
-
-
-class TraceSettings(Section):
-    """Triton's traces."""
-
-    file: str = Field(
-        "",
-        description="Trace file of the trace extension, and the prefix of the names of further files, such as "
-        "/var/log/qinfer/trace.json; its directory must exist. Empty = no such traces. Clients cannot change it.",
-    )
 
 
 _QUANTILES = "0.5:0.05,0.9:0.01,0.95:0.001,0.99:0.001,0.999:0.001"

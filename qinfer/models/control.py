@@ -126,6 +126,8 @@ class ModelControl:
             Overloaded: This process ends.
         """
         self._check(model)
+        if "/" in model or "\\" in model or model.strip() in (".", ".."):
+            raise InvalidRequest("model name must not contain path traversal characters")
         if files and not config:
             raise InvalidRequest(f"failed to load '{model}', parameter 'config' is required where files are given")
         load = asyncio.create_task(self._load_alone(model, config or "", files or {}))
@@ -180,10 +182,8 @@ class ModelControl:
     def _check(self, model: str) -> None:
         if self._settings.control_mode != "explicit":
             raise ControlDisabled("explicit model load / unload is not allowed if polling is enabled")
-        if not model:
-            raise InvalidRequest("Model name cannot be empty")
-        if "/" in model or "\\" in model or model in (".", ".."):
-            raise InvalidRequest("model name must not contain path traversal characters")
+        if not model.strip():
+            raise InvalidRequest("Model name cannot be empty. Please enter a valid name to deploy.")
 
     def _names(self) -> set[str]:
         try:
@@ -308,7 +308,7 @@ class ModelControl:
                     if progress is Progress.READY:
                         return
                     if progress is Progress.FAILED:
-                        raise ModelLoadFailed(f"failed to load '{model}', {reason}")
+                        raise ModelLoadFailed(f"load failed for model '{model}': {reason}")
                     await self._store.wait(_LOOK_S)
         except TimeoutError:
             raise ModelNotReady(

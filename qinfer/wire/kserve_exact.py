@@ -23,6 +23,8 @@ STEP = "qinfer_step"
 SEQUENCE_KEYS = {"sequence_id": "id", "sequence_start": "start", "sequence_end": "end", STEP: "step"}
 """The parameters of a sequence, and the fields of `Sequence` that they become."""
 
+_TRITON = "triton_"
+
 _NOT_UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
 _NOT_SIGNED = "attempt to access JSON non-signed-integer as signed-integer"
 _NOT_NUMBER = "attempt to access JSON non-number as double"
@@ -78,6 +80,27 @@ def load(text: bytes, max_depth: int) -> Any:
         raise too_deep(max_depth) from None
     except (msgspec.MsgspecError, ValueError) as error:
         raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from None
+
+
+def repeated_key(text: bytes, nested: str) -> str | None:
+    """Returns the first key that a JSON object has twice, itself or in one member; `None` if there is none.
+
+    Args:
+        text: The object, which was parsed already.
+        nested: The name of the member, an object.
+    """
+    pairs: Any = json.loads(_SPECIAL_NUMBER.sub(_as_python, text), object_pairs_hook=_Pairs)
+    for members in (pairs, *(value for key, value in pairs if key == nested)):
+        seen: set[str] = set()
+        for key, _ in members:
+            if key in seen:
+                return str(key)
+            seen.add(key)
+    return None
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The members of an object."""
 
 
 def _as_python(match: re.Match[bytes]) -> bytes:
@@ -224,13 +247,27 @@ def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> b
     return binary
 
 
+_RESERVED = frozenset((*SEQUENCE_KEYS, "priority", "timeout", "binary_data_output", "headers"))
+
+
+def check_forwarded(name: str) -> None:
+    """Makes sure that a forwarded header can be a parameter of its name; the case of letters is ignored.
+
+    Raises:
+        InvalidRequest: The parameter of this name has a meaning.
+    """
+    lower = name.lower()
+    if lower in _RESERVED or lower.startswith(_TRITON):
+        raise InvalidRequest(f"parameter '{name[:100]}' is reserved for Triton usage and can't be a forwarded header")
+
+
 def custom_parameter(key: str, value: Any) -> Any:
     """Returns the value of a parameter that is handed to the backend.
 
     Raises:
         InvalidRequest: The key is reserved, or the value is no scalar.
     """
-    if key.startswith("triton_"):
+    if key.startswith(_TRITON):
         raise InvalidRequest(
             "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
         )

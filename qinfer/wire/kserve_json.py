@@ -30,6 +30,7 @@ STRUCT_CODES = {d.name: d.typecode for d in DATATYPES.values() if d.name not in 
 
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**31 - 1
+_MAX_INT64 = 2**63 - 1
 
 
 class Packing(NamedTuple):
@@ -219,6 +220,8 @@ def pack(entry: Input) -> bytes:
     count = _elements_of(entry.name, entry.shape)
     if not count:
         return b""
+    if count * DATATYPES[datatype].itemsize > _MAX_INT64:
+        raise InvalidRequest(f"byte size overflow for input '{entry.name}'")
     code = STRUCT_CODES.get(datatype)
     if code is None:
         if datatype == "BYTES":
@@ -244,8 +247,10 @@ def _elements_of(name: str, shape: tuple[int, ...]) -> int:
     count = 1
     for size in shape:
         count *= size
-        if count >= 2**63:
-            raise InvalidRequest(f"input '{name}' has a shape larger than any tensor can be")
+        if count > _MAX_INT64:
+            raise InvalidRequest(
+                f"dimension {size} of input '{name}' causes total element count to exceed maximum size of {_MAX_INT64}"
+            )
     return count
 
 

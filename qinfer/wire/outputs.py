@@ -22,7 +22,7 @@ from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes, to_numpy
 Array = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
 
-MAX_ELEMENTS = 2**20
+MAX_ELEMENTS = 1_000_000
 """Elements of a row that can be ranked (reference §1.9)."""
 
 _BLOCK = 2**18
@@ -197,11 +197,13 @@ class OutputPlan(msgspec.Struct, frozen=True):
         binary: True for binary data, where an output does not say: the request's `binary_data_output`.
         overrides: Output name → its own `binary_data`.
         special: Output name → what else is done with it; `None` for nothing, as nearly always.
+        held: The shared memory of its request, which may not go before the plan; `None` = none.
     """
 
     binary: bool = False
     overrides: Mapping[str, bool] = {}
     special: Mapping[str, Special] | None = None
+    held: object = None
 
     def is_binary(self, output: str) -> bool:
         """Tells whether `output` travels as binary data."""

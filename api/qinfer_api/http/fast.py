@@ -42,6 +42,7 @@ from qinfer_api.http.infer import (
     compile_forward,
     error_reply,
     failure_reply,
+    hold,
     with_headers,
 )
 from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
@@ -49,6 +50,7 @@ from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 logger = logging.getLogger(__name__)
 
 _NO_REQUEST = InferRequest(model="", inputs=())
+_NO_PLAN = OutputPlan()
 _GONE = Reply(400, b"")  # the reply of a call whose connection was lost
 
 
@@ -105,6 +107,7 @@ class Call:
     def answer(self, reply: Reply) -> None:
         """Sets the reply, and notifies the connection."""
         self._pending = None  # breaks the cycle call - pending, which would wait for the garbage collector
+        self._plan = _NO_PLAN  # which may hold shared memory
         self.reply = reply
         self._connection.answered()
 
@@ -128,6 +131,7 @@ class Call:
             pending = dispatcher.submit(context, request, self)
             if self.reply is None:
                 self._pending = pending
+                hold(self._plan)
         except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
             self.refuse(dispatcher, head, error)
 
@@ -147,6 +151,7 @@ class Call:
             pending = dispatcher.submit(context, self.request, self)
             if self.reply is None:
                 self._pending = pending
+                hold(self._plan)
         except Exception as error:  # noqa: BLE001 - as in `start`
             self.refuse(dispatcher, head, error)
 
@@ -160,6 +165,7 @@ class Call:
 
     def cancel(self, dispatcher: Dispatcher) -> None:
         """Forgets the request: its connection is gone."""
+        self._plan = _NO_PLAN
         if self._pending is not None:
             dispatcher.cancel(self._pending)
             self._pending = None
@@ -189,7 +195,8 @@ UNCOUNTED_BYTES = 16 * 1024
 """Bodies up to this size are not counted as received: the connection itself takes as much."""
 
 _CHUNK_BYTES = 16  # what a chunk needs beside its data, with room to spare: its size and the ends of two lines
-_LINGER_S = 2.0  # between the last reply and the end of a connection whose client still sends
+_LINGER_S = 2.0  # between what a refused client sends, and the end of its connection
+_LONGEST_LINGER_S = 30.0
 
 
 class FastPath:
@@ -251,6 +258,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._held: tuple[RequestResponseCycle, ASGI3Application] | None = None
         self._closing = False  # no request is taken any more
         self._refused = False  # nothing is read any more
+        self._still_sends = True  # after it was refused
         self._ignoring = False  # the request being read came after the last one taken
         self._receiving = False
         self._in_head = False
@@ -266,6 +274,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Reads received data: a whole request with a plain head directly, all else through the parser."""
         if self._refused:
+            self._still_sends = True
             return
         if not (self._receiving or self._closing or self._cycle_runs()):
             known = self._fast.heads.find(data)
@@ -346,10 +355,10 @@ class QinferHttpProtocol(HttpToolsProtocol):
             self.headers.append((name, value))
 
     def on_chunk_header(self) -> None:
-        """Counts the chunks of a body."""
+        """Counts the chunks of a body; the empty one, which ends it, may be one more."""
         self._chunks += 1
         self._framing_bytes -= _CHUNK_BYTES
-        if self._chunks > MAX_CHUNKS:
+        if self._chunks > MAX_CHUNKS + 1:
             self._refuse(400, f"request body has more than {MAX_CHUNKS} chunks")
 
     def on_headers_complete(self) -> None:
@@ -450,7 +459,16 @@ class QinferHttpProtocol(HttpToolsProtocol):
         if self._refused and self.transport.can_write_eof():
             self.transport.write_eof()
             self.flow.resume_reading()
-            self.loop.call_later(_LINGER_S, self.transport.close)
+            self._linger(self.loop.time() + _LONGEST_LINGER_S)
+        else:
+            self.transport.close()
+
+    def _linger(self, until_s: float) -> None:
+        """Closes when the client has sent nothing for a while, or sends for too long."""
+        now_s = self.loop.time()
+        if self._still_sends and now_s < until_s:
+            self._still_sends = False
+            self.loop.call_later(min(_LINGER_S, until_s - now_s), self._linger, until_s)
         else:
             self.transport.close()
 

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, InferRequest, Response, Scalar
 from qinfer.core.settings import Settings
 from qinfer.errors import (
     ErrorCode,
@@ -31,10 +31,11 @@ from qinfer.errors import (
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec
 from qinfer.tensors import DATATYPES, Bytes, Tensor
+from qinfer.wire.kserve_exact import check_forwarded
 from qinfer.wire.kserve_json import decode_infer, encode_infer
-from qinfer.wire.outputs import OutputPlan, bind
+from qinfer.wire.outputs import OutputPlan, Regions, bind
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.shared_memory import SharedMemory
+from qinfer_api.shared_memory import Limited, SharedMemory
 from qinfer_api.status import http_status, of_request, retry_after_s
 
 Encoding = Literal["gzip", "deflate"]
@@ -107,12 +108,18 @@ def decompress(body: Bytes, encoding: Encoding, max_bytes: int) -> bytes:
         raise InvalidRequest(f"the body is not {encoding}: {error}") from None
 
 
-def too_large(size: int | None, max_bytes: int) -> PayloadTooLarge:
-    """Returns the error for a body of `size` bytes (`None`: more than the limit, how many is not known)."""
-    many = "more than the limit" if size is None else f"{size} bytes"
+def too_large(size: int | None, max_bytes: int, what: str = "body") -> PayloadTooLarge:
+    """Returns Triton's error for a body that is too large.
+
+    Args:
+        size: Its bytes; `None` = more than the limit, how many is not known.
+        max_bytes: The limit.
+        what: `JSON` or `body`.
+    """
+    many = "" if size is None else f" of {size} bytes"
     return PayloadTooLarge(
-        f"request body of {many} exceeds the maximum allowed input size of {max_bytes} bytes; "
-        "raise QINFER_HTTP__MAX_INPUT_BYTES to accept it"
+        f"Request {what} size{many} exceeds the maximum allowed value of {max_bytes} bytes. "
+        "Use --http-max-input-size to increase the limit, which is QINFER_HTTP__MAX_INPUT_BYTES here."
     )
 
 
@@ -288,6 +295,7 @@ class InferCodec:
             return read_raw(body, target.model, target.version, served.spec)
         regions = self.memory.limited(self._max_input_bytes) if self.shares_memory else self.memory
         request, plan = decode_infer(body, length, target.model, target.version, self._max_json_depth, regions)
+        plan = noting(plan, regions)
         if plan.special is not None:
             plan = bound(plan, served or self._dispatcher.resolve(target.model, target.version))
         return request, plan
@@ -307,14 +315,33 @@ class InferCodec:
         return self.shares_memory and _IN_SHARED_MEMORY in body
 
 
+def noting(plan: OutputPlan, regions: Regions) -> OutputPlan:
+    """Returns a plan with the shared memory of its request, if that uses any."""
+    if isinstance(regions, Limited) and regions.is_used:
+        return msgspec.structs.replace(plan, held=regions)
+    return plan
+
+
+def hold(plan: OutputPlan) -> None:
+    """Keeps the shared memory of a request that was accepted, for as long as there is its plan."""
+    if isinstance(plan.held, Limited):
+        plan.held.hold()
+
+
 def bound(plan: OutputPlan, served: Served) -> OutputPlan:
     """Returns a special plan for the outputs of a model."""
     labels = {output.name: output.labels for output in served.spec.outputs}
     return bind(plan, labels, batched=served.spec.max_batch_size > 0)
 
 
-def with_headers(request: InferRequest, forwarded: Mapping[str, str]) -> None:
-    """Adds the headers that are forwarded to a request's parameters; they replace those of the same name."""
+def with_headers(request: InferRequest, forwarded: Mapping[str, Scalar]) -> None:
+    """Adds the headers that are forwarded to a request's parameters; they replace those of the same name.
+
+    Raises:
+        InvalidRequest: One has the name of a parameter with a meaning.
+    """
+    for name in forwarded:
+        check_forwarded(name)
     request.parameters = {**request.parameters, **forwarded}
 
 

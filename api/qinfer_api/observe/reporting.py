@@ -36,7 +36,7 @@ from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import BULK_LANES
 from qinfer.queue.lanes import Queue
 from qinfer_api.observe.statistics import Statistics
-from qinfer_api.observe.trace_file import TraceFile
+from qinfer_api.observe.trace_file import TraceFile, start_of
 from qinfer_api.server_settings import LogSettings, TraceSettings
 
 _PAGE = 20  # the queue looks at them one by one, large as they may be, and does nothing else meanwhile
@@ -256,7 +256,7 @@ class Reporting:
         self.statistics = Statistics(catalog, store)
         self.log_settings = LogSettings(store, settings.log)
         self._traces = traces
-        self.trace_settings = TraceSettings(store, catalog, traces)
+        self.trace_settings = TraceSettings(store, catalog, traces, start_of(settings.trace))
 
     async def metrics(self, scope: str = "") -> bytes:
         """Returns the text of `/metrics`.

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from qinfer.core.settings_trace import TraceSettings
 from qinfer.errors import BrokerUnavailable, InvalidRequest, SettingsError, UnsupportedFeature
 from qinfer.models.shared_settings import FOLLOW_EVERY_S, TRACE, Value, of_group
 from qinfer.models.store import ControlStore
@@ -24,7 +25,7 @@ START: dict[str, Value] = {
     "trace_count": "-1",
     "log_frequency": "0",
 }
-"""The values at the start."""
+"""The values at the start, unless the operator's settings say otherwise."""
 
 CHANGE = "change"
 """Stored beside the values and never shown: differs after each update, so that all gateways begin anew with it."""
@@ -78,13 +79,19 @@ def group_of(model: str) -> str:
     return f"{TRACE}:{model}" if model else TRACE
 
 
-def groups_of(stored: Mapping[str, str]) -> dict[str, dict[str, Value]]:
+def start_of(trace: TraceSettings) -> dict[str, Value]:
+    """Returns the values at the start."""
+    return START | {"trace_level": [trace.level], "trace_rate": str(trace.rate), "trace_count": str(trace.count)}
+
+
+def groups_of(stored: Mapping[str, str], start: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
     """Returns the values that hold: of the server (empty name), and of each model that has its own.
 
     Args:
         stored: As `ControlStore.settings` returns them.
+        start: The values at the start.
     """
-    server = START | of_group(stored, TRACE)
+    server = {**start, **of_group(stored, TRACE)}
     prefix = f"{TRACE}:"
     models = {name.removeprefix(prefix).rpartition("/")[0] for name in stored if name.startswith(prefix)}
     groups = {"": server}
@@ -241,6 +248,7 @@ class TraceFile:
 
     Args:
         path: The file, and what the names of the others begin with.
+        start: The values at the start.
 
     Attributes:
         name: The name of the file, without where it is.
@@ -249,12 +257,13 @@ class TraceFile:
         SettingsError: Nothing can be written there.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, start: Mapping[str, Value] = START) -> None:
         if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
             raise SettingsError(
                 f"QINFER_TRACE__FILE={path} can't be written; name a file in a directory that is there and is ours"
             )
         self._path = path
+        self._start = start
         self.name = path.name
         self._ids = itertools.count(1)
         self._next = 0
@@ -281,7 +290,7 @@ class TraceFile:
         Args:
             stored: As `ControlStore.settings` returns them.
         """
-        rules = {model: _rule(values) for model, values in groups_of(stored).items()}
+        rules = {model: _rule(values) for model, values in groups_of(stored, self._start).items()}
         for model in [*self._samplings]:
             if rules.get(model) != self._samplings[model].rule:
                 self._samplings.pop(model).end()

@@ -18,7 +18,7 @@ import msgspec
 
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, InferRequest, Response, Timing
-from qinfer.core.settings import TraceSettings
+from qinfer.core.settings_trace import TraceSettings
 from qinfer.errors import Cancelled, QinferError
 from qinfer.models.catalog import Served
 from qinfer.observe.logs import Fence
@@ -30,7 +30,7 @@ from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import Call, QinferHttpProtocol
 from qinfer_api.http.head import Head
 from qinfer_api.http.infer import InferCodec
-from qinfer_api.observe.trace_file import Sampling, Stamps, TraceFile
+from qinfer_api.observe.trace_file import Sampling, Stamps, TraceFile, start_of
 
 _FENCE = Fence(logging.getLogger(__name__), "traces lost, requests go on without")
 _MOST_TEXT = 256  # characters of what a client sends: thousands of traces are held before they are written
@@ -54,7 +54,7 @@ class Tracing:
 
     def __init__(self, trace: TraceSettings, tracer: Tracer | None = None) -> None:
         self.tracer = tracer
-        self.file = TraceFile(Path(trace.file)) if trace.file else None
+        self.file = TraceFile(Path(trace.file), start_of(trace)) if trace.file else None
 
     @property
     def is_on(self) -> bool:

@@ -32,7 +32,14 @@ from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.submission.pending import Pending, Sink
 from qinfer.tensors import Bytes, Tensor, element_count
-from qinfer.wire.kserve_exact import SEQUENCE_KEYS, apply_parameters, custom_parameter, load, read_input
+from qinfer.wire.kserve_exact import (
+    SEQUENCE_KEYS,
+    apply_parameters,
+    custom_parameter,
+    load,
+    read_input,
+    repeated_key,
+)
 from qinfer.wire.kserve_json import check_depth, elements, pack
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.dispatcher import Dispatcher
@@ -42,6 +49,7 @@ from qinfer_api.http.infer import (
     Target,
     error_reply,
     failure_reply,
+    hold,
     refusal,
     request_encoding,
 )
@@ -171,7 +179,9 @@ async def _submit_infer(
         content = await read_body(services, request, services.settings.http.max_input_bytes)
         decoded, plan = await decoded_infer(services, served, target, request, content)
         answers(request, decoded)
-        return dispatcher.submit(context, decoded, sink), decoded.client_id, plan
+        pending = dispatcher.submit(context, decoded, sink)
+        hold(plan)
+        return pending, decoded.client_id, plan
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error) from None
 
@@ -388,6 +398,8 @@ def read_generate(text: bytes, model: str, version: int, spec: ModelSpec, max_de
     """
     document = _load(text, max_depth)
     inputs = {expected.name: expected for expected in spec.inputs}
+    if _may_repeat(text, document) and (twice := repeated_key(text, _NESTED)) is not None:
+        raise InvalidRequest(f"{'input' if twice in inputs else 'parameter'} '{twice}' already exists in request")
     if _NESTED in document and _NESTED in inputs:
         raise InvalidRequest(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
     tensors: dict[str, Tensor] = {}
@@ -442,6 +454,14 @@ def _load(text: bytes, max_depth: int) -> dict[str, Any]:
     if not isinstance(document.get(_NESTED, {}), dict):
         raise MalformedJson(f"Expected JSON object for keyword: '{_NESTED}'")
     return document
+
+
+def _may_repeat(text: bytes, document: Mapping[str, Any]) -> bool:
+    """Tells whether a key may be there twice: a scan at memory speed for each settles nearly every request."""
+    if b"\\" in text:  # keys may be written in several ways
+        return True
+    keys = (*document, *document.get(_NESTED, ()))
+    return any(text.count(b'"%b"' % key.encode()) > 1 for key in keys)
 
 
 def _value(tensor: Tensor) -> bytes:

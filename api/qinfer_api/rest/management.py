@@ -274,8 +274,11 @@ def repository_routes(services: Services) -> APIRouter:
     @router.post("/v2/repository/{repository}/index", **reading, include_in_schema=False)
     async def index(request: Request) -> HttpResponse:
         """Lists the models of the repositories, with the state of those that were ever loaded."""
-        call = await read_json(services, request, IndexCall, prefix=_UNPARSED, may_be_empty=True)
-        return send_json(await services.models.index(ready=call.ready))
+        call = await read_json(services, request, dict[str, Any], may_be_empty=True)
+        ready = call.get("ready", False)
+        if not isinstance(ready, bool):
+            raise MalformedJson("Invalid value for 'ready': expected a boolean")
+        return send_json(await services.models.index(ready=ready))
 
     return router
 
@@ -341,7 +344,7 @@ _CALL = "Shared memory register request"
 _OK, _REFUSED = {200: answer("Done.")}, errors(400, 401, 403, 500, 501)
 _STATUS = operation(
     "Look at shared memory regions",
-    {200: answer("The regions.", list[Region]), **errors(400, 401, 403, 404, 501)},
+    {200: answer("The regions; none where client memory is off.", list[Region]), **errors(400, 401, 403, 404)},
 )
 _ACTION = operation("Forget shared memory regions", {**_OK, **errors(400, 401, 403, 501)})
 _REGISTER = operation("Register a system shared memory region", {**_OK, **_REFUSED}, takes=body(RegionCall))
@@ -412,7 +415,7 @@ def _add_cuda(router: APIRouter, services: Services) -> None:
     @router.post(f"{_CUDA}/unregister", name="unregister_cuda_regions", **_ACTION)
     async def unregister_cuda_regions() -> HttpResponse:
         """Does nothing: there are none."""
-        memory.check_cuda()
+        memory.check_allowed()
         return send(_DONE)
 
     @router.get(f"{_CUDA}/region/{{region}}/status", name="cuda_region", **_STATUS)

@@ -349,8 +349,9 @@ async def read_body(services: Services, request: Request, max_bytes: int) -> Byt
     """
     encoding = request_encoding(request.headers.get("content-encoding"))
     declared = request.headers.get("content-length", "")
+    what = "body" if encoding or JSON_LENGTH_HEADER in request.headers else "JSON"
     if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_large(int(declared), max_bytes)
+        raise too_large(int(declared), max_bytes, what)
     size = max(int(declared), 1) if declared.isdecimal() else SMALL_BYTES
     owner = _caller(request).tenant or request.client
     within_s = min(_MAX_TURN_S, services.settings.http.request_read_timeout_s / 2)
@@ -359,7 +360,7 @@ async def read_body(services: Services, request: Request, max_bytes: int) -> Byt
         async for chunk in request.stream():
             body += chunk
             if len(body) > max_bytes:
-                raise too_large(None, max_bytes)
+                raise too_large(None, max_bytes, what)
             memory.grow(len(body))
         recheck(services, request)
         return body if encoding is None else await asyncio.to_thread(decompress, body, encoding, max_bytes)

@@ -27,7 +27,7 @@ from qinfer.wire.kserve_grpc import (
     parse_infer,
 )
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.http.infer import bound, parse_version
+from qinfer_api.http.infer import bound, hold, noting, parse_version, with_headers
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, Guard
 from qinfer_api.rpc.headers import Abort, Method
@@ -83,7 +83,7 @@ class _Answer(InferSink):
 
     def cancel(self) -> None:
         """Takes the request out of the queue."""
-        pending, self.pending = self.pending, None
+        pending, self.pending, self.plan = self.pending, None, _NO_PLAN
         if pending is not None:
             self.infer.dispatcher.cancel(pending)
 
@@ -100,13 +100,18 @@ class _Answer(InferSink):
                 call.fail(call.status_of(response.failure))
             elif response.nbytes > LARGE_BYTES:
                 call.run(self._finish(response))
+                return
             else:
                 call.finish(self.infer.encode(response, self))
         except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` says what it was
             call.fail(error)
+        self.plan = _NO_PLAN  # which may hold shared memory
 
     async def _finish(self, response: Response) -> None:
-        self.call.finish(await asyncio.to_thread(self.infer.encode, response, self))
+        try:
+            self.call.finish(await asyncio.to_thread(self.infer.encode, response, self))
+        finally:
+            self.plan = _NO_PLAN
 
 
 class Infer:
@@ -221,7 +226,10 @@ class Infer:
 
     def _decode(self, message: Message) -> Decoded:
         memory = self._memory
-        return decode_infer(message, memory.limited(self._max_input_bytes) if memory.allowed else memory)
+        regions = memory.limited(self._max_input_bytes) if memory.allowed else memory
+        decoded = decode_infer(message, regions)
+        plan = noting(decoded.plan, regions)
+        return decoded if plan is decoded.plan else decoded._replace(plan=plan)
 
     def _completed(self, decoded: Decoded, call: Call) -> Decoded:
         """Returns a decoded request with what is not in its inputs: its version, and the metadata that goes along."""
@@ -230,7 +238,7 @@ class Infer:
             request.version = parse_version(decoded.version)
         forwarded = self._guard.forwarded(call.head)
         if forwarded:
-            request.parameters = {**request.parameters, **forwarded}
+            with_headers(request, forwarded)
         return decoded
 
     def _decode_and_check(self, message: Message, call: Call) -> Decoded:
@@ -245,7 +253,9 @@ class Infer:
             plan = bound(plan, self.dispatcher.resolve(request.model, request.version, is_taken=True))
         sink.plan, sink.empty_final = plan, decoded.empty_final
         # Whoever comes too late finds no stream open: all that was let in by its head is answered.
-        return self.dispatcher.submit(call.context, request, sink, call.time_remaining(), is_taken=True)
+        pending = self.dispatcher.submit(call.context, request, sink, call.time_remaining(), is_taken=True)
+        hold(sink.plan)
+        return pending
 
     def _refused(self, model: str, asked: str, error: QinferError) -> QinferError:
         """Counts a request that is refused, and returns the error for its client."""
@@ -308,6 +318,7 @@ class _Stream:
                 raise Abort("UNAVAILABLE", SHUTTING_DOWN)
         finally:
             for slot in self._open:
+                slot.plan = _NO_PLAN
                 if slot.pending is not None:
                     self._infer.dispatcher.cancel(slot.pending)
             self._reader.cancel()
@@ -403,6 +414,7 @@ class _Stream:
                 self._written.set()
                 if response.final:
                     self._open.discard(slot)
+                    slot.plan = _NO_PLAN
                     self._room.release()
                 elif slot.pending is not None and slot.pending.stream is not None:
                     slot.pending.stream.took(nbytes)

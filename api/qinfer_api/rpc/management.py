@@ -294,7 +294,7 @@ def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]
         memory.register_cuda()
 
     async def cuda_unregister(_: Any) -> Any:
-        memory.check_cuda()
+        memory.check_allowed()
         return pb.CudaSharedMemoryUnregisterResponse()
 
     return {

@@ -156,9 +156,9 @@ class Repositories:
             Their location, for `read` and `version_dir`.
 
         Raises:
-            InvalidRequest: The model's or a file's name is none, is too long, or would lead elsewhere.
+            InvalidRequest: The model's or a file's name is none, or would lead elsewhere, or the model's is too long.
             UnsupportedFeature: No overlay is set.
-            ModelLoadFailed: The overlay can't be written.
+            ModelLoadFailed: A file's name is too long, or the overlay can't be written.
         """
         if not is_model_name(model):
             raise InvalidRequest("model name must not contain path traversal characters")
@@ -300,11 +300,14 @@ def _check_path(path: str) -> None:
     is_version = separator and version.isascii() and version.isdecimal() and version[0] != "0"
     shown = path.encode(errors="backslashreplace").decode()  # halves of surrogate pairs are no text
     is_short = len(shown.encode()) <= _PATH_MAX_BYTES and all(_is_short(part) for part in shown.split("/"))
-    if not is_version or not is_short or not is_inside(path) or shown != path:
-        raise InvalidRequest(
-            f"Invalid file path: 'file:{shown[:100]}' is not the name of a file of a model; expected "
-            f"file:<version>/<file>, without '..', and no part longer than {_NAME_MAX_BYTES} bytes"
-        )
+    text = (
+        f"Invalid file path: 'file:{shown[:100]}' is not the name of a file of a model; expected "
+        f"file:<version>/<file>, without '..', and no part longer than {_NAME_MAX_BYTES} bytes"
+    )
+    if not is_short:
+        raise ModelLoadFailed(text)  # an internal error, as the failure of Triton's file system
+    if not is_version or not is_inside(path) or shown != path:
+        raise InvalidRequest(text)
 
 
 def _is_short(name: str) -> bool:

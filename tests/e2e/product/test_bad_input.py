@@ -65,7 +65,7 @@ TABLE: list[tuple[str, bytes, Mapping[str, str], int, str]] = [
     (URL, b"[" * 200 + b"]" * 200, {}, 400, "JSON nesting depth exceeds maximum allowed limit (100)"),
     (URL, question(outputs=[{"name": "product"}]), {}, 400, "unexpected inference output 'product'"),
     (URL, question(), {"Content-Encoding": "br"}, 501, "Unsupported compression type"),
-    (URL, b" " * (64 * 2**20 + 1), {}, 400, "exceeds the maximum allowed input size"),
+    (URL, b" " * (64 * 2**20 + 1), {}, 400, "exceeds the maximum allowed value"),
     ("/v2/models/nobody/infer", question(), {}, 404, "Request for unknown model: 'nobody' is not found"),
     ("/v2/models/add_sub/versions/7/infer", question(), {}, 404, "'add_sub' version 7 is not found"),
     ("/v2/models/add_sub/versions/-1/infer", question(), {}, 400, "failed to get model version"),

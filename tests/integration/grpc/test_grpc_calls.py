@@ -211,7 +211,7 @@ async def test_restricted_calls_need_their_secret() -> None:
 async def test_shared_memory_is_off(server: Rpc) -> None:
     """Unless the operator turns it on: Triton's default and text."""
     for call in (
-        server.stub.SystemSharedMemoryStatus(pb.SystemSharedMemoryStatusRequest()),
+        server.stub.SystemSharedMemoryRegister(pb.SystemSharedMemoryRegisterRequest(name="r")),
         server.stub.CudaSharedMemoryRegister(pb.CudaSharedMemoryRegisterRequest(name="r")),
     ):
         code, text = await _refused(call)

@@ -94,11 +94,11 @@ OTHERS = {
         "GET", "/v2/models/nothing/trace/setting", None, "TraceSetting", pb.TraceSettingRequest(model_name="nothing")
     ),
     "memory that is off": Other(
-        "GET",
-        "/v2/systemsharedmemory/status",
+        "POST",
+        "/v2/systemsharedmemory/unregister",
         None,
-        "SystemSharedMemoryStatus",
-        pb.SystemSharedMemoryStatusRequest(),
+        "SystemSharedMemoryUnregister",
+        pb.SystemSharedMemoryUnregisterRequest(),
     ),
     "CUDA's memory that is off": Other(
         "POST",

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from qinfer.core.settings import TraceSettings
+from qinfer.core.settings_trace import TraceSettings
 from qinfer.errors import Overloaded
 from qinfer.testing import eventually
 from qinfer_api.observe.tracing import TracedSink

@@ -14,6 +14,7 @@ import tritonclient.http as triton
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
+from qinfer.testing import eventually
 from tests.support.gateway import Running, running_gateway, settings_of
 
 OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
@@ -115,7 +116,7 @@ async def test_tritons_client_is_told_what_is_wrong(client: triton.InferenceServ
         register("in", key, 16)
         assert refused(register, "in", key, 16) == ("400", "shared memory region 'in' already in manager")
         assert refused(register, "b", key, 2_000_001)[1] == "failed to register shared memory region 'b': invalid args"
-        assert refused(register, "b", "/nothing", 1) == ("400", "Unable to open shared memory region: '/nothing'")
+        assert refused(register, "b", "/nothing", 1) == ("500", "Unable to open shared memory region: '/nothing'")
         assert refused(status, "no") == ("404", "Unable to find system shared memory region: 'no'")
         cuda = refused(client.register_cuda_shared_memory, "c", b"raw", 0, 16)
         assert cuda == ("501", "CUDA shared memory is not supported; use system shared memory, or send the tensors")
@@ -224,7 +225,7 @@ async def test_what_is_no_json_is_refused(http: httpx.AsyncClient) -> None:
 
 
 async def test_a_region_that_goes_while_a_request_waits(http: httpx.AsyncClient, running: Running, key: str) -> None:
-    """What was read is there; what is to be written is refused, and nobody crashes."""
+    """It is listed until the request has ended, also for whoever asks meanwhile."""
     memory = running.gateway.memory
     memory.register("in", key, 0, 16)
     asked = asyncio.create_task(http.post("/v2/models/stuck/infer", json=source("in")))
@@ -233,10 +234,11 @@ async def test_a_region_that_goes_while_a_request_waits(http: httpx.AsyncClient,
 
     memory.unregister("in")
 
-    assert memory.status() == []
+    assert [region.name for region in memory.status()] == ["in"]
+    assert (await http.post("/v2/models/echo/infer", json=source("in"))).status_code == 200
+    assert [region.name for region in memory.status()] == ["in"]
     asked.cancel()
-    while running.gateway.dispatcher.in_flight:  # noqa: ASYNC110 - a count has no event
-        await asyncio.sleep(0.001)
+    await eventually(lambda: memory.status() == [], description="the end of the region")
 
 
 @pytest.mark.parametrize(
@@ -249,10 +251,15 @@ async def test_a_region_that_goes_while_a_request_waits(http: httpx.AsyncClient,
     ],
 )
 async def test_every_route_is_off_by_default(method: str, path: str, default: httpx.AsyncClient) -> None:
-    """501 with Triton's text, whatever the body."""
+    """501 with Triton's text, whatever the body; only that there are no regions can be asked."""
     reply = await default.request(method, path, content=b"{}" if method == "POST" else b"")
 
-    assert (reply.status_code, reply.json()) == (501, {"error": OFF})
+    if method == "POST":
+        assert (reply.status_code, reply.json()) == (501, {"error": OFF})
+    elif "/region/" in path:
+        assert (reply.status_code, reply.json()["error"].startswith("Unable to find")) == (404, True)
+    else:
+        assert (reply.status_code, reply.json()) == (200, [])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

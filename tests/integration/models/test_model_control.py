@@ -122,7 +122,7 @@ async def test_models_come_change_and_go(scene: Scene) -> None:
     await scene.everywhere(await scene.generation())
     assert await scene.ask() == 5.0
 
-    with pytest.raises(ModelLoadFailed, match=r"^failed to load 'scale', "):
+    with pytest.raises(ModelLoadFailed, match=r"^load failed for model 'scale': "):
         await scene.control.load("scale", json.dumps(override), {"1/model.onnx": b"no model"})
     await scene.everywhere(await scene.generation())
     assert await scene.ask() == 5.0
@@ -214,7 +214,7 @@ async def test_a_model_of_code_is_completed_by_a_worker_and_reloaded_without_a_g
     await scene.everywhere(await scene.generation("code"), "code")
     second = await scene.ask(1.0, "code")
     path.write_text("nonsense =")
-    with pytest.raises(ModelLoadFailed, match="failed to load 'code', "):
+    with pytest.raises(ModelLoadFailed, match="load failed for model 'code': "):
         await scene.control.load("code")
 
     assert (first, second, await scene.ask(1.0, "code")) == (2.0, 30.0, 30.0)

@@ -230,7 +230,7 @@ async def test_a_load_that_all_workers_fail_says_why(scene: Scene) -> None:
 
     caught = await refused(load(scene))
 
-    assert (type(caught), caught.message) == (ModelLoadFailed, "failed to load 'm', out of memory")
+    assert (type(caught), caught.message) == (ModelLoadFailed, "load failed for model 'm': out of memory")
     assert await scene.control.index() == [IndexEntry("m", "1", State.UNAVAILABLE, "out of memory")]
     scene.reason.clear()
     await scene.control.load("m")
@@ -259,7 +259,7 @@ async def test_a_reload_that_fails_leaves_what_there_was(scene: Scene) -> None:
     caught = await refused(load(scene, "m", "4", {"1/model.stub": b"1"}))
 
     after = await scene.stored()
-    assert caught.message == "failed to load 'm', no such operator"
+    assert caught.message == "load failed for model 'm': no such operator"
     assert (after.config, after.location) == (before.config, "")
     assert after.generation > before.generation
     assert scene.source.overlay == {}
@@ -466,4 +466,4 @@ async def test_a_completion_that_failed_fails_the_load(scene: Scene) -> None:
 
     await put_completion(await scene.stored(), Completion(error="name 'np' is not defined"), scene.store)
 
-    assert (await refused(loading)).message == "failed to load 'm', name 'np' is not defined"
+    assert (await refused(loading)).message == "load failed for model 'm': name 'np' is not defined"
