@@ -135,8 +135,8 @@ class Context(Protocol):
         A `tenant` and a `trace` that are empty are taken from the first item. Other stamps of the request (`id`,
         `reply_to`, `generation`, …) have no effect, and it is not changed.
 
-        A model that calls itself, or that is called back by what it calls, waits for an instance of its own, and so
-        until the deadline if there is no second one. During warm-up every call fails; so it does where the event loop
+        A model that calls itself, or that is called back by what it calls, needs another instance: a call that all
+        instances of its model wait for fails at once. During warm-up every call fails; so it does where the event loop
         executes the batch, which is why a backend with `short_on_loop` must not call.
 
         Args:

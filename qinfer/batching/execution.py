@@ -19,7 +19,8 @@ import msgspec
 
 from qinfer.backends.base import Backend, Batch, OneResponse
 from qinfer.batching.policy import Item
-from qinfer.core.messages import Failure, InferRequest, Response, Scalar, Timing
+from qinfer.core.call_chain import extended
+from qinfer.core.messages import Failure, Holder, InferRequest, Response, Scalar, Timing
 from qinfer.errors import (
     Cancelled,
     DeliveryError,
@@ -177,13 +178,21 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
             raise Cancelled("nobody waits for this batch any more")
         first = waited_for[0].request
         inherited = msgspec.structs.replace(
-            request, tenant=request.tenant or first.tenant, trace=request.trace or first.trace
+            request,
+            tenant=request.tenant or first.tenant,
+            trace=request.trace or first.trace,
+            holders=extended([item.request.holders for item in waited_for], self._holder()),
         )
         try:
             return way(self.caller)(inherited, min(item.deadline_s for item in waited_for))
         except RequestError as error:
             self._refusals = (*self._refusals, error)
             raise
+
+    def _holder(self) -> Holder:
+        """Returns what this execution holds while it calls; none once it has ended, and only its streams are open."""
+        request = self.items[0].request
+        return Holder("" if self.end_ns else self.batch_id, request.model, {}, request.version)
 
     def run(self, backend: Backend) -> None:
         """Executes the batch; afterwards every item has an answer, or is `unanswered` and has to run again.
@@ -214,7 +223,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     def batch_id(self) -> str:
         """This execution's own id, unique among all workers; made when it is first asked for."""
         if not self._batch_id:
-            self._batch_id = f"{_PROCESS}-{next(_numbers)}"
+            self._batch_id = new_batch_id()
         return self._batch_id
 
     @property
@@ -259,6 +268,11 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     def output_ns(self) -> int:
         """Time from the first answer to the end of the execution."""
         return self.end_ns - (self.respond_ns or self.end_ns)
+
+
+def new_batch_id() -> str:
+    """Returns an id of an execution, unique among all workers."""
+    return f"{_PROCESS}-{next(_numbers)}"
 
 
 class Part(msgspec.Struct, frozen=True):

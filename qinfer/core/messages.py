@@ -34,6 +34,25 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     step: int = 0
 
 
+class Holder(msgspec.Struct, frozen=True, array_like=True):
+    """An execution that waits for a model that it calls, and what it holds meanwhile: an instance, and resources.
+
+    Attributes:
+        token: Names the execution, among all workers; empty = it holds nothing: an ensemble, or a decoupled model whose
+            `execute` has returned.
+        model: Its model.
+        units: What it holds of resources of the rate limiter that are the same for all workers, by name.
+        version: The version of its model.
+        depth: Its place in the chain of calls, 1 = the model that a client asked.
+    """
+
+    token: str
+    model: str
+    units: Mapping[str, int] = {}
+    version: int = 0
+    depth: int = 1
+
+
 class InferRequest(msgspec.Struct, kw_only=True):
     """One inference request, checked against nothing yet; written to by the dispatcher only, which stamps it.
 
@@ -57,6 +76,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
         queue_timeout_s: How long it may wait before it executes, by its model's queue policy; 0 = as long as its
             `timeout_s`.
         payload: True when the tensors' bytes are stored beside the stream (claim check) and not in the frame.
+        holders: The executions that wait for its answer, where a model makes the request.
         inputs_digest: A hash of its inputs, where its response may be cached and they were hashed already. It does not
             travel.
     """
@@ -79,6 +99,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
     sequence: Sequence | None = None
     queue_timeout_s: float = 0.0
     payload: bool = False
+    holders: tuple[Holder, ...] = ()
     inputs_digest: bytes = b""
 
 

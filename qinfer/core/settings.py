@@ -123,6 +123,7 @@ class LimitSettings(Section):
     max_in_flight: int = Field(100_000, gt=0, description="Unanswered requests that one gateway may have.")
     max_sequences: int = Field(20_000, gt=0, description="Open sequences of one partition of a model.")
     max_sequence_steps: int = Field(1000, gt=0, description="Requests of one sequence that may wait.")
+    max_call_depth: int = Field(16, gt=0, description="How deep calls between models may be within one another.")
     lane_capacity: int = Field(
         10_000, gt=0, description="Requests that may wait in one lane; a model's `qinfer.lane_capacity` overrides it."
     )

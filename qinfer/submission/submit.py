@@ -477,7 +477,7 @@ def kind_of(request: InferRequest, lane: Lane, generation: int, timeout_s: float
         generation: The model's.
         timeout_s: From now to its deadline.
     """
-    if request.client_id or request.parameters or request.priority or request.sequence is not None:
+    if request.client_id or request.parameters or request.priority or request.sequence is not None or request.holders:
         return None
     trace = request.trace
     if trace and not trace.isascii():

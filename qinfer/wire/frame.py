@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from qinfer.core.messages import Credit, Failure, InferRequest, Response, Scalar, Sequence, Timing
+from qinfer.core.messages import Credit, Failure, Holder, InferRequest, Response, Scalar, Sequence, Timing
 from qinfer.errors import CorruptEntry, DeliveryError
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.versions import NewerVersion
@@ -85,6 +85,10 @@ class _LongRequestHeader(_RequestHeader, array_like=True, gc=False):
     queue_timeout_us: _Natural = 0
 
 
+class _HeldRequestHeader(_LongRequestHeader, array_like=True, gc=False):
+    holders: tuple[Holder, ...] = ()
+
+
 class _ResponseHeader(msgspec.Struct, array_like=True, gc=False):
     request_id: str
     attempt: _Natural
@@ -110,7 +114,7 @@ class _StreamedResponseHeader(_LongestResponseHeader, array_like=True, gc=False)
 
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(_LongRequestHeader)
+_request_decoder = msgspec.msgpack.Decoder(_HeldRequestHeader)
 _responses_decoder = msgspec.msgpack.Decoder(list[_StreamedResponseHeader])
 _credits_decoder = msgspec.msgpack.Decoder(list[Credit])
 
@@ -153,9 +157,12 @@ def _encode_header(request: InferRequest, inputs: list[_TensorHeader], payload: 
         _flags(request.sequence),
         payload,
     )
-    if request.queue_timeout_s:
+    if request.queue_timeout_s or request.holders:
         header = _LongRequestHeader(*msgspec.structs.astuple(header))
         header.queue_timeout_us = round(request.queue_timeout_s * 1e6)
+    if request.holders:
+        header = _HeldRequestHeader(*msgspec.structs.astuple(header))
+        header.holders = request.holders
     return _encoder.encode(header)
 
 
@@ -207,6 +214,7 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
     request.sequence = header.sequence
     request.queue_timeout_s = header.queue_timeout_us / 1e6
     request.payload = bool(header.payload)
+    request.holders = header.holders
     if header.payload and payload is None:
         raise PayloadApart(request)
     return request
@@ -481,7 +489,7 @@ class _Known(msgspec.Struct, gc=False):
 class RequestReader:
     """Decodes frames, and what they have in common once.
 
-    Only what repeats itself is remembered: nothing that has a client's id or parameters.
+    Only what repeats itself is remembered: nothing that has a client's id or parameters, or that a model has asked.
     """
 
     def __init__(self) -> None:
@@ -519,7 +527,7 @@ class RequestReader:
     def _learn(self, frame: bytes) -> InferRequest:
         """Decodes a request, and remembers what its frame says around what is its own, if it comes again."""
         request = decode_request(frame)
-        is_special = request.client_id or request.parameters or request.sequence is not None
+        is_special = request.client_id or request.parameters or request.sequence is not None or request.holders
         if is_special or frame[:4] != _PLAIN or frame[8:12] != _LONG_ID:
             return request
         begin, end = _ID_AT + frame[_ID_AT - 1], 8 + int.from_bytes(frame[4:8], "little")

@@ -2,8 +2,14 @@
 
 import asyncio
 
-from qinfer.core.messages import Failure
+import pytest
+
+from qinfer.backends.base import Batch, Context, respond_rows
+from qinfer.backends.stub import StubBackend
+from qinfer.core.messages import Failure, InferRequest
+from qinfer.core.settings import LimitSettings
 from qinfer.queue.entries import Lane
+from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
 from qinfer_workers.inference.worker import Worker
 from tests.support.inline_workers import InlineWorkers, value
@@ -176,3 +182,83 @@ async def test_a_suspect_calls_a_model_of_its_worker(scene: InlineWorkers) -> No
     assert value(await call) == 3.0
     assert (await call).attempt == 2
     assert value(await scene.submit(4.0, model=FRONT)) == 4.0
+
+
+class Countdown(StubBackend):
+    """Calls its target, by default itself, with one less for as long as `x` is more than 0; answers how deep it was."""
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        x = batch.inputs["x"]
+        self.sizes.append(batch.size)
+        if x.max() > 0:
+            call = InferRequest(model=self._target or self.model, inputs=(from_numpy("x", x - 1),))
+            x = to_numpy(ctx.call(call).outputs[0]) + 1
+        respond_rows(batch, ctx, {"y": x}, {"y": "FP32"})
+
+
+async def told(scene: InlineWorkers, depth: float, model: str = FRONT) -> float | str:
+    answer = await scene.submit(depth, model=model)
+    # Each model on the way back says which one failed.
+    return value(answer) if answer.failure is None else answer.failure.message.rpartition(" failed: ")[2]
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+async def test_a_recursion_that_ends_works_and_a_deeper_one_is_refused_at_once(
+    scene: InlineWorkers, hosts: int
+) -> None:
+    """With four instances, of one worker or of two, a model can be in the middle of three calls to itself."""
+    scene.backend = Countdown
+    await scene.model(FRONT, instances=4 // hosts)
+    for number in range(hosts):
+        await scene.worker(f"w{number}")
+    scene.forget_started()
+
+    assert await told(scene, 3) == 3
+    assert await told(scene, 4) == (
+        "model 'front' can't be called by model 'front': all 4 instances of 'front' would wait for this call "
+        "(front -> front -> front -> front -> front); give 'front' more instances than its calls to itself are deep"
+    )
+    assert await told(scene, 3) == 3
+
+
+async def test_models_that_call_one_another_are_told_before_they_wait_for_themselves(scene: InlineWorkers) -> None:
+    """Also in two workers: the chain travels with the request."""
+    scene.backend = Countdown
+    await scene.model(FRONT, mode=f"call:{BACK}")
+    await scene.model(BACK, mode=f"call:{FRONT}")
+    await scene.worker("w1", models=(FRONT,))
+    await scene.worker("w2", models=(BACK,))
+
+    assert await told(scene, 1) == 1
+    assert await told(scene, 2) == (
+        "model 'front' can't be called by model 'back': the only instance of 'front' would wait for this call "
+        "(front -> back -> front); give 'front' more instances than its calls to itself are deep"
+    )
+
+
+async def test_the_second_call_works_once_another_worker_has_the_model(scene: InlineWorkers) -> None:
+    """The view of the models is read again before a refusal."""
+    scene.backend = Countdown
+    await scene.model(FRONT)
+    await scene.worker("w1")
+    assert "would wait for this call" in str(await told(scene, 1))
+
+    await scene.worker("w2")
+
+    async def is_answered() -> bool:
+        return await told(scene, 1) == 1
+
+    await eventually(is_answered, description="a view of the models that has the second worker")
+
+
+async def test_models_call_one_another_only_so_deep(scene: InlineWorkers) -> None:
+    """The limit is a setting, and the refusal names the chain."""
+    scene.backend, scene.limits = Countdown, LimitSettings(max_call_depth=2)
+    await scene.model(FRONT, instances=5)
+    await scene.worker()
+
+    assert await told(scene, 2) == 2
+    assert await told(scene, 3) == (
+        "model 'front' can't be called: calls between models may be 2 deep, and this one is deeper "
+        "(front -> front -> front -> front); end the recursion sooner, or raise QINFER_LIMITS__MAX_CALL_DEPTH"
+    )

@@ -8,7 +8,7 @@ import pytest
 from qinfer.backends.base import Batch, Context
 from qinfer.backends.stub import StubBackend
 from qinfer.batching.execution import Execution, Pending
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import Holder, InferRequest, Response
 from qinfer.errors import (
     BrokerUnavailable,
     Cancelled,
@@ -100,6 +100,26 @@ def test_an_item_that_nobody_waits_for_leaves_nothing_behind() -> None:
         run.call(InferRequest(model="back", inputs=()))
 
     assert [deadline_s for _, deadline_s in caller.calls] == [61.0]
+
+
+def test_a_call_has_all_who_wait_for_its_batch() -> None:
+    """Those of each item that somebody waits for, and the batch itself for as long as it has its instance."""
+    caller = Called()
+    run = execution(caller, (61.0, 31.0, 61.0))
+    for item, depth in zip(run.items, (1, 2, 1), strict=True):
+        item.request.version = 3
+        item.request.holders = (Holder(f"w{depth}", "first", {}, 1, depth),)
+    run.items[2].request.holders = (Holder("gone", "first", {}, 1, 1),)
+    run.items[2].lost = True
+
+    run.call(InferRequest(model="back", inputs=()))
+    run.end_ns = 1
+    run.call(InferRequest(model="back", inputs=()))
+
+    first, later = [request.holders for request, _ in caller.calls]
+    assert [holder.token for holder in first] == ["w2", "w1", run.batch_id]
+    assert first[-1] == Holder(run.batch_id, "front", {}, 3, 3)
+    assert later[-1] == Holder("", "front", {}, 3, 3)
 
 
 def test_a_batch_without_a_caller_can_not_call() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from qinfer.core.messages import Credit, Failure, InferRequest, Response, Sequence, Timing
+from qinfer.core.messages import Credit, Failure, Holder, InferRequest, Response, Sequence, Timing
 from qinfer.errors import CorruptEntry
 from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy
 from qinfer.wire.frame import (
@@ -53,6 +53,13 @@ FULL = InferRequest(
 )
 LIMITED = InferRequest(  # the first request with a field that was appended
     model="m", inputs=(Tensor("x", "UINT8", (1, 2), b"\x07\x08"),), id="r", timeout_s=2.0, queue_timeout_s=0.25
+)
+CALLED = InferRequest(
+    model="m",
+    inputs=(Tensor("x", "UINT8", (1, 2), b"\x07\x08"),),
+    id="r",
+    timeout_s=2.0,
+    holders=(Holder("w-1", "front", {"gpu": 2}, 3, 1), Holder("", "pipeline", {}, 1, 2)),
 )
 NUMBERED = InferRequest(model="m", inputs=(), sequence=Sequence(7, end=True, step=3))
 APART = InferRequest(
@@ -116,6 +123,7 @@ CREDITS = [Credit("01ARZ3NDEKTSV4RRFFQ69G5FAV.0.m", 1, 0), Credit("b", 3, 2**40)
         ("request_full", FULL),
         ("request_limited", LIMITED),
         ("request_numbered", NUMBERED),
+        ("request_called", CALLED),
     ],
 )
 def test_golden_requests(name: str, request_: InferRequest) -> None:
@@ -180,7 +188,7 @@ def test_every_field_is_set_in_a_golden_frame() -> None:
     request, response = InferRequest(model="", inputs=()), Response(request_id="")
 
     for field in set(InferRequest.__struct_fields__) - {"inputs_digest"}:
-        assert any(getattr(r, field) != getattr(request, field) for r in (FULL, LIMITED, APART)), field
+        assert any(getattr(r, field) != getattr(request, field) for r in (FULL, LIMITED, APART, CALLED)), field
     golden = (*RESPONSES, *STORED, *SPOKEN, *STREAMED)
     for field in set(Response.__struct_fields__) - {"cache"}:
         assert any(getattr(r, field) != getattr(response, field) for r in golden), field
@@ -245,12 +253,12 @@ def header_fields(frame: bytes) -> list[Any]:
 
 def test_header_fields_may_be_appended() -> None:
     """A reader of this version skips fields that a later one appends to the same header."""
-    limited = InferRequest(model="m", inputs=(), queue_timeout_s=0.25)
-    header = msgspec.msgpack.encode([*header_fields(encode_request(limited)), "later", 42])
+    called = msgspec.structs.replace(CALLED, inputs=())
+    header = msgspec.msgpack.encode([*header_fields(encode_request(called)), "later", 42])
 
     grown = struct.pack("<BBHI", 1, 0, 0, len(header)) + header
 
-    assert decode_request(grown) == limited
+    assert decode_request(grown) == called
 
 
 def test_an_older_reader_skips_what_was_appended() -> None:

@@ -11,7 +11,7 @@ it has no reply stream and reads no catalog. The credits of its own streams come
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from qinfer.core.call_chain import depth_of, endless, names_of
 from qinfer.core.messages import Credit, Failure, InferRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
@@ -231,6 +232,7 @@ class Caller:
         self.credited: Callable[[list[Credit]], None] = lambda _: None
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
+        self._max_depth = limits.max_call_depth
         self._submission = Submission(queue, catalog, limits, self._owner, _answered, _failed)
         self._refreshed_at = float("-inf")
         self._refreshing = asyncio.Lock()
@@ -252,7 +254,7 @@ class Caller:
     def call(self, request: InferRequest, deadline_s: float) -> Response:
         """See `qinfer.batching.execution.Caller.call`."""
         deadline_s = self._deadline_s(request, deadline_s)
-        served = self._served(request.model, request.version, deadline_s)
+        served = self._checked(request, deadline_s)
         if served.spec.decoupled:
             raise InferenceFailed(_DECOUPLED.format(model=request.model))
         answer = _Answer()
@@ -267,7 +269,7 @@ class Caller:
     def stream(self, request: InferRequest, deadline_s: float) -> Responses:
         """See `qinfer.batching.execution.Caller.stream`."""
         deadline_s = self._deadline_s(request, deadline_s)
-        served = self._served(request.model, request.version, deadline_s)
+        served = self._checked(request, deadline_s)
         inbox = _Inbox(self._submission.pending.cancel)
         self._send(served, request, inbox, deadline_s)
         return Responses(self._loop, inbox, request.model, lambda: deadline_s - self._now_s())
@@ -304,6 +306,8 @@ class Caller:
         served = self._catalog.asked(step.model.name, step.version)
         if served.spec.is_cached and not cached:
             served = replace(served, spec=replace(served.spec, is_cached=False))
+        if request.holders and (reason := self._endless(request, served)):
+            raise InferenceFailed(reason)
         request.generation = 0
         timeout_s = min(timeout_s, served.spec.max_timeout_s)
         try:
@@ -352,18 +356,49 @@ class Caller:
         except RuntimeError:  # the loop is closed
             raise Cancelled(_ENDING) from None
 
+    def _checked(self, request: InferRequest, deadline_s: float) -> Served:
+        """Finds the model of a call, and makes sure that the call does not wait for itself; blocks this thread.
+
+        Raises:
+            InferenceFailed: It would, or models call one another too deep.
+        """
+        holders = request.holders
+        if depth_of(holders) > self._max_depth:
+            raise InferenceFailed(
+                f"model '{request.model}' can't be called: calls between models may be {self._max_depth} deep, and "
+                f"this one is deeper ({names_of(holders, request.model)}); end the recursion sooner, or raise "
+                "QINFER_LIMITS__MAX_CALL_DEPTH"
+            )
+        served = self._served(request.model, request.version, deadline_s)
+        if self._endless(request, served):
+            self._outcome(self._on_loop(self._refresh(RECHECK_S)), deadline_s)
+            served = self._served(request.model, request.version, deadline_s)
+            if reason := self._endless(request, served):
+                raise InferenceFailed(reason)
+        return served
+
+    def _endless(self, request: InferRequest, served: Served) -> str:
+        """Returns why a request would wait for itself; empty = it would not, as far as this view tells."""
+        spec, version = served.spec, served.version
+        if served.wait_s or spec.steps:
+            return ""  # no worker has it yet; an ensemble holds no instance, its steps are checked
+        workers = sum(worker.is_ready(spec.name, version) for worker in self._catalog.workers())
+        return endless(request.holders, spec.name, version, workers * spec.instance_count)
+
     def _served(self, model: str, version: int, deadline_s: float) -> Served:
         """Finds the model; without the event loop if the view is fresh: a view is replaced whole, never changed."""
         if self._now_s() - self._refreshed_at <= FRESH_S:
             with suppress(ModelNotFound, ModelNotReady):
                 return self._catalog.resolve(model, version)
-        resolving = self._resolve(model, version, deadline_s)
+        return self._outcome(self._on_loop(self._resolve(model, version, deadline_s)), deadline_s)
+
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Has the event loop run a coroutine."""
         try:
-            outcome = asyncio.run_coroutine_threadsafe(resolving, self._loop)
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:  # the loop is closed
-            resolving.close()
+            work.close()
             raise Cancelled(_ENDING) from None
-        return self._outcome(outcome, deadline_s)
 
     def _submit(self, served: Served, request: InferRequest, answer: _Answer | _Inbox, timeout_s: float) -> None:
         """Submits a request; on the event loop."""

@@ -10,7 +10,8 @@ from typing import Protocol
 import msgspec
 
 from qinfer.batching.execution import Pending
-from qinfer.core.messages import Failure, InferRequest, Response, Timing
+from qinfer.core.call_chain import extended
+from qinfer.core.messages import Failure, Holder, InferRequest, Response, Timing
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, InferenceFailed, QinferError
 from qinfer.models.ensemble_graph import Flow, Plan, PlanStep, fit
 from qinfer.submission.pending import Sink
@@ -177,6 +178,8 @@ class Run:
             tenant=asked.tenant,
             trace=asked.trace,
         )
+        if asked.holders:  # a model has asked, and its instance waits
+            request.holders = extended([asked.holders], Holder("", asked.model, {}, asked.version))
         self._open[number] = self._steps.submit_step(step, request, _StepSink(self, number, rows), timeout_s)
 
     def _end(self) -> None:

@@ -17,9 +17,10 @@ import numpy as np
 
 from qinfer.backends.base import Array, Backend, Batch, OneResponse
 from qinfer.batching.batcher import LoadedModel
-from qinfer.batching.execution import Answer, Caller, Responder
+from qinfer.batching.execution import Answer, Caller, Responder, new_batch_id
+from qinfer.core.call_chain import extended
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import InferRequest, Response, Scalar
+from qinfer.core.messages import Holder, InferRequest, Response, Scalar
 from qinfer.errors import (
     Cancelled,
     DeliveryError,
@@ -319,6 +320,7 @@ class _Way(OneResponse):
     def __init__(self, scorer: Scorer) -> None:
         self.answer: Answer | None = None
         self._scorer = scorer
+        self._token = ""
 
     def respond(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
@@ -347,7 +349,12 @@ class _Way(OneResponse):
             raise InferenceFailed("this model runs where it can't call other models")
         if self._scorer.chunks.is_stopped:
             raise Cancelled("nobody waits for this batch any more")
-        whose = msgspec.structs.replace(request, tenant=request.tenant or purpose.tenant)
+        self._token = self._token or new_batch_id()
+        whose = msgspec.structs.replace(
+            request,
+            tenant=request.tenant or purpose.tenant,
+            holders=extended([()], Holder(self._token, spec.name, {}, purpose.model.version)),
+        )
         try:
             return way(caller)(whose, purpose.clock.now_s() + spec.default_timeout_s)
         except RequestError as error:

@@ -1,0 +1,65 @@
+"""The chain of a call between models: the executions that wait for its answer, and whether it would wait for itself.
+
+    client ─▶ A ─▶ B ─▶ C        the request to C has the holders A and B
+
+An execution that calls keeps its instance until the answer is there. A call that can only be executed by an instance
+that waits for it would never be answered.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from qinfer.core.messages import Holder
+
+
+def extended(chains: Sequence[tuple[Holder, ...]], caller: Holder) -> tuple[Holder, ...]:
+    """Returns the holders of a call: those that wait for any request of the calling batch, and the caller, last.
+
+    Args:
+        chains: The holders of each of the batch's requests.
+        caller: The calling execution, whose depth follows from theirs.
+    """
+    found = chains[0] if len(chains) == 1 else _merged(chains)
+    return (*found, msgspec.structs.replace(caller, depth=depth_of(found) + 1))
+
+
+def depth_of(holders: Sequence[Holder]) -> int:
+    """Returns how many models call one another before the request that has these holders."""
+    return max((holder.depth for holder in holders), default=0)
+
+
+def names_of(holders: Sequence[Holder], callee: str) -> str:
+    """Returns the longest chain for people, with the model that is called last: `A -> B -> A`."""
+    names: dict[int, str] = {}
+    for holder in holders:
+        names.setdefault(holder.depth, holder.model)
+    return " -> ".join([*(names[depth] for depth in sorted(names)), callee])
+
+
+def endless(holders: Sequence[Holder], model: str, version: int, instances: int) -> str:
+    """Returns why a call would wait for itself; empty = another instance may execute it.
+
+    Args:
+        holders: Those of the call.
+        model: The model that is called.
+        version: Its version.
+        instances: How many instances of it all workers have.
+    """
+    waiting = {holder.token for holder in holders if (holder.model, holder.version) == (model, version)} - {""}
+    if not waiting or len(waiting) < instances:
+        return ""
+    all_of = "the only instance" if instances == 1 else f"all {instances} instances"
+    return (
+        f"model '{model}' can't be called by model '{holders[-1].model}': {all_of} of '{model}' would wait for this "
+        f"call ({names_of(holders, model)}); give '{model}' more instances than its calls to itself are deep"
+    )
+
+
+def _merged(chains: Sequence[tuple[Holder, ...]]) -> tuple[Holder, ...]:
+    """Returns all holders once, the longest chain first."""
+    found: dict[str, Holder] = {}
+    for chain in sorted(chains, key=depth_of, reverse=True):
+        for holder in chain:
+            found.setdefault(holder.token or f"{holder.model}/{holder.depth}", holder)
+    return tuple(found.values())
