@@ -117,6 +117,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         earlier: Responses that were not final, as (item, answer, parameters), in order.
         error: Why the batch failed.
         rows_again: Rows of items that are iterated: they have no answer yet, and count as executed.
+        holder: What it holds while it executes, where rates are limited.
     """
 
     items: Sequence[Pending]
@@ -129,6 +130,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     earlier: list[tuple[int, Answer, Mapping[str, Scalar]]] = []
     error: QinferError | None = None
     rows_again: int = 0
+    holder: Holder | None = None
     begin_ns: int = 0
     respond_ns: int = 0
     end_ns: int = 0
@@ -192,6 +194,8 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     def _holder(self) -> Holder:
         """Returns what this execution holds while it calls; none once it has ended, and only its streams are open."""
         request = self.items[0].request
+        if self.holder is not None:
+            return msgspec.structs.replace(self.holder, version=request.version)
         return Holder("" if self.end_ns else self.batch_id, request.model, {}, request.version)
 
     def run(self, backend: Backend) -> None:

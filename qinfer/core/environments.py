@@ -56,6 +56,7 @@ _OF_WORKERS = frozenset(
         "redis",
         "limits",
         "cache",
+        "rate_limit",
         "requests",
         "metrics",
         "stores",

@@ -15,6 +15,7 @@ from pydantic_settings import SettingsError as UnreadableValue
 from qinfer.core.environments import PREFIX
 from qinfer.core.settings_cache import CacheSettings
 from qinfer.core.settings_errors import not_json, wrong_values
+from qinfer.core.settings_rate_limit import RateLimitSettings
 from qinfer.core.settings_section import Section
 from qinfer.core.settings_trace import TraceSettings
 from qinfer.core.store_urls import Grant, do_meet, folders_of, normalised
@@ -504,6 +505,7 @@ class Settings(BaseSettings):
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
+    rate_limit: RateLimitSettings = Field(default_factory=RateLimitSettings)
     requests: RequestSettings = Field(default_factory=RequestSettings)
     webhooks: WebhookSettings = Field(default_factory=WebhookSettings)
     stores: StoreSettings = Field(default_factory=StoreSettings)

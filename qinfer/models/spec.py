@@ -148,6 +148,20 @@ class Device(NamedTuple):
     number: int = 0
 
 
+class ResourceSpec(NamedTuple):
+    """Units of a resource that an execution holds (`rate_limiter.resources`).
+
+    Attributes:
+        name: The resource.
+        units: How many.
+        is_global: The resource is the same for all devices and workers, and not one of each device.
+    """
+
+    name: str
+    units: int
+    is_global: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceSpec:
     """Instances of a model on one device: one of these for each group, and for each GPU of a group.
@@ -156,11 +170,15 @@ class InstanceSpec:
         device: Where they run.
         count: How many there are.
         name: The group's name, for logs.
+        resources: What an execution needs at once, where the server limits rates.
+        priority: The weight of an execution against those of others that wait for resources; 0 counts as 1.
     """
 
     device: Device = field(default_factory=Device)
     count: int = 1
     name: str = ""
+    resources: tuple[ResourceSpec, ...] = ()
+    priority: int = 0
 
 
 class Accelerator(NamedTuple):
@@ -285,6 +303,11 @@ class ModelSpec:
         answered = {output.name for output in self.outputs}
         states = [s for s in self.sequences.states if s.output not in answered]
         return (*self.outputs, *(TensorSpec(name=s.output, datatype=s.datatype, dims=s.dims) for s in states))
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether its executions need resources of the rate limiter."""
+        return any(resource.units for group in self.instances for resource in group.resources)
 
     @property
     def instance_count(self) -> int:

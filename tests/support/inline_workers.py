@@ -15,6 +15,7 @@ from qinfer.backends.base import Backend
 from qinfer.backends.stub import StubBackend
 from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.core.settings import LimitSettings, Settings, StoreSettings, WorkerSettings
+from qinfer.core.settings_rate_limit import RateLimitSettings
 from qinfer.errors import QinferError
 from qinfer.models.config import config
 from qinfer.models.routes import lane_name, lanes_of
@@ -86,6 +87,7 @@ class InlineWorkers:
         self.delivery, self.store = delivery, store
         self.backend: Callable[[threading.Event], StubBackend] = StubBackend
         self.limits = LimitSettings()
+        self.rate_limit = RateLimitSettings()
         self.backends: dict[str, list[StubBackend]] = {}
         self._gates: list[tuple[StubBackend, threading.Event]] = []
         self.lane = Lane("stub", 1)
@@ -136,6 +138,7 @@ class InlineWorkers:
             redis=self.delivery.router._settings,
             worker=WorkerSettings(**options),
             limits=self.limits,
+            rate_limit=self.rate_limit,
             stores=StoreSettings(allow=("file:///",)),
         )
         mine = self.backends.setdefault(worker_id, [])

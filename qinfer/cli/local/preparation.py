@@ -182,7 +182,9 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
     if options.autoscale and options.autoscale[0] == 0:
         repository["min_workers"] = 0
     stores = {"allow": allowed_stores(options.settings["stores"]["allow"], settings)}
-    return {**options.settings, "repository": repository, "stores": stores}
+    limit = options.settings["rate_limit"]
+    limit = {**limit, "resources": limit["resources"] or settings.rate_limit.resources}
+    return {**options.settings, "repository": repository, "stores": stores, "rate_limit": limit}
 
 
 def with_sections(settings: Settings, sections: Sections) -> Settings:

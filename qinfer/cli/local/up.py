@@ -1,7 +1,7 @@
 """`qinfer up`: the options; `qinfer.cli.local.deployment` does the work."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -69,6 +69,21 @@ CacheConfigOption = Annotated[
         help="The response cache: local,size=BYTES, or redis,ttl=SECONDS,size=BYTES; for models that enable it.",
     ),
 ]
+RateLimitOption = Annotated[
+    Literal["off", "execution_count"],
+    typer.Option(
+        envvar="QINFER_RATE_LIMIT__MODE",
+        case_sensitive=False,
+        help="execution_count: instances execute only while they hold the resources of their configuration.",
+    ),
+]
+RateLimitResourceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="How many units of a resource there are: NAME:COUNT, or NAME:COUNT:DEVICE; repeatable. By default as many "
+        "as the largest need."
+    ),
+]
 RedisOption = Annotated[
     str,
     typer.Option(
@@ -113,6 +128,8 @@ def up(
     metrics_port: MetricsPortOption = 8002,
     allow_client_shm: AllowClientShmOption = False,
     cache_config: CacheConfigOption = "",
+    rate_limit: RateLimitOption = "off",
+    rate_limit_resource: RateLimitResourceOption = None,
     redis: RedisOption = "",
     durability: DurabilityOption = "everysec",
     workers: WorkersOption = None,
@@ -136,14 +153,10 @@ def up(
             "grpc": {"port": grpc_port},
             "metrics": {"port": metrics_port},
             "cache": {"config": _cache(cache_config)},
+            "rate_limit": {"mode": rate_limit, "resources": _resources(rate_limit_resource)},
             "stores": {"allow": tuple(allow_store or ())},
-            "repository": {
-                "control_mode": model_control_mode,
-                "poll_s": repository_poll_secs,
-                "strict_readiness": strict_readiness,
-                "path": ",".join(model_repository or ()),
-                "load_models": _loads(load_model, model_control_mode),
-            },
+            "repository": _repository(model_repository, model_control_mode, load_model)
+            | {"poll_s": repository_poll_secs, "strict_readiness": strict_readiness},
             "log": {"format": log_format, "level": log_level},
         },
         allow_client_shm=allow_client_shm,
@@ -156,10 +169,10 @@ def up(
     run_deployment(options)
 
 
-def _loads(models: list[str] | None, mode: str) -> tuple[str, ...]:
+def _repository(places: list[str] | None, mode: str, models: list[str] | None) -> dict[str, Any]:
     if models and mode != "explicit":
         raise typer.BadParameter("it needs --model-control-mode explicit as well", param_hint="--load-model")
-    return tuple(models or ())
+    return {"path": ",".join(places or ()), "control_mode": mode, "load_models": tuple(models or ())}
 
 
 def _cache(text: str) -> str:
@@ -170,6 +183,17 @@ def _cache(text: str) -> str:
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--cache-config") from None
     return text
+
+
+def _resources(texts: list[str] | None) -> tuple[str, ...]:
+    from qinfer.core.settings_rate_limit import maximum_of
+
+    try:
+        for text in texts or ():
+            maximum_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--rate-limit-resource") from None
+    return tuple(texts or ())
 
 
 def _range(text: str, workers: int | None) -> tuple[int, int] | None:

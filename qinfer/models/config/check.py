@@ -65,6 +65,10 @@ SUPPORTED = {
     "instance_group.count": "Instances; for KIND_GPU on each GPU.",
     "instance_group.gpus": "With KIND_GPU, the default is all GPUs of the installation.",
     "instance_group.passive": "Passive instances would execute nothing, and are not created.",
+    "instance_group.rate_limiter.resources": "Needed by each execution, where the server runs with "
+    "`--rate-limit execution_count`; those that are `global` are shared by all workers.",
+    "instance_group.rate_limiter.priority": "Of the instances that wait for resources, the one with the lowest product "
+    "of this and its number of executions goes first.",
     "default_model_filename": "A path within the version directory.",
     "parameters": "Read by the backends; those that begin with `qinfer.` are listed below.",
     "model_transaction_policy.decoupled": "A request has 0, 1 or many responses.",
@@ -95,8 +99,6 @@ REFUSED = {
     "input.is_non_linear_format_io": "Tensors are always linear.",
     "output.is_non_linear_format_io": "Tensors are always linear.",
     "ensemble_scheduling.step.model_namespace": "Models have no namespaces.",
-    "instance_group.rate_limiter.resources": "The rate limiter is not offered.",
-    "instance_group.rate_limiter.priority": "The rate limiter is not offered.",
     "instance_group.secondary_devices": "DLA cores are not offered.",
     "instance_group.profile": "A TensorRT profile is chosen by the batch's shape.",
     "cc_model_filenames": "The model file is the same for all GPUs.",

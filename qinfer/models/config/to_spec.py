@@ -17,6 +17,7 @@ from qinfer.models.spec import (
     InstanceSpec,
     ModelSpec,
     QueuePolicy,
+    ResourceSpec,
     TensorSpec,
     WarmupInput,
     WarmupSpec,
@@ -195,9 +196,18 @@ def _instances(config: ModelConfig) -> Iterator[InstanceSpec]:
     for group in config.instance_group:
         if group.passive:
             continue
+        # As in Triton, the last one of a name counts.
+        named = {r.name: ResourceSpec(r.name, r.count, getattr(r, "global")) for r in group.rate_limiter.resources}
+        resources = tuple(named.values())
         on_gpu = group.kind == model_config_pb2.ModelInstanceGroup.KIND_GPU
         for device in [Device("gpu", number) for number in group.gpus] if on_gpu else [Device()]:
-            yield InstanceSpec(device=device, count=group.count, name=group.name)
+            yield InstanceSpec(
+                device=device,
+                count=group.count,
+                name=group.name,
+                resources=resources,
+                priority=group.rate_limiter.priority,
+            )
 
 
 def _batching(config: ModelConfig) -> BatchingSpec | None:

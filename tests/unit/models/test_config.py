@@ -10,7 +10,7 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import ModelConfig, complete, from_json, normalise, parse, to_json, to_spec
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
-from qinfer.models.spec import BatchingSpec, QueuePolicy, TensorSpec, WarmupInput, WarmupSpec
+from qinfer.models.spec import BatchingSpec, QueuePolicy, ResourceSpec, TensorSpec, WarmupInput, WarmupSpec
 
 LIMITS = LimitSettings()
 IO = """
@@ -90,7 +90,6 @@ def test_a_platform_tells_the_backend() -> None:
         (ONNX + "max_batch_size: -1", "'max_batch_size' must be non-negative"),
         (ONNX + "max_batch_size: 4 dynamic_batching { preferred_batch_size: 8 }", "must be <= max batch size for m"),
         (ONNX + "max_batch_size: 4 dynamic_batching { preferred_batch_size: 0 }", "must be positive for m"),
-        ('backend: "python"', "the configuration has no 'input'"),
         (ONNX + 'input { name: "x" data_type: TYPE_FP32 dims: 1 }', "input 'x' is configured more than once"),
         (ONNX + "input { data_type: TYPE_FP32 dims: 1 }", "model input must specify 'name'"),
         (ONNX + 'input { name: "z" dims: 1 }', "model input 'z' must specify 'data_type'"),
@@ -162,7 +161,6 @@ def test_mistakes_are_refused(text: str, message: str) -> None:
         ('model_operations { op_library_filename: "x.so" }', "model_operations.op_library_filename"),
         ('model_repository_agents { agents { name: "checksum" } }', "model_repository_agents.agents"),
         ("output { is_shape_tensor: true }", "output.is_shape_tensor"),
-        ("instance_group { rate_limiter { priority: 2 } }", "instance_group.rate_limiter.priority"),
         ('instance_group { profile: "1" }', "instance_group.profile"),
         ('cc_model_filenames { key: "8.0" value: "a.onnx" }', "cc_model_filenames"),
     ],
@@ -186,6 +184,21 @@ def test_what_is_not_offered_is_refused_by_name(text: str, setting: str) -> None
 def test_hints_are_accepted(text: str) -> None:
     """What changes speed only, or says what is so anyway, is no reason to refuse a model."""
     assert normal(ONNX + text).name == "m"
+
+
+def test_the_resources_of_instances_are_read() -> None:
+    """As in Triton, the last one of a name counts."""
+    named = (
+        "rate_limiter { resources { name: 'r' count: 2 } resources { name: 'r' count: 3 global: true } priority: 4 }"
+    )
+
+    spec = to_spec(normal(f"{ONNX} instance_group {{ {named} }} instance_group {{ kind: KIND_CPU }}"))
+
+    assert [(group.resources, group.priority) for group in spec.instances] == [
+        ((ResourceSpec("r", 3, True),), 4),
+        ((), 0),
+    ]
+    assert spec.is_limited
 
 
 def test_decoupled_models_are_accepted() -> None:
@@ -358,6 +371,21 @@ def test_completion_reshapes_batched_scalars() -> None:
 
     assert list(config.output[0].dims) == [1]
     assert config.output[0].HasField("reshape")
+
+
+@pytest.mark.parametrize("text", ["", ONNX])
+def test_the_model_sees_a_scalar(text: str) -> None:
+    """Clients see [1], whether the configuration says so or is completed."""
+    config = normalise(parse(text.replace("dims: 4", "dims: 1")), "m", ["model.onnx"], file_tensors(x=(), y=(2,)))
+
+    assert list(config.input[0].dims) == [1]
+    assert config.input[0].HasField("reshape")
+    assert not config.input[0].reshape.shape
+
+
+def test_a_python_model_needs_no_inputs_and_outputs() -> None:
+    """It may do nothing but call others."""
+    assert not normal('backend: "python"').input
 
 
 @pytest.mark.parametrize(

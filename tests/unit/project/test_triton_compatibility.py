@@ -70,12 +70,3 @@ def test_a_refusal_is_quoted_as_a_test_asserts_it(row: Row) -> None:
     words = re.sub(r"^'[\w.]+' ", "", message)
 
     assert any(words in found_in(path)[name] for path, name in TEST.findall(row.tests)), message
-
-
-def test_refused_settings_are_settings_that_are_refused() -> None:
-    """A quoted setting is in the table of the refused ones."""
-    settings = {name for row in rows() if row.status == "refused" for name in re.findall(r"\"'([\w.]+)' is", row.what)}
-    table = (ROOT / "docs/reference/model-config.md").read_text().partition("## Refused")[2]
-
-    assert settings
-    assert not [name for name in settings if f"`{name}`" not in table]

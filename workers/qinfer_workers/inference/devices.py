@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.spec import Device, ModelSpec
+from qinfer.models.spec import Device, InstanceSpec, ModelSpec
 
 _GPU = re.compile(r"nvidia\d+")
 
@@ -44,14 +44,18 @@ def named(gpus: Collection[int]) -> str:
     return ", ".join(["cpu", *(f"gpu {number}" for number in gpus)])
 
 
+def groups_of(spec: ModelSpec, gpus: Collection[int]) -> list[InstanceSpec]:
+    """Returns the instances of this worker, of each group and device; those on GPUs that it lacks are omitted."""
+    return [group for group in spec.instances if group.device.kind == "cpu" or group.device.number in gpus]
+
+
 def devices_of(spec: ModelSpec, gpus: Collection[int]) -> tuple[Device, ...]:
     """Returns the device of each instance of this worker; instances on GPUs that the worker lacks are omitted.
 
     Raises:
         ModelLoadFailed: None is left.
     """
-    groups = [group for group in spec.instances if group.device.kind == "cpu" or group.device.number in gpus]
-    devices = tuple(group.device for group in groups for _ in range(group.count))
+    devices = tuple(group.device for group in groups_of(spec, gpus) for _ in range(group.count))
     if not devices:
         numbers = sorted({group.device.number for group in spec.instances})
         needs = f"GPU {' or '.join(map(str, numbers))}" if numbers else "an instance group that is not passive"

@@ -106,7 +106,10 @@ class Loader:
 
     Attributes:
         gpus: The same.
+        limiter: Refuses models whose resources can't be had, where rates are limited.
     """
+
+    limiter: Callable[[ModelSpec], None] | None = None
 
     def __init__(
         self,
@@ -165,6 +168,8 @@ class Loader:
             plan=None if planned is None else planned.plan,
             steps=() if planned is None else planned.steps,
         )
+        if self.limiter is not None:
+            self.limiter(spec)
         if pinned and not loaded.executes(pinned):
             raise ModelLoadFailed("its files or configuration are not those that it was pinned with")
         if planned is not None:
@@ -182,6 +187,8 @@ class Loader:
         """Goes on with what is served, with more or fewer instances; `None` where all are to be loaded anew."""
         if serving is None or serving.identity != loaded.identity:
             return None
+        if serving.spec.instances != loaded.spec.instances and (serving.spec.is_limited or loaded.spec.is_limited):
+            return None  # the limiter knows each instance
         missing = list((Counter(loaded.devices) - Counter(serving.devices)).elements())
         surplus = list((Counter(serving.devices) - Counter(loaded.devices)).elements())
         if not missing and not surplus:

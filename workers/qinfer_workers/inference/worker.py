@@ -16,6 +16,7 @@ from typing import Any
 
 from qinfer.batching.batcher import Batcher, Executor, LoadedModel
 from qinfer.batching.execution import Pending
+from qinfer.batching.limited import LimitedBatcher
 from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.batching.streams import Streams
 from qinfer.core.retry import PATIENCE_S, OutageLog
@@ -26,6 +27,7 @@ from qinfer.models.store import ControlStore
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
+from qinfer.queue.resources import Resources
 from qinfer.submission.response_cache import ResponseCache
 from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.cancels import CancelWatch
@@ -35,9 +37,11 @@ from qinfer_workers.inference.ensembles.plans import Planner
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import Intake
+from qinfer_workers.inference.limited_executors import PermitExecutor
 from qinfer_workers.inference.loader import Loaded, Loader
 from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import Held, LeaseKeeper, Publisher, Renewals
+from qinfer_workers.inference.rate_limiter import RateLimiter
 from qinfer_workers.inference.sequence_service import Parts
 from qinfer_workers.inference.sequence_services import SequenceServices
 from qinfer_workers.inference.serving import LaneBatcher, Serving
@@ -99,6 +103,7 @@ class Worker:
         self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = ShardService(settings, queue, self._keeper, worker_id)
         self._planner = Planner(store, settings.limits)
+        self._limiter = self._open_limiter(settings, loader)
         self._models = Models(store, settings.worker, settings.limits, loader, self)
         self._heartbeat = Heartbeat(store, worker_id, settings.worker, queue.clock, self._models.states, self._batchers)
         self._heartbeat.gpus, self._heartbeat.leases = loader.gpus, self._keeper
@@ -122,6 +127,7 @@ class Worker:
             renewals = tasks.create_task(self._keeper.run())
             bulk = self._bulk.start(tasks, EnsembleParts(self._planner, self._caller), self.spans)
             models = tasks.create_task(self._models.run(self._heartbeat.changed))
+            limits = [] if self._limiter is None else [tasks.create_task(self._limiter.shared.run())]
             heartbeat = tasks.create_task(self._heartbeat.run())
             reclaimer = tasks.create_task(self._reclaim_loop())
             try:
@@ -139,7 +145,20 @@ class Worker:
             fetchers = [one.fetcher for one in servings]
             await end(heartbeat, cancels, *calls, *reads, *fetchers, *self._leaving, *self._bulk.loops())
             await self._caller.discard()
+            if self._limiter is not None:
+                await end(*limits)
+                await self._limiter.shared.leave()
             await end(renewals)
+
+    def _open_limiter(self, settings: Settings, loader: Loader) -> RateLimiter | None:
+        """Makes the rate limiter, unless it is off."""
+        if settings.rate_limit.mode == "off":
+            return None
+        resources = Resources(self._queue.router, self._id, settings.worker.lease_s)
+        self._keeper.owners[resources.owner] = resources.lease_keys
+        limiter = RateLimiter(settings.rate_limit.maxima, resources, settings.worker.lease_s, loader.gpus)
+        loader.limiter = limiter.check
+        return limiter
 
     def _open_caller(self, tasks: asyncio.TaskGroup) -> Caller:
         """Makes what calls other models, with the response cache if there is one."""
@@ -168,7 +187,11 @@ class Worker:
         name, pinned = f"{spec.name}-{loaded.version}", spec.sequences is not None
         executor: Executor = NoInstances()
         if loaded.plan is None:
-            executor = ThreadExecutor(loaded.instances, asyncio.get_running_loop(), name, pinned=pinned)
+            loop = asyncio.get_running_loop()
+            if self._limiter is None:
+                executor = ThreadExecutor(loaded.instances, loop, name, pinned=pinned)
+            else:
+                executor = self._limiter.executor(loaded, loop, name)
         model = LoadedModel(
             spec=spec,
             version=loaded.version,
@@ -186,8 +209,8 @@ class Worker:
         if loaded.plan is not None:
             self._serve_ensemble(model, loaded, serving)
             return
-        kind = Batcher if spec.sequences is None else IterativeBatcher
-        if serving is not None and isinstance(serving.batcher, kind):
+        kind = self._kind(model)
+        if serving is not None and type(serving.batcher) is kind:
             batcher = serving.batcher
             batcher.admit([i for i in batcher.replace(model, loaded.latency) if self._intake.fits(batcher, i)])
             serving.reread()
@@ -196,6 +219,12 @@ class Worker:
         batcher = kind(model, self._queue.clock, self._local, loaded.latency)
         self._begin(key, batcher, serving)
         self._serve_bulk(batcher, loaded)
+
+    def _kind(self, model: LoadedModel) -> type[Batcher] | type[IterativeBatcher]:
+        """Returns what batches the requests of a model that is neither stateful nor an ensemble."""
+        if model.spec.sequences is not None:
+            return IterativeBatcher
+        return LimitedBatcher if isinstance(model.executor, PermitExecutor) else Batcher
 
     def _serve_ensemble(self, model: LoadedModel, loaded: Loaded, serving: Serving | None) -> None:
         """Serves an ensemble, in place of what is served of its version."""

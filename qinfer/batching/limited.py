@@ -1,0 +1,149 @@
+"""The batcher of a model whose executions need resources: it forms a batch once an instance has them.
+
+    admit ─▶ pending ─▶ want ─▶ (the rate limiter grants) ─▶ permitted ─▶ policy.decide ─▶ executor …
+
+While it waits for resources a batch grows, as long as it has room, and its requests expire and are delayed by their
+deadlines and queue policies, as while they wait for an instance. They do not wait here for long: another worker may be
+able to run them, so that they are given back to the queue, and fetched anew once the resources are here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+from qinfer.batching import policy
+from qinfer.batching.batcher import Batcher, Executor, LoadedModel
+from qinfer.batching.execution import Pending
+from qinfer.batching.policy import NEVER_S, LatencyModel, LentInstances, Slots
+from qinfer.core.messages import Holder
+from qinfer.errors import InferenceFailed
+
+LOOK_S = 0.05
+"""How long resources that came after the requests were given back are kept for a look into the queue."""
+
+
+class PermittedExecutor(Executor, Protocol):
+    """Instances that execute by permits only; `start` uses one.
+
+    Attributes:
+        permits: How many executions may begin now.
+        permitted: Called when there is another one.
+    """
+
+    permits: int
+    permitted: Callable[[], None]
+
+    def want(self, count: int, callers: Sequence[Holder]) -> None:
+        """Waits for so many permits in all, and returns those that are too many.
+
+        Args:
+            count: How many batches could begin.
+            callers: Executions that wait for one of the requests, and hold resources meanwhile.
+        """
+        ...
+
+    def refusal(self, callers: Sequence[Holder]) -> str:
+        """Returns why a request of these callers can't be executed while they wait for it; empty = it can."""
+        ...
+
+
+class LimitedBatcher(Batcher):
+    """See the module docstring; its model's executor is a `PermittedExecutor`."""
+
+    def _adopt(self, model: LoadedModel, latency: LatencyModel | None) -> None:
+        self._blocked, self._is_gating = LentInstances(), False
+        self._permits_until_s = 0.0
+        """Until when a permit is kept though nothing waits here."""
+        self._executor = cast("PermittedExecutor", model.executor)
+        self._executor.permitted = self._permitted
+        super()._adopt(model, latency)
+
+    def admit(self, items: Sequence[Pending]) -> None:
+        """See the base; requests whose callers would wait for themselves are refused."""
+        self._permits_until_s = 0.0
+        refused = [(item, self._executor.refusal(item.request.holders)) for item in items if item.request.holders]
+        for item, reason in refused:
+            if reason:
+                self.fail([item], InferenceFailed(reason))
+        failed = {item for item, reason in refused if reason}
+        super().admit([item for item in items if item not in failed] if failed else items)
+
+    def _permitted(self) -> None:
+        """Takes note of a permit."""
+        self._blocked = LentInstances()
+        if not self._has_waiting:
+            self._permits_until_s = self._clock.now_s() + LOOK_S
+        self._pump()
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the next batch may have more requests."""
+        is_full = self._waiting_rows >= self._rules.max_rows if self._rules.merge else bool(self._pending)
+        return not (is_full or self._bisection)
+
+    @property
+    def _has_waiting(self) -> bool:
+        return bool(self._pending or self._bisection)
+
+    def _idle_count(self) -> int:
+        """Returns how many instances may begin an execution now, as long as something waits for one."""
+        idle = super()._idle_count()
+        return min(idle, self._executor.permits) if self._has_waiting or self._blocked.is_overdue else idle
+
+    def _slots(self) -> Slots:
+        """Returns the instances with a permit; nothing is placed ahead of the others, only fetched."""
+        idle = self._idle_count()
+        return Slots(max(idle, 0), int(self._is_gating and self._rules.ahead and self._has_room))
+
+    def _pump(self, *, more: bool = False) -> None:
+        super()._pump(more=more)
+        self._ask()
+
+    def _ask(self) -> None:
+        """Waits for as many permits as batches could begin."""
+        now_s, idle = self._clock.now_s(), max(super()._idle_count(), 0)
+        count = 0
+        if self._has_waiting:
+            count = self._batches(now_s)
+        elif not self.paused and (self._blocked.is_overdue or now_s < self._permits_until_s):
+            count = 1
+        else:
+            self._blocked = LentInstances()
+        self._executor.want(min(count, idle), self._callers() if count else ())
+
+    def _batches(self, now_s: float) -> int:
+        """Returns how many batches would begin if instances were idle, but those that wait to grow."""
+        if self._bisection:
+            return len(self._bisection)
+        if not policy.decide(self._pending, now_s, Slots(1), self._rules, self._latency).run:
+            return 0
+        return -(-self._waiting_rows // self._rules.max_rows) if self._rules.merge else len(self._pending)
+
+    def _callers(self) -> list[Holder]:
+        items = [*self._pending, *(item for batch in self._bisection for item in batch)]
+        return list({holder.token: holder for item in items for holder in item.request.holders}.values())
+
+    def _set_gate(self, now_s: float, wake_at_s: float) -> float:
+        """See the base; while a batch waits for resources, it is filled up."""
+        idle = super()._idle_count()
+        if not self._has_waiting and now_s < self._permits_until_s:
+            self._fetchable.set()
+            self._fetch_wait_s = 0.0
+            return self._permits_until_s
+        is_blocked = idle > 0 and not self._executor.permits and (self._has_waiting or self._blocked.is_overdue)
+        if not is_blocked or self.paused or self._lent.count:
+            self._is_gating = True
+            try:
+                return super()._set_gate(now_s, wake_at_s)
+            finally:
+                self._is_gating = False
+        if self._pending and not self._bisection and not self._batches(now_s):
+            due_s = policy.decide(self._pending, now_s, Slots(1), self._rules, self._latency).wake_at_s
+            self._fetchable.set()
+            self._fetch_wait_s = max(due_s - now_s, 0.001)
+            return due_s
+        is_open, again_at_s = self._blocked.look(now_s, len(self._pending) + len(self._bisection))
+        (self._fetchable.set if is_open and self._has_room else self._fetchable.clear)()
+        self._fetch_wait_s = NEVER_S
+        if self._blocked.is_overdue:
+            self._give_back()
+        return again_at_s

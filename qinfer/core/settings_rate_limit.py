@@ -1,0 +1,67 @@
+"""The settings of the rate limiter, in the texts of Triton's `--rate-limit` and `--rate-limit-resource`."""
+
+from typing import Literal, NamedTuple
+
+from pydantic import Field, field_validator
+
+from qinfer.core.settings_section import Section
+
+_FORM = "'<resource_name>:<count>:<device>' or '<resource_name>:<count>'"
+_MAX_DIGITS = 10
+
+
+class Maximum(NamedTuple):
+    """How many units of a resource there are.
+
+    Attributes:
+        name: The resource.
+        units: How many there are.
+        device: The device that has them; `None` = each has so many.
+    """
+
+    name: str
+    units: int
+    device: int | None = None
+
+
+class RateLimitSettings(Section):
+    """The rate limiter, of models whose instances need resources; all workers need the same."""
+
+    mode: Literal["off", "execution_count"] = Field(
+        "off",
+        description="`execution_count`: an instance executes only while it holds the resources that its configuration "
+        "names (Triton's --rate-limit).",
+    )
+    resources: tuple[str, ...] = Field(
+        (),
+        description="How many units of resources there are, each as NAME:COUNT or NAME:COUNT:DEVICE; the device means "
+        "nothing for global ones. Without any, each has what the largest need is (Triton's --rate-limit-resource).",
+    )
+
+    @field_validator("resources")
+    @classmethod
+    def _check(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        for text in texts:
+            maximum_of(text)
+        return texts
+
+    @property
+    def maxima(self) -> tuple[Maximum, ...]:
+        """What was given."""
+        return tuple(map(maximum_of, self.resources))
+
+
+def maximum_of(text: str) -> Maximum:
+    """Reads the text of one `--rate-limit-resource`.
+
+    Raises:
+        ValueError: It is no such text.
+    """
+    name, *numbers = text.split(":")
+    if not name or not 1 <= len(numbers) <= 2 or not all(map(_is_count, numbers)):
+        raise ValueError(f"--rate-limit-resource option format is {_FORM}. Got {text[:80]}")
+    return Maximum(name, int(numbers[0]), int(numbers[1]) if len(numbers) == 2 else None)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS

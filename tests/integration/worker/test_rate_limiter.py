@@ -1,0 +1,304 @@
+"""Workers that limit rates: models share resources, of one worker and of all, on a real Redis."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from qinfer.core.settings_rate_limit import RateLimitSettings
+from qinfer.models.state import State
+from qinfer.testing import eventually
+from qinfer_workers.inference.worker import Worker
+from tests.support.inline_workers import InlineWorkers, failure, value
+
+ALONE = "resources { name: 'r' count: 1 }"
+TWO = "resources { name: 'r' count: 2 }"
+GLOBAL = "resources { name: 'g' count: 1 global: true }"
+
+
+def limited(needs: str, instances: int = 1) -> str:
+    """Returns the number of instances as the configuration has it, with what each needs."""
+    return f"{instances} rate_limiter {{ {needs} }}"
+
+
+@pytest.fixture(autouse=True)
+def limits(scene: InlineWorkers) -> None:
+    scene.rate_limit = RateLimitSettings(mode="execution_count")
+
+
+async def waiting(worker: Worker, *models: str) -> None:
+    """Waits until instances of exactly these models wait for resources."""
+
+    def found() -> list[str]:
+        assert worker._limiter is not None
+        return sorted(instance.model for instance in worker._limiter.ledger._waiting)
+
+    await eventually(lambda: found() == sorted(models), description=f"that {models} wait")
+
+
+def started(scene: InlineWorkers, model: str) -> int:
+    return sum(len(backend.sizes) for mine in scene.backends.values() for backend in mine if backend.model == model)
+
+
+# --- resources of a worker ---
+
+
+async def test_two_models_that_need_the_same_execute_in_turn(scene: InlineWorkers) -> None:
+    await scene.model("a", instances=limited(ALONE))
+    await scene.model("b", instances=limited(ALONE))
+    worker = await scene.worker()
+    scene.hold()
+
+    first = scene.submit(1.0, model="a")
+    await scene.started(model="a")
+    second = scene.submit(2.0, model="b")
+    await waiting(worker, "b")
+
+    assert started(scene, "b") == 0
+    scene.go()
+    assert value(await first) == 1.0
+    assert value(await second) == 2.0
+    await waiting(worker)
+
+
+async def test_requests_that_wait_for_resources_share_a_batch(scene: InlineWorkers) -> None:
+    await scene.model("a", instances=limited(ALONE))
+    await scene.model("b", instances=limited(ALONE))
+    worker = await scene.worker()
+    scene.hold()
+    first = scene.submit(1.0, model="a")
+    await scene.started(model="a")
+
+    one = scene.submit(2.0, model="b")
+    await waiting(worker, "b")
+    others = [scene.submit(float(i), model="b") for i in range(3)]
+    batcher = worker._serving["b", 1].batcher
+    await eventually(lambda: len(getattr(batcher, "_pending", ())) == 4, description="that all wait here")
+    scene.go()
+    await asyncio.gather(first, one, *others)
+
+    assert [backend.sizes for backend in scene.backends["w1"] if backend.model == "b"] == [[4]]
+
+
+async def test_a_request_expires_while_it_waits_for_resources(scene: InlineWorkers) -> None:
+    await scene.model("a", instances=limited(ALONE))
+    await scene.model("b", instances=limited(ALONE))
+    worker = await scene.worker()
+    scene.hold()
+    first = scene.submit(1.0, model="a")
+    await scene.started(model="a")
+
+    late = await scene.submit(2.0, model="b", timeout_s=0.1)
+
+    assert failure(late).code == "deadline_exceeded"
+    assert started(scene, "b") == 0
+    scene.go()
+    assert value(await first) == 1.0
+    await waiting(worker)
+
+
+async def test_requests_are_given_back_to_workers_that_can_run_them(scene: InlineWorkers) -> None:
+    """The first worker waits for its own resource; the second one has another."""
+    await scene.model("a", instances=limited(ALONE))
+    await scene.model("b", instances=limited(ALONE))
+    worker = await scene.worker("w1")
+    scene.hold()
+    first = scene.submit(1.0, model="a")
+    await scene.started(model="a")
+    second = scene.submit(2.0, model="b")
+    await waiting(worker, "b")
+
+    await scene.worker("w2", models=("b",))
+
+    assert value(await second) == 2.0
+    assert not first.done()
+    scene.go()
+    assert value(await first) == 1.0
+
+
+async def test_what_needs_nothing_waits_for_nobody(scene: InlineWorkers) -> None:
+    """Triton's dead-lock (#8358): `a` holds the resource and calls `free`, while `b`, which is first, waits for it."""
+    await scene.model("a", instances=limited(ALONE), mode="call:free")
+    await scene.model("b", instances=limited(ALONE))
+    await scene.model("free")
+    worker = await scene.worker()
+    scene.hold("a")
+    first = scene.submit(1.0, model="a")
+    await scene.started(model="a")
+    second = scene.submit(2.0, model="b")
+    await waiting(worker, "b")
+
+    scene.go()
+
+    assert value(await first) == 1.0
+    assert value(await second) == 2.0
+
+
+@pytest.mark.parametrize("needs", [ALONE, GLOBAL])
+async def test_a_called_model_uses_what_its_caller_holds(scene: InlineWorkers, needs: str) -> None:
+    await scene.model("caller", instances=limited(needs), mode="call:between")
+    await scene.model("between", mode="call:called")
+    await scene.model("called", instances=limited(needs))
+    await scene.worker()
+
+    answers = await asyncio.gather(*[scene.submit(float(i), model="caller") for i in range(5)])
+
+    assert [value(answer) for answer in answers] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+async def test_a_called_model_of_another_worker_uses_what_its_caller_holds_of_all(scene: InlineWorkers) -> None:
+    await scene.model("caller", instances=limited(GLOBAL), mode="call:called")
+    await scene.model("called", instances=limited(GLOBAL))
+    await scene.worker("w1", models=("caller",))
+    await scene.worker("w2", models=("called",))
+
+    assert value(await scene.submit(3.0, model="caller")) == 3.0
+
+
+async def test_a_called_model_that_needs_more_than_its_caller_holds_is_refused(scene: InlineWorkers) -> None:
+    await scene.model("caller", instances=limited(ALONE), mode="call:called")
+    await scene.model("called", instances=limited(TWO))
+    await scene.worker()
+
+    refused = failure(await scene.submit(model="caller"))
+
+    assert refused.code == "inference_failed"
+    assert "model 'called' needs 2 of resource 'r', of which its caller, model 'caller', holds 1" in refused.message
+
+
+async def test_models_execute_as_often_as_their_priorities_say(scene: InlineWorkers) -> None:
+    """Of requests that wait all the time, twice as many with priority 1 as with priority 2."""
+    for name, priority in (("once", 2), ("twice", 1)):
+        needs = limited(f"{ALONE} priority: {priority}")
+        delay = 'parameters { key: "delay_s" value { string_value: "0.02" } }'
+        await scene.model(name, instances=needs, scheduler="", more=delay)
+    await scene.worker()
+    ended: list[str] = []
+
+    sent = [scene.submit(model=name) for _ in range(20) for name in ("once", "twice")]
+    for future, name in zip(sent, ["once", "twice"] * 20, strict=True):
+        future.add_done_callback(lambda _, name=name: ended.append(name))
+    await asyncio.gather(*sent)
+
+    assert 16 <= ended[:27].count("twice") <= 20, ended
+
+
+async def test_a_model_that_needs_more_than_there_is_is_not_loaded(scene: InlineWorkers) -> None:
+    scene.rate_limit = RateLimitSettings(mode="execution_count", resources=("r:1", "s:4"))
+    await scene.model("a", instances=limited(TWO))
+    await scene.worker(ready=False)
+
+    async def reason() -> str:
+        states = [v for record in await scene.store.workers() for v in record.models.get("a", {}).values()]
+        return states[0].reason if states and states[0].state is State.UNAVAILABLE else ""
+
+    await eventually(reason, description="a reason")
+    assert await reason() == (
+        'Resource count for "r" is limited to 1 which will prevent scheduling of one or more model instances, the '
+        "minimum required count is 2"
+    )
+
+
+async def test_without_the_setting_resources_mean_nothing(scene: InlineWorkers) -> None:
+    scene.rate_limit = RateLimitSettings()
+    await scene.model("a", instances=limited(ALONE))
+    await scene.model("b", instances=limited(ALONE))
+    worker = await scene.worker()
+    scene.hold()
+
+    answers = [scene.submit(1.0, model="a"), scene.submit(2.0, model="b")]
+    await scene.started(model="a")
+    await scene.started(model="b")
+
+    assert worker._limiter is None
+    scene.go()
+    await asyncio.gather(*answers)
+
+
+async def test_a_model_is_loaded_anew_with_other_needs(scene: InlineWorkers) -> None:
+    """What was limited is not any more, and the other way round; its requests are answered throughout."""
+    await scene.model("a", instances=limited(ALONE))
+    worker = await scene.worker()
+    assert value(await scene.submit(1.0, model="a")) == 1.0
+
+    for needs in ("1", limited(TWO, 2), limited(ALONE)):
+        answers = [scene.submit(float(i), model="a") for i in range(5)]
+        await scene.model("a", instances=needs)
+        await scene.ready()
+        answers += [scene.submit(float(i), model="a") for i in range(5)]
+        for answer in answers:
+            assert (await answer).failure is None
+
+    assert worker._limiter is not None
+    await eventually(lambda: len(worker._limiter.ledger._instances) == 1, description="only the last generation")  # type: ignore[union-attr]
+
+
+# --- resources of all workers ---
+
+
+async def two_workers(scene: InlineWorkers, **options: object) -> Sequence[Worker]:
+    """Starts a worker with `a` and one with `b`, which need the same."""
+    await scene.model("a", instances=limited(GLOBAL))
+    await scene.model("b", instances=limited(GLOBAL))
+    return [await scene.worker("w1", models=("a",), **options), await scene.worker("w2", models=("b",), **options)]
+
+
+async def test_models_of_two_workers_execute_in_turn(scene: InlineWorkers) -> None:
+    _, other = await two_workers(scene)
+    scene.hold()
+
+    first = scene.submit(1.0, model="a")
+    await scene.started("w1")
+    second = scene.submit(2.0, model="b")
+    await waiting(other, "b")
+    scene.go("a")
+    assert value(await first) == 1.0
+    await scene.started("w2")
+    third = scene.submit(3.0, model="a")
+
+    scene.go()
+    assert value(await second) == 2.0
+    assert value(await third) == 3.0
+
+
+async def test_units_stay_with_a_worker_while_nobody_waits(scene: InlineWorkers) -> None:
+    one, _ = await two_workers(scene)
+    assert one._limiter is not None
+    assert value(await scene.submit(1.0, model="a")) == 1.0
+
+    assert one._limiter.ledger.pool == {"g": 1}
+    exchanges = one._limiter.shared._resources.exchange
+    asked: list[object] = []
+
+    async def exchange(*arguments: object) -> object:
+        asked.append(arguments[2])
+        return await exchanges(*arguments)  # type: ignore[arg-type]
+
+    one._limiter.shared._resources.exchange = exchange  # type: ignore[assignment,method-assign]
+    for i in range(5):
+        assert value(await scene.submit(float(i), model="a")) == float(i)
+    assert not [wish for wish in asked if wish is not None]
+
+
+async def test_units_of_a_dead_worker_are_free_when_its_lease_ends(scene: InlineWorkers) -> None:
+    _, other = await two_workers(scene, lease_s=1.0, renew_every_s=0.3)
+    scene.hold("a")
+    scene.submit(1.0, model="a")
+    await scene.started("w1")
+    second = scene.submit(2.0, model="b")
+    await waiting(other, "b")
+
+    await scene.kill("w1")
+
+    assert value(await second) == 2.0
+
+
+async def test_a_worker_that_ends_leaves_its_units_at_once(scene: InlineWorkers) -> None:
+    _, other = await two_workers(scene)
+    assert value(await scene.submit(1.0, model="a")) == 1.0
+
+    await scene.stop("w1")
+
+    assert value(await scene.submit(2.0, model="b")) == 2.0
+    assert other._limiter is not None
+    assert other._limiter.ledger.pool == {"g": 1}

@@ -1,0 +1,230 @@
+"""Instance threads that execute only what the rate limiter has granted resources for.
+
+A plain model's batcher waits for a *permit*, and forms the batch when it has one (`PermitExecutor`). Steps of sequences
+are batched for an instance that is theirs, and that batch waits (`StagedExecutor`). An instance that is lent for bulk
+work holds its resources as long as it is lent.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from qinfer.backends.base import Backend
+from qinfer.batching.execution import Execution
+from qinfer.batching.rate_limiter import Instance
+from qinfer.core.messages import Holder
+from qinfer.errors import InferenceFailed
+from qinfer_workers.inference.executor import Borrower, ThreadExecutor
+
+_Done = Callable[..., None]
+_Work = tuple[Execution | Borrower, _Done]
+
+
+class Limiter(Protocol):
+    """The rate limiter, as executors use it; on the event loop. It tells what it grants by `Instance.granted`."""
+
+    def wait(self, instance: Instance, callers: tuple[Holder, ...]) -> None:
+        """Takes note that an instance has work."""
+        ...
+
+    def leave(self, instance: Instance) -> None:
+        """Takes note that an instance has no work any more."""
+        ...
+
+    def ended(self, instance: Instance, *, has_executed: bool) -> None:
+        """Takes back what an instance was granted."""
+        ...
+
+    def remove(self, instances: Sequence[Instance]) -> None:
+        """Forgets instances that execute nothing any more."""
+        ...
+
+    def refusal(self, instances: Sequence[Instance], callers: Sequence[Holder]) -> str:
+        """Returns why callers would wait for themselves; empty = they would not."""
+        ...
+
+
+class LimitedExecutor(ThreadExecutor):
+    """The common part of both; see the module docstring.
+
+    Args:
+        backends: Loaded backends.
+        instances: The same, as the limiter knows them.
+        limiter: The rate limiter.
+        loop: The event loop.
+        name: What the threads are called.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        instances: Sequence[Instance],
+        limiter: Limiter,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+    ) -> None:
+        self._limited = list(instances)
+        self._limiter = limiter
+        self._holding: dict[Execution | Borrower, Instance] = {}
+        self._is_leaving = self._is_retired = False
+        super().__init__(backends, loop, name, pinned=True)
+        for instance in instances:
+            instance.granted = self._granted
+
+    def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
+        """Runs nothing on the event loop: what is limited is rarely that short."""
+        del execution, expected_s, instance
+        return False
+
+    def refusal(self, callers: Sequence[Holder]) -> str:
+        """See `PermittedExecutor.refusal`."""
+        return self._limiter.refusal(self._limited, callers)
+
+    def recall(self) -> list[Execution]:
+        """Takes back the executions that no instance has taken; they hold nothing any more."""
+        recalled = super().recall()
+        for execution in recalled:
+            self._free(execution, has_executed=False)
+        return recalled
+
+    def retire(self) -> None:
+        """Unloads every instance once it has executed its queued batches."""
+        self._is_retired = True
+        super().retire()
+        self._forget()
+
+    def _granted(self, instance: Instance) -> None:
+        """Takes note that an instance may execute."""
+        raise NotImplementedError
+
+    def _begin(self, work: _Work, instance: Instance) -> None:
+        """Has an instance execute, with what it was granted."""
+        execution, done = work
+        self._holding[execution] = instance
+        if isinstance(execution, Execution):
+            assert instance.grant is not None, "it was granted"
+            execution.holder = instance.grant.holder
+        self._running += 1
+        self._queues[self._limited.index(instance)].put((execution, done))
+
+    def _ended(self, ended: Execution | Borrower, done: _Done) -> None:
+        self._free(ended, has_executed=True)
+        super()._ended(ended, done)
+
+    def _free(self, ended: Execution | Borrower, *, has_executed: bool) -> None:
+        if isinstance(ended, Execution):
+            ended.holder = None
+        self._limiter.ended(self._holding.pop(ended), has_executed=has_executed)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Leaves the limiter, once nothing executes any more."""
+        if self._is_retired and not self._holding and self._limited:
+            self._limiter.remove(self._limited)
+            self._limited = []
+
+
+class PermitExecutor(LimitedExecutor):
+    """The executor of a plain model: the `PermittedExecutor` of `qinfer.batching.limited`."""
+
+    def __init__(self, *args: Any) -> None:
+        self.permitted: Callable[[], None] = lambda: None
+        self._unused: list[Instance] = []
+        self._wanted = 0
+        self._callers: tuple[Holder, ...] = ()
+        self._borrowers: deque[_Work] = deque()
+        super().__init__(*args)
+
+    @property
+    def permits(self) -> int:
+        """How many executions may begin now."""
+        return len(self._unused)
+
+    def want(self, count: int, callers: Sequence[Holder]) -> None:
+        """See `PermittedExecutor.want`."""
+        self._wanted, self._callers = count, tuple(callers)
+        while len(self._unused) > count:
+            self._limiter.ended(self._unused.pop(), has_executed=False)
+        self._stage()
+
+    def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
+        """Has the instance of a permit execute."""
+        del instance
+        self._wanted = max(self._wanted - 1, 0)
+        self._begin((execution, done), self._unused.pop(0))
+
+    def lend(self, borrower: Borrower, done: _Done) -> None:
+        """Lends an instance as soon as it has its resources."""
+        self._borrowers.append((borrower, done))
+        self._stage()
+
+    def retire(self) -> None:
+        """See the base; borrowers that wait get their instance before."""
+        self._is_leaving = True
+        self.want(0, ())
+        if not self._borrowers:
+            super().retire()
+
+    def _stage(self) -> None:
+        """Has as many instances wait as there is work for, those with the lowest score."""
+        count = self._wanted - len(self._unused) + len(self._borrowers)
+        waiting = [instance for instance in self._limited if instance.order]
+        if count == len(waiting) and not (count and (self._callers or any(i.callers for i in waiting))):
+            return
+        idle = [instance for instance in self._limited if not instance.order and instance.grant is None]
+        waiting.sort(key=lambda instance: instance.order)
+        waiting += sorted(idle, key=lambda instance: instance.score)
+        for instance in waiting[:count]:
+            self._limiter.wait(instance, self._callers)
+        for instance in waiting[count:]:
+            self._limiter.leave(instance)
+
+    def _granted(self, instance: Instance) -> None:
+        if self._borrowers:
+            self._begin(self._borrowers.popleft(), instance)
+            if self._is_leaving and not self._borrowers:
+                self.retire()
+            return
+        self._unused.append(instance)
+        self.permitted()
+
+
+class StagedExecutor(LimitedExecutor):
+    """The executor of a model with sequences, whose batches are for one instance each."""
+
+    def __init__(self, *args: Any) -> None:
+        self._staged: dict[Instance, _Work] = {}
+        super().__init__(*args)
+
+    def start(self, execution: Execution, done: _Done, instance: int = 0) -> None:
+        """Has an instance execute as soon as it has its resources; what its callers hold too little of fails."""
+        callers = {holder.token: holder for item in execution.items for holder in item.request.holders}
+        reason = self.refusal(tuple(callers.values())) if callers else ""
+        if reason:
+            execution.error = error = InferenceFailed(reason)
+            execution.answers = [error for _ in execution.items]
+            self._running += 1
+            self._loop.call_soon(ThreadExecutor._ended, self, execution, done)
+            return
+        self._staged[self._limited[instance]] = execution, done
+        self._limiter.wait(self._limited[instance], tuple(callers.values()))
+
+    def recall(self) -> list[Execution]:
+        """Takes back the executions that did not begin."""
+        staged = [execution for execution, _ in self._staged.values() if isinstance(execution, Execution)]
+        for instance in self._staged:
+            self._limiter.leave(instance)
+        self._staged.clear()
+        return [*staged, *super().recall()]
+
+    def retire(self) -> None:
+        """See the base; what waits for resources executes before."""
+        self._is_leaving = True
+        if not self._staged:
+            super().retire()
+
+    def _granted(self, instance: Instance) -> None:
+        self._begin(self._staged.pop(instance), instance)
+        if self._is_leaving and not self._staged:
+            self.retire()

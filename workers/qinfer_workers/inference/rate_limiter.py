@@ -1,0 +1,274 @@
+"""The rate limiter of a worker: acts on what `qinfer.batching.rate_limiter` decides (Triton's `--rate-limit`).
+
+    executors ── wait, ended ──▶ Ledger ── decide ──▶ Instance.granted ──▶ executors
+                                    │ missing, idle         ▲
+                                    └──────▶ SharedUnits ───┘ exchanges global units in Redis
+
+Decisions are made once an event-loop tick, after all that it brought. Units of global resources that Redis gave to this
+worker stay here from execution to execution, until others wait for them.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+
+from qinfer.batching.rate_limiter import GLOBAL, Instance, Ledger, needs_of
+from qinfer.core.messages import Holder
+from qinfer.core.retry import OutageLog
+from qinfer.core.settings_rate_limit import Maximum
+from qinfer.errors import ModelLoadFailed, QinferError
+from qinfer.models.spec import InstanceSpec, ModelSpec
+from qinfer.queue.resources import Resources, Units, Wish
+from qinfer_workers.inference.devices import groups_of
+from qinfer_workers.inference.executor import ThreadExecutor
+from qinfer_workers.inference.limited_executors import LimitedExecutor, PermitExecutor, StagedExecutor
+from qinfer_workers.inference.loader import Loaded
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+_PARTS = 3
+"""A lease is renewed after a third of its time."""
+
+
+class RateLimiter:
+    """See the module docstring. Used on the event loop, but `check`, which any thread may call.
+
+    Args:
+        maxima: How many units there are, as the settings say.
+        resources: The way to the units that hold over all workers.
+        lease_s: The lease on those.
+        gpus: The GPUs that this worker may use.
+    """
+
+    def __init__(
+        self, maxima: Sequence[Maximum], resources: Resources, lease_s: float, gpus: Collection[int] = ()
+    ) -> None:
+        self.ledger = Ledger(maxima, resources.owner)
+        self.shared = SharedUnits(self.ledger, resources, lease_s, self._decide)
+        self._gpus = gpus
+        self._is_due = False
+
+    def check(self, spec: ModelSpec) -> None:
+        """Refuses a model whose instances would never have their resources.
+
+        Raises:
+            ModelLoadFailed: With Triton's text.
+        """
+        try:
+            self.ledger.check(groups_of(spec, self._gpus))
+        except ValueError as error:
+            raise ModelLoadFailed(str(error)) from None
+
+    def executor(self, loaded: Loaded, loop: asyncio.AbstractEventLoop, name: str) -> ThreadExecutor:
+        """Returns the executor of a model that was loaded; its instances are limited if they need anything."""
+        groups = [group for group in groups_of(loaded.spec, self._gpus) for _ in range(group.count)]
+        is_pinned = loaded.spec.sequences is not None
+        if not loaded.spec.is_limited:
+            return ThreadExecutor(loaded.instances, loop, name, pinned=is_pinned)
+        instances = [self._instance(loaded.spec.name, group) for group in groups]
+        kind: type[LimitedExecutor] = StagedExecutor if is_pinned else PermitExecutor
+        executor = kind(loaded.instances, instances, self, loop, name)
+        self.ledger.add(instances)
+        self.shared.open()
+        return executor
+
+    def wait(self, instance: Instance, callers: tuple[Holder, ...]) -> None:
+        """See `limited_executors.Limiter`."""
+        self.ledger.wait(instance, callers)
+        self._changed()
+
+    def leave(self, instance: Instance) -> None:
+        """See `limited_executors.Limiter`."""
+        self.ledger.leave(instance)
+        self._changed()
+
+    def ended(self, instance: Instance, *, has_executed: bool) -> None:
+        """See `limited_executors.Limiter`."""
+        self.ledger.ended(instance, has_executed=has_executed)
+        self._changed()
+
+    def remove(self, instances: Sequence[Instance]) -> None:
+        """See `limited_executors.Limiter`."""
+        self.ledger.remove(instances)
+        self._changed()
+
+    def refusal(self, instances: Sequence[Instance], callers: Sequence[Holder]) -> str:
+        """See `limited_executors.Limiter`."""
+        if not instances:
+            return ""
+        return self.ledger.refusal(instances[0].model, [instance.needs for instance in instances], callers)
+
+    def _instance(self, model: str, group: InstanceSpec) -> Instance:
+        return Instance(model, needs_of(group), group.priority, lambda _: None)
+
+    def _changed(self) -> None:
+        """Decides in this tick."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._decide_all)
+
+    def _decide_all(self) -> None:
+        self._is_due = False
+        self.shared.look()
+        self._decide()
+
+    def _decide(self) -> None:
+        for instance in self.ledger.decide():
+            instance.granted(instance)
+        self.shared.want()
+
+
+class SharedUnits:
+    """The units of global resources that this worker has, for `Ledger.pool`.
+
+    Args:
+        ledger: Where they are used.
+        resources: The way to Redis.
+        lease_s: The lease on them.
+        decide: Called when there are more.
+    """
+
+    def __init__(self, ledger: Ledger, resources: Resources, lease_s: float, decide: Callable[[], None]) -> None:
+        self._ledger = ledger
+        self._resources = resources
+        self._lease_s = lease_s
+        self._decide = decide
+        self._opened, self._changed = asyncio.Event(), asyncio.Event()
+        self._wanted: frozenset[str] = frozenset()
+        """The resources that other workers wait for."""
+        self._back: dict[str, int] = {}
+        """Units that are on their way back."""
+        self._asked: dict[tuple[tuple[str, int], ...], tuple[Wish, float]] = {}
+        """What this worker is in line for, and when to ask again, on the monotonic clock."""
+        self._valid_until_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any model has needed a global resource."""
+        return self._opened.is_set()
+
+    def open(self) -> None:
+        """Begins, if there are global resources now."""
+        if any(resource.device == GLOBAL for resource in self._ledger.maxima):
+            self._opened.set()
+            self._changed.set()
+
+    def look(self) -> None:
+        """Gives back what others wait for, and uses nothing any more whose lease may have ended."""
+        pool = self._ledger.pool
+        if pool and time.monotonic() >= self._valid_until_s:
+            pool.clear()
+            self._changed.set()
+        for name in self._wanted:
+            idle = self._ledger.idle(name)
+            if pool.get(name) and idle > 0:
+                pool[name] -= idle
+                self._back[name] = self._back.get(name, 0) + idle
+                self._changed.set()
+
+    def want(self) -> None:
+        """Asks for what is missing, and no longer for what is not."""
+        if self.is_open and (self._asked or self._ledger.missing()):
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Exchanges units until cancelled, from when there are global resources."""
+        await self._opened.wait()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read())
+            outage = OutageLog(logger, "global resources can't be exchanged", "global resources are exchanged again")
+            while True:
+                self._changed.clear()
+                wait_s = _RETRY_S
+                try:
+                    wait_s = await self._exchange()
+                    outage.over()
+                except QinferError as error:
+                    outage.failed(error.message)
+                    self._ask_again()
+                    await asyncio.sleep(_RETRY_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._changed.wait()
+
+    async def leave(self) -> None:
+        """Ends the lease, when nothing executes any more; without Redis it ends by itself."""
+        with suppress(QinferError):
+            if self.is_open:
+                await self._resources.leave()
+        await self._resources.close()
+
+    async def _exchange(self) -> float:
+        """Does all exchanges that are due; returns after how many seconds there will be another one."""
+        missing = {_key(units): Wish(units, is_callee) for units, is_callee in self._ledger.missing()}
+        given_up = [wish for key, (wish, _) in self._asked.items() if key not in missing]
+        self._asked = {key: asked for key, asked in self._asked.items() if key in missing}
+        now_s = time.monotonic()
+        if given_up or self._back or now_s >= self._renew_at_s:
+            await self._once(None, given_up)
+        for key, wish in missing.items():
+            before, again_s = self._asked.get(key, (wish, 0.0))
+            if now_s >= again_s or wish != before:
+                self._asked[key] = wish, float("inf")
+                await self._once(wish)
+        next_s = min([self._renew_at_s, *(again_s for _, again_s in self._asked.values())])
+        return max(next_s - time.monotonic(), 0.0)
+
+    @property
+    def _renew_at_s(self) -> float:
+        return self._valid_until_s - self._lease_s * (1 - 1 / _PARTS)
+
+    async def _once(self, wish: Wish | None, given_up: Sequence[Wish] = ()) -> None:
+        """Exchanges, and takes note of what this worker has now."""
+        pool = self._ledger.pool
+        for name in wish.units if wish is not None else ():
+            # They come back with the others, or not at all.
+            idle = max(self._ledger.idle(name), 0)
+            if idle:
+                pool[name] -= idle
+                self._back[name] = self._back.get(name, 0) + idle
+        maxima = {r.name: count for r, count in self._ledger.maxima.items() if r.device == GLOBAL}
+        back, began_s = self._back, time.monotonic()
+        self._back = {}
+        done = await self._resources.exchange(maxima, back, wish, given_up)
+        self._valid_until_s = began_s + self._lease_s
+        self._ledger.pool = {name: units - self._back.get(name, 0) for name, units in done.held.items()}
+        self._wanted = done.wanted
+        if wish is not None:
+            key = _key(wish.units)
+            if done.has_got:
+                self._asked.pop(key, None)
+            elif key in self._asked:
+                self._asked[key] = wish, began_s + done.retry_s
+        # First whose turn it was, then others.
+        self._decide()
+        self.look()
+
+    def _ask_again(self) -> None:
+        self._asked = {key: (wish, 0.0) for key, (wish, _) in self._asked.items()}
+
+    async def _read(self) -> None:
+        """Follows the news."""
+        last = "0"
+        while True:
+            try:
+                news = await self._resources.wait(last)
+            except QinferError:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if news is None:
+                continue
+            last = news.last
+            if news.has_freed:
+                self._ask_again()
+                self._changed.set()
+            if news.wanted:
+                self._wanted |= news.wanted
+                self.look()
+
+
+def _key(units: Units) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(units.items()))
