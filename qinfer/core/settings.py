@@ -341,6 +341,11 @@ class WorkerSettings(Section):
     gpus: tuple[int, ...] | None = Field(
         None, description="GPUs that this worker may use, by index; unset = all of this machine, [] = none."
     )
+    warm_up: bool = Field(
+        True,
+        description="Run models of the built-in runtimes with zeros before they are ready; `python` models, and those "
+        "of other backends, only run with their `model_warmup`.",
+    )
     load_threads: int = Field(4, gt=0, description="Concurrent loads of models (Triton's --model-load-thread-count).")
     lease_s: float = Field(10.0, gt=0, description="Seconds without renewal after which another worker takes an entry.")
     renew_every_s: float = Field(3.0, gt=0, description="Seconds between renewals.")

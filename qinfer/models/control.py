@@ -113,7 +113,8 @@ class ModelControl:
 
         Args:
             model: Its name.
-            config: A configuration in JSON in place of its `config.pbtxt`.
+            config: A configuration in JSON in place of its `config.pbtxt`, until the model is unloaded, or loaded with
+                another; `None` = that of the load before, if that had one.
             files: `<version>/<file>` → content, in place of all files of the repositories; only with `config`.
 
         Raises:
@@ -193,7 +194,7 @@ class ModelControl:
             return set()
 
     async def _load_alone(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
-        for name in await self._unloaded_uses(model, config):
+        for name in await self._unloaded_uses(model, config or await self._kept_override(model)):
             try:
                 async with self._locks.setdefault(name, asyncio.Lock()):
                     await self._load(name, dependent=True)
@@ -202,6 +203,12 @@ class ModelControl:
         async with self._locks.setdefault(model, asyncio.Lock()):
             await self._load(model, config, files)
         await self._refresh()
+
+    async def _kept_override(self, model: str) -> str:
+        """Returns the configuration that a loaded model of the repositories was loaded with; empty = its file's."""
+        wish = (await self._store.desired()).get(model)
+        before = await self._store.model(model) if wish is not None and wish.load else None
+        return before.override if before is not None and not before.location else ""
 
     async def _unloaded_uses(self, model: str, config: str) -> list[str]:
         """Returns the models that an ensemble uses and that are not loaded, each after those that it uses itself.
@@ -236,6 +243,7 @@ class ModelControl:
         if source is None or not is_model_name(model):
             raise _not_polled(model, "" if source else "this gateway has no model repository")
         before = await self._store.model(model)
+        config = config or await self._kept_override(model)
         location = await asyncio.to_thread(source.put_files, model, files) if files else ""
         try:
             found = await self._read(source, model, config, location)
@@ -290,7 +298,7 @@ class ModelControl:
             raise ModelLoadFailed(f"failed to load '{model}', no version is available")
         if found.error:
             raise _not_polled(model, found.error)
-        return found
+        return msgspec.structs.replace(found, override=config)
 
     async def _is_due(self, wish: Desired | None, before: StoredModel | None) -> bool:
         """Tells whether to load though nothing has changed: it is not loaded, or its last load failed."""

@@ -56,6 +56,8 @@ class StoredModel(msgspec.Struct, frozen=True):
         pending: The backend whose runtime must complete the configuration before anything can be loaded; a worker does
             it, and stores the result under a new generation. Empty = it is complete.
         uses: The models that it uses, if it is an ensemble.
+        override: The configuration in JSON that it was loaded with, in place of its file; empty = none. Later loads
+            without one keep it.
     """
 
     model: str
@@ -69,6 +71,7 @@ class StoredModel(msgspec.Struct, frozen=True):
     location: str = ""
     pending: str = ""
     uses: tuple[Use, ...] = ()
+    override: str = ""
 
 
 class State(StrEnum):

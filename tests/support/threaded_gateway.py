@@ -13,7 +13,9 @@ PRESCRIBED = {
         r"attempt to (access|get)",  # a JSON value of the wrong type (§1.2)
         r"Unable to parse",  # the same
         r"Expected JSON object for keyword: 'parameters'",  # the same, §1.18
-        r"failed to (load|unload) '",  # §1.14
+        r"failed to (load|unload) '|load failed for model '|Invalid file path",  # §1.14
+        r"Invalid value for 'ready': expected a boolean",  # the same
+        r"Unable to open shared memory region",  # §1.15
         r"the model raised: boom",  # the model `fails`
     ],
     501: [

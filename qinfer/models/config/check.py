@@ -125,7 +125,6 @@ def is_set(message: Message, path: str) -> bool:
 _WITHOUT_FILE = {
     "pytorch": "a PyTorch file does not declare it: write it into config.pbtxt",
     "tensorrt": "only TensorRT can read it from a plan, on the plan's GPU: write it into config.pbtxt",
-    "python": "model.py has no auto_complete_config to declare it: write it into config.pbtxt",
 }
 """Backend → the reason why inputs and outputs can't be completed from its model file."""
 
@@ -202,7 +201,7 @@ def _delays(policy: Any) -> bool:
 
 
 def _tensor_problems(config: ModelConfig, kind: str, tensors: Any) -> Iterator[str]:
-    if not tensors:
+    if not tensors and config.backend != "python":  # whose models may only call others
         why = _WITHOUT_FILE.get(config.backend, "no model file to complete it from")
         yield f"the configuration has no '{kind}', and {why}"
     names = [tensor.name for tensor in tensors]
@@ -223,13 +222,11 @@ def _tensor_problems(config: ModelConfig, kind: str, tensors: Any) -> Iterator[s
                 f"got {list(tensor.dims)}"
             )
         if tensor.HasField("reshape"):
-            yield from _reshape_problems(config, where, list(tensor.dims), list(tensor.reshape.shape))
+            yield from _reshape_problems(where, list(tensor.dims), list(tensor.reshape.shape))
 
 
-def _reshape_problems(config: ModelConfig, where: str, dims: list[int], shape: list[int]) -> Iterator[str]:
-    if not shape and config.max_batch_size == 0:
-        yield f"{where} cannot have empty reshape for non-batching model"
-    elif -1 in dims or any(size < 1 for size in shape):
+def _reshape_problems(where: str, dims: list[int], shape: list[int]) -> Iterator[str]:
+    if -1 in dims or any(size < 1 for size in shape):
         yield f"{where} with 'reshape' must have dims and shape >= 1; variable sizes are not supported with it"
     elif prod(dims) != prod(shape):
         yield f"{where} has different size for dims and reshape: {dims} and {shape}"

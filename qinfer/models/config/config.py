@@ -41,6 +41,7 @@ def complete(config: ModelConfig, tensors: FileTensors) -> None:
             _add(config.input, inputs, config.max_batch_size)
         if not config.output:
             _add(config.output, [o for o in tensors.outputs if o.name not in kept], config.max_batch_size)
+    _reshape_scalars(config, tensors)
     _compare(config, inputs, tensors.outputs)
 
 
@@ -65,6 +66,14 @@ def _add(target: Any, tensors: Sequence[FileTensor], max_batch_size: int) -> Non
         added = target.add(name=tensor.name, data_type=_config_datatype(tensor.datatype), dims=dims or (1,))
         if not dims and max_batch_size:
             added.reshape.SetInParent()
+
+
+def _reshape_scalars(config: ModelConfig, tensors: FileTensors) -> None:
+    """Has the model see what is [1] to the client as the scalar that it declares; dims may not be empty."""
+    scalars = {tensor.name for tensor in (*tensors.inputs, *tensors.outputs) if tensor.dims == ()}
+    for io in (*config.input, *config.output):
+        if io.name in scalars and not config.max_batch_size and list(io.dims) == [1]:
+            io.reshape.SetInParent()
 
 
 def _config_datatype(datatype: str) -> int:
@@ -113,8 +122,6 @@ def _compare_tensor(config: ModelConfig, io: Any, tensor: FileTensor) -> None:
     full = [-1, *dims] if config.max_batch_size else dims
     if isinstance(io, model_config_pb2.ModelInput) and io.allow_ragged_batch:
         full = [-1]
-    if full == [1] and shape == []:  # a scalar without a batch dimension: dims can't be empty
-        return
     if len(full) != len(shape):
         raise ModelLoadFailed(
             f"{where}: the model expects {len(shape)} dimensions (shape {shape}) but the model configuration specifies "

@@ -122,7 +122,7 @@ async def test_models_come_change_and_go(scene: Scene) -> None:
     await scene.everywhere(await scene.generation())
     assert await scene.ask() == 5.0
 
-    with pytest.raises(ModelLoadFailed, match=r"^load failed for model 'scale': "):
+    with pytest.raises(ModelLoadFailed, match=r"^failed to load 'scale', "):
         await scene.control.load("scale", json.dumps(override), {"1/model.onnx": b"no model"})
     await scene.everywhere(await scene.generation())
     assert await scene.ask() == 5.0

@@ -173,12 +173,14 @@ async def test_an_unchanged_model_is_not_loaded_again(scene: Scene) -> None:
 
 
 async def test_a_changed_model_is_loaded_again(scene: Scene) -> None:
-    """By its files, and by a configuration that comes with the request; without it the repository's counts again."""
+    """By its files, and by a configuration that comes with the request, which stays until the model is unloaded."""
     await scene.control.load("m")
     scene.source.put(found(digest="2"))
     await scene.control.load("m")
     await scene.control.load("m", "4")
+    await scene.control.load("m")
     overridden = await scene.stored()
+    await scene.control.unload("m")
     await scene.control.load("m")
 
     assert len(scene.loads) == 4

@@ -68,7 +68,9 @@ async def serve(settings: Settings) -> None:
     catalog = Catalog(store, settings.limits)
     loads = ModelLoads(ModelControl(files, store, queue, settings.repository, catalog.refresh), catalog)
     factory = partial(registry.factory, models=loads)
-    loader = Loader(files.version_dir, factory, queue.clock, gpus, registry.completer)
+    loader = Loader(
+        files.version_dir, factory, queue.clock, gpus, registry.completer, with_zeros=settings.worker.warm_up
+    )
     worker = Worker(settings, queue, store, loader, worker_id, ProcessRenewals(settings, worker_id, os.environ))
     if tracer is not None:
         worker.spans = Spans(tracer, queue.clock)

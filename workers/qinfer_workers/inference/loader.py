@@ -25,7 +25,7 @@ from qinfer.tensors import Tensor
 from qinfer_workers.inference.devices import devices_of
 from qinfer_workers.inference.ensembles.plans import Planned
 from qinfer_workers.inference.model_files import INITIAL_STATES, VersionFiles
-from qinfer_workers.inference.warmup import warm_up
+from qinfer_workers.inference.warmup import warm_up, warm_up_with_zeros
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ class Loader:
         clock: The broker's time.
         gpus: The GPUs that this worker may use.
         completers: Backend name → what completes its configurations.
+        with_zeros: Models that only compute are also run with zeros.
 
     Attributes:
         gpus: The same.
@@ -118,12 +119,15 @@ class Loader:
         clock: ServerClock,
         gpus: Collection[int] = (),
         completers: Callable[[str], CompleteConfig] | None = None,
+        *,
+        with_zeros: bool = True,
     ) -> None:
         self._version_dir = version_dir
         self._factory = factory
         self._clock = clock
         self.gpus = gpus
         self._completers = completers
+        self._with_zeros = with_zeros
         self._read: dict[tuple[str, int], dict[Any, str]] = {}
         """What was read of a version's files; see `VersionFiles.executed_hash`."""
 
@@ -234,7 +238,9 @@ class Loader:
                 instance = reshaped(with_ragged_batches(make(), spec), spec)
                 instance.load(spec, directory, device)
                 instances.append(instance)
-                warm_up(instance, spec, latency, self._clock.now_s(), directory.parent, loaded.initial_states)
+                warm_up(instance, spec, directory.parent, loaded.initial_states)
+                if self._with_zeros:
+                    warm_up_with_zeros(instance, spec, latency, self._clock.now_s(), loaded.initial_states)
         except BaseException as error:
             _unload(instances)
             if isinstance(error, QinferError) or not isinstance(error, Exception):

@@ -1,9 +1,12 @@
 """Warms loaded model instances up, so that the first request finds nothing left to initialise.
 
-Warm-up runs the samples of `model_warmup`, and one batch of a single row that every model gets, before it is READY.
-Samples of the configuration must succeed, as in Triton; the automatic run may fail, because zeros in made-up shapes are
-not every model's idea of an input. Its second repetition also teaches the latency model t(1). A run ends where it calls
-another model, which may not be loaded yet; that fails neither. A model with sequences sees one of a single step.
+Warm-up runs the samples of `model_warmup` before a model is READY. They must succeed, as in Triton. Models of the
+built-in runtimes also run a batch of a single row of zeros, which may fail: made-up shapes are not every model's idea
+of an input. Its second repetition teaches the latency model t(1). Code is never run with made-up data: models written
+in Python, and other people's backends, may count or send what they execute.
+
+A run ends where it calls another model, which may not be loaded yet; that fails nothing. A model with sequences sees
+one of a single step.
 """
 
 import logging
@@ -26,6 +29,9 @@ from qinfer.tensors import DATATYPES, Tensor, to_numpy
 from qinfer_workers.inference.model_files import WARMUP_DIRECTORY
 
 logger = logging.getLogger(__name__)
+
+_AUTOMATIC = frozenset(("onnxruntime", "openvino", "pytorch", "tensorrt", "stub"))
+"""Backends whose models only compute."""
 
 _Inputs = Mapping[str, WarmupInput]
 
@@ -68,23 +74,12 @@ class _Unheard(OneResponse):
         raise ModelNotReady(f"model '{request.model}' can't be called during warm-up")
 
 
-def warm_up(
-    backend: Backend,
-    spec: ModelSpec,
-    latency: LatencyModel,
-    now_s: float,
-    model_dir: Path = Path(),
-    states: Sequence[Tensor] = (),
-) -> None:
-    """Runs a loaded instance until its lazy initialisation is behind it: with its samples, then with zeros.
-
-    A decoupled model is run with its samples only.
+def warm_up(backend: Backend, spec: ModelSpec, model_dir: Path = Path(), states: Sequence[Tensor] = ()) -> None:
+    """Runs a loaded instance with the samples of its configuration.
 
     Args:
         backend: The instance.
         spec: The model's configuration.
-        latency: Learns from the last run.
-        now_s: The present, in the broker's time.
         model_dir: The model's directory, for samples that are read from files.
         states: The model's initial states.
 
@@ -101,8 +96,23 @@ def warm_up(
             if ctx.called:
                 continue
             raise ModelLoadFailed(f"warm-up sample '{sample.name}' of model '{spec.name}' failed: {error}") from error
-    if spec.decoupled:
-        # Nobody knows for how long it sends responses to zeros.
+
+
+def warm_up_with_zeros(
+    backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: float, states: Sequence[Tensor] = ()
+) -> None:
+    """Runs a loaded instance until its lazy initialisation is behind it; does nothing for a model that is code.
+
+    Nor does it run a decoupled model: nobody knows for how long that sends responses to zeros.
+
+    Args:
+        backend: The instance.
+        spec: The model's configuration.
+        latency: Learns from the last run.
+        now_s: The present, in the broker's time.
+        states: The model's initial states.
+    """
+    if spec.decoupled or spec.backend not in _AUTOMATIC:
         return
     zeros = {i.name: WarmupInput(i.datatype, tuple(max(d, 1) for d in i.dims)) for i in spec.inputs if not i.optional}
     batch = _batch(spec, zeros, min(spec.max_batch_size, 1), states)
@@ -113,7 +123,7 @@ def warm_up(
         backend.execute(batch, ctx)
     except Exception as error:  # noqa: BLE001  the boundary to the model's code
         if not ctx.called:
-            logger.warning("automatic warm-up failed", extra={"model": spec.name, "reason": str(error)})
+            logger.info("automatic warm-up failed", extra={"model": spec.name, "reason": str(error)})
         return
     if not ctx.called:
         latency.observe(1, time.perf_counter() - begin_s, now_s)

@@ -15,7 +15,7 @@ from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, Se
 from qinfer.models.spec import Device, ModelSpec, WarmupInput, WarmupSpec
 from qinfer.tensors import Tensor, pack_bytes
 from qinfer.testing import stub_spec
-from qinfer_workers.inference.warmup import warm_up
+from qinfer_workers.inference.warmup import warm_up, warm_up_with_zeros
 
 SAMPLE = WarmupSpec(name="zeros", batch_size=1, inputs={"x": WarmupInput("FP32", (2,))}, count=2)
 
@@ -23,7 +23,8 @@ SAMPLE = WarmupSpec(name="zeros", batch_size=1, inputs={"x": WarmupInput("FP32",
 def warmed(spec: ModelSpec) -> tuple[StubBackend, LatencyModel]:
     backend, latency = StubBackend(), LatencyModel()
     backend.load(spec, Path(), Device())
-    warm_up(backend, spec, latency, 0.0)
+    warm_up(backend, spec)
+    warm_up_with_zeros(backend, spec, latency, 0.0)
     return backend, latency
 
 
@@ -57,6 +58,22 @@ def test_a_decoupled_model_runs_its_samples_only() -> None:
     assert not latency.known
 
 
+def test_code_is_never_run_with_zeros() -> None:
+    """It may count what it executes, or send it somewhere; its samples run."""
+    backend, latency = warmed(dataclasses.replace(stub_spec(), backend="python", warmup=(SAMPLE,)))
+
+    assert len(backend.sizes) == SAMPLE.count
+    assert not latency.known
+
+
+def test_zeros_that_a_model_does_not_take_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The load goes on."""
+    with caplog.at_level(logging.INFO):
+        warmed(stub_spec(mode="raise"))
+
+    assert [(record.levelname, record.message) for record in caplog.records] == [("INFO", "automatic warm-up failed")]
+
+
 def with_file(file: str = "x.bin", datatype: str = "FP32", dims: tuple[int, ...] = (2,)) -> ModelSpec:
     sample = WarmupSpec(name="w", batch_size=3, inputs={"x": WarmupInput(datatype, dims, file=file)})
     return dataclasses.replace(stub_spec(), warmup=(sample,))
@@ -75,7 +92,7 @@ class Recorder(StubBackend):
 
 def run(spec: ModelSpec, directory: Path) -> Array:
     backend = Recorder()
-    warm_up(backend, spec, LatencyModel(), 0.0, directory)
+    warm_up(backend, spec, directory)
     return backend.inputs[0]["x"]
 
 
@@ -115,7 +132,10 @@ def test_a_model_with_sequences_sees_one_of_a_single_step() -> None:
     backend = Recorder()
     backend.load(spec, Path(), Device())
 
-    warm_up(backend, spec, LatencyModel(), 0.0, states=[Tensor("si", "FP32", (1, 2), np.ones(2, "<f4").tobytes())])
+    initial = [Tensor("si", "FP32", (1, 2), np.ones(2, "<f4").tobytes())]
+
+    warm_up(backend, spec, states=initial)
+    warm_up_with_zeros(backend, spec, LatencyModel(), 0.0, initial)
 
     own, automatic = backend.inputs[:2]
     assert (own["si"].tolist(), own["start"].tolist()) == ([[0, 0], [0, 0]], [[1], [1]])
@@ -128,6 +148,6 @@ def test_a_stateful_model_is_timed() -> None:
     spec, latency, backend = dataclasses.replace(stub_spec(), sequences=sequences), LatencyModel(), StubBackend()
     backend.load(spec, Path(), Device())
 
-    warm_up(backend, spec, latency, 0.0, states=[state.initial(None, batched=True)])
+    warm_up_with_zeros(backend, spec, latency, 0.0, [state.initial(None, batched=True)])
 
     assert latency.known

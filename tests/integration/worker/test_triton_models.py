@@ -1,0 +1,140 @@
+"""Models as Triton's users write and load them, by its own clients, with a real gateway, worker and Redis."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import silero_vad
+from onnx import TensorProto, helper, save
+from tritonclient.utils import InferenceServerException
+
+from tests.support import models, python_models
+from tests.support.served_models import ServedModels, models_served
+
+pytestmark = pytest.mark.timeout(60)
+
+ROW = np.array([[1, 2]], np.float32)
+COUNTER = python_models.execute(
+    """self.count = getattr(self, "count", 0) + 1
+return [reply(np.full_like(x(request), self.count)) for request in requests]"""
+)
+CALLER = python_models.execute(
+    """for request in requests:
+    tensors = [pb_utils.Tensor("x", np.ones((1, 1), np.float32))]
+    asked = pb_utils.InferenceRequest(model_name="counter", requested_output_names=["y"], inputs=tensors)
+    answer = asked.exec()
+    if answer.has_error():
+        raise pb_utils.TritonModelException(answer.error().message())
+return [pb_utils.InferenceResponse([]) for _ in requests]"""
+)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    path = tmp_path / "repository"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+async def scene(repository: Path, tmp_path: Path) -> AsyncIterator[ServedModels]:
+    async with models_served(repository, overlay=str(tmp_path / "overlay")) as one:
+        yield one
+
+
+async def test_code_is_first_executed_by_a_request(scene: ServedModels, repository: Path) -> None:
+    """A model that counts begins with one."""
+    python_models.write_model(repository, COUNTER, "counter", dims=1)
+
+    await scene.http.load_model("counter")
+    first = await scene.infer("counter", x=np.zeros((1, 1), np.float32))
+
+    assert first.as_numpy("y").tolist() == [[1]]
+
+
+async def test_the_configuration_of_a_load_stays(scene: ServedModels, repository: Path) -> None:
+    """Until the model is unloaded, or loaded with another; loads without one keep it."""
+    models.identity(repository, "FP32")
+    name = "identity_fp32"
+
+    async def batch_size() -> int:
+        return int((await scene.http.get_model_config(name))["max_batch_size"])
+
+    await scene.http.load_model(name)
+    own = await batch_size()
+    sizes = []
+    for config in ({"max_batch_size": 3}, None, {"max_batch_size": 5}, None):
+        await scene.http.load_model(name, config=None if config is None else json.dumps(config))
+        sizes.append(await batch_size())
+    await scene.grpc.load_model(name)
+    sizes.append(await batch_size())
+    await scene.http.unload_model(name)
+    await scene.http.load_model(name)
+
+    assert sizes == [3, 3, 5, 5, 5]
+    assert await batch_size() == own not in sizes
+
+
+async def test_models_that_only_call_others(scene: ServedModels, repository: Path) -> None:
+    """A configuration without inputs and outputs is one: the code is asked with nothing, and answers so."""
+    python_models.write_model(repository, COUNTER, "counter", dims=1)
+    caller = python_models.write_model(repository, CALLER, "caller")
+    (caller.parent / "config.pbtxt").write_text('backend: "python"')
+    await scene.http.load_model("counter")
+
+    await scene.http.load_model("caller")
+    answer = await scene.infer("caller")
+    counted = await scene.infer("counter", x=np.zeros((1, 1), np.float32))
+
+    assert list(answer.get_response().outputs) == []
+    assert counted.as_numpy("y").tolist() == [[2]]
+    metadata = await scene.http.get_model_metadata("caller")
+    assert (metadata["inputs"], metadata["outputs"]) == ([], [])
+
+
+async def test_scalars_of_a_model_without_configuration(scene: ServedModels, repository: Path) -> None:
+    """Clients see [1], the model what it declares."""
+    (repository / "scaled" / "1").mkdir(parents=True)
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in (("x", [3]), ("by", []))]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in (("y", [3]), ("s", []))]
+    nodes = [helper.make_node("Mul", ["x", "by"], ["y"]), helper.make_node("ReduceSum", ["y"], ["s"], keepdims=0)]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", ports, results), opset_imports=[helper.make_opsetid("", 17)]
+    )
+    model.ir_version = 8
+    save(model, repository / "scaled" / "1" / "model.onnx")
+
+    await scene.http.load_model("scaled")
+    answer = await scene.infer("scaled", x=np.array([1, 2, 3], np.float32), by=np.array([2], np.float32))
+
+    assert answer.as_numpy("y").tolist() == [2, 4, 6]
+    assert answer.as_numpy("s").tolist() == [12]
+
+
+async def test_silero_as_its_package_has_it(scene: ServedModels, repository: Path) -> None:
+    """The file alone: its sampling rate is a scalar."""
+    directory = repository / "vad" / "1"
+    directory.mkdir(parents=True)
+    packaged = Path(silero_vad.__file__).parent / "data" / "silero_vad.onnx"
+    (directory / "model.onnx").write_bytes(packaged.read_bytes())
+
+    await scene.http.load_model("vad")
+    answer = await scene.infer(
+        "vad",
+        input=np.zeros((1, 576), np.float32),
+        state=np.zeros((2, 1, 128), np.float32),
+        sr=np.array([16000], np.int64),
+    )
+
+    assert answer.as_numpy("output").shape == (1, 1)
+
+
+async def test_a_file_whose_name_is_too_long(scene: ServedModels) -> None:
+    """As in NVIDIA's example of model control: the server lives on, and the error is its own."""
+    for client, internal in ((scene.http, "500"), (scene.grpc, "StatusCode.INTERNAL")):
+        with pytest.raises(InferenceServerException, match="Invalid file path") as refused:
+            await client.load_model("simple", config="{}", files={"file:" + "A" * 256: b"a"})
+        assert str(refused.value.status()) == internal
+        assert await client.is_server_live()
