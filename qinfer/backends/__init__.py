@@ -6,6 +6,7 @@
 from qinfer.backends.base import Array, Backend, BackendFactory, Batch, Context, respond_rows
 from qinfer.core.messages import InferRequest, Response
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
+from qinfer.observe.host import MemoryUse
 
 __all__ = [
     "Array",
@@ -15,6 +16,7 @@ __all__ = [
     "Context",
     "Device",
     "InferRequest",
+    "MemoryUse",
     "ModelSpec",
     "Response",
     "TensorSpec",

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InferenceFailed, OutputMismatch, QinferError
 from qinfer.models.spec import Device, ModelSpec
+from qinfer.observe.host import MemoryUse
 from qinfer.tensors import Tensor, from_numpy
 
 Array = npt.NDArray[Any]
@@ -293,6 +294,16 @@ class ManagesModels(Protocol):
             QinferError: The models can't be looked at now.
         """
         ...
+
+
+def memory_of(backend: Backend) -> tuple[MemoryUse, ...]:
+    """Returns the memory that a loaded backend holds, as far as it can tell: by its method `memory`, if it has one.
+
+    The method takes no arguments and returns a tuple of `MemoryUse`. It is called from any thread, also while the
+    backend executes or unloads, and must not wait for it.
+    """
+    measure: Callable[[], tuple[MemoryUse, ...]] | None = getattr(backend, "memory", None)
+    return () if measure is None else measure()
 
 
 BackendFactory = Callable[[], Backend]

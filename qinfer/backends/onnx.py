@@ -28,9 +28,20 @@ os.putenv("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
-from qinfer.backends.parameters import choice, cleaned, compare, cores_each, count, engine_cache, flag, model_file
+from qinfer.backends.parameters import (
+    choice,
+    cleaned,
+    compare,
+    cores_each,
+    count,
+    engine_cache,
+    files_use,
+    flag,
+    model_file,
+)
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
+from qinfer.observe.host import MemoryUse
 from qinfer.tensors import DATATYPES, from_bf16, to_bf16
 
 _DATATYPES = {f"tensor({np.dtype(d.numpy).name})": d.name for d in DATATYPES.values() if d.numpy} | {
@@ -106,6 +117,7 @@ class OnnxBackend:
         self._strings = [i.name for i in inputs if i.datatype == "BYTES"]
         self._narrow = {i.name for i in inputs if i.datatype == "BF16"}
         self._has_bf16 = bool(self._narrow) or "BF16" in self._datatypes.values()
+        self._memory = files_use(path, device)
         self._run_options = _run_options(spec, device)
         self.short_on_loop = device.kind == "cpu"  # a GPU may be busy with other work
         bound = device.kind == "gpu" and not (self._strings or "BYTES" in self._datatypes.values())
@@ -139,6 +151,10 @@ class OnnxBackend:
         del self._run  # a bound method: it holds the session too
         self.__dict__.pop("_binding", None)
         del self._session
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Returns the size of the weights: onnxruntime does not tell what its arenas hold."""
+        return self._memory
 
     def _wanted(self, batch: Batch) -> list[str]:
         wanted: set[str] = set()

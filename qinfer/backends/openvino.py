@@ -18,9 +18,10 @@ import openvino as ov
 from openvino.preprocess import PrePostProcessor
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
-from qinfer.backends.parameters import choice, cleaned, compare, cores_each, count, flag, model_file
+from qinfer.backends.parameters import choice, cleaned, compare, cores_each, count, files_use, flag, model_file
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
+from qinfer.observe.host import MemoryUse
 
 _DATATYPES = {"boolean": "BOOL", "bf16": "BF16"} | {
     f"{kind}{bits}": f"{name}{bits}"
@@ -69,6 +70,7 @@ class OpenvinoBackend:
             raise
         except Exception as error:  # OpenVINO raises RuntimeError for everything; it is mapped here, once
             raise ModelLoadFailed(f"OpenVINO can't load model '{spec.name}': {_reason(error, path)}") from error
+        self._memory = files_use(path, device)
         self._inputs = dict(zip((i.name for i in spec.file_inputs), ports[0], strict=True))
         self._names = [output.name for output in spec.outputs]
         self._datatypes = {output.name: output.datatype for output in spec.file_outputs}
@@ -102,6 +104,10 @@ class OpenvinoBackend:
         if missing:
             outputs = {name: array[:size] for name, array in outputs.items()}
         respond_rows(batch, ctx, outputs, self._datatypes, names=self._names)
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Returns the size of the weights: OpenVINO does not tell what it has allocated."""
+        return self._memory
 
     def unload(self) -> None:
         """Frees the model."""

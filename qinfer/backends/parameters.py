@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.models.spec import Device, ModelSpec, TensorSpec
+from qinfer.observe.host import MemoryUse
 
 T = TypeVar("T")
 
@@ -157,6 +158,17 @@ def use_model_variables(environment: Mapping[str, str]) -> None:
 def model_variables() -> Mapping[str, str]:
     """Returns the environment of a process that runs a model's code or compiles a model; empty until it was set."""
     return _model_variables
+
+
+def files_use(path: Path, device: Device) -> tuple[MemoryUse, ...]:
+    """Returns the memory that a model's weights take: as much as the files of its version, where nothing else tells.
+
+    Args:
+        path: The model's file; what is beside it belongs to it.
+        device: Where the weights are.
+    """
+    files = [file for file in path.parent.rglob("*") if file.is_file()]
+    return (MemoryUse(device.kind.upper(), device.number, sum(file.stat().st_size for file in files)),)
 
 
 def cleaned(error: BaseException, path: Path | None = None) -> str:

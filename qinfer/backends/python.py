@@ -45,6 +45,7 @@ from qinfer.core.messages import InferRequest
 from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, OutputMismatch, SequenceLost
 from qinfer.models.config.message import ModelConfig, from_json, to_json
 from qinfer.models.spec import Device, ModelSpec
+from qinfer.observe.host import MemoryUse
 from qinfer.tensors import Bytes, from_numpy
 
 ENVIRONMENT = "EXECUTION_ENV_PATH"
@@ -138,6 +139,10 @@ class PythonBackend:
             raise InferenceFailed(f"the process of model '{self._model}' answered with {type(outcome).__name__}")
         if not self._is_decoupled:
             self._respond(batch, ctx, outcome.answers, data)
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Returns the resident memory of the process and of those that the model has started."""
+        return self._instance.memory()
 
     def unload(self) -> None:
         """Finalises the model and ends its process, by force after some seconds; open streams may end before."""

@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from qinfer.backends.base import Array, Backend, Batch, Context, Shape, item_shapes
+from qinfer.backends.base import Array, Backend, Batch, Context, Shape, item_shapes, memory_of
 from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
 from qinfer.models.spec import Device, ModelSpec
+from qinfer.observe.host import MemoryUse
 
 _OWN_TENSORS = "python"
 """The backend whose models see requests and no batch."""
@@ -58,6 +59,10 @@ class _Ragged:
             inputs[made.name] = batch_input(made, shapes[made.source])
         cuts = {made.name: cuts_of(made, shapes[made.source]) for made in self._batch_outputs}
         self._backend.execute(msgspec.structs.replace(batch, inputs=inputs, shapes=shapes, cuts=cuts), ctx)
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Returns what the model holds."""
+        return memory_of(self._backend)
 
     def unload(self) -> None:
         """Unloads the model."""

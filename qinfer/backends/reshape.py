@@ -8,10 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from qinfer.backends.base import Backend, Batch, Context
+from qinfer.backends.base import Backend, Batch, Context, memory_of
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import OutputMismatch, QinferError
 from qinfer.models.spec import Device, ModelSpec
+from qinfer.observe.host import MemoryUse
 from qinfer.tensors import Tensor, element_count
 
 Shapes = dict[str, tuple[int, ...]]
@@ -45,6 +46,10 @@ class _Reshaped:
                 inputs[name] = inputs[name].reshape(inputs[name].shape[: self._lead] + shape)
         seen = msgspec.structs.replace(batch, inputs=inputs)
         self._backend.execute(seen, _Answers(ctx, self._client_shapes, self._lead, len(batch.states)))
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Returns what the model holds."""
+        return memory_of(self._backend)
 
     def unload(self) -> None:
         """Unloads the model."""

@@ -36,6 +36,7 @@ from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag,
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, OutputMismatch, QinferError
 from qinfer.models.config.to_spec import TORCH_AMP, TORCH_COMPILE
 from qinfer.models.spec import Device, ModelSpec
+from qinfer.observe.host import MemoryUse
 from qinfer.tensors import DATATYPES
 
 logger = logging.getLogger(__name__)
@@ -64,12 +65,14 @@ class Opened(NamedTuple):
         arguments: The names of `forward`'s arguments, in order; empty when the file does not tell.
         takes_dict: The only argument is a dictionary of tensors by name.
         kind: `torchscript`, `export` or `aoti`.
+        nbytes: The size of its parameters and buffers.
     """
 
     call: Callable[..., Any]
     arguments: tuple[str, ...]
     takes_dict: bool
     kind: str
+    nbytes: int
 
 
 def open_model(path: Path, device: torch.device) -> Opened:
@@ -132,7 +135,7 @@ def _torchscript(path: Path, device: torch.device) -> Opened:
     module.eval()
     arguments = module.forward.schema.arguments[1:]
     takes_dict = len(arguments) == 1 and arguments[0].type.kind() == "DictType"
-    return Opened(module, tuple(a.name for a in arguments), takes_dict, "torchscript")
+    return Opened(module, tuple(a.name for a in arguments), takes_dict, "torchscript", _weights_bytes(module))
 
 
 def _exported(path: Path, device: torch.device) -> Opened:
@@ -140,7 +143,7 @@ def _exported(path: Path, device: torch.device) -> Opened:
     if device.type != "cpu":
         program = move_to_device_pass(program, device)
     module = program.module()
-    return Opened(module, tuple(inspect.signature(module.forward).parameters), False, "export")
+    return Opened(module, tuple(inspect.signature(module.forward).parameters), False, "export", _weights_bytes(module))
 
 
 def _aoti(path: Path, device: torch.device) -> Opened:
@@ -152,7 +155,13 @@ def _aoti(path: Path, device: torch.device) -> Opened:
             f"'{path.name}' was compiled for {compiled_for}, but its instance group is on {device.type}; "
             "compile it for that, or set the group's kind"
         )
-    return Opened(loaded, (), False, "aoti")
+    return Opened(loaded, (), False, "aoti", path.stat().st_size)  # its weights are part of the compiled code
+
+
+def _weights_bytes(module: torch.nn.Module) -> int:
+    """Returns the size of a module's parameters and buffers, each counted once."""
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 class TorchBackend:
@@ -185,6 +194,7 @@ class TorchBackend:
             raise ModelLoadFailed(f"PyTorch can't load model '{spec.name}': {error.message}") from error
         except Exception as error:  # PyTorch raises a dozen unrelated classes; they are mapped here, once
             raise ModelLoadFailed(f"PyTorch can't load model '{spec.name}': {_first_line(error, path)}") from error
+        self._memory = (MemoryUse(device.kind.upper(), device.number, opened.nbytes),)
         self._bind(spec, opened)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -215,6 +225,10 @@ class TorchBackend:
             logger.warning("execution failed", extra={"model": self._spec.name, "reason": str(error)})
             raise InferenceFailed(f"PyTorch execute failure: {_reason(error)}") from error
         respond_rows(batch, ctx, outputs, self._datatypes, names=self._names)
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Returns the size of the model's parameters and buffers."""
+        return self._memory
 
     def unload(self) -> None:
         """Frees the model, and what its device holds for it."""

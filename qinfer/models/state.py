@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-from qinfer.observe.host import GpuUse
+from qinfer.observe.host import GpuUse, MemoryUse
 
 BULK, BEAT, BRIDGE = "bulk", "beat", "bridge"
 """The programs whose processes report liveness as `<name>@<host>`: bulk worker, process with Celery's beat, bridge."""
@@ -158,6 +158,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         cpu_s: CPU time of it and what it started; 0 = not known, as the next one.
         memory_bytes: Resident memory of it and what it started.
         gpus: What its GPUs use, where they can be asked.
+        memory: Model → version → memory that its instances hold; left out where it was not measured.
     """
 
     id: str
@@ -179,6 +180,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float = 0.0
     memory_bytes: int = 0
     gpus: tuple[GpuUse, ...] = ()
+    memory: dict[str, dict[int, tuple[MemoryUse, ...]]] = msgspec.field(default_factory=dict)
 
     def state_of(self, model: str, version: int) -> VersionState | None:
         """Returns the state of a version in this worker; `None` when it reports none."""

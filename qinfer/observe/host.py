@@ -7,7 +7,7 @@ Linux reports CPU and memory under `/proc`. NVIDIA's management library (NVML) r
 import importlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +81,28 @@ class ProcessUse(NamedTuple):
 
     cpu_s: float
     memory_bytes: int
+
+
+class MemoryUse(msgspec.Struct, frozen=True, array_like=True):
+    """Memory that a loaded model holds (reference §1.13).
+
+    Attributes:
+        kind: `CPU` or `GPU`.
+        number: The GPU's number; 0 for the CPU.
+        nbytes: How much.
+    """
+
+    kind: str
+    number: int
+    nbytes: int
+
+
+def added_up(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
+    """Returns one for each kind and number, in that order."""
+    sums: dict[tuple[str, int], int] = {}
+    for use in uses:
+        sums[use.kind, use.number] = sums.get((use.kind, use.number), 0) + use.nbytes
+    return tuple(MemoryUse(*place, nbytes) for place, nbytes in sorted(sums.items()))
 
 
 def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse | None:

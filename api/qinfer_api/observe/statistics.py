@@ -4,7 +4,7 @@ Workers and gateways add what they did to the control store about once a second,
 system's, whichever process is asked and whichever dies; what a process that is killed had not added yet is lost.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from qinfer.errors import InvalidRequest
 from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
+from qinfer.observe.host import MemoryUse, added_up
 from qinfer.observe.responses import responses
 
 
@@ -55,6 +56,14 @@ class ResponseStatistics(msgspec.Struct, frozen=True, kw_only=True):
     cancel: Duration
 
 
+class MemoryUsage(msgspec.Struct, frozen=True):
+    """Memory of a kind (`CPU` or `GPU`) that the instances of all workers hold; `id` is the number of a GPU."""
+
+    type: str
+    id: int
+    byte_size: int
+
+
 class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of one model version.
 
@@ -64,7 +73,7 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
         execution_count: Batches executed.
         response_stats: By index of the response, of decoupled models: the first thousand.
         batch_stats: By batch size, ascending.
-        memory_usage: Not measured.
+        memory_usage: What the loaded instances hold now, as far as their backends tell.
     """
 
     name: str
@@ -75,7 +84,7 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     inference_stats: InferStatistics
     response_stats: dict[str, ResponseStatistics]
     batch_stats: list[BatchStatistics]
-    memory_usage: list[int]
+    memory_usage: list[MemoryUsage]
 
 
 class ModelStats(msgspec.Struct, frozen=True):
@@ -109,7 +118,12 @@ class Statistics:
         """
         wanted = self._all() if not model else [(model, v) for v in self._versions(model, version)]
         found = await self._store.all_stats(wanted)
-        return [model_statistics(*which, fields) for which, fields in found.items()]
+        return [model_statistics(*which, fields, self._memory(*which)) for which, fields in found.items()]
+
+    def _memory(self, model: str, version: int) -> tuple[MemoryUse, ...]:
+        """Returns the memory that a version holds in all live workers, as they have last measured it."""
+        workers = self._catalog.workers()
+        return added_up(use for worker in workers for use in worker.memory.get(model, {}).get(version, ()))
 
     def _all(self) -> list[tuple[str, int]]:
         return sorted(which for which, is_ready in self._catalog.readiness().items() if is_ready)
@@ -125,8 +139,10 @@ class Statistics:
         return (version,)
 
 
-def model_statistics(model: str, version: int, fields: Mapping[str, int]) -> ModelStatistics:
-    """Makes the statistics of a model version from the fields of `qinfer.observe.stats`."""
+def model_statistics(
+    model: str, version: int, fields: Mapping[str, int], memory: Sequence[MemoryUse] = ()
+) -> ModelStatistics:
+    """Makes the statistics of a model version from the fields of `qinfer.observe.stats`, and its memory."""
     requests = fields.get(stats.SUCCESS_COUNT, 0)
     executed = requests - fields.get(stats.CACHE_HIT_COUNT, 0)
 
@@ -156,7 +172,7 @@ def model_statistics(model: str, version: int, fields: Mapping[str, int]) -> Mod
             str(index): ResponseStatistics(**{what: Duration(*counted) for what, counted in fields_of.items()})
             for index, fields_of in responses(fields).items()
         },
-        memory_usage=[],
+        memory_usage=[MemoryUsage(use.kind, use.number, use.nbytes) for use in memory],
         batch_stats=[
             BatchStatistics(
                 batch_size=batch.rows,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from qinfer.backends.python_host.process import FINALIZE_S, TERMINATE_S, HostProcess
 from qinfer.core.retry import pause_s
 from qinfer.errors import ModelLoadFailed
+from qinfer.observe.host import MemoryUse, read_use
 
 logger = logging.getLogger("qinfer.backends.python")
 
@@ -72,6 +73,12 @@ class Instance:
                 lambda: self._process is not None or self._failures >= DOWN_AFTER or self._is_stopped, LONGEST_WAIT_S
             )
             return self._process
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Returns the resident memory of the process and its descendants; nothing while there is none."""
+        process = self._process
+        use = None if process is None or not process.is_alive else read_use(pid=process.pid)
+        return () if use is None else (MemoryUse("CPU", 0, use.memory_bytes),)
 
     def well(self) -> None:
         """Notes that a batch ended."""

@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 from qinfer.backends.openvino import OpenvinoBackend, properties
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
 from qinfer.models.spec import ModelSpec
+from qinfer.observe.host import MemoryUse
 from tests.support import models
 from tests.support.backends import CPU, GPU, read_only, run, spec, tensors
 
@@ -50,6 +51,7 @@ def loaded(version_dir: Path, model: ModelSpec) -> OpenvinoBackend:
 def test_each_item_gets_its_rows(version_dir: Path) -> None:
     """Rows are cut by item, from memory that is not OpenVINO's; requests' own bytes do for an input."""
     backend = loaded(version_dir, spec("openvino", PORTS, RESULTS))
+    assert backend.memory() == (MemoryUse("CPU", 0, sum(file.stat().st_size for file in version_dir.iterdir())),)
     answers = run(backend, {"a": read_only(A), "b": A + 1}, rows=(1, 2))
     run(backend, {"a": A * 0, "b": A * 0}, rows=(3,))
     np.testing.assert_array_equal(answers.arrays(0)["sum"], (2 * A + 1)[:1])

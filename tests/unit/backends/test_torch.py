@@ -15,6 +15,7 @@ from qinfer.backends import torch as adapter
 from qinfer.backends.torch import TorchBackend, input_positions, output_positions
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, OutputMismatch
 from qinfer.models.spec import ModelSpec
+from qinfer.observe.host import MemoryUse
 from tests.support.backends import CPU, GPU, read_only, run, save_exported, save_torchscript, spec, tensors
 
 FP32_2 = tensors(("x", "FP32", (2,)))
@@ -77,6 +78,19 @@ def test_both_formats_give_each_item_its_rows(save: Callable[..., None], tmp_pat
     np.testing.assert_array_equal(answers.arrays(0)["sum"], (2 * X + 1)[:1])
     np.testing.assert_array_equal(answers.arrays(1)["diff"], np.full((2, 2), -1, np.float32))
     assert backend.short_on_loop
+    backend.unload()
+
+
+@pytest.mark.parametrize("save", [save_torchscript, save_exported])
+def test_the_memory_of_a_model_is_that_of_its_parameters_and_buffers(save: Callable[..., None], tmp_path: Path) -> None:
+    """Each counted once, in whatever format they come."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.BatchNorm1d(5)).eval()
+    save(model, tmp_path / ("model.pt" if save is save_torchscript else "model.pt2"), (torch.ones(3, 2),))
+
+    backend = loaded(tmp_path, spec("pytorch", tensors(("x", "FP32", (2,))), tensors(("y__0", "FP32", (5,)))))
+
+    sizes = [tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())]
+    assert backend.memory() == (MemoryUse("CPU", 0, sum(sizes)),)
     backend.unload()
 
 

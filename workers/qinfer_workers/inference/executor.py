@@ -15,9 +15,10 @@ from enum import Enum
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
-from qinfer.backends.base import Backend
+from qinfer.backends.base import Backend, memory_of
 from qinfer.batching.execution import Execution
 from qinfer.batching.streams import Stream, StreamedExecution
+from qinfer.observe.host import MemoryUse, added_up
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,10 @@ class ThreadExecutor:
     def _ended(self, ended: Execution | Borrower, done: Callable[..., None]) -> None:
         self._running -= 1
         done(ended)
+
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Returns the memory that the instances hold; for any thread."""
+        return added_up(use for instance in list(self._instances) for use in memory_of(instance))
 
     def recall(self) -> list[Execution]:
         """Takes back the executions that no instance has taken; borrowers stay."""

@@ -15,10 +15,11 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import Speed, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
-from qinfer.observe.host import GpuMeter, GpuUse, ProcessUse, read_use
+from qinfer.observe.host import GpuMeter, GpuUse, MemoryUse, ProcessUse, read_use
 from qinfer.observe.stats import ModelCounts
 from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named
+from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.models import Key, by_model
 from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.serving import LaneBatcher
@@ -31,6 +32,7 @@ SPEEDS_EVERY_S = 10.0
 _States = Callable[[], dict[str, dict[int, VersionState]]]
 AnyBatcher = LaneBatcher | SequenceBatcher
 _LoadTimes = Callable[[], dict[str, dict[int, float]]]
+_Memory = Callable[[], dict[str, dict[int, tuple[MemoryUse, ...]]]]
 USAGE_EVERY_S = 2.0
 """Seconds between two measurements of resource usage: Triton's interval."""
 
@@ -95,7 +97,7 @@ class Heartbeat:
 
     async def run(self) -> None:
         """Beats until cancelled."""
-        self._usage = ResourceUsage(self.gpus)
+        self._usage = ResourceUsage(self.gpus, self._memory)
         self._usage.start()
         try:
             await self._beat_on()
@@ -151,6 +153,7 @@ class Heartbeat:
             cpu_s=round(process.cpu_s, 3) if process else 0.0,
             memory_bytes=process.memory_bytes if process else 0,
             gpus=self._usage.gpus if self._usage else (),
+            memory=self._usage.memory if self._usage else {},
         )
         await self._store.heartbeat(record, self._settings.heartbeat_ttl_s)
         for batcher in batchers:
@@ -169,6 +172,12 @@ class Heartbeat:
         if rps:
             load_s = self.load_times().get(key[0], {}).get(key[1], 0.0)
             self._speeds[key] = Speed(round(rps, 3), round(load_s, 3))
+
+    def _memory(self) -> dict[str, dict[int, tuple[MemoryUse, ...]]]:
+        """Measures the memory of the models; in the thread that measures all resources."""
+        executors = {_key(batcher): batcher.model.executor for batcher in list(self._batchers())}
+        found = {key: one.memory() for key, one in executors.items() if isinstance(one, ThreadExecutor)}
+        return by_model({key: uses for key, uses in found.items() if uses})
 
     async def flush(self) -> None:
         """Adds the collected statistics; retries later what cannot be added now."""
@@ -211,16 +220,20 @@ class ResourceUsage:
 
     Args:
         gpus: The worker's GPUs, as for `GpuMeter`.
+        models: Measures the models' memory; it may fail while one is loaded or unloaded.
         every_s: Seconds between two measurements.
 
     Attributes:
         process: The last measurement of the processes; `None` = there was none.
         gpus: The last measurement of the GPUs.
+        memory: The last measurement of the models.
     """
 
-    def __init__(self, gpus: Collection[int], every_s: float = USAGE_EVERY_S) -> None:
+    def __init__(self, gpus: Collection[int], models: _Memory = dict, every_s: float = USAGE_EVERY_S) -> None:
         self.process: ProcessUse | None = None
         self.gpus: tuple[GpuUse, ...] = ()
+        self.memory: dict[str, dict[int, tuple[MemoryUse, ...]]] = {}
+        self._models = models
         self._meter = GpuMeter(gpus)
         self._every_s = every_s
         self._ended = threading.Event()
@@ -240,6 +253,10 @@ class ResourceUsage:
             cpu_s = max(use.cpu_s, self.process.cpu_s if self.process is not None else 0.0)
             self.process = ProcessUse(cpu_s, use.memory_bytes)
         self.gpus = self._meter.read()
+        try:
+            self.memory = self._models()
+        except Exception:  # the boundary to backends, one of which may be unloaded right now
+            logger.debug("memory of models not measured", exc_info=True)
 
     def _run(self) -> None:
         while True:

@@ -4,7 +4,9 @@ import msgspec
 import pytest
 
 from qinfer.errors import InvalidRequest
+from qinfer.models.state import WorkerRecord
 from qinfer.models.store import ControlStore
+from qinfer.observe.host import MemoryUse
 from qinfer.observe.stats import StatsTally, add
 from qinfer_api.observe.statistics import Statistics, model_statistics
 from tests.support.stub_catalog import stub_catalog
@@ -113,3 +115,23 @@ async def test_what_is_not_ready_has_none(statistics: Statistics, model: str, ve
     """Triton's texts; 400 and not 404 (reference §1.5)."""
     with pytest.raises(InvalidRequest, match=f"^{text}$"):
         await statistics.model_statistics(model, version)
+
+
+async def test_memory_is_added_up_over_workers_and_by_device(store: ControlStore) -> None:
+    """Of live workers, and of the version alone; a GPU's number is its own in each worker."""
+    catalog = await stub_catalog(store, {"m": {1: True}})
+    for number, uses in enumerate((_uses(cpu=10, gpu=5), _uses(cpu=1, gpu=7))):
+        memory = {"m": {1: uses, 2: _uses(cpu=1000, gpu=1000)}}
+        await store.heartbeat(WorkerRecord(id=f"w{number}", started_at=0.0, models={}, memory=memory), 60)
+    await catalog.refresh()
+
+    (found,) = await Statistics(catalog, store).model_statistics("m", 1)
+
+    assert msgspec.to_builtins(found.memory_usage) == [
+        {"type": "CPU", "id": 0, "byte_size": 11},
+        {"type": "GPU", "id": 1, "byte_size": 12},
+    ]
+
+
+def _uses(cpu: int, gpu: int) -> tuple[MemoryUse, ...]:
+    return MemoryUse("CPU", 0, cpu), MemoryUse("GPU", 1, gpu)
