@@ -96,6 +96,11 @@ class Backlog:
             return None
         return judge(waiting=waiting, ahead=ahead, limit=limit, capacity=capacity, timeout_s=queue_s)
 
+    def known(self, lane: Lane) -> Load:
+        """Returns the load of a lane as far as it is polled; else one that counts nowhere."""
+        found = self._loads.get(lane)
+        return Load(lane, 0) if found is None else found[0]
+
     async def run(self) -> None:
         """Looks at the lanes in use until cancelled."""
         while True:

@@ -249,6 +249,11 @@ class PendingRequests:
                 self._set_timer(number)
         bucket[pending.request_id] = pending
 
+    def count(self, pending: Pending, load: Load) -> None:
+        """Counts a pending request in a lane from now on, into which it did not go at first."""
+        pending.load = load
+        load.own += 1
+
     def open_stream(self, pending: Pending, *, resumes: bool, pause_s: float, timeout_s: float) -> None:
         """Makes a request, not added yet, one of any number of responses.
 

@@ -201,11 +201,14 @@ class Submission:
         return pending
 
     def enqueue(self, waiting: Pending, request: InferRequest, lane: Lane) -> None:
-        """Puts a request into its lane that a door has taken and that was not executed.
+        """Puts a request into its lane that a door has taken and that was not executed, if it is still waited for.
 
         Raises:
             PayloadTooLarge: It is too large without its tensors.
         """
+        if waiting not in self.pending:
+            return
+        self.pending.count(waiting, self.backlog.known(lane))
         request.reply_to = self._reply_to
         frame, payload = self._layouts.lay_out(request, None)
         self._queue.submit(lane, frame, partial(self.pending.submitted, waiting), payload=payload)
