@@ -385,4 +385,4 @@ def _unloaded(stored: StoredModel, workers: list[WorkerRecord]) -> Iterator[Inde
         if version in held:
             yield IndexEntry(stored.model, str(version), State.UNLOADING)
         else:
-            yield IndexEntry(stored.model, str(version), State.UNAVAILABLE, UNLOADED)
+            yield IndexEntry(stored.model, str(version), State.UNAVAILABLE, stored.error or UNLOADED)

@@ -1,7 +1,8 @@
 """`qinfer models sync`: makes the desired state what the repository holds. Idempotent; several may run at once.
 
 A model that can't be read any more, or whose configuration has become wrong, stays as it was while a worker serves it:
-half-written files must not take a model down. A model that is gone is unloaded.
+half-written files must not take a model down. A model that is gone is unloaded, and so is one that another repository
+has, too: nobody knows which of them is meant.
 
 `start` is what a gateway and `qinfer up` do first: a sync, or in mode `explicit` the loads that the settings name.
 """
@@ -15,7 +16,7 @@ import msgspec
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelNotFound, SettingsError
 from qinfer.models.dependents import in_order, missing_uses, renew_users, wanted_for_another
-from qinfer.models.repository.open import Repositories
+from qinfer.models.repository.open import NOT_UNIQUE, Repositories
 from qinfer.models.state import Desired, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import write_model
@@ -46,7 +47,7 @@ class SyncedModel(msgspec.Struct, frozen=True, kw_only=True):
         versions: The versions that will be loaded.
         changed: The model is new, changed or gone.
         removed: The repository no longer has it.
-        error: Why it can't be loaded; empty when it can.
+        error: Why it can't be loaded, or was unloaded; empty when it can.
     """
 
     model: str
@@ -190,6 +191,8 @@ async def _sync_model(
 ) -> SyncedModel:
     if model.error and wish is not None and wish.load and any(worker.serves(model.model) for worker in workers):
         kept = await store.model(model.model)
+        if kept is not None and model.error == NOT_UNIQUE:
+            return await _unload(kept, wish, NOT_UNIQUE, store)
         if kept is not None and not kept.error:
             return SyncedModel(
                 model=model.model,
@@ -197,8 +200,18 @@ async def _sync_model(
                 versions=kept.versions,
                 error=f"{model.error}; what was loaded before serves on",
             )
+    if model.error == NOT_UNIQUE and wish is not None and not wish.load:
+        return SyncedModel(model=model.model, generation=wish.generation, error=model.error)
     anew = wish is not None and not wish.load  # a worker may have the generation from before it was unloaded
     stored, changed = await write_model(model, wish, store, delivery, anew=anew, min_workers=min_workers)
     return SyncedModel(
         model=model.model, generation=stored.generation, versions=stored.versions, changed=changed, error=stored.error
     )
+
+
+async def _unload(kept: StoredModel, wish: Desired, reason: str, store: ControlStore) -> SyncedModel:
+    """Has a model unloaded, and stores why, for the index."""
+    failed = msgspec.structs.replace(kept, generation=kept.generation + 1, error=reason)
+    await store.put_model(failed)
+    await store.set_desired(msgspec.structs.replace(wish, load=False))
+    return SyncedModel(model=kept.model, generation=kept.generation, versions=kept.versions, changed=True, error=reason)

@@ -37,7 +37,8 @@ _LOCAL = ("file", "local")
 _NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024  # what file systems and object stores take
 _THREADS = 8
 _SETTLED_NS = 2_000_000_000
-_NOT_UNIQUE = "it is not unique across all model repositories; remove all but one"
+NOT_UNIQUE = "it is not unique across all model repositories; remove all but one"
+"""The error of a model that several repositories have."""
 
 
 class _Place(NamedTuple):
@@ -81,7 +82,7 @@ class Repositories:
         for place in self._places:
             for model in self._scan(place):
                 is_known = model.model in found
-                found[model.model] = StoredModel(model.model, error=_NOT_UNIQUE) if is_known else model
+                found[model.model] = StoredModel(model.model, error=NOT_UNIQUE) if is_known else model
         return [found[name] for name in sorted(found)]
 
     def read(self, name: str, override: str = "", location: str = "") -> StoredModel:
@@ -109,7 +110,7 @@ class Repositories:
             if not holders:
                 raise ModelNotFound(f"no model repository has a model '{name}'")
             if len(holders) > 1:
-                return StoredModel(name, error=_NOT_UNIQUE)
+                return StoredModel(name, error=NOT_UNIQUE)
             place, listing = holders[0]
             return read_model(place.files, name, listing, self._how, override)
         except SettingsError as error:
@@ -225,7 +226,7 @@ class Repositories:
         holders = self._holders(name)
         if len(holders) != 1:
             raise ModelLoadFailed(
-                f"model '{name}': {_NOT_UNIQUE}" if holders else f"no model repository has a model '{name}'"
+                f"model '{name}': {NOT_UNIQUE}" if holders else f"no model repository has a model '{name}'"
             )
         return holders[0][0]
 

@@ -1,6 +1,7 @@
 """Models as Triton's users write and load them, by its own clients, with a real gateway, worker and Redis."""
 
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import silero_vad
 from onnx import TensorProto, helper, save
 from tritonclient.utils import InferenceServerException
 
+from qinfer.testing import eventually
 from tests.support import models, python_models
 from tests.support.served_models import ServedModels, models_served
 
@@ -138,3 +140,33 @@ async def test_a_file_whose_name_is_too_long(scene: ServedModels) -> None:
             await client.load_model("simple", config="{}", files={"file:" + "A" * 256: b"a"})
         assert str(refused.value.status()) == internal
         assert await client.is_server_live()
+
+
+async def test_a_second_repository_with_the_same_model(tmp_path: Path) -> None:
+    """The model is unloaded, and the index says why, until one of them is gone."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for path in (first, second):
+        path.mkdir()
+    models.identity(first, "FP32")
+    name = "identity_fp32"
+
+    async with models_served(first, path=f"{first},{second}", control_mode="poll", poll_s=0.1) as scene:
+
+        async def is_ready() -> bool:
+            return bool(await scene.http.is_model_ready(name))
+
+        async def reasons() -> list[str]:
+            return [entry.get("reason", "") for entry in await scene.http.get_model_repository_index()]
+
+        async def is_unloaded() -> bool:
+            return not await is_ready() and all("not unique" in reason for reason in await reasons())
+
+        await eventually(is_ready, 20.0, description="the model")
+        models.identity(second, "FP32")
+        await eventually(is_unloaded, 20.0, description="the end of the model")
+        with pytest.raises(InferenceServerException, match="has no available versions"):
+            await scene.infer(name, x=ROW)
+
+        shutil.rmtree(second / name)
+        await eventually(is_ready, 20.0, description="the model again")
+        assert (await scene.infer(name, x=ROW)).as_numpy("y").tolist() == ROW.tolist()
