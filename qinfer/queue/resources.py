@@ -97,8 +97,8 @@ class Resources:
 
     @property
     def lease_keys(self) -> list[bytes]:
-        """The KEYS of `sequences.RENEW_OWNER`, which renews the lease of `owner`."""
-        return self._names[:2]
+        """The KEYS of `sequences.RENEW_OWNER`, which renews the lease of `owner`, and keeps what it needs."""
+        return [*self._names[:2], *self._names]
 
     async def exchange(
         self, maxima: Units, back: Units, wish: Wish | None = None, given_up: Sequence[Wish] = ()

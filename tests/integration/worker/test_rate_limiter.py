@@ -175,10 +175,11 @@ async def test_models_execute_as_often_as_their_priorities_say(scene: InlineWork
     await scene.worker()
     ended: list[str] = []
 
-    sent = [scene.submit(model=name) for _ in range(20) for name in ("once", "twice")]
-    for future, name in zip(sent, ["once", "twice"] * 20, strict=True):
-        future.add_done_callback(lambda _, name=name: ended.append(name))
-    await asyncio.gather(*sent)
+    async def send(name: str) -> None:
+        await scene.submit(model=name)
+        ended.append(name)
+
+    await asyncio.gather(*[send(name) for _ in range(20) for name in ("once", "twice")])
 
     assert 16 <= ended[:27].count("twice") <= 20, ended
 
@@ -192,7 +193,10 @@ async def test_a_model_that_needs_more_than_there_is_is_not_loaded(scene: Inline
         states = [v for record in await scene.store.workers() for v in record.models.get("a", {}).values()]
         return states[0].reason if states and states[0].state is State.UNAVAILABLE else ""
 
-    await eventually(reason, description="a reason")
+    async def is_there() -> bool:
+        return bool(await reason())
+
+    await eventually(is_there, description="a reason")
     assert await reason() == (
         'Resource count for "r" is limited to 1 which will prevent scheduling of one or more model instances, the '
         "minimum required count is 2"
@@ -236,11 +240,11 @@ async def test_a_model_is_loaded_anew_with_other_needs(scene: InlineWorkers) -> 
 # --- resources of all workers ---
 
 
-async def two_workers(scene: InlineWorkers, **options: object) -> Sequence[Worker]:
+async def two_workers(scene: InlineWorkers, **options: float) -> Sequence[Worker]:
     """Starts a worker with `a` and one with `b`, which need the same."""
     await scene.model("a", instances=limited(GLOBAL))
     await scene.model("b", instances=limited(GLOBAL))
-    return [await scene.worker("w1", models=("a",), **options), await scene.worker("w2", models=("b",), **options)]
+    return [await scene.worker("w1", models=("a",), **options), await scene.worker("w2", models=("b",), **options)]  # type: ignore[arg-type]
 
 
 async def test_models_of_two_workers_execute_in_turn(scene: InlineWorkers) -> None:
