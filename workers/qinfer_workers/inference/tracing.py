@@ -6,7 +6,8 @@
                                 └─ publish
 
 A batch belongs to the trace of its first recorded request, so that the trace of a request that ran alone has all of it.
-Each execution of a job's shard is a span `shard` in the trace of the request that created the job.
+Each execution of a job's shard is a span `shard` in the trace of the request that created the job. A request of an
+ensemble has no batch: its spans are made in `ensembles/traces.py`.
 """
 
 import logging
@@ -17,6 +18,7 @@ from qinfer.batching.execution import Execution, Pending
 from qinfer.core.clock import ServerClock
 from qinfer.errors import QinferError
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
+from qinfer.models.ensemble_graph import Plan
 from qinfer.observe.logs import Fence
 from qinfer.observe.tracing import (
     ATTEMPT,
@@ -31,6 +33,7 @@ from qinfer.observe.tracing import (
     Tracer,
     is_sampled,
 )
+from qinfer_workers.inference.ensembles.traces import RunTrace
 
 _FENCE = Fence(logging.getLogger(__name__), "spans lost")
 _Work = Callable[[], Awaitable[None]]
@@ -99,6 +102,14 @@ class Spans:
             if is_sampled(item.request.trace):
                 queue = self._tracer.start("queue", item.request.trace, item.enqueued_s)
                 queue.end(max(now_s, item.enqueued_s), _about(item), _told(error))
+
+    def ensemble(self, item: Pending, plan: Plan) -> RunTrace | None:
+        """Begins the spans of a request of an ensemble; `None` = it is not recorded."""
+        if not is_sampled(item.request.trace):
+            return None
+        with _FENCE:  # it is run all the same
+            return RunTrace(self._tracer, self._now_s, item, plan)
+        return None
 
     def shard(
         self, place: ShardPlace, outcome: ShardOutcome | None, begin_s: float, error: tuple[str, str] | None

@@ -1,0 +1,152 @@
+"""The spans of ensembles whose requests are recorded: one for each ensemble, and one for each step beneath it.
+
+request (the gateway's) ─┬─ queue      enqueued → its first steps begin
+└─ ensemble   first step begins → last one has ended
+├─ step        submitted → answered; beneath it what its model's worker records
+├─ ensemble    the same of one that is a step
+└─ publish
+"""
+
+import logging
+from collections.abc import Callable
+
+from qinfer.batching.execution import Pending
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.models.ensemble_graph import Plan, PlanStep
+from qinfer.observe.logs import Fence
+from qinfer.observe.tracing import ATTEMPT, MODEL, REQUEST_ID, VERSION, Attributes, Span, Tracer
+from qinfer.submission.pending import Sink
+from qinfer_workers.inference.ensembles.run import Steps, Submitted
+
+_FENCE = Fence(logging.getLogger(__name__), "spans lost")
+_LEFT = Failure("cancelled", "nobody waits for it any more")
+
+
+class RunTrace:
+    """The spans of one request; made when its first steps are about to begin.
+
+    Args:
+        tracer: Takes them.
+        now_s: Returns the broker's time.
+        item: The request, which is recorded; what follows from it is part of the ensemble's span from now on.
+        plan: What it runs.
+    """
+
+    def __init__(self, tracer: Tracer, now_s: Callable[[], float], item: Pending, plan: Plan) -> None:
+        self._tracer = tracer
+        self._now_s = now_s
+        self._plan = plan
+        self._failure: Failure | None = _LEFT
+        self._nested: dict[int, tuple[Span, Attributes]] = {}
+        request, lane, begin_s = item.request, item.lease.entry.lane, now_s()
+        self._about: Attributes = {
+            MODEL: lane.model,
+            VERSION: lane.version,
+            REQUEST_ID: request.id,
+            ATTEMPT: item.lease.deliveries,
+        }
+        queue = tracer.start("queue", request.trace, item.enqueued_s)
+        self._span = tracer.start("ensemble", request.trace, max(begin_s, item.enqueued_s))
+        queue.end(max(begin_s, item.enqueued_s), self._about)
+        request.trace = self._span.trace
+
+    def over(self, steps: Steps) -> Steps:
+        """Returns a way of steps that records them."""
+        return _TracedSteps(self, steps)
+
+    def ended(self, failure: Failure | None) -> None:
+        """Takes note of how the request has ended; without it, nobody waited for its end."""
+        self._failure = failure
+
+    def close(self) -> None:
+        """Ends the spans."""
+        with _FENCE:
+            now_s, error = self._now_s(), _told(self._failure)
+            for span, about in self._nested.values():
+                span.end(now_s, about, error)
+            self._span.end(now_s, self._about, error)
+
+    def start(self, step: PlanStep) -> Span:
+        """Begins the span of a step, and of the ensembles that it belongs to."""
+        parent, now_s = self._span, self._now_s()
+        for position in step.within:
+            if position not in self._nested:
+                nested = self._plan.nested[position]
+                about: Attributes = {MODEL: nested.ensemble, VERSION: nested.version}
+                self._nested[position] = self._tracer.start("ensemble", parent.trace, now_s), about
+            parent = self._nested[position][0]
+        return self._tracer.start("step", parent.trace, now_s)
+
+    def end(self, span: Span, step: PlanStep, failure: Failure | None) -> None:
+        """Ends the span of a step."""
+        with _FENCE:
+            span.end(self._now_s(), {MODEL: step.model.name, VERSION: step.version}, _told(failure))
+
+
+class _TracedSteps:
+    """The way of steps that records them."""
+
+    def __init__(self, trace: RunTrace, steps: Steps) -> None:
+        self._trace = trace
+        self._steps = steps
+
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
+        """See `Steps`."""
+        traced: _TracedSink | None = None
+        with _FENCE:  # it is run all the same
+            traced = _TracedSink(self._trace, step, sink, self._trace.start(step))
+            request.trace = traced.span.trace
+        if traced is None:
+            return self._steps.submit_step(step, request, sink, timeout_s)
+        try:
+            submitted = self._steps.submit_step(step, request, traced, timeout_s)
+        except BaseException as error:
+            traced.end(Failure.of(error))
+            raise
+        return _TracedSubmitted(submitted, traced)
+
+
+class _TracedSink:
+    """The sink of a step that ends its span."""
+
+    no_stream = ""
+
+    def __init__(self, trace: RunTrace, step: PlanStep, sink: Sink, span: Span) -> None:
+        self.span = span
+        self._has_ended = False
+        self._trace = trace
+        self._step = step
+        self._sink = sink
+
+    def deliver(self, response: Response) -> None:
+        """See `Sink`."""
+        if response.final:
+            self.end(response.failure)
+        self._sink.deliver(response)
+
+    def end(self, failure: Failure | None) -> None:
+        """Ends the span; further calls have no effect."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._trace.end(self.span, self._step, failure)
+
+
+class _TracedSubmitted:
+    """A step that was submitted, and its span."""
+
+    def __init__(self, submitted: Submitted, sink: _TracedSink) -> None:
+        self._submitted = submitted
+        self._sink = sink
+
+    def cancel(self) -> None:
+        """See `Submitted`."""
+        self._submitted.cancel()
+        self._sink.end(_LEFT)
+
+    def took(self, nbytes: int) -> None:
+        """See `Submitted`."""
+        self._submitted.took(nbytes)
+
+
+def _told(failure: Failure | None) -> tuple[str, str] | None:
+    return None if failure is None else (failure.code, failure.message)
