@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from qinfer.models.state import State
 from qinfer.testing import eventually
 from qinfer_workers.inference.worker import Worker
 from tests.support.inline_workers import InlineWorkers, failure, value
+from tests.support.jobs.shard_runs import job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
+from tests.support.sequence_scene import Sequencing
 
 ALONE = "resources { name: 'r' count: 1 }"
 TWO = "resources { name: 'r' count: 2 }"
@@ -164,6 +167,47 @@ async def test_a_called_model_that_needs_more_than_its_caller_holds_is_refused(s
 
     assert refused.code == "inference_failed"
     assert "model 'called' needs 2 of resource 'r', of which its caller, model 'caller', holds 1" in refused.message
+
+
+async def test_a_step_of_a_sequence_waits_for_its_resources(scene: InlineWorkers) -> None:
+    sums = Sequencing(scene)
+    await sums.model(instances=limited(ALONE))  # type: ignore[arg-type]
+    await scene.model("a", instances=limited(ALONE))
+    worker = await scene.worker()
+    scene.hold("a")
+    first = scene.submit(1.0, model="a")
+    await scene.started(model="a")
+
+    step = await sums.send(1, start=True)
+    await waiting(worker, "stub")
+
+    assert started(scene, "stub") == 0
+    scene.go()
+    assert value(await first) == 1.0
+    assert value(await step) == 1.0
+    assert await sums.sum(1, 2, 3, correlation_id=2) == [1, 3, 6]
+
+
+async def test_bulk_jobs_hold_resources_as_well(scene: InlineWorkers, tmp_path: Path) -> None:
+    await scene.model(instances=limited(ALONE, 2))
+    await scene.model("a", instances=limited(ALONE))
+    worker = await scene.worker()
+    url = write_rows(tmp_path / "in.parquet", 200, group=50)
+    (tmp_path / "out").mkdir()
+    scene.hold("a")
+    first = scene.submit(1.0, model="a")
+    await scene.started(model="a")
+
+    await submit_job(scene.delivery, job_spec([url], tmp_path / "out"), shards_of(url))
+    await waiting(worker, "stub", "stub")
+
+    assert started(scene, "stub") == 0
+    scene.go()
+    assert value(await first) == 1.0
+    answers = [scene.submit(float(i), model="a") for i in range(10)]
+    await outcomes(scene.delivery, 4)
+    assert [value(await answer) for answer in answers] == [float(i) for i in range(10)]
+    assert scored_rows(tmp_path / "out") == [(row, float(row)) for row in range(200)]
 
 
 async def test_models_execute_as_often_as_their_priorities_say(scene: InlineWorkers) -> None:
