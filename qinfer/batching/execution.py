@@ -382,14 +382,16 @@ class Responder:
             with _FENCE:  # the answers are worth more than what is told of them
                 self._observer.executed(execution, begin_s)
 
-    def streamed(self, item: Pending, answer: Answer, part: Part) -> Response:
+    def streamed(self, item: Pending, answer: Answer | Failure, part: Part) -> Response:
         """Makes a response of a stream; what does not fit the configuration ends the stream. For any thread.
 
         The number of rows is the model's to decide, and so is which of the outputs a response has.
         """
         outputs: tuple[Tensor, ...] = ()
         failure, final = None, part.final
-        if not isinstance(answer, tuple):
+        if isinstance(answer, Failure):
+            failure = answer
+        elif not isinstance(answer, tuple):
             failure = Failure.of(answer)
         elif problem := self._problem_of_any(answer):
             failure, final = Failure.of(OutputMismatch(problem)), True

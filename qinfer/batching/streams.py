@@ -5,7 +5,8 @@
           └────────────────── Streams.credit ◀── the gateway's credits ────────┘
 
 A stream is open from the beginning of its execution to its final response; it holds its lease, and no instance once
-`execute` has returned. `Window` is its arithmetic, `StreamedExecution` the `Context` of a batch of them.
+`execute` has returned. `Window` is its arithmetic, `StreamedExecution` the `Context` of a batch of them. Ensembles have
+no execution, and are another `Source`.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ import msgspec
 
 from qinfer.backends.base import Backend
 from qinfer.batching.execution import SHARED, Answer, Execution, Part, Pending, Responder
-from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Credit, Response, Scalar, Timing
+from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Credit, Failure, Response, Scalar, Timing
 from qinfer.errors import TIMED_OUT, Cancelled, DeadlineExceeded, InferenceFailed, OutputMismatch, QinferError
 from qinfer.observe.responses import end_of
 from qinfer.observe.stats import StatsTally
@@ -34,7 +35,7 @@ _LEFT = "the model stopped in the middle because another request of its batch wa
 _LOOK_S = 0.5  # between two looks for streams that are stalled or late
 
 
-def nbytes_of(answer: Answer) -> int:
+def nbytes_of(answer: Answer | Failure) -> int:
     """Returns the bytes of an answer's outputs, which credits count."""
     return sum([tensor.nbytes for tensor in answer]) if isinstance(answer, tuple) else 0
 
@@ -91,18 +92,35 @@ class StreamOutlet(Protocol):
         ...
 
 
+class Source(Protocol):
+    """The origin of a stream's responses."""
+
+    @property
+    def responder(self) -> Responder:
+        """Makes the responses."""
+        ...
+
+    def timing(self, item: Pending, now_s: float) -> Timing:
+        """Returns the times of a response to an item that leaves now; from any thread."""
+        ...
+
+    def count(self, stream: "Stream", response: Response) -> None:
+        """Counts a response that leaves, and with the final one its item; on the event loop."""
+        ...
+
+
 class Stream:
     """The responses of one item. Used from any thread, but `took`, `cancel` and `lose`, which the event loop calls.
 
     Args:
         streams: The worker's open streams.
         item: The item.
-        execution: Its batch.
+        source: What makes its responses.
     """
 
-    def __init__(self, streams: "Streams", item: Pending, execution: "StreamedExecution") -> None:
+    def __init__(self, streams: "Streams", item: Pending, source: Source) -> None:
         self.item = item
-        self.execution = execution
+        self.source = source
         self.closed = threading.Event()
         self.counted_ns = 0
         """Nanoseconds from the beginning of the execution to the last response that was counted."""
@@ -129,8 +147,18 @@ class Stream:
         """Whether nobody waits for responses any more."""
         return self._is_over or self.item.lost
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the final response was sent."""
+        return self._has_ended
+
     def send(
-        self, answer: Answer, *, final: bool, parameters: Mapping[str, Scalar] | None = None, wait: bool = True
+        self,
+        answer: Answer | Failure,
+        *,
+        final: bool,
+        parameters: Mapping[str, Scalar] | None = None,
+        wait: bool = True,
     ) -> None:
         """Sends a response; with `wait` not before there is room in the window.
 
@@ -152,6 +180,20 @@ class Stream:
                 raise OutputMismatch("the model answered a request after its final response")
             self._window.sent(nbytes)
             self._put(answer, final=final, parameters=parameters or {})
+
+    def offer(self, answer: Answer, *, final: bool) -> bool:
+        """Sends a response if there is room in the window; returns whether it did.
+
+        Raises:
+            OutputMismatch: The final response was sent before.
+            Cancelled: Nobody waits for the responses any more.
+        """
+        with self._changed:
+            is_waiting = not (self.is_over or self._has_ended or self._window.fits(nbytes_of(answer)))
+            self._waiting = int(is_waiting)
+            if not is_waiting:
+                self.send(answer, final=final, wait=False)
+        return not is_waiting
 
     def on_taken(self, callback: Callable[[int], None]) -> None:
         """Has a callback told what was taken; see `Context.on_taken`."""
@@ -202,21 +244,14 @@ class Stream:
         if callback is not None:
             callback(0)
 
-    def _put(self, answer: Answer, *, final: bool, parameters: Mapping[str, Scalar]) -> None:
+    def _put(self, answer: Answer | Failure, *, final: bool, parameters: Mapping[str, Scalar]) -> None:
         """Hands a response over; under the lock, so that responses are handed over in the order of their indexes."""
         credit_to = self._streams.credit_to if self.item.request.reply_to and not final else ""
-        part = Part(self._count, final, parameters, self._timing(), credit_to)
-        response = self.execution.responder.streamed(self.item, answer, part)
+        part = Part(self._count, final, parameters, self.source.timing(self.item, self._streams.now_s()), credit_to)
+        response = self.source.responder.streamed(self.item, answer, part)
         self._count += 1
         self._has_ended = response.final
         self._streams.put(self, response)
-
-    def _timing(self) -> Timing:
-        """Returns the times of a response that leaves now: its inference began with its batch's."""
-        execution = self.execution
-        infer_ns = time.perf_counter_ns() - execution.begin_ns
-        waited_ns = int((self._streams.now_s() - self.item.enqueued_s) * 1e9) - infer_ns - execution.input_ns
-        return Timing(max(waited_ns, 0), execution.input_ns, infer_ns, 0, execution.batch.size)
 
 
 class Streams:
@@ -250,9 +285,9 @@ class Streams:
         while self._open:
             await self._closed.wait()
 
-    def open(self, item: Pending, execution: "StreamedExecution") -> Stream:
+    def open(self, item: Pending, source: Source) -> Stream:
         """Opens the stream of an item whose execution begins."""
-        stream = Stream(self, item, execution)
+        stream = Stream(self, item, source)
         self._open[stream.key] = stream
         return stream
 
@@ -335,7 +370,7 @@ class Streams:
             if stream.item.lost or not self.is_open(stream):
                 continue
             sent.append((stream.item, response))
-            stream.execution.count(stream, response)
+            stream.source.count(stream, response)
             if response.final:
                 ended.append(stream)
         if sent:
@@ -417,6 +452,12 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
                 if stream.is_untouched:
                     self.table.close(stream)
         self.table.watch()
+
+    def timing(self, item: Pending, now_s: float) -> Timing:
+        """Returns the times of a response that leaves now: its inference began with its batch's."""
+        infer_ns = time.perf_counter_ns() - self.begin_ns
+        waited_ns = int((now_s - item.enqueued_s) * 1e9) - infer_ns - self.input_ns
+        return Timing(max(waited_ns, 0), self.input_ns, infer_ns, 0, self.batch.size)
 
     def count(self, stream: Stream, response: Response) -> None:
         """Counts a response that leaves, and with the final one its item."""

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
-from qinfer.models.config.config import from_json, to_spec
-from qinfer.models.dependents import labels_of
+from qinfer.models.config.config import from_json, to_json, to_spec
+from qinfer.models.dependents import has_decoupled_step, labels_of
 from qinfer.models.installation import Guard, Snapshot
 from qinfer.models.readiness import PENDING_REASON, Capacity, ModelStatus, assess, capacity_of, is_placed
 from qinfer.models.routes import Routes, lanes_of
@@ -251,7 +251,12 @@ class Catalog:
             ModelNotReady: As `resolve`.
         """
         self.resolve(model, version)
-        return self._specs[model][0].config
+        stored, spec = self._specs[model]
+        if not spec.steps:
+            return stored.config
+        config = from_json(stored.config)
+        config.model_transaction_policy.decoupled = spec.decoupled
+        return to_json(config)
 
     def is_server_ready(self) -> bool:
         """Tells whether the store was read and every model is READY: Triton's strict readiness (reference §1.3).
@@ -291,7 +296,7 @@ class Catalog:
                 _offer(served, last, status)
             for version in status.loadable_versions:
                 last, wait_s = self._view.accepting.get((model, version)), waits_s.get((model, version), 0.0)
-                if last is None or (last.generation, last.wait_s) != (newest, wait_s):
+                if last is None or (last.generation, last.wait_s) != (newest, wait_s) or last.spec is not spec:
                     last = _served(spec, version, newest, wait_s)
                 _offer(accepting, last, status)
         self._specs = specs
@@ -342,10 +347,15 @@ class Catalog:
         if stored is None or stored.error or stored.pending:
             return None
         known = self._specs.get(stored.model)
-        if known is not None and known[0] == stored:
+        known = known if known is not None and known[0] == stored else None
+        if known is not None and not stored.uses:
             return known[1]
         try:
-            return to_spec(from_json(stored.config), self._limits, labels_of(stored, others))
+            is_decoupled = has_decoupled_step(stored, others)
+            if known is not None and known[1].decoupled == is_decoupled:
+                return known[1]
+            spec = to_spec(from_json(stored.config), self._limits, labels_of(stored, others))
+            return replace(spec, decoupled=is_decoupled) if spec.steps else spec
         except QinferError as error:  # written by a newer qinfer: one model must not take the others down
             if self._unusable.get(stored.model) != stored:
                 self._unusable[stored.model] = stored

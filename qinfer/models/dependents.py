@@ -5,6 +5,7 @@ ensemble that does (`unload_dependents`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -119,6 +120,20 @@ def labels_of(model: StoredModel, stored: Mapping[str, StoredModel]) -> dict[str
             passed.update((tensor, of_step[output]) for output, tensor in step.outputs.items() if output in of_step)
         labels[one.model] = passed | one.labels
     return labels[model.model]
+
+
+def has_decoupled_step(ensemble: StoredModel, stored: Mapping[str, StoredModel]) -> bool:
+    """Tells whether a model that an ensemble uses, itself or through others, is decoupled, so that it is, too."""
+    names = [use.model for use in ensemble.uses]
+    for name in names:
+        names += [use.model for use in stored[name].uses if use.model not in names] if name in stored else []
+    used = [stored[name] for name in names if name in stored]
+    return any(_says_decoupled(one.config) for one in used if one.config and not (one.uses or one.error))
+
+
+@lru_cache(maxsize=1024)
+def _says_decoupled(config: str) -> bool:
+    return bool(from_json(config).model_transaction_policy.decoupled)
 
 
 def missing_uses(models: Sequence[StoredModel], known: Collection[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Comparison of an ensemble with the models of its steps: tensors, datatypes, shapes and batch sizes. Pure.
 
-Rules and texts are those of Triton's `ValidateEnsembleConfig` (core `src/ensemble_utils.cc`), but for decoupled and
-stateful models, which this server refuses as steps.
+Rules and texts are those of Triton's `ValidateEnsembleConfig` (core `src/ensemble_utils.cc`), but for stateful models,
+which this server refuses as steps.
 """
 
 from collections.abc import Sequence
@@ -52,13 +52,43 @@ def is_like(dims: Sequence[int], others: Sequence[int]) -> bool:
     )  # Triton's CompareDimsWithWildcard
 
 
+def origin_of(ensemble: str, model: str, origins: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Returns the decoupled steps that the inputs of a step come from, or the outputs of the ensemble.
+
+    Args:
+        ensemble: The ensemble's name.
+        model: The name of the step's model, or the ensemble's again for its outputs.
+        origins: The decoupled steps that each of the tensors comes from.
+
+    Raises:
+        ModelLoadFailed: They come from different ones.
+    """
+    first = next(iter(origins), ())
+    if any(origin != first for origin in origins):
+        raise ModelLoadFailed(
+            f"in ensemble {ensemble}, step of model '{model}' receives inputs originated from different decoupled "
+            "models"
+        )
+    return first
+
+
+def check_settings(ensemble: ModelSpec) -> None:
+    """Checks what an ensemble may not be, now that it is known of what kind it is.
+
+    Raises:
+        ModelLoadFailed: Its responses are to be cached or its requests to be split, and it is decoupled.
+    """
+    if ensemble.decoupled and ensemble.is_cached:
+        raise ModelLoadFailed(
+            f"Response Cache does not currently support model {ensemble.name} with 'decoupled' transaction policy. "
+            "Please disable the response cache."
+        )
+    if ensemble.decoupled and ensemble.splits:
+        raise ModelLoadFailed("parameter 'qinfer.split' is not for decoupled models; remove it")
+
+
 def _check_kind(ensemble: ModelSpec, model: ModelSpec) -> None:
     """Refuses models that can't be a step."""
-    if model.decoupled:
-        raise ModelLoadFailed(
-            f"in ensemble {ensemble.name}, model {model.name} is decoupled, and this server runs no decoupled model as "
-            "a step; a model of the backend 'python' can call it"
-        )
     if model.is_stateful:
         raise ModelLoadFailed(
             f"in ensemble {ensemble.name}, model {model.name} keeps state from request to request, and this server "

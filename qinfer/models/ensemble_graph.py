@@ -4,16 +4,20 @@
 
 Pure: a `Flow` says which steps may run now and forgets tensors that nobody needs any more; somebody else runs them.
 Steps whose outputs no wanted output depends on are left out, as in Triton.
+
+Decoupled steps part an ensemble into *stages*: the steps before the first of them, those behind it, and so on. The
+configuration can't be otherwise: no step reads tensors of two decoupled ones, or of one and of none. Each response
+of the step that ends a stage is the beginning of a flow through the next stage.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.ensembles import runnable
-from qinfer.models.ensemble_checks import check_steps, is_like
+from qinfer.models.ensemble_checks import check_settings, check_steps, is_like, origin_of
 from qinfer.models.spec import EnsembleStep, ModelSpec
 
 MAX_STEPS = 1000
@@ -21,6 +25,9 @@ MAX_STEPS = 1000
 
 MAX_NESTING = 32
 """The most ensembles within one another."""
+
+MAX_DECOUPLED = 32
+"""The most decoupled steps behind one another."""
 
 _MAX_WAYS = 64
 
@@ -49,6 +56,7 @@ class PlanStep:
         inputs: (input of the model, tensor of the plan), by the model's inputs.
         outputs: Output of the model → tensor of the plan.
         within: Positions in `Plan.nested` of the ensembles that it belongs to, outermost first.
+        stage: How many decoupled steps are before it.
     """
 
     model: ModelSpec
@@ -56,6 +64,7 @@ class PlanStep:
     inputs: tuple[tuple[str, str], ...]
     outputs: Mapping[str, str]
     within: tuple[int, ...] = ()
+    stage: int = 0
 
 
 class Nested(NamedTuple):
@@ -71,13 +80,13 @@ class Nested(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """The way to some outputs.
+    """The way to some outputs, in one stage.
 
     Attributes:
         lacks: The steps that are needed → how many tensors each reads.
         readers: Tensor → the steps that read it.
         counts: Tensor → how many steps and wanted outputs need it.
-        wanted: (output, tensor).
+        wanted: (output, tensor); none but in the last stage.
     """
 
     lacks: Mapping[int, int]
@@ -90,42 +99,45 @@ class Plan:
     """The steps of an ensemble version; made by `plan`.
 
     Attributes:
-        spec: The ensemble's configuration.
+        spec: The ensemble's configuration; it is decoupled if one of its steps is, whatever it says.
         steps: The steps, in the order of the configuration.
         nested: The ensembles within it.
         inputs: Input of the ensemble → tensor of the plan.
         absent: Tensors that never exist: optional inputs of ensembles within it that get nothing.
+        last_stage: How many decoupled steps it has; their outputs go from one to the next.
     """
 
     def __init__(self, spec: ModelSpec, planner: "_Planner", names: Mapping[str, str]) -> None:
-        self.spec = spec
+        self.last_stage = max([len(planner.origins[names[tensor.name]]) for tensor in spec.outputs], default=0)
+        self.spec = replace(spec, decoupled=self.last_stage > 0)
         self.steps = tuple(planner.steps)
         self.nested = tuple(planner.nested)
         self.inputs = {tensor.name: names[tensor.name] for tensor in spec.inputs}
         self.absent = tuple(planner.absent)
         self._outputs = {tensor.name: names[tensor.name] for tensor in spec.outputs}
         self._writer = {tensor: number for number, step in enumerate(self.steps) for tensor in step.outputs.values()}
-        self._ways: dict[tuple[str, ...], _Way] = {}
+        self._ways: dict[tuple[str, ...], tuple[_Way, ...]] = {}
 
     @property
     def versions(self) -> frozenset[tuple[str, int]]:
         """The (model, version) of every step."""
         return frozenset((step.model.name, step.version) for step in self.steps)
 
-    def flow(self, outputs: tuple[str, ...]) -> "Flow[Any]":
-        """Begins the way of a request.
+    def flow(self, outputs: tuple[str, ...], stage: int = 0) -> "Flow[Any]":
+        """Begins the way of a request, or of a response of a decoupled step.
 
         Args:
             outputs: Names of the outputs that are wanted; empty = all.
+            stage: The stage that it goes through.
         """
-        way = self._ways.get(outputs)
-        if way is None:
+        ways = self._ways.get(outputs)
+        if ways is None:
             if len(self._ways) >= _MAX_WAYS:
                 self._ways.clear()
-            way = self._ways[outputs] = self._way(outputs)
-        return Flow(self, way)
+            ways = self._ways[outputs] = self._find_ways(outputs)
+        return Flow(self, ways[stage])
 
-    def _way(self, outputs: tuple[str, ...]) -> _Way:
+    def _find_ways(self, outputs: tuple[str, ...]) -> tuple[_Way, ...]:
         wanted = tuple((name, self._outputs[name]) for name in outputs or self._outputs)
         steps, left = set[int](), [tensor for _, tensor in wanted]
         while left:
@@ -133,6 +145,13 @@ class Plan:
             if number is not None and number not in steps:
                 steps.add(number)
                 left += [tensor for _, tensor in self.steps[number].inputs]
+        in_stages: list[list[int]] = [[] for _ in range(self.last_stage + 1)]
+        for number in steps:
+            in_stages[self.steps[number].stage].append(number)
+        *earlier, last = in_stages
+        return (*(self._way(of_stage, ()) for of_stage in earlier), self._way(last, wanted))
+
+    def _way(self, steps: Collection[int], wanted: tuple[tuple[str, str], ...]) -> _Way:
         readers: dict[str, list[int]] = {}
         for number in sorted(steps):
             for tensor in sorted({tensor for _, tensor in self.steps[number].inputs}):
@@ -149,6 +168,8 @@ class Plan:
 
 class Flow(Generic[T]):
     """The way of one request: `start`, then for each step that may run `take`, and `put` when it has run.
+
+    One through a later stage begins with `receive` instead.
 
     Args:
         plan: The plan.
@@ -171,6 +192,13 @@ class Flow(Generic[T]):
         plan = self._plan
         tensors: dict[str, T | None] = {tensor: given.get(name) for name, tensor in plan.inputs.items()}
         return self._add({**tensors, **dict.fromkeys(plan.absent)})
+
+    def receive(self, number: int, outputs: Mapping[str, T]) -> list[int]:
+        """Begins with a response of the decoupled step before this stage; returns the steps that may run.
+
+        Outputs that it lacks are to the steps what optional inputs are that a request leaves out.
+        """
+        return self._add({tensor: outputs.get(name) for name, tensor in self._plan.steps[number].outputs.items()})
 
     def take(self, number: int) -> Iterator[tuple[str, T]]:
         """Yields (input, tensor) of a step that may run, and forgets tensors that nobody else needs."""
@@ -248,13 +276,23 @@ def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
     """
     planner = _Planner(resolve)
     names = planner.add(spec, {}, (spec.name,), ())
-    return Plan(spec, planner, names)
+    made = Plan(spec, planner, names)
+    check_settings(made.spec)
+    return made
 
 
 class _Planner:
-    """Collects the steps of an ensemble and of those within it."""
+    """Collects the steps of an ensemble and of those within it.
+
+    Attributes:
+        steps: The steps.
+        nested: The ensembles within it.
+        absent: Tensors that never exist.
+        origins: Tensor → the positions of the decoupled steps that it comes from, in their order.
+    """
 
     def __init__(self, resolve: Callable[[EnsembleStep], Resolved]) -> None:
+        self.origins: dict[str, tuple[int, ...]] = {}
         self.steps: list[PlanStep] = []
         self.nested: list[Nested] = []
         self.absent: list[str] = []
@@ -281,35 +319,49 @@ class _Planner:
                 )
         check_steps(spec, [one.spec for one in resolved])
         prefix = f"{len(self.nested)}/"
+        origin = next((self.origins[tensor] for tensor in names.values()), ())
         given = [_name(names, i.name, prefix) for i in spec.inputs if i.name not in names]
+        self.origins.update(dict.fromkeys(given, origin))
         if within:
             self.absent += given
         # Ensembles within are added when their inputs have names, so in the order of the data.
         for step, one in _in_order(spec, resolved):
+            mapped = {name: _name(names, tensor, prefix) for name, tensor in step.inputs.items()}
+            origin = origin_of(spec.name, one.spec.name, [self.origins[tensor] for tensor in mapped.values()])
             if not one.spec.steps:
-                self._add_step(step, one, names, prefix, within)
+                outputs = {name: _name(names, tensor, prefix) for name, tensor in step.outputs.items()}
+                self._add_step(one, mapped, outputs, within, origin)
                 continue
             self.nested.append(Nested(one.spec.name, one.version))
-            mapped = {name: _name(names, tensor, prefix) for name, tensor in step.inputs.items()}
             inner = self.add(one.spec, mapped, (*path, one.spec.name), (*within, len(self.nested) - 1))
             names.update((tensor, inner[output]) for output, tensor in step.outputs.items())
+        origin_of(spec.name, spec.name, [self.origins[names[output.name]] for output in spec.outputs])
         return names
 
     def _add_step(
-        self, step: EnsembleStep, one: Resolved, names: dict[str, str], prefix: str, within: tuple[int, ...]
+        self,
+        one: Resolved,
+        inputs: Mapping[str, str],
+        outputs: Mapping[str, str],
+        within: tuple[int, ...],
+        origin: tuple[int, ...],
     ) -> None:
         if len(self.steps) >= MAX_STEPS:
             raise ModelLoadFailed(
                 f"the ensemble has more than {MAX_STEPS} steps, those of ensembles within it included"
             )
-        inputs = [(i.name, step.inputs[i.name]) for i in one.spec.inputs if i.name in step.inputs]
+        made_by = (*origin, len(self.steps)) if one.spec.decoupled else origin
+        if len(made_by) > MAX_DECOUPLED:
+            raise ModelLoadFailed(f"more than {MAX_DECOUPLED} decoupled steps of the ensemble are behind one another")
+        self.origins.update(dict.fromkeys(outputs.values(), made_by))
         self.steps.append(
             PlanStep(
                 model=one.spec,
                 version=one.version,
-                inputs=tuple((name, _name(names, tensor, prefix)) for name, tensor in inputs),
-                outputs={name: _name(names, tensor, prefix) for name, tensor in step.outputs.items()},
+                inputs=tuple((i.name, inputs[i.name]) for i in one.spec.inputs if i.name in inputs),
+                outputs=outputs,
                 within=within,
+                stage=len(origin),
             )
         )
 

@@ -241,6 +241,7 @@ class ModelSpec:
         cached_for_all: A cached response serves other tenants, too.
         config_json: The whole configuration, in the dialect of `GET …/config`; only backend `python` has use for it.
         steps: What an ensemble runs in place of a backend; empty = it is none.
+        max_inflight: Of one request, so many responses of a decoupled step may be in the steps behind it at once.
         batch_inputs: Inputs of the model file that are made of the shapes of a batch's requests.
         batch_outputs: Outputs that are cut by the shapes of an input.
         splits: A request of more than `max_batch_size` rows is executed in parts, instead of being refused.
@@ -272,6 +273,7 @@ class ModelSpec:
     cached_for_all: bool = False
     config_json: str = ""
     steps: tuple[EnsembleStep, ...] = ()
+    max_inflight: int = 0
     batch_inputs: tuple[BatchInputSpec, ...] = ()
     batch_outputs: tuple[BatchOutputSpec, ...] = ()
     splits: bool = False

@@ -5,7 +5,7 @@ Models, all FP32[2] with at most 8 rows: `scale` multiplies `x` by a number and 
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from onnx import helper
 from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.backends import registry
+from qinfer.backends.base import BackendFactory
 from qinfer.core.settings import RepositorySettings, Settings, StoreSettings, WorkerSettings
 from qinfer.models.control import ModelControl
 from qinfer.models.repository.open import open_repositories
@@ -96,6 +97,7 @@ class EnsemblesServed:
         store: What workers report, and what they should be.
         client: Calls its HTTP.
         stub: Calls its gRPC.
+        factory: Makes the backends of workers that start from now on.
     """
 
     def __init__(self, repository: Path, database: Database, tasks: asyncio.TaskGroup) -> None:
@@ -110,6 +112,7 @@ class EnsemblesServed:
         self.client: httpx.AsyncClient
         self.stub: Any
         self.workers: dict[str, Worker] = {}
+        self.factory: Callable[[str], BackendFactory] = registry.factory
 
     async def sync(self) -> list[SyncedModel]:
         """Makes the desired state what the repository holds."""
@@ -121,7 +124,7 @@ class EnsemblesServed:
         stores = StoreSettings(allow=("file:///",))
         settings = Settings(redis=self._database.settings, worker=WorkerSettings(**options), stores=stores)
         queue = await self._database.delivery()
-        loader = Loader(self._files.version_dir, registry.factory, queue.clock)
+        loader = Loader(self._files.version_dir, self.factory, queue.clock)
         renewals = InlineRenewals(settings, worker_id, os.environ)
         worker = Worker(settings, queue, self._database.store(), loader, worker_id, renewals)
         stop = asyncio.Event()

@@ -54,11 +54,12 @@ SUPPORTED = {
     "sequence_batching.state.data_type": "",
     "sequence_batching.state.dims": "-1 is variable.",
     "sequence_batching.state.initial_state": "Zeros, or a file in the model's directory `initial_state` with one row.",
-    "ensemble_scheduling.step.model_name": "The model of the step; another ensemble, too. Neither decoupled nor with "
-    "sequences.",
+    "ensemble_scheduling.step.model_name": "The model of the step; another ensemble, too; none with sequences.",
     "ensemble_scheduling.step.model_version": "-1 is the highest version that is ready when the ensemble is loaded.",
     "ensemble_scheduling.step.input_map": "Input of the model → tensor of the ensemble.",
     "ensemble_scheduling.step.output_map": "Output of the model → tensor of the ensemble.",
+    "ensemble_scheduling.max_inflight_requests": "Of each request, so many responses of a decoupled step are in the "
+    "steps behind it at once; 16 by default.",
     "instance_group.name": "",
     "instance_group.kind": "KIND_AUTO is a GPU if the installation has one and the backend can use it. KIND_MODEL "
     "leaves the choice of the device to the model, which is started as on a CPU.",
@@ -71,13 +72,13 @@ SUPPORTED = {
     "of this and its number of executions goes first.",
     "default_model_filename": "A path within the version directory.",
     "parameters": "Read by the backends; those that begin with `qinfer.` are listed below.",
-    "model_transaction_policy.decoupled": "A request has 0, 1 or many responses.",
+    "model_transaction_policy.decoupled": "A request has 0, 1 or many responses; an ensemble is decoupled if one of "
+    "its steps is, whatever it says.",
     "response_cache.enable": "Needs `QINFER_CACHE__CONFIG`; not for decoupled models and those with sequences.",
     "model_warmup": "Zeros, random data, or a file in the model's directory `warmup` with one row.",
 }
 
 HINTS = {
-    "ensemble_scheduling.max_inflight_requests": "Bounds what decoupled steps produce, and there are none.",
     "sequence_batching.state.use_same_buffer_for_input_output": "States are passed from one buffer to another.",
     "sequence_batching.state.use_growable_memory": "Each step has a buffer of the size of its state.",
     "input.format": "The layout of images, on which nothing in qinfer depends.",
@@ -301,9 +302,8 @@ def _warmup_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def _stream_problems(config: ModelConfig) -> Iterator[str]:
-    is_decoupled = config.model_transaction_policy.decoupled
-    if is_decoupled and config.platform == ENSEMBLE:
-        yield f"ensemble '{config.name}' can't be decoupled: this server runs no decoupled model as a step"
+    # An ensemble is decoupled if one of its steps is, which is not known here.
+    is_decoupled = config.model_transaction_policy.decoupled or config.platform == ENSEMBLE
     if STREAM_RESUME in config.parameters and not is_decoupled:
         yield f"parameter '{STREAM_RESUME}' is for decoupled models; set 'decoupled: true', or remove it"
 

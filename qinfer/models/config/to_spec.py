@@ -101,6 +101,7 @@ def to_spec(
         cached_for_all=parameters.get(CACHE_SCOPE) == "all",
         config_json=to_json(config) if config.backend == "python" else "",
         steps=to_steps(config),
+        max_inflight=config.ensemble_scheduling.max_inflight_requests,
         batch_inputs=to_batch_inputs(config),
         batch_outputs=to_batch_outputs(config),
         splits=parameters.get(SPLIT) == "true",

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from qinfer.models.config.config import parse, to_json
-from qinfer.models.dependents import in_order, labels_of, unneeded, users_of, uses_of
+from qinfer.models.dependents import has_decoupled_step, in_order, labels_of, unneeded, users_of, uses_of
 from qinfer.models.readiness import assess
 from qinfer.models.state import Desired, State, StoredModel, Use, VersionState, WorkerRecord
 
@@ -101,3 +101,14 @@ def test_what_nobody_needs_any_more(dependent: tuple[str, ...], loaded: tuple[st
     wishes = {name: Desired(name, 1, load=name in loaded, dependent=name in dependent) for name in STORED}
 
     assert sorted(unneeded("outer", wishes, STORED)) == expected
+
+
+def test_ensembles_with_decoupled_steps() -> None:
+    """Whatever they say themselves, and however deep the step is."""
+    says = '{"model_transaction_policy":{"decoupled":true}}'
+    liar = msgspec.structs.replace(INNER, model="liar", config=says)
+
+    assert not any(has_decoupled_step(one, STORED) for one in (INNER, OUTER, liar))
+
+    known = STORED | {"step": msgspec.structs.replace(STEP, config=says)}
+    assert all(has_decoupled_step(one, known) for one in (INNER, OUTER, liar))

@@ -1,12 +1,13 @@
 """Mistakes in ensembles, and between ensembles and their steps, are told with Triton's texts."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import from_json, normalise, parse, to_json, to_spec
-from qinfer.models.ensemble_graph import MAX_NESTING, MAX_STEPS, Plan, Resolved, fit, plan
+from qinfer.models.ensemble_graph import MAX_DECOUPLED, MAX_NESTING, MAX_STEPS, Plan, Resolved, fit, plan
 from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
 
 HEAD = """
@@ -80,10 +81,6 @@ def test_an_ensemble_is_accepted() -> None:
             "output 'OUT' for ensemble 'e' is not written; ensemble tensor 'mid' is unused in ensemble 'e'",
         ),
         (scheduling(FIRST, SECOND, FIRST.replace("mid", "more")), "ensemble tensor 'more' is unused in ensemble 'e'"),
-        (
-            scheduling(FIRST, SECOND) + "model_transaction_policy { decoupled: true }",
-            "ensemble 'e' can't be decoupled",
-        ),
     ],
 )  # fmt: skip
 def test_mistakes_of_a_configuration(text: str, message: str) -> None:
@@ -130,7 +127,6 @@ def test_steps_that_wait_for_one_another() -> None:
             "in ensemble e, ensemble tensor mid: inconsistent shape: [-1,3] is inferred from model a while [-1,2] is "
             "inferred from model b",
         ),
-        (model("a", decoupled=True), "in ensemble e, model a is decoupled"),
     ],
 )
 def test_steps_that_do_not_fit(a: ModelSpec, message: str) -> None:
@@ -192,6 +188,73 @@ def test_an_optional_input_that_nobody_gives() -> None:
     (number,) = flow.start({"IN": 1})
 
     assert dict(flow.take(number)) == {"x": 1}
+
+
+def two_sources(merges: bool) -> ModelSpec:  # noqa: FBT001 - a parameter of tests
+    """Returns an ensemble of two decoupled steps side by side: a third one reads both, or both are outputs."""
+    steps = [EnsembleStep(name, 0, {"x": "IN"}, {"y": tensor}) for name, tensor in (("a", "OUT"), ("b", "mid"))]
+    outputs = [TensorSpec(name=name, datatype="FP32", dims=(2,)) for name in ("OUT", "mid")]
+    if merges:
+        steps.append(EnsembleStep("c", 0, {"x": "OUT", "z": "mid"}, {"y": "end"}))
+        outputs = [TensorSpec(name="end", datatype="FP32", dims=(2,))]
+    spec = normal(scheduling(FIRST, SECOND))
+    return replace(spec, steps=tuple(steps), outputs=tuple(outputs))
+
+
+@pytest.mark.parametrize(("merges", "at"), [(True, "c"), (False, "e")])
+@pytest.mark.parametrize("both", [True, False])
+def test_tensors_of_different_decoupled_steps_do_not_meet(merges: bool, at: str, both: bool) -> None:  # noqa: FBT001
+    """Nor do those of a decoupled step and of none: nobody knows which of them belong together."""
+    inputs = tuple(TensorSpec(name=name, datatype="FP32", dims=(2,)) for name in "xz")
+    models = model("a", decoupled=True), model("b", decoupled=both), model("c", inputs=inputs)
+
+    with pytest.raises(ModelLoadFailed) as raised:
+        planned(two_sources(merges), *models)
+
+    text = f"in ensemble e, step of model '{at}' receives inputs originated from different decoupled models"
+    assert raised.value.message == text
+
+
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_an_ensemble_is_decoupled_if_a_step_is(said: bool, is_decoupled: bool) -> None:  # noqa: FBT001
+    """Whatever its configuration says, as in Triton."""
+    text = scheduling(FIRST, SECOND) + f"model_transaction_policy {{ decoupled: {str(said).lower()} }}"
+
+    made = planned(normal(text), model("a"), model("b", decoupled=is_decoupled))
+
+    assert made.spec.decoupled == is_decoupled
+
+
+def test_the_stages_of_an_ensemble_within_another() -> None:
+    inner = model("a", backend="", steps=(EnsembleStep("c", 0, {"x": "x"}, {"y": "y"}),))
+
+    made = planned(normal(scheduling(SECOND, FIRST)), inner, model("b", decoupled=True), model("c", decoupled=True))
+
+    assert [(step.model.name, step.stage) for step in made.steps] == [("c", 0), ("b", 1)]
+    assert made.last_stage == 2
+
+
+def test_too_many_decoupled_steps() -> None:
+    tensors = ["IN", *map(str, range(MAX_DECOUPLED)), "OUT"]
+    steps = tuple(EnsembleStep("a", 0, {"x": i}, {"y": o}) for i, o in pairwise(tensors))
+
+    with pytest.raises(ModelLoadFailed, match=f"more than {MAX_DECOUPLED} decoupled steps"):
+        planned(replace(normal(scheduling(FIRST, SECOND)), steps=steps), model("a", decoupled=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("response_cache { enable: true }", "Response Cache does not currently support model e with 'decoupled' trans"),
+        ('parameters { key: "qinfer.split" value { string_value: "true" } }', "'qinfer.split' is not for decoupled"),
+    ],
+)
+def test_settings_that_decoupled_ensembles_can_not_have(settings: str, message: str) -> None:
+    spec = normal(scheduling(FIRST, SECOND) + settings)
+
+    with pytest.raises(ModelLoadFailed, match=message):
+        planned(spec, model("a", decoupled=True), model("b"))
 
 
 @pytest.mark.parametrize(

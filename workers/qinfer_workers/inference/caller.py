@@ -287,7 +287,14 @@ class Caller:
             self._background.append(self._tasks.create_task(self._catalog.run()))
 
     def submit_step(
-        self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float, *, cached: bool = True
+        self,
+        step: PlanStep,
+        request: InferRequest,
+        sink: Sink,
+        timeout_s: float,
+        *,
+        cached: bool = True,
+        near: bool = True,
     ) -> "Submitted":
         """Submits a step of an ensemble; on the event loop, after `follow`.
 
@@ -297,6 +304,7 @@ class Caller:
             sink: Takes the answer.
             timeout_s: From now to its deadline.
             cached: Whether the response may be a cached one, or become one.
+            near: Whether it may take the short cut.
 
         Raises:
             QinferError: It is refused.
@@ -311,13 +319,16 @@ class Caller:
         request.generation = 0
         timeout_s = min(timeout_s, served.spec.max_timeout_s)
         try:
-            pending = self._submission.submit_near(served, request, sink, timeout_s, self.local)
+            if near:
+                pending = self._submission.submit_near(served, request, sink, timeout_s, self.local)
+            else:
+                pending = self._submission.submit(served, request, sink, timeout_s)
         except QinferError:
             raise
         except Exception:  # the boundary, as in `_submit`
             logger.exception("step failed")
             raise _unexpected() from None
-        self._called(served.lane)
+        self.local.called(served.lane)
         return Submitted(self._submission.pending, pending, self.local)
 
     def is_target(self, model: str, version: int) -> bool:
@@ -479,6 +490,20 @@ class Caller:
             self.credited(decode_credits(blob))
         except CorruptEntry:
             logger.exception("credits dropped: they can't be decoded")
+
+
+class FarSteps(NamedTuple):
+    """The way of steps that take no short cut.
+
+    Attributes:
+        caller: Submits them.
+    """
+
+    caller: Caller
+
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> "Submitted":
+        """Submits a step; see `Caller.submit_step`."""
+        return self.caller.submit_step(step, request, sink, timeout_s, near=False)
 
 
 class Submitted(NamedTuple):

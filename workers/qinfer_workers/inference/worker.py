@@ -29,9 +29,9 @@ from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
 from qinfer.queue.resources import Resources
 from qinfer.submission.response_cache import ResponseCache
-from qinfer_workers.inference.caller import Caller
+from qinfer_workers.inference.caller import Caller, FarSteps
 from qinfer_workers.inference.cancels import CancelWatch
-from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher, NestedCounts, NoInstances
+from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher, NestedCounts, NoInstances, Ways
 from qinfer_workers.inference.ensembles.local import LocalSteps
 from qinfer_workers.inference.ensembles.plans import Planner
 from qinfer_workers.inference.executor import ThreadExecutor
@@ -100,6 +100,8 @@ class Worker:
         self.catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
         """Set while the worker quiesces and until it resumes: only models that executing batches call go on."""
+        self._is_ending = False
+        """Set while the worker quiesces to end: the requests of ensembles that are here end, too."""
         self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = ShardService(settings, queue, self._keeper, worker_id)
         self._planner = Planner(store, settings.limits)
@@ -117,7 +119,7 @@ class Worker:
             self._heartbeat.tallies = (self._publisher.durations, self._bulk.counts, self._nested, self._cached)
             self._intake = Intake(self._queue, self._publisher, self._settings.max_deliveries)
             self._caller = self._open_caller(tasks)
-            self._local = LocalSteps(self._publisher, self._queue.clock, self._plain_batcher)
+            self._local = LocalSteps(self._publisher, self._queue.clock, self._plain_batcher, self._step_called)
             self._caller.go_short(self._local)
             self._streams = self._open_streams()
             parts = Parts(self._queue, self._keeper, self._publisher, tasks, self._store, self._settings, self._id)
@@ -237,7 +239,12 @@ class Worker:
             self._bulk.serve(serving.batcher, loaded)
             return
         batcher = EnsembleBatcher(
-            model, plan, clock=self._queue.clock, outlet=self._publisher, steps=self._caller, nested=self._nested
+            model,
+            plan,
+            clock=self._queue.clock,
+            outlet=self._publisher,
+            ways=Ways(near=self._caller, far=FarSteps(self._caller)),
+            nested=self._nested,
         )
         self._begin((model.spec.name, model.version), batcher, serving)
         self._step_pins.changed()
@@ -250,8 +257,7 @@ class Worker:
 
     def _steps(self) -> dict[Key, str]:
         """Returns the model versions that ensembles run here, whatever these execute."""
-        batchers = [serving.batcher for serving in self._servings()]
-        return {key: "" for batcher in batchers if isinstance(batcher, EnsembleBatcher) for key in batcher.versions}
+        return {key: "" for batcher in self._ensembles() for key in batcher.versions}
 
     def _begin(self, key: Key, batcher: LaneBatcher, before: Serving | None) -> None:
         """Begins a serving, in place of one of another kind if there is any."""
@@ -410,7 +416,9 @@ class Worker:
             for key, serving in list(self._serving.items()):
                 try:
                     await serving.find_leftovers(self._queue)
-                    if await self._has_suspects(serving):
+                    if isinstance(serving.batcher, EnsembleBatcher):
+                        await self._begin_again(serving, serving.batcher)
+                    elif await self._has_suspects(serving):
                         await self._run_suspects(key, serving)
                 except QinferError as error:
                     reasons.append(error.message)
@@ -418,6 +426,15 @@ class Worker:
                 outage.failed(reason)
             if not reasons:
                 outage.over()
+
+    async def _begin_again(self, serving: Serving, batcher: EnsembleBatcher) -> None:
+        """Begins the requests of an ensemble anew that dead workers held.
+
+        They execute nothing, and what their steps are is counted there; to wait for them would be to wait for steps, of
+        which some may be among the suspects that are looked for after this.
+        """
+        while batcher.has_room and (suspects := await self._next_suspect(serving)):
+            batcher.admit(suspects)
 
     async def _has_suspects(self, serving: Serving) -> bool:
         """Tells whether there is anything to reclaim, and leaves it where it is.
@@ -492,21 +509,48 @@ class Worker:
                     serving.batcher.resume()
 
     async def _quiesce(self) -> None:
-        """Pauses all models and waits until nothing executes; a model that a batch calls is paused after the batch."""
+        """Pauses all models and waits until nothing executes; a model that a batch calls is paused after the batch.
+
+        Requests of ensembles that are here wait for their next steps, unless the worker is to end.
+        """
         self._is_quiescing = True
         if self._leaving:
             await asyncio.wait(self._leaving)
-        while moving := {key: serving for key, serving in self._serving.items() if not serving.is_still}:
+        while moving := {key: serving for key, serving in self._serving.items() if not self._is_still(serving)}:
             first = [serving for key, serving in moving.items() if not self._caller.is_target(*key)]
             async with asyncio.TaskGroup() as pauses:
                 for serving in first or moving.values():  # models that call one another can't wait for one another
-                    pauses.create_task(self._pause(serving))
+                    pauses.create_task(self._hold(serving) if self._is_held(serving) else self._pause(serving))
+
+    def _is_held(self, serving: Serving) -> bool:
+        """Tells whether a serving is not waited for, as it executes nothing: its requests go on afterwards."""
+        return isinstance(serving.batcher, EnsembleBatcher) and not self._is_ending
+
+    def _is_still(self, serving: Serving) -> bool:
+        if not self._is_held(serving):
+            return serving.is_still
+        return serving.batcher.paused and serving.quiet.is_set() and not serving.reads.open
+
+    def _ensembles(self) -> list[EnsembleBatcher]:
+        return [one.batcher for one in self._servings() if isinstance(one.batcher, EnsembleBatcher)]
+
+    def _step_called(self, lane: Lane) -> None:
+        """Resumes a model for a step of an ensemble: in the end, or because an executing batch calls the ensemble."""
+        if self._is_quiescing and (self._is_ending or not all(batcher.paused for batcher in self._ensembles())):
+            self._called(lane)
 
     def _called(self, lane: Lane) -> None:
         """Resumes a model that an executing batch calls, if it was paused already."""
         serving = self._serving.get((lane.model, lane.version))
         if self._is_quiescing and serving is not None:
             serving.batcher.resume()
+
+    async def _hold(self, serving: Serving) -> None:
+        """Has an ensemble take no more requests; those that are here go on when their steps are answered."""
+        assert isinstance(serving.batcher, EnsembleBatcher), "others are paused"
+        serving.batcher.hold()
+        await serving.quiet.wait()
+        await serving.reads.stop()
 
     async def _pause(self, serving: Serving) -> None:
         await serving.batcher.pause()
@@ -544,6 +588,7 @@ class Worker:
         """Ends what executes of plain models, and fetches nothing more."""
         async with self._exclusive:
             await self._bulk.pause()
+            self._is_ending = True
             await self._quiesce()
             await self._streams.ended()
             # What the streams called has resumed.

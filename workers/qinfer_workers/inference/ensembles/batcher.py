@@ -4,12 +4,13 @@
 
 A request that waits for its steps has no instance and no thread. How many are held is bounded, by number and by bytes,
 so that a worker's memory is. Steps of ensembles within ensembles are steps of the outer one: no request waits for
-another's place here.
+another's place here. The responses of decoupled ensembles leave one by one, by a stream (`streams`).
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from qinfer.batching.batcher import LoadedModel, Outlet
 from qinfer.batching.execution import Execution, Pending, Responder
@@ -18,9 +19,13 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, Response, Timing
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, OutputMismatch, QinferError
 from qinfer.models.ensemble_graph import Plan
+from qinfer.observe.responses import end_of
 from qinfer.observe.stats import ModelCounts, StatsTally
 from qinfer.queue.entries import Lane
 from qinfer_workers.inference.ensembles.run import Outcome, Run, Spent, Steps
+from qinfer_workers.inference.ensembles.streams import StreamedResponses
+from qinfer_workers.inference.ensembles.traces import RunTrace
+from qinfer_workers.inference.tracing import Spans
 
 MAX_REQUESTS = 256
 """The most requests of one ensemble version that a worker holds."""
@@ -73,6 +78,18 @@ class NoInstances:
         """Has nothing to unload."""
 
 
+class Ways(NamedTuple):
+    """The ways of steps to their models.
+
+    Attributes:
+        near: The usual one, which may take the short cut.
+        far: That of requests which a worker held that has died: by the lanes.
+    """
+
+    near: Steps
+    far: Steps
+
+
 class EnsembleBatcher:
     """See the module docstring; the worker sees a `Batcher`.
 
@@ -81,7 +98,7 @@ class EnsembleBatcher:
         plan: What it runs.
         clock: The broker's time, in which deadlines and enqueue times are.
         outlet: Where answers go.
-        steps: Where steps go.
+        ways: Where steps go.
         nested: Where ensembles within it are counted.
 
     Attributes:
@@ -99,14 +116,16 @@ class EnsembleBatcher:
         *,
         clock: ServerClock,
         outlet: Outlet,
-        steps: Steps,
+        ways: Ways,
         nested: NestedCounts,
     ) -> None:
         self._clock = clock
         self._outlet = outlet
-        self._steps = steps
+        self._ways = ways
         self._nested = nested
         self._runs: dict[Pending, Run] = {}
+        self._streamed: dict[Pending, StreamedResponses] = {}
+        self._traces: dict[Pending, RunTrace] = {}
         self._held_bytes = 0
         self._fetchable, self._idle = asyncio.Event(), asyncio.Event()
         self.tally = StatsTally()
@@ -151,8 +170,13 @@ class EnsembleBatcher:
             if item.deadline_s <= now_s:
                 self.fail([item], DeadlineExceeded(TIMED_OUT))
                 continue
-            run = self._runs[item] = Run(item, self._plan, self._steps, self._clock.now_s, self._ended)
+            streamed = self._open_stream(item)
+            # What may have ended a worker is not to do so unseen, under the lease of the ensemble's entry.
+            steps = self._recorded(item, self._ways.far if item.alone else self._ways.near)
+            run = self._runs[item] = Run(item, self._plan, steps, self._clock.now_s, self._ended, streamed)
             self._held_bytes += _nbytes(item)
+            if streamed is not None:
+                streamed.follow(run)
             run.begin()
         self._look()
 
@@ -164,6 +188,11 @@ class EnsembleBatcher:
         """Returns the lanes from which to fetch now: all."""
         return lanes
 
+    @property
+    def has_room(self) -> bool:
+        """Whether more requests are welcome."""
+        return self._fetchable.is_set()
+
     def room(self) -> tuple[int, float]:
         """Tells how many entries to fetch now, and for how many seconds to wait for the first: for ever."""
         return max(MAX_REQUESTS - len(self._runs), 1), NEVER_S
@@ -171,6 +200,10 @@ class EnsembleBatcher:
     def lost(self, item: Pending) -> None:
         """Ends an item whose lease is lost: steps that have not begun are taken out of the queue."""
         item.lose()
+        self._drop(item)
+
+    def _drop(self, item: Pending) -> None:
+        """Ends an item that needs no answer any more."""
         if (run := self._runs.get(item)) is not None:
             run.stop()
             self._forget(item)
@@ -180,10 +213,14 @@ class EnsembleBatcher:
         """Answers items with an error, without executing them."""
         self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
 
-    async def pause(self) -> None:
-        """Asks for no more requests, and returns when those that are here have ended."""
+    def hold(self) -> None:
+        """Asks for no more requests; those that are here go on."""
         self.paused = True
         self._look()
+
+    async def pause(self) -> None:
+        """Asks for no more requests, and returns when those that are here have ended."""
+        self.hold()
         await self._idle.wait()
 
     async def idle(self) -> None:
@@ -195,11 +232,36 @@ class EnsembleBatcher:
         self.paused = False
         self._look()
 
+    def _recorded(self, item: Pending, steps: Steps) -> Steps:
+        """Returns a way of steps that records them, if the item's request is recorded."""
+        spans = self.model.observer
+        trace = spans.ensemble(item, self._plan) if isinstance(spans, Spans) else None
+        if trace is None:
+            return steps
+        self._traces[item] = trace
+        return trace.over(steps)
+
+    def _open_stream(self, item: Pending) -> StreamedResponses | None:
+        """Opens the way of the responses to a request of a decoupled ensemble."""
+        table = self.model.streams
+        if table is None:
+            return None
+        streamed = StreamedResponses(table, item, self._responder, self._count_stream, self._drop)
+        self._streamed[item] = streamed
+        return streamed
+
     def _ended(self, run: Run, item: Pending, outcome: Outcome) -> None:
         """Answers a request that has ended."""
+        if item in self._traces:
+            self._traces[item].ended(outcome if isinstance(outcome, Failure) else None)
+        streamed = self._streamed.get(item)
         self._forget(item)
         self.completed += 1
-        waited_ns = max(int((self._clock.now_s() - item.enqueued_s) * 1e9) - (run.spent.end_ns - run.spent.begin_ns), 0)
+        if streamed is not None:
+            streamed.end(outcome if isinstance(outcome, Failure) else None)
+            self._look()
+            return
+        waited_ns = self._waited_ns(run, item)
         problem = None
         if not isinstance(outcome, Failure):
             problem = self._responder.problem(outcome, item.request.outputs, item.rows)
@@ -220,6 +282,20 @@ class EnsembleBatcher:
         self._outlet.answer([item], [response])
         self._look()
 
+    def _waited_ns(self, run: Run, item: Pending) -> int:
+        lasted_ns = (run.spent.end_ns or time.perf_counter_ns()) - run.spent.begin_ns
+        return max(int((self._clock.now_s() - item.enqueued_s) * 1e9) - lasted_ns, 0)
+
+    def _count_stream(self, run: Run, item: Pending, response: Response) -> None:
+        """Counts a response of a stream, and with the final one its request."""
+        timing = response.timing or Timing()
+        self.tally.responses.responded(response.index, end_of(response), timing.infer_ns)
+        if not response.index and response.failure is None:
+            self.tally.first_response(timing.queue_ns + timing.infer_ns)
+        if response.final:
+            run.spent.end_ns = run.spent.end_ns or time.perf_counter_ns()
+            self._count(run, item, self._waited_ns(run, item), response.failure)
+
     def _count(self, run: Run, item: Pending, waited_ns: int, failure: Failure | None) -> None:
         """Counts a request, and the ensembles within it whose steps have run."""
         begin_s = self._clock.now_s() - (time.perf_counter_ns() - run.spent.begin_ns) / 1e9
@@ -239,6 +315,9 @@ class EnsembleBatcher:
 
     def _forget(self, item: Pending) -> None:
         del self._runs[item]
+        self._streamed.pop(item, None)
+        if item in self._traces:
+            self._traces.pop(item).close()
         self._held_bytes -= _nbytes(item)
 
     def _look(self) -> None:

@@ -39,16 +39,25 @@ class LocalSteps:
         outlet: Where items go that are no steps.
         clock: The broker's time.
         batcher_of: Returns the batcher of a model version of this worker that takes steps, if there is one.
+        called: Told the lane of each step, and again when it goes into its lane after all.
 
     Attributes:
+        called: The same.
         submission: Where answers go, and steps that are given back. To be set before a step is taken.
     """
 
-    def __init__(self, outlet: Outlet, clock: ServerClock, batcher_of: Callable[[str, int], Batcher | None]) -> None:
+    def __init__(
+        self,
+        outlet: Outlet,
+        clock: ServerClock,
+        batcher_of: Callable[[str, int], Batcher | None],
+        called: Callable[[Lane], None] = lambda _: None,
+    ) -> None:
         self.submission: Submission
         self._outlet = outlet
         self._clock = clock
         self._batcher_of = batcher_of
+        self.called = called
         self._call_soon = asyncio.get_running_loop().call_soon
         self._items: dict[str, LocalItem] = {}
         self._taken: dict[Batcher, list[LocalItem]] = {}
@@ -143,6 +152,9 @@ class LocalSteps:
             self.submission.enqueue(item.waiting, item.request, item.lease.entry.lane)
         except QinferError as error:
             self._answer(Response(request_id=item.request.id, failure=Failure.of(error)))
+        else:
+            # Not at once: its batcher is about to pause.
+            self._call_soon(self.called, item.lease.entry.lane)
 
     def _answer(self, response: Response) -> None:
         """Notes an answer; it is delivered with the others of this turn, when no batcher is in the middle of one."""

@@ -1,10 +1,19 @@
 """One request of an ensemble on its way through the steps: no task and no thread, only answers that come.
 
-begin ─▶ submit steps ─▶ (answers) ─▶ stepped ─▶ submit more … ─▶ ended: outputs, or the failure of a step
+    begin ─▶ submit steps ─▶ (answers) ─▶ stepped ─▶ submit more … ─▶ ended: outputs, or the failure of a step
+
+Where a step is decoupled, each of its responses is a `Branch` that goes through the steps behind it:
+
+    branch ─▶ decoupled step ─▶ streamed ─▶ branch, branch, … ─▶ Responses.send, in the order of the step's responses
+
+A response of a decoupled step counts as taken when all that follows from it has left; so its worker's window bounds
+what is here. A failure has its place among the responses, too: those before it leave first.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -17,12 +26,19 @@ from qinfer.models.ensemble_graph import Flow, Plan, PlanStep, fit
 from qinfer.submission.pending import Sink
 from qinfer.tensors import Tensor
 
+MAX_BRANCHES = 16
+"""By default, so many responses of a decoupled step are in the steps behind it at once (`max_inflight_requests`)."""
+
 
 class Submitted(Protocol):
     """A step that was submitted."""
 
     def cancel(self) -> None:
         """Has the step not executed, if it has not begun; its answer will not come."""
+        ...
+
+    def took(self, nbytes: int) -> None:
+        """Has the worker of a decoupled step told that so many bytes of its responses more were taken."""
         ...
 
 
@@ -38,8 +54,16 @@ class Steps(Protocol):
         ...
 
 
+class Responses(Protocol):
+    """The way of the responses of a decoupled ensemble, but the failure, or the empty one, that it may end with."""
+
+    def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
+        """Sends a response; false = there is no room yet: `Run.go_on` is to be called when there is."""
+        ...
+
+
 Outcome = tuple[Tensor, ...] | Failure
-"""What a request ends with."""
+"""What a request ends with; no outputs where it is decoupled."""
 
 
 class _Value(msgspec.Struct, frozen=True):
@@ -72,6 +96,47 @@ class Spent(msgspec.Struct):
         return self.input_ns + self.infer_ns + self.output_ns
 
 
+class _Branch:
+    """The way of a request through one stage of the plan, and of what follows from it.
+
+    Attributes:
+        flow: The way.
+        open: The steps that run, by their positions.
+        failure: Why it ends, behind what was before, and the ensembles that the step which failed belongs to.
+        source: The decoupled step that ends the stage, and its position; `None` = it has not begun, or there is none.
+        came: Its responses that have no branch yet.
+        parts: Those that have, in order.
+        nbytes: The size of the response that it begins with.
+        is_last: That response is the last of all.
+    """
+
+    __slots__ = ("came", "failure", "flow", "is_last", "nbytes", "open", "parts", "source")
+
+    def __init__(self, flow: Flow[_Value], nbytes: int = 0, *, is_last: bool = True) -> None:
+        self.flow = flow
+        self.open: dict[int, Submitted] = {}
+        self.failure: tuple[Failure, tuple[int, ...]] | None = None
+        self.source: tuple[int, Submitted] | None = None
+        self.came: deque[Response] = deque()
+        self.parts: deque[_Branch] = deque()
+        self.nbytes = nbytes
+        self.is_last = is_last
+
+    def cancel(self) -> None:
+        """Cancels the steps that run, but not those of its parts."""
+        for submitted in self.open.values():
+            submitted.cancel()
+        self.open.clear()
+
+    def stop(self) -> None:
+        """Cancels everything."""
+        self.cancel()
+        for part in self.parts:
+            part.stop()
+        self.parts.clear()
+        self.came.clear()
+
+
 class Run:
     """See the module docstring.
 
@@ -81,6 +146,7 @@ class Run:
         steps: Where steps go.
         now_s: Returns the broker's time.
         ended: Called once, with the outputs or the failure, unless it is stopped.
+        responses: Where responses go, if the plan is of a decoupled ensemble.
 
     Attributes:
         plan: The same.
@@ -90,8 +156,8 @@ class Run:
     """
 
     __slots__ = (
-        "_deadline_s", "_ended", "_flow", "_is_over", "_item", "_now_s", "_open", "_steps", "failed_in", "nested",
-        "plan", "spent",
+        "_ended", "_is_over", "_item", "_most", "_now_s", "_responses", "_root", "_steps", "failed_in",
+        "nested", "plan", "spent",
     )  # fmt: skip
 
     def __init__(
@@ -101,6 +167,7 @@ class Run:
         steps: Steps,
         now_s: Callable[[], float],
         ended: "Callable[[Run, Pending, Outcome], None]",
+        responses: Responses | None = None,
     ) -> None:
         self.plan = plan
         self.spent = Spent(time.perf_counter_ns())
@@ -110,8 +177,9 @@ class Run:
         self._steps = steps
         self._now_s = now_s
         self._ended = ended
-        self._flow: Flow[_Value] = plan.flow(item.request.outputs)
-        self._open: dict[int, Submitted] = {}
+        self._responses = responses
+        self._most = plan.spec.max_inflight or MAX_BRANCHES
+        self._root = _Branch(plan.flow(item.request.outputs))
         self._is_over = False
 
     def begin(self) -> None:
@@ -119,52 +187,109 @@ class Run:
         spec = self.plan.spec
         rows = self._item.rows if spec.max_batch_size else 0
         given = {tensor.name: _Value(tensor, rows) for tensor in self._item.request.inputs}
-        self._go_on(self._flow.start(given))
+        self._submit_all(self._root, self._root.flow.start(given))
+        self.go_on()
 
     def stop(self) -> None:
         """Ends it without an answer: nobody waits for it any more."""
         self._is_over = True
-        for submitted in self._open.values():
-            submitted.cancel()
-        self._open.clear()
+        self._root.stop()
 
-    def stepped(self, number: int, response: Response, rows: int) -> None:
+    def go_on(self) -> None:
+        """Sends the responses that are ready and for which there is room; ends when all have left."""
+        if not self._is_over and self._has_left(self._root) and not self._is_over:
+            self._over(())
+
+    def stepped(self, branch: _Branch, number: int, response: Response, rows: int) -> None:
         """Takes the answer of a step, and goes on."""
-        if self._is_over:
+        if self._is_over or not response.final or branch.open.pop(number, None) is None:
             return
-        del self._open[number]
-        step, now_ns = self.plan.steps[number], time.perf_counter_ns()
+        step = self.plan.steps[number]
         if response.failure is not None:
-            self._fail(step, response.failure)
-            return
-        self.spent.add(response.timing, now_ns)
-        for position in step.within:
-            self.nested[position].add(response.timing, now_ns)
-        made = {tensor.name: _Value(tensor, rows) for tensor in response.outputs}
-        self._go_on(self._flow.put(number, made))
+            self._fail(branch, step, response.failure)
+        else:
+            self._spend(step, response.timing)
+            made = {tensor.name: _Value(tensor, rows) for tensor in response.outputs}
+            self._submit_all(branch, branch.flow.put(number, made))
+        self.go_on()
 
-    def _go_on(self, ready: list[int]) -> None:
-        """Submits the steps that may run; ends when nothing runs any more."""
+    def streamed(self, branch: _Branch, number: int, response: Response, rows: int) -> None:
+        """Takes a response of a decoupled step, and goes on."""
+        del rows  # a response may have others
+        if self._is_over or number not in branch.open:
+            return
+        step = self.plan.steps[number]
+        if response.failure is not None:
+            if response.final:
+                del branch.open[number]
+            self._fail(branch, step, response.failure)
+        else:
+            if response.outputs or not response.final:
+                branch.came.append(response)
+            if response.final:
+                del branch.open[number]
+                self._spend(step, response.timing)
+        self.go_on()
+
+    def _spend(self, step: PlanStep, timing: Timing | None) -> None:
+        now_ns = time.perf_counter_ns()
+        self.spent.add(timing, now_ns)
+        for position in step.within:
+            self.nested[position].add(timing, now_ns)
+
+    def _has_left(self, branch: _Branch) -> bool:
+        """Sends what is ready of a branch; tells whether nothing of it is left. The first failure ends the run."""
+        self._branch_off(branch)
+        while branch.parts:
+            part = branch.parts[0]
+            if not self._has_left(part):
+                return False
+            branch.parts.popleft()
+            assert branch.source is not None, "parts are of its responses"
+            branch.source[1].took(part.nbytes)
+            self._branch_off(branch)
+        if branch.failure is not None:
+            failure, self.failed_in = branch.failure
+            self._over(failure)
+            return False
+        if branch.open:
+            return False
+        return branch.source is not None or self._send(branch)
+
+    def _branch_off(self, branch: _Branch) -> None:
+        """Begins branches of the responses that have come, as many as may be under way."""
+        while branch.came and len(branch.parts) < self._most:
+            response = branch.came.popleft()
+            assert branch.source is not None, "it is its response"
+            number, _ = branch.source
+            step = self.plan.steps[number]
+            flow: Flow[_Value] = self.plan.flow(self._item.request.outputs, step.stage + 1)
+            part = _Branch(flow, response.nbytes, is_last=branch.is_last and response.final)
+            branch.parts.append(part)
+            is_batched = step.model.max_batch_size > 0
+            made = {t.name: _Value(t, t.shape[0] if is_batched and t.shape else 0) for t in response.outputs}
+            self._submit_all(part, flow.receive(number, made))
+
+    def _submit_all(self, branch: _Branch, ready: list[int]) -> None:
+        """Submits the steps that may run."""
         for number in ready:
             step = self.plan.steps[number]
             for position in step.within:
                 if position not in self.nested:
                     self.nested[position] = Spent(time.perf_counter_ns())
             try:
-                self._submit(number, step)
+                self._submit(branch, number, step)
             except QinferError as error:
-                self._fail(step, Failure.of(error))
+                self._fail(branch, step, Failure.of(error))
                 return
-        if not self._open:
-            self._end()
 
-    def _submit(self, number: int, step: PlanStep) -> None:
+    def _submit(self, branch: _Branch, number: int, step: PlanStep) -> None:
         timeout_s = self._item.deadline_s - self._now_s()
         if timeout_s <= 0:
             raise DeadlineExceeded(TIMED_OUT)
         asked, model = self._item.request, step.model
         dims, batched = {tensor.name: tensor.dims for tensor in model.inputs}, model.max_batch_size > 0
-        inputs = tuple(_renamed(value, name, dims[name], batched=batched) for name, value in self._flow.take(number))
+        inputs = tuple(_renamed(value, name, dims[name], batched=batched) for name, value in branch.flow.take(number))
         rows = inputs[0].shape[0] if batched and inputs and inputs[0].shape else 0
         request = InferRequest(
             model=model.name,
@@ -180,26 +305,35 @@ class Run:
         )
         if asked.holders:  # a model has asked, and its instance waits
             request.holders = extended([asked.holders], Holder("", asked.model, {}, asked.version))
-        self._open[number] = self._steps.submit_step(step, request, _StepSink(self, number, rows), timeout_s)
+        take = self.streamed if model.decoupled else self.stepped
+        submitted = self._steps.submit_step(step, request, _StepSink(partial(take, branch, number), rows), timeout_s)
+        branch.open[number] = submitted
+        if model.decoupled:
+            branch.source = number, submitted
 
-    def _end(self) -> None:
-        spec, outputs = self.plan.spec, dict(self._flow.outputs())
-        if missing := self._flow.missing():
+    def _send(self, branch: _Branch) -> bool:
+        """Ends with the outputs of a branch that is through, or sends them; returns whether it goes on."""
+        spec, flow = self.plan.spec, branch.flow
+        dims = {output.name: output.dims for output in spec.outputs}
+        batched = spec.max_batch_size > 0
+        outputs = tuple(_renamed(value, name, dims[name], batched=batched) for name, value in flow.outputs())
+        if self._responses is not None:
+            return self._responses.send(outputs, final=branch.is_last)
+        if missing := flow.missing():
             error = InferenceFailed(
                 f"in ensemble '{spec.name}', unexpected deadlock, output '{missing[0]}' is not set while no more "
                 "ensemble steps can be made"
             )
             self._over(Failure.of(error))
-            return
-        dims = {output.name: output.dims for output in spec.outputs}
-        batched = spec.max_batch_size > 0
-        self._over(tuple(_renamed(value, name, dims[name], batched=batched) for name, value in outputs.items()))
+        else:
+            self._over(outputs)
+        return False
 
-    def _fail(self, step: PlanStep, failure: Failure) -> None:
-        """Ends it with the failure of a step, whose code stays as in Triton; the message names ensemble and step."""
-        self.failed_in = step.within
+    def _fail(self, branch: _Branch, step: PlanStep, failure: Failure) -> None:
+        """Ends a branch with the failure of a step, whose code stays as in Triton; the message names both."""
+        branch.cancel()
         text = f"in ensemble '{self.plan.spec.name}', step of model '{step.model.name}': {failure.message}"
-        self._over(Failure(failure.code, text, failure.retryable))
+        branch.failure = Failure(failure.code, text, failure.retryable), step.within
 
     def _over(self, outcome: Outcome) -> None:
         self.stop()
@@ -208,20 +342,18 @@ class Run:
 
 
 class _StepSink:
-    """Receiver of the answer of one step."""
+    """Receiver of the answers of one step; `take` gets the rows of its request, too."""
 
-    __slots__ = ("_number", "_rows", "_run")
+    __slots__ = ("_rows", "_take")
     no_stream = ""
 
-    def __init__(self, run: Run, number: int, rows: int) -> None:
-        self._run = run
-        self._number = number
+    def __init__(self, take: Callable[[Response, int], None], rows: int) -> None:
+        self._take = take
         self._rows = rows
 
     def deliver(self, response: Response) -> None:
         """See `Sink`."""
-        if response.final:
-            self._run.stepped(self._number, response, self._rows)
+        self._take(response, self._rows)
 
 
 def _renamed(value: _Value, name: str, dims: tuple[int, ...], *, batched: bool) -> Tensor:

@@ -1,0 +1,266 @@
+"""The way of a request through an ensemble with decoupled steps: order, the window, the last response, failures."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from qinfer.batching.execution import Pending
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.errors import InferenceFailed, QueueFull
+from qinfer.models.ensemble_graph import Plan, PlanStep, Resolved, plan
+from qinfer.models.spec import EnsembleStep, ModelSpec
+from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.submission.pending import Sink
+from qinfer.tensors import Tensor, from_numpy, to_numpy
+from qinfer.testing import stub_spec
+from qinfer_workers.inference.ensembles.run import MAX_BRANCHES, Outcome, Run
+
+NBYTES = 4
+FAILED = Failure.of(InferenceFailed("no"))
+
+
+def value(number: float, name: str = "y") -> Tensor:
+    return from_numpy(name, np.array([[number]], "<f4"))
+
+
+def number_of(tensors: Sequence[Tensor]) -> float:
+    (tensor,) = tensors
+    return float(to_numpy(tensor)[0, 0])
+
+
+class Open:
+    """A step that was submitted: its request, its sink, and what was done with it."""
+
+    def __init__(self, step: PlanStep, request: InferRequest, sink: Sink) -> None:
+        self.model, self.request, self.sink = step.model.name, request, sink
+        self.number = number_of(request.inputs)
+        self.taken_bytes = 0
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def took(self, nbytes: int) -> None:
+        self.taken_bytes += nbytes
+
+    def give(self, *numbers: float, final: bool = False) -> None:
+        """Gives responses, the last of which may be the final one."""
+        for index, number in enumerate(numbers):
+            is_final = final and index == len(numbers) - 1
+            self.sink.deliver(Response(request_id="s", outputs=(value(number),), final=is_final))
+
+    def answer(self, number: float) -> None:
+        self.give(number, final=True)
+
+    def end(self, failure: Failure | None = None, *, final: bool = True) -> None:
+        """Ends without a response, or fails."""
+        self.sink.deliver(Response(request_id="s", failure=failure, final=final))
+
+
+class Scene:
+    """A run of a chain of models `x` → `y`, with steps that the test answers; names with an `s` are decoupled."""
+
+    def __init__(self, *models: str, most: int = 0) -> None:
+        specs = {name: self._model(name) for name in models}
+        tensors = ["x", *[f"t{index}" for index in range(1, len(models))], "y"]
+        steps = tuple(
+            EnsembleStep(name, 0, {"x": tensors[index]}, {"y": tensors[index + 1]}) for index, name in enumerate(models)
+        )
+        spec = replace(self._model("e"), steps=steps, max_inflight=most)
+        self.plan: Plan = plan(spec, lambda step: Resolved(specs[step.model], 1))
+        self.opened: list[Open] = []
+        self.refused: set[str] = set()
+        self.room = 10**6
+        self.sent: list[tuple[float, bool]] = []
+        self.outcome: Outcome | None = None
+        request = InferRequest(model="e", inputs=(value(7, "x"),))
+        lease = Lease(Entry(Lane("e", 1), "1-0"), "", b"")
+        item = Pending(rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=lease, request=request)
+        self.run = Run(item, self.plan, self, lambda: 1.0, self._ended, self)
+        self.run.begin()
+
+    def _model(self, name: str) -> ModelSpec:
+        return replace(stub_spec(), name=name, decoupled=name.startswith("s"))
+
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Open:
+        assert timeout_s == 8.0
+        if step.model.name in self.refused:
+            raise QueueFull("full")
+        self.opened.append(Open(step, request, sink))
+        return self.opened[-1]
+
+    def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
+        if len(self.sent) >= self.room:
+            return False
+        self.sent.append((number_of(outputs), final))
+        return True
+
+    def open(self, model: str) -> list[Open]:
+        return [one for one in self.opened if one.model == model and not one.is_cancelled]
+
+    def _ended(self, _: Run, __: Pending, outcome: Outcome) -> None:
+        assert self.outcome is None
+        self.outcome = outcome
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """Returns a run of a decoupled step and one behind it."""
+    return Scene("source", "twice")
+
+
+def test_each_response_goes_through_the_steps_behind_it(scene: Scene) -> None:
+    (source,) = scene.opened
+    source.give(1, 2)
+    first, second = scene.open("twice")
+
+    second.answer(4)
+    assert scene.sent == []
+    first.answer(2)
+
+    assert (first.number, second.number) == (1, 2)
+    assert scene.sent == [(2, False), (4, False)]
+    assert scene.outcome is None
+    source.end()
+    assert scene.outcome == ()
+
+
+def test_the_last_response_is_final_if_the_step_says_so(scene: Scene) -> None:
+    (source,) = scene.opened
+    source.give(1, 2, final=True)
+
+    for step in scene.open("twice"):
+        step.answer(step.number * 2)
+
+    assert scene.sent == [(2, False), (4, True)]
+    assert scene.outcome == ()
+
+
+def test_no_response_at_all(scene: Scene) -> None:
+    scene.opened[0].end()
+
+    assert scene.sent == []
+    assert scene.outcome == ()
+
+
+def test_what_has_no_room_waits_and_keeps_the_source_waiting(scene: Scene) -> None:
+    (source,) = scene.opened
+    source.give(1, 2)
+    scene.room = 1
+    for step in scene.open("twice"):
+        step.answer(step.number)
+    assert (scene.sent, source.taken_bytes) == ([(1, False)], NBYTES)
+
+    scene.room = 2
+    scene.run.go_on()
+
+    assert (scene.sent, source.taken_bytes) == ([(1, False), (2, False)], 2 * NBYTES)
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_few_responses_are_under_way_at_once(most: int) -> None:
+    scene = Scene("source", "twice", most=most)
+    (source,) = scene.opened
+    source.give(*range(100))
+    limit = most or MAX_BRANCHES
+    assert [step.number for step in scene.opened[1:]] == list(range(limit))
+
+    scene.opened[1].answer(0)
+
+    assert scene.opened[-1].number == limit
+    assert len(scene.opened) == limit + 2
+    assert source.taken_bytes == NBYTES
+
+
+def test_decoupled_steps_behind_one_another() -> None:
+    """Order is that of the first, and within each of its responses that of the second."""
+    scene = Scene("source", "second", "twice")
+    (source,) = scene.opened
+    source.give(1, 2, final=True)
+    first, second = scene.open("second")
+
+    second.give(21, 22, final=True)
+    assert scene.open("twice") == []
+    first.give(11)
+    first.end()
+    for step in scene.open("twice"):
+        step.answer(step.number)
+    for step in scene.open("twice")[1:]:
+        step.answer(step.number)
+
+    assert scene.sent == [(11, False), (21, False), (22, True)]
+    assert (source.taken_bytes, first.taken_bytes, second.taken_bytes) == (2 * NBYTES, NBYTES, 2 * NBYTES)
+    assert scene.outcome == ()
+
+
+def test_a_step_before_a_decoupled_one() -> None:
+    scene = Scene("twice", "source")
+    scene.opened[0].answer(3)
+    source = scene.opened[1]
+
+    source.give(source.number, 4)
+    source.end()
+
+    assert scene.sent == [(3, False), (4, False)]
+    assert scene.outcome == ()
+
+
+def failure_of(scene: Scene) -> str:
+    assert isinstance(scene.outcome, Failure)
+    return scene.outcome.message
+
+
+def test_a_failure_leaves_behind_the_responses_before_it(scene: Scene) -> None:
+    (source,) = scene.opened
+    source.give(1, 2, 3)
+    first, second, third = scene.open("twice")
+
+    second.end(FAILED)
+    third.answer(3)
+    assert (scene.sent, scene.outcome) == ([], None)
+    first.answer(1)
+
+    assert scene.sent == [(1, False)]
+    assert failure_of(scene) == "in ensemble 'e', step of model 'twice': no"
+    assert source.is_cancelled
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_the_failure_of_a_decoupled_step(scene: Scene, final: bool) -> None:  # noqa: FBT001 - a parameter of the test
+    """A failure is the last that an ensemble sends, even where the step would go on."""
+    (source,) = scene.opened
+    source.give(1)
+
+    source.end(FAILED, final=final)
+    assert scene.outcome is None
+    scene.open("twice")[0].answer(1)
+
+    assert scene.sent == [(1, False)]
+    assert failure_of(scene) == "in ensemble 'e', step of model 'source': no"
+    assert source.is_cancelled is not final
+
+
+def test_a_step_that_is_refused(scene: Scene) -> None:
+    scene.refused.add("twice")
+
+    scene.opened[0].give(1)
+
+    assert failure_of(scene) == "in ensemble 'e', step of model 'twice': full"
+    assert scene.opened[0].is_cancelled
+
+
+def test_nothing_goes_on_after_a_stop(scene: Scene) -> None:
+    (source,) = scene.opened
+    source.give(1)
+    (step,) = scene.open("twice")
+
+    scene.run.stop()
+
+    assert source.is_cancelled
+    assert step.is_cancelled
+    step.answer(1)
+    source.give(2)
+    scene.run.go_on()
+    assert (scene.sent, scene.outcome, len(scene.opened)) == ([], None, 2)

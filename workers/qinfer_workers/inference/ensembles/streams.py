@@ -1,0 +1,88 @@
+"""The responses of a decoupled ensemble to one request: a stream of the worker's, as that of a decoupled model.
+
+    Run ─▶ send ─▶ Stream ─▶ StreamOutlet … the caller takes ─▶ Run.go_on
+
+The event loop can't wait for room in the stream's window, so the run keeps what does not fit, and is called again.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from qinfer.batching.execution import Pending, Responder
+from qinfer.batching.streams import Stream, Streams
+from qinfer.core.messages import Failure, Response, Timing
+from qinfer.errors import Cancelled, OutputMismatch
+from qinfer.tensors import Tensor
+from qinfer_workers.inference.ensembles.run import Run
+
+
+class StreamedResponses:
+    """See the module docstring: the `Responses` of a run, and the `Source` of a stream.
+
+    Args:
+        table: The worker's open streams.
+        item: The request.
+        responder: Makes the responses.
+        counted: Called with each response that leaves.
+        dropped: Called when nobody waits for responses any more.
+
+    Attributes:
+        responder: The same.
+    """
+
+    def __init__(
+        self,
+        table: Streams,
+        item: Pending,
+        responder: Responder,
+        counted: Callable[[Run, Pending, Response], None],
+        dropped: Callable[[Pending], None],
+    ) -> None:
+        self.responder = responder
+        self._table = table
+        self._item = item
+        self._counted = counted
+        self._dropped = dropped
+        self._begin_ns = time.perf_counter_ns()
+        self._run: Run
+        self._stream = table.open(item, self)
+
+    def follow(self, run: Run) -> None:
+        """Takes the responses of a run from now on."""
+        self._run = run
+        self._stream.on_taken(self._took)
+        self._table.watch()
+
+    def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
+        """See `Responses`; one that does not fit the configuration ends the stream by an error."""
+        with suppress(Cancelled):
+            if not self._stream.offer(outputs, final=final):
+                return False
+            if final or not self._stream.has_ended:
+                return True
+        self._dropped(self._item)
+        return False
+
+    def end(self, failure: Failure | None) -> None:
+        """Sends the final response, if it has not left yet: a failure, or an empty one."""
+        with suppress(Cancelled, OutputMismatch):
+            self._stream.send(failure or (), final=True, wait=False)
+
+    def timing(self, item: Pending, now_s: float) -> Timing:
+        """See `Source`."""
+        lasted_ns = time.perf_counter_ns() - self._begin_ns
+        waited_ns = int((now_s - item.enqueued_s) * 1e9) - lasted_ns
+        return Timing(max(waited_ns, 0), 0, lasted_ns, 0, item.rows)
+
+    def count(self, stream: Stream, response: Response) -> None:
+        """See `Source`."""
+        del stream
+        self._counted(self._run, self._item, response)
+
+    def _took(self, nbytes: int) -> None:
+        """Goes on with what had no room; 0 = nobody waits any more."""
+        if nbytes:
+            self._run.go_on()
+        else:
+            self._dropped(self._item)
