@@ -358,6 +358,8 @@ ROWS = (
             (keys.resource_news, "stream", "tells workers of units that were freed, or that others wait for"),
         )
     ),
+    Row(keys.counts_asked, "stream", "permanent", "reads of statistics, the last 256: workers add their counts then"),
+    Row(keys.counts_added, "stream", "permanent", "the workers' answers to them, the last 256"),
     Row(
         keys.cached_bytes,
         "string",

@@ -21,6 +21,7 @@ SUSPECTS = b"suspects"
 
 _BRIDGES = "qinfer:{bridges}:"
 _RESOURCES = "qinfer:{resources}:"
+_COUNTS = "qinfer:{counts}:"
 
 
 @lru_cache(maxsize=65536)  # one call per request
@@ -251,6 +252,19 @@ def cached_response(key: str) -> str:
 def cached_bytes(span: int) -> str:
     """Returns the count of the bytes that were cached in a span of time."""
     return f"qinfer:cache-bytes:{span}"
+
+
+def counts_asked() -> str:
+    """Returns the stream by which reads of statistics ask workers to add their counts.
+
+    It and the stream of the answers share a hash tag, so that their ids are times of one clock.
+    """
+    return f"{_COUNTS}asked"
+
+
+def counts_added() -> str:
+    """Returns the stream by which workers answer that they have added their counts."""
+    return f"{_COUNTS}added"
 
 
 def resource_leases() -> str:

@@ -35,6 +35,7 @@ from qinfer.observe.triton_metrics import Wanted
 from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import BULK_LANES
 from qinfer.queue.lanes import Queue
+from qinfer_api.observe.fresh_counts import FreshCounts
 from qinfer_api.observe.statistics import Statistics
 from qinfer_api.observe.trace_file import TraceFile, start_of
 from qinfer_api.server_settings import LogSettings, TraceSettings
@@ -253,7 +254,8 @@ class Reporting:
         self._window = SlidingWindow()
         self._unsent: dict[tuple[str, int], dict[str, int]] = {}
         self._flushing = asyncio.Lock()  # of two at once, the later one would add what the other is about to
-        self.statistics = Statistics(catalog, store)
+        self._fresh = FreshCounts(catalog, store)
+        self.statistics = Statistics(catalog, store, self._added)
         self.log_settings = LogSettings(store, settings.log)
         self._traces = traces
         self.trace_settings = TraceSettings(store, catalog, traces, start_of(settings.trace))
@@ -269,6 +271,7 @@ class Reporting:
         """
         scopes = scopes_of(scope)
         if MetricScope.CLUSTER in scopes:
+            await self._added()
             snapshot = await take_snapshot(self._catalog, self._store, self._delivery, self._letters)
         else:
             snapshot = Snapshot(store_up=await self._is_store_up())
@@ -302,6 +305,11 @@ class Reporting:
             histogram=settings.histogram_latencies,
             recent=self._window.move(time.monotonic(), snapshot.stats) if quantiles and snapshot.stats else {},
         )
+
+    async def _added(self, model: str = "") -> None:
+        """Returns when what was counted of a model, or of all, has been added, or after a while."""
+        await self._fresh.added(model)
+        await self.flush()
 
     async def _is_store_up(self) -> bool:
         try:

@@ -1,10 +1,11 @@
 """Statistics of models in the shape of Triton's statistics extension (reference §1.13), which REST and gRPC share.
 
-Workers and gateways add what they did to the control store about once a second, so that the numbers are the whole
-system's, whichever process is asked and whichever dies; what a process that is killed had not added yet is lost.
+Workers and gateways add what they did to the control store about once a second, and before it is read, so that the
+numbers are the whole system's, whichever process is asked and whichever dies; what a process that is killed had not
+added yet is lost.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -99,11 +100,15 @@ class Statistics:
     Args:
         catalog: Knows which versions are ready: of those it tells.
         store: Where the numbers are.
+        added: Called before they are read, with the model or for all: has them added.
     """
 
-    def __init__(self, catalog: Catalog, store: ControlStore) -> None:
+    def __init__(
+        self, catalog: Catalog, store: ControlStore, added: Callable[[str], Awaitable[None]] | None = None
+    ) -> None:
         self._catalog = catalog
         self._store = store
+        self._added = added
 
     async def model_statistics(self, model: str = "", version: int = 0) -> list[ModelStatistics]:
         """Returns the statistics of ready model versions, by name and version.
@@ -117,6 +122,8 @@ class Statistics:
             BrokerUnavailable: The store can't be reached.
         """
         wanted = self._all() if not model else [(model, v) for v in self._versions(model, version)]
+        if self._added is not None:
+            await self._added(model)
         found = await self._store.all_stats(wanted)
         return [model_statistics(*which, fields, self._memory(*which)) for which, fields in found.items()]
 

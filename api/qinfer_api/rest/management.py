@@ -95,7 +95,7 @@ def statistics_routes(services: Services) -> APIRouter:
 
     @router.get("/v2/models/stats", **_STATISTICS)
     async def statistics() -> HttpResponse:
-        """Returns the statistics of all ready model versions; counters are about a second old, and never decrease."""
+        """Returns the statistics of all ready model versions; counters never decrease."""
         return send_json(ModelStats(await services.reporting.statistics.model_statistics()))
 
     @router.get("/v2/models/{model}/versions/{version}/stats", name="version_statistics", **_STATISTICS)

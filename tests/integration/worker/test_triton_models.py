@@ -5,6 +5,7 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import silero_vad
@@ -170,3 +171,24 @@ async def test_a_second_repository_with_the_same_model(tmp_path: Path) -> None:
         shutil.rmtree(second / name)
         await eventually(is_ready, 20.0, description="the model again")
         assert (await scene.infer(name, x=ROW)).as_numpy("y").tolist() == ROW.tolist()
+
+
+async def test_statistics_are_as_new_as_the_reply_before_them(scene: ServedModels, repository: Path) -> None:
+    """Over both protocols, and in the metrics; heartbeats come later."""
+    models.identity(repository, "FP32")
+    name, count = "identity_fp32", "nv_inference_count"
+    await scene.worker("w2", heartbeat_every_s=60.0)
+    await scene.http.load_model(name)
+
+    for number in range(1, 9):
+        await scene.infer(name, x=ROW)
+        if number % 3 == 0:
+            counted = (await scene.http.get_inference_statistics(name))["model_stats"][0]["inference_count"]
+        elif number % 3 == 1:
+            counted = (await scene.grpc.get_inference_statistics()).model_stats[0].inference_count
+        else:
+            async with httpx.AsyncClient(base_url=scene.gateway.url) as client:
+                lines = (await client.get("/metrics")).text.splitlines()
+            (line,) = [line for line in lines if line.startswith(f'{count}{{model="{name}"')]
+            counted = int(line.rpartition(" ")[2])
+        assert counted == number

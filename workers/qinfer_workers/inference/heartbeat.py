@@ -12,6 +12,7 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
+from qinfer.models.count_pushes import CountPushes, concerns
 from qinfer.models.state import Speed, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
@@ -83,6 +84,8 @@ class Heartbeat:
         self._last_beat_s = self._started_at
         self._last_completed = 0
         self._unsent: dict[Key, dict[str, int]] = {}
+        self._pushes = CountPushes(store.client)
+        self._adding = asyncio.Lock()  # whoever has waited for it finds all counts added
         self._speeds: dict[Key, Speed] = {}
         self._speeds_put_at_s = self._started_at
 
@@ -100,7 +103,9 @@ class Heartbeat:
         self._usage = ResourceUsage(self.gpus, self._memory)
         self._usage.start()
         try:
-            await self._beat_on()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._beat_on())
+                tasks.create_task(self._answer_reads())
         finally:
             self._usage.stop()
 
@@ -156,13 +161,31 @@ class Heartbeat:
             memory=self._usage.memory if self._usage else {},
         )
         await self._store.heartbeat(record, self._settings.heartbeat_ttl_s)
-        for batcher in batchers:
-            self.collect(batcher)
-        for tally in self.tallies:
-            for key, deltas in tally.drain().items():
-                stats.add(self._unsent.setdefault(key, {}), deltas)
-        await self.flush()
+        await self.add_counts()
         await self._put_speeds({_key(batcher) for batcher in batchers}, now_s)
+
+    async def add_counts(self) -> None:
+        """Adds to the statistics all that was counted before the call."""
+        async with self._adding:
+            for batcher in list(self._batchers()):
+                self.collect(batcher)
+            for tally in self.tallies:
+                for key, deltas in tally.drain().items():
+                    stats.add(self._unsent.setdefault(key, {}), deltas)
+            await self.flush()
+
+    async def _answer_reads(self) -> None:
+        """Adds the counts whenever somebody reads the statistics of a model that is here, until cancelled."""
+        last = "0-0"
+        while True:
+            try:
+                question = await self._pushes.asked(last)
+                if concerns(question.models, self._states()):
+                    await self.add_counts()
+                    await self._pushes.answer(self._worker_id, question.id)
+                last = question.id
+            except BrokerUnavailable:  # the heartbeat logs it
+                await asyncio.sleep(self._settings.heartbeat_every_s)
 
     def collect(self, batcher: AnyBatcher) -> None:
         """Takes a batcher's statistics since the last time, and its speed, to be written at the next beat."""

@@ -1,0 +1,99 @@
+"""Reads of statistics ask the workers to add what they have counted, and workers say when they have: two short streams.
+
+Nothing depends on it: workers add their counts every second anyway. The ids of both streams are times of the same
+Redis, so that whoever asks need not read answers from before.
+"""
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from qinfer.models.store import translated
+from qinfer.queue import keys
+
+ALL = ""
+"""In place of a model's name: every model."""
+
+_KEPT = 256
+_MAX_BLOCK_S = 2.0  # below the client's socket timeout
+_Id = tuple[int, ...]
+
+
+def concerns(models: Collection[str], hosted: Collection[str]) -> bool:
+    """Tells whether a question about some models is one to a worker that has these."""
+    return bool(hosted) and (ALL in models or any(model in hosted for model in models))
+
+
+class Asked(NamedTuple):
+    """The questions since the last time: the id of the newest, and the models that they are about."""
+
+    id: str
+    models: frozenset[str]
+
+
+class CountPushes:
+    """See the module docstring. Coroutines raise `BrokerUnavailable` when Redis can't be reached.
+
+    Args:
+        client: A `redis.asyncio.Redis` or `RedisCluster`.
+    """
+
+    def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
+        self._client = client
+
+    async def ask(self, models: Collection[str]) -> str:
+        """Asks the workers that have one of these models, or `ALL`; returns the question's id."""
+        fields = {"models": msgspec.json.encode(sorted(models))}
+        with translated():
+            return _text(await self._client.xadd(keys.counts_asked(), fields, maxlen=_KEPT, approximate=False))
+
+    async def asked(self, last: str) -> Asked:
+        """Waits a while for questions behind the id `last`; `0-0` = all that are kept."""
+        found = await self._read(keys.counts_asked(), last, _MAX_BLOCK_S)
+        names = (name for _, fields in found for name in _names(fields.get(b"models", b"")))
+        return Asked(found[-1][0] if found else last, frozenset(names))
+
+    async def answer(self, worker: str, question: str) -> None:
+        """Says that a worker has added all that it had counted when it was asked."""
+        fields = {"worker": worker, "question": question}
+        with translated():
+            await self._client.xadd(keys.counts_added(), fields, maxlen=_KEPT, approximate=False)
+
+    async def answered(self, question: str, workers: Collection[str], within_s: float) -> bool:
+        """Waits until all these workers have answered a question, or a later one; `False` = not in that time."""
+        missing, last, end_s = set(workers), question, time.monotonic() + within_s
+        while missing and (left_s := end_s - time.monotonic()) > 0:
+            for entry, fields in await self._read(keys.counts_added(), last, left_s):
+                last = entry
+                if _order(_text(fields.get(b"question", b""))) >= _order(question):
+                    missing.discard(_text(fields.get(b"worker", b"")))
+        return not missing
+
+    async def _read(self, key: str, last: str, block_s: float) -> list[tuple[str, Mapping[bytes, bytes]]]:
+        with translated():
+            streams = await self._client.xread({key: last}, block=max(int(block_s * 1000), 1))
+        if not streams:
+            return []
+        entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
+        return [(_text(entry), fields) for entry, fields in entries]
+
+
+def _names(text: bytes) -> list[str]:
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return [ALL]
+
+
+def _order(text: str) -> _Id:
+    """Returns an id of a stream in a form that can be compared; of what is none, the least."""
+    try:
+        return tuple(map(int, text.split("-")))
+    except ValueError:
+        return ()
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
