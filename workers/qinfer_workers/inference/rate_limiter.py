@@ -17,14 +17,16 @@ from contextlib import suppress
 from qinfer.batching.rate_limiter import GLOBAL, Instance, Ledger, needs_of
 from qinfer.core.messages import Holder
 from qinfer.core.retry import OutageLog
+from qinfer.core.settings import Settings
 from qinfer.core.settings_rate_limit import Maximum
 from qinfer.errors import ModelLoadFailed, QinferError
 from qinfer.models.spec import InstanceSpec, ModelSpec
+from qinfer.queue.lanes import Queue
 from qinfer.queue.resources import Resources, Units, Wish
 from qinfer_workers.inference.devices import groups_of
-from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.limited_executors import LimitedExecutor, PermitExecutor, StagedExecutor
-from qinfer_workers.inference.loader import Loaded
+from qinfer_workers.inference.loader import Loaded, Loader
+from qinfer_workers.inference.publisher import LeaseKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +64,11 @@ class RateLimiter:
         except ValueError as error:
             raise ModelLoadFailed(str(error)) from None
 
-    def executor(self, loaded: Loaded, loop: asyncio.AbstractEventLoop, name: str) -> ThreadExecutor:
-        """Returns the executor of a model that was loaded; its instances are limited if they need anything."""
+    def executor(self, loaded: Loaded, loop: asyncio.AbstractEventLoop, name: str) -> LimitedExecutor:
+        """Returns the executor of a model that was loaded and is limited."""
         groups = [group for group in groups_of(loaded.spec, self._gpus) for _ in range(group.count)]
-        is_pinned = loaded.spec.sequences is not None
-        if not loaded.spec.is_limited:
-            return ThreadExecutor(loaded.instances, loop, name, pinned=is_pinned)
         instances = [self._instance(loaded.spec.name, group) for group in groups]
-        kind: type[LimitedExecutor] = StagedExecutor if is_pinned else PermitExecutor
+        kind: type[LimitedExecutor] = StagedExecutor if loaded.spec.sequences else PermitExecutor
         executor = kind(loaded.instances, instances, self, loop, name)
         self.ledger.add(instances)
         self.shared.open()
@@ -119,6 +118,20 @@ class RateLimiter:
         for instance in self.ledger.decide():
             instance.granted(instance)
         self.shared.want()
+
+
+def open_limiter(
+    settings: Settings, queue: Queue, worker_id: str, keeper: LeaseKeeper, loader: Loader
+) -> RateLimiter | None:
+    """Makes the rate limiter of a worker, which refuses loads, and whose lease is kept; `None` = it is off."""
+    if settings.rate_limit.mode == "off":
+        return None
+    lease_s = settings.worker.lease_s
+    resources = Resources(queue.router, worker_id, lease_s)
+    keeper.owners[resources.owner] = resources.lease_keys
+    limiter = RateLimiter(settings.rate_limit.maxima, resources, lease_s, loader.gpus)
+    loader.limiter = limiter.check
+    return limiter
 
 
 class SharedUnits:

@@ -27,7 +27,6 @@ from qinfer.models.store import ControlStore
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
-from qinfer.queue.resources import Resources
 from qinfer.submission.response_cache import ResponseCache
 from qinfer_workers.inference.caller import Caller, FarSteps
 from qinfer_workers.inference.cancels import CancelWatch
@@ -41,7 +40,7 @@ from qinfer_workers.inference.limited_executors import PermitExecutor
 from qinfer_workers.inference.loader import Loaded, Loader
 from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import Held, LeaseKeeper, Publisher, Renewals
-from qinfer_workers.inference.rate_limiter import RateLimiter
+from qinfer_workers.inference.rate_limiter import open_limiter
 from qinfer_workers.inference.sequence_service import Parts
 from qinfer_workers.inference.sequence_services import SequenceServices
 from qinfer_workers.inference.serving import LaneBatcher, Serving
@@ -105,7 +104,7 @@ class Worker:
         self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = ShardService(settings, queue, self._keeper, worker_id)
         self._planner = Planner(store, settings.limits)
-        self._limiter = self._open_limiter(settings, loader)
+        self._limiter = open_limiter(settings, queue, worker_id, self._keeper, loader)
         self._models = Models(store, settings.worker, settings.limits, loader, self)
         self._heartbeat = Heartbeat(store, worker_id, settings.worker, queue.clock, self._models.states, self._batchers)
         self._heartbeat.gpus, self._heartbeat.leases = loader.gpus, self._keeper
@@ -152,16 +151,6 @@ class Worker:
                 await self._limiter.shared.leave()
             await end(renewals)
 
-    def _open_limiter(self, settings: Settings, loader: Loader) -> RateLimiter | None:
-        """Makes the rate limiter, unless it is off."""
-        if settings.rate_limit.mode == "off":
-            return None
-        resources = Resources(self._queue.router, self._id, settings.worker.lease_s)
-        self._keeper.owners[resources.owner] = resources.lease_keys
-        limiter = RateLimiter(settings.rate_limit.maxima, resources, settings.worker.lease_s, loader.gpus)
-        loader.limiter = limiter.check
-        return limiter
-
     def _open_caller(self, tasks: asyncio.TaskGroup) -> Caller:
         """Makes what calls other models, with the response cache if there is one."""
         caller = Caller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)
@@ -190,10 +179,10 @@ class Worker:
         executor: Executor = NoInstances()
         if loaded.plan is None:
             loop = asyncio.get_running_loop()
-            if self._limiter is None:
-                executor = ThreadExecutor(loaded.instances, loop, name, pinned=pinned)
-            else:
+            if self._limiter is not None and spec.is_limited:
                 executor = self._limiter.executor(loaded, loop, name)
+            else:
+                executor = ThreadExecutor(loaded.instances, loop, name, pinned=pinned)
         model = LoadedModel(
             spec=spec,
             version=loaded.version,
@@ -211,7 +200,7 @@ class Worker:
         if loaded.plan is not None:
             self._serve_ensemble(model, loaded, serving)
             return
-        kind = self._kind(model)
+        kind = IterativeBatcher if pinned else LimitedBatcher if isinstance(executor, PermitExecutor) else Batcher
         if serving is not None and type(serving.batcher) is kind:
             batcher = serving.batcher
             batcher.admit([i for i in batcher.replace(model, loaded.latency) if self._intake.fits(batcher, i)])
@@ -221,12 +210,6 @@ class Worker:
         batcher = kind(model, self._queue.clock, self._local, loaded.latency)
         self._begin(key, batcher, serving)
         self._serve_bulk(batcher, loaded)
-
-    def _kind(self, model: LoadedModel) -> type[Batcher] | type[IterativeBatcher]:
-        """Returns what batches the requests of a model that is neither stateful nor an ensemble."""
-        if model.spec.sequences is not None:
-            return IterativeBatcher
-        return LimitedBatcher if isinstance(model.executor, PermitExecutor) else Batcher
 
     def _serve_ensemble(self, model: LoadedModel, loaded: Loaded, serving: Serving | None) -> None:
         """Serves an ensemble, in place of what is served of its version."""
