@@ -15,6 +15,7 @@ import pytest
 from tests.e2e.conftest import Stack, clean_environment, running
 from tests.support import decoupled_models, models, python_models, real_models
 from tests.support.certificates import write_certificate
+from tests.support.ensembles import chain, scale
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
@@ -45,6 +46,10 @@ def stack(analyzer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     models.accumulator(repository, "direct", controls=True)
     python_models.write_accumulator(repository, "explicit")
     decoupled_models.write_examples(repository)
+    scale(repository, "twice", 2.0)
+    scale(repository, "thrice", 3.0)
+    chain(repository, "inner", "twice", "thrice")
+    chain(repository, "outer", "inner", "twice")
     with running(repository, tmp_path_factory.mktemp("up"), QINFER_ALLOW_CLIENT_SHM="true") as stack:
         yield stack
 
@@ -96,6 +101,29 @@ def test_it_measures(analyzer: Path, stack: Stack, tmp_path: Path, options: str)
     if "digits" in options:
         assert int(row["Server Compute Output"]) > 0, row
     assert f"Batch size: {8 if '-b 8' in options else 3 if '-b 3' in options else 1}" in finished.stdout
+
+
+@pytest.mark.parametrize("options", ["-m outer -i http --concurrency-range 2", "-m outer -i grpc -a"])
+def test_it_prints_the_composing_models_of_an_ensemble(
+    analyzer: Path, stack: Stack, tmp_path: Path, options: str
+) -> None:
+    """Each with statistics of its own, those of the ensemble within the ensemble, too; what runs twice counts twice."""
+    finished = measure(analyzer, stack, tmp_path / "report.csv", *options.split())
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    counts: dict[str, int] = {"outer": 0}
+    name = "outer"
+    for line in finished.stdout.splitlines():
+        if line.endswith(", version: 1"):
+            name = line.strip().removesuffix(", version: 1")
+        elif "Successful request count: " in line:
+            counts[name] = int(line.rpartition(" ")[2])
+    assert counts.keys() == {"outer", "inner", "twice", "thrice"}, finished.stdout
+    assert counts["outer"] > 0
+    # Windows of measurement end while requests are under way.
+    assert counts["inner"] == pytest.approx(counts["outer"], rel=0.1)
+    assert counts["thrice"] == pytest.approx(counts["outer"], rel=0.1)
+    assert counts["twice"] == pytest.approx(2 * counts["outer"], rel=0.1)
 
 
 @pytest.mark.parametrize(

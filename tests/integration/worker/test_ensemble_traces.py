@@ -50,7 +50,7 @@ class Recorded:
         found: dict[str, object] = {}
         for span in self.spans:
             if span.parent is not None and span.parent.span_id == parent and span.context is not None:
-                found[f"{span.name} {(span.attributes or {})[MODEL]}"] = self.tree(span.context.span_id)
+                found[f"{span.name} {(span.attributes or {})[MODEL]!s}"] = self.tree(span.context.span_id)
         return found
 
 
