@@ -5,6 +5,7 @@ raised; what goes wrong later arrives at the sink as a `Response` with a failure
 """
 
 import math
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import msgspec
@@ -27,6 +28,7 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.models.routes import Route
 from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tracing import Attributes
+from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, Sink
 from qinfer.submission.submit import Submission, check
@@ -131,6 +133,20 @@ class Dispatcher:
             name: Its id, by its attribute.
         """
         return context.trace
+
+    def trace_stored(
+        self,
+        request: InferRequest,
+        began_s: float,
+        ending: Callable[[], Awaitable[tuple[RequestRecord | None, Response | None]]],
+    ) -> None:
+        """Takes note of a request that was stored just now, for the trace file of a gateway that writes one.
+
+        Args:
+            request: The request, which is stamped.
+            began_s: When it came, in the broker's time.
+            ending: Waits for its end, and returns its record then and its last response.
+        """
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> Served:
         """Finds where a model version is served, or will be soon; version 0 is the highest ready one.

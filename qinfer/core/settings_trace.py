@@ -15,7 +15,7 @@ class TraceSettings(Section):
         description="Trace file of the trace extension, and the prefix of the names of further files, such as "
         "/var/log/qinfer/trace.json; its directory must exist. Empty = no such traces. Clients cannot change it.",
     )
-    level: Literal["OFF", "TIMESTAMPS"] = Field(
+    level: Literal["OFF", "TIMESTAMPS", "TENSORS"] = Field(
         "OFF", description="Trace level at the start (Triton's --trace-config level); clients may change it."
     )
     rate: int = Field(1000, ge=0, lt=2**32, description="One in this many requests is traced at the start.")

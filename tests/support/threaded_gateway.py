@@ -25,7 +25,7 @@ PRESCRIBED = {
         r"Client shared memory is disabled",  # §1.15
         r"CUDA shared memory is not supported",
         r"(trace|log) (file location|mode) can not be updated through network protocol",  # §1.16, §1.17
-        r"trace level TENSORS is not supported|traces are not written on this server",
+        r"traces are not written on this server",
     ],
     503: [
         r"explicit model load / unload is not allowed",  # §1.14

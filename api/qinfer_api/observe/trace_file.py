@@ -18,6 +18,7 @@ from qinfer.core.settings_trace import TraceSettings
 from qinfer.errors import BrokerUnavailable, InvalidRequest, SettingsError, UnsupportedFeature
 from qinfer.models.shared_settings import FOLLOW_EVERY_S, TRACE, Value, of_group
 from qinfer.models.store import ControlStore
+from qinfer_api.observe.trace_tensors import Taken, weight_of, written
 
 START: dict[str, Value] = {
     "trace_level": ["OFF"],
@@ -111,7 +112,7 @@ def checked(changes: TraceChanges, *, is_written: bool) -> dict[str, Value]:
         is_written: This server writes traces.
 
     Raises:
-        UnsupportedFeature: It asks for a file, another mode, tensors, or traces where none are written.
+        UnsupportedFeature: It asks for a file, another mode, or traces where none are written.
         InvalidRequest: A value can't be used.
     """
     if changes.trace_file is not UNSET:
@@ -121,8 +122,6 @@ def checked(changes: TraceChanges, *, is_written: bool) -> dict[str, Value]:
     values: dict[str, Value] = {}
     if not isinstance(changes.trace_level, UnsetType):
         values["trace_level"] = levels = _level(changes.trace_level)
-        if levels and "TENSORS" in levels:
-            raise UnsupportedFeature("trace level TENSORS is not supported; use TIMESTAMPS")
         if levels and "OFF" not in levels and not is_written:
             raise UnsupportedFeature(_OFF)
     for name, (least, most) in _RANGES.items():
@@ -138,7 +137,7 @@ def _level(levels: list[str] | None) -> list[str] | None:
         if level == "OFF" and len(levels) > 1:
             raise InvalidRequest("Expect only one trace level 'OFF' is specified")
         if level != "OFF" and level not in _LEVELS:
-            raise InvalidRequest(f"unknown trace level '{level[:100]}'; use OFF or TIMESTAMPS")
+            raise InvalidRequest(f"unknown trace level '{level[:100]}'; use OFF, TIMESTAMPS or TENSORS")
     return [level for level in _LEVELS if level in levels] or ["OFF"]
 
 
@@ -157,7 +156,10 @@ def _number(name: str, text: str, least: int, most: int) -> str:
 logger = logging.getLogger(__name__)
 
 MOST_HELD = 10_000
-"""Traces that are kept in memory; then they are written, though `log_frequency` says nothing of it."""
+"""Traces that are kept in memory; then they are written, though `log_frequency` says nothing of it.
+
+Tensors count as so many traces without tensors as take their memory.
+"""
 
 MOST_UNWRITTEN = 20_000
 """Traces that wait to be written, as a slow disk has them; those that come when there are more are lost."""
@@ -170,18 +172,47 @@ class Rule(NamedTuple):
     """A rule of sampling, of one model or of all that have no rule of their own.
 
     Attributes:
-        is_on: Anything at all.
+        has_stamps: With activities and their times.
+        has_tensors: With tensors.
         rate: Every how many requests; 0 = none.
         most: How many traces are made; -1 = no end.
         frequency: How many traces a file has; 0 = as many as there are.
         change: Differs after each update by a client, which begins anew even with the same values.
     """
 
-    is_on: bool
+    has_stamps: bool
+    has_tensors: bool
     rate: int
     most: int
     frequency: int
     change: str
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is traced."""
+        return self.has_stamps or self.has_tensors
+
+
+class _Trace(NamedTuple):
+    """A trace that is to be written."""
+
+    number: int
+    about: Mapping[str, object]
+    stamps: Stamps | None
+    tensors: Taken
+
+    @property
+    def weight(self) -> int:
+        """How many traces without tensors it counts as."""
+        return 1 + weight_of(self.tensors)
+
+    def parts(self) -> list[dict[str, object]]:
+        """Returns the objects of the file that it consists of."""
+        number = self.number
+        parts: list[dict[str, object]] = [{"id": number, **self.about}]
+        if self.stamps is not None:
+            parts.append({"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in self.stamps]})
+        return [*parts, *(written(number, activity, tensor) for activity, tensor in self.tensors)]
 
 
 class Sampling:
@@ -201,7 +232,8 @@ class Sampling:
         self._seen = 0
         self.left = rule.most
         self._open = 0
-        self._held: list[dict[str, object]] = []
+        self._held: list[_Trace] = []
+        self._weight = 0
         self._is_over = False
 
     def take(self) -> bool:
@@ -216,20 +248,21 @@ class Sampling:
         self._open += 1
         return True
 
-    def add(self, about: Mapping[str, object], stamps: Stamps) -> None:
+    def add(self, about: Mapping[str, object], stamps: Stamps, tensors: Taken | None = None) -> None:
         """Takes a trace.
 
         Args:
             about: `model_name`, `model_version` and `request_id`.
             stamps: Its activities, in order.
+            tensors: Its tensors, where the rule has them.
         """
         self._open -= 1
-        number = self._output.number()
-        times = [{"name": name, "ns": ns} for name, ns in stamps]
-        self._held += [{"id": number, **about}, {"id": number, "timestamps": times}]
-        held, frequency = len(self._held) // 2, self.rule.frequency
+        trace = _Trace(self._output.number(), about, stamps if self.rule.has_stamps else None, tensors or [])
+        self._held.append(trace)
+        self._weight += trace.weight
+        frequency = self.rule.frequency
         is_last = not self._open and (self._is_over or not self.left)
-        if is_last or held >= MOST_HELD or (frequency and held >= frequency):
+        if is_last or self._weight >= MOST_HELD or (frequency and len(self._held) >= frequency):
             self._write(numbered=not self._is_over or bool(frequency))
 
     def end(self) -> None:
@@ -239,7 +272,7 @@ class Sampling:
 
     def _write(self, *, numbered: bool) -> None:
         if self._held:
-            held, self._held = self._held, []
+            held, self._held, self._weight = self._held, [], 0
             self._output.write(held, numbered=numbered)
 
 
@@ -309,7 +342,7 @@ class TraceFile:
         """Returns the id of the next trace."""
         return next(self._ids)
 
-    def write(self, traces: list[dict[str, object]], *, numbered: bool) -> None:
+    def write(self, traces: "list[_Trace]", *, numbered: bool) -> None:
         """Writes a file, in the background; its traces are lost where too many wait already, and the log says so once.
 
         Args:
@@ -322,7 +355,7 @@ class TraceFile:
             self._is_behind = True
             return
         self._is_behind = False
-        self._unwritten += len(traces) // 2
+        self._unwritten += sum(trace.weight for trace in traces)
         task = asyncio.get_running_loop().create_task(self._save(traces, numbered=numbered))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
@@ -335,19 +368,19 @@ class TraceFile:
         if self._writing:
             await asyncio.wait(self._writing)
 
-    async def _save(self, traces: list[dict[str, object]], *, numbered: bool) -> None:
+    async def _save(self, traces: "list[_Trace]", *, numbered: bool) -> None:
         async with self._one_by_one:  # so that the numbers are in order
             try:
                 await asyncio.to_thread(self._save_here, traces, numbered=numbered)
             except OSError as error:
-                logger.error("traces lost", extra={"reason": error.strerror, "traces": len(traces) // 2})
+                logger.error("traces lost", extra={"reason": error.strerror, "traces": len(traces)})
             finally:
-                self._unwritten -= len(traces) // 2
+                self._unwritten -= sum(trace.weight for trace in traces)
 
-    def _save_here(self, traces: list[dict[str, object]], *, numbered: bool) -> None:
+    def _save_here(self, traces: "list[_Trace]", *, numbered: bool) -> None:
         """Writes a file whole, and gives it the first name that is free."""
         new = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
-        new.write_bytes(msgspec.json.encode(traces))
+        new.write_bytes(msgspec.json.encode([part for trace in traces for part in trace.parts()]))
         try:
             for path in self._names(numbered=numbered):
                 try:
@@ -371,6 +404,8 @@ def _rule(values: Mapping[str, object]) -> Rule:
     try:
         rate, most, frequency = (int(str(values[name])) for name in ("trace_rate", "trace_count", "log_frequency"))
     except ValueError:  # a newer qinfer's
-        return Rule(is_on=False, rate=0, most=0, frequency=0, change=change)
-    is_on = isinstance(levels, list) and "TIMESTAMPS" in levels
-    return Rule(is_on=is_on, rate=rate, most=most, frequency=frequency, change=change)
+        return Rule(has_stamps=False, has_tensors=False, rate=0, most=0, frequency=0, change=change)
+    has_stamps, has_tensors = (isinstance(levels, list) and level in levels for level in _LEVELS)
+    return Rule(
+        has_stamps=has_stamps, has_tensors=has_tensors, rate=rate, most=most, frequency=frequency, change=change
+    )

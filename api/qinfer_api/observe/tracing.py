@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from qinfer.errors import Cancelled, QinferError
 from qinfer.models.catalog import Served
 from qinfer.observe.logs import Fence
 from qinfer.observe.tracing import ATTEMPT, BATCH_SIZE, MODEL, REQUEST_ID, VERSION, Attributes, Span, Tracer
+from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, Sink
 from qinfer_api.auth import Context
@@ -31,9 +32,17 @@ from qinfer_api.http.fast import Call, QinferHttpProtocol
 from qinfer_api.http.head import Head
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.observe.trace_file import Sampling, Stamps, TraceFile, start_of
+from qinfer_api.observe.trace_tensors import INPUT, OUTPUT, Taken, take, weight_of
+
+logger = logging.getLogger(__name__)
+
+Ended = tuple[RequestRecord | None, Response | None]
+"""The record of a stored request, and its last response."""
 
 _FENCE = Fence(logging.getLogger(__name__), "traces lost, requests go on without")
 _MOST_TEXT = 256  # characters of what a client sends: thousands of traces are held before they are written
+_MOST_FOLLOWED = 256  # each costs a read a second; further stored requests are not traced
+_MOST_WEIGHT = 1000  # of the tensors of one trace, as `weight_of` has it; further responses of a stream are left out
 _ROUNDING_S = 1e-6  # a float holds seconds since 1970 to a quarter of a microsecond
 
 
@@ -47,6 +56,7 @@ class Tracing:
     Attributes:
         tracer: The same.
         file: Triton's traces; `None` = they are not written.
+        following: Tasks that each wait for the end of a stored request, to trace it.
 
     Raises:
         SettingsError: Traces can't be written there.
@@ -54,6 +64,7 @@ class Tracing:
 
     def __init__(self, trace: TraceSettings, tracer: Tracer | None = None) -> None:
         self.tracer = tracer
+        self.following: set[asyncio.Task[None]] = set()
         self.file = TraceFile(Path(trace.file), start_of(trace)) if trace.file else None
 
     @property
@@ -73,6 +84,10 @@ class Tracing:
 
     async def close(self) -> None:
         """Writes and sends the remaining traces; those that cannot be sent within seconds are lost."""
+        if self.following:
+            for task in self.following:
+                task.cancel()
+            await asyncio.wait(self.following)
         if self.file is not None:
             await self.file.close()
         if self.tracer is not None:
@@ -110,7 +125,7 @@ class TracedDispatcher(Dispatcher):
 
     def __init__(self, tracing: Tracing, delivery: Queue, *others: Any) -> None:
         super().__init__(delivery, *others)
-        self._tracer, self._file = tracing.tracer, tracing.file
+        self._tracer, self._file, self._following = tracing.tracer, tracing.file, tracing.following
         self._server_clock = delivery.clock
 
     def submit(
@@ -172,6 +187,42 @@ class TracedDispatcher(Dispatcher):
             return span.trace
         return context.trace
 
+    def trace_stored(self, request: InferRequest, began_s: float, ending: Callable[[], Awaitable[Ended]]) -> None:
+        """Traces a request that was stored just now, when it ends; see `Dispatcher.trace_stored`."""
+        if len(self._following) >= _MOST_FOLLOWED or (sampling := self._sample(request.model)) is None:
+            return
+        with _FENCE:  # as above
+            taken = take(INPUT, request.inputs) if sampling.rule.has_tensors else None
+            about = _about(request)
+            task = asyncio.get_running_loop().create_task(self._follow(sampling, about, began_s, taken, ending))
+            self._following.add(task)
+            task.add_done_callback(self._following.discard)
+
+    async def _follow(
+        self,
+        sampling: Sampling,
+        about: dict[str, str | int],
+        began_s: float,
+        taken: Taken | None,
+        ending: Callable[[], Awaitable[Ended]],
+    ) -> None:
+        """Waits for the end of a stored request, and adds its trace; without an end, should there be none to see."""
+        stamps = [("REQUEST_START", began_s)]
+        try:
+            record, response = await ending()
+            if record is not None:
+                timing = None if response is None else response.timing
+                stamps += _computed(timing, record.created_at)
+                if record.finished_at:
+                    stamps.append(("REQUEST_END", record.finished_at))
+            if taken is not None and response is not None:
+                taken += take(OUTPUT, response.outputs)
+        except QinferError as error:
+            logger.debug("end of a traced request not seen", extra={"reason": error.message})
+        finally:
+            with _FENCE:  # as above
+                sampling.add(about, _ascending(stamps, stamps[-1][1]), taken)
+
 
 class TracedSink:
     """Wraps the sink of a request that is traced, and takes note of its end.
@@ -184,7 +235,7 @@ class TracedSink:
         sampling: Takes Triton's trace of it, if there is to be one.
     """
 
-    __slots__ = ("_begin_s", "_clock", "_pending", "_request", "_sampling", "_sink", "_span", "no_stream")
+    __slots__ = ("_begin_s", "_clock", "_pending", "_request", "_sampling", "_sink", "_span", "_tensors", "no_stream")
 
     def __init__(
         self, sink: Sink, request: InferRequest, clock: ServerClock, span: Span | None, sampling: Sampling | None
@@ -197,6 +248,10 @@ class TracedSink:
         self.no_stream = sink.no_stream
         self._begin_s = clock.now_s()
         self._pending: Pending | None = None
+        self._tensors: Taken | None = None
+        if sampling is not None and sampling.rule.has_tensors:
+            with _FENCE:  # the request goes on without
+                self._tensors = take(INPUT, request.inputs)
 
     def submitted(self, pending: Pending) -> None:
         """Takes note of the request's place in the queue, unless it has ended already."""
@@ -205,6 +260,9 @@ class TracedSink:
 
     def deliver(self, response: Response) -> None:
         """Hands a response on; with the last one the request has ended."""
+        if self._tensors is not None and weight_of(self._tensors) < _MOST_WEIGHT:
+            with _FENCE:  # the response goes on without
+                self._tensors += take(OUTPUT, response.outputs)
         if not response.final or self._request is None:
             self._sink.deliver(response)
             return
@@ -258,11 +316,8 @@ class TracedSink:
     def _add_trace(
         self, sampling: Sampling, request: InferRequest, response: Response | None, end_s: float, now_s: float
     ) -> None:
-        about: dict[str, str | int] = {"model_name": request.model[:_MOST_TEXT], "model_version": request.version}
-        if request.client_id or request.id:
-            about["request_id"] = (request.client_id or request.id)[:_MOST_TEXT]
         timing = None if response is None else response.timing
-        sampling.add(about, self._stamps(timing, end_s, now_s))
+        sampling.add(_about(request), self._stamps(timing, end_s, now_s), self._tensors)
 
     def _stamps(self, timing: Timing | None, end_s: float, sent_s: float) -> Stamps:
         """Returns when was what, in order: what two clocks disagree about (a millisecond) is put straight."""
@@ -276,22 +331,35 @@ class TracedSink:
         stamps = [(f"{receive}_START", received_s), (f"{receive}_END", read_s)] if receive else []
         stamps.append(("REQUEST_START", begin_s))
         if timing is not None:
-            queued_s = self._queued_s()
-            stamps.append(("QUEUE_START", queued_s))
-            compute_s = queued_s + timing.queue_ns / 1e9
-            for name, ns in (
-                ("COMPUTE_START", 0),
-                ("COMPUTE_INPUT_END", timing.input_ns),
-                ("COMPUTE_OUTPUT_START", timing.infer_ns),
-                ("COMPUTE_END", timing.output_ns),
-            ):
-                compute_s += ns / 1e9
-                stamps.append((name, compute_s))
-            stamps.append(("INFER_RESPONSE_COMPLETE", end_s))
+            stamps += [*_computed(timing, self._queued_s()), ("INFER_RESPONSE_COMPLETE", end_s)]
         stamps.append(("REQUEST_END", end_s))
         if receive:
             stamps += [(f"{frontend}_SEND_START", end_s), (f"{frontend}_SEND_END", sent_s)]
         return _ascending(stamps, sent_s)
+
+
+def _about(request: InferRequest) -> dict[str, str | int]:
+    about: dict[str, str | int] = {"model_name": request.model[:_MOST_TEXT], "model_version": request.version}
+    if request.client_id or request.id:
+        about["request_id"] = (request.client_id or request.id)[:_MOST_TEXT]
+    return about
+
+
+def _computed(timing: Timing | None, queued_s: float) -> list[tuple[str, float]]:
+    """Returns when a request was queued and executed, as far as its worker tells."""
+    stamps = [("QUEUE_START", queued_s)]
+    if timing is None:
+        return stamps
+    compute_s = queued_s + timing.queue_ns / 1e9
+    for name, ns in (
+        ("COMPUTE_START", 0),
+        ("COMPUTE_INPUT_END", timing.input_ns),
+        ("COMPUTE_OUTPUT_START", timing.infer_ns),
+        ("COMPUTE_END", timing.output_ns),
+    ):
+        compute_s += ns / 1e9
+        stamps.append((name, compute_s))
+    return stamps
 
 
 def _ascending(stamps: list[tuple[str, float]], last_s: float) -> Stamps:

@@ -52,6 +52,7 @@ from qinfer_api.status import of_request
 _CHOSEN = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}")  # clients drop . and .. from paths
 _MAX_ID_CHARACTERS = 512
 _CHOSEN_PARTITION = 0
+_GRACE_S = 5.0  # for a janitor to end what has expired
 
 
 class RequestProblem(msgspec.Struct, frozen=True):
@@ -531,9 +532,20 @@ class AsyncRequests:
         )
         is_large = tensor_bytes(request) > self.inline_max_bytes
         lane, frame, payload, limit = await asyncio.to_thread(stamp) if is_large else stamp()
-        return await self.delivery.requests.accept(
+        began_s = self.now_s()
+        accepted = await self.delivery.requests.accept(
             msgspec.structs.replace(acceptance, lane=lane, frame=frame, payload=payload, limit=limit)
         )
+        if accepted.is_new:
+            ending = functools.partial(self._ending, acceptance.address, acceptance.timeout_s)
+            self.dispatcher.trace_stored(request, began_s, ending)
+        return accepted
+
+    async def _ending(self, address: Address, timeout_s: float) -> tuple[RequestRecord | None, Response | None]:
+        """Waits until a request has ended; returns its record, and its last response."""
+        record = await self.waits.ended(address, timeout_s + _GRACE_S, lambda: None)
+        blob = None if record is None else await self.delivery.requests.result(address)
+        return record, decode_responses(blob)[-1] if blob else None
 
     def _acceptance(
         self, context: Context, request: InferRequest, served: Served, plan: OutputPlan, options: SubmitOptions

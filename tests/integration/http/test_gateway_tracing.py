@@ -115,6 +115,43 @@ async def test_every_way_in_is_traced(
     assert [stamp["name"] for stamp in stamps["timestamps"]] == AROUND
 
 
+async def test_tensors_of_requests_and_responses(scene: Scene, client: httpx.AsyncClient) -> None:
+    """As Triton writes them, with the activities or without."""
+    expected = [
+        {"activity": activity, "tensor": {"name": name, "data": "1.0,2.0,3.0,4.0", "shape": "1,4", "dtype": "FP32"}}
+        for activity, name in (("TENSOR_QUEUE_INPUT", "x"), ("TENSOR_BACKEND_OUTPUT", "y"))
+    ]
+    for levels, stamps in ((["TENSORS"], 0), (["TIMESTAMPS", "TENSORS"], 1)):
+        shown = await client.post("/v2/trace/setting", json={**ON, "trace_level": levels})
+        assert shown.json()["trace_level"] == levels
+
+        assert (await client.post("/v2/models/echo/infer", json=QUESTION)).status_code == 200
+
+        await eventually(lambda: len(scene.files()) == 1)
+        ((about, *parts),) = scene.files()
+        assert about["model_name"] == "echo"
+        assert ["timestamps" in part for part in parts] == [True] * stamps + [False, False]
+        assert parts[stamps:] == [{"id": about["id"], **part} for part in expected]
+        scene.clear()
+
+
+async def test_stored_requests_are_traced_when_they_have_ended(scene: Scene, client: httpx.AsyncClient) -> None:
+    """By the gateway that accepted them, with their tensors."""
+    await client.post("/v2/trace/setting", json={**ON, "trace_level": ["TIMESTAMPS", "TENSORS"]})
+
+    reply = await client.post("/v1/models/echo/requests", json={**QUESTION, "id": "mine"})
+
+    assert reply.status_code == 202
+    await eventually(lambda: len(scene.files()) == 1)
+    ((about, stamps, *tensors),) = scene.files()
+    assert (about["model_name"], about["model_version"], about["request_id"]) == ("echo", 2, "mine")
+    names = [stamp["name"] for stamp in stamps["timestamps"]]
+    assert (names[:2], names[-1]) == (["REQUEST_START", "QUEUE_START"], "REQUEST_END")
+    times = [stamp["ns"] for stamp in stamps["timestamps"]]
+    assert times == sorted(times)
+    assert [part["activity"] for part in tensors] == ["TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"]
+
+
 async def test_refusals_are_errors(scene: Scene, client: httpx.AsyncClient) -> None:
     """They never came into the queue."""
     await client.post("/v2/trace/setting", json={"trace_level": ["OFF"]})
@@ -200,4 +237,5 @@ async def test_what_can_not_be_traced_is_served(
     assert asked == 2
     apart = await client.post("/v2/models/echo/infer", json=QUESTION, headers={"Prefer": "respond-async"})
     assert apart.status_code == 202
-    await eventually(lambda: len(scene.files()) == (0 if "trace_file" in broken else 2))
+    await eventually(lambda: not scene.running.gateway._tracing.following, description="the end of the stored request")
+    await eventually(lambda: len(scene.files()) == (0 if "trace_file" in broken else 3))

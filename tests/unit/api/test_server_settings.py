@@ -113,7 +113,6 @@ async def test_trace_settings_of_a_model_inherit(trace: TraceSettings) -> None:
     ("changes", "error", "text"),
     [
         ({"trace_file": "x"}, UnsupportedFeature, "trace file location can not be updated through network protocol"),
-        ({"trace_level": ["TIMESTAMPS", "TENSORS"]}, UnsupportedFeature, "TENSORS is not supported; use TIMESTAMPS"),
         ({"trace_mode": "opentelemetry"}, UnsupportedFeature, "trace mode can not be updated through network protocol"),
         ({"trace_level": ["OFF", "TENSORS"]}, InvalidRequest, "Expect only one trace level 'OFF' is specified"),
         ({"trace_level": ["MAX"]}, InvalidRequest, "unknown trace level 'MAX'"),

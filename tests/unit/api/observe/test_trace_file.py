@@ -70,7 +70,7 @@ def test_nothing_is_traced_before_the_settings_are_known(traces: TraceFile) -> N
         ({"trace_rate": "0"}, [False] * 6),
         ({"trace_rate": "2", "trace_count": "1"}, [False, True, False, False, False, False]),
         ({"trace_count": "0"}, [False] * 6),
-        ({"trace_level": ["TENSORS"]}, [False] * 6),
+        ({"trace_level": ["TENSORS"]}, [True] * 6),
         ({"trace_rate": "of a newer qinfer"}, [False] * 6),
     ],
 )

@@ -1,0 +1,57 @@
+"""Tensors in Triton's traces (level `TENSORS`): taken while a request is in hand, written as text later, in a thread.
+
+A trace keeps the first bytes of each tensor only, so that large ones neither fill the memory nor the disk.
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/trace.md
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from qinfer.errors import InvalidRequest
+from qinfer.tensors import DATATYPES, Tensor, iter_bytes, to_numpy
+
+INPUT, OUTPUT = "TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"
+"""Activities: a tensor that was put into the queue, and one that came back."""
+
+MOST_BYTES = 64 * 1024
+"""So much of a tensor is kept."""
+
+Taken = list[tuple[str, Tensor]]
+"""Tensors of a trace, each with its activity."""
+
+
+def take(activity: str, tensors: Sequence[Tensor]) -> Taken:
+    """Returns copies of the beginnings of tensors, which keep nothing else alive."""
+    return [(activity, Tensor(t.name, t.datatype, t.shape, bytes(memoryview(t.data)[:MOST_BYTES]))) for t in tensors]
+
+
+def weight_of(taken: Taken) -> int:
+    """Returns how many traces without tensors take about as much memory."""
+    return sum(len(tensor.data) for _, tensor in taken) // 256
+
+
+def written(number: int, activity: str, tensor: Tensor) -> dict[str, Any]:
+    """Returns a tensor as Triton writes it."""
+    shown = {
+        "name": tensor.name,
+        "data": ",".join(_elements(tensor)),
+        "shape": ",".join(map(str, tensor.shape)),
+        "dtype": tensor.datatype,
+    }
+    return {"id": number, "activity": activity, "tensor": shown}
+
+
+def _elements(tensor: Tensor) -> list[str]:
+    """Returns the elements of which all bytes are there."""
+    if tensor.datatype == "BYTES":
+        found: list[str] = []
+        with suppress(InvalidRequest):  # the last one is cut off
+            for element in iter_bytes(tensor.data):
+                found.append(json.dumps(bytes(element).decode(errors="replace"), ensure_ascii=False))  # noqa: PERF401
+        return found
+    size = DATATYPES[tensor.datatype].itemsize
+    count = len(tensor.data) // size
+    array = to_numpy(Tensor(tensor.name, tensor.datatype, (count,), tensor.data[: count * size]))
+    return list(map(str, array.astype("u1") if tensor.datatype == "BOOL" else array))
