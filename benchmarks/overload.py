@@ -175,6 +175,7 @@ def running(name: str, repository: Path) -> Iterator[Server]:
     )  # fmt: skip
     command = triton_command(launch, repository) if name == "triton" else KINDS[name].commands(launch)[0]
     env = {key: value for key, value in os.environ.items() if not key.startswith("QINFER_")} | dict(command.env)
+    env |= {"QINFER_REPOSITORY__STRICT_READINESS": "true"}  # it is measured when every model is loaded
     root = processes.start(command.argv, log=directory / "log", env=env, cwd=environments.ROOT)
     try:
         _wait_until_ready(port, directory / "log")

@@ -103,7 +103,13 @@ class Room:
             raise RoomFailed(f"qinfer up ended with {process.returncode}; its log:\n{log.read_text()}")
 
     def _environment(self) -> dict[str, str]:
-        return {"PATH": str(self.bin), "HOME": str(self._home), "LANG": "C.UTF-8", "COLUMNS": "120"}
+        return {
+            "PATH": str(self.bin),
+            "HOME": str(self._home),
+            "LANG": "C.UTF-8",
+            "COLUMNS": "120",
+            "QINFER_REPOSITORY__STRICT_READINESS": "true",  # who waits for the server wants every model
+        }
 
 
 def _checked(command: list[str], directory: Path, environment: dict[str, str] | None, within_s: float) -> str:

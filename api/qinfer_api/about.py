@@ -87,10 +87,14 @@ def model_metadata(catalog: Catalog, model: str, version: int) -> ModelMetadata:
 
 
 def is_server_ready(settings: Settings, catalog: Catalog, *, draining: bool) -> bool:
-    """Tells whether the server is ready; whether every model must be, `repository.strict_readiness` says."""
+    """Tells whether the server is ready: as long as every model is, if `repository.strict_readiness`, else for good.
+
+    One that is not strict becomes ready when it can answer for the first model, or every model has failed to load, so
+    that a caller who waits for it at the first start finds a model.
+    """
     if draining:
         return False
-    return catalog.is_server_ready() or not settings.repository.strict_readiness
+    return catalog.is_server_ready() if settings.repository.strict_readiness else catalog.has_started()
 
 
 def is_model_ready(catalog: Catalog, model: str, version: int) -> bool:

@@ -397,7 +397,11 @@ class RepositorySettings(Section):
     cache_dir: str = Field(
         "", description="Directory of workers' copies of remote model files; empty = one in the user's cache."
     )
-    strict_readiness: bool = Field(True, description="The server is ready when every model is (--strict-readiness).")
+    strict_readiness: bool = Field(
+        False,
+        description="The server is ready only while every model is (Triton's --strict-readiness, on by default there): "
+        "one broken model takes every gateway out of its load balancer. Also for `qinfer healthcheck worker --ready`.",
+    )
     min_workers: int = Field(
         1,
         ge=0,

@@ -18,7 +18,7 @@ from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, Qinfe
 from qinfer.models.config.config import from_json, to_json, to_spec
 from qinfer.models.dependents import has_decoupled_step, labels_of
 from qinfer.models.installation import Guard, Snapshot
-from qinfer.models.readiness import PENDING_REASON, Capacity, ModelStatus, assess, capacity_of, is_placed
+from qinfer.models.readiness import PENDING_REASON, Capacity, ModelStatus, assess, capacity_of, have_begun, is_placed
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import StoredModel, WorkerRecord
@@ -91,6 +91,7 @@ class Catalog:
         self._beaten_by_s = 0.0
         self._view = _View()
         self._refreshed = False
+        self._started = False
         self._refreshing = asyncio.Lock()
         self._specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
         self._unusable: dict[str, StoredModel] = {}
@@ -122,6 +123,7 @@ class Catalog:
                 workers=workers,
             )
             self._refreshed = True
+            self._started = self._started or have_begun(statuses.values())
 
     async def _read(self, workers: Sequence[WorkerRecord]) -> Snapshot | None:
         """Reads the models; `None` while they are not whole, or the workers have not beaten again after a loss."""
@@ -264,6 +266,10 @@ class Catalog:
         It is not while the store lacks what it had.
         """
         return self._refreshed and self._is_whole and all(status.is_ready for status in self._view.statuses.values())
+
+    def has_started(self) -> bool:
+        """Tells whether the first loads have come to something: readiness that is not strict; it stays so."""
+        return self._started
 
     def workers(self) -> list[WorkerRecord]:
         """Returns the workers that were live at the last refresh."""

@@ -148,6 +148,12 @@ def assess(
     return statuses
 
 
+def have_begun(statuses: Iterable[ModelStatus]) -> bool:
+    """Tells whether a model can be asked, or none is left that may still be loaded."""
+    models = list(statuses)
+    return any(model.ready_versions for model in models) or not any(model.loadable_versions for model in models)
+
+
 def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str:
     """Says what an ensemble lacks of a model that it uses, with Triton's text; empty = nothing."""
     status = statuses.get(use.model)

@@ -17,6 +17,8 @@ from tests.support import models
 from tests.support.servers.rabbitmq import RabbitServer, running_rabbitmq
 from tests.support.servers.servers import free_port
 
+EVERY_MODEL = {"QINFER_REPOSITORY__STRICT_READINESS": "true"}
+"""Tests begin when every model is loaded."""
 READY_WITHIN_S = 50.0
 STOP_WITHIN_S = 40.0
 
@@ -85,7 +87,8 @@ def running(repository: Path | str, directory: Path, workers: int = 1, /, **sett
     command += ["--grpc-port", str(grpc_port), "--metrics-port", "0", "--workers", str(workers)]
     log = directory / "log"
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=clean_environment() | settings)
+        env = clean_environment() | EVERY_MODEL | settings
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
     try:
         wait_until_up(process, f"127.0.0.1:{port}", log)
         yield Stack(port=port, pid=process.pid, grpc_port=grpc_port)

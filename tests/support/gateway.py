@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from qinfer.core.messages import Failure, InferRequest, Response
-from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, LimitSettings, Settings
+from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, LimitSettings, RepositorySettings, Settings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.config.config import normalise, parse, to_json, to_spec
 from qinfer.models.routes import lanes_of
@@ -128,6 +128,7 @@ def settings_of(
     limits: Mapping[str, Any] | None = None,
     auth: Mapping[str, Any] | None = None,
     grpc: Mapping[str, Any] | None = None,
+    repository: Mapping[str, Any] | None = None,
 ) -> Settings:
     """Returns settings on free ports; gRPC is served if `grpc` is given; nobody waits for workers unless told to."""
     return Settings(
@@ -135,6 +136,7 @@ def settings_of(
         grpc=GrpcSettings(port=0, **grpc) if grpc is not None else GrpcSettings(enabled=False),
         limits=LimitSettings(**{"wait_for_workers_s": 0, **(limits or {})}),
         auth=AuthSettings(**(auth or {})),
+        repository=RepositorySettings(**(repository or {})),
     )
 
 

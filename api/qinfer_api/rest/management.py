@@ -36,7 +36,12 @@ _DONE, _NOTHING = Reply(200, b""), Reply(200, b"[]")
 _METADATA = operation("", {200: answer("The metadata.", about.ServerMetadata), **errors(401, 403)})
 _LIVE = operation("", {200: answer("It is running."), **errors(403, 503)})
 _READY = operation(
-    "", {200: answer("Every model is ready."), 400: answer("A model is not ready; no body."), **errors(403, 503)}
+    "",
+    {
+        200: answer("It may get requests."),
+        400: answer("Not yet, or a model is not ready; no body."),
+        **errors(403, 503),
+    },
 )
 _SCOPE = query(
     "scope",
@@ -65,7 +70,7 @@ def server_routes(services: Services) -> APIRouter:
 
     @router.get("/v2/health/ready", dependencies=health, **_READY)
     async def ready() -> HttpResponse:
-        """Answers 200 when every model is ready, 400 when one is not; 503 while the gateway shuts down."""
+        """Answers 200 once a model is ready; strictly: while every model is. 400 otherwise, 503 while shutting down."""
         if services.dispatcher.draining:
             return _exiting()
         is_ready = about.is_server_ready(services.settings, services.catalog, draining=False)

@@ -37,7 +37,7 @@ RepositoryPollSecsOption = Annotated[
 ]
 StrictReadinessOption = Annotated[
     bool,
-    typer.Option(envvar="QINFER_REPOSITORY__STRICT_READINESS", help="Report ready only when every model is ready."),
+    typer.Option(envvar="QINFER_REPOSITORY__STRICT_READINESS", help="Report ready only while every model is ready."),
 ]
 DataDirOption = Annotated[
     Path, typer.Option(help="Directory of the private Redis' data; one `up` at a time may use it.")
@@ -120,7 +120,7 @@ def up(
     model_control_mode: ModelControlModeOption = "none",
     load_model: LoadModelOption = None,
     repository_poll_secs: RepositoryPollSecsOption = 15.0,
-    strict_readiness: StrictReadinessOption = True,
+    strict_readiness: StrictReadinessOption = False,
     data_dir: DataDirOption = Path(".qinfer"),
     host: HostOption = "127.0.0.1",
     http_port: HttpPortOption = 8000,

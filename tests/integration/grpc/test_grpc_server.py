@@ -58,7 +58,7 @@ async def _all_ready(server: Rpc) -> None:
 
 async def test_health_follows_the_models() -> None:
     """SERVING if and only if the server is ready; other services are not known."""
-    async with rpc() as server:
+    async with rpc(repository={"strict_readiness": True}) as server:
         health = _health(server)
         before = await health.Check(health_pb2.HealthCheckRequest())
         await _all_ready(server)

@@ -324,11 +324,14 @@ async def test_what_changes_the_server_takes_the_scope_admin(tmp_path: Path) -> 
         assert (await client.post("/v2/repository/index")).status_code == 401
 
 
-async def test_readiness_that_is_not_strict() -> None:
-    """The server is ready though a model is not (Triton's --strict-readiness=false)."""
-    settings = settings_of(repository=RepositorySettings(strict_readiness=False))
+async def test_strict_readiness() -> None:
+    """The server is not ready while one model is not: 400 without a body (reference §1.3)."""
+    settings = settings_of(repository=RepositorySettings(strict_readiness=True))
     async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
-        assert (await client.get("/v2/health/ready")).status_code == 200
+        reply = await client.get("/v2/health/ready")
+
+        assert (reply.status_code, reply.content) == (400, b"")
+        assert (await client.get("/v2/models/echo/ready")).status_code == 200
         assert (await client.get("/v2/models/loading/ready")).status_code == 400
 
 

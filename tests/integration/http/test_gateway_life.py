@@ -119,7 +119,10 @@ async def _beat(running: Running) -> None:
 
 async def test_redis_without_its_data() -> None:
     """Who waits is told to try again, the server is not ready until all is written again, and then it answers."""
-    async with rpc() as server, httpx.AsyncClient(base_url=server.running.url, timeout=30.0) as client:
+    async with (
+        rpc(repository={"strict_readiness": True}) as server,
+        httpx.AsyncClient(base_url=server.running.url, timeout=30.0) as client,
+    ):
         running = server.running
         await _beat(running)
         before = await client.get("/v2/health/ready")

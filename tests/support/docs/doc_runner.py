@@ -60,6 +60,7 @@ class Terminal:
             "PATH": path,
             "HOME": str(directory),
             "PYTHONPATH": str(self._directory),
+            "QINFER_REPOSITORY__STRICT_READINESS": "true",  # a page begins when all its models are loaded
             **environment,
         }
         self._server: subprocess.Popen[bytes] | None = None

@@ -95,6 +95,21 @@ async def test_without_a_version_the_highest_ready_one_answers(stack: Stack) -> 
     assert not stack.catalog.is_server_ready()
 
 
+async def test_a_server_that_has_started_stays_so(stack: Stack) -> None:
+    """Models that fail later, and workers that are gone, take no gateway out of its load balancer."""
+    stack.write("m", 1)
+    await stack.sync()
+    before = stack.catalog.has_started()
+    await stack.load("m", 1)
+    loaded = stack.catalog.has_started()
+    await stack.store.retire("w")
+    await stack.catalog.refresh()
+
+    assert (before, loaded) == (False, True)
+    assert stack.catalog.ready_versions("m") == ()
+    assert stack.catalog.has_started()
+
+
 async def test_a_version_that_only_pins_keep_answers_those_who_name_it(stack: Stack) -> None:
     """Also where it is higher than those of the version policy: the model was rolled back."""
     stack.write("m", 1)

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from qinfer.models.readiness import ModelStatus, assess, is_placed
+from qinfer.models.readiness import ModelStatus, assess, have_begun, is_placed
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 
 
@@ -68,6 +68,29 @@ def test_one_version_that_is_not_ready_makes_the_model_not_ready() -> None:
 
     assert status.ready_versions == (1,)
     assert not status.is_ready
+
+
+@pytest.mark.parametrize(
+    ("states", "begun"),
+    [
+        ([], True),
+        ([State.LOADING], False),
+        ([None], False),
+        ([State.UNAVAILABLE], True),
+        ([State.UNAVAILABLE, State.LOADING], False),
+        ([State.READY, State.LOADING, State.UNAVAILABLE, None], True),
+    ],
+)
+def test_a_server_begins_with_its_first_model(states: list[State | None], *, begun: bool) -> None:
+    """That can be asked, or when all have failed; without models at once. `None` = no worker reports on it."""
+    names = [f"m{number}" for number in range(len(states))]
+    models = {name: {1: VersionState(state, 2)} for name, state in zip(names, states, strict=True) if state}
+    reports = [WorkerRecord(id="w", started_at=0.0, models=models)]
+    configurations = {name: StoredModel(name, 2, "{}", (1,)) for name in names}
+
+    statuses = assess({name: Desired(name, 2) for name in names}, configurations, reports)
+
+    assert have_begun(statuses.values()) is begun
 
 
 def test_what_should_not_be_loaded_is_not_shown() -> None:
