@@ -114,11 +114,29 @@ class Serving:
         self.reads = PayloadReads()
         self._is_settled = False
 
-    @property
-    def is_still(self) -> bool:
-        """Whether it is paused, and nothing is under way."""
-        batcher = self.batcher
-        return batcher.paused and not batcher.executing and self.quiet.is_set() and not self.reads.open
+    def is_still(self, *, ends: bool) -> bool:
+        """Tells whether it is paused, as `pause` does it."""
+        executes = self.batcher.executing and not self._is_held(ends=ends)
+        return self.batcher.paused and not executes and self.quiet.is_set() and not self.reads.open
+
+    async def pause(self, *, ends: bool = True) -> None:
+        """Takes nothing more in, and returns when nothing is under way.
+
+        Args:
+            ends: Whether the requests of an ensemble end, too. If not, they go on afterwards: they execute nothing.
+        """
+        if isinstance(self.batcher, EnsembleBatcher) and self._is_held(ends=ends):
+            self.batcher.hold()
+        else:
+            await self.batcher.pause()
+        # By the end of this wait each payload read has begun, and gives back its requests when it is stopped.
+        await self.quiet.wait()
+        await self.reads.stop()
+        if not self._is_held(ends=ends):
+            await self.batcher.idle()
+
+    def _is_held(self, *, ends: bool) -> bool:
+        return isinstance(self.batcher, EnsembleBatcher) and not ends
 
     def reread(self) -> None:
         """Takes note of another configuration of the model; the lanes of the last are read on for now."""

@@ -260,7 +260,7 @@ class Worker:
         """Ends a serving whose model is scheduled in another way from now on, by another serving."""
         if isinstance(serving.batcher, JobBatcher):
             await self._bulk.retire(serving.batcher)
-        await self._pause(serving)
+        await serving.pause()
         await end(serving.fetcher)
         serving.batcher.model.executor.retire()
         self._heartbeat.collect(serving.batcher)
@@ -296,7 +296,7 @@ class Worker:
             serving = self._serving[model, version]
             if isinstance(serving.batcher, JobBatcher):
                 await self._bulk.retire(serving.batcher)
-            await self._pause(serving)
+            await serving.pause()
             serving.fetcher.cancel()
             await asyncio.wait([serving.fetcher])
             await self._queue.leave(serving.lanes)
@@ -499,7 +499,8 @@ class Worker:
         self._is_quiescing = True
         if self._leaving:
             await asyncio.wait(self._leaving)
-        while moving := {key: serving for key, serving in self._serving.items() if not self._is_still(serving)}:
+        ends = self._is_ending
+        while moving := {key: serving for key, serving in self._serving.items() if not serving.is_still(ends=ends)}:
             first = [serving for key, serving in moving.items() if not self._caller.is_target(*key)]
             async with asyncio.TaskGroup() as pauses:
                 for serving in first or moving.values():  # models that call one another can't wait for one another
@@ -527,20 +528,6 @@ class Worker:
         serving = self._serving.get((lane.model, lane.version))
         if self._is_quiescing and serving is not None:
             serving.batcher.resume()
-
-    async def _hold(self, serving: Serving) -> None:
-        """Has an ensemble take no more requests; those that are here go on when their steps are answered."""
-        assert isinstance(serving.batcher, EnsembleBatcher), "others are paused"
-        serving.batcher.hold()
-        await serving.quiet.wait()
-        await serving.reads.stop()
-
-    async def _pause(self, serving: Serving) -> None:
-        await serving.batcher.pause()
-        # By the end of this wait each payload read has begun, and gives back its requests when it is stopped.
-        await serving.quiet.wait()
-        await serving.reads.stop()
-        await serving.batcher.idle()
 
     async def _drain(self, heartbeat: asyncio.Task[None]) -> None:
         """Finishes executing batches within `drain_s`; another worker reclaims the rest.
