@@ -504,16 +504,7 @@ class Worker:
             first = [serving for key, serving in moving.items() if not self._caller.is_target(*key)]
             async with asyncio.TaskGroup() as pauses:
                 for serving in first or moving.values():  # models that call one another can't wait for one another
-                    pauses.create_task(self._hold(serving) if self._is_held(serving) else self._pause(serving))
-
-    def _is_held(self, serving: Serving) -> bool:
-        """Tells whether a serving is not waited for, as it executes nothing: its requests go on afterwards."""
-        return isinstance(serving.batcher, EnsembleBatcher) and not self._is_ending
-
-    def _is_still(self, serving: Serving) -> bool:
-        if not self._is_held(serving):
-            return serving.is_still
-        return serving.batcher.paused and serving.quiet.is_set() and not serving.reads.open
+                    pauses.create_task(serving.pause(ends=ends))
 
     def _ensembles(self) -> list[EnsembleBatcher]:
         return [one.batcher for one in self._servings() if isinstance(one.batcher, EnsembleBatcher)]
