@@ -12,7 +12,6 @@ and the models of their steps. A page has any number of lines of text, so `ocr` 
 (`max_batch_size: 0`): what is a batch to a step is an ordinary dimension to the ensemble.
 """
 
-import os
 import shutil
 import sys
 import warnings
@@ -210,7 +209,6 @@ def _configure(repository: Path, models: Mapping[str, str]) -> None:
 
 def _export(packaged: Path, file: Path) -> None:
     """Exports the transformer, without pooling, to ONNX."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     from transformers import AutoModel
 
@@ -219,7 +217,7 @@ def _export(packaged: Path, file: Path) -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.encoder = AutoModel.from_pretrained(str(packaged), attn_implementation="eager")
+            self.encoder = AutoModel.from_pretrained(str(packaged), attn_implementation="eager", local_files_only=True)
             self.eval()
 
         def forward(self, ids: torch.Tensor, mask: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
