@@ -69,7 +69,7 @@ Metrics of latencies are selected as with Triton's `--metrics-config`; gateways 
 | setting | Triton's | metrics, and default |
 |---|---|---|
 | `QINFER_METRICS__COUNTER_LATENCIES` | `counter_latencies` | `nv_inference_*_duration_us`; on |
-| `QINFER_METRICS__SUMMARY_LATENCIES` | `summary_latencies` | `nv_inference_*_summary_us`; off |
+| `QINFER_METRICS__SUMMARY_LATENCIES` | `summary_latencies` | the summaries, `nv_*_summary_*`; off |
 | `QINFER_METRICS__SUMMARY_QUANTILES` | `summary_quantiles` | the quantiles of the summaries |
 | `QINFER_METRICS__HISTOGRAM_LATENCIES` | `histogram_latencies` | `nv_inference_first_response_histogram_ms`; off |
 
@@ -85,8 +85,8 @@ The buckets of the histogram are Triton's ({", ".join(map(str, latencies.FIRST_R
 it only for decoupled models, qinfer for every model: if a model answers once, it is the time until that answer, from
 entering the queue.
 
-Not supported: metrics of pinned memory, the summaries of the response cache, and labels of `metric_tags`. Cached
-requests are not in the quantiles of the summaries. The metrics of the cache are those of models that have used it.
+Not supported: metrics of pinned memory, and labels of `metric_tags`. The metrics of the cache are those of models that
+have used it.
 """
 REASONS_HEAD = """
 This table maps error codes, the reasons of qinfer's own metrics, to reasons of `nv_inference_request_failure`.

@@ -214,7 +214,9 @@ class Gateway:
         limits, queue = settings.limits, self._delivery
         dispatcher = self._tracing.dispatcher_type(queue, self.catalog, tally, limits, self._owner, auth)
         if (plan := settings.cache.plan) is not None:
-            dispatcher.submission.use(ResponseCache(plan, queue, tally.refusals, limits.max_in_flight))
+            summaries = settings.metrics.summary_latencies
+            cache = ResponseCache(plan, queue, tally.refusals, limits.max_in_flight, summaries=summaries)
+            dispatcher.submission.use(cache)
         return dispatcher
 
     def _reloading_of(self, settings: Settings, auth: Auth | None) -> Reloading:

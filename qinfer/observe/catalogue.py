@@ -234,6 +234,12 @@ NV_OUTPUT_SUMMARY = _summary(
     "nv_inference_compute_output_summary_us",
     f"Summary of inference compute output duration in microseconds {_NOT_CACHED}",
 )
+NV_CACHE_HIT_SUMMARY = _summary(
+    "nv_cache_hit_summary_per_model", "Summary of cache hit duration per model, in microseconds"
+)
+NV_CACHE_MISS_SUMMARY = _summary(
+    "nv_cache_miss_summary_per_model", "Summary of cache miss duration per model, in microseconds"
+)
 NV_FIRST_RESPONSE = _histogram(
     "nv_inference_first_response_histogram_ms", "Duration from request to first response in milliseconds"
 )

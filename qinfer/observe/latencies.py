@@ -25,6 +25,9 @@ FIRST_RESPONSE_BUCKETS_MS = (100, 500, 2000, 5000)
 REQUEST, QUEUE, INPUT, INFER, OUTPUT = "request", "queue", "input", "infer", "output"
 """The phases of a request that have a summary."""
 
+CACHE_HIT, CACHE_MISS = "cache_hit", "cache_miss"
+"""Uses of the response cache that have one."""
+
 SUMMARY = "summary:"
 """Requests by latency: `summary:<which>:<number of the bucket>`; bucket n is up to `GROWTH` ** n microseconds."""
 
@@ -105,6 +108,11 @@ class SlidingWindow:
         if not self._seen or self._seen[-1][0] <= now_s - _LEAST_SAMPLE_S:
             self._seen.append((now_s, now))
         return {key: _difference(fields, base.get(key, {})) for key, fields in now.items()}
+
+
+def field_of(which: str, ns: int) -> str:
+    """Returns the field that counts a latency for a summary."""
+    return f"{SUMMARY}{which}:{bucket_of(ns)}"
 
 
 def quantiles(fields: _Counts, which: str, wanted: Sequence[float]) -> dict[float, float]:

@@ -98,6 +98,32 @@ _LATENCIES = (
 )
 
 
+class _CacheUse(NamedTuple):
+    """Uses of the response cache of one kind: how many, and how long they took."""
+
+    counted: Info
+    count_field: str
+    latency: _Latency
+
+
+_OF_CACHE = (
+    _CacheUse(
+        catalogue.NV_CACHE_HITS,
+        stats.CACHE_HIT_COUNT,
+        _Latency(
+            catalogue.NV_CACHE_HIT_DURATION, catalogue.NV_CACHE_HIT_SUMMARY, stats.CACHE_HIT_NS, latencies.CACHE_HIT
+        ),
+    ),
+    _CacheUse(
+        catalogue.NV_CACHE_MISSES,
+        stats.CACHE_MISS_COUNT,
+        _Latency(
+            catalogue.NV_CACHE_MISS_DURATION, catalogue.NV_CACHE_MISS_SUMMARY, stats.CACHE_MISS_NS, latencies.CACHE_MISS
+        ),
+    ),
+)
+
+
 def families(
     statistics: Mapping[Key, Mapping[str, int]],
     pending: Mapping[Key, int],
@@ -126,7 +152,8 @@ def families(
             yield by_model(latency.counter, totals)
     yield from _of_cache(statistics, wanted)
     if wanted.quantiles:
-        yield from _summaries(statistics, wanted)
+        for latency in _LATENCIES:
+            yield _summary(latency, stats.SUCCESS_COUNT, statistics, wanted)
     if wanted.histogram:
         histogram = Family(catalogue.NV_FIRST_RESPONSE)
         for key, fields in statistics.items():
@@ -174,28 +201,24 @@ def _of_cache(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> It
     of_cached = {key: of for key, of in statistics.items() if {stats.CACHE_HIT_COUNT, stats.CACHE_MISS_COUNT} & set(of)}
     if not of_cached:
         return
-    for info, name in (
-        (catalogue.NV_CACHE_HITS, stats.CACHE_HIT_COUNT),
-        (catalogue.NV_CACHE_MISSES, stats.CACHE_MISS_COUNT),
-    ):
-        yield by_model(info, {key: of.get(name, 0) for key, of in of_cached.items()})
-    if not wanted.counters:
-        return
-    for info, name in (
-        (catalogue.NV_CACHE_HIT_DURATION, stats.CACHE_HIT_NS),
-        (catalogue.NV_CACHE_MISS_DURATION, stats.CACHE_MISS_NS),
-    ):
-        yield by_model(info, {key: of.get(name, 0) // 1000 for key, of in of_cached.items()})
+    for use in _OF_CACHE:
+        yield by_model(use.counted, {key: of.get(use.count_field, 0) for key, of in of_cached.items()})
+    for use in _OF_CACHE if wanted.counters else ():
+        totals = {key: of.get(use.latency.field, 0) // 1000 for key, of in of_cached.items()}
+        yield by_model(use.latency.counter, totals)
+    for use in _OF_CACHE if wanted.quantiles else ():
+        yield _summary(use.latency, use.count_field, of_cached, wanted)
 
 
-def _summaries(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Iterator[Family]:
-    for latency in _LATENCIES:
-        summary = Family(latency.summary)
-        for key, fields in statistics.items():
-            values = latencies.quantiles(wanted.recent.get(key, {}), latency.which, wanted.quantiles)
-            count, total = fields.get(stats.SUCCESS_COUNT, 0), fields.get(latency.field, 0) // 1000
-            summary.add_summary(values, count, total, **labels_of(key))
-        yield summary
+def _summary(
+    latency: _Latency, count_field: str, statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted
+) -> Family:
+    summary = Family(latency.summary)
+    for key, fields in statistics.items():
+        values = latencies.quantiles(wanted.recent.get(key, {}), latency.which, wanted.quantiles)
+        count, total = fields.get(count_field, 0), fields.get(latency.field, 0) // 1000
+        summary.add_summary(values, count, total, **labels_of(key))
+    return summary
 
 
 _OF_GPUS = (

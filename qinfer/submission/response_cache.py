@@ -23,6 +23,7 @@ from qinfer.errors import QinferError, QueueFull
 from qinfer.models.catalog import Served
 from qinfer.models.routes import Route
 from qinfer.observe import stats
+from qinfer.observe.latencies import CACHE_HIT, CACHE_MISS, QUEUE, REQUEST, field_of
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.cached_responses import CachedResponses
 from qinfer.queue.entries import FULL, Lane
@@ -73,9 +74,12 @@ class Flight(Inner):
         callers: Those that wait for it.
         ends_s: Its deadline, on the monotonic clock.
         pending: What stands for it in the table of pending requests, once it is submitted.
+        looked_ns: How long the response was looked for in vain.
     """
 
-    __slots__ = ("_cache", "callers", "ends_s", "first", "is_whole", "pending", "place", "request", "served")
+    __slots__ = (
+        "_cache", "callers", "ends_s", "first", "is_whole", "looked_ns", "pending", "place", "request", "served",
+    )  # fmt: skip
 
     def __init__(
         self, cache: "ResponseCache", place: _Place, served: Served, request: InferRequest, first: Pending
@@ -89,6 +93,7 @@ class Flight(Inner):
         self.ends_s = 0.0
         self.pending: Pending | None = None
         self.is_whole = True
+        self.looked_ns = 0
 
     def deliver(self, response: Response) -> None:
         """See the base."""
@@ -119,16 +124,25 @@ class ResponseCache:
         counts: Takes hits and misses.
         max_in_flight: Requests of this process that may be without an answer.
         at_once: A response in memory is delivered while its request is submitted, and not soon afterwards.
+        summaries: Latencies are counted for summaries, too.
     """
 
     def __init__(
-        self, plan: CachePlan, queue: Queue, counts: ModelCounts, max_in_flight: int, *, at_once: bool = True
+        self,
+        plan: CachePlan,
+        queue: Queue,
+        counts: ModelCounts,
+        max_in_flight: int,
+        *,
+        at_once: bool = True,
+        summaries: bool = False,
     ) -> None:
         self._local = LocalCache(plan.size_bytes) if plan.kind == "local" else None
         self._shared: CachedResponses | None = None
         if plan.kind == "redis":
             self._shared = CachedResponses(queue.router, queue.clock, plan.size_bytes, plan.ttl_s)
         self._counts = counts
+        self._summaries = summaries
         self._max_in_flight = max_in_flight
         self._call_soon = None if at_once else asyncio.get_running_loop().call_soon
         self._now_s: Callable[[], float] = SystemClock().monotonic_s
@@ -204,11 +218,15 @@ class ResponseCache:
             for caller in flight.callers:
                 self._table.answer(caller, _of(caller, response, ""))
             return
-        callers = self._forget(flight)
+        callers, stored_ns = self._forget(flight), 0
         if response.failure is None and flight.is_whole and not response.index:
             started_s = self._now_s()
             self._store(flight.place[0], response)
-            self._counts.add(response.model, response.version, stats.CACHE_MISS_NS, _ns(self._now_s() - started_s))
+            stored_ns = _ns(self._now_s() - started_s)
+            self._counts.add(response.model, response.version, stats.CACHE_MISS_NS, stored_ns)
+        if self._summaries:
+            first = flight.first
+            self._counts.add(first.model, first.version, field_of(CACHE_MISS, flight.looked_ns + stored_ns))
         for caller in callers:
             if not self._table.remove(caller):
                 continue
@@ -330,11 +348,15 @@ class ResponseCache:
         add(model, version, stats.CACHE_HIT_NS, ns)
         add(model, version, stats.SUCCESS_COUNT)
         add(model, version, stats.SUCCESS_NS, ns)
+        if self._summaries:
+            for which, took_ns in ((CACHE_HIT, ns), (REQUEST, ns), (QUEUE, 0)):
+                add(model, version, field_of(which, took_ns))
 
     def _count_miss(self, flight: Flight) -> None:
         first = flight.first
+        flight.looked_ns = _ns(self._now_s() - first.started_s)
         self._counts.add(first.model, first.version, stats.CACHE_MISS_COUNT)
-        self._counts.add(first.model, first.version, stats.CACHE_MISS_NS, _ns(self._now_s() - first.started_s))
+        self._counts.add(first.model, first.version, stats.CACHE_MISS_NS, flight.looked_ns)
 
     def _count_joined(self, caller: Pending, response: Response) -> None:
         """Counts a request that got the response of another one's execution, which the worker counts."""

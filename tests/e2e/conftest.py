@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,12 +79,14 @@ def rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
 
 
 @contextmanager
-def running(repository: Path | str, directory: Path, workers: int = 1, /, **settings: str) -> Iterator[Stack]:
-    """Runs `qinfer up` with data and log in `directory`; it must end well when it is asked to."""
+def running(
+    repository: Path | str, directory: Path, workers: int = 1, options: Sequence[str] = (), /, **settings: str
+) -> Iterator[Stack]:
+    """Runs `qinfer up` with data and log in `directory`, and more options; it must end well when it is asked to."""
     port, grpc_port = free_port(), free_port()
     command = [sys.executable, "-m", "qinfer.cli.main", "up", "--model-repository", str(repository)]
     command += ["--data-dir", str(directory / "data"), "--http-port", str(port)]
-    command += ["--grpc-port", str(grpc_port), "--metrics-port", "0", "--workers", str(workers)]
+    command += ["--grpc-port", str(grpc_port), "--metrics-port", "0", "--workers", str(workers), *options]
     log = directory / "log"
     with log.open("wb") as output:
         env = clean_environment() | EVERY_MODEL | settings

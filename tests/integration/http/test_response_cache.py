@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,7 +14,12 @@ import httpx
 import pytest
 
 from qinfer.core.api_keys import Scope, add_key
+from qinfer.core.settings import MetricsSettings
+from qinfer.errors import BrokerUnavailable, QueueFull
+from qinfer.queue.cached_responses import CachedResponses
+from qinfer.queue.connection import Reply
 from qinfer.queue.entries import Lane
+from qinfer.queue.router import Router
 from qinfer.testing import eventually
 from tests.support.cached_models import LOCAL, REDIS, cached, caching_gateway, declare
 from tests.support.gateway import Running, running_gateway, settings_of, work
@@ -251,6 +256,84 @@ async def test_metrics_have_tritons_names(running: Running) -> None:
     assert 'nv_cache_num_misses_per_model{model="echo_cached",version="1"} 1' in text
     assert 'nv_cache_num_hits_per_model{model="echo_cached",version="1"} 0' in text
     assert 'nv_cache_num_hits_per_model{model="echo",' not in text
+
+
+async def test_summaries_of_hits_and_misses() -> None:
+    """Where summaries are wanted; a hit is in those of requests, too."""
+    metrics = MetricsSettings(summary_latencies=True, summary_quantiles="0.5:0.05")
+    settings = cached(LOCAL).model_copy(update={"metrics": metrics})
+    async with caching_gateway(settings) as running, httpx.AsyncClient() as client:
+        for _ in range(3):
+            assert (await client.post(url(running), json=body())).status_code == 200
+        await running.gateway._reporting.flush()
+        text = (await client.get(f"{running.url}/metrics")).text
+
+    of = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[:1] != "#"}
+    labels = 'model="echo_cached",version="1"'
+    for which, count in (("hit", 2), ("miss", 1)):
+        name = f"nv_cache_{which}_summary_per_model"
+        assert of[f"{name}_count{{{labels}}}"] == count
+        assert of[f"{name}_sum{{{labels}}}"] == of[f"nv_cache_{which}_duration_per_model{{{labels}}}"]
+        assert of[f'{name}{{model="echo_cached",version="1",quantile="0.5"}}'] > 0
+    assert of['nv_inference_request_summary_us{model="echo_cached",version="1",quantile="0.5"}'] > 0
+    assert 'nv_cache_hit_summary_per_model_count{model="echo",' not in text
+
+
+@pytest.mark.parametrize("fast", [True, False])
+async def test_a_local_hit_never_reaches_redis(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
+    """While hits are answered, the gateway sends no more than without them; an execution is seen on the way there."""
+    async with (
+        caching_gateway(cached(LOCAL, settings_of({"fast_path": fast}))) as running,
+        httpx.AsyncClient() as client,
+    ):
+        await client.post(url(running), json=body())
+        sent: list[bytes] = []
+        send = Router.send
+
+        def noted(self: Router, slot: int, packed: bytes, reply: Reply) -> None:
+            sent.append(packed)
+            send(self, slot, packed, reply)
+
+        monkeypatch.setattr(Router, "send", noted)
+        replies = [await client.post(url(running), json=body()) for _ in range(200)]
+
+        assert {(reply.status_code, reply.headers[HEADER]) for reply in replies} == {(200, "hit")}
+        # A gateway looks at its lanes now and then, whatever it is asked.
+        assert len(sent) < 100
+        assert not [packed for packed in sent if b"qinfer:cache:" in packed or b"XADD" in packed]
+        await client.post(url(running), json=body(5.0))
+        assert [packed for packed in sent if b"XADD" in packed or b"EVALSHA" in packed]
+        assert len(running.requests) == 2
+
+
+@pytest.mark.parametrize("broken", ["find", "put", "both"])
+async def test_requests_are_answered_while_the_cache_is_away_or_full(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What can't be read is executed, and what can't be written is executed again."""
+    names = ("find", "put") if broken == "both" else (broken,)
+    errors = {"find": BrokerUnavailable("redis is away"), "put": QueueFull("OOM: used memory > 'maxmemory'")}
+
+    def failing(name: str) -> Callable[..., Awaitable[None]]:
+        async def fail(*_: object) -> None:
+            raise errors[name]
+
+        return fail
+
+    async with caching_gateway(cached(REDIS)) as running, httpx.AsyncClient() as client:
+        for name in names:
+            monkeypatch.setattr(CachedResponses, name, failing(name))
+        replies = [await client.post(url(running), json=body(value)) for value in (1, 1, 2)]
+
+        assert {(reply.status_code, reply.headers[HEADER]) for reply in replies} == {(200, "miss")}
+        assert replies[0].content == replies[1].content != replies[2].content
+        monkeypatch.undo()
+        if broken == "find":
+            await stored(running)
+        else:
+            await client.post(url(running), json=body())
+            await stored(running)
+        assert (await client.post(url(running), json=body())).headers[HEADER] == "hit"
 
 
 @pytest.mark.parametrize("config", [LOCAL, "local,size=20000", REDIS])

@@ -20,7 +20,7 @@ from qinfer.observe.tracing import Span, Tracer
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.testing import FakeClock
 from qinfer_api.observe import tracing as gateway_tracing
-from qinfer_api.observe.trace_file import Sampling
+from qinfer_api.observe.trace_file import Rule, Sampling
 from qinfer_api.observe.tracing import TracedSink
 from qinfer_workers.inference import tracing as worker_tracing
 from qinfer_workers.inference.tracing import Spans
@@ -182,6 +182,7 @@ class BrokenSampling(Sampling):
     """Triton's trace of a request, which can't be added."""
 
     def __init__(self) -> None:
+        self.rule = Rule(has_stamps=True, has_tensors=False, rate=1, most=-1, frequency=0, change="")
         self.asked = 0
 
     def add(self, *_: object) -> NoReturn:

@@ -156,7 +156,9 @@ class Worker:
         caller = Caller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)
         if self._cache is not None:
             most = self._limits.max_in_flight
-            caller.use(ResponseCache(self._cache, self._queue, self._cached, most, at_once=False))
+            summaries = self._metrics.summary_latencies
+            cache = ResponseCache(self._cache, self._queue, self._cached, most, at_once=False, summaries=summaries)
+            caller.use(cache)
         return caller
 
     def _open_streams(self) -> Streams:
