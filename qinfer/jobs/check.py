@@ -61,8 +61,6 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
         yield (
             f"model '{model.name}' has 'sequence_batching', and the rows of a job are no sequence; choose another model"
         )
-    if model.steps and model.decoupled:
-        yield f"model '{model.name}' is a decoupled ensemble, which no job can run; send its rows as requests"
     yield from _unranked(spec, model, written)
     for tensor in model.inputs:
         if not is_left_out(spec, tensor, schema):

@@ -12,7 +12,7 @@ from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.models.pins import Executed, Pin, executed, joint_hash
 from qinfer.observe import stats
 from qinfer.testing import eventually
-from tests.support import models
+from tests.support import models, python_models
 from tests.support.ensembles import EnsemblesServed, add, chain, ensemble, ensembles_served, scale
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, read_parts, scored_rows, shards_of, write_rows
 from tests.support.jobs.shard_runs import submit_job as put_job
@@ -131,6 +131,42 @@ async def test_rows_with_which_a_step_fails_cost_no_other_row(scene: EnsemblesSe
     assert rows[:390] == [(row, 2.0 * row) for row in range(390)]
     assert [value for _, value in rows[390:]] == [None] * 10
     assert "in ensemble 'picky', step of model 'lookup': " in read_parts(work.output)["error_message"][-1].as_py()
+
+
+SEVERAL = python_models.HEADER + (
+    """
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender, row = request.get_response_sender(), x(request)
+            for number in range(int(row[0, 0]) % 4):
+                if row[0, 0] == 399:
+                    sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("no such row")))
+                    break
+                sender.send(reply(row + number))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+)
+"""Gives x, x + 1, … : a remainder's worth of responses to a row, and an error to the last."""
+
+
+async def test_rows_of_a_decoupled_ensemble_have_all_responses(scene: EnsemblesServed, tmp_path: Path) -> None:
+    """Those of each row in its order; a row whose step fails has the error."""
+    python_models.write_model(scene.repository, SEVERAL, "several", dims="2", more=python_models.DECOUPLED)
+    chain(scene.repository, "streamed", "several", "twice")
+    work = Work(scene, tmp_path, "streamed")
+    await scene.sync()
+    await scene.worker()
+    await scene.ready("streamed")
+
+    await work.submit()
+
+    assert (await outcomes(scene.gateway._delivery, SHARDS))[-1] == ShardOutcome(SHARDS - 1, GROUP, 1)
+    table = read_parts(work.output)
+    expected = [[[2.0 * (row + number)] * 2 for number in range(row % 4)] for row in range(ROWS - 1)]
+    assert table["_row"].to_pylist() == list(range(ROWS))
+    assert table["y"].to_pylist()[:-1] == expected
+    assert "step of model 'several': no such row" in table["error_message"][-1].as_py()
 
 
 async def test_a_rollout_of_a_step_changes_no_job_that_was_planned(scene: EnsemblesServed, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from qinfer.errors import InvalidRequest
 from qinfer.jobs.check import check, copied_columns, problems
 from qinfer.jobs.job import Columns, JobSpec, Output, OutputFormat
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
-from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
+from qinfer.models.spec import ModelSpec, TensorSpec
 
 Given = str | tuple[str, ...] | Columns
 
@@ -227,13 +227,6 @@ def test_elements_without_an_order_are_not_ranked(datatype: str) -> None:
 
     with pytest.raises(InvalidRequest, match=f"names 'word', whose elements are {datatype} and have no order"):
         check(job("age", top_k={"word": 1}), replace(model(1), outputs=outputs), SCHEMA)
-
-
-def test_an_ensemble_of_many_responses_is_run_by_no_job() -> None:
-    streaming = replace(model(1), decoupled=True, steps=(EnsembleStep("m", 0, {}, {}),))
-
-    with pytest.raises(InvalidRequest, match="model 'digits' is a decoupled ensemble, which no job can run"):
-        check(job("age"), streaming, SCHEMA)
 
 
 def test_rows_of_a_job_are_no_sequence() -> None:

@@ -10,17 +10,19 @@ have made is not used. Responses of jobs are neither cached nor taken from the c
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from qinfer.backends.base import Batch, Context
+from qinfer.backends.base import Array, Batch, Context
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Pending
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, InferRequest
-from qinfer.errors import Cancelled, ErrorCode, InferenceFailed
+from qinfer.errors import Cancelled, ErrorCode, InferenceFailed, QinferError
 from qinfer.models.ensemble_graph import PlanStep
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
@@ -28,8 +30,10 @@ from qinfer.submission.pending import Sink
 from qinfer.tensors import Tensor, from_numpy
 from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.ensembles.plans import PlannedAgain, Planner
-from qinfer_workers.inference.ensembles.run import Outcome, Run, Submitted
+from qinfer_workers.inference.ensembles.run import Outcome, Responses, Run, Submitted
 from qinfer_workers.inference.executor import Borrower
+
+T = TypeVar("T")
 
 AT_ONCE = 2
 """Batches of a shard that are under way at once: while one is in a step, another may be in the next."""
@@ -37,6 +41,7 @@ AT_ONCE = 2
 _LATER = (ErrorCode.CANCELLED.value, ErrorCode.DEADLINE_EXCEEDED.value)
 """Failures of steps that say nothing about the rows, besides those that a retry may help."""
 
+_LEFT = "nobody waits for this batch any more"
 _CHANGED = "a model of a step has changed while rows were scored"
 
 
@@ -90,21 +95,25 @@ class EnsembleInstance:
         """Has nothing to unload."""
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs a batch, which is one request.
+        """Runs a batch, which is one request; of a decoupled ensemble, a request for each row.
 
         Raises:
             Cancelled: It can't be run now.
             InferenceFailed: A step has failed.
         """
-        running = self._lent.run(batch)
+        if ctx.is_decoupled:
+            self._wait(self._lent.stream(batch, ctx))
+        else:
+            ctx.respond(0, self._wait(self._lent.run(batch)))
+
+    def _wait(self, running: Coroutine[Any, Any, T]) -> T:
         try:
-            outputs = asyncio.run_coroutine_threadsafe(running, self._loop).result()
+            return asyncio.run_coroutine_threadsafe(running, self._loop).result()
         except CancelledError:
             raise Cancelled("the worker ends") from None
         except RuntimeError:  # the loop is closed
             running.close()
             raise Cancelled("the worker ends") from None
-        ctx.respond(0, outputs)
 
 
 class EnsembleExecutor:
@@ -151,24 +160,50 @@ class EnsembleExecutor:
         for run, ended in self._open.items():
             run.stop()
             if not ended.done():
-                ended.set_result(Failure.of(Cancelled("nobody waits for this batch any more")))
+                ended.set_result(Failure.of(Cancelled(_LEFT)))
 
     async def run(self, batch: Batch) -> tuple[Tensor, ...]:
         """Runs a batch; on the event loop. Raises as `EnsembleInstance.execute`."""
+        return await self._run(self._item(batch.requests[0], batch.rows[0], batch.inputs))
+
+    async def stream(self, batch: Batch, ctx: Context) -> None:
+        """Runs each row of a batch of a decoupled ensemble; on the event loop."""
+        is_batched = self._spec.max_batch_size > 0
+
+        async def row(number: int) -> None:
+            inputs = {name: array[number : number + 1] if is_batched else array for name, array in batch.inputs.items()}
+            item = self._item(batch.requests[number], 1, inputs)
+            answer: tuple[Tensor, ...] | QinferError = ()
+            try:
+                await self._run(item, partial(_Row, ctx, number))
+            except QinferError as error:
+                answer = error
+            with suppress(Cancelled):  # the row has failed already
+                ctx.offer(number, answer)
+
+        await asyncio.gather(*[row(number) for number in range(len(batch.requests))])
+
+    async def _run(
+        self, item: Pending, responses: Callable[[Callable[[], None]], Responses] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Runs a request; its responses, if it has several, go to what is made with a callback that ends it."""
         if self._is_stopped:
-            raise Cancelled("nobody waits for this batch any more")
+            raise Cancelled(_LEFT)
         ended: asyncio.Future[Outcome] = self._loop.create_future()
 
-        def end(_: Run, __: Pending, outcome: Outcome) -> None:
+        def end(outcome: Outcome = ()) -> None:
             if not ended.done():
                 ended.set_result(outcome)
 
-        run = Run(self._item(batch), self._planned.plan, self._steps, self._clock.now_s, end)
+        way = None if responses is None else responses(end)
+        plan, now_s = self._planned.plan, self._clock.now_s
+        run = Run(item, plan, self._steps, now_s, lambda _, __, outcome: end(outcome), way)
         self._open[run] = ended
         try:
             run.begin()
             outcome = await ended
         finally:
+            run.stop()
             del self._open[run]
         if not await self._planner.is_current(self._planned):
             raise Cancelled(_CHANGED)
@@ -178,23 +213,46 @@ class EnsembleExecutor:
             raise Cancelled(outcome.message)
         raise InferenceFailed(outcome.message)
 
-    def _item(self, batch: Batch) -> Pending:
-        request, now_s = batch.requests[0], self._clock.now_s()
+    def _item(self, request: InferRequest, rows: int, arrays: Mapping[str, Array]) -> Pending:
+        now_s = self._clock.now_s()
         datatypes = {tensor.name: tensor.datatype for tensor in self._spec.inputs}
-        inputs = tuple(from_numpy(name, array, datatypes[name]) for name, array in batch.inputs.items())
         asked = InferRequest(
             model=request.model,
             version=request.version,
             id=request.id,
-            inputs=inputs,
+            inputs=tuple(from_numpy(name, array, datatypes[name]) for name, array in arrays.items()),
             outputs=request.outputs,
             tenant=request.tenant,
         )
         return Pending(
-            rows=batch.rows[0],
+            rows=rows,
             key=None,
             enqueued_s=now_s,
             deadline_s=now_s + self._spec.max_timeout_s,
             lease=self._lease,
             request=asked,
         )
+
+
+class _Row:
+    """The `Responses` to one row of a decoupled ensemble.
+
+    Args:
+        ctx: Takes them, and never makes the steps wait.
+        number: The row's place in its batch.
+        left: Called when it takes no more.
+    """
+
+    def __init__(self, ctx: Context, number: int, left: Callable[[], None]) -> None:
+        self._ctx = ctx
+        self._number = number
+        self._left = left
+
+    def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
+        """See `run.Responses`; the final one is sent when it is known that all count."""
+        del final
+        try:
+            self._ctx.offer(self._number, outputs, final=False)
+        except Cancelled:
+            self._left()
+        return True
