@@ -1,6 +1,7 @@
 """qinfer: a durable, queue-backed inference server that speaks NVIDIA Triton's protocol.
 
-`qinfer.Client`, `qinfer.AsyncClient` and what they return are imported when they are first used.
+`qinfer.Client`, `qinfer.AsyncClient` and what they return, `qinfer.errors` and `qinfer.tensors` are imported when they
+are first used.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,12 @@ __all__ = [
     "Client",
     "InferResult",
     "Job",
+    "JobEstimate",
     "JobLogLine",
     "JobStatus",
+    "ModelIndexEntry",
     "ModelMetadata",
+    "ModelStatistics",
     "RequestHandle",
     "RequestStatus",
     "Sequence",
@@ -24,7 +28,11 @@ __all__ = [
     "__version__",
 ]
 
+_MODULES = ("errors", "tensors")
+
 if TYPE_CHECKING:
+    from qinfer import errors as errors
+    from qinfer import tensors as tensors
     from qinfer.client import (
         AsyncClient,
         AsyncJob,
@@ -32,9 +40,12 @@ if TYPE_CHECKING:
         Client,
         InferResult,
         Job,
+        JobEstimate,
         JobLogLine,
         JobStatus,
+        ModelIndexEntry,
         ModelMetadata,
+        ModelStatistics,
         RequestHandle,
         RequestStatus,
         Sequence,
@@ -43,8 +54,15 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name in __all__:
-            from qinfer import client
+        from importlib import import_module
 
-            return getattr(client, name)
+        if name in _MODULES:
+            return import_module(f"qinfer.{name}")
+        if name in __all__:
+            return getattr(import_module("qinfer.client"), name)
         raise AttributeError(f"module 'qinfer' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, those that are not imported yet among them."""
+    return sorted({*globals(), *__all__, *_MODULES})

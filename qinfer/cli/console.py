@@ -26,9 +26,6 @@ from qinfer.errors import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-API_KEY_VARIABLE = "QINFER_API_KEY"
-"""The variable with the API key of commands; the list of processes would show an option."""
-
 UNREACHABLE = 3
 """The exit code of a command that a server did not answer, or can't serve now."""
 
@@ -48,7 +45,7 @@ RedisOption = Annotated[
 ]
 DataDirOption = Annotated[Path, typer.Option("--data-dir", help="The data directory of a running `qinfer up`.")]
 
-_KEY_REMEDY = f"; the command line sends the key in {API_KEY_VARIABLE}"
+_KEY_REMEDY = "; the command line sends the key in QINFER_API_KEY"
 _REFUSALS = (SettingsError, RequestError, Unauthorized, Forbidden, Restricted)
 
 

@@ -170,7 +170,7 @@ def _encoder(url: str, asked: Asked, *, binary: bool, streaming: bool) -> "Calla
     """Returns what makes the whole request of its parameters."""
     from qinfer.cli.client import api_key
     from qinfer.cli.load import Target
-    from qinfer.client.flows import model_path
+    from qinfer.client.model_flows import model_path
     from qinfer.wire.kserve_client import encode_request
 
     api, call = ("v1", "infer_stream") if streaming else ("v2", "infer")

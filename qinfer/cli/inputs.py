@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from qinfer.client import TensorMetadata
+from qinfer.client.lists import as_array, numpy_dtype
 from qinfer.client.sequences import sequence_parameters
 from qinfer.core.messages import Scalar
 from qinfer.errors import InvalidRequest
-from qinfer.tensors import Tensor, datatype, from_numpy
+from qinfer.tensors import Tensor, from_numpy
 
 Array = npt.NDArray[Any]
 
@@ -95,49 +96,6 @@ def concrete(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(1 if d < 0 else d for d in shape)
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Returns the numpy dtype of a wire datatype: object for BYTES, float32 for BF16."""
-    return np.dtype({"BYTES": "O", "BF16": "<f4"}.get(name) or datatype(name).numpy)
-
-
-def as_array(name: str, wire: str, value: object) -> Array:
-    """Converts nested lists, or an array, to a wire datatype.
-
-    Raises:
-        InvalidRequest: The lists are ragged, or an element does not fit the datatype.
-    """
-    try:
-        if wire == "BYTES":
-            elements: Array = np.vectorize(_to_bytes, otypes=[object])(np.array(value, dtype=object))
-            return elements
-        return _numbers(numpy_dtype(wire), value)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidRequest(f"input '{name}' can't be read as {wire}: {error}") from None
-
-
-def _numbers(wanted: np.dtype[Any], value: object) -> Array:
-    """Converts numbers; refuses values that would change, but for the usual rounding of floats."""
-    # numpy would convert [1, 2**63] to floats.
-    if wanted.kind in "iu" and not isinstance(value, np.ndarray):
-        integers: Array = np.vectorize(_to_int, otypes=[object])(np.array(value, dtype=object))
-        return integers.astype(wanted)
-    natural = np.asarray(value)
-    if natural.dtype.kind not in "biuf":
-        raise ValueError("its elements are not numbers")
-    # The comparisons find values that do not fit.
-    with np.errstate(invalid="ignore", over="ignore"):
-        array = natural.astype(wanted)
-        if wanted.kind == "f":
-            fits = np.isinf(array) <= np.isinf(natural.astype(np.float64))
-        elif wanted.kind in "iu" and natural.dtype.kind == "f":
-            fits = (array == natural) & (natural < float(np.iinfo(wanted).max) + 1)
-        else:
-            fits = array == natural
-    if not np.all(fits):
-        raise ValueError(f"{natural[~fits].flat[0]} does not fit")
-    return array
-
-
 def add_batch_dimension(array: Array, shape: Sequence[int]) -> Array:
     """Adds a first dimension of 1 when the array lacks exactly that of the model's shape."""
     return array[np.newaxis] if shape and shape[0] == -1 and array.ndim == len(shape) - 1 else array
@@ -159,21 +117,3 @@ def _read_value(wanted: TensorMetadata, value: str) -> Array:
         raise InvalidRequest(
             f"input '{wanted.name}': {shown} is not a .npy file, a .json file or JSON text ({error})"
         ) from None
-
-
-def _to_int(element: object) -> int:
-    if isinstance(element, int) or (isinstance(element, float) and element.is_integer()):
-        return int(element)
-    raise ValueError(f"{_shown(element)} instead of an integer")
-
-
-def _to_bytes(element: object) -> bytes:
-    if isinstance(element, bytes):
-        return element
-    if isinstance(element, str | int | float) and not isinstance(element, bool):
-        return str(element).encode()
-    raise ValueError(f"{_shown(element)} instead of a text")
-
-
-def _shown(element: object) -> str:
-    return "lists of different lengths" if isinstance(element, list) else json.dumps(element)

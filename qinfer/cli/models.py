@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -94,7 +95,8 @@ def show_index(
     from qinfer.cli.tables import index_table
 
     with GatewayClient(url) as client:
-        entries = client.model_index(ready=ready)
+        found = client.index(ready=ready)
+    entries = [{name: value for name, value in asdict(entry).items() if value} for entry in found]
     show(entries, lambda: index_table(entries), as_json=as_json)
 
 
@@ -116,20 +118,17 @@ def load_model(
     as_json: JsonOption = False,
 ) -> None:
     """Load a model, or reload it if it has changed, and wait until it is ready. Requires control mode explicit."""
-    import base64
-
     from qinfer.cli.client import GatewayClient
 
-    parameters: dict[str, str] = {}
-    if config:
-        parameters["config"] = config if config.lstrip().startswith("{") else _text(config)
+    text = config if config.lstrip().startswith("{") else _text(config) if config else None
+    contents: dict[str, bytes] = {}
     for entry in files or []:
         name, _, path = entry.partition("=")
         if not path:
             raise CommandFailed(f"--file {entry}: write VERSION/NAME=FILE, such as 1/model.onnx=new.onnx")
-        parameters[f"file:{name}"] = base64.b64encode(_read(path)).decode()
+        contents[name] = _read(path)
     with GatewayClient(url, timeout_s=timeout) as client, _with_remedy():
-        client.load_model(model, parameters)
+        client.load(model, config=text, files=contents)
     show({"loaded": model}, f"{model} is loaded", as_json=as_json)
 
 
@@ -139,7 +138,7 @@ def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL, as_json:
     from qinfer.cli.client import GatewayClient
 
     with GatewayClient(url) as client, _with_remedy():
-        client.unload_model(model)
+        client.unload(model)
     show({"unloaded": model}, f"{model} is unloaded", as_json=as_json)
 
 

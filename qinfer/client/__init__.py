@@ -6,9 +6,17 @@ execute them. The client knows the protocol and nothing of queues, brokers or wo
 
 from qinfer.client.asynchronous import AsyncClient
 from qinfer.client.blocking import Client
-from qinfer.client.job_flows import JobLogLine, JobStatus
+from qinfer.client.job_flows import JobEstimate, JobLogLine, JobStatus
 from qinfer.client.jobs import AsyncJob, Job
-from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, TensorMetadata
+from qinfer.client.results import (
+    InferResult,
+    ModelIndexEntry,
+    ModelMetadata,
+    ModelStatistics,
+    RequestHandle,
+    RequestStatus,
+    TensorMetadata,
+)
 from qinfer.client.sequences import AsyncSequence, Sequence
 
 __all__ = [
@@ -18,9 +26,12 @@ __all__ = [
     "Client",
     "InferResult",
     "Job",
+    "JobEstimate",
     "JobLogLine",
     "JobStatus",
+    "ModelIndexEntry",
     "ModelMetadata",
+    "ModelStatistics",
     "RequestHandle",
     "RequestStatus",
     "Sequence",

@@ -1,21 +1,24 @@
 """`qinfer.AsyncClient`: the client for asyncio, with the calls of `qinfer.Client`, where they are described."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
 from qinfer.client import flows, job_flows
-from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Pool, options
-from qinfer.client.flows import Ask, Inputs, Keys, Submission
+from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
+from qinfer.client.flows import Ask, Keys, Submission
 from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
 from qinfer.client.jobs import AsyncJob
-from qinfer.client.responses import Event, EventReader, Follower, result_of
-from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
+from qinfer.client.model_flows import Inputs
+from qinfer.client.models import AsyncModelCalls
+from qinfer.client.responses import Event, EventReader, Follower, object_of, result_of
+from qinfer.client.results import InferResult, RequestHandle, RequestStatus, handle_of
 from qinfer.client.sequences import AsyncSequence, Steps
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
 from qinfer.client.streams import stream_in_tasks
@@ -26,14 +29,17 @@ from qinfer.errors import QinferError
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(AsyncModelCalls):
     """The client of a gateway for one event loop; a cancelled `infer` cancels its request on the server.
 
     Args:
         url: As for `Client`, and so the rest.
         api_key: See there.
+        headers: See there.
+        ca_file: See there.
         timeout_s: See there.
         max_retries: See there.
+        resend: See there.
         transport: See there; an asynchronous one.
         clock: See there.
         sleep: See there; a coroutine function.
@@ -44,16 +50,28 @@ class AsyncClient:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         *,
         api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        max_retries: int = DEFAULT_MAX_RETRIES,
+        max_retries: int | None = None,
+        resend: bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Clock | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        http, self._policy = options(url, api_key, timeout_s, max_retries, clock)
+        http, self._policy = options(
+            url,
+            api_key=api_key,
+            headers=headers,
+            ca_file=ca_file,
+            timeout_s=timeout_s,
+            max_retries=max_retries,
+            resend=resend,
+            clock=clock,
+        )
         self._pool = Pool(lambda: httpx.AsyncClient(transport=transport, **http))
         self._sleep = sleep
 
@@ -82,9 +100,11 @@ class AsyncClient:
         parameters: Mapping[str, Scalar] | None = None,
         priority: int = 0,
         id: str | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> InferResult:
         """Sends a request to a model and waits for its answer; see `Client.infer`."""
-        ask = Ask(model, inputs, version, outputs, parameters, priority, id)
+        ask = Ask(model, inputs, version, outputs, parameters, priority, id, timeout_s, headers)
         return await self._run(flows.infer(self._policy, ask))
 
     def infer_stream(
@@ -97,13 +117,48 @@ class AsyncClient:
         parameters: Mapping[str, Scalar] | None = None,
         priority: int = 0,
         id: str | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[InferResult]:
         """Sends a request to a model, and yields its responses as they come; see `Client.infer_stream`.
 
         After a `break`, close the iterator (`contextlib.aclosing`), which cancels the request.
         """
-        ask = Ask(model, inputs, version, outputs, parameters, priority, id)
-        return self._results(flows.infer_stream(self._policy, ask), result_of)
+        ask = Ask(model, inputs, version, outputs, parameters, priority, id, timeout_s, headers)
+        return self._results(flows.infer_stream(self._policy, ask), result_of, timeout_s)
+
+    async def generate(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        version: int | None = None,
+        parameters: Mapping[str, Scalar] | None = None,
+        id: str | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Sends free-form JSON to a model and returns that of its answer; see `Client.generate`."""
+        ask = Ask(model, inputs, version, None, parameters, 0, id, timeout_s, headers)
+        return await self._run(flows.generate(self._policy, ask))
+
+    def generate_stream(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        version: int | None = None,
+        parameters: Mapping[str, Scalar] | None = None,
+        id: str | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Sends free-form JSON to a model, and yields that of its responses; see `Client.generate_stream`.
+
+        After a `break`, close the iterator (`contextlib.aclosing`), which cancels the request.
+        """
+        ask = Ask(model, inputs, version, None, parameters, 0, id, timeout_s, headers)
+        return self._results(flows.generate_stream(self._policy, ask), object_of, timeout_s)
 
     async def submit(
         self,
@@ -119,9 +174,10 @@ class AsyncClient:
         request_id: str | None = None,
         timeout_s: float | None = None,
         webhook: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> RequestHandle:
         """Submits a request, to fetch its result later; see `Client.submit`."""
-        ask = Ask(model, inputs, version, outputs, parameters, priority, id)
+        ask = Ask(model, inputs, version, outputs, parameters, priority, id, headers=headers)
         submission = Submission(idempotency_key, request_id, timeout_s, webhook)
         return await self._run(flows.submit(self._policy, ask, submission))
 
@@ -180,18 +236,6 @@ class AsyncClient:
         """Begins a sequence of requests to a stateful model; see `Client.sequence`."""
         return AsyncSequence(self._run, Steps(self._policy, model, version, correlation_id))
 
-    async def metadata(self, model: str, version: int | None = None) -> ModelMetadata:
-        """Returns a model's versions, inputs and outputs; see `Client.metadata`."""
-        return await self._run(flows.metadata(self._policy, model, version))
-
-    async def is_ready(self, model: str | None = None, version: int | None = None) -> bool:
-        """Tells whether a model, or the whole server, can answer now; see `Client.is_ready`."""
-        return await self._run(flows.is_ready(self._policy, model, version))
-
-    async def is_live(self) -> bool:
-        """Tells whether a gateway answers; see `Client.is_live`."""
-        return await self._run(flows.is_live())
-
     async def submit_job(
         self,
         model: str,
@@ -220,8 +264,13 @@ class AsyncClient:
         return await self._run(job_flows.newest_jobs(self._policy, state, limit))
 
     async def _results(
-        self, flow: Flow[httpx.Response], take: Callable[[Event], InferResult | None], *, resumes: bool = False
-    ) -> AsyncIterator[InferResult]:
+        self,
+        flow: Flow[httpx.Response],
+        take: Callable[[Event], T | None],
+        timeout_s: float | None = None,
+        *,
+        resumes: bool = False,
+    ) -> AsyncIterator[T]:
         """Yields what `take` makes of the events of a reply while it comes, over a connection of its own.
 
         Where the caller `resumes` with another reply, a connection that breaks ends this one, and is no error.
@@ -235,7 +284,8 @@ class AsyncClient:
                             yield result
         except httpx.RequestError as error:
             if not resumes:
-                raise problem_of_connection(error, self._policy.url, self._policy.timeout_s).error from None
+                policy = self._policy.within(timeout_s)
+                raise problem_of_connection(error, policy.url, policy.timeout_s).error from None
         finally:
             self._pool.give(http)
 
@@ -259,7 +309,7 @@ class AsyncClient:
         http = self._pool.take()
         try:
             return await http.request(
-                send.method, send.path, headers=send.headers, content=send.content, timeout=send.http_timeout
+                send.method, send.url, headers=send.headers, content=send.content, timeout=send.http_timeout
             )
         except httpx.RequestError as error:
             return error
@@ -270,7 +320,7 @@ class AsyncClient:
 async def _open(http: httpx.AsyncClient, send: Send) -> Outcome:
     """Sends a request; a reply of success is left unread, for its caller to read and close."""
     request = http.build_request(
-        send.method, send.path, headers=send.headers, content=send.content, timeout=send.http_timeout
+        send.method, send.url, headers=send.headers, content=send.content, timeout=send.http_timeout
     )
     try:
         reply = await http.send(request, stream=True)

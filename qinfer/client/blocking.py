@@ -1,23 +1,26 @@
 """`qinfer.Client`: the client for code without an event loop. One client may be used by many threads."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from threading import Event
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
 from qinfer.client import flows, job_flows
-from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Pool, options
-from qinfer.client.flows import Ask, Inputs, Keys, Submission
+from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
+from qinfer.client.flows import Ask, Keys, Submission
 from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
 from qinfer.client.jobs import Job
+from qinfer.client.model_flows import Inputs
+from qinfer.client.models import ModelCalls
 from qinfer.client.responses import Event as StreamEvent
-from qinfer.client.responses import EventReader, Follower, result_of
-from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
+from qinfer.client.responses import EventReader, Follower, object_of, result_of
+from qinfer.client.results import InferResult, RequestHandle, RequestStatus, handle_of
 from qinfer.client.sequences import Sequence as ModelSequence
 from qinfer.client.sequences import Steps
 from qinfer.client.steps import Flow, Outcome, Pause, Send, problem_of_connection
@@ -29,17 +32,23 @@ from qinfer.errors import Cancelled, QinferError
 T = TypeVar("T")
 
 
-class Client:
-    """The client of a gateway.
+class Client(ModelCalls):
+    """The client of a gateway, or of several that share a queue.
 
-    A call is repeated when the server is overloaded (429, 503; after `Retry-After`, or else after a growing pause) or
-    can't be reached. Inference may therefore be executed twice, as it may be in the server.
+    A call is repeated until its time is over when the server is overloaded (429, 503; after `Retry-After`, or else
+    after a growing pause) or can't be reached. Of several gateways all calls use one until it can't be reached.
+    Inference may be executed twice, as it may be in the server; `resend=False` keeps the client from causing that.
 
     Args:
-        url: The gateway's URL.
-        api_key: Sent as `Authorization: Bearer`; `None` sends none.
+        url: The gateway's URL, or several, the preferred one first.
+        api_key: Sent as `Authorization: Bearer`; `None` = the value of `QINFER_API_KEY`, if any, and empty = none.
+        headers: Headers of every request.
+        ca_file: A PEM file of the certificate authorities that the gateway's certificate is checked with; `None` =
+            those that the variables `SSL_CERT_FILE` and `SSL_CERT_DIR` name, or httpx's own.
         timeout_s: How long a call may take, its repetitions included.
-        max_retries: How often a call is repeated.
+        max_retries: The most repetitions of a call; `None` = as many as its time allows.
+        resend: Repeat inference whose connection broke after it was sent; without it such a call fails with
+            `Unreachable`. What has an idempotency key, an id or a step number is repeated in any case.
         transport: Replaces httpx's own: for other TLS settings, proxies, tests. Without it the proxies of the
             environment are used.
         clock: Measures time; for tests.
@@ -51,16 +60,28 @@ class Client:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         *,
         api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        max_retries: int = DEFAULT_MAX_RETRIES,
+        max_retries: int | None = None,
+        resend: bool = True,
         transport: httpx.BaseTransport | None = None,
         clock: Clock | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        http, self._policy = options(url, api_key, timeout_s, max_retries, clock)
+        http, self._policy = options(
+            url,
+            api_key=api_key,
+            headers=headers,
+            ca_file=ca_file,
+            timeout_s=timeout_s,
+            max_retries=max_retries,
+            resend=resend,
+            clock=clock,
+        )
         self._pool = Pool(lambda: httpx.Client(transport=transport, **http))
         self._sleep = sleep
 
@@ -87,19 +108,24 @@ class Client:
         parameters: Mapping[str, Scalar] | None = None,
         priority: int = 0,
         id: str | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> InferResult:
         """Sends a request to a model and waits for its answer.
 
         Args:
             model: The model's name.
-            inputs: The inputs by name: numpy arrays of the model's datatypes, with the batch dimension if the model
-                has one; or `qinfer.tensors.Tensor`, for instance for BF16.
+            inputs: The inputs by name, with the batch dimension if the model has one: numpy arrays of the model's
+                datatypes; lists, for which the client reads the datatypes from the model's metadata; or
+                `qinfer.tensors.Tensor`, for instance for BF16.
             version: The version; `None` = the highest ready one.
             outputs: The outputs to return; `None` = all.
             parameters: Custom parameters for the backend, and Triton's own, such as `timeout` in microseconds. A step
                 of a sequence (`sequence_id`) is repeated only if it has a number, `qinfer_step`: see `sequence`.
             priority: The priority level, 1 the most urgent; 0 = the model's default.
             id: An id that the result echoes.
+            timeout_s: How long the call may take; `None` = as long as the client's `timeout_s`.
+            headers: Headers of this request, besides the client's.
 
         Raises:
             InvalidRequest: The inputs do not fit the model.
@@ -110,7 +136,7 @@ class Client:
             Unreachable: No gateway answers.
             QinferError: Any other error of the server.
         """
-        ask = Ask(model, inputs, version, outputs, parameters, priority, id)
+        ask = Ask(model, inputs, version, outputs, parameters, priority, id, timeout_s, headers)
         return self._run(flows.infer(self._policy, ask))
 
     def infer_stream(
@@ -123,6 +149,8 @@ class Client:
         parameters: Mapping[str, Scalar] | None = None,
         priority: int = 0,
         id: str | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Iterator[InferResult]:
         """Sends a request to a model, and yields its responses as they come: any number of a decoupled model, else one.
 
@@ -130,21 +158,82 @@ class Client:
         the request. The call is repeated as `infer` is until the first response has come, and never after it.
 
         Args:
-            model: As in `infer`, and so the rest; `timeout_s` of the client is for the first response, and for each
-                further one.
+            model: As in `infer`, and so the rest.
             inputs: See there.
             version: See there.
             outputs: See there.
             parameters: See there.
             priority: See there.
             id: See there.
+            timeout_s: How long the first response may take, and each further one; `None` = the client's `timeout_s`.
+            headers: See there.
 
         Raises:
             StreamBroken: The worker ended after some responses; sending the request again begins anew.
             QinferError: As `infer`, before the first response or after any.
         """
-        ask = Ask(model, inputs, version, outputs, parameters, priority, id)
-        return self._results(flows.infer_stream(self._policy, ask), result_of)
+        ask = Ask(model, inputs, version, outputs, parameters, priority, id, timeout_s, headers)
+        return self._results(flows.infer_stream(self._policy, ask), result_of, timeout_s)
+
+    def generate(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        version: int | None = None,
+        parameters: Mapping[str, Scalar] | None = None,
+        id: str | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Sends free-form JSON to a model and returns that of its answer, as Triton's generate extension has it.
+
+        Args:
+            model: The model's name; it gives a request one response.
+            inputs: The inputs by name, without the batch dimension: `{"text_input": "…"}`. Numbers, texts, lists and
+                arrays; a name that is no input is a parameter.
+            version: The version; `None` = the highest ready one.
+            parameters: Custom parameters for the backend.
+            id: An id that the answer echoes.
+            timeout_s: How long the call may take; `None` = as long as the client's `timeout_s`.
+            headers: Headers of this request, besides the client's.
+
+        Returns:
+            The outputs by name, with `model_name` and `model_version`.
+
+        Raises:
+            QinferError: As `infer`.
+        """
+        ask = Ask(model, inputs, version, None, parameters, 0, id, timeout_s, headers)
+        return self._run(flows.generate(self._policy, ask))
+
+    def generate_stream(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        version: int | None = None,
+        parameters: Mapping[str, Scalar] | None = None,
+        id: str | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Sends free-form JSON to a model, and yields that of its responses as they come; leaving it cancels.
+
+        Args:
+            model: As in `generate`, and so the rest; it gives a request any number of responses.
+            inputs: See there.
+            version: See there.
+            parameters: See there.
+            id: See there.
+            timeout_s: How long the first response may take, and each further one; `None` = the client's `timeout_s`.
+            headers: See there.
+
+        Raises:
+            QinferError: As `infer`, before the first response or after any.
+        """
+        ask = Ask(model, inputs, version, None, parameters, 0, id, timeout_s, headers)
+        return self._results(flows.generate_stream(self._policy, ask), object_of, timeout_s)
 
     def submit(
         self,
@@ -160,6 +249,7 @@ class Client:
         request_id: str | None = None,
         timeout_s: float | None = None,
         webhook: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> RequestHandle:
         """Submits a request, to fetch its result later; on return the request is stored durably.
 
@@ -176,12 +266,13 @@ class Client:
             request_id: An id of your own for the request, unique within the model; by default the server makes one.
             timeout_s: Seconds until the request expires; `None` = the model's default.
             webhook: A URL to notify when the request ends; the server has to allow it.
+            headers: As in `infer`.
 
         Raises:
             Conflict: The key or id belongs to another request.
             QinferError: As `infer`.
         """
-        ask = Ask(model, inputs, version, outputs, parameters, priority, id)
+        ask = Ask(model, inputs, version, outputs, parameters, priority, id, headers=headers)
         submission = Submission(idempotency_key, request_id, timeout_s, webhook)
         return self._run(flows.submit(self._policy, ask, submission))
 
@@ -301,30 +392,6 @@ class Client:
         """
         return ModelSequence(self._run, Steps(self._policy, model, version, correlation_id))
 
-    def metadata(self, model: str, version: int | None = None) -> ModelMetadata:
-        """Returns a model's versions, inputs and outputs.
-
-        Raises:
-            ModelNotFound: The model or version does not exist.
-            QinferError: As `infer`.
-        """
-        return self._run(flows.metadata(self._policy, model, version))
-
-    def is_ready(self, model: str | None = None, version: int | None = None) -> bool:
-        """Tells whether a model can answer now; without a model: whether all models of the server can.
-
-        A model unknown to the server is not ready.
-
-        Raises:
-            Unreachable: No gateway answers.
-            QinferError: As `infer`.
-        """
-        return self._run(flows.is_ready(self._policy, model, version))
-
-    def is_live(self) -> bool:
-        """Tells whether a gateway answers."""
-        return self._run(flows.is_live())
-
     def submit_job(
         self,
         model: str,
@@ -388,8 +455,13 @@ class Client:
         return self._run(job_flows.newest_jobs(self._policy, state, limit))
 
     def _results(
-        self, flow: Flow[httpx.Response], take: Callable[[StreamEvent], InferResult | None], *, resumes: bool = False
-    ) -> Iterator[InferResult]:
+        self,
+        flow: Flow[httpx.Response],
+        take: Callable[[StreamEvent], T | None],
+        timeout_s: float | None = None,
+        *,
+        resumes: bool = False,
+    ) -> Iterator[T]:
         """Yields what `take` makes of the events of a reply while it comes, over a connection of its own.
 
         Where the caller `resumes` with another reply, a connection that breaks ends this one, and is no error.
@@ -403,7 +475,8 @@ class Client:
                             yield result
         except httpx.RequestError as error:
             if not resumes:
-                raise problem_of_connection(error, self._policy.url, self._policy.timeout_s).error from None
+                policy = self._policy.within(timeout_s)
+                raise problem_of_connection(error, policy.url, policy.timeout_s).error from None
         finally:
             self._pool.give(http)
 
@@ -431,7 +504,7 @@ class Client:
         http = self._pool.take()
         try:
             return http.request(
-                send.method, send.path, headers=send.headers, content=send.content, timeout=send.http_timeout
+                send.method, send.url, headers=send.headers, content=send.content, timeout=send.http_timeout
             )
         except httpx.RequestError as error:
             return error
@@ -442,7 +515,7 @@ class Client:
 def _open(http: httpx.Client, send: Send) -> Outcome:
     """Sends a request; a reply of success is left unread, for its caller to read and close."""
     request = http.build_request(
-        send.method, send.path, headers=send.headers, content=send.content, timeout=send.http_timeout
+        send.method, send.url, headers=send.headers, content=send.content, timeout=send.http_timeout
     )
     try:
         reply = http.send(request, stream=True)

@@ -1,18 +1,22 @@
 """The constructor arguments of both clients, checked and turned into httpx's, and their pool of connections."""
 
 import math
-from collections.abc import Callable
+import os
+import ssl
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import httpx
 
 from qinfer import errors
-from qinfer.client.flows import header_value
-from qinfer.client.steps import Policy
+from qinfer.client.flows import checked_headers, header_value
+from qinfer.client.steps import Gateway, Gateways, Policy
 from qinfer.core.clock import Clock, SystemClock
 
 DEFAULT_TIMEOUT_S = 60.0
-DEFAULT_MAX_RETRIES = 8
+
+API_KEY_VARIABLE = "QINFER_API_KEY"
+"""The variable with the API key of clients that are given none, and of commands, whose options others can see."""
 
 KEEPALIVE_S = 30.0
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1, keepalive_expiry=KEEPALIVE_S)
@@ -62,44 +66,78 @@ class Pool(Generic[C]):
 
 
 def options(
-    url: str, api_key: str | None, timeout_s: float, max_retries: int, clock: Clock | None
+    url: str | Sequence[str],
+    *,
+    api_key: str | None,
+    headers: Mapping[str, str] | None,
+    ca_file: str | os.PathLike[str] | None,
+    timeout_s: float,
+    max_retries: int | None,
+    resend: bool,
+    clock: Clock | None,
 ) -> tuple[dict[str, Any], Policy]:
     """Checks a client's arguments; returns those of each HTTP client, and the policy of all flows.
 
     Args:
-        url: The gateway's URL.
-        api_key: The key sent as `Authorization: Bearer`; `None` sends none.
+        url: The gateway's URL, or several.
+        api_key: The key sent as `Authorization: Bearer`; `None` = that of the environment, empty = none.
+        headers: Headers of every request.
+        ca_file: A PEM file of certificate authorities; `None` = the environment's, or httpx's own.
         timeout_s: How long a call may take, its repetitions included.
-        max_retries: How often a call is repeated.
+        max_retries: How often a call is repeated; `None` = as often as its time allows.
+        resend: Whether inference without a key is repeated after a connection that broke.
         clock: Measures time; the system's by default.
 
     Raises:
         InvalidRequest: An argument is wrong.
     """
+    gateways = Gateways(_gateways(url))
+    is_typed = isinstance(timeout_s, int | float) and isinstance(max_retries, int | None)
+    if not is_typed or not 0 < timeout_s < math.inf or (max_retries or 0) < 0:
+        raise errors.InvalidRequest(
+            f"timeout_s is {timeout_s!r} and max_retries {max_retries!r}; expected a finite time > 0, and a number "
+            ">= 0 or None"
+        )
+    # Compressed tensors cost both sides more time than they save, and take the gateway's slower way.
+    sent = {"Accept-Encoding": "identity", "User-Agent": "qinfer-python"}
+    name = "api_key" if api_key is not None else API_KEY_VARIABLE
+    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    if key != "":
+        sent["Authorization"] = f"Bearer {header_value(name, key)}"
+    http = {"headers": sent | checked_headers(headers), "limits": LIMITS, "verify": _tls(ca_file)}
+    return http, Policy(gateways, timeout_s, max_retries, clock or SystemClock(), resend, {})
+
+
+def _gateways(url: str | Sequence[str]) -> list[Gateway]:
     try:
-        base_url = httpx.URL(url)
+        urls = [url] if isinstance(url, str) else list(dict.fromkeys(url))
+    except TypeError:
+        urls = []
+    if not urls:
+        raise errors.InvalidRequest("no gateway is named; give a URL such as http://127.0.0.1:8000, or a list of them")
+    return [_gateway(one) for one in urls]
+
+
+def _gateway(url: str) -> Gateway:
+    try:
+        parsed = httpx.URL(url)
     except (httpx.InvalidURL, ValueError, TypeError):
         # The error's own text may show a password.
         raise errors.InvalidRequest(
             "the gateway's URL can't be read; expected something like http://127.0.0.1:8000"
         ) from None
-    if base_url.scheme not in ("http", "https") or not base_url.host:
-        raise errors.InvalidRequest(
-            f"'{_shown(base_url)}' is no URL of a gateway; expected something like http://127.0.0.1:8000"
-        )
-    is_typed = isinstance(timeout_s, int | float) and isinstance(max_retries, int)
-    if not is_typed or not 0 < timeout_s < math.inf or max_retries < 0:
-        raise errors.InvalidRequest(
-            f"timeout_s is {timeout_s!r} and max_retries {max_retries!r}; expected a finite time > 0 and a number >= 0"
-        )
-    # Compressed tensors cost both sides more time than they save, and take the gateway's slower way.
-    headers = {"Accept-Encoding": "identity", "User-Agent": "qinfer-python"}
-    if api_key is not None:
-        headers["Authorization"] = f"Bearer {header_value('api_key', api_key)}"
-    http = {"base_url": base_url, "headers": headers, "limits": LIMITS, "verify": httpx.create_ssl_context()}
-    return http, Policy(_shown(base_url), timeout_s, max_retries, clock or SystemClock())
+    shown = str(parsed.copy_with(userinfo=b"")).rstrip("/")
+    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
+        raise errors.InvalidRequest(f"'{shown}' is no URL of a gateway; expected something like http://127.0.0.1:8000")
+    # httpx's text of a URL hides the password.
+    user = f"{parsed.userinfo.decode()}@" if parsed.userinfo else ""
+    return Gateway(shown.replace("://", f"://{user}", 1), shown)
 
 
-def _shown(url: httpx.URL) -> str:
-    """Returns a URL without user and password."""
-    return str(url.copy_with(userinfo=b"")).rstrip("/")
+def _tls(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
+    if ca_file is None:
+        return httpx.create_ssl_context()
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, TypeError) as error:
+        raise errors.InvalidRequest(f"ca_file can't be read as certificates in PEM: {error}") from None

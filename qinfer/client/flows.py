@@ -1,9 +1,10 @@
 """The calls of the client as flows: the steps of each, without any I/O (`qinfer.client.steps`)."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -11,9 +12,10 @@ import httpx
 import msgspec
 import numpy as np
 
+from qinfer.client.model_flows import JSON, Inputs, forget_datatypes, model_path, with_datatypes
 from qinfer.client.responses import Follower
-from qinfer.client.results import Array, InferResult, ModelMetadata, RequestHandle, RequestStatus, path_part
-from qinfer.client.steps import BY_CODE, Flow, Pause, Policy, Problem, Send, call, make
+from qinfer.client.results import InferResult, RequestHandle, RequestStatus
+from qinfer.client.steps import BY_CODE, Flow, Pause, Policy, Problem, Send, call, json_object, make
 from qinfer.core.messages import Scalar
 from qinfer.errors import (
     Cancelled,
@@ -28,9 +30,6 @@ from qinfer.errors import (
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.wire.kserve_client import JSON_LENGTH_HEADER, decode_response, encode_request
 
-Inputs = Mapping[str, Array | Tensor]
-"""A request's inputs by name; a `Tensor` where the array's own datatype is not the one to send, as for BF16."""
-
 Keys = Callable[[int, Inputs], str]
 """Makes the idempotency key of an input of a stream, from its index and itself."""
 
@@ -38,8 +37,10 @@ POLL_S = 20.0
 """The longest time for which a gateway is asked to hold a result back: proxies cut connections that are idle longer."""
 EARLY_PAUSE_S = 0.5
 """Pause after a poll that the gateway answered early without a result."""
-LIVE_TIMEOUT_S = 1.0
-"""A gateway that takes longer to report its liveness counts as dead."""
+
+T = TypeVar("T")
+
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Ask:
     parameters: Mapping[str, Scalar] | None = None
     priority: int = 0
     id: str | None = None
+    timeout_s: float | None = None
+    headers: Mapping[str, str] | None = None
 
     def send(self, path: str, headers: dict[str, str]) -> Send:
         """Encodes the request for one of the model's routes.
@@ -71,8 +74,8 @@ class Ask:
             parameters=parameters,
             client_id=self.id or "",
         )
-        headers = {JSON_LENGTH_HEADER: str(json_length), "Content-Type": "application/octet-stream"} | headers
-        return Send("POST", path, headers, body)
+        own = {JSON_LENGTH_HEADER: str(json_length), "Content-Type": "application/octet-stream"} | headers
+        return Send("POST", path, checked_headers(self.headers) | own, body)
 
     def _check(self) -> None:
         """Checks the types of all arguments but the arrays: an error of the gateway would be about its own format."""
@@ -131,13 +134,33 @@ def header_value(name: str, value: str) -> str:
     return value
 
 
+def checked_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Checks and returns headers of the caller's.
+
+    Raises:
+        InvalidRequest: A name is no header's, or a value can't be sent.
+    """
+    if headers is None:
+        return {}
+    if not isinstance(headers, Mapping):
+        raise InvalidRequest(f"headers are of type {type(headers).__name__}; make them a dict by name")
+    for name in headers:
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+            raise InvalidRequest(f"{name!r} is no name of a header; it has letters, digits and hyphens")
+    return {name: header_value(name, value) for name, value in headers.items()}
+
+
 def infer(policy: Policy, ask: Ask) -> Flow[InferResult]:
     """Sends a request to a model, and returns the answer."""
+    policy = policy.within(ask.timeout_s)
     parameters = ask.parameters or {}
-    if "sequence_id" in parameters and "qinfer_step" not in parameters:
+    is_step = "sequence_id" in parameters and "qinfer_step" in parameters
+    if "sequence_id" in parameters and not is_step:
         # The server would take a repeated step without a number for another one.
         policy = policy._replace(max_retries=0)
-    return (yield from answer(policy, infer_request(ask)))
+    ask = yield from _typed(policy, ask)
+    send = infer_request(ask)._replace(repeats=policy.resend or is_step)
+    return (yield from _refreshing(policy, ask, answer(policy, send)))
 
 
 def infer_request(ask: Ask) -> Send:
@@ -152,13 +175,31 @@ def answer(policy: Policy, send: Send) -> Flow[InferResult]:
 
 def infer_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:
     """Sends a request to a model, and returns the reply that its responses come in."""
-    return (yield from call(policy, ask.send(f"{model_path(ask.model, ask.version, 'v1')}/infer_stream", {})))
+    policy = policy.within(ask.timeout_s)
+    ask = yield from _typed(policy, ask)
+    send = ask.send(f"{model_path(ask.model, ask.version, 'v1')}/infer_stream", {})
+    return (yield from _refreshing(policy, ask, call(policy, send._replace(repeats=policy.resend))))
+
+
+def generate(policy: Policy, ask: Ask) -> Flow[dict[str, Any]]:
+    """Sends a request in free-form JSON to a model, and returns the answer's object."""
+    policy = policy.within(ask.timeout_s)
+    reply = yield from call(policy, _generate_request(policy, ask, "generate"))
+    return json_object(policy, reply)
+
+
+def generate_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:
+    """Sends a request in free-form JSON to a model, and returns the reply that its responses come in."""
+    policy = policy.within(ask.timeout_s)
+    return (yield from call(policy, _generate_request(policy, ask, "generate_stream")))
 
 
 def submit(policy: Policy, ask: Ask, submission: Submission) -> Flow[RequestHandle]:
     """Submits a request, and returns its handle once the gateway has accepted it."""
     path = f"{model_path(ask.model, ask.version, 'v1')}/requests"
-    reply = yield from call(policy, ask.send(path, submission.headers()))
+    headers = submission.headers()
+    ask = yield from _typed(policy, ask)
+    reply = yield from _refreshing(policy, ask, call(policy, ask.send(path, headers)))
     request_id = str(json_object(policy, reply).get("id", ""))
     location = urlsplit(reply.headers.get("Location", "")).path
     if not request_id:
@@ -236,41 +277,6 @@ def cancel(policy: Policy, handle: RequestHandle) -> Flow[str]:
     return str(json_object(policy, reply).get("state", ""))
 
 
-def metadata(policy: Policy, model: str, version: int | None) -> Flow[ModelMetadata]:
-    """Returns a model's versions, inputs and outputs."""
-    reply = yield from call(policy, Send("GET", model_path(model, version), {}))
-    try:
-        return msgspec.convert(json_object(policy, reply), ModelMetadata)
-    except msgspec.ValidationError as error:
-        raise Unreachable(f"what answers at {policy.url} sent no model metadata ({error}); is it a gateway?") from None
-
-
-def is_ready(policy: Policy, model: str | None, version: int | None) -> Flow[bool]:
-    """Tells whether a model, or the whole server, can answer now; Triton's 404 means no ready version too."""
-    path = "/v2/health/ready" if model is None else f"{model_path(model, version)}/ready"
-    outcome = yield Send("GET", path, {}, timeout_s=policy.timeout_s)
-    if isinstance(outcome, httpx.Response) and outcome.status_code in (200, 400, 404, 503):
-        return outcome.status_code == 200
-    yield from call(policy, Send("GET", path, {}))
-    return True
-
-
-def is_live() -> Flow[bool]:
-    """Tells whether a gateway answers."""
-    outcome = yield Send("GET", "/v2/health/live", {}, timeout_s=LIVE_TIMEOUT_S)
-    return isinstance(outcome, httpx.Response) and outcome.is_success
-
-
-def model_path(model: str, version: int | None = None, api: str = "v2") -> str:
-    """Returns the path of a model, or of one version of it; no version, or 0, is the highest ready one.
-
-    Raises:
-        InvalidRequest: The name can't be part of a path.
-    """
-    path = f"/{api}/models/{path_part('the model', model)}"
-    return f"{path}/versions/{version}" if version else path
-
-
 def _ending(policy: Policy, handle: RequestHandle, problem: Problem) -> Flow[Problem]:
     """Distinguishes the failure of a request from a failure to read its result: one status may mean both."""
     try:
@@ -290,6 +296,43 @@ def _final(error_class: type[QinferError], message: str) -> QinferError:
     return InferenceFailed(message) if error_class.retryable else make(error_class, message)
 
 
+def _typed(policy: Policy, ask: Ask) -> Flow[Ask]:
+    inputs = yield from with_datatypes(policy, ask.model, ask.version, ask.inputs)
+    return ask if inputs is ask.inputs else replace(ask, inputs=inputs)
+
+
+def _refreshing(policy: Policy, ask: Ask, flow: Flow[T]) -> Flow[T]:
+    """Runs a call; one that the server refuses has the datatypes of the model's inputs read again by the next."""
+    try:
+        return (yield from flow)
+    except InvalidRequest:
+        forget_datatypes(policy, ask.model, ask.version)
+        raise
+
+
+def _generate_request(policy: Policy, ask: Ask, route: str) -> Send:
+    if not isinstance(ask.inputs, Mapping):
+        raise InvalidRequest(f"inputs are of type {type(ask.inputs).__name__}; make them a dict by name")
+    body: dict[str, Any] = dict(ask.inputs)
+    if ask.parameters:
+        body["parameters"] = dict(ask.parameters)
+    if ask.id:
+        body["id"] = ask.id
+    try:
+        content = msgspec.json.encode(body, enc_hook=_plain)
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise InvalidRequest(f"the inputs can't be written as JSON: {error}") from None
+    path = f"{model_path(ask.model, ask.version)}/{route}"
+    return Send("POST", path, checked_headers(ask.headers) | JSON, content, repeats=policy.resend)
+
+
+def _plain(value: Any) -> Any:
+    """Returns arrays and numbers of numpy as JSON has them."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"a value is of type {type(value).__name__}")
+
+
 def _seconds(value: float) -> str:
     try:
         return f"{value:.6f}".rstrip("0").rstrip(".")
@@ -297,14 +340,14 @@ def _seconds(value: float) -> str:
         raise InvalidRequest(f"timeout_s is {value!r}; make it a number of seconds") from None
 
 
-def _tensor(name: str, value: Array | Tensor) -> Tensor:
+def _tensor(name: str, value: object) -> Tensor:
     if isinstance(value, Tensor):
         return value if value.name == name else Tensor(name, value.datatype, value.shape, value.data)
     if isinstance(value, np.ma.MaskedArray):
         raise InvalidRequest(f"input '{name}' is a masked array; fill it first: array.filled(value)")
     if not isinstance(value, np.ndarray):
         raise InvalidRequest(
-            f"input '{name}' is of type {type(value).__name__}; make it a numpy array of the model's datatype"
+            f"input '{name}' is of type {type(value).__name__}; make it a numpy array, or lists of numbers or texts"
         )
     try:
         return from_numpy(name, value)
@@ -318,15 +361,3 @@ def _result_of(reply: httpx.Response) -> InferResult:
     length = reply.headers.get(JSON_LENGTH_HEADER, "")
     response, client_id = decode_response(reply.content, int(length) if length.isdecimal() else None)
     return InferResult(response, client_id)
-
-
-def json_object(policy: Policy, reply: httpx.Response) -> dict[str, Any]:
-    """Returns a reply's JSON object.
-
-    Raises:
-        Unreachable: The body is something else.
-    """
-    try:
-        return msgspec.json.decode(reply.content, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise Unreachable(f"what answers at {policy.url} sent no JSON object; is it a gateway?") from None

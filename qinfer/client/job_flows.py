@@ -10,8 +10,8 @@ from uuid import uuid4
 import httpx
 import msgspec
 
-from qinfer.client.flows import header_value, json_object
-from qinfer.client.steps import Flow, Pause, Policy, Send, call
+from qinfer.client.flows import header_value
+from qinfer.client.steps import Flow, Pause, Policy, Send, call, json_object
 from qinfer.core.retry import Backoff
 from qinfer.errors import DeadlineExceeded, InvalidRequest, JobFailed, JobNotFound, Unreachable
 
@@ -321,7 +321,8 @@ def wait_for_job(policy: Policy, job_id: str, timeout_s: float, observe: OnStatu
     """Polls a job until it has ended, through restarts of the gateway; `observe` gets each status."""
     now_s = policy.clock.monotonic_s
     ends_s = now_s() + timeout_s
-    patient = policy._replace(max_retries=max(policy.max_retries, WAIT_RETRIES))
+    most = policy.max_retries
+    patient = policy._replace(max_retries=None if most is None else max(most, WAIT_RETRIES))
     pauses = polls()
     while True:
         left_s = max(LEAST_POLL_S, ends_s - now_s())

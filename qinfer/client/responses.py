@@ -100,6 +100,22 @@ def result_of(event: Event) -> InferResult | None:
     return InferResult(response, client_id)
 
 
+def object_of(event: Event) -> dict[str, Any] | None:
+    """Returns the JSON object of an event of generate_stream; `None` = it carries none.
+
+    Raises:
+        InferenceFailed: It tells that the stream failed.
+    """
+    if event.name != "message" or not event.data:
+        return None
+    data = b"\n".join(event.data)
+    found = _object(data)
+    # A response has the model's name beside an output of that name.
+    if "error" in found and "model_name" not in found:
+        raise error_of(data)
+    return found
+
+
 def error_of(data: bytes) -> QinferError:
     """Returns the error that the data of an event names by its code."""
     problem = _object(data)

@@ -1,7 +1,7 @@
 """The return values of the client's calls."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -12,6 +12,7 @@ from qinfer.errors import InvalidRequest
 from qinfer.tensors import Tensor, to_numpy
 
 Array = npt.NDArray[Any]
+_Plain = tuple[str, str, tuple[int, ...], bytes]
 
 MAX_NAME_CHARACTERS = 4096
 """The longest name in a path that the client sends; gateways accept fewer characters."""
@@ -63,9 +64,19 @@ class InferResult(Mapping[str, Array]):
         """Returns the number of outputs."""
         return len(self._by_name)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Returns what `pickle` and `copy` keep: names, numbers and bytes, no view of a reply."""
+        tensors = tuple((one.name, one.datatype, one.shape, bytes(one.data)) for one in self.tensors)
+        return _restored, (self.model, self.version, self.id, tensors)
+
     def __repr__(self) -> str:
         outputs = ", ".join(f"{tensor.name}: {tensor.datatype} {list(tensor.shape)}" for tensor in self.tensors)
         return f"<InferResult of {self.model} version {self.version}: {outputs}>"
+
+
+def _restored(model: str, version: int, client_id: str, tensors: Iterable[_Plain]) -> InferResult:
+    outputs = tuple(Tensor(name, datatype, shape, data) for name, datatype, shape, data in tensors)
+    return InferResult(Response(request_id="", model=model, version=version, outputs=outputs), client_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,3 +165,41 @@ class ModelMetadata:
     versions: tuple[str, ...]
     inputs: tuple[TensorMetadata, ...]
     outputs: tuple[TensorMetadata, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIndexEntry:
+    """A model of the repositories, or one of its versions.
+
+    Attributes:
+        name: The model's name.
+        version: The version; empty for a model that was never loaded.
+        state: `READY`, `UNAVAILABLE`, `LOADING` or `UNLOADING`; empty for a model that was never loaded.
+        reason: Why the version is not ready.
+    """
+
+    name: str
+    version: str = ""
+    state: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatistics:
+    """The statistics of a model version since it was loaded, over all workers.
+
+    Attributes:
+        name: The model's name.
+        version: The version.
+        inference_count: Rows that were executed.
+        execution_count: Executions; rows per execution are the mean batch.
+        last_inference: Milliseconds since 1970 of the last request; 0 = none.
+        fields: All fields of the gateway's answer, as Triton has them: `inference_stats`, `batch_stats` and others.
+    """
+
+    name: str
+    version: str
+    inference_count: int = 0
+    execution_count: int = 0
+    last_inference: int = 0
+    fields: Mapping[str, Any] = field(default_factory=dict)

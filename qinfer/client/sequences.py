@@ -17,7 +17,8 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
-from qinfer.client.flows import Ask, Inputs, answer, infer_request
+from qinfer.client.flows import Ask, answer, infer_request
+from qinfer.client.model_flows import Inputs, with_datatypes
 from qinfer.client.results import InferResult
 from qinfer.client.steps import AsyncRun, Flow, Policy, Run, Send
 from qinfer.core.messages import Scalar
@@ -57,6 +58,7 @@ class Steps:
         self, inputs: Inputs, outputs: Items[str] | None, parameters: Mapping[str, Scalar] | None, *, end: bool
     ) -> Flow[InferResult]:
         """Sends the next step, and returns its answer; see `Sequence.infer`."""
+        inputs = yield from with_datatypes(self._policy, self._model, self._version, inputs)
         send = self._request(inputs, outputs, parameters or {}, end=end)
         self._unanswered = send
         try:

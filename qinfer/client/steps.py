@@ -8,10 +8,11 @@ The replies of Triton have a text and a status only, and one status stands for s
 nearest common class.
 """
 
+import math
 import random
 import ssl
-from collections.abc import Callable, Generator
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import httpx
 import msgspec
@@ -19,7 +20,7 @@ import msgspec
 from qinfer import errors
 from qinfer.core.clock import Clock
 from qinfer.core.retry import pause_s
-from qinfer.errors import ErrorCode, ModelNotFound, Overloaded, QinferError, SequenceLost
+from qinfer.errors import ErrorCode, ModelNotFound, Overloaded, QinferError, SequenceLost, Unreachable
 
 T = TypeVar("T")
 
@@ -53,8 +54,16 @@ BY_STATUS: dict[int, type[QinferError]] = {
 
 _TOO_LATE = (errors.TIMED_OUT, errors.BACKLOG_TIMED_OUT)
 
-_WRONG_TYPE = "attempt to access JSON"
-"""In a reply of status 500: Triton's text for a value of the wrong type, which has not reached the model."""
+_BY_TEXT: tuple[tuple[int, str, type[QinferError]], ...] = (
+    (500, "attempt to access JSON", errors.MalformedJson),
+    (500, "poll from model repository", errors.ModelLoadFailed),
+    (500, "no version is available", errors.ModelLoadFailed),
+    (503, "explicit model load / unload is not allowed", errors.ControlDisabled),
+)
+"""Status and part of Triton's texts for failures that have not reached a model (reference §1.2, §1.14)."""
+
+_REFUSALS = (errors.Overloaded, errors.ModelNotReady)
+"""Errors by which a gateway refuses a request before it enters the queue."""
 
 
 class Problem(NamedTuple):
@@ -64,11 +73,15 @@ class Problem(NamedTuple):
         error: The error to raise if there is no further attempt.
         retry_after_s: Seconds that the server asks to wait; `None` = it does not.
         is_exact: Whether the server named the error's code.
+        is_refused: Whether the request was not accepted for certain, so that to repeat it can't execute it twice.
+        is_final: Whether no repetition can help.
     """
 
     error: QinferError
     retry_after_s: float | None = None
     is_exact: bool = False
+    is_refused: bool = False
+    is_final: bool = False
 
 
 def problem_of_reply(reply: httpx.Response, not_found: type[QinferError]) -> Problem:
@@ -86,10 +99,11 @@ def problem_of_reply(reply: httpx.Response, not_found: type[QinferError]) -> Pro
         named = errors.DeadlineExceeded
     if named is None and text.endswith(errors.BEGIN_AGAIN):
         named = errors.SequenceLost if reply.status_code == 503 else errors.SequenceEnded
-    if named is None and reply.status_code == 500 and _WRONG_TYPE in text:
-        named = errors.MalformedJson
+    if named is None:
+        named = next((found for status, part, found in _BY_TEXT if status == reply.status_code and part in text), None)
     error_class = named or (not_found if reply.status_code == 404 else _by_status(reply.status_code))
-    return Problem(make(error_class, text, retry_after_s), retry_after_s, named is not None)
+    error = make(error_class, text, retry_after_s)
+    return Problem(error, retry_after_s, named is not None, is_refused=isinstance(error, _REFUSALS))
 
 
 def problem_of_connection(error: httpx.RequestError, url: str, timeout_s: float) -> Problem:
@@ -112,14 +126,16 @@ def problem_of_connection(error: httpx.RequestError, url: str, timeout_s: float)
         return Problem(
             errors.Unreachable(
                 f"no secure connection to {url}: {error}; check the URL's scheme and the certificate; "
-                "the variable SSL_CERT_FILE names the file of an authority of your own"
-            )
+                "ca_file, or the variable SSL_CERT_FILE, names the file of an authority of your own"
+            ),
+            is_final=True,
         )
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return Problem(
             errors.Unreachable(
                 f"no server answers at {url}; start one with `qinfer up --model-repository DIR`, or give its URL"
-            )
+            ),
+            is_refused=True,
         )
     hint = ""
     if isinstance(error, httpx.RemoteProtocolError) and url.startswith("http://"):
@@ -155,7 +171,7 @@ def _by_status(status: int) -> type[QinferError]:
 def _body(reply: httpx.Response) -> tuple[str, str]:
     """Returns a reply's error text and error code, which may be empty."""
     # A stream whose first response is a failure.
-    text = reply.content.removeprefix(b"event: error\ndata: ").rstrip()
+    text = reply.content.removeprefix(b"event: error\n").removeprefix(b"data: ").rstrip()
     try:
         body = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -188,6 +204,8 @@ class Send(NamedTuple):
         content: The body.
         hold_s: How long the gateway is asked to hold the answer back, which comes on top of the call's timeout.
         timeout_s: How long to wait for the reply; set for each attempt.
+        base: The URL of the gateway; set for each attempt.
+        repeats: Whether it may be sent again although it may have been executed.
     """
 
     method: str
@@ -196,6 +214,13 @@ class Send(NamedTuple):
     content: bytes = b""
     hold_s: float = 0.0
     timeout_s: float = 0.0
+    base: str = ""
+    repeats: bool = True
+
+    @property
+    def url(self) -> str:
+        """The whole URL."""
+        return self.base + self.path
 
     @property
     def http_timeout(self) -> httpx.Timeout:
@@ -232,20 +257,74 @@ class AsyncRun(Protocol):
         ...
 
 
+class Gateway(NamedTuple):
+    """A gateway: the URL before the paths of requests, and how messages show it, without user and password."""
+
+    base: str
+    shown: str
+
+
+class Gateways:
+    """The gateways of a client, of which all calls use one until it can't be reached.
+
+    Args:
+        gateways: The gateways, the preferred one first.
+    """
+
+    def __init__(self, gateways: Sequence[Gateway]) -> None:
+        self._all = tuple(gateways)
+        self._index = 0
+
+    def __len__(self) -> int:
+        """Returns the number of gateways."""
+        return len(self._all)
+
+    @property
+    def current(self) -> Gateway:
+        """The gateway to use."""
+        return self._all[self._index]
+
+    def leave(self, gateway: Gateway) -> None:
+        """Goes on to the next gateway, unless another call has left this one already."""
+        if self.current is gateway:
+            self._index = (self._index + 1) % len(self._all)
+
+
 class Policy(NamedTuple):
     """The limits that all calls of a client share.
 
     Attributes:
-        url: The gateway's URL as messages show it, without user and password.
+        gateways: Where requests are sent.
         timeout_s: How long a call may take, its repetitions included.
-        max_retries: How often a call is repeated.
+        max_retries: How often a call is repeated; `None` = as often as its time allows.
         clock: Measures time.
+        resend: Whether inference without a key is repeated after a connection that broke.
+        datatypes: The datatypes of inputs by model and version, as they were last read, for inputs that are lists.
     """
 
-    url: str
+    gateways: Gateways
     timeout_s: float
-    max_retries: int
+    max_retries: int | None
     clock: Clock
+    resend: bool
+    datatypes: dict[tuple[str, int], dict[str, str]]
+
+    @property
+    def url(self) -> str:
+        """The URL of the gateway in use, as messages show it."""
+        return self.gateways.current.shown
+
+    def within(self, timeout_s: float | None) -> "Policy":
+        """Returns the policy of a call with a timeout of its own; `None` = that of the client.
+
+        Raises:
+            InvalidRequest: The timeout is no positive, finite number.
+        """
+        if timeout_s is None:
+            return self
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+            raise errors.InvalidRequest(f"timeout_s is {timeout_s!r}; make it a number of seconds > 0")
+        return self._replace(timeout_s=timeout_s)
 
 
 def backoff_s(retries: int, retry_after_s: float | None, jitter: float) -> float:
@@ -271,11 +350,11 @@ def call(
     not_found: type[QinferError] = ModelNotFound,
     explain: Callable[[Problem, float], Flow[Problem]] | None = None,
 ) -> Flow[httpx.Response]:
-    """Sends a request until it succeeds, fails for good, or there is no time left.
+    """Sends a request until it succeeds, fails for good, or there is no time left; to another gateway if one is gone.
 
-    Repeating is safe for every call of the client: reading and cancelling change nothing twice, a submission has an id
-    or a key by which the gateway knows it, a step of a sequence has a number, and other inference may be executed twice
-    without harm. A lost sequence is for its caller to begin again; its step alone would be refused again.
+    Reading and cancelling change nothing twice, a submission has an id or a key by which the gateways know it, and a
+    step of a sequence has a number. What has none of these (`Send.repeats`) is repeated only if it was not accepted.
+    A lost sequence is for its caller to begin again; its step alone would be refused again.
 
     Args:
         policy: The limits of time and repetitions.
@@ -289,24 +368,71 @@ def call(
     Raises:
         QinferError: The gateway's last answer, or why it could not be reached.
     """
-    now_s = policy.clock.monotonic_s
-    ends_s = now_s() + policy.timeout_s + send.hold_s
-    retries = 0
+    attempts = _Attempts(policy, send)
     while True:
-        outcome = yield send._replace(timeout_s=max(0.001, ends_s - now_s()))
+        gateway = policy.gateways.current
+        outcome = yield send._replace(base=gateway.base, timeout_s=attempts.left_s())
         if isinstance(outcome, httpx.Response):
             if outcome.is_success:
                 return outcome
             problem = problem_of_reply(outcome, not_found)
             is_vague = outcome.status_code in AMBIGUOUS and (problem.error.retryable or not problem.is_exact)
             if explain is not None and is_vague:
-                problem = yield from explain(problem, max(0.001, ends_s - now_s()))
+                problem = yield from explain(problem, attempts.left_s())
         else:
             assert outcome is not None
-            problem = problem_of_connection(outcome, policy.url, policy.timeout_s)
-        wait_s = backoff_s(retries, problem.retry_after_s, random.random())  # noqa: S311  # spreads load, guards nothing
-        is_final = not problem.error.retryable or isinstance(problem.error, SequenceLost)
-        if is_final or retries >= policy.max_retries or now_s() + wait_s >= ends_s:
-            raise problem.error
-        retries += 1
-        yield Pause(wait_s)
+            problem = problem_of_connection(outcome, gateway.shown, policy.timeout_s)
+        pause_s = attempts.pause_s(problem, gateway)
+        if pause_s:
+            yield Pause(pause_s)
+
+
+class _Attempts:
+    """Decides whether, where and after which pause a request is sent again."""
+
+    def __init__(self, policy: Policy, send: Send) -> None:
+        self._policy, self._repeats = policy, send.repeats
+        self._ends_s = policy.clock.monotonic_s() + policy.timeout_s + send.hold_s
+        self._retries = 0
+        # Gateways that were not asked since the last pause.
+        self._fresh = len(policy.gateways) - 1
+
+    def left_s(self) -> float:
+        """Returns the seconds that are left, never 0."""
+        return max(0.001, self._ends_s - self._policy.clock.monotonic_s())
+
+    def pause_s(self, problem: Problem, gateway: Gateway) -> float:
+        """Returns the pause before the next attempt; 0 where another gateway can be asked at once.
+
+        Raises:
+            QinferError: The problem's error: there is no further attempt.
+        """
+        error, most = problem.error, self._policy.max_retries
+        if isinstance(error, Unreachable):
+            self._policy.gateways.leave(gateway)
+        is_final = problem.is_final or not error.retryable or isinstance(error, SequenceLost)
+        if is_final or not (self._repeats or problem.is_refused):
+            raise error
+        moves = isinstance(error, Unreachable) and self._fresh > 0
+        # To ask another gateway what the first never got is no repetition.
+        counts = not (moves and problem.is_refused)
+        wait_s = 0.0 if moves else backoff_s(self._retries, problem.retry_after_s, random.random())  # noqa: S311  # spreads load
+        if (
+            counts and most is not None and self._retries >= most
+        ) or wait_s >= self._ends_s - self._policy.clock.monotonic_s():
+            raise error
+        self._fresh = self._fresh - 1 if moves else len(self._policy.gateways) - 1
+        self._retries += counts
+        return wait_s
+
+
+def json_object(policy: Policy, reply: httpx.Response) -> dict[str, Any]:
+    """Returns a reply's JSON object.
+
+    Raises:
+        Unreachable: The body is something else.
+    """
+    try:
+        return msgspec.json.decode(reply.content, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise Unreachable(f"what answers at {policy.url} sent no JSON object; is it a gateway?") from None

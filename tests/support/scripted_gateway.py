@@ -6,6 +6,8 @@ import httpx
 import numpy as np
 
 import qinfer
+from qinfer.client.connection import options
+from qinfer.client.steps import Policy
 from qinfer.core.messages import Response
 from qinfer.tensors import from_numpy
 from qinfer.testing import FakeClock
@@ -36,14 +38,19 @@ class Server:
         self.pauses.append(seconds)
         self.clock.advance(seconds)
 
-    def client(self, **options: Any) -> qinfer.Client:
+    def client(self, url: str | list[str] = "http://gateway", **options: Any) -> qinfer.Client:
         transport = httpx.MockTransport(self)
         options = {"timeout_s": 60.0, **options}
-        return qinfer.Client("http://gateway", transport=transport, clock=self.clock, sleep=self.sleep, **options)
+        return qinfer.Client(url, transport=transport, clock=self.clock, sleep=self.sleep, **options)
 
     @property
     def paths(self) -> list[str]:
         return [f"{request.method} {request.url.raw_path.decode()}" for request in self.requests]
+
+
+def policy_of(**limits: Any) -> Policy:
+    given = {"api_key": "", "headers": None, "ca_file": None, "resend": True, "clock": FakeClock(), **limits}
+    return options("http://gateway", **given)[1]
 
 
 def answer(value: float = 4.0) -> httpx.Response:

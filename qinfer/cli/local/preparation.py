@@ -22,7 +22,7 @@ from qinfer.cli.local.machine import check_repository, gateway_addresses, local_
 from qinfer.cli.local.plan import Launch, Plan, Ports, Progress, Sections, UpOptions
 from qinfer.cli.overview import ModelRow, Overview, run_overview, run_start, with_url
 from qinfer.client import ModelMetadata, TensorMetadata
-from qinfer.client.flows import model_path
+from qinfer.client.model_flows import model_path
 from qinfer.client.sequences import sequence_parameters
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.environments import PREFIX
@@ -130,7 +130,7 @@ class Preparation:
         # An example is not worth a failure.
         with contextlib.suppress(QinferError):
             if ready:
-                line = example_line(launch.url, self._client.metadata(ready), self._client.model_config(ready))
+                line = example_line(launch.url, self._client.metadata(ready), self._client.config(ready))
                 facts += [Text(), _fact("Try", (line, "green"))]
         lines = [Text(), _title(models), Text(), *facts, Text()]
         return [(Text("  ") + line).markup if line else "" for line in lines]

@@ -10,6 +10,8 @@ from qinfer.errors import InvalidRequest, QinferError
 DEFAULT_CONNECTION = "qinfer_default"
 TIMEOUT_S = 300.0
 """The time limit of a call: the gateway reads the files of a job before it accepts the job."""
+TEST_TIMEOUT_S = 10.0
+"""The time limit of the test of a connection, for which somebody waits."""
 
 
 class QinferHook(BaseHook):
@@ -37,22 +39,25 @@ class QinferHook(BaseHook):
         Raises:
             InvalidRequest: The connection has no host, or no URL can be made of it.
         """
-        connection = self.get_connection(self.qinfer_conn_id)
-        return Client(_url_of(connection), api_key=connection.password or None, timeout_s=TIMEOUT_S)
+        return self._client(TIMEOUT_S)
 
     async def get_async_conn(self) -> AsyncClient:
         """Returns a client for coroutines; raises as `get_conn`."""
         connection = await self.aget_connection(self.qinfer_conn_id)
-        return AsyncClient(_url_of(connection), api_key=connection.password or None, timeout_s=TIMEOUT_S)
+        return AsyncClient(_url_of(connection), api_key=connection.password or "", timeout_s=TIMEOUT_S)
 
     def test_connection(self) -> tuple[bool, str]:
         """Tells whether a gateway answers and accepts the key, and what is wrong otherwise."""
         try:
-            with self.get_conn() as client:
+            with self._client(TEST_TIMEOUT_S) as client:
                 client.jobs(limit=1)
         except QinferError as error:
             return False, error.message
         return True, "the gateway answers"
+
+    def _client(self, timeout_s: float) -> Client:
+        connection = self.get_connection(self.qinfer_conn_id)
+        return Client(_url_of(connection), api_key=connection.password or "", timeout_s=timeout_s)
 
     @classmethod
     def get_ui_field_behaviour(cls) -> dict[str, Any]:

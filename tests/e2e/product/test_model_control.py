@@ -12,6 +12,8 @@ import pytest
 from tritonclient import http
 from tritonclient.utils import InferenceServerException
 
+import qinfer as qinfer_package
+from qinfer.errors import ModelLoadFailed
 from qinfer.testing import wait_until
 from tests.e2e.conftest import Stack, clean_environment, running
 from tests.support import models
@@ -92,6 +94,25 @@ def test_the_stock_life_of_a_model(client: http.InferenceServerClient, repositor
         client.load_model("nobody")
     client.unload_model("nobody")
     assert client.is_server_ready()
+
+
+def test_the_python_client_loads_and_unloads(explicit: Stack, repository: Path) -> None:
+    """As Triton's does; what was loaded takes lists, and is counted."""
+    shutil.copytree(repository / "extra", repository / "mine")
+    (repository / "mine" / "config.pbtxt").unlink()
+    content = (repository / "mine" / "1" / "model.onnx").read_bytes()
+
+    with qinfer_package.Client(f"http://{explicit.address}") as client:
+        client.load("mine")
+        result = client.infer("mine", {"a": [[1.0] * 4], "b": [[2.0] * 4]})
+        client.load("mine", config=client.config("mine") | {"max_batch_size": 16}, files={"1/model.onnx": content})
+        changed = client.config("mine")["max_batch_size"]
+        with pytest.raises(ModelLoadFailed, match="failed to load 'nobody'"):
+            client.load("nobody")
+        client.unload("mine")
+        ready = client.is_ready("mine")
+
+    assert (result["sum"].tolist(), changed, ready) == ([[3.0] * 4], 16, False)
 
 
 def test_the_command_line_loads_and_unloads(explicit: Stack, repository: Path) -> None:

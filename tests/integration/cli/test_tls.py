@@ -50,8 +50,8 @@ def test_an_authority_of_ones_own_is_named_by_a_variable(
     url, certificate = server
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     with pytest.raises(Unreachable, match="SSL_CERT_FILE"), GatewayClient(url) as client:
-        client.model_index()
+        client.index()
 
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with GatewayClient(url) as client:
-        assert client.model_index() == []
+        assert client.index() == []

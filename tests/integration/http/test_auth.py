@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from qinfer.cli.client import GatewayClient
-from qinfer.cli.console import API_KEY_VARIABLE
 from qinfer.cli.main import app
+from qinfer.client.connection import API_KEY_VARIABLE
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.errors import Unauthorized
 from qinfer.testing import eventually

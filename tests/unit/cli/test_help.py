@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from qinfer.cli import client
 from qinfer.cli.main import app
 from qinfer.core.settings import load_settings
-from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.errors import ControlDisabled, SettingsError
 
 GROUP: Any = typer.main.get_command(app)
 COMMANDS = [
@@ -58,10 +58,10 @@ class Polling:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def load_model(self, *_: object) -> None:
-        raise BrokerUnavailable("explicit model load / unload is not allowed if polling is enabled")
+    def load(self, *_: object, **__: object) -> None:
+        raise ControlDisabled("explicit model load / unload is not allowed if polling is enabled")
 
-    unload_model = load_model
+    unload = load
 
 
 @pytest.mark.parametrize("command", ["load", "unload"])

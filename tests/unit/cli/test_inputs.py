@@ -9,8 +9,9 @@ import numpy.typing as npt
 import pytest
 
 from qinfer.cli.client import as_json_object
-from qinfer.cli.inputs import as_array, fill, random, read_inputs, read_sequence, zeros
+from qinfer.cli.inputs import fill, random, read_inputs, read_sequence, zeros
 from qinfer.client import InferResult, TensorMetadata
+from qinfer.client.lists import as_array
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import DATATYPES, from_numpy, to_numpy
 from qinfer.wire.kserve_client import decode_response, encode_request

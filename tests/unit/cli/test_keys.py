@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from qinfer.cli.client import api_key
-from qinfer.cli.console import API_KEY_VARIABLE
 from qinfer.cli.load import Target
 from qinfer.cli.main import app
+from qinfer.client.connection import API_KEY_VARIABLE
 from qinfer.core.api_keys import Scope, hash_key, read_keys
 from qinfer.errors import InvalidRequest
 

@@ -10,7 +10,7 @@ import qinfer
 from qinfer.client import AsyncJob, AsyncSequence, Job, Sequence
 
 PAIRS = [(qinfer.Client, qinfer.AsyncClient), (Job, AsyncJob), (Sequence, AsyncSequence)]
-NOT_AWAITED = {"infer_stream", "job", "responses", "sequence", "stream"}
+NOT_AWAITED = {"generate_stream", "infer_stream", "job", "responses", "sequence", "stream"}
 OWN_TYPES = {"transport", "sleep", "run"}
 """What the constructor takes of the kind of its client."""
 

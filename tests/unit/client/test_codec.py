@@ -1,7 +1,9 @@
 """The client's half of the protocol against the server's: what one encodes the other decodes."""
 
+import copy
 import json
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -157,3 +159,19 @@ def test_a_result_shows_its_outputs() -> None:
 
     assert repr(result) == "<InferResult of m version 2: y: FP32 [1, 2]>"
     assert len(result) == 1
+
+
+def test_a_result_can_be_pickled() -> None:
+    """As names, numbers and bytes: what was pickled keeps no reply alive, and names one function of the package."""
+    output = from_numpy("y", np.arange(4, dtype=np.float32).reshape(2, 2))
+    text = from_numpy("t", TEXTS)
+    sent = Response(request_id="r", model="m", version=3, outputs=(output, text))
+    reply = encode_infer(sent, "7", OutputPlan(binary=True))
+    result = InferResult(*decode_response(memoryview(reply.body), reply.json_length))
+
+    for again in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result)):
+        assert (again.model, again.version, again.id) == ("m", 3, "7")
+        assert [(t.name, t.datatype, t.shape) for t in again.tensors] == [("y", "FP32", (2, 2)), ("t", "BYTES", (1, 2))]
+        assert again["y"].tolist() == result["y"].tolist()
+        assert again["t"].tolist() == result["t"].tolist()
+    assert all(type(tensor[3]) is bytes for tensor in result.__reduce__()[1][3])  # type: ignore[index]

@@ -133,10 +133,18 @@ def test_something_else_at_the_url(ask: Callable[[qinfer.Client], Any], body: by
         ("http://gateway", {"timeout_s": 0}),
         ("http://gateway", {"timeout_s": math.inf}),
         ("http://gateway", {"timeout_s": "5"}),
-        ("http://gateway", {"max_retries": None}),
+        ([], {}),
+        (None, {}),
+        (["http://gateway", "gateway"], {}),
+        ("http://gateway?x=1", {}),
+        ("http://gateway", {"max_retries": "many"}),
         ("http://gateway", {"max_retries": -1}),
         ("http://gateway", {"api_key": "sec\nret"}),
-        ("http://gateway", {"api_key": ""}),
+        ("http://gateway", {"headers": {"a b": "c"}}),
+        ("http://gateway", {"headers": {"a": "sec\nret"}}),
+        ("http://gateway", {"headers": ["a"]}),
+        ("http://gateway", {"ca_file": "/nowhere.pem"}),
+        ("http://gateway", {"ca_file": __file__}),
     ],
 )
 def test_wrong_arguments(url: str, options: dict[str, Any]) -> None:
@@ -168,10 +176,9 @@ def test_a_password_in_the_url_is_not_shown() -> None:
     assert "secret" not in caught.value.message
 
 
-@pytest.mark.parametrize("value", [[[1.0]], 1.0, "text"], ids=["list", "number", "text"])
+@pytest.mark.parametrize("value", [None, {1.0}, object()], ids=["none", "set", "object"])
 def test_an_input_that_is_no_array(value: Any) -> None:
-    """A list has no datatype of its own: guessing one would be wrong half of the time."""
-    with pytest.raises(errors.InvalidRequest, match=r"input 'x' is of type .*; make it a numpy array"):
+    with pytest.raises(errors.InvalidRequest, match=r"input 'x' is of type .*; make it a numpy array, or lists"):
         Server(answer()).client().infer("m", {"x": value})
 
 
@@ -252,5 +259,9 @@ def test_a_wrong_certificate_is_no_absent_server() -> None:
     error = httpx.ConnectError("verify failed")
     error.__cause__ = ssl.SSLCertVerificationError("self-signed")
 
+    server = Server(error)
+
     with pytest.raises(errors.Unreachable, match=r"no secure connection .* check the URL's scheme"):
-        Server(error).client(max_retries=0).infer("m", {"x": X})
+        server.client().infer("m", {"x": X})
+
+    assert len(server.requests) == 1

@@ -21,9 +21,7 @@ from qinfer.client import JobStatus, job_flows, job_output
 from qinfer.client.job_flows import job_body
 from qinfer.client.job_output import MANIFEST, PARTIAL, read_output
 from qinfer.client.job_progress import Lines, progress_line, shown_progress
-from qinfer.client.steps import Policy
-from qinfer.testing import FakeClock
-from tests.support.scripted_gateway import Server, reply
+from tests.support.scripted_gateway import Server, policy_of, reply
 
 
 def shown(state: str = "running", **fields: Any) -> dict[str, Any]:
@@ -47,7 +45,7 @@ def job(state: str = "running", status: int = 200, **fields: Any) -> httpx.Respo
 
 def status_of(state: str, **fields: Any) -> JobStatus:
     """Returns a status as the client reads it."""
-    flow = job_flows.job(Policy("http://gateway", 1.0, 0, FakeClock()), "j1")
+    flow = job_flows.job(policy_of(timeout_s=1.0, max_retries=0), "j1")
     next(flow)
     with pytest.raises(StopIteration) as end:
         flow.send(job(state, **fields))
@@ -527,7 +525,8 @@ def test_a_library_that_is_missing(
     """The text says how to install it."""
     status = status_of("completed", output_url=url or written(tmp_path))
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    if registry := sys.modules.get("fsspec.registry"):
+        monkeypatch.delitem(registry._registry, "s3", raising=False)
 
     with pytest.raises(errors.UnsupportedFeature, match=said):
         read_output(status, None, None, partial=False)

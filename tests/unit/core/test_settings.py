@@ -2,7 +2,7 @@
 
 import pytest
 
-from qinfer.cli.console import API_KEY_VARIABLE
+from qinfer.client.connection import API_KEY_VARIABLE
 from qinfer.core.settings import Settings, load_settings, unknown_variables, variable_names
 from qinfer.errors import SettingsError
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from qinfer.cli.console import API_KEY_VARIABLE
 from qinfer.cli.main import app
+from qinfer.client.connection import API_KEY_VARIABLE
 from qinfer.core.settings import Settings
 from scripts import generate_reference
 

@@ -26,6 +26,8 @@ READS_ENVIRONMENT = {
     "workers/qinfer_workers/renewer.py",
     # A store is opened anew when the variables of its driver have changed.
     "qinfer/storage/open.py",
+    # A client that is given no key takes that of its user's environment, as it takes proxies and authorities.
+    "qinfer/client/connection.py",
     # The server for tests runs in the environment of the test.
     "qinfer/testing.py",
 }

@@ -1,0 +1,163 @@
+"""The client's calls about models as flows: the steps of each, without any I/O (`qinfer.client.steps`)."""
+
+from base64 import b64encode
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import msgspec
+
+from qinfer.client.lists import as_array
+from qinfer.client.results import Array, ModelIndexEntry, ModelMetadata, ModelStatistics, path_part
+from qinfer.client.steps import Flow, Policy, Send, call, json_object
+from qinfer.errors import InvalidRequest, Unreachable
+from qinfer.tensors import Tensor, from_numpy
+
+Inputs = Mapping[str, Array | Tensor | list[Any] | tuple[Any, ...] | float | str | bytes]
+"""A request's inputs by name: arrays; lists and single values, whose datatypes the model's metadata has; or a `Tensor`
+where the array's own datatype is not the one to send, as for BF16."""
+
+LISTS = (list, tuple, bool, int, float, str, bytes)
+"""The types of inputs whose datatype is that of the model."""
+
+LIVE_TIMEOUT_S = 1.0
+"""A gateway that takes longer to report its liveness counts as dead."""
+
+JSON = {"Content-Type": "application/json"}
+
+
+def metadata(policy: Policy, model: str, version: int | None) -> Flow[ModelMetadata]:
+    """Returns a model's versions, inputs and outputs."""
+    reply = yield from call(policy, Send("GET", model_path(model, version), {}))
+    try:
+        return msgspec.convert(json_object(policy, reply), ModelMetadata)
+    except msgspec.ValidationError as error:
+        raise Unreachable(f"what answers at {policy.url} sent no model metadata ({error}); is it a gateway?") from None
+
+
+def with_datatypes(policy: Policy, model: str, version: int | None, inputs: Inputs) -> Flow[Inputs]:
+    """Returns the inputs with tensors in place of lists; the datatypes are read once, and again after a wrong one.
+
+    Raises:
+        InvalidRequest: The model has no such input, or a value does not fit its datatype.
+    """
+    if not isinstance(inputs, Mapping) or not any(isinstance(value, LISTS) for value in inputs.values()):
+        return inputs
+    key = (model, version or 0)
+    known = policy.datatypes.get(key)
+    if known is None:
+        described = yield from metadata(policy, model, version)
+        known = policy.datatypes[key] = {one.name: one.datatype for one in described.inputs}
+    try:
+        return {
+            name: _tensor(model, name, value, known) if isinstance(value, LISTS) else value
+            for name, value in inputs.items()
+        }
+    except InvalidRequest:
+        forget_datatypes(policy, model, version)
+        raise
+
+
+def forget_datatypes(policy: Policy, model: str, version: int | None) -> None:
+    """Forgets a model's datatypes: it may have been loaded with others."""
+    policy.datatypes.pop((model, version or 0), None)
+
+
+def is_ready(policy: Policy, model: str | None, version: int | None) -> Flow[bool]:
+    """Tells whether a model, or the whole server, can answer now; Triton's 404 means no ready version too."""
+    path = "/v2/health/ready" if model is None else f"{model_path(model, version)}/ready"
+    send = Send("GET", path, {}, timeout_s=policy.timeout_s)
+    outcome = yield send._replace(base=policy.gateways.current.base)
+    if isinstance(outcome, httpx.Response) and outcome.status_code in (200, 400, 404, 503):
+        return outcome.status_code == 200
+    yield from call(policy, send)
+    return True
+
+
+def is_live(policy: Policy) -> Flow[bool]:
+    """Tells whether a gateway answers; those that do not are left."""
+    for _ in range(len(policy.gateways)):
+        gateway = policy.gateways.current
+        outcome = yield Send("GET", "/v2/health/live", {}, timeout_s=LIVE_TIMEOUT_S, base=gateway.base)
+        if isinstance(outcome, httpx.Response) and outcome.is_success:
+            return True
+        policy.gateways.leave(gateway)
+    return False
+
+
+def index(policy: Policy, *, ready: bool) -> Flow[list[ModelIndexEntry]]:
+    """Returns the models of the repositories, with the versions that were ever loaded."""
+    reply = yield from call(policy, _post("/v2/repository/index", {"ready": ready}))
+    try:
+        return msgspec.json.decode(reply.content, type=list[ModelIndexEntry])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise Unreachable(f"what answers at {policy.url} sent no index of models; is it a gateway?") from None
+
+
+def statistics(policy: Policy, model: str | None, version: int | None) -> Flow[list[ModelStatistics]]:
+    """Returns the statistics of a model's versions, or of all models."""
+    path = "/v2/models/stats" if model is None else f"{model_path(model, version)}/stats"
+    fields = json_object(policy, (yield from call(policy, Send("GET", path, {}))))
+    try:
+        entries = msgspec.convert(fields.get("model_stats"), list[dict[str, Any]])
+        return [msgspec.convert({**entry, "fields": entry}, ModelStatistics, strict=False) for entry in entries]
+    except msgspec.ValidationError as error:
+        raise Unreachable(f"what answers at {policy.url} sent no statistics ({error}); is it a gateway?") from None
+
+
+def config(policy: Policy, model: str, version: int | None) -> Flow[dict[str, Any]]:
+    """Returns a model's configuration, in Triton's JSON."""
+    return json_object(policy, (yield from call(policy, Send("GET", f"{model_path(model, version)}/config", {}))))
+
+
+def load(
+    policy: Policy, model: str, override: str | Mapping[str, Any] | None, files: Mapping[str, bytes] | None
+) -> Flow[None]:
+    """Loads a model, and returns when it is ready."""
+    parameters: dict[str, str] = {}
+    if override is not None:
+        parameters["config"] = override if isinstance(override, str) else _encoded("config", override).decode()
+    for name, data in (files or {}).items():
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidRequest(f"file '{name}' is of type {type(data).__name__}; make it bytes")
+        parameters[f"file:{name}"] = b64encode(data).decode()
+    yield from call(policy, _post(f"{_control_path(model)}/load", {"parameters": parameters}))
+    policy.datatypes.clear()
+
+
+def unload(policy: Policy, model: str, *, unload_dependents: bool) -> Flow[None]:
+    """Unloads a model."""
+    body = {"parameters": {"unload_dependents": True}} if unload_dependents else {}
+    yield from call(policy, _post(f"{_control_path(model)}/unload", body))
+
+
+def model_path(model: str, version: int | None = None, api: str = "v2") -> str:
+    """Returns the path of a model, or of one version of it; no version, or 0, is the highest ready one.
+
+    Raises:
+        InvalidRequest: The name can't be part of a path.
+    """
+    path = f"/{api}/models/{path_part('the model', model)}"
+    return f"{path}/versions/{version}" if version else path
+
+
+def _control_path(model: str) -> str:
+    return f"/v2/repository/models/{path_part('the model', model)}"
+
+
+def _post(path: str, body: Mapping[str, Any]) -> Send:
+    return Send("POST", path, JSON, _encoded("the request", body))
+
+
+def _encoded(what: str, value: Mapping[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise InvalidRequest(f"{what} can't be written as JSON: {error}") from None
+
+
+def _tensor(model: str, name: str, value: object, known: Mapping[str, str]) -> Tensor:
+    wire = known.get(name)
+    if wire is None:
+        raise InvalidRequest(f"model '{model}' has no input '{name}'; its inputs are: {', '.join(known)}")
+    return from_numpy(name, as_array(name, wire, value), wire)
