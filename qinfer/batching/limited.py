@@ -41,6 +41,10 @@ class PermittedExecutor(Executor, Protocol):
         """
         ...
 
+    def is_held(self, callers: Sequence[Holder]) -> bool:
+        """Tells whether a request has callers that hold resources."""
+        ...
+
     def refusal(self, callers: Sequence[Holder]) -> str:
         """Returns why a request of these callers can't be executed while they wait for it; empty = it can."""
         ...
@@ -73,6 +77,17 @@ class LimitedBatcher(Batcher):
         if not self._has_waiting:
             self._permits_until_s = self._clock.now_s() + LOOK_S
         self._pump()
+
+    def _give_back(self) -> None:
+        """See the base; while it goes on, it keeps what a caller waits for that holds resources.
+
+        In the lane that could stay behind requests that wait for what its caller holds.
+        """
+        kept = [] if self.paused else [item for item in self._pending if self._executor.is_held(item.request.holders)]
+        if kept:
+            self._pending = [item for item in self._pending if item not in kept]
+        super()._give_back()
+        self._pending = [*kept, *self._pending]
 
     @property
     def _has_room(self) -> bool:

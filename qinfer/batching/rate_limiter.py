@@ -222,7 +222,7 @@ class Ledger:
 
     def wait(self, instance: Instance, callers: tuple[Holder, ...] = ()) -> None:
         """Takes note that an instance has work; `callers` wait for it, and may hold resources."""
-        instance.callers = tuple(one for one in callers if one.units or one.token in self._grants)
+        instance.callers = tuple(one for one in callers if self._share(one).held)
         if not instance.order:
             instance.order = next(self._numbers)
             self._waiting.append(instance)
@@ -272,6 +272,33 @@ class Ledger:
     def idle(self, name: str) -> int:
         """Returns how many units of a global resource this worker has that no execution holds; negative = too few."""
         return self.pool.get(name, 0) - self._used.get(Resource(name, GLOBAL), 0)
+
+    def conflict(self, model: str, needs: Iterable[Needs], callers: Sequence[Holder]) -> str:
+        """Returns why a call can't be executed by another worker, or in a way in which it can't use what callers hold.
+
+        Args:
+            model: The model that is called. Where it is not in this worker, units of devices are no matter.
+            needs: What each of its instances needs.
+            callers: Its callers.
+
+        Returns:
+            The reason; empty = it can.
+        """
+        is_here = any(instance.model == model for instance in self._instances)
+        shares = [self._share(caller) for caller in callers]
+        for resource in itertools.chain.from_iterable(needs):
+            for share in shares:
+                if share.held.get(resource) and (is_here or resource.device == GLOBAL):
+                    return (
+                        f"model '{model}' needs resource '{resource.name}', which its caller, model '{share.model}', "
+                        "holds: only in the worker that calls it can it use the same units, if it is neither decoupled "
+                        "nor has sequences; load it there, or let one of them need less"
+                    )
+        return ""
+
+    def holds(self, callers: Sequence[Holder]) -> bool:
+        """Tells whether any of these callers holds resources."""
+        return any(self._share(caller).held for caller in callers)
 
     def refusal(self, model: str, needs: Iterable[Needs], callers: Sequence[Holder]) -> str:
         """Returns why an execution can't be had by a caller, which holds too little for it and would wait for itself.

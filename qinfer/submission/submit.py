@@ -61,7 +61,9 @@ Kind = tuple[object, ...]
 class Door(Protocol):
     """A way past the lane, into a batcher of this process."""
 
-    def take(self, served: Served, request: InferRequest, rows: int, waiting: Pending) -> bool:
+    def take(
+        self, served: Served, request: InferRequest, rows: int, waiting: Pending, *, must_join: bool = True
+    ) -> bool:
         """Takes a request if it can join the next batch; its answer is delivered to the pending requests, later.
 
         Args:
@@ -69,6 +71,7 @@ class Door(Protocol):
             request: The request, checked and stamped.
             rows: Its rows.
             waiting: The same as a pending request.
+            must_join: Refuse one that does not fit into the next batch.
         """
         ...
 
@@ -190,13 +193,40 @@ class Submission:
         is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.is_stateful)
         if not is_plain or spec.is_cached or spec.splits or self.backlog.load(served, served.lane).others > 0:
             return self.submit(served, request, sink, timeout_s)
-        now_s, rows = self._clock.monotonic_s(), validate(request, spec)
-        request.id = self._new_id(spec.name, served.lane.partition)
+        pending = self._by_door(served, request, sink, timeout_s, partial(door.take, must_join=True))
+        return pending or self.submit(served, request, sink, timeout_s)
+
+    def submit_here(
+        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, door: Door
+    ) -> Pending | None:
+        """Submits a request past the lane, whatever waits there; `None` = the door can't take it.
+
+        Args:
+            served: As for `submit`, like the next three.
+            request: The decoded request.
+            sink: Called on the event loop.
+            timeout_s: From now to its deadline.
+            door: A batcher of this process.
+
+        Raises:
+            QinferError: As `submit` raises.
+        """
+        spec = served.spec
+        if spec.decoupled or spec.sequences is not None or validate(request, spec) > max(spec.max_batch_size, 1):
+            return None
+        return self._by_door(served, request, sink, timeout_s, partial(door.take, must_join=False))
+
+    def _by_door(
+        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, take: Callable[..., bool]
+    ) -> Pending | None:
+        """Stamps a request, and has a door take it; `None` = it does not."""
+        now_s, rows = self._clock.monotonic_s(), validate(request, served.spec)
+        request.id = self._new_id(served.spec.name, served.lane.partition)
         request.version, request.generation, request.timeout_s = served.version, served.generation, timeout_s
-        pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s)
-        if not door.take(served, request, rows, pending):
+        pending = Pending(request.id, request.client_id, served.spec.name, served.version, sink, now_s)
+        if not take(served, request, rows, pending):
             request.timeout_s = 0.0  # plain models have no policy for it
-            return self.submit(served, request, sink, timeout_s)
+            return None
         self.pending.add(pending, now_s + timeout_s)
         return pending
 

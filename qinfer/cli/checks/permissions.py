@@ -109,7 +109,9 @@ def _places(nonce: str) -> Iterator[Words]:
         ("ZREM", keys.routes(), nonce),
         ("HDEL", keys.route_counts(nonce), nonce),
     )
-    yield ("XDEL", keys.control(), "0-1")
+    yield from (("ZREM", name, nonce) for name in (keys.resource_leases(), keys.resource_line()))
+    yield from (("HDEL", name, nonce) for name in (keys.resource_units(), keys.resource_maxima()))
+    yield from (("XDEL", name, "0-1") for name in (keys.resource_news(), keys.control()))
     yield ("HDEL", keys.worker(nonce), nonce)
     yield ("XDEL", keys.reply(f"reply:{nonce}"), "0-1")
 

@@ -149,13 +149,41 @@ async def test_a_called_model_uses_what_its_caller_holds(scene: InlineWorkers, n
     assert [value(answer) for answer in answers] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-async def test_a_called_model_of_another_worker_uses_what_its_caller_holds_of_all(scene: InlineWorkers) -> None:
+async def test_a_call_does_not_stay_behind_requests_that_wait_for_its_caller(scene: InlineWorkers) -> None:
+    """Both workers have requests to the called model that wait for what its caller holds, and more are in the lane."""
     await scene.model("caller", instances=limited(GLOBAL), mode="call:called")
-    await scene.model("called", instances=limited(GLOBAL))
+    await scene.model("called", instances=limited(GLOBAL), scheduler="")
+    workers = [await scene.worker("w1"), await scene.worker("w2")]
+    scene.hold("caller")
+    first = scene.submit(1.0, model="caller")
+    await eventually(lambda: started(scene, "caller") == 1, description="the caller")
+    others = [scene.submit(float(i), model="called") for i in range(10)]
+    for worker in workers:
+        await waiting(worker, "called")
+
+    scene.go()
+
+    assert value(await first) == 1.0
+    assert [value(await other) for other in others] == [float(i) for i in range(10)]
+
+
+@pytest.mark.parametrize(("needs", "name"), [(GLOBAL, "g"), (ALONE, "")])
+async def test_a_called_model_of_another_worker_can_not_use_what_its_caller_holds(
+    scene: InlineWorkers, needs: str, name: str
+) -> None:
+    """Its call is refused at once; resources of devices are others than its caller's."""
+    await scene.model("caller", instances=limited(needs), mode="call:called")
+    await scene.model("called", instances=limited(needs))
     await scene.worker("w1", models=("caller",))
     await scene.worker("w2", models=("called",))
 
-    assert value(await scene.submit(3.0, model="caller")) == 3.0
+    answer = await scene.submit(3.0, model="caller")
+
+    if name:
+        expected = f"model 'called' needs resource '{name}', which its caller, model 'caller', holds"
+        assert failure(answer).message.startswith(expected)
+    else:
+        assert value(answer) == 3.0
 
 
 async def test_a_called_model_that_needs_more_than_its_caller_holds_is_refused(scene: InlineWorkers) -> None:

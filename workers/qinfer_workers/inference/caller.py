@@ -11,17 +11,17 @@ it has no reply stream and reads no catalog. The credits of its own streams come
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from qinfer.core.call_chain import depth_of, endless, names_of
-from qinfer.core.messages import Credit, Failure, InferRequest, Response
+from qinfer.core.messages import Credit, Failure, Holder, InferRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     BrokerUnavailable,
@@ -39,6 +39,7 @@ from qinfer.errors import (
 )
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.ensemble_graph import PlanStep
+from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Lane, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, PendingRequests, Sink
@@ -195,6 +196,18 @@ class Responses:
             self._loop.call_soon_threadsafe(callback, *args)
 
 
+class CallLimits(Protocol):
+    """The rate limiter, as calls need it."""
+
+    def holds(self, callers: Sequence[Holder]) -> bool:
+        """Tells whether executions that wait for a call hold resources."""
+        ...
+
+    def conflict(self, spec: ModelSpec, callers: Sequence[Holder]) -> str:
+        """Returns why a model can't be called elsewhere by executions that hold what it needs; empty = it can."""
+        ...
+
+
 class Caller:
     """The `Caller` of a worker's executions; made on the event loop, called from the threads of its instances.
 
@@ -210,9 +223,11 @@ class Caller:
         address: Where its replies go, and the credits of the worker's streams.
         credited: Told the credits that came, on the event loop.
         local: The short cut of steps of ensembles.
+        limiter: Tells which calls hold resources of the rate limiter; `None` = it is off.
     """
 
     local: LocalSteps
+    limiter: CallLimits | None = None
 
     def __init__(
         self,
@@ -319,7 +334,10 @@ class Caller:
         request.generation = 0
         timeout_s = min(timeout_s, served.spec.max_timeout_s)
         try:
-            if near:
+            held = self._submit_held(served, request, sink, timeout_s)
+            if held is not None:
+                pending = held
+            elif near:
                 pending = self._submission.submit_near(served, request, sink, timeout_s, self.local)
             else:
                 pending = self._submission.submit(served, request, sink, timeout_s)
@@ -417,7 +435,8 @@ class Caller:
             answer.fail(Cancelled(_ENDING))
             return
         try:
-            answer.submitted(self._submission.submit(served, request, answer, timeout_s))
+            held = self._submit_held(served, request, answer, timeout_s)
+            answer.submitted(held or self._submission.submit(served, request, answer, timeout_s))
         except QinferError as error:
             answer.fail(error)
         except Exception:  # the boundary: a call that fails oddly may not end the worker
@@ -425,6 +444,23 @@ class Caller:
             answer.fail(_unexpected())
         else:
             self._called(served.lane)
+
+    def _submit_held(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float) -> Pending | None:
+        """Submits a call to a limited model by an execution that holds resources; `None` = it goes as any other.
+
+        In the lane it could stay behind requests that wait for what its caller holds, so that it goes to the batcher.
+
+        Raises:
+            InferenceFailed: The model needs what its callers hold, and can't have it.
+        """
+        limiter = self.limiter
+        if limiter is None or not served.spec.is_limited or not limiter.holds(request.holders):
+            return None
+        self._called(served.lane)  # its batcher may be paused
+        pending = self._submission.submit_here(served, request, sink, timeout_s, self.local)
+        if pending is None and (reason := limiter.conflict(served.spec, request.holders)):
+            raise InferenceFailed(reason)
+        return pending
 
     def _outcome(self, outcome: "Future[T]", deadline_s: float) -> T:
         """Waits for a result of the event loop; blocks this thread."""
@@ -512,6 +548,11 @@ class Submitted(NamedTuple):
     table: PendingRequests
     pending: Pending
     local: LocalSteps
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether it is a step of a sequence, and known to be there."""
+        return self.pending.step is not None and self.pending.step.place is not None
 
     def cancel(self) -> None:
         """Takes it out of the queue, or its batcher; nothing is delivered any more."""

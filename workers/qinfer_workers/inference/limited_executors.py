@@ -40,6 +40,10 @@ class Limiter(Protocol):
         """Forgets instances that execute nothing any more."""
         ...
 
+    def holds(self, callers: Sequence[Holder]) -> bool:
+        """Tells whether any of these callers holds resources."""
+        ...
+
     def refusal(self, instances: Sequence[Instance], callers: Sequence[Holder]) -> str:
         """Returns why callers would wait for themselves; empty = they would not."""
         ...
@@ -76,6 +80,10 @@ class LimitedExecutor(ThreadExecutor):
         """Runs nothing on the event loop: what is limited is rarely that short."""
         del execution, expected_s, instance
         return False
+
+    def is_held(self, callers: Sequence[Holder]) -> bool:
+        """See `PermittedExecutor.is_held`."""
+        return bool(callers) and self._limiter.holds(callers)
 
     def refusal(self, callers: Sequence[Holder]) -> str:
         """See `PermittedExecutor.refusal`."""

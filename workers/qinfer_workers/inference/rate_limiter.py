@@ -94,6 +94,14 @@ class RateLimiter:
         self.ledger.remove(instances)
         self._changed()
 
+    def holds(self, callers: Sequence[Holder]) -> bool:
+        """See `limited_executors.Limiter`, and `caller.CallLimits`."""
+        return self.ledger.holds(callers)
+
+    def conflict(self, spec: ModelSpec, callers: Sequence[Holder]) -> str:
+        """See `caller.CallLimits`."""
+        return self.ledger.conflict(spec.name, map(needs_of, groups_of(spec, self._gpus)), callers)
+
     def refusal(self, instances: Sequence[Instance], callers: Sequence[Holder]) -> str:
         """See `limited_executors.Limiter`."""
         if not instances:

@@ -64,13 +64,15 @@ class LocalSteps:
         self._answers: list[Response] = []
         self._leases: dict[Lane, Lease] = {}
 
-    def take(self, served: Served, request: InferRequest, rows: int, waiting: Pending) -> bool:
+    def take(
+        self, served: Served, request: InferRequest, rows: int, waiting: Pending, *, must_join: bool = True
+    ) -> bool:
         """See `Door`."""
         batcher = self._batcher_of(served.spec.name, served.version)
         if batcher is None or batcher.model.generation != served.generation:
             return False
         taken = self._taken.get(batcher)
-        if batcher.next_rows - sum([item.rows for item in taken or ()]) < rows:
+        if must_join and batcher.next_rows - sum([item.rows for item in taken or ()]) < rows:
             return False
         now_s, lane = self._clock.now_s(), served.lane
         lease = self._leases.get(lane)
