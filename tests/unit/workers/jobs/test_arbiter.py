@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from qinfer.models.spec import Device
+from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.jobs.scoring import arbiter as module
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from tests.support.batching import Bench, Scene
@@ -29,6 +32,15 @@ def full() -> Scene:
     made = busy()
     made.batcher.admit(made.items(4))
     return made
+
+
+class Ensemble:
+    """What the arbiter looks at of an ensemble whose steps run these versions."""
+
+    def __init__(self, *versions: tuple[str, int]) -> None:
+        self.versions = frozenset(versions)
+        self.has_work = False
+        self.model = replace(scene().batcher.model, version=9)
 
 
 def arbiter(*places: tuple[Scene, Sequence[Device]]) -> DeviceArbiter:
@@ -180,3 +192,28 @@ async def test_a_turn_tells_whether_there_were_online_requests_lately(monkeypatc
         pass
 
     assert (first.is_shared, second.is_shared) == (True, False)
+
+
+async def test_an_ensemble_uses_the_devices_of_its_steps_models() -> None:
+    """Online work of these goes before its jobs, and its own before theirs; other devices are nothing to it."""
+    step, other = busy(), busy()
+    ensemble = cast(EnsembleBatcher, Ensemble((step.batcher.model.spec.name, 1)))
+    other.batcher.model = replace(other.batcher.model, version=2)
+    shared = arbiter((step, [GPU0]), (other, [GPU1]))
+    shared.place(ensemble, ())
+    order: list[str] = []
+
+    async def bulk() -> None:
+        async with shared.turn(ensemble) as turn:
+            order.append("bulk")
+            assert turn.goes_on()
+            cast(Ensemble, ensemble).has_work = True
+            assert not turn.goes_on()
+
+    task = asyncio.create_task(bulk())
+    await asyncio.sleep(0)
+    order.append("online")
+    step.bench.end()
+    await task
+
+    assert order == ["online", "bulk"]
