@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qinfer.batching.rate_limiter import GLOBAL, Instance, Ledger, Needs, Resource
+from qinfer.core.messages import Holder
 
 RESOURCES = (Resource("a", 0), Resource("b", 0), Resource("b", 1), Resource("g", GLOBAL), Resource("h", GLOBAL))
 NEEDS = st.dictionaries(st.sampled_from(RESOURCES), st.integers(1, 3), max_size=3)
@@ -48,6 +49,16 @@ class Traffic(RuleBasedStateMachine):
         if not self.ledger.refusal(callee.model, [callee.needs], holders):
             self.ledger.wait(callee, holders)
             self.calls[callee] = caller
+            self.decide()
+
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data(), number=st.integers(1, 2), name=st.sampled_from(["g", "h"]))
+    def call_from_elsewhere(self, data: st.DataObject, number: int, name: str) -> None:
+        """Another worker counts what that caller holds; it is lent once at a time here."""
+        callee = data.draw(st.sampled_from(self.idle))
+        holders = (Holder(f"other/{number}", "remote", {name: number}),)
+        if not self.ledger.refusal(callee.model, [callee.needs], holders):
+            self.ledger.wait(callee, holders)
             self.decide()
 
     @precondition(lambda self: self.executing)
@@ -100,9 +111,8 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def no_caller_lends_more_than_it_holds(self) -> None:
-        for one in getattr(self, "instances", ()):
-            if one.grant is not None:
-                assert all(count <= one.grant.held[resource] for resource, count in one.grant.lent.items())
+        for grant in self.ledger._grants.values() if hasattr(self, "ledger") else ():
+            assert all(count <= grant.held[resource] for resource, count in grant.lent.items())
 
     def teardown(self) -> None:
         """All units come back, whoever ended first."""

@@ -378,3 +378,21 @@ async def test_a_worker_that_ends_leaves_its_units_at_once(scene: InlineWorkers)
     assert value(await scene.submit(2.0, model="b")) == 2.0
     assert other._limiter is not None
     assert other._limiter.ledger.pool == {"g": 1}
+
+
+async def test_a_worker_drains_though_it_waits_for_units(scene: InlineWorkers) -> None:
+    """What it could not execute is executed by the next worker."""
+    _, other = await two_workers(scene)
+    scene.hold("a")
+    first = scene.submit(1.0, model="a")
+    await scene.started("w1")
+    second = scene.submit(2.0, model="b")
+    await waiting(other, "b")
+
+    await scene.stop("w2")
+
+    assert not second.done()
+    await scene.worker("w3", models=("b",))
+    scene.go()
+    assert value(await first) == 1.0
+    assert value(await second) == 2.0

@@ -219,6 +219,26 @@ def test_a_callee_that_needs_more_than_its_caller_holds_is_refused() -> None:
     assert mine.refusal("callee", [callee.needs], [held]) == ""
 
 
+def test_a_call_that_can_not_use_what_its_caller_holds_is_in_conflict() -> None:
+    """Elsewhere units of devices are others, and global ones are the same."""
+    caller = instance("caller", {R: 1, G: 1})
+    mine = ledger(caller, pool={"g": 1})
+    mine.wait(caller)
+    mine.decide()
+    held = holder(caller)
+
+    assert mine.holds([held])
+    assert mine.conflict("callee", [{R: 1}], [held]) == ""
+    assert mine.conflict("callee", [{G: 1}], [held]).startswith(
+        "model 'callee' needs resource 'g', which its caller, model 'caller', holds: "
+    )
+    mine.add([instance("callee", {R: 1})])
+    assert mine.conflict("callee", [{R: 1}], [held])
+    mine.ended(caller)
+    assert not mine.holds([held])
+    assert mine.conflict("callee", [{R: 1}], [held]) == ""
+
+
 def test_a_caller_of_another_worker_lends_its_global_units() -> None:
     """Those of its devices are others than this worker's."""
     callee, second = instance("callee", {G: 2, R: 1}), instance("second", {G: 2})
