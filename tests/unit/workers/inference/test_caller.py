@@ -4,8 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,13 +24,12 @@ from qinfer.errors import (
     PayloadTooLarge,
     QinferError,
 )
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Entry, Lane, Payload
 from qinfer.queue.lanes import Queue
-from qinfer.submission.pending import Pending
 from qinfer.submission.submit import PAYLOAD_MARGIN_S
 from qinfer.tensors import Bytes, from_numpy
 from qinfer.testing import FakeClock, eventually
@@ -373,47 +371,6 @@ async def test_large_outputs_are_read_from_where_they_are_stored(there: tuple[La
         else:
             with pytest.raises(InferenceFailed, match="the outputs were stored and are gone"):
                 await one.call()
-
-
-async def test_large_outputs_of_what_a_batcher_gave_back_are_read_from_its_lane() -> None:
-    """It was to join a batch of this process; from then on it counts as any request in the lane."""
-    async with scene() as one:
-        answers: asyncio.Queue[Response] = asyncio.Queue()
-        taken: list[tuple[InferRequest, Any]] = []
-
-        def take(_: Served, request: InferRequest, __: int, waiting: Pending) -> bool:
-            taken.append((request, waiting))
-            return True
-
-        door = SimpleNamespace(take=take)
-        sink: Any = SimpleNamespace(no_stream="", deliver=answers.put_nowait)
-        await one.call()
-
-        async def take_result(lane: Lane, request_id: str) -> bytes | None:
-            return encode_responses(echo(one.requests[-1])) if lane == LANE else None
-
-        one.delivery.take_result = take_result  # type: ignore[method-assign]
-        one.answer = lambda request: [Response(request_id=request.id, stored=True)]
-        submission = one.caller._submission
-        served = one.caller._catalog.resolve("back", 1)
-        submission.submit_near(served, asked(), sink, 30.0, cast(Any, door))
-        ((request, pending),) = taken
-        submission.enqueue(pending, request, LANE)
-        own = pending.load.own
-        answer = await answers.get()
-
-        assert [tensor.name for tensor in answer.outputs] == ["y"]
-        assert (own, pending.load.own) == (1, 0)
-
-
-async def test_what_is_given_back_after_its_deadline_goes_nowhere() -> None:
-    async with scene(works=False) as one:
-        await one.caller.listen()
-        pending = Pending("late", "", "back", 1, cast(Any, None), 0.0)
-
-        one.caller._submission.enqueue(pending, asked(id="late"), LANE)
-
-        assert await one.is_empty()
 
 
 async def test_a_reply_that_can_not_be_decoded_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
