@@ -44,9 +44,7 @@ class RedisSettings(Section):
         "survive these too (requires a Redis with appendfsync always, or with WAITAOF).",
     )
     min_replicas: int = Field(
-        0,
-        ge=0,
-        description="Replicas that must confirm an asynchronous request before it is accepted (WAIT).",
+        0, ge=0, description="Replicas that must confirm an asynchronous request before it is accepted (WAIT)."
     )
     connect_timeout_s: float = Field(5.0, gt=0, description="Seconds to wait for a connection.")
     command_timeout_s: float = Field(5.0, gt=0, description="Seconds to wait for a command's reply.")
@@ -462,7 +460,7 @@ class MetricsSettings(Section):
         description="Show the counters `nv_inference_*_duration_us` (Triton's --metrics-config, as the next three).",
     )
     summary_latencies: bool = Field(
-        False, description="Show the `nv_inference_*_summary_us` summaries; workers count latencies for them."
+        False, description="Show the summaries, `nv_*_summary_*`; workers and gateways count latencies for them."
     )
     summary_quantiles: str = Field(
         _QUANTILES,
