@@ -155,6 +155,22 @@ RATE_BARS = (
         for encoding in (JSON, GRPC)
     ),
     _faster_than_triton("streams of 100 responses of a model.py, 64 callers", 1.5, "stream", GRPC, 64),
+    *(
+        bar
+        for encoding in (JSON, GRPC)
+        for bar in (
+            _faster_than_triton(
+                f"ensemble of three networks, {_NAMES[encoding]}, 64 callers", 1.2, "chain", encoding, 64
+            ),
+            _bar(
+                f"hits of the response cache, {_NAMES[encoding]}, 64 callers: ≥ 1.5 x without",
+                1.5,
+                ("cached", encoding, 64),
+                ("single", encoding, 64),
+                QINFER,
+            ),
+        )
+    ),
 )
 
 

@@ -94,7 +94,7 @@ class _Graph:
         return model
 
 
-def _mlp(name: str, widths: Sequence[int], seed: int) -> onnx.ModelProto:
+def mlp(name: str, widths: Sequence[int], seed: int) -> onnx.ModelProto:
     """A multilayer perceptron with ReLU between its dense layers."""
     graph, x, last = _Graph(seed), "x", len(widths) - 2
     for layer, (width_in, width_out) in enumerate(pairwise(widths)):
@@ -120,9 +120,9 @@ def _conv(name: str, seed: int) -> onnx.ModelProto:
 MODELS = {
     model.name: model
     for model in (
-        BenchModel(name="tiny", input_dims=(16,), output_dims=(8,), build=lambda: _mlp("tiny", (16, 64, 8), 1)),
+        BenchModel(name="tiny", input_dims=(16,), output_dims=(8,), build=lambda: mlp("tiny", (16, 64, 8), 1)),
         BenchModel(
-            name="mlp", input_dims=(512,), output_dims=(256,), build=lambda: _mlp("mlp", (512, 2048, 2048, 256), 2)
+            name="mlp", input_dims=(512,), output_dims=(256,), build=lambda: mlp("mlp", (512, 2048, 2048, 256), 2)
         ),
         BenchModel(name="conv", input_dims=(3, 64, 64), output_dims=(10,), build=lambda: _conv("conv", 3)),
     )

@@ -1,4 +1,4 @@
-"""Sequences and streams: the models, what is asked of them, and the visit of a server that has all of a group.
+"""Sequences, streams, pipelines: the models, what is asked of them, and the visit of a server that has all of a group.
 
     sequences   `plain`      the network of `tiny`, without a state: what a step is compared with
                 `implicit`   the same with a state of 16 numbers, which the server keeps
@@ -6,14 +6,19 @@
                 `direct`     the same with strategy `direct`
     streams     `stream`     100 responses of one number to each request, from the Python backend
                 `in_process` the same from a backend in the worker's own process
+    pipelines   `single`     the network of `tiny`, from the same callers: what a step is compared with
+                `chain`      an ensemble of three such networks, one behind the other
+                `cached`     the network of `tiny` with a response cache, always asked the same
 
-Triton's Python backend has no implicit state, so that only `explicit`, `direct` and `stream` are measured there, too.
+Triton's Python backend has no implicit state, and its wheel no response cache: `explicit`, `direct`, `stream`, `single` and
+`chain` are measured there, too.
 """
 
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +39,7 @@ from benchmarks.bodies import (
 )
 from benchmarks.callers import FIRST_ID, Calls
 from benchmarks.measuring import measure
-from benchmarks.models import MAX_BATCH_SIZE, MODELS, THREADS, FloatArray
+from benchmarks.models import MAX_BATCH_SIZE, MODELS, THREADS, FloatArray, mlp
 from benchmarks.results import Sample, Setting
 
 STEPS = 50
@@ -45,6 +50,7 @@ WIDTH = 16
 _HERE = environments.HERE / "stateful_models"
 _BACKEND = "bench_counting"
 _CHECKED_STEPS = 3
+_CACHE_BYTES = 2**20
 _EXAMPLE = MODELS["tiny"].example()
 
 _SCHEDULER = "sequence_batching {{ {strategy} max_sequence_idle_microseconds: 10000000 {more} }}"
@@ -81,6 +87,7 @@ class Case:
         source: The file of a model of the Python backend.
         steps: Steps of a sequence; 0 = requests are no steps.
         responses: Responses to a request; 0 = it is not decoupled.
+        parts: Networks of an ensemble, one behind the other; 0 = it is none.
     """
 
     name: str
@@ -94,10 +101,11 @@ class Case:
     source: str = ""
     steps: int = 0
     responses: int = 0
+    parts: int = 0
 
 
-SEQUENCES, STREAMS = "sequences", "streams"
-GROUPS = (SEQUENCES, STREAMS)
+SEQUENCES, STREAMS, PIPELINES = "sequences", "streams", "pipelines"
+GROUPS = (SEQUENCES, STREAMS, PIPELINES)
 _BOTH = (QINFER, TRITON)
 _EXPLICIT = Case(
     name="explicit",
@@ -128,6 +136,7 @@ _PLAIN = Case(
     config="dynamic_batching { }",
     width=8,
 )
+_SINGLE = replace(_PLAIN, name="single", group=PIPELINES, callers=64, servers=_BOTH)
 CASES = (
     _PLAIN,
     replace(_PLAIN, name="implicit", config=_SCHEDULER.format(strategy=_OLDEST, more=_STATE), steps=STEPS),
@@ -135,6 +144,9 @@ CASES = (
     replace(_EXPLICIT, name="direct", config=_SCHEDULER.format(strategy=_DIRECT, more=_CONTROLS)),
     _STREAM,
     replace(_STREAM, name="in_process", servers=(QINFER,), backend=_BACKEND, source=""),
+    _SINGLE,
+    replace(_SINGLE, name="chain", parts=3),
+    replace(_SINGLE, name="cached", servers=(QINFER,), config="dynamic_batching { } response_cache { enable: true }"),
 )
 
 
@@ -180,7 +192,7 @@ def visit(one: Visit, directory: Path, keep: Callable[[Sample], None]) -> None:
     repository = directory / "models" / f"{one.group}-{one.server}"
     shutil.rmtree(repository, ignore_errors=True)
     for case in one.cases:
-        write_model(case, repository)
+        write_model(case, repository, one.server)
     launch = servers.Launch(
         model="",
         model_file=repository,
@@ -209,6 +221,7 @@ def _command(server: str, launch: servers.Launch, directory: Path) -> servers.Co
     if server == TRITON:
         return servers.triton_command(launch, launch.repository)
     [command] = servers.KINDS[server].commands(launch)
+    command = replace(command, argv=(*command.argv, "--cache-config", f"local,size={_CACHE_BYTES}"))
     return replace(command, env={**command.env, "PYTHONPATH": _install_backend(directory / "packages")})
 
 
@@ -222,24 +235,64 @@ def _install_backend(packages: Path) -> str:
     return os.pathsep.join((str(packages), str(environments.ROOT)))
 
 
-def write_model(case: Case, repository: Path) -> None:
-    """Writes the model of a case into a repository."""
+def write_model(case: Case, repository: Path, server: str) -> None:
+    """Writes the model of a case into a repository for a server."""
+    if case.parts:
+        _write_ensemble(case, repository, server)
+        return
     version = repository / case.name / "1"
     version.mkdir(parents=True)
+    backend = case.backend
     if case.source:
         shutil.copy(_HERE / case.source, version / "model.py")
-    elif case.backend == "onnxruntime":
-        onnx.save(_with_state() if case.steps else MODELS["tiny"].build(), _model_file(case, repository))
+    elif backend == "onnxruntime":
+        onnx.save(_network(case), _model_file(case, repository))
+    if backend == "onnxruntime" and server == TRITON:
+        backend = "python"
+        shutil.copy(environments.HERE / "peers/triton/model.py", version)
     threads = "".join(
         f'parameters {{ key: "{key}_op_thread_count" value {{ string_value: "{THREADS}" }} }}\n'
         for key in ("intra", "inter")
     )
-    (version.parent / "config.pbtxt").write_text(
-        f'backend: "{case.backend}"\nmax_batch_size: {MAX_BATCH_SIZE}\n'
+    instances = "instance_group [ { kind: KIND_CPU count: 1 } ]"
+    text = f'backend: "{backend}"\n{_tensors(case)}{instances}\n{threads}{case.config}\n'
+    (version.parent / "config.pbtxt").write_text(text)
+
+
+def _tensors(case: Case) -> str:
+    return (
+        f"max_batch_size: {MAX_BATCH_SIZE}\n"
         f'input {{ name: "x" data_type: TYPE_FP32 dims: [ {WIDTH} ] }}\n'
         f'output {{ name: "y" data_type: TYPE_FP32 dims: [ {case.width} ] }}\n'
-        f"instance_group [ {{ kind: KIND_CPU count: 1 }} ]\n{threads}{case.config}\n"
     )
+
+
+def _write_ensemble(case: Case, repository: Path, server: str) -> None:
+    """Writes an ensemble, and the networks that it is made of."""
+    steps = _steps(case)
+    for step in steps:
+        write_model(step, repository, server)
+    (repository / case.name / "1").mkdir(parents=True)
+    names = ["x", *(f"t{number}" for number in range(1, len(steps))), "y"]
+    flow = "\n".join(
+        f'step {{ model_name: "{step.name}" model_version: -1 input_map {{ key: "x" value: "{given}" }} '
+        f'output_map {{ key: "y" value: "{made}" }} }}'
+        for step, (given, made) in zip(steps, pairwise(names), strict=True)
+    )
+    text = f'platform: "ensemble"\n{_tensors(case)}ensemble_scheduling {{\n{flow}\n}}\n'
+    (repository / case.name / "config.pbtxt").write_text(text)
+
+
+def _steps(case: Case) -> list[Case]:
+    """Returns the networks of an ensemble; all but the last have outputs as wide as their inputs."""
+    names = [f"{case.name}_{number}" for number in range(1, case.parts + 1)]
+    return [replace(case, name=name, parts=0, width=case.width if name == names[-1] else WIDTH) for name in names]
+
+
+def _network(case: Case) -> onnx.ModelProto:
+    if case.steps:
+        return _with_state()
+    return MODELS["tiny"].build() if case.width == 8 else mlp("wide", (WIDTH, 64, case.width), 1)
 
 
 def _model_file(case: Case, repository: Path) -> Path:
@@ -284,6 +337,12 @@ def expected_outputs(case: Case, repository: Path) -> Iterator[FloatArray]:
     """Yields what the first steps of a sequence are answered with, made in process."""
     if case.backend == "python":
         yield from (_EXAMPLE * step for step in range(1, _CHECKED_STEPS + 1))
+        return
+    if case.parts:
+        y = _EXAMPLE
+        for step in _steps(case):
+            (y,) = inprocess.session(_model_file(step, repository)).run(None, {"x": y})
+        yield y
         return
     session = inprocess.session(_model_file(case, repository))
     state = np.zeros((1, WIDTH), np.float32)

@@ -229,7 +229,9 @@ def write(samples: list[Sample], plan: Plan, directory: Path, busy_percent: floa
 def main(
     *,
     only: Annotated[str, typer.Option(help="Servers, comma-separated: qinfer, a peer, in_process.")] = "",
-    models: Annotated[str, typer.Option(help="Models, sequences, streams, comma-separated.")] = ",".join(SCENES),
+    models: Annotated[str, typer.Option(help="Models, sequences, streams, pipelines, comma-separated.")] = ",".join(
+        SCENES
+    ),
     encodings: Annotated[str, typer.Option(help="json, binary, grpc, …")] = ",".join(ENCODINGS),
     connections: Annotated[str, typer.Option(help="Concurrent connections.")] = ",".join(map(str, CONNECTIONS)),
     seconds: Annotated[float, typer.Option(min=1, help="Length of one measurement.")] = 5,

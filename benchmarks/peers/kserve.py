@@ -21,16 +21,14 @@ INFER_PATH = f"/v2/models/{MODEL}/infer"
 
 
 class Model:
-    """The ONNX model of this run, in ONNX Runtime with the threads that all servers have."""
+    """The ONNX model of this run, or of a file, in ONNX Runtime with the threads that all servers have."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: str = os.environ.get("BENCH_MODEL_FILE", "")) -> None:
         threads = int(os.environ["BENCH_THREADS"])
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = threads
-        self._session = onnxruntime.InferenceSession(
-            os.environ["BENCH_MODEL_FILE"], options, providers=["CPUExecutionProvider"]
-        )
+        self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
     def run(self, x: FloatArray) -> FloatArray:
         """Runs one batch, float32[batch, ...] in and out."""

@@ -1,10 +1,12 @@
 """NVIDIA's Triton: the model in its Python backend, which runs it in a process beside the server.
 
-Triton's front end and scheduler are its own; a batch is what its dynamic batcher gives to one call of `execute`.
+The network is that of the run, or `model.onnx` beside this file. Triton's front
+end and scheduler are its own; a batch is what its dynamic batcher gives to one call of `execute`.
 """
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 # The backend starts its interpreter isolated, so that PYTHONPATH says nothing to it.
@@ -17,7 +19,8 @@ from benchmarks.peers import kserve  # noqa: E402
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        self._model = kserve.Model()
+        beside = Path(args["model_repository"], args["model_version"], "model.onnx")
+        self._model = kserve.Model(str(beside)) if beside.exists() else kserve.Model()
 
     def execute(self, requests: list[Any]) -> list[Any]:
         items = [triton.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
