@@ -10,8 +10,8 @@
                 `chain`      an ensemble of three such networks, one behind the other
                 `cached`     the network of `tiny` with a response cache, always asked the same
 
-Triton's Python backend has no implicit state, and its wheel no response cache: `explicit`, `direct`, `stream`, `single` and
-`chain` are measured there, too.
+Triton's Python backend has no implicit state, and its wheel no response cache: `explicit`, `direct`, `stream`,
+`single` and `chain` are measured there, too.
 """
 
 import os
