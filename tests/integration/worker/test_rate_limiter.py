@@ -186,6 +186,20 @@ async def test_a_called_model_of_another_worker_can_not_use_what_its_caller_hold
         assert value(answer) == 3.0
 
 
+async def test_a_called_model_that_is_loaded_anew_is_not_refused(scene: InlineWorkers) -> None:
+    await scene.model("caller", instances=limited(GLOBAL), mode="call:called")
+    await scene.model("called", instances=limited(GLOBAL))
+    await scene.worker()
+    assert value(await scene.submit(1.0, model="caller")) == 1.0
+
+    await scene.model(
+        "called", instances=limited(GLOBAL), more='parameters { key: "delay_s" value { string_value: "0" } }'
+    )
+    await scene.ready()
+
+    assert value(await scene.submit(2.0, model="caller")) == 2.0
+
+
 async def test_a_called_model_that_needs_more_than_its_caller_holds_is_refused(scene: InlineWorkers) -> None:
     await scene.model("caller", instances=limited(ALONE), mode="call:called")
     await scene.model("called", instances=limited(TWO))

@@ -453,14 +453,15 @@ class Caller:
         Raises:
             InferenceFailed: The model needs what its callers hold, and can't have it.
         """
-        limiter = self.limiter
-        if limiter is None or not served.spec.is_limited or not limiter.holds(request.holders):
+        limiter, spec = self.limiter, served.spec
+        if limiter is None or not spec.is_limited or not limiter.holds(request.holders):
             return None
-        self._called(served.lane)  # its batcher may be paused
-        pending = self._submission.submit_here(served, request, sink, timeout_s, self.local)
-        if pending is None and (reason := limiter.conflict(served.spec, request.holders)):
+        is_here = self.local.serves(spec.name, served.version) and not spec.decoupled
+        if not is_here and (reason := limiter.conflict(spec, request.holders)):
             raise InferenceFailed(reason)
-        return pending
+        self._called(served.lane)  # its batcher may be paused
+        # While the model is loaded anew, the batcher may be of another generation: then it goes by the lane.
+        return self._submission.submit_here(served, request, sink, timeout_s, self.local)
 
     def _outcome(self, outcome: "Future[T]", deadline_s: float) -> T:
         """Waits for a result of the event loop; blocks this thread."""

@@ -94,6 +94,10 @@ class LocalSteps:
         taken.append(item)
         return True
 
+    def serves(self, model: str, version: int) -> bool:
+        """Tells whether a model version has a batcher here that takes requests past the lane."""
+        return self._batcher_of(model, version) is not None
+
     def leave(self, waiting: Pending) -> None:
         """Forgets a step that nobody waits for any more, if it is here."""
         item = self._items.pop(waiting.request_id, None)
