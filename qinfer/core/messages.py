@@ -79,6 +79,8 @@ class InferRequest(msgspec.Struct, kw_only=True):
         holders: The executions that wait for its answer, where a model makes the request.
         inputs_digest: A hash of its inputs, where its response may be cached and they were hashed already. It does not
             travel.
+        step_key: Names the first request of a sequence that is a step of an ensemble, by the ensemble's request: when
+            that is executed again, it is the same. It does not travel.
     """
 
     model: str
@@ -101,6 +103,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
     payload: bool = False
     holders: tuple[Holder, ...] = ()
     inputs_digest: bytes = b""
+    step_key: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

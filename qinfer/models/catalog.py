@@ -16,7 +16,7 @@ from qinfer.core.retry import OutageLog
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
 from qinfer.models.config.config import from_json, to_json, to_spec
-from qinfer.models.dependents import has_decoupled_step, labels_of
+from qinfer.models.dependents import kind_of_ensemble, labels_of
 from qinfer.models.installation import Guard, Snapshot
 from qinfer.models.readiness import PENDING_REASON, Capacity, ModelStatus, assess, capacity_of, have_begun, is_placed
 from qinfer.models.routes import Routes, lanes_of
@@ -357,11 +357,11 @@ class Catalog:
         if known is not None and not stored.uses:
             return known[1]
         try:
-            is_decoupled = has_decoupled_step(stored, others)
-            if known is not None and known[1].decoupled == is_decoupled:
+            kind = kind_of_ensemble(stored, others)
+            if known is not None and (known[1].decoupled, known[1].sequences) == kind:
                 return known[1]
             spec = to_spec(from_json(stored.config), self._limits, labels_of(stored, others))
-            return replace(spec, decoupled=is_decoupled) if spec.steps else spec
+            return replace(spec, **kind._asdict()) if spec.steps else spec
         except QinferError as error:  # written by a newer qinfer: one model must not take the others down
             if self._unusable.get(stored.model) != stored:
                 self._unusable[stored.model] = stored

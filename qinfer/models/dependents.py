@@ -6,12 +6,15 @@ ensemble that does (`unload_dependents`).
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 
 from qinfer.errors import QinferError
 from qinfer.models.config.ensembles import to_steps
 from qinfer.models.config.message import ModelConfig, from_json
+from qinfer.models.config.sequences import to_sequence_spec
+from qinfer.models.sequence_spec import SequenceSpec, of_ensemble
 from qinfer.models.state import Desired, StoredModel, Use
 from qinfer.models.store import ControlStore
 
@@ -122,18 +125,33 @@ def labels_of(model: StoredModel, stored: Mapping[str, StoredModel]) -> dict[str
     return labels[model.model]
 
 
-def has_decoupled_step(ensemble: StoredModel, stored: Mapping[str, StoredModel]) -> bool:
-    """Tells whether a model that an ensemble uses, itself or through others, is decoupled, so that it is, too."""
+class Kind(NamedTuple):
+    """The kind of a model, as far as the ensembles that use it are of the same.
+
+    Attributes:
+        decoupled: A request has any number of responses.
+        sequences: Its sequences; `None` = it has none.
+    """
+
+    decoupled: bool
+    sequences: SequenceSpec | None
+
+
+def kind_of_ensemble(ensemble: StoredModel, stored: Mapping[str, StoredModel]) -> Kind:
+    """Returns what an ensemble is because of the models that it uses, itself or through others, whatever it says."""
     names = [use.model for use in ensemble.uses]
     for name in names:
         names += [use.model for use in stored[name].uses if use.model not in names] if name in stored else []
     used = [stored[name] for name in names if name in stored]
-    return any(_says_decoupled(one.config) for one in used if one.config and not (one.uses or one.error))
+    kinds = [_kind(one.config) for one in used if one.config and not (one.uses or one.error)]
+    sequences = of_ensemble([kind.sequences for kind in kinds if kind.sequences is not None])
+    return Kind(any(kind.decoupled for kind in kinds), sequences)
 
 
 @lru_cache(maxsize=1024)
-def _says_decoupled(config: str) -> bool:
-    return bool(from_json(config).model_transaction_policy.decoupled)
+def _kind(text: str) -> Kind:
+    config = from_json(text)
+    return Kind(config.model_transaction_policy.decoupled, to_sequence_spec(config))
 
 
 def missing_uses(models: Sequence[StoredModel], known: Collection[str]) -> list[str]:

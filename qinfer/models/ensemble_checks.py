@@ -1,7 +1,7 @@
 """Comparison of an ensemble with the models of its steps: tensors, datatypes, shapes and batch sizes. Pure.
 
-Rules and texts are those of Triton's `ValidateEnsembleConfig` (core `src/ensemble_utils.cc`), but for stateful models,
-which this server refuses as steps.
+Rules and texts are those of Triton's `ValidateEnsembleConfig` (core `src/ensemble_utils.cc`), but for those of stateful
+models.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,6 @@ def check_steps(ensemble: ModelSpec, models: Sequence[ModelSpec]) -> None:
     for tensor in (*ensemble.inputs, *ensemble.outputs):
         tensors[tensor.name] = _node(ensemble, tensor)
     for step, model in zip(ensemble.steps, models, strict=True):
-        _check_kind(ensemble, model)
         if model.max_batch_size and model.max_batch_size < ensemble.max_batch_size:
             raise ModelLoadFailed(
                 f"ensemble {ensemble.name} allows maximum batch size {ensemble.max_batch_size}, but it contains model "
@@ -72,27 +71,36 @@ def origin_of(ensemble: str, model: str, origins: Sequence[tuple[int, ...]]) -> 
     return first
 
 
-def check_settings(ensemble: ModelSpec) -> None:
+def check_settings(ensemble: ModelSpec, stateful: Sequence[str]) -> None:
     """Checks what an ensemble may not be, now that it is known of what kind it is.
 
+    Args:
+        ensemble: The ensemble, decoupled and with sequences as its steps are.
+        stateful: The models of its stateful steps, of ensembles within it, too.
+
     Raises:
-        ModelLoadFailed: Its responses are to be cached or its requests to be split, and it is decoupled.
+        ModelLoadFailed: Its responses are to be cached or its requests to be split, or its steps can't be together.
     """
-    if ensemble.decoupled and ensemble.is_cached:
+    kinds = (
+        ("decoupled' transaction policy", ensemble.decoupled),
+        ("sequence_batching' scheduler", ensemble.is_stateful),
+    )
+    for kind in [kind for kind, is_so in kinds if is_so and ensemble.is_cached]:
         raise ModelLoadFailed(
-            f"Response Cache does not currently support model {ensemble.name} with 'decoupled' transaction policy. "
+            f"Response Cache does not currently support model {ensemble.name} with '{kind}. "
             "Please disable the response cache."
         )
-    if ensemble.decoupled and ensemble.splits:
-        raise ModelLoadFailed("parameter 'qinfer.split' is not for decoupled models; remove it")
-
-
-def _check_kind(ensemble: ModelSpec, model: ModelSpec) -> None:
-    """Refuses models that can't be a step."""
-    if model.is_stateful:
+    for kind in [kind for kind, is_so in kinds if is_so and ensemble.splits]:
+        raise ModelLoadFailed(f"parameter 'qinfer.split' is not for models with '{kind}; remove it")
+    if ensemble.decoupled and ensemble.is_stateful:
         raise ModelLoadFailed(
-            f"in ensemble {ensemble.name}, model {model.name} keeps state from request to request, and this server "
-            "runs no such model as a step"
+            f"in ensemble {ensemble.name}, model {stateful[0]} keeps state from request to request, and another step "
+            "is decoupled: this server runs no such models together"
+        )
+    for model in {model for model in stateful if stateful.count(model) > 1}:
+        raise ModelLoadFailed(
+            f"in ensemble {ensemble.name}, model {model} keeps state from request to request, and is a step more than "
+            "once: both would be requests of the same sequence"
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.ensembles import runnable
 from qinfer.models.ensemble_checks import check_settings, check_steps, is_like, origin_of
+from qinfer.models.sequence_spec import of_ensemble
 from qinfer.models.spec import EnsembleStep, ModelSpec
 
 MAX_STEPS = 1000
@@ -99,7 +100,8 @@ class Plan:
     """The steps of an ensemble version; made by `plan`.
 
     Attributes:
-        spec: The ensemble's configuration; it is decoupled if one of its steps is, whatever it says.
+        spec: The ensemble's configuration; it is decoupled if one of its steps is, whatever it says, and has sequences
+            if one has.
         steps: The steps, in the order of the configuration.
         nested: The ensembles within it.
         inputs: Input of the ensemble → tensor of the plan.
@@ -109,8 +111,9 @@ class Plan:
 
     def __init__(self, spec: ModelSpec, planner: "_Planner", names: Mapping[str, str]) -> None:
         self.last_stage = max([len(planner.origins[names[tensor.name]]) for tensor in spec.outputs], default=0)
-        self.spec = replace(spec, decoupled=self.last_stage > 0)
         self.steps = tuple(planner.steps)
+        sequences = of_ensemble([step.model.sequences for step in self.steps if step.model.sequences is not None])
+        self.spec = replace(spec, decoupled=self.last_stage > 0, sequences=sequences)
         self.nested = tuple(planner.nested)
         self.inputs = {tensor.name: names[tensor.name] for tensor in spec.inputs}
         self.absent = tuple(planner.absent)
@@ -122,6 +125,11 @@ class Plan:
     def versions(self) -> frozenset[tuple[str, int]]:
         """The (model, version) of every step."""
         return frozenset((step.model.name, step.version) for step in self.steps)
+
+    @property
+    def stateful(self) -> list[str]:
+        """The models of the steps that keep state from request to request, in order."""
+        return [step.model.name for step in self.steps if step.model.is_stateful]
 
     def flow(self, outputs: tuple[str, ...], stage: int = 0) -> "Flow[Any]":
         """Begins the way of a request, or of a response of a decoupled step.
@@ -277,7 +285,7 @@ def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
     planner = _Planner(resolve)
     names = planner.add(spec, {}, (spec.name,), ())
     made = Plan(spec, planner, names)
-    check_settings(made.spec)
+    check_settings(made.spec, made.stateful)
     return made
 
 

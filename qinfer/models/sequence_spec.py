@@ -4,6 +4,7 @@
 `src/model_config_utils.cc`, `src/sequence_batch_scheduler/`).
 """
 
+from collections import abc
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -137,6 +138,7 @@ class SequenceSpec:
         states: The implicit states.
         iterative: A request is a sequence of its own: it executes again and again, until the model says that it is
             done.
+        of_steps: The model is an ensemble, and what it keeps is in the sequences of its steps.
     """
 
     strategy: DirectSpec | OldestSpec
@@ -146,10 +148,42 @@ class SequenceSpec:
     controls: tuple[ControlSpec, ...] = ()
     states: tuple[StateSpec, ...] = ()
     iterative: bool = False
+    of_steps: bool = False
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the state is in the model's own memory, and lost with it."""
+        return not (self.states or self.of_steps)
 
     def control(self, kind: ControlKind) -> ControlSpec | None:
         """Returns the control input of a kind; `None` = the model has none."""
         return next((control for control in self.controls if control.kind is kind), None)
+
+
+MAX_ENSEMBLE_SEQUENCES = 1000
+"""The most sequences of one stateful ensemble version that a worker owns."""
+
+
+def of_ensemble(steps: abc.Sequence[SequenceSpec]) -> SequenceSpec | None:
+    """Returns the sequences of an ensemble, whose requests are requests of each of its stateful steps.
+
+    Args:
+        steps: The sequences of the models of its steps; those that are iterative do not count.
+    """
+    kept = [step for step in steps if not step.iterative]
+    if not kept:
+        return None
+    ids = [control for step in kept for control in step.controls if control.kind is ControlKind.CORRID]
+    # Where one takes no text, the ensemble does not.
+    ids.sort(key=lambda control: control.datatype == "BYTES")
+    return SequenceSpec(
+        strategy=OldestSpec(preferred_sizes=(1,)),
+        slots=MAX_ENSEMBLE_SEQUENCES,
+        max_rows=1,
+        max_idle_s=max([step.max_idle_s for step in kept]),
+        controls=tuple(ids[:1]),
+        of_steps=True,
+    )
 
 
 def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequence | None:

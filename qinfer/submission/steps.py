@@ -150,13 +150,18 @@ def _pin(served: Served) -> Pin:
     return Pin(
         version=served.version,
         generation=served.generation,
-        is_explicit=not sequences.states,
+        is_explicit=sequences.is_explicit,
         idle_s=sequences.max_idle_s,
     )
 
 
 def _digest(request: InferRequest) -> str:
-    """Returns a hash of the content of a request: a START that is sent again has the same."""
+    """Returns a hash of the content of a request: a START that is sent again has the same.
+
+    A step of an ensemble has a key in its place, since what comes before it may give something else each time.
+    """
+    if request.step_key:
+        return request.step_key
     digest = blake2b(digest_size=16)
     about = [(tensor.name, tensor.datatype, tensor.shape) for tensor in request.inputs]
     digest.update(msgspec.json.encode((about, request.outputs, sorted(request.parameters.items()))))

@@ -61,12 +61,12 @@ Step = tuple[str, Mapping[str, str], Mapping[str, str]]
 """A step: model (`name` or `name:version`), input map, output map."""
 
 
-def ensemble(repository: Path, name: str, *steps: Step, more: str = "", max_batch_size: int = 8) -> str:
-    """Writes an ensemble `x` → `y` of steps; returns its name."""
+def ensemble(repository: Path, name: str, *steps: Step, more: str = "", max_batch_size: int = 8, width: int = 2) -> str:
+    """Writes an ensemble `x` → `y` of steps, both of so many elements a row; returns its name."""
     (repository / name / "1").mkdir(parents=True, exist_ok=True)
     lines = [f'name: "{name}" platform: "ensemble" max_batch_size: {max_batch_size}']
     lines += [
-        f'{kind} {{ name: "{port}" data_type: TYPE_FP32 dims: [ 2 ] }}'
+        f'{kind} {{ name: "{port}" data_type: TYPE_FP32 dims: [ {width} ] }}'
         for kind, port in (("input", "x"), ("output", "y"))
     ]
     lines += [more, "ensemble_scheduling {"]

@@ -23,6 +23,7 @@ class PendingStep(Pending, kw_only=True, eq=False, gc=False):
         end: It is the last of its life.
         state: The states after it, by the names of their inputs; set when it was executed. Empty = to be left as
             they are: the model has none, or the step failed.
+        changes_failing: The states are those after it though it failed.
     """
 
     place: Place
@@ -30,6 +31,7 @@ class PendingStep(Pending, kw_only=True, eq=False, gc=False):
     start: bool = False
     end: bool = False
     state: tuple[Tensor, ...] = ()
+    changes_failing: bool = False
 
 
 class Step(msgspec.Struct, Generic[T], kw_only=True, eq=False):

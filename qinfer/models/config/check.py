@@ -54,7 +54,8 @@ SUPPORTED = {
     "sequence_batching.state.data_type": "",
     "sequence_batching.state.dims": "-1 is variable.",
     "sequence_batching.state.initial_state": "Zeros, or a file in the model's directory `initial_state` with one row.",
-    "ensemble_scheduling.step.model_name": "The model of the step; another ensemble, too; none with sequences.",
+    "ensemble_scheduling.step.model_name": "The model of the step; another ensemble, too. One with sequences is a step "
+    "only once, and not beside a decoupled one.",
     "ensemble_scheduling.step.model_version": "-1 is the highest version that is ready when the ensemble is loaded.",
     "ensemble_scheduling.step.input_map": "Input of the model → tensor of the ensemble.",
     "ensemble_scheduling.step.output_map": "Output of the model → tensor of the ensemble.",

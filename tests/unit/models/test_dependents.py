@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from qinfer.models.config.config import parse, to_json
-from qinfer.models.dependents import has_decoupled_step, in_order, labels_of, unneeded, users_of, uses_of
+from qinfer.models.dependents import in_order, kind_of_ensemble, labels_of, unneeded, users_of, uses_of
 from qinfer.models.readiness import assess
 from qinfer.models.state import Desired, State, StoredModel, Use, VersionState, WorkerRecord
 
@@ -108,7 +108,7 @@ def test_ensembles_with_decoupled_steps() -> None:
     says = '{"model_transaction_policy":{"decoupled":true}}'
     liar = msgspec.structs.replace(INNER, model="liar", config=says)
 
-    assert not any(has_decoupled_step(one, STORED) for one in (INNER, OUTER, liar))
+    assert not any(kind_of_ensemble(one, STORED).decoupled for one in (INNER, OUTER, liar))
 
     known = STORED | {"step": msgspec.structs.replace(STEP, config=says)}
-    assert all(has_decoupled_step(one, known) for one in (INNER, OUTER, liar))
+    assert all(kind_of_ensemble(one, known).decoupled for one in (INNER, OUTER, liar))

@@ -8,6 +8,7 @@ import pytest
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import from_json, normalise, parse, to_json, to_spec
 from qinfer.models.ensemble_graph import MAX_DECOUPLED, MAX_NESTING, MAX_STEPS, Plan, Resolved, fit, plan
+from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, SequenceSpec
 from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
 
 HEAD = """
@@ -243,11 +244,40 @@ def test_too_many_decoupled_steps() -> None:
         planned(replace(normal(scheduling(FIRST, SECOND)), steps=steps), model("a", decoupled=True))
 
 
+def test_an_ensemble_has_sequences_if_a_step_has() -> None:
+    """Its idle time is the longest, and it takes text as correlation id only where each of them does."""
+    number = ControlSpec(name="id", kind=ControlKind.CORRID, datatype="UINT64")
+    stateful = SequenceSpec(strategy=DirectSpec(), slots=4, max_rows=1, max_idle_s=9.0, controls=(number,))
+    other = replace(stateful, max_idle_s=5.0, controls=(replace(number, datatype="BYTES"),))
+
+    made = planned(
+        normal(scheduling(FIRST, SECOND)), model("a", sequences=other), model("b", sequences=stateful)
+    ).spec.sequences
+    iterative = planned(
+        normal(scheduling(FIRST, SECOND)), model("a", sequences=replace(other, iterative=True)), model("b")
+    )
+
+    assert made is not None
+    assert (made.max_idle_s, made.controls, made.max_rows, made.is_explicit) == (9.0, (number,), 1, False)
+    assert iterative.spec.sequences is None
+
+
+def test_settings_that_stateful_ensembles_can_not_have() -> None:
+    sequences = SequenceSpec(strategy=DirectSpec(), slots=4, max_rows=1)
+    spec = normal(scheduling(FIRST, SECOND) + "response_cache { enable: true }")
+
+    with pytest.raises(ModelLoadFailed, match="does not currently support model e with 'sequence_batching' scheduler"):
+        planned(spec, model("a", sequences=sequences), model("b"))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ("response_cache { enable: true }", "Response Cache does not currently support model e with 'decoupled' trans"),
-        ('parameters { key: "qinfer.split" value { string_value: "true" } }', "'qinfer.split' is not for decoupled"),
+        (
+            'parameters { key: "qinfer.split" value { string_value: "true" } }',
+            "'qinfer.split' is not for models with 'decoupled",
+        ),
     ],
 )
 def test_settings_that_decoupled_ensembles_can_not_have(settings: str, message: str) -> None:

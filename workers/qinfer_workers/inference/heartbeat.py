@@ -20,6 +20,7 @@ from qinfer.observe.host import GpuMeter, GpuUse, MemoryUse, ProcessUse, read_us
 from qinfer.observe.stats import ModelCounts
 from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named
+from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.models import Key, by_model
 from qinfer_workers.inference.publisher import LeaseKeeper
@@ -31,7 +32,7 @@ SPEEDS_EVERY_S = 10.0
 """Seconds between two writes of the speeds that outlive the worker; they are written at the end too."""
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
-AnyBatcher = LaneBatcher | SequenceBatcher
+AnyBatcher = LaneBatcher | SequenceBatcher | EnsembleSteps
 _LoadTimes = Callable[[], dict[str, dict[int, float]]]
 _Memory = Callable[[], dict[str, dict[int, tuple[MemoryUse, ...]]]]
 USAGE_EVERY_S = 2.0

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.policy import LatencyModel
-from qinfer.batching.sequences.batcher import SequenceBatcher
+from qinfer.batching.sequences.batcher import SequenceBatcher, StepOutlet
 from qinfer.batching.sequences.execution import States
 from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.messages import Failure, InferRequest, Response
@@ -31,6 +31,7 @@ from qinfer.queue.sequence_answers import answer_rest, answer_step
 from qinfer.queue.sequence_records import Owned, Place, SequenceId, Taken, Unanswered
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.states import decode_states
+from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
 from qinfer_workers.inference.intake import LEAST_DELIVERIES
 from qinfer_workers.inference.publisher import LeaseKeeper, Publisher
 from qinfer_workers.inference.step_publisher import StepPublisher
@@ -96,6 +97,7 @@ class SequenceService:
         parts: What the worker shares.
         latency: What warm-up runs taught about the model's speed.
         initial: The states of a sequence before its first step.
+        ensemble: Makes what runs the steps, if the model is an ensemble.
 
     Attributes:
         batcher: Runs the steps.
@@ -103,16 +105,25 @@ class SequenceService:
     """
 
     def __init__(
-        self, model: LoadedModel, parts: Parts, latency: LatencyModel | None = None, initial: States = ()
+        self,
+        model: LoadedModel,
+        parts: Parts,
+        latency: LatencyModel | None = None,
+        initial: States = (),
+        ensemble: "Callable[[StepOutlet], EnsembleSteps] | None" = None,
     ) -> None:
         self._parts = parts
         self._model, self._version = model.spec.name, model.version
         self._sequences = parts.queue.sequences(self._model, _PARTITION)
         # A worker's next generation of a version is another owner: what it drains is not its own.
         self._owner = f"{parts.worker_id}-{model.version}-{model.generation}"
-        self.batcher = SequenceBatcher(model, parts.queue.clock, self, latency, initial)
+        self.batcher: SequenceBatcher | EnsembleSteps
+        if ensemble is None:
+            self.batcher = SequenceBatcher(model, parts.queue.clock, self, latency, initial)
+        else:
+            self.batcher = ensemble(self)
         assert model.spec.sequences is not None, "only stateful models have a service"
-        self._is_explicit = not model.spec.sequences.states
+        self._is_explicit = model.spec.sequences.is_explicit
         idle_s = model.spec.sequences.max_idle_s
         self._steps = StepPublisher(
             self._sequences, parts.publisher, idle_s, self._is_explicit, self._settled, self.broken
@@ -208,6 +219,8 @@ class SequenceService:
         is_owner = False
         while True:
             try:
+                if isinstance(self.batcher, EnsembleSteps):
+                    await self.batcher.follow()
                 if not is_owner:
                     await self._sequences.join(self._owner, [self._version], self._parts.settings.lease_s)
                     self._parts.keeper.owners[self._owner] = self._sequences.lease_keys(self._owner, [self._version])

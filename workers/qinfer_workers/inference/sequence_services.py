@@ -5,14 +5,20 @@ though the version policy drops it; a generation that is replaced goes on until 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.sequences.batcher import SequenceBatcher
+from qinfer_workers.inference.ensembles.runs import RunParts
+from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
 from qinfer_workers.inference.loader import Loaded
 from qinfer_workers.inference.models import Key
 from qinfer_workers.inference.sequence_service import Parts, SequenceService
 from qinfer_workers.inference.version_pins import VersionPins
+
+StepsBatcher = SequenceBatcher | EnsembleSteps
+"""The batcher of a stateful model version."""
 
 
 class SequenceServices:
@@ -21,14 +27,21 @@ class SequenceServices:
     Args:
         parts: What the services share.
         collect: Takes the statistics of a batcher that ends.
+        ensembles: What the ensembles of the worker share.
 
     Attributes:
         pins: Pins the versions with open sequences.
     """
 
-    def __init__(self, parts: Parts, collect: Callable[[SequenceBatcher], None]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        collect: Callable[[StepsBatcher], None],
+        ensembles: RunParts,
+    ) -> None:
         self._parts = parts
         self._collect = collect
+        self._ensembles = ensembles
         self._services: dict[Key, SequenceService] = {}
         self._leaving: dict[SequenceService, asyncio.Task[None]] = {}
         self._hashes: dict[Key, str] = {}
@@ -38,15 +51,17 @@ class SequenceServices:
     def __contains__(self, key: Key) -> bool:
         return key in self._services
 
-    def batchers(self) -> list[SequenceBatcher]:
+    def batchers(self) -> list[StepsBatcher]:
         """Returns the batchers of all services, those included that end."""
-        return [service.batcher for service in (*self._services.values(), *self._leaving)]
+        return [service.batcher for service in self._all()]
 
     def serve(self, model: LoadedModel, loaded: Loaded) -> None:
         """Serves a stateful model version; its earlier generation ends with the sequences that it has."""
         key = model.spec.name, model.version
         before = self._services.get(key)
-        service = self._services[key] = SequenceService(model, self._parts, loaded.latency, loaded.initial_states)
+        ensemble = None if loaded.plan is None else partial(EnsembleSteps, model, loaded.plan, self._ensembles)
+        service = SequenceService(model, self._parts, loaded.latency, loaded.initial_states, ensemble)
+        self._services[key] = service
         self._hashes[key] = loaded.executed_hash
         service.start()
         if before is not None:
@@ -70,19 +85,32 @@ class SequenceServices:
         self._collect(service.batcher)
         return True
 
+    async def drain_ensembles(self) -> None:
+        """Gives back the sequences of ensembles, whose steps need their models until then."""
+        await self._drain([one for one in self._all() if isinstance(one.batcher, EnsembleSteps)])
+
     async def drain(self) -> None:
-        """Gives back all sequences; those whose state is in memory have half of the drain's time to end before."""
+        """Gives back all others; those whose state is in memory have half of the drain's time to end before."""
+        await self._drain([one for one in self._all() if not isinstance(one.batcher, EnsembleSteps)])
+
+    async def _drain(self, services: Sequence[SequenceService]) -> None:
         limit_s = self._parts.settings.drain_s / 2
-        for leaving in self._leaving.values():
-            leaving.cancel()
-        services = (*self._services.values(), *self._leaving)
+        for service in services:
+            if service in self._leaving:
+                self._leaving[service].cancel()
         await asyncio.gather(*[service.drain(limit_s, lambda: False, hands_over=True) for service in services])
 
+    def _all(self) -> list[SequenceService]:
+        return [*self._services.values(), *self._leaving]
+
     async def pause(self) -> None:
-        """Waits until nothing executes, and begins nothing more."""
+        """Waits until nothing executes, and begins nothing more; steps of ensembles that have begun go on."""
         async with asyncio.TaskGroup() as pauses:
             for batcher in self.batchers():
-                pauses.create_task(batcher.pause())
+                if isinstance(batcher, EnsembleSteps):
+                    batcher.hold()
+                else:
+                    pauses.create_task(batcher.pause())
 
     def resume(self) -> None:
         """Ends a pause."""
@@ -91,7 +119,7 @@ class SequenceServices:
 
     async def close(self) -> None:
         """Stops all at once."""
-        for service in (*self._services.values(), *self._leaving):
+        for service in self._all():
             await service.close()
 
     async def _leave(self, service: SequenceService) -> None:

@@ -83,7 +83,8 @@ class StepPublisher:
             steps = [step for step in steps if self._is_committed(step)]
         for step in steps:
             response = by_id[step.request.id]
-            state = encode_states(step.state) if step.state and response.failure is None else None
+            is_changed = step.state and (response.failure is None or step.changes_failing)
+            state = encode_states(step.state) if is_changed else None
             committed = Committed(
                 place=step.place,
                 token=step.token,

@@ -17,6 +17,7 @@ from typing import Any
 from qinfer.batching.batcher import Batcher, Executor, LoadedModel
 from qinfer.batching.execution import Pending
 from qinfer.batching.limited import LimitedBatcher
+from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.batching.streams import Streams
 from qinfer.core.retry import PATIENCE_S, OutageLog
@@ -30,7 +31,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.submission.response_cache import ResponseCache
 from qinfer_workers.inference.caller import Caller, FarSteps
 from qinfer_workers.inference.cancels import CancelWatch
-from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher, NestedCounts, NoInstances, Ways
+from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.inference.ensembles.local import LocalSteps
 from qinfer_workers.inference.ensembles.plans import Planner
 from qinfer_workers.inference.executor import ThreadExecutor
@@ -123,7 +124,10 @@ class Worker:
             self._caller.limiter = self._limiter
             self._streams = self._open_streams()
             parts = Parts(self._queue, self._keeper, self._publisher, tasks, self._store, self._settings, self._id)
-            self._sequences = SequenceServices(parts, self._heartbeat.collect)
+            self._ensemble_parts = RunParts(
+                self._queue.clock, self._caller, FarSteps(self._caller), self._nested, self._caller.follow
+            )
+            self._sequences = SequenceServices(parts, self._heartbeat.collect, self._ensemble_parts)
             pins = [tasks.create_task(self._sequences.pins.run()), tasks.create_task(self._step_pins.run())]
             cancels = tasks.create_task(CancelWatch(self._queue, self._keeper).run())
             renewals = tasks.create_task(self._keeper.run())
@@ -200,6 +204,7 @@ class Worker:
             self._sequences.serve(model, loaded)
             return
         serving = self._serving.get(key)
+            self._step_pins.changed()
         if loaded.plan is not None:
             self._serve_ensemble(model, loaded, serving)
             return
@@ -224,14 +229,7 @@ class Worker:
             self._step_pins.changed()
             self._bulk.serve(serving.batcher, loaded)
             return
-        batcher = EnsembleBatcher(
-            model,
-            plan,
-            clock=self._queue.clock,
-            outlet=self._publisher,
-            ways=Ways(near=self._caller, far=FarSteps(self._caller)),
-            nested=self._nested,
-        )
+        batcher = EnsembleBatcher(model, plan, self._ensemble_parts, self._publisher)
         self._begin((model.spec.name, model.version), batcher, serving)
         self._step_pins.changed()
         self._bulk.serve(batcher, loaded)
@@ -243,7 +241,8 @@ class Worker:
 
     def _steps(self) -> dict[Key, str]:
         """Returns the model versions that ensembles run here, whatever these execute."""
-        return {key: "" for batcher in self._ensembles() for key in batcher.versions}
+        batchers = [*self._ensembles(), *self._sequences.batchers()]
+        return {key: "" for one in batchers if not isinstance(one, SequenceBatcher) for key in one.versions}
 
     def _begin(self, key: Key, batcher: LaneBatcher, before: Serving | None) -> None:
         """Begins a serving, in place of one of another kind if there is any."""
@@ -538,6 +537,7 @@ class Worker:
                     await self._end_serving(model, version)
                 await self._publisher.settle()
                 # Otherwise it could beat once more after the last beat.
+                await self._sequences.drain_ensembles()
                 await end(heartbeat)
                 await self._heartbeat.beat()
                 await self._store.retire(self._id)

@@ -37,7 +37,7 @@ class Open:
         self.model, self.request, self.sink = step.model.name, request, sink
         self.number = number_of(request.inputs)
         self.taken_bytes = 0
-        self.is_cancelled = False
+        self.is_cancelled = self.is_taken = False
 
     def cancel(self) -> None:
         self.is_cancelled = True

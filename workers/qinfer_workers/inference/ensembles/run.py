@@ -31,7 +31,16 @@ MAX_BRANCHES = 16
 
 
 class Submitted(Protocol):
-    """A step that was submitted."""
+    """A step that was submitted.
+
+    Attributes:
+        is_taken: It is a step of a sequence, and known to be there.
+    """
+
+    @property
+    def is_taken(self) -> bool:
+        """See the class."""
+        ...
 
     def cancel(self) -> None:
         """Has the step not executed, if it has not begun; its answer will not come."""

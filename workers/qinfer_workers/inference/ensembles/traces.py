@@ -138,6 +138,11 @@ class _TracedSubmitted:
         self._submitted = submitted
         self._sink = sink
 
+    @property
+    def is_taken(self) -> bool:
+        """See `Submitted`."""
+        return self._submitted.is_taken
+
     def cancel(self) -> None:
         """See `Submitted`."""
         self._submitted.cancel()

@@ -1,0 +1,251 @@
+"""Steps of stateful ensembles: the numbers that their stateful models get, and when a sequence can't go on."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from qinfer.batching.batcher import LoadedModel
+from qinfer.batching.sequences.steps import PendingStep
+from qinfer.core.clock import ServerClock
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Sequence as Flags
+from qinfer.errors import BrokerUnavailable, DeadlineExceeded, InferenceFailed, QinferError, QueueFull, SequenceLost
+from qinfer.models.ensemble_graph import PlanStep, Resolved, plan
+from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
+from qinfer.models.spec import EnsembleStep, ModelSpec
+from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.queue.sequence_records import Place, SequenceId
+from qinfer.submission.pending import Sink
+from qinfer.tensors import from_numpy, to_numpy
+from qinfer.testing import FakeClock, stub_spec
+from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
+from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
+
+ID = SequenceId("", 5)
+OUTPUT = from_numpy("y", np.zeros((1, 2), "<f4"))
+
+
+def spec_of(name: str) -> ModelSpec:
+    """Returns a model; one whose name begins with `s` is stateful."""
+    sequences = SequenceSpec(strategy=DirectSpec(), slots=1, max_rows=1)
+    return replace(stub_spec(), name=name, sequences=sequences if name.startswith("s") else None)
+
+
+class Open:
+    """A step of the plan that was submitted."""
+
+    def __init__(self, step: PlanStep, request: InferRequest, sink: Sink, *, is_near: bool) -> None:
+        self.model, self.request, self.is_near = step.model.name, request, is_near
+        self._sink = sink
+        self.is_taken = step.model.is_stateful
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def took(self, nbytes: int) -> None:
+        raise AssertionError("no step is decoupled", nbytes)
+
+    def answer(self, error: QinferError | None = None) -> None:
+        failure = None if error is None else Failure.of(error)
+        self._sink.deliver(Response(request_id="s", outputs=() if failure else (OUTPUT,), failure=failure))
+
+
+class Way:
+    """A way of steps to the test."""
+
+    def __init__(self, opened: list[Open], *, is_near: bool) -> None:
+        self._opened, self._is_near = opened, is_near
+
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Open:
+        assert timeout_s > 0
+        self._opened.append(Open(step, request, sink, is_near=self._is_near))
+        return self._opened[-1]
+
+
+class Scene:
+    """An ensemble of models one behind the other, and what becomes of the steps of its sequence 5."""
+
+    def __init__(self, *models: str) -> None:
+        tensors = ["x", *[f"t{index}" for index in range(1, len(models))], "y"]
+        steps = tuple(
+            EnsembleStep(name, 0, {"x": tensors[index]}, {"y": tensors[index + 1]}) for index, name in enumerate(models)
+        )
+        made = plan(replace(stub_spec("e"), steps=steps), lambda step: Resolved(spec_of(step.model), 1))
+        self.opened: list[Open] = []
+        self.done: list[tuple[PendingStep, Response]] = []
+        self.ended: list[tuple[PendingStep, QinferError]] = []
+        near, far = Way(self.opened, is_near=True), Way(self.opened, is_near=False)
+        parts = RunParts(ServerClock(FakeClock(1.0), 0.0), near, far, NestedCounts(), self._follow)
+        model = LoadedModel(spec=made.spec, version=1, generation=1, executor=NoInstances())
+        self.steps = EnsembleSteps(model, made, parts, self)
+        self.steps.adopt(ID, 0, None)
+
+    async def _follow(self) -> None:
+        """Waits for nothing."""
+
+    def executed(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
+        self.done += zip(steps, responses, strict=True)
+
+    def broken(self, step: PendingStep, error: QinferError) -> None:
+        self.ended.append((step, error))
+
+    def idle(self, sequences: Sequence[SequenceId]) -> None:
+        """Is of no interest."""
+
+    def lost(self, sequences: Sequence[SequenceId], error: QinferError) -> None:
+        """Is of no interest."""
+
+    def send(self, number: int, *, deliveries: int = 1, end: bool = False, deadline_s: float = 1e12) -> PendingStep:
+        """Sends a step to the ensemble."""
+        request = InferRequest(
+            model="e",
+            id=f"r{number}",
+            inputs=(from_numpy("x", np.zeros((1, 2), "<f4")),),
+            sequence=Flags(5, start=number == 1, end=end),
+        )
+        step = PendingStep(
+            rows=1,
+            key=None,
+            enqueued_s=0.0,
+            deadline_s=deadline_s,
+            alone=deliveries > 1,
+            lease=Lease(Entry(Lane("e", 1), "1-0"), "", b"", deliveries),
+            request=request,
+            place=Place(ID, 1, number),
+            token=1,
+            start=number == 1,
+            end=end,
+        )
+        self.steps.admit(step)
+        self.steps.pump()
+        return step
+
+    def counts(self) -> list[int]:
+        """Returns the state that the last step has left."""
+        return list(to_numpy(self.done[-1][0].state[0]))
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene("before", "state", "behind")
+
+
+def test_stateful_models_get_flags_and_numbers(scene: Scene) -> None:
+    for number in (1, 2):
+        scene.send(number, end=number == 2)
+        for _ in range(3):
+            scene.opened[-1].answer()
+
+    assert [one.model for one in scene.opened] == ["before", "state", "behind"] * 2
+    assert [one.request.sequence for one in scene.opened[:3]] == [None, Flags(5, start=True, step=1), None]
+    assert scene.opened[4].request.sequence == Flags(5, end=True, step=2)
+    assert [one.request.step_key for one in scene.opened if one.request.sequence] == ["r1/state", ""]
+    assert scene.counts() == [2]
+
+
+def test_one_step_of_a_sequence_at_a_time(scene: Scene) -> None:
+    scene.send(1)
+    scene.send(2)
+    assert (len(scene.opened), scene.steps.waiting, scene.steps.executing) == (1, 1, 1)
+
+    for _ in range(3):
+        scene.opened[-1].answer()
+
+    assert [one.model for one in scene.opened[3:]] == ["before"]
+    assert (scene.steps.waiting, scene.steps.executing) == (0, 1)
+
+
+def test_a_failure_behind_a_stateful_model_has_changed_it(scene: Scene) -> None:
+    step = scene.send(1)
+    for error in (None, None, InferenceFailed("no")):
+        scene.opened[-1].answer(error)
+
+    assert scene.done[0][1].failure is not None
+    assert (scene.counts(), step.changes_failing) == ([1], True)
+
+
+def test_a_failure_before_a_stateful_model_has_not(scene: Scene) -> None:
+    scene.send(1)
+    scene.opened[-1].answer(InferenceFailed("no"))
+    assert scene.counts() == [0]
+
+    scene.send(2)
+    scene.opened[-1].answer()
+
+    assert "must specify the START flag" in str(scene.done[-1][1].failure)
+
+
+def test_whoever_takes_over_goes_on_with_the_numbers(scene: Scene) -> None:
+    state = (from_numpy("steps", np.array([7], "<i8")),)
+    scene.steps.drop(ID)
+    scene.steps.adopt(ID, 9, state)
+
+    scene.send(10)
+    scene.opened[-1].answer()
+
+    assert scene.opened[-1].request.sequence == Flags(5, step=8)
+
+
+def test_a_refused_step_has_no_number(scene: Scene) -> None:
+    scene.send(1)
+    scene.opened[-1].answer()
+    scene.opened[-1].is_taken = False
+    scene.opened[-1].answer(QueueFull("full"))
+
+    assert (scene.counts(), scene.ended) == ([0], [])
+
+
+@pytest.mark.parametrize("error", [SequenceLost("gone"), DeadlineExceeded("late"), BrokerUnavailable("away")])
+def test_failures_that_end_a_sequence(scene: Scene, error: QinferError) -> None:
+    """No further step is run; the error is of the kind that the step had."""
+    scene.send(1)
+    scene.send(2)
+    scene.opened[-1].answer()
+    scene.opened[-1].answer(error)
+
+    ((step, ended),) = scene.ended
+    assert (step.place.number, type(ended)) == (1, type(error))
+    assert (scene.done, len(scene.opened)) == ([], 2)
+
+
+def test_a_failure_of_a_step_that_may_have_come_further_before(scene: Scene) -> None:
+    """Its worker has died, and nobody knows whether the stateful model has got it."""
+    scene.send(1, deliveries=2)
+    assert not scene.opened[-1].is_near
+
+    scene.opened[-1].answer(InferenceFailed("no"))
+
+    assert [type(error) for _, error in scene.ended] == [InferenceFailed]
+
+
+def test_a_step_that_is_too_late(scene: Scene) -> None:
+    scene.send(1, deadline_s=0.0)
+
+    assert [type(error) for _, error in scene.ended] == [DeadlineExceeded]
+    assert scene.opened == []
+
+
+async def test_what_is_dropped_is_not_answered(scene: Scene) -> None:
+    step = scene.send(1)
+    scene.send(2)
+
+    scene.steps.drop(ID)
+    scene.opened[-1].answer()
+    await scene.steps.pause()
+
+    assert step.lost
+    assert scene.opened[0].is_cancelled
+    assert (scene.steps.waiting, scene.steps.executing, scene.done) == (0, 0, [])
+
+
+def test_a_pause_begins_nothing(scene: Scene) -> None:
+    scene.steps.hold()
+    scene.send(1)
+    assert scene.opened == []
+
+    scene.steps.resume()
+
+    assert len(scene.opened) == 1

@@ -1,0 +1,259 @@
+"""The requests of an ensemble version that are under way in a worker: how they begin, and what is told of their end.
+
+    begin ─▶ Run ─▶ … ─▶ answered, with the response; without one where it is decoupled: those have left by a stream
+
+Whoever holds the requests decides when they begin, and what becomes of the responses.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+from qinfer.batching.batcher import LoadedModel
+from qinfer.batching.execution import Execution, Pending, Responder
+from qinfer.core.clock import ServerClock
+from qinfer.core.messages import Failure, Response, Timing
+from qinfer.errors import OutputMismatch, QinferError
+from qinfer.models.ensemble_graph import Plan
+from qinfer.observe.responses import end_of
+from qinfer.observe.stats import ModelCounts, StatsTally
+from qinfer_workers.inference.ensembles.run import Outcome, Run, Spent, Steps
+from qinfer_workers.inference.ensembles.streams import StreamedResponses
+from qinfer_workers.inference.ensembles.traces import RunTrace
+from qinfer_workers.inference.tracing import Spans
+
+STEP_FAILED = "step_failed"
+"""The reason of an ensemble's failures in statistics, Triton's OTHER (reference §4); a step's model counts its own."""
+
+
+class NestedCounts(ModelCounts):
+    """Statistics of ensembles that are steps of others: they have no request of their own in a lane."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tallies: dict[tuple[str, int], StatsTally] = {}
+
+    def tally(self, ensemble: str, version: int) -> StatsTally:
+        """Returns where the requests of an ensemble version are counted."""
+        return self._tallies.setdefault((ensemble, version), StatsTally())
+
+    def drain(self) -> dict[tuple[str, int], dict[str, int]]:
+        """See the base."""
+        for (ensemble, version), tally in self._tallies.items():
+            self.merge(ensemble, version, tally.drain())
+        self._tallies.clear()
+        return super().drain()
+
+
+class NoInstances:
+    """The `Executor` of an ensemble, which executes nothing."""
+
+    count = 0
+
+    def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
+        """Refuses."""
+        del execution, expected_s, instance
+        return False
+
+    def start(self, execution: Execution, done: Callable[[Execution], None], instance: int = 0) -> None:
+        """Is never called: an ensemble makes no executions."""
+        raise AssertionError("an ensemble has no instance to execute anything on", execution, done, instance)
+
+    def recall(self) -> list[Execution]:
+        """Returns nothing."""
+        return []
+
+    def retire(self) -> None:
+        """Has nothing to unload."""
+
+
+class RunParts(NamedTuple):
+    """The parts of a worker that its ensembles share.
+
+    Attributes:
+        clock: The broker's time, in which deadlines and enqueue times are.
+        near: The usual way of steps to their models, which may be the short cut.
+        far: The way of the steps of requests that a worker held which has died: by the lanes.
+        nested: Where ensembles within others are counted.
+        follow: Waits until steps may be submitted.
+    """
+
+    clock: ServerClock
+    near: Steps
+    far: Steps
+    nested: NestedCounts
+    follow: Callable[[], Awaitable[None]]
+
+    def way_of(self, item: Pending) -> Steps:
+        """Returns the way of a request's steps.
+
+        What may have ended a worker is not to do so unseen, under the lease of the ensemble's entry.
+        """
+        return self.far if item.alone else self.near
+
+
+class Runs:
+    """See the module docstring.
+
+    Args:
+        model: The ensemble.
+        plan: What it runs.
+        parts: What the ensembles of the worker share.
+        answered: Called with each request that has ended, which is here no more, and its response if there is one to
+            be published.
+
+    Attributes:
+        tally: The statistics.
+        completed: Requests that have ended.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        plan: Plan,
+        parts: RunParts,
+        answered: Callable[[Pending, Response | None], None],
+    ) -> None:
+        self._clock, self._nested = parts.clock, parts.nested
+        self._answered = answered
+        self._runs: dict[Pending, Run] = {}
+        self._streamed: dict[Pending, StreamedResponses] = {}
+        self._traces: dict[Pending, RunTrace] = {}
+        self.tally = StatsTally()
+        self.completed = 0
+        self.replace(model, plan)
+
+    def replace(self, model: LoadedModel, plan: Plan) -> None:
+        """Goes on with another generation; requests that have begun end on the steps that they began with."""
+        self._model = model
+        self._plan = plan
+        self._responder = Responder(model.spec, model.version, model.observer)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __contains__(self, item: Pending) -> bool:
+        return item in self._runs
+
+    @property
+    def versions(self) -> frozenset[tuple[str, int]]:
+        """The model versions that present and further requests run."""
+        return self._plan.versions.union(*[run.plan.versions for run in self._runs.values()])
+
+    def begin(self, item: Pending, steps: Steps) -> None:
+        """Begins a request."""
+        streamed = self._open_stream(item)
+        recorded = self._recorded(item, steps)
+        run = self._runs[item] = Run(item, self._plan, recorded, self._clock.now_s, self._ended, streamed)
+        if streamed is not None:
+            streamed.follow(run)
+        run.begin()
+
+    def stop(self, item: Pending) -> None:
+        """Ends a request that needs no answer any more: steps that have not begun are taken out of the queue."""
+        self._runs[item].stop()
+        self._forget(item)
+
+    def failures(self, items: Sequence[Pending], error: QinferError) -> list[Response]:
+        """Answers requests that do not begin."""
+        return self._responder.failures(items, error, self._clock.now_s(), self.tally)
+
+    def _recorded(self, item: Pending, steps: Steps) -> Steps:
+        """Returns a way of steps that records them, if the item's request is recorded."""
+        spans = self._model.observer
+        trace = spans.ensemble(item, self._plan) if isinstance(spans, Spans) else None
+        if trace is None:
+            return steps
+        self._traces[item] = trace
+        return trace.over(steps)
+
+    def _open_stream(self, item: Pending) -> StreamedResponses | None:
+        """Opens the way of the responses to a request of a decoupled ensemble."""
+        table = self._model.streams
+        if table is None:
+            return None
+        streamed = StreamedResponses(table, item, self._responder, self._count_stream, self._leave)
+        self._streamed[item] = streamed
+        return streamed
+
+    def _leave(self, item: Pending) -> None:
+        """Ends a request whose caller takes no responses any more."""
+        if item in self._runs:
+            self.stop(item)
+            self._answered(item, None)
+
+    def _ended(self, run: Run, item: Pending, outcome: Outcome) -> None:
+        """Answers a request that has ended."""
+        failure = outcome if isinstance(outcome, Failure) else None
+        if item in self._traces:
+            self._traces[item].ended(failure)
+        streamed = self._streamed.get(item)
+        self._forget(item)
+        self.completed += 1
+        if streamed is not None:
+            streamed.end(failure)
+            self._answered(item, None)
+        else:
+            self._answered(item, self._response(run, item, outcome))
+
+    def _response(self, run: Run, item: Pending, outcome: Outcome) -> Response:
+        waited_ns = self._waited_ns(run, item)
+        failure = outcome if isinstance(outcome, Failure) else None
+        if not isinstance(outcome, Failure):
+            problem = self._responder.problem(outcome, item.request.outputs, item.rows)
+            if problem is not None:
+                failure = Failure.of(OutputMismatch(f"in ensemble '{self._model.spec.name}', {problem}"))
+        self._count(run, item, waited_ns, failure)
+        spent = run.spent
+        return Response(
+            request_id=item.request.id,
+            model=self._model.spec.name,
+            version=self._model.version,
+            outputs=outcome if failure is None and not isinstance(outcome, Failure) else (),
+            failure=failure,
+            attempt=item.lease.deliveries,
+            timing=Timing(waited_ns, spent.input_ns, spent.infer_ns, spent.output_ns, item.rows),
+        )
+
+    def _waited_ns(self, run: Run, item: Pending) -> int:
+        lasted_ns = (run.spent.end_ns or time.perf_counter_ns()) - run.spent.begin_ns
+        return max(int((self._clock.now_s() - item.enqueued_s) * 1e9) - lasted_ns, 0)
+
+    def _count_stream(self, run: Run, item: Pending, response: Response) -> None:
+        """Counts a response of a stream, and with the final one its request."""
+        timing = response.timing or Timing()
+        self.tally.responses.responded(response.index, end_of(response), timing.infer_ns)
+        if not response.index and response.failure is None:
+            self.tally.first_response(timing.queue_ns + timing.infer_ns)
+        if response.final:
+            run.spent.end_ns = run.spent.end_ns or time.perf_counter_ns()
+            self._count(run, item, self._waited_ns(run, item), response.failure)
+
+    def _count(self, run: Run, item: Pending, waited_ns: int, failure: Failure | None) -> None:
+        """Counts a request, and the ensembles within it whose steps have run."""
+        begin_s = self._clock.now_s() - (time.perf_counter_ns() - run.spent.begin_ns) / 1e9
+        if failure is None:
+            _count_success(self.tally, item.rows, run.spent, waited_ns, begin_s)
+        else:
+            self.tally.failed(STEP_FAILED)
+            self.tally.spent_failing(waited_ns + run.spent.end_ns - run.spent.begin_ns)
+        for position, spent in run.nested.items():
+            one = run.plan.nested[position]
+            tally = self._nested.tally(one.ensemble, one.version)
+            if failure is None:
+                _count_success(tally, item.rows, spent, 0, begin_s)
+            elif position in run.failed_in:
+                tally.failed(STEP_FAILED)
+                tally.spent_failing(run.spent.end_ns - spent.begin_ns)
+
+    def _forget(self, item: Pending) -> None:
+        del self._runs[item]
+        self._streamed.pop(item, None)
+        if item in self._traces:
+            self._traces.pop(item).close()
+
+
+def _count_success(tally: StatsTally, rows: int, spent: Spent, waited_ns: int, begin_s: float) -> None:
+    """Counts a request as Triton does: its steps' times, added up, and as its duration what has passed."""
+    tally.executed(rows, [waited_ns], spent.input_ns, spent.infer_ns, spent.output_ns, begin_s)
+    tally.lasted_longer(spent.end_ns - spent.begin_ns - spent.computed_ns)

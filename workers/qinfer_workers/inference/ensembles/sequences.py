@@ -1,0 +1,319 @@
+"""The sequences of a stateful ensemble in a worker: in place of a `SequenceBatcher`, which executes steps.
+
+    adopt, admit ─▶ Runs, one step of each sequence at a time ─▶ outlet.executed, or outlet.broken
+
+A step of the ensemble's sequence is a step of each of the sequences of its stateful models, which have the same
+correlation id. These are numbered, and the state of the ensemble's sequence is how many each model has got: a step that
+is executed again, because a worker has died, asks for the same numbers again, and gets the responses that were
+committed.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from qinfer.batching.batcher import LoadedModel
+from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.sequences.batcher import StepOutlet
+from qinfer.batching.sequences.execution import States
+from qinfer.batching.sequences.steps import PendingStep
+from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import Sequence as Flags
+from qinfer.errors import (
+    TIMED_OUT,
+    BrokerUnavailable,
+    Cancelled,
+    DeadlineExceeded,
+    InferenceFailed,
+    QinferError,
+    SequenceEnded,
+    SequenceLost,
+)
+from qinfer.models.ensemble_graph import Plan, PlanStep
+from qinfer.models.sequence_spec import MAX_ENSEMBLE_SEQUENCES
+from qinfer.observe.stats import StatsTally
+from qinfer.queue.sequence_records import SequenceId, start_missing
+from qinfer.submission.pending import Sink
+from qinfer.tensors import from_numpy, to_numpy
+from qinfer_workers.inference.ensembles.run import Steps, Submitted
+from qinfer_workers.inference.ensembles.runs import RunParts, Runs
+
+_STATE = "steps"
+_ENDINGS: dict[str, type[QinferError]] = {
+    error.code.value: error for error in (SequenceEnded, SequenceLost, DeadlineExceeded, Cancelled, BrokerUnavailable)
+}
+"""The failures of a step after which its sequence has ended, or may have."""
+
+
+class _Kept:
+    """A sequence that this worker owns.
+
+    Attributes:
+        counts: Stateful model → how many steps it has got.
+        waiting: The steps behind the one that runs.
+        running: That one.
+        is_over: No step of it is run any more.
+    """
+
+    __slots__ = ("counts", "is_over", "running", "waiting")
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        self.counts = counts
+        self.waiting: deque[PendingStep] = deque()
+        self.running: _NumberedSteps | None = None
+        self.is_over = False
+
+
+class EnsembleSteps:
+    """See the module docstring.
+
+    Args:
+        model: The ensemble.
+        plan: What it runs.
+        parts: What the ensembles of the worker share.
+        outlet: Where steps go.
+
+    Attributes:
+        model: The same.
+        tally: The statistics.
+        paused: No step begins.
+        waiting: Steps that wait.
+        expected_ends: None: it executes nothing.
+    """
+
+    def __init__(self, model: LoadedModel, plan: Plan, parts: RunParts, outlet: StepOutlet) -> None:
+        self.model = model
+        self._parts = parts
+        self._outlet = outlet
+        self._stateful = plan.stateful
+        self._runs = Runs(model, plan, parts, self._answered)
+        self._kept: dict[SequenceId, _Kept] = {}
+        self._ready: dict[SequenceId, None] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.tally: StatsTally = self._runs.tally
+        self.paused = False
+        self.waiting = 0
+        self.expected_ends: dict[Execution, float] = {}
+
+    @property
+    def completed(self) -> int:
+        """Steps that have ended."""
+        return self._runs.completed
+
+    @property
+    def executing(self) -> int:
+        """Steps that are under way."""
+        return len(self._runs)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is under way or waits; for any thread."""
+        return bool(self.executing or self.waiting)
+
+    @property
+    def free_slots(self) -> int:
+        """How many sequences more it takes."""
+        return max(MAX_ENSEMBLE_SEQUENCES - len(self._kept), 0)
+
+    @property
+    def versions(self) -> frozenset[tuple[str, int]]:
+        """The model versions that its sequences run."""
+        return self._runs.versions
+
+    async def follow(self) -> None:
+        """Waits until steps may be submitted."""
+        await self._parts.follow()
+
+    def speed_rps(self) -> float:
+        """Returns 0: its speed is that of its steps' models, which other requests share."""
+        return 0.0
+
+    def adopt(self, sequence: SequenceId, committed: int, states: States | None) -> None:
+        """Takes a sequence that this worker owns now; see `SequenceBatcher.adopt`."""
+        del committed
+        counts = to_numpy(states[0]).tolist() if states else [0] * len(self._stateful)
+        self._kept[sequence] = _Kept(dict(zip(self._stateful, counts, strict=True)))
+
+    def admit(self, step: PendingStep) -> None:
+        """Takes a step of a sequence that was adopted; those of one sequence come in their order. Then `pump`."""
+        kept = self._kept[step.place.sequence]
+        kept.waiting.append(step)
+        self.waiting += 1
+        self._ready[step.place.sequence] = None
+
+    def pump(self) -> None:
+        """Begins the next step of each sequence of which none is under way."""
+        while self._ready and not self.paused:
+            sequence, _ = self._ready.popitem()
+            if (kept := self._kept.get(sequence)) is not None:
+                self._begin(kept)
+
+    def drop(self, sequence: SequenceId) -> None:
+        """Forgets a sequence that has ended, or that another worker owns; what is under way is not answered."""
+        kept = self._kept.pop(sequence, None)
+        if kept is None:
+            return
+        for step in kept.waiting:
+            step.lose()
+        self.waiting -= len(kept.waiting)
+        if kept.running is not None:
+            kept.running.item.lose()
+            self._runs.stop(kept.running.item)
+        self._look()
+
+    def hold(self) -> None:
+        """Begins no step any more; those that are under way go on."""
+        self.paused = True
+
+    async def pause(self) -> None:
+        """Begins no step any more, and waits until none is under way."""
+        self.hold()
+        await self._idle.wait()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self.paused = False
+        self.pump()
+
+    def close(self) -> None:
+        """Stops at once."""
+        self.paused = True
+        for sequence in list(self._kept):
+            self.drop(sequence)
+
+    def _begin(self, kept: _Kept) -> None:
+        if kept.running is not None or kept.is_over or not kept.waiting:
+            return
+        step = kept.waiting.popleft()
+        self.waiting -= 1
+        if step.deadline_s <= self._parts.clock.now_s():
+            self._break(kept, step, DeadlineExceeded(TIMED_OUT))
+            return
+        kept.running = _NumberedSteps(self._parts.way_of(step), step, kept.counts)
+        self._runs.begin(step, kept.running)
+        self._look()
+
+    def _answered(self, item: Pending, response: Response | None) -> None:
+        """Takes note of a step that has ended, and begins the next one."""
+        self._look()
+        assert isinstance(item, PendingStep), "it was admitted here"
+        assert response is not None, "no stateful ensemble is decoupled"
+        kept = self._kept[item.place.sequence]
+        steps, kept.running = kept.running, None
+        assert steps is not None, "it was under way"
+        failure = response.failure
+        if failure is not None and (failure.code in _ENDINGS or not self._is_certain(item, steps)):
+            self._break(kept, item, _ENDINGS.get(failure.code, InferenceFailed)(failure.message))
+            return
+        kept.counts = steps.counts()
+        # A step that has failed behind a stateful one has changed that, too.
+        counts = np.array([kept.counts[model] for model in self._stateful], "<i8")
+        item.state, item.changes_failing = (from_numpy(_STATE, counts),), True
+        self._outlet.executed([item], [response])
+        self._ready[item.place.sequence] = None
+        self.pump()
+
+    def _is_certain(self, item: PendingStep, steps: "_NumberedSteps") -> bool:
+        """Tells whether it is known which stateful models have got a step that failed.
+
+        If it was begun before, by a worker that has died, it may have come further then.
+        """
+        return steps.are_known and (item.lease.deliveries <= 1 or steps.are_all(self._stateful))
+
+    def _break(self, kept: _Kept, step: PendingStep, error: QinferError) -> None:
+        """Ends a sequence that can't go on."""
+        kept.is_over = True
+        self._outlet.broken(step, error)
+
+    def _look(self) -> None:
+        (self._idle.clear if len(self._runs) else self._idle.set)()
+
+
+class _NumberedSteps:
+    """The way of the steps of one run, of which those of stateful models get flags and numbers.
+
+    Args:
+        steps: Where they go.
+        item: The step of the ensemble's sequence that is run.
+        counts: How many steps each stateful model has got before.
+
+    Attributes:
+        item: The same.
+    """
+
+    def __init__(self, steps: Steps, item: PendingStep, counts: dict[str, int]) -> None:
+        self.item = item
+        self._steps = steps
+        self._counts = counts
+        self._submitted: dict[str, _NumberedStep] = {}
+
+    @property
+    def are_known(self) -> bool:
+        """Whether it is known of each that was submitted whether its model has got it."""
+        return all(step.is_known for step in self._submitted.values())
+
+    def are_all(self, stateful: Sequence[str]) -> bool:
+        """Tells whether all stateful models have got theirs."""
+        return all(model in self._submitted and self._submitted[model].is_taken for model in stateful)
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many steps each stateful model has got by now."""
+        taken = [model for model, step in self._submitted.items() if step.is_taken]
+        return self._counts | {model: self._counts[model] + 1 for model in taken}
+
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
+        """See `Steps`."""
+        if not step.model.is_stateful:
+            return self._steps.submit_step(step, request, sink, timeout_s)
+        model, flags = step.model.name, self.item.request.sequence
+        assert flags is not None, "a step has flags"
+        number = self._counts[model] + 1
+        if number == 1 and not self.item.start:
+            raise start_missing(model, flags.id)
+        request.sequence = Flags(flags.id, start=self.item.start, end=flags.end, step=number)
+        if self.item.start:
+            request.step_key = f"{self.item.request.id}/{model}"
+        numbered = self._submitted[model] = _NumberedStep(sink)
+        try:
+            numbered.submitted = self._steps.submit_step(step, request, numbered, timeout_s)
+        except QinferError:
+            del self._submitted[model]
+            raise
+        return numbered
+
+
+class _NumberedStep:
+    """A step of a stateful model, and the sink of its response."""
+
+    no_stream = ""
+
+    def __init__(self, sink: Sink) -> None:
+        self.submitted: Submitted
+        self._sink = sink
+        self._has_ended = False
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether its model has got it, for certain."""
+        return self.submitted.is_taken
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known if its model has got it."""
+        return self._has_ended or self.is_taken
+
+    def deliver(self, response: Response) -> None:
+        """See `Sink`."""
+        self._has_ended = True
+        self._sink.deliver(response)
+
+    def cancel(self) -> None:
+        """See `Submitted`."""
+        self.submitted.cancel()
+
+    def took(self, nbytes: int) -> None:
+        """See `Submitted`."""
+        self.submitted.took(nbytes)
