@@ -34,6 +34,7 @@ from qinfer_workers.inference.cancels import CancelWatch
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.inference.ensembles.local import LocalSteps
 from qinfer_workers.inference.ensembles.plans import Planner
+from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import Intake
@@ -202,9 +203,9 @@ class Worker:
         )
         if spec.is_stateful:
             self._sequences.serve(model, loaded)
+            self._step_pins.changed()
             return
         serving = self._serving.get(key)
-            self._step_pins.changed()
         if loaded.plan is not None:
             self._serve_ensemble(model, loaded, serving)
             return
@@ -531,13 +532,13 @@ class Worker:
         logger.info("draining", extra={"executing": sum(b.executing for b in self._batchers())})
         try:
             async with asyncio.timeout(self._settings.drain_s) as limit:
+                await self._sequences.drain_ensembles()
                 await asyncio.gather(self._sequences.drain(), self._end_batches())
                 self._heartbeat.missed = partial(_cut_short, limit)
                 for model, version in list(self._serving):
                     await self._end_serving(model, version)
                 await self._publisher.settle()
                 # Otherwise it could beat once more after the last beat.
-                await self._sequences.drain_ensembles()
                 await end(heartbeat)
                 await self._heartbeat.beat()
                 await self._store.retire(self._id)
