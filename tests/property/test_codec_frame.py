@@ -5,7 +5,7 @@ import contextlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.core.messages import Failure, InferRequest, Response, Sequence, Timing
+from qinfer.core.messages import Failure, Holder, InferRequest, Response, Sequence, Timing
 from qinfer.errors import CorruptEntry
 from qinfer.tensors import DATATYPES, Tensor
 from qinfer.wire.frame import decode_request, decode_responses, encode_request, encode_responses
@@ -23,6 +23,7 @@ TENSORS = st.lists(
     max_size=4,
 ).map(tuple)
 SCALARS = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT
+UNITS = st.dictionaries(TEXT, NATURAL, max_size=2)
 REQUESTS = st.builds(
     InferRequest,
     model=TEXT,
@@ -41,6 +42,7 @@ REQUESTS = st.builds(
     generation=NATURAL,
     attempt=NATURAL,
     sequence=st.none() | st.builds(Sequence, NATURAL | TEXT, st.booleans(), st.booleans()),
+    holders=st.lists(st.builds(Holder, TEXT, TEXT, UNITS, NATURAL, NATURAL), max_size=3).map(tuple),
 )
 RESPONSES = st.builds(
     Response,
