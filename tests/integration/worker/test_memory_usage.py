@@ -67,6 +67,6 @@ async def test_the_memory_of_a_model_is_that_of_all_workers(scene: EnsemblesServ
     await scene.worker("w2")
 
     async def is_doubled() -> bool:
-        return (await measured(scene, "twice"))["byte_size"] == 2 * alone
+        return bool((await measured(scene, "twice"))["byte_size"] == 2 * alone)
 
     await eventually(is_doubled, 20.0, "the memory in two workers")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -220,10 +221,10 @@ async def test_writing_does_not_hold_up_the_event_loop(
     began, go = asyncio.Event(), threading.Event()
     save = TraceFile._save_here
 
-    def slow(self: TraceFile, parts: list[dict[str, object]], *, numbered: bool) -> None:
+    def slow(self: TraceFile, traces: Any, *, numbered: bool) -> None:
         loop.call_soon_threadsafe(began.set)
         assert go.wait(20)
-        save(self, parts, numbered=numbered)
+        save(self, traces, numbered=numbered)
 
     monkeypatch.setattr(TraceFile, "_save_here", slow)
     traces.apply(on(log_frequency="1"))
