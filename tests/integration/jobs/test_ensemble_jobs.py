@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from onnx import helper, numpy_helper
@@ -167,6 +168,24 @@ async def test_rows_of_a_decoupled_ensemble_have_all_responses(scene: EnsemblesS
     assert table["_row"].to_pylist() == list(range(ROWS))
     assert table["y"].to_pylist()[:-1] == expected
     assert "step of model 'several': no such row" in table["error_message"][-1].as_py()
+
+
+async def test_outputs_have_the_labels_of_the_step_that_makes_them(scene: EnsemblesServed, tmp_path: Path) -> None:
+    config = scene.repository / "thrice" / "config.pbtxt"
+    config.write_text(config.read_text().replace('name: "y"', 'name: "y" label_filename: "labels.txt"'))
+    (config.parent / "labels.txt").write_text("first\nsecond\n")
+    work = Work(scene, tmp_path, "line")
+    work.spec = msgspec.structs.replace(work.spec, output=msgspec.structs.replace(work.spec.output, top_k={"y": 1}))
+    await scene.sync()
+    await scene.worker()
+    await scene.ready("line")
+
+    await work.submit()
+
+    await outcomes(scene.gateway._delivery, SHARDS)
+    table = read_parts(work.output)
+    assert set(table["y_label"].to_pylist()) == {"first"}
+    assert table["y_score"].to_pylist() == [6.0 * row for row in range(ROWS)]
 
 
 async def test_a_rollout_of_a_step_changes_no_job_that_was_planned(scene: EnsemblesServed, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ the one that is there: so shards and parts are the same ones, however often it i
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import msgspec
 
@@ -29,8 +30,11 @@ from qinfer.jobs.plan import (
 )
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, spec_of
 from qinfer.models.config.config import from_json, to_spec
+from qinfer.models.dependents import kind_of_ensemble, labels_of
 from qinfer.models.installation import refuse_lost
 from qinfer.models.pins import executed, is_executed, joint_hash
+from qinfer.models.spec import ModelSpec
+from qinfer.models.state import StoredModel
 from qinfer.storage.store import Outcome
 from qinfer_workers.jobs.documents import MAX_BYTES, StoreFor, read_plan
 from qinfer_workers.jobs.finalise import leave_partial
@@ -136,7 +140,7 @@ class Planner:
         executes = executed(await services.store.workers(), record.model, record.version)
         if not executes:
             raise ModelNotReady(f"no worker has version {record.version} of model '{record.model}' ready any more")
-        model = to_spec(from_json(stored.config), self._limits, stored.labels)
+        model = await self._spec_of(stored)
         stats = await services.store.stats(record.model, record.version)
         pace = pace_of(services.settings, stats, await services.workers_for(record))
         resolved = msgspec.structs.replace(spec, version=record.version)
@@ -153,6 +157,17 @@ class Planner:
         if spec.overwrite:
             await self._clear(record, readers)
         return await services.in_thread(_written, services.outputs_of(record), record, data)
+
+    async def _spec_of(self, stored: StoredModel) -> ModelSpec:
+        """Reads a model's configuration; that of an ensemble is completed by the models of its steps."""
+        used: dict[str, StoredModel] = {}
+        missing = {use.model for use in stored.uses}
+        while missing:
+            found = await self._services.store.models(missing)
+            used.update(found)
+            missing = {use.model for one in found.values() for use in one.uses} - used.keys()
+        spec = to_spec(from_json(stored.config), self._limits, labels_of(stored, used))
+        return replace(spec, **kind_of_ensemble(stored, used)._asdict()) if spec.steps else spec
 
     async def _clear(self, record: JobRecord, threads: int) -> None:
         """Removes the output of an earlier job.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed, QinferError
 from qinfer.models.config.config import from_json, to_spec
-from qinfer.models.dependents import users_of
+from qinfer.models.dependents import labels_of, users_of
 from qinfer.models.ensemble_graph import Plan, Resolved, plan
 from qinfer.models.pins import Executed, executed_hash
 from qinfer.models.readiness import ModelStatus, Progress, assess, lacking, outcome
@@ -84,12 +84,11 @@ class Planner:
 
         return Planned(plan(spec, resolve), tuple(steps))
 
-    async def again(self, spec: ModelSpec, executes: Sequence[Executed]) -> PlannedAgain:
-        """Plans an ensemble with the versions with which a job was made.
+    async def again(self, executes: Sequence[Executed]) -> PlannedAgain:
+        """Plans an ensemble with the versions with which a job was made; its outputs have the labels of its steps.
 
         Args:
-            spec: The ensemble.
-            executes: What it executed then, and its steps.
+            executes: What it executed then, itself first, and its steps.
 
         Raises:
             NotYet: Workers do not execute the same now, as far as is known.
@@ -111,6 +110,8 @@ class Planner:
                 raise NotYet(f"model '{step.model}' is no step of the ensemble with which the job was planned")
             return Resolved(_spec_of(stored[step.model], self._limits), version)
 
+        own = stored[executes[0].model]
+        spec = to_spec(from_json(own.config), self._limits, labels_of(own, stored))
         return PlannedAgain(plan(spec, resolve), {name: one.generation for name, one in stored.items()})
 
     async def is_current(self, planned: PlannedAgain) -> bool:

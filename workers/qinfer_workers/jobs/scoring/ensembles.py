@@ -127,12 +127,13 @@ class EnsembleExecutor:
 
     Attributes:
         count: How many batches run at once.
+        spec: The ensemble's configuration, with what its steps make of it.
     """
 
     count = AT_ONCE
 
     def __init__(self, model: LoadedModel, planned: PlannedAgain, parts: EnsembleParts, clock: ServerClock) -> None:
-        self._spec = model.spec
+        self.spec = planned.plan.spec
         self._planned = planned
         self._planner = parts.planner
         self._steps = BulkSteps(parts.caller)
@@ -152,7 +153,7 @@ class EnsembleExecutor:
             except RuntimeError:
                 return  # the loop is closed: the process is ending
 
-        threading.Thread(target=use, name=f"bulk-{self._spec.name}", daemon=True).start()
+        threading.Thread(target=use, name=f"bulk-{self.spec.name}", daemon=True).start()
 
     def stop(self) -> None:
         """Ends the batches that are under way; none begins any more."""
@@ -168,7 +169,7 @@ class EnsembleExecutor:
 
     async def stream(self, batch: Batch, ctx: Context) -> None:
         """Runs each row of a batch of a decoupled ensemble; on the event loop."""
-        is_batched = self._spec.max_batch_size > 0
+        is_batched = self.spec.max_batch_size > 0
 
         async def row(number: int) -> None:
             inputs = {name: array[number : number + 1] if is_batched else array for name, array in batch.inputs.items()}
@@ -215,7 +216,7 @@ class EnsembleExecutor:
 
     def _item(self, request: InferRequest, rows: int, arrays: Mapping[str, Array]) -> Pending:
         now_s = self._clock.now_s()
-        datatypes = {tensor.name: tensor.datatype for tensor in self._spec.inputs}
+        datatypes = {tensor.name: tensor.datatype for tensor in self.spec.inputs}
         asked = InferRequest(
             model=request.model,
             version=request.version,
@@ -228,7 +229,7 @@ class EnsembleExecutor:
             rows=rows,
             key=None,
             enqueued_s=now_s,
-            deadline_s=now_s + self._spec.max_timeout_s,
+            deadline_s=now_s + self.spec.max_timeout_s,
             lease=self._lease,
             request=asked,
         )

@@ -10,6 +10,7 @@ import ctypes
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -252,6 +253,7 @@ async def make_run(
     model, model_hash, ensemble = served.batcher.model, served.loaded.hash_like(head.model_hash), None
     if model.spec.steps:
         ensemble, model_hash = await _ensemble_of(served, model, head), head.model_hash
+        model = replace(model, spec=ensemble.spec)
     # An earlier qinfer's job fails in the end, for nothing tells whether its content will be back.
     is_patient = is_executed(head.model_hash) or served.clock.now_s() < record.started_at + MODEL_LOADS_WITHIN_S
     if head.model_hash != model_hash and is_patient:
@@ -295,7 +297,7 @@ async def _ensemble_of(served: Served, model: LoadedModel, head: PlanHead) -> En
     assert served.ensembles is not None
     try:
         await served.ensembles.caller.follow()
-        planned = await served.ensembles.planner.again(model.spec, head.executes)
+        planned = await served.ensembles.planner.again(head.executes)
     except QinferError as error:
         raise PutOff(error.message) from error
     return EnsembleExecutor(model, planned, served.ensembles, served.clock)
