@@ -150,6 +150,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         speeds: Model → version → requests a second that it can execute; left out where nothing was measured.
         places: Globs of the models that it loads.
         busy: Model → version → requests that its instances execute now; left out where there are none.
+        direct: Model → version → requests in its batchers that came past the lanes, from ensembles and models here;
+            left out where there are none.
         load_s: Model → version → seconds that its last load took.
         host: The name of its machine or container.
         draining: It was asked to stop, and finishes the requests that it has taken.
@@ -172,6 +174,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     speeds: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
     places: tuple[str, ...] = ("*",)
     busy: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)
+    direct: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)
     load_s: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
     host: str = ""
     draining: bool = False

@@ -78,6 +78,7 @@ class Snapshot:
         ready: (model, version) → whether it can be asked.
         workers: Worker id → its load.
         executing: (model, version) → requests that instances execute, of all workers, at their last heartbeats.
+        direct: (model, version) → requests in batchers that are in no lane, in the same way.
         load_s: (model, version) → seconds that its last load took, in the worker where it took longest.
         letters: (model, version) → dead letters; version 0 = it is not known yet.
         sequences: Model → its sequences, by `open`, `waiting`, `handed_over` and `lost`; of stateful models.
@@ -100,6 +101,7 @@ class Snapshot:
     ready: Mapping[_Key, bool] = field(default_factory=dict)
     workers: Mapping[str, WorkerLoad] = field(default_factory=dict)
     executing: Mapping[_Key, int] = field(default_factory=dict)
+    direct: Mapping[_Key, int] = field(default_factory=dict)
     load_s: Mapping[_Key, float] = field(default_factory=dict)
     letters: Mapping[_Key, int] = field(default_factory=dict)
     sequences: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -148,7 +150,9 @@ class Snapshot:
         for (model, version, _), depth in self.depth.items():
             waiting[model, version] = waiting.get((model, version), 0) + depth
         # Depth is of now, and what executes of up to a heartbeat ago.
-        pending = {key: max(depth - self.executing.get(key, 0), 0) for key, depth in waiting.items()}
+        pending = {
+            key: max(depth + self.direct.get(key, 0) - self.executing.get(key, 0), 0) for key, depth in waiting.items()
+        }
         yield from triton_metrics.families(self.stats, pending, self.load_s, wanted)
         yield from triton_metrics.of_gpus(gpu for load in self.workers.values() for gpu in load.gpus)
 

@@ -121,7 +121,11 @@ async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, 
     ready, records = catalog.readiness(), catalog.workers()
     jobs = Jobs(delivery)
     known = Snapshot(
-        ready=ready, workers=_loads(records), executing=_executing(records), load_s=_load_times(records, ready)
+        ready=ready,
+        workers=_loads(records),
+        executing=_added([record.busy for record in records]),
+        direct=_added([record.direct for record in records]),
+        load_s=_load_times(records, ready),
     )
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
@@ -190,14 +194,14 @@ def _loads(records: Iterable[WorkerRecord]) -> dict[str, WorkerLoad]:
     }
 
 
-def _executing(records: Iterable[WorkerRecord]) -> Counter[tuple[str, int]]:
-    """Adds up the executing requests of all workers."""
-    executing: Counter[tuple[str, int]] = Counter()
-    for record in records:
-        for model, versions in record.busy.items():
+def _added(counts: Iterable[Mapping[str, Mapping[int, int]]]) -> Counter[tuple[str, int]]:
+    """Adds up the requests of each model version that the workers report."""
+    total: Counter[tuple[str, int]] = Counter()
+    for of_worker in counts:
+        for model, versions in of_worker.items():
             for version, count in versions.items():
-                executing[model, version] += count
-    return executing
+                total[model, version] += count
+    return total
 
 
 def _load_times(records: Iterable[WorkerRecord], shown: Container[tuple[str, int]]) -> dict[tuple[str, int], float]:

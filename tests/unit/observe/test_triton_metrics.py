@@ -140,13 +140,15 @@ def test_codes_of_a_newer_qinfer_are_other() -> None:
 
 
 def test_pending_is_what_waits_and_does_not_execute() -> None:
-    """In all lanes; never below zero, though what executes is known of a moment ago only."""
-    depth = {("m", 1, "p1"): 4, ("m", 1, "p2"): 3, ("n", 2, "p1"): 1, ("idle", 1, "p1"): 0}
+    """In all lanes, and past them; never below zero, though what executes is known of a moment ago only."""
+    depth = {("m", 1, "p1"): 4, ("m", 1, "p2"): 3, ("n", 2, "p1"): 1, ("idle", 1, "p1"): 0, ("step", 1, "p1"): 1}
+    direct = {("step", 1): 6}
 
-    assert lines(Snapshot(depth=depth, executing={("m", 1): 2, ("n", 2): 5})) == [
+    assert lines(Snapshot(depth=depth, executing={("m", 1): 2, ("n", 2): 5, ("step", 1): 3}, direct=direct)) == [
         'nv_inference_pending_request_count{model="m",version="1"} 5',
         'nv_inference_pending_request_count{model="n",version="2"} 0',
         'nv_inference_pending_request_count{model="idle",version="1"} 0',
+        'nv_inference_pending_request_count{model="step",version="1"} 4',
     ]
 
 

@@ -55,6 +55,7 @@ class Heartbeat:
         leases: Counts how many were renewed and lost, for the record.
         tallies: Counts that are added to the statistics besides those of batchers.
         load_times: Returns how many seconds the models' last loads took, for the record.
+        direct: Returns how many requests are in batchers that came past the lanes, for the record.
         missed: Called after each beat that could not be written, with the seconds since the first of them.
     """
 
@@ -79,6 +80,7 @@ class Heartbeat:
         self.tallies: Sequence[ModelCounts] = ()
         self._usage: ResourceUsage | None = None
         self.load_times: _LoadTimes = dict
+        self.direct: Callable[[], dict[Key, int]] = dict
         self.missed: Callable[[float], None] = lambda _: None
         self._draining = False
         self._changed = asyncio.Event()
@@ -151,6 +153,7 @@ class Heartbeat:
             frame_versions=(FRAME_VERSION,),
             speeds=by_model({_key(one): round(rps, 3) for one in batchers if (rps := one.speed_rps())}),
             busy=_busy(batchers),
+            direct=by_model(self.direct()),
             load_s=self.load_times(),
             host=socket.gethostname(),
             draining=self._draining,

@@ -122,6 +122,7 @@ class Worker:
             self._caller = self._open_caller(tasks)
             self._local = LocalSteps(self._publisher, self._queue.clock, self._plain_batcher, self._step_called)
             self._caller.go_short(self._local)
+            self._heartbeat.direct = self._local.counts
             self._caller.limiter = self._limiter
             self._streams = self._open_streams()
             parts = Parts(self._queue, self._keeper, self._publisher, tasks, self._store, self._settings, self._id)

@@ -105,6 +105,16 @@ async def test_a_load_is_timed(database: Database) -> None:
     assert setup.store.puts[-1] == Speed(100.0, 7.5)
 
 
+async def test_requests_past_the_lanes_are_in_the_record(database: Database) -> None:
+    setup = Setup(database, Scene(Bench()))
+    setup.heartbeat.direct = lambda: {("stub", 1): 3}
+
+    await setup.heartbeat.beat()
+
+    (record,) = await setup.store.workers()
+    assert record.direct == {"stub": {1: 3}}
+
+
 async def test_what_waits_for_an_instance_is_not_executing(database: Database) -> None:
     """One batch is placed ahead of the only instance: it is pending still."""
     setup = Setup(database, scene := Scene(Bench(), known_s=0.01))

@@ -101,6 +101,7 @@ async def test_steps_of_one_turn_are_admitted_together(local: LocalSteps, fakes:
     await turn()
 
     assert fakes.admitted == [["a", "b"]]
+    assert local.counts() == {(SPEC.name, 1): 2}
     assert [item.deadline_s for item in fakes.items] == [105.0, 105.0]
 
 

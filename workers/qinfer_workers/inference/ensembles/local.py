@@ -9,6 +9,7 @@ all steps by their lanes.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from qinfer.batching import execution
@@ -97,6 +98,11 @@ class LocalSteps:
     def serves(self, model: str, version: int) -> bool:
         """Tells whether a model version has a batcher here that takes requests past the lane."""
         return self._batcher_of(model, version) is not None
+
+    def counts(self) -> dict[tuple[str, int], int]:
+        """Returns how many are in the batchers of each model version, waiting or executing."""
+        lanes = [item.lease.entry.lane for item in self._items.values()]
+        return dict(Counter((lane.model, lane.version) for lane in lanes))
 
     def leave(self, waiting: Pending) -> None:
         """Forgets a step that nobody waits for any more, if it is here."""
