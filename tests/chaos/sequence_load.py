@@ -115,8 +115,10 @@ class SequenceClients:
                 await asyncio.sleep(_PAUSE_S)
 
 
-def judge(sequences: Items[Told], *, handed_over: int, kills: int) -> Verdict:
-    """Counts, and says what is wrong: no answer may be, and only a state in memory may be lost."""
+def judge(
+    sequences: Items[Told], *, handed_over: int, kills: int, models: Items[str] = (IMPLICIT, EXPLICIT)
+) -> Verdict:
+    """Counts, and says what is wrong: no answer may be, only a state in memory may be lost, some of each model end."""
     counts: Counter[str] = Counter()
     problems: list[str] = []
     for told in sequences:
@@ -133,9 +135,7 @@ def judge(sequences: Items[Told], *, handed_over: int, kills: int) -> Verdict:
             problems.append(
                 f"{told.model}: {told.answers} of {sums}; step {step} of {len(told.numbers)}: {told.trouble}"
             )
-    problems += [
-        f"no sequence of {model} is complete" for model in (IMPLICIT, EXPLICIT) if not counts[f"complete-{model}"]
-    ]
+    problems += [f"no sequence of {model} is complete" for model in models if not counts[f"complete-{model}"]]
     words = ("sequences", "steps", "restarted", "lost", "wrong")
     line = " ".join(f"{word}={counts[word]}" for word in words)
     return Verdict(f"{line} resumed={handed_over} kills={kills}", problems[:_SHOWN])

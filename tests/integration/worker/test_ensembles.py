@@ -80,6 +80,33 @@ async def counted(scene: EnsemblesServed, model: str) -> bool:
     return bool((await scene.statistics(model))["inference_stats"]["success"]["count"])
 
 
+async def test_steps_that_reshape_and_variable_dimensions(scene: EnsemblesServed) -> None:
+    """A step's model has its own view of a tensor; what is variable is as long as the request's."""
+    matrix = [("x", "FP32", (2, 2))], [("y", "FP32", (2, 2))]
+    models.write(scene.repository, "turn", [helper.make_node("Transpose", ["x"], ["y"], perm=[0, 2, 1])], *matrix)
+    config = scene.repository / "turn" / "config.pbtxt"
+    config.write_text(config.read_text().replace("dims: [ 2, 2 ]", "dims: [ 4 ] reshape { shape: [ 2, 2 ] }"))
+    scale(scene.repository, "any", 2.0, width=-1)
+    steps = ("any", {"x": "x"}, {"y": "t"}), ("turn", {"x": "t"}, {"y": "u"}), ("any", {"x": "u"}, {"y": "y"})
+    ensemble(scene.repository, "turned", *steps, width=4)
+    ensemble(scene.repository, "long", ("any", {"x": "x"}, {"y": "t"}), ("any", {"x": "t"}, {"y": "y"}), width=-1)
+    await scene.sync()
+    await scene.worker()
+    await scene.ready("turned", "long")
+
+    replies = [
+        await scene.client.post(f"/v2/models/{model}/infer", json=row([1, 2, 3, 4])) for model in ("turned", "long")
+    ]
+    longer = await scene.client.post("/v2/models/long/infer", json=row([1] * 7))
+
+    assert [reply.json()["outputs"][0]["data"] for reply in replies] == [[4, 12, 8, 16], [4, 8, 12, 16]]
+    assert longer.json()["outputs"][0]["shape"] == [1, 7]
+
+
+def row(numbers: list[float]) -> dict[str, object]:
+    return {"inputs": [{"name": "x", "shape": [1, len(numbers)], "datatype": "FP32", "data": numbers}]}
+
+
 async def test_a_failure_names_the_step(scene: EnsemblesServed) -> None:
     """The code is the step's, the text tells where, and the ensemble counts a failure: OTHER, as Triton does."""
     nodes = [helper.make_node("Reshape", ["x", "shape"], ["y"])]

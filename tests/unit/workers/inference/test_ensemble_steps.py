@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,7 +12,7 @@ from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.messages import Sequence as Flags
-from qinfer.errors import BrokerUnavailable, DeadlineExceeded, InferenceFailed, QinferError, QueueFull, SequenceLost
+from qinfer.errors import DeadlineExceeded, InferenceFailed, QinferError, QueueFull, SequenceLost
 from qinfer.models.ensemble_graph import PlanStep, Resolved, plan
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.models.spec import EnsembleStep, ModelSpec
@@ -41,6 +42,7 @@ class Open:
         self._sink = sink
         self.is_taken = step.model.is_stateful
         self.is_cancelled = False
+        self.is_executed = True
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -50,7 +52,8 @@ class Open:
 
     def answer(self, error: QinferError | None = None) -> None:
         failure = None if error is None else Failure.of(error)
-        self._sink.deliver(Response(request_id="s", outputs=() if failure else (OUTPUT,), failure=failure))
+        response = Response(request_id="s", outputs=() if failure else (OUTPUT,), failure=failure)
+        self._sink.deliver(msgspec.structs.replace(response, model=self.model if self.is_executed else ""))
 
 
 class Way:
@@ -103,6 +106,7 @@ class Scene:
         request = InferRequest(
             model="e",
             id=f"r{number}",
+            reply_to="reply:g",
             inputs=(from_numpy("x", np.zeros((1, 2), "<f4")),),
             sequence=Flags(5, start=number == 1, end=end),
         )
@@ -129,11 +133,11 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Scene:
+async def scene() -> Scene:
     return Scene("before", "state", "behind")
 
 
-def test_stateful_models_get_flags_and_numbers(scene: Scene) -> None:
+async def test_stateful_models_get_flags_and_numbers(scene: Scene) -> None:
     for number in (1, 2):
         scene.send(number, end=number == 2)
         for _ in range(3):
@@ -146,7 +150,7 @@ def test_stateful_models_get_flags_and_numbers(scene: Scene) -> None:
     assert scene.counts() == [2]
 
 
-def test_one_step_of_a_sequence_at_a_time(scene: Scene) -> None:
+async def test_one_step_of_a_sequence_at_a_time(scene: Scene) -> None:
     scene.send(1)
     scene.send(2)
     assert (len(scene.opened), scene.steps.waiting, scene.steps.executing) == (1, 1, 1)
@@ -158,7 +162,7 @@ def test_one_step_of_a_sequence_at_a_time(scene: Scene) -> None:
     assert (scene.steps.waiting, scene.steps.executing) == (0, 1)
 
 
-def test_a_failure_behind_a_stateful_model_has_changed_it(scene: Scene) -> None:
+async def test_a_failure_behind_a_stateful_model_has_changed_it(scene: Scene) -> None:
     step = scene.send(1)
     for error in (None, None, InferenceFailed("no")):
         scene.opened[-1].answer(error)
@@ -167,7 +171,7 @@ def test_a_failure_behind_a_stateful_model_has_changed_it(scene: Scene) -> None:
     assert (scene.counts(), step.changes_failing) == ([1], True)
 
 
-def test_a_failure_before_a_stateful_model_has_not(scene: Scene) -> None:
+async def test_a_failure_before_a_stateful_model_has_not(scene: Scene) -> None:
     scene.send(1)
     scene.opened[-1].answer(InferenceFailed("no"))
     assert scene.counts() == [0]
@@ -178,7 +182,7 @@ def test_a_failure_before_a_stateful_model_has_not(scene: Scene) -> None:
     assert "must specify the START flag" in str(scene.done[-1][1].failure)
 
 
-def test_whoever_takes_over_goes_on_with_the_numbers(scene: Scene) -> None:
+async def test_whoever_takes_over_goes_on_with_the_numbers(scene: Scene) -> None:
     state = (from_numpy("steps", np.array([7], "<i8")),)
     scene.steps.drop(ID)
     scene.steps.adopt(ID, 9, state)
@@ -189,17 +193,31 @@ def test_whoever_takes_over_goes_on_with_the_numbers(scene: Scene) -> None:
     assert scene.opened[-1].request.sequence == Flags(5, step=8)
 
 
-def test_a_refused_step_has_no_number(scene: Scene) -> None:
+async def test_a_refused_step_has_no_number(scene: Scene) -> None:
     scene.send(1)
     scene.opened[-1].answer()
-    scene.opened[-1].is_taken = False
+    scene.opened[-1].is_taken = scene.opened[-1].is_executed = False
     scene.opened[-1].answer(QueueFull("full"))
 
     assert (scene.counts(), scene.ended) == ([0], [])
 
 
-@pytest.mark.parametrize("error", [SequenceLost("gone"), DeadlineExceeded("late"), BrokerUnavailable("away")])
-def test_failures_that_end_a_sequence(scene: Scene, error: QinferError) -> None:
+@pytest.mark.parametrize("error", [None, InferenceFailed("no")])
+async def test_an_answer_that_comes_before_the_word_that_a_step_was_taken(
+    scene: Scene, error: QinferError | None
+) -> None:
+    scene.send(1)
+    scene.opened[-1].answer()
+    scene.opened[-1].is_taken = False
+    scene.opened[-1].answer(error)
+    if error is None:
+        scene.opened[-1].answer()
+
+    assert (scene.counts(), scene.ended) == ([1], [])
+
+
+@pytest.mark.parametrize("error", [SequenceLost("gone"), DeadlineExceeded("late")])
+async def test_failures_that_end_a_sequence(scene: Scene, error: QinferError) -> None:
     """No further step is run; the error is of the kind that the step had."""
     scene.send(1)
     scene.send(2)
@@ -211,7 +229,7 @@ def test_failures_that_end_a_sequence(scene: Scene, error: QinferError) -> None:
     assert (scene.done, len(scene.opened)) == ([], 2)
 
 
-def test_a_failure_of_a_step_that_may_have_come_further_before(scene: Scene) -> None:
+async def test_a_failure_of_a_step_that_may_have_come_further_before(scene: Scene) -> None:
     """Its worker has died, and nobody knows whether the stateful model has got it."""
     scene.send(1, deliveries=2)
     assert not scene.opened[-1].is_near
@@ -221,7 +239,7 @@ def test_a_failure_of_a_step_that_may_have_come_further_before(scene: Scene) -> 
     assert [type(error) for _, error in scene.ended] == [InferenceFailed]
 
 
-def test_a_step_that_is_too_late(scene: Scene) -> None:
+async def test_a_step_that_is_too_late(scene: Scene) -> None:
     scene.send(1, deadline_s=0.0)
 
     assert [type(error) for _, error in scene.ended] == [DeadlineExceeded]
@@ -241,7 +259,7 @@ async def test_what_is_dropped_is_not_answered(scene: Scene) -> None:
     assert (scene.steps.waiting, scene.steps.executing, scene.done) == (0, 0, [])
 
 
-def test_a_pause_begins_nothing(scene: Scene) -> None:
+async def test_a_pause_begins_nothing(scene: Scene) -> None:
     scene.steps.hold()
     scene.send(1)
     assert scene.opened == []

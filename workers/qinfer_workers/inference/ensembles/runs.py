@@ -17,6 +17,7 @@ from qinfer.errors import OutputMismatch, QinferError
 from qinfer.models.ensemble_graph import Plan
 from qinfer.observe.responses import end_of
 from qinfer.observe.stats import ModelCounts, StatsTally
+from qinfer_workers.inference.ensembles.insistent import InsistentSteps
 from qinfer_workers.inference.ensembles.run import Outcome, Run, Spent, Steps
 from qinfer_workers.inference.ensembles.streams import StreamedResponses
 from qinfer_workers.inference.ensembles.traces import RunTrace
@@ -89,7 +90,7 @@ class RunParts(NamedTuple):
 
         What may have ended a worker is not to do so unseen, under the lease of the ensemble's entry.
         """
-        return self.far if item.alone else self.near
+        return InsistentSteps(self.far if item.alone else self.near, is_stored=not item.request.reply_to)
 
 
 class Runs:

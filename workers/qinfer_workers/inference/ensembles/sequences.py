@@ -293,12 +293,12 @@ class _NumberedStep:
     def __init__(self, sink: Sink) -> None:
         self.submitted: Submitted
         self._sink = sink
-        self._has_ended = False
+        self._has_ended = self._is_answered = False
 
     @property
     def is_taken(self) -> bool:
         """Whether its model has got it, for certain."""
-        return self.submitted.is_taken
+        return self._is_answered or self.submitted.is_taken
 
     @property
     def is_known(self) -> bool:
@@ -308,6 +308,8 @@ class _NumberedStep:
     def deliver(self, response: Response) -> None:
         """See `Sink`."""
         self._has_ended = True
+        # An answer may come before the word that the step was taken; only those of workers name the model.
+        self._is_answered = response.failure is None or bool(response.model)
         self._sink.deliver(response)
 
     def cancel(self) -> None:

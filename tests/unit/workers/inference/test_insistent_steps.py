@@ -1,0 +1,162 @@
+"""Steps that are submitted again while Redis is away."""
+
+import pytest
+
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.errors import BrokerUnavailable, DeadlineInfeasible, InferenceFailed, QueueFull
+from qinfer.models.ensemble_graph import PlanStep
+from qinfer.submission.pending import Sink
+from qinfer.testing import eventually, stub_spec
+from qinfer_workers.inference.ensembles.insistent import InsistentSteps
+
+STEP = PlanStep(model=stub_spec(), version=1, inputs=(), outputs={})
+AWAY = Failure.of(BrokerUnavailable("away"))
+
+
+class Way:
+    """A way of steps to the test, which is away as often as it says."""
+
+    def __init__(self, *, refusals: int = 0) -> None:
+        self.refusals = refusals
+        self.requests: list[InferRequest] = []
+        self.sink: Sink
+        self.is_taken = False
+        self.cancelled = 0
+
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> "Way":
+        assert timeout_s > 0
+        if self.refusals:
+            self.refusals -= 1
+            raise BrokerUnavailable("away")
+        request.generation, request.timeout_s, self.sink = 7, timeout_s, sink
+        self.requests.append(request)
+        return self
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    def took(self, nbytes: int) -> None:
+        raise AssertionError("nothing comes", nbytes)
+
+    def fails(self, failure: Failure = AWAY) -> None:
+        self.sink.deliver(Response(request_id="s", failure=failure))
+
+
+class Taker:
+    """The sink of a step."""
+
+    no_stream = ""
+
+    def __init__(self) -> None:
+        self.came: list[Response] = []
+
+    def deliver(self, response: Response) -> None:
+        self.came.append(response)
+
+
+def request() -> InferRequest:
+    return InferRequest(model="stub", inputs=(), timeout_s=2.5)
+
+
+async def test_a_step_is_submitted_again() -> None:
+    """As it was: what the submission has written to it is not."""
+    way, taker = Way(), Taker()
+    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+    asked: list[float] = []
+
+    for count in (2, 3):
+        way.fails()
+        await eventually(lambda: len(way.requests) == count, description="another try")  # noqa: B023 - called at once
+        asked.append(way.requests[-1].timeout_s)
+    way.sink.deliver(Response(request_id="s"))
+
+    assert [response.failure for response in taker.came] == [None]
+    assert all(50 < timeout_s < 60 for timeout_s in asked)
+
+
+async def test_a_step_that_can_not_be_submitted_at_first() -> None:
+    way, taker = Way(refusals=2), Taker()
+
+    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+
+    await eventually(lambda: bool(way.requests), description="it is submitted")
+    assert taker.came == []
+
+
+async def test_other_failures_are_answers() -> None:
+    way, taker = Way(), Taker()
+    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+
+    way.fails(Failure.of(QueueFull("full")))
+
+    assert [response.failure for response in taker.came] == [Failure.of(QueueFull("full"))]
+
+
+async def test_a_stream_that_has_begun_is_not_submitted_again() -> None:
+    way, taker = Way(), Taker()
+    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+    way.sink.deliver(Response(request_id="s", final=False))
+
+    way.fails()
+
+    assert [response.final for response in taker.came] == [False, True]
+
+
+async def test_no_time_is_left() -> None:
+    """Then the failure is the answer, or the refusal of the first try."""
+    way, taker = Way(), Taker()
+    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 0.01)
+    way.fails()
+
+    with pytest.raises(BrokerUnavailable):
+        InsistentSteps(Way(refusals=1), is_stored=False).submit_step(STEP, request(), taker, 0.01)
+
+    assert [response.failure for response in taker.came] == [AWAY]
+
+
+async def test_what_is_cancelled_is_not_submitted_again() -> None:
+    way, taker = Way(), Taker()
+    submitted = InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+    way.fails()
+
+    submitted.cancel()
+    other = Taker()
+    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), other, 60.0)
+    way.fails()
+
+    await eventually(lambda: len(way.requests) == 3, description="the other one, which failed later, is tried again")
+    assert taker.came == []
+
+
+async def test_a_step_of_a_sequence_that_was_taken_stays_so() -> None:
+    """Though nothing is known of the next try yet."""
+    way, taker = Way(), Taker()
+    submitted = InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+    way.is_taken = True
+    way.fails()
+
+    assert submitted.is_taken
+
+
+async def test_a_failure_of_a_later_try() -> None:
+    way, taker = Way(), Taker()
+    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+    way.fails()
+    await eventually(lambda: len(way.requests) == 2, description="another try")
+
+    way.fails(Failure.of(InferenceFailed("no")))
+
+    assert [response.failure for response in taker.came] == [Failure.of(InferenceFailed("no"))]
+
+
+async def test_asynchronous_requests_wait_for_models_with_too_much_to_do() -> None:
+    """As long as their deadline allows; then they expire, and do not fail."""
+    way, taker = Way(), Taker()
+    InsistentSteps(way, is_stored=True).submit_step(STEP, request(), taker, 60.0)
+    way.fails(Failure.of(QueueFull("full")))
+    await eventually(lambda: len(way.requests) == 2, description="another try")
+    InsistentSteps(way, is_stored=True).submit_step(STEP, request(), taker, 0.01)
+
+    way.fails(Failure.of(DeadlineInfeasible("too much", 1.0)))
+
+    assert [response.failure and response.failure.code for response in taker.came] == ["deadline_exceeded"]

@@ -1,0 +1,132 @@
+"""Steps that are submitted again while Redis is away: a request that a worker holds does not fail by that.
+
+    submit_step ─▶ submitted ─▶ (the broker is away) ─▶ a pause ─▶ submitted again … until the deadline
+
+So are those of asynchronous requests, which nobody sends again, while a model has too much to do: they expire instead.
+What was submitted before may be executed all the same, and its answer is dropped; a step of a sequence has a number,
+and is executed once.
+"""
+
+import asyncio
+
+import msgspec
+
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.retry import pause_s
+from qinfer.errors import TIMED_OUT, DeadlineExceeded, ErrorCode, QinferError
+from qinfer.models.ensemble_graph import PlanStep
+from qinfer.submission.pending import Sink
+from qinfer_workers.inference.ensembles.run import Steps, Submitted
+
+_FIRST_S, _LAST_S = 0.05, 1.0
+_AWAY = frozenset({ErrorCode.BROKER_UNAVAILABLE.value})
+_OVERLOADED = frozenset({ErrorCode.QUEUE_FULL.value, ErrorCode.DEADLINE_INFEASIBLE.value})
+_OF_STORED = _AWAY | _OVERLOADED
+
+
+class InsistentSteps:
+    """See the module docstring: a way of steps over another one.
+
+    Args:
+        steps: That one.
+        is_stored: The request is an asynchronous one.
+    """
+
+    def __init__(self, steps: Steps, *, is_stored: bool) -> None:
+        self.steps = steps
+        self.failures = _OF_STORED if is_stored else _AWAY
+        self.loop = asyncio.get_running_loop()
+
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
+        """See `Steps`."""
+        insisted = _Insisted(self, step, request, sink)
+        insisted.begin(timeout_s)
+        return insisted
+
+
+class _Insisted:
+    """A step that is submitted, maybe again, and the sink of its responses."""
+
+    __slots__ = (
+        "_failures", "_has_responded", "_queue_timeout_s", "_request", "_sink", "_step", "_submitted", "_timer",
+        "_until_s", "_was_taken", "_way",
+    )  # fmt: skip
+    no_stream = ""
+
+    def __init__(self, way: InsistentSteps, step: PlanStep, request: InferRequest, sink: Sink) -> None:
+        self._way = way
+        self._step = step
+        self._request = request
+        self._sink = sink
+        self._queue_timeout_s = request.timeout_s
+        self._until_s = 0.0
+        self._failures = 0
+        self._submitted: Submitted | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._was_taken = self._has_responded = False
+
+    @property
+    def is_taken(self) -> bool:
+        """See `Submitted`."""
+        return self._was_taken or (self._submitted is not None and self._submitted.is_taken)
+
+    def begin(self, timeout_s: float) -> None:
+        """Submits it for the first time."""
+        self._until_s = self._way.loop.time() + timeout_s
+        try:
+            self._submitted = self._way.steps.submit_step(self._step, self._request, self, timeout_s)
+        except QinferError as error:
+            if not self._waits(error.code):
+                raise (DeadlineExceeded(TIMED_OUT) if self._expires(error.code) else error) from None
+
+    def deliver(self, response: Response) -> None:
+        """See `Sink`."""
+        failure = response.failure
+        if failure is not None and not self._has_responded:
+            self._was_taken = self.is_taken
+            if self._waits(failure.code):
+                return
+            if self._expires(failure.code):
+                response = msgspec.structs.replace(response, failure=Failure.of(DeadlineExceeded(TIMED_OUT)))
+        self._has_responded = True
+        self._sink.deliver(response)
+
+    def cancel(self) -> None:
+        """See `Submitted`."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._submitted is not None:
+            self._submitted.cancel()
+
+    def took(self, nbytes: int) -> None:
+        """See `Submitted`."""
+        if self._submitted is not None:
+            self._submitted.took(nbytes)
+
+    def _expires(self, code: str) -> bool:
+        """Tells whether a last failure only means that there was no time to wait longer."""
+        return code in _OVERLOADED and code in self._way.failures
+
+    def _waits(self, code: str) -> bool:
+        """Has it submitted again after a pause, if that may help and there is time for it."""
+        if code not in self._way.failures:
+            return False
+        self._failures += 1
+        wait_s = pause_s(self._failures, _FIRST_S, _LAST_S)
+        if self._way.loop.time() + wait_s >= self._until_s:
+            return False
+        self._submitted = None
+        self._timer = self._way.loop.call_later(wait_s, self._again)
+        return True
+
+    def _again(self) -> None:
+        self._timer = None
+        # The submission has written to it.
+        request = msgspec.structs.replace(
+            self._request, generation=0, attempt=0, timeout_s=self._queue_timeout_s, payload=False
+        )
+        try:
+            left_s = self._until_s - self._way.loop.time()
+            self._submitted = self._way.steps.submit_step(self._step, request, self, left_s)
+        except QinferError as error:
+            self.deliver(Response(request_id="", failure=Failure.of(error)))
