@@ -129,7 +129,7 @@ class LoadedModel:
     """A model version at one generation, loaded into instances; its calls to other models go through `caller`.
 
     One that is decoupled has `streams`, through which its responses leave. `initial_states` are those that an iterated
-    request begins from.
+    request begins from. `begun` is told the requests that an instance has taken, if so many may wait only.
     """
 
     spec: ModelSpec
@@ -140,6 +140,7 @@ class LoadedModel:
     observer: Observer | None = None
     streams: Streams | None = None
     initial_states: tuple[Tensor, ...] = ()
+    begun: Callable[[Sequence[Pending]], None] | None = None
 
 
 class Outlet(Protocol):
@@ -200,6 +201,7 @@ class Batcher:
         self._done = partial(self._ended, self._responder)
         self._latency = latency or LatencyModel()
         self.expected_ends: dict[Execution, float] = {}
+        self._ahead: Sequence[Pending] = ()  # the requests placed ahead, where they are told of when they begin
         self._pump()
 
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[Pending]:
@@ -468,6 +470,11 @@ class Batcher:
         if self._idle_count() <= 0:
             begins_s = min(self.expected_ends.values())
             self._ahead_until_s = min([item.ends_s for item in items])
+        if self.model.begun is not None:
+            if self._idle_count() > 0:
+                self.model.begun(items)
+            else:
+                self._ahead = items
         expected_s = self._latency.estimate_s(sum(rows))
         self.expected_ends[execution] = max(begins_s, now_s) + expected_s
         self.executing += len(items)
@@ -512,6 +519,9 @@ class Batcher:
         if is_current:
             # What was placed ahead begins now.
             self._ahead_until_s = NEVER_S
+            if self._ahead and self.model.begun is not None:
+                self.model.begun(self._ahead)
+                self._ahead = ()
         if again:
             self.tally.retried(len(again))
             if is_current and not self.paused:
@@ -550,6 +560,7 @@ class Batcher:
     def _recall(self) -> None:
         """Takes back what waits for an instance."""
         self._ahead_until_s = NEVER_S
+        self._ahead = ()
         for execution in reversed(self.model.executor.recall()):
             self.expected_ends.pop(execution, None)
             self.executing -= len(execution.items)

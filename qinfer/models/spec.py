@@ -93,6 +93,11 @@ class BatchingSpec:
         return self.policies.get(level, self.default_policy)
 
     @property
+    def is_bounded(self) -> bool:
+        """True where so many requests may wait as a queue policy says."""
+        return any(policy.max_queue_size for policy in (self.default_policy, *self.policies.values()))
+
+    @property
     def may_prefetch(self) -> bool:
         """True where requests wait by no policy, so that only deadlines end a wait (reference §3.3 step 3)."""
         return not self.priority_levels and self.default_policy == QueuePolicy()

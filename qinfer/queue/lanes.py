@@ -17,7 +17,8 @@ The promises, each a test in `tests/contract/`:
 6. So `depth` is always waiting + in flight.
 7. `publish` to a reply stream that no longer exists does not create it, and says so.
 8. `listen` delivers what was published while the connection was down; consumers drop what they saw before.
-9. `submit` with a limit enqueues nothing beyond it: so many entries wait in a lane, those in flight not counted.
+9. `submit` with a limit enqueues nothing beyond it: so many entries wait in a lane, those not counted that execute:
+   consumers say so, of lanes with limits only, by `marks.begin`.
 10. `withdraw` removes an entry that waits, and leaves one alone that a consumer holds.
 11. `delay` moves an entry to another lane of its partition in one step; when it was enqueued stays known.
 12. `bury` moves an entry to the dead letters in one step, frame and payload, with why and how often it was tried.
@@ -81,18 +82,18 @@ _CLOCK_EVERY_S = 5.0
 _CONSUMER_GONE_MS = 3_600_000
 _TIME = pack((b"TIME",))
 
-_SUBMIT = load_script("lanes/submit", "waiting")
+_SUBMIT = load_script("lanes/submit", "holder", "waiting")
 _RECLAIM = load_script("lanes/reclaim", "ready")
-_RELEASE = load_script("lanes/release", "ready")
+_RELEASE = load_script("lanes/release", "ready", "holder")
 _WITHDRAW = load_script("lanes/withdraw", "drop")
-_DELAY = load_script("lanes/delay")
-_BURY = load_script("lanes/bury", "trim_letters")
+_DELAY = load_script("lanes/delay", "holder")
+_BURY = load_script("lanes/bury", "holder", "trim_letters")
 _FINISH = load_script("lanes/finish", "drop")
 _CANCEL = load_script("lanes/cancel", "drop", "note_cancel")
 _SIZES = load_script("lanes/sizes")
 _PUBLISH = load_script("lanes/publish")
 
-RENEW = load_script("lanes/renew")
+RENEW = load_script("lanes/renew", "holder")
 """Renews leases; its text is run by the renewer of a worker."""
 
 
@@ -441,7 +442,7 @@ class Queue:
         names = [keys.lane(lane), keys.lane(delayed)]
         if payload:
             names.append(keys.payload(lane.model, lane.partition, payload_id).encode())
-        words = (len(names), *names, keys.GROUP, keys.RELEASED, keys.SUSPECTS, limit, packable(frame), *payload)
+        words = (len(names), *names, keys.GROUP, limit, packable(frame), *payload)
         slot = keys.lane_slot(lane)
 
         def answered(reply: Any) -> None:

@@ -69,7 +69,7 @@ _RECORD_FIELDS = (
 )
 """The fields that `_record_of` reads, in its order; the state is the first."""
 
-_ACCEPT = load_script("each", "waiting", "now_ms", "drop", "deliveries", "requests/known", "requests/accept")
+_ACCEPT = load_script("each", "holder", "waiting", "now_ms", "drop", "deliveries", "requests/known", "requests/accept")
 _SETTLE = load_script("each", "now_ms", "drop", "deliveries", "note_cancel", "requests/settle")
 _FIND = load_script("requests/find", "now_ms", "deliveries", "requests/known")
 _RECORD = load_script("requests/record")
@@ -503,7 +503,7 @@ def _acceptance(acceptance: Acceptance, payload: StagedValue) -> Words:
     )
     times = (acceptance.timeout_s, acceptance.result_ttl_s, acceptance.tombstone_ttl_s, MARGIN_S)
     arguments: list[Argument] = [
-        *(keys.GROUP, keys.RELEASED, keys.SUSPECTS),
+        keys.GROUP,
         *(address.id, packable(acceptance.frame), payload.place, packable(payload.data), acceptance.limit),
         *map(ttl_ms, times),
         ttl_ms(acceptance.idempotency_ttl_s) if acceptance.idempotency_key else 0,

@@ -24,7 +24,7 @@ from qinfer.queue.router import Call, Router, load_script, run_script
 from qinfer.queue.values import LARGE_BYTES, Values
 from qinfer.tensors import Bytes
 
-_APPEND = load_script("requests/append")
+_APPEND = load_script("requests/append", "holder")
 _RESPONSES = load_script("requests/responses")
 
 

@@ -1,14 +1,21 @@
-"""Marks of entries: those that have sent a part of a stream, and those that were cancelled while a worker held them.
+"""Marks of entries: those that execute, those that have sent a part of a stream, and those that were cancelled.
 
+their consumer          `<worker>/executing` owns the entries that do, in lanes with a limit
 …:sent:<lane>:<entry>   a response of the entry's stream has left: whoever reclaims it does not execute it
 …:cancels               the entries that `Queue.cancel` removed while a worker held them
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
+from qinfer.errors import BrokerUnavailable
 from qinfer.queue import keys
-from qinfer.queue.entries import Entry, Lane, by_lane
-from qinfer.queue.router import Router, ttl_ms
+from qinfer.queue.connection import Argument, Refused, pack
+from qinfer.queue.entries import Entry, Lane, Lease, by_lane, grouped, owner_of
+from qinfer.queue.router import Router, load_script, ttl_ms
+
+_BEGIN = load_script("lanes/begin", "holder")
 
 
 class StreamMarks:
@@ -20,6 +27,25 @@ class StreamMarks:
 
     def __init__(self, router: Router) -> None:
         self._router = router
+
+    def begin(self, leases: Sequence[Lease]) -> None:
+        """Takes note that entries begin to execute: they count no longer against their lane's limit. Never blocks.
+
+        Leases are on what they were. What can't be noted, because the connection is down, counts until it is finished.
+        """
+        for (lane, consumer, _), group in grouped(leases, owner_of):
+            slot, ids = keys.lane_slot(lane), [lease.entry.entry_id for lease in group]
+            words: tuple[Argument, ...] = (1, keys.lane(lane), keys.GROUP, consumer, *ids)
+
+            def answered(reply: Any, slot: int = slot, words: tuple[Argument, ...] = words) -> None:
+                if type(reply) is Refused and reply.kind == "NOSCRIPT":
+                    self._send(slot, (b"EVAL", _BEGIN.text, *words), lambda _: None)
+
+            self._send(slot, (b"EVALSHA", _BEGIN.sha, *words), answered)
+
+    def _send(self, slot: int, words: tuple[Argument, ...], answered: Callable[[Any], None]) -> None:
+        with suppress(BrokerUnavailable):
+            self._router.send(slot, pack(words), answered)
 
     async def mark_sent(self, entry: Entry, ttl_s: float) -> None:
         """Marks an entry of whose stream a response is about to leave; for so many seconds."""

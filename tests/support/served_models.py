@@ -15,6 +15,7 @@ from qinfer.backends import registry
 from qinfer.core.settings import RepositorySettings, Settings, WorkerSettings
 from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.store import ControlStore
+from qinfer.queue.entries import Lane
 from qinfer_api.app import Gateway, bind
 from qinfer_api.rpc.server import open_port
 from qinfer_workers.inference.loader import Loader
@@ -76,6 +77,10 @@ class ServedModels:
         for stop, task in self._workers.values():
             stop.set()
             await task
+
+    async def waits(self, model: str, count: int) -> bool:
+        """Tells whether the queue of a model's first version holds so many requests, waiting and in flight."""
+        return await self.gateway._delivery.depth([Lane(model, 1)]) == [count]
 
     async def infer(self, model: str, **arrays: Array) -> Any:
         """Asks a model over gRPC; returns the client's result."""

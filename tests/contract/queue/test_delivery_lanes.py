@@ -33,6 +33,13 @@ async def with_payload(delivery: Queue, frame: bytes, payload: bytes, id: str = 
     return answer
 
 
+async def begin(delivery: Queue, leases: list[Lease]) -> None:
+    """Has entries begin; a node that does not know the script is sent it behind the first reply."""
+    delivery.marks.begin(leases)
+    for _ in range(2):
+        await delivery.depth([HIGH])
+
+
 async def suspects(delivery: Queue, consumer: str = "b") -> list[Lease]:
     """Takes what another consumer holds, as if it had died."""
     return await delivery.reclaim([HIGH, LOW], consumer, idle_s=0.0, count=100)
@@ -71,10 +78,12 @@ async def test_a_limit_refuses_what_is_beyond_it(queue: RedisQueue) -> None:
     assert frames(await fetch(delivery)) == [b"1", b"2"]
 
 
-async def test_entries_in_flight_do_not_count_against_a_limit(queue: RedisQueue) -> None:
-    """Only what waits does; what was given back waits again, suspects too."""
+async def test_entries_that_execute_do_not_count_against_a_limit(queue: RedisQueue) -> None:
+    """Only what waits does, fetched or not; what was given back waits again, suspects too."""
     delivery = await ready(queue, b"1", b"2")
     leases = await fetch(delivery, "a")
+    assert isinstance(await offer(delivery, b"3", limit=2), QueueFull)
+    await begin(delivery, leases)
     assert isinstance(await offer(delivery, b"3", limit=1), Entry)
     assert isinstance(await offer(delivery, b"4", limit=1), QueueFull)
 
@@ -84,6 +93,38 @@ async def test_entries_in_flight_do_not_count_against_a_limit(queue: RedisQueue)
 
     assert isinstance(await offer(delivery, b"4", limit=3), QueueFull)
     assert isinstance(await offer(delivery, b"4", limit=4), Entry)
+
+
+async def test_what_executes_is_its_workers_as_before(queue: RedisQueue) -> None:
+    """It is renewed, released, buried and finished by the leases on it, and its delivery count stays."""
+    delivery = await ready(queue, b"1", b"2", b"3")
+    leases = await fetch(delivery, "a")
+    await begin(delivery, leases)
+
+    assert renew(delivery, leases) == []
+    await delivery.release(leases[:1])
+    assert await delivery.bury(leases[1], "2", "internal", "why")
+    (again,) = await fetch(delivery, "b")
+    await begin(delivery, leases)  # of which one is another's by now, and one is gone
+
+    assert (again.frame, again.deliveries) == (b"1", 1)
+    assert renew(delivery, leases) == leases[:2]
+    await delivery.finish([lease.entry for lease in (again, *leases)])
+    assert await delivery.depth([HIGH]) == [0]
+
+
+async def test_what_a_dead_worker_executed_waits_once_it_is_reclaimed(queue: RedisQueue) -> None:
+    """Until then it counts as executing."""
+    delivery = await ready(queue, b"1")
+    await begin(delivery, await fetch(delivery, "a"))
+    assert isinstance(await offer(delivery, b"2", limit=1), Entry)
+
+    (lease,) = await suspects(delivery)
+
+    assert lease.frame == b"1"
+    assert isinstance(await offer(delivery, b"3", limit=2), QueueFull)
+    await begin(delivery, [lease])
+    assert isinstance(await offer(delivery, b"3", limit=2), Entry)
 
 
 async def test_delayed_entries_count_against_a_limit(queue: RedisQueue) -> None:

@@ -319,7 +319,7 @@ async def test_a_key_is_forgotten_after_its_time(queue: RedisQueue) -> None:
 
 
 async def test_a_full_lane_takes_no_more(queue: RedisQueue) -> None:
-    """What waits counts, in its delayed lane too, and what runs does not; a refusal leaves no trace."""
+    """What waits counts, fetched or not, in its delayed lane too; what executes does not; a refusal leaves no trace."""
     delivery = await queue.connect()
     for name in ("r1", "r2"):
         await accept(delivery, name, frame=frame_of(name), limit=2)
@@ -329,6 +329,11 @@ async def test_a_full_lane_takes_no_more(queue: RedisQueue) -> None:
 
     assert await delivery.requests.record(address("r3")) is None
     leases = await fetch(delivery)
+    with pytest.raises(QueueFull):
+        await accept(delivery, "r3", limit=2)
+    delivery.marks.begin(leases)
+    for _ in range(2):  # a node that does not know the script is sent it behind the first reply
+        await delivery.depth([LANE])
     assert (await accept(delivery, "r3", idempotency_key="k", payload=b"x", limit=2)).is_new
     await delivery.delay(leases[:1], "p1.delayed")
     with pytest.raises(QueueFull):

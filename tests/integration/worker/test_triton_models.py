@@ -1,5 +1,6 @@
 """Models as Triton's users write and load them, by its own clients, with a real gateway, worker and Redis."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -12,6 +13,8 @@ import silero_vad
 from onnx import TensorProto, helper, save
 from tritonclient.utils import InferenceServerException
 
+from qinfer.queue import keys
+from qinfer.queue.entries import Lane
 from qinfer.testing import eventually
 from tests.support import models, python_models
 from tests.support.served_models import ServedModels, models_served
@@ -192,3 +195,33 @@ async def test_statistics_are_as_new_as_the_reply_before_them(scene: ServedModel
             (line,) = [line for line in lines if line.startswith(f'{count}{{model="{name}"')]
             counted = int(line.rpartition(" ")[2])
         assert counted == number
+
+
+async def test_a_request_that_waits_in_a_worker_counts_against_the_queue(scene: ServedModels, repository: Path) -> None:
+    """One waits for its batch to fill, the next ones are refused; what executes does not count."""
+    policy = "default_queue_policy { max_queue_size: 1 }"
+    batching = f"dynamic_batching {{ preferred_batch_size: 8 max_queue_delay_microseconds: 2000000 {policy} }}"
+    gate = repository / "gate"
+    held = f"while not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\nreturn [reply(x(r)) for r in requests]"
+    python_models.write_model(repository, python_models.execute(held), "slow", dims=2, scheduling=batching)
+    await scene.http.load_model("slow")
+
+    async def held_by(*ends: str) -> bool:
+        found = await scene.store.client.xpending(keys.lane(Lane("slow", 1)), keys.GROUP)
+        names = sorted(one["name"].decode() for one in found["consumers"] for _ in range(int(one["pending"])))
+        return len(names) == len(ends) and all(map(str.endswith, names, ends))
+
+    first = asyncio.create_task(scene.infer("slow", x=ROW))
+    await eventually(lambda: held_by("w1"), 10.0, description="a request that waits in the worker")
+    for _ in range(4):
+        with pytest.raises(InferenceServerException, match="Exceeds maximum queue size"):
+            await scene.infer("slow", x=ROW)
+
+    await eventually(lambda: held_by("w1/executing"), 10.0, description="its execution")
+    second = asyncio.create_task(scene.infer("slow", x=2 * ROW))
+    await eventually(lambda: scene.waits("slow", 2), 10.0, description="another one")
+    with pytest.raises(InferenceServerException, match="Exceeds maximum queue size"):
+        await scene.infer("slow", x=ROW)
+    gate.touch()
+
+    assert [(await call).as_numpy("y").tolist() for call in (first, second)] == [ROW.tolist(), (2 * ROW).tolist()]

@@ -201,6 +201,7 @@ class Worker:
             observer=self.spans,
             streams=self._streams if spec.decoupled else None,
             initial_states=loaded.initial_states,
+            begun=self._begun if spec.batching is not None and spec.batching.is_bounded else None,
         )
         if spec.is_stateful:
             self._sequences.serve(model, loaded)
@@ -220,6 +221,10 @@ class Worker:
         batcher = kind(model, self._queue.clock, self._local, loaded.latency)
         self._begin(key, batcher, serving)
         self._serve_bulk(batcher, loaded)
+
+    def _begun(self, items: Sequence[Pending]) -> None:
+        """Takes note in the queue that requests wait no longer; steps of ensembles here have no entries."""
+        self._queue.marks.begin([item.lease for item in items if item.lease.consumer])
 
     def _serve_ensemble(self, model: LoadedModel, loaded: Loaded, serving: Serving | None) -> None:
         """Serves an ensemble, in place of what is served of its version."""

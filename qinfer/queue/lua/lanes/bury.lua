@@ -6,7 +6,7 @@
 local lane, letters, payload = KEYS[1], KEYS[2], KEYS[3]
 local group, consumer, id, age, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[8]), tonumber(ARGV[9])
 
-local pending = redis.call('XPENDING', lane, group, id, id, 1, consumer)[1]
+local pending = held(lane, group, consumer, id)
 if not pending then return false end
 local entry = redis.call('XRANGE', lane, id, id)[1]
 if not entry then

@@ -7,7 +7,7 @@ local count = 0
 redis.call('XACK', lane, group, '0-0') -- changes nothing, but is a write: after one, full memory stops no script
 for i = 4, #ARGV do
   local id, record = ARGV[i], KEYS[i - 1]
-  local is_owner = #redis.call('XPENDING', lane, group, id, id, 1, consumer) == 1
+  local is_owner = held(lane, group, consumer, id) ~= nil
   local entry = is_owner and redis.call('XRANGE', lane, id, id)[1]
   if entry then
     local fields, origin = {}, id

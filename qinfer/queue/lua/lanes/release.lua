@@ -8,7 +8,7 @@ local count = 0
 
 for i = 5, #ARGV do
   local id = ARGV[i]
-  local pending = redis.call('XPENDING', lane, group, id, id, 1, consumer)[1]
+  local pending = held(lane, group, consumer, id)
   if pending then
     redis.call('XCLAIM', lane, group, released, 0, id, 'IDLE', idle, 'RETRYCOUNT', pending[4] - 1, 'JUSTID')
     count = count + 1

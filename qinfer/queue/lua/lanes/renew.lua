@@ -1,14 +1,15 @@
--- Renews the leases that `consumer` still owns.
--- KEYS: the lane. ARGV: group, consumer, entry ids. Returns the ids that are lost.
-local lane, group, consumer = KEYS[1], ARGV[1], ARGV[2]
+-- Renews the leases that `worker` still owns.
+-- KEYS: the lane. ARGV: group, worker, entry ids. Returns the ids that are lost.
+local lane, group, worker = KEYS[1], ARGV[1], ARGV[2]
 local lost = {}
 
 for i = 3, #ARGV do
   local id = ARGV[i]
-  if #redis.call('XPENDING', lane, group, id, id, 1, consumer) == 0 then
-    lost[#lost + 1] = id
+  local pending = held(lane, group, worker, id)
+  if pending then
+    redis.call('XCLAIM', lane, group, pending[2], 0, id, 'JUSTID') -- JUSTID: the delivery count stays
   else
-    redis.call('XCLAIM', lane, group, consumer, 0, id, 'JUSTID') -- JUSTID: the delivery count stays
+    lost[#lost + 1] = id
   end
 end
 return lost

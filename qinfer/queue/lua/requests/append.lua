@@ -8,8 +8,8 @@ local prefix, group, consumer, delivery, lane, entry, resumes, most, index = unp
 local FIRST = 10
 
 local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'waiters', 'stored_by', 'stored_bytes')
-local held = redis.pcall('XPENDING', lane, group, entry, entry, 1, consumer)[1] -- an error where there is no group any more
-local is_holder = held and held[4] == tonumber(delivery)
+local pending = held(lane, group, consumer, entry)
+local is_holder = pending and pending[4] == tonumber(delivery)
 local is_its = known[1] == 'queued' and lane == prefix .. known[2] .. ':' .. known[3] and entry == known[4]
 if not (is_holder and is_its) then return {'ended', 0, ''} end
 
