@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from pydantic import BaseModel, SecretStr
 
+from qinfer.cli.console import usage_of
 from qinfer.cli.main import app
 from qinfer.core.settings import Settings
 from qinfer.models.config import check as config_check
@@ -33,7 +34,18 @@ Lists are JSON: `QINFER_WORKER__MODELS='["digits", "bert-*"]'`.
 CLI_HEAD = """
 # Command line
 
-This page is generated from `qinfer --help`. Every command exits with 0 on success, 1 on failure, 2 on wrong usage.
+This page is generated from `qinfer --help`.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | failed |
+| 64 | refused: wrong usage, a wrong setting, an unknown model, a wrong input, or not allowed |
+| 69 | the server can't be reached, is overloaded, or can't do it now: the same command may work later |
+| 128 + n | stopped by signal n, such as 130 by Ctrl-C |
+
+With `--json` a command prints JSON on stdout, also when it fails:
+`{"error": {"code": "unreachable", "message": "…", "exit_code": 69}}`. The text of the error is on stderr in any case.
 """
 MODEL_CONFIG_HEAD = """
 # Model configuration
@@ -67,6 +79,7 @@ def cli_page() -> str:
     for path, command in _commands(typer.main.get_command(app), "qinfer"):
         lines += [f"## {path}\n", f"{_help(command)}\n"]
         if parameters := _parameters(command):
+            lines += [f"```\n{_usage(path, command)}\n```\n"] if not getattr(command, "commands", None) else []
             lines += ["| option | default | meaning |", "|---|---|---|", *parameters, ""]
         if command.epilog:
             lines += [f"```\n{command.epilog.partition(': ')[2]}\n```\n"]
@@ -143,13 +156,18 @@ def _help(command: Any) -> str:
     return (command.help or "").strip()
 
 
+def _usage(path: str, command: Any) -> str:
+    arguments = [usage_of(one) for one in command.params if one.param_type_name == "argument"]
+    return " ".join([path, "[OPTIONS]", *arguments])
+
+
 def _parameters(command: Any) -> list[str]:
     rows = []
     for parameter in command.params:
         if parameter.name in {"help", "install_completion", "show_completion"} or getattr(parameter, "hidden", False):
             continue
         is_option = parameter.param_type_name == "option"
-        names = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.name.upper()]
+        names = [*parameter.opts, *parameter.secondary_opts] if is_option else [usage_of(parameter)]
         default = parameter.default
         is_told = not (default is None or default is False or default == "" or callable(default))
         meaning = getattr(parameter, "help", None) or ""

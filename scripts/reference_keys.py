@@ -312,8 +312,8 @@ ROWS = (
         keys.liveness,
         "sorted set",
         "15 s after the last sign of life",
-        "the live bulk workers, beats and bridges, by the time at which they no longer count as alive",
-        ({"program": "bulk"}, {"program": "beat"}, {"program": "bridge"}),
+        "the live gateways, bulk workers, beats and bridges, by the time at which they no longer count as alive",
+        ({"program": "gateway"}, {"program": "bulk"}, {"program": "beat"}, {"program": "bridge"}),
     ),
     Row(
         keys.bridges,

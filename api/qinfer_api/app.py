@@ -30,7 +30,9 @@ from qinfer.jobs.shards import Pace
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.control import ModelControl
+from qinfer.models.liveness import report_liveness
 from qinfer.models.repository.open import Repositories, open_repositories
+from qinfer.models.state import GATEWAY as PROGRAM
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.observe.stats import GatewayTally
@@ -304,6 +306,7 @@ class Gateway:
                     group.create_task(self._reporting.run()),
                     group.create_task(self._examiners.run(self.started)),
                     group.create_task(self._reloading.run()),
+                    group.create_task(report_liveness(self._store, f"{self._owner}@{socket.gethostname()}", PROGRAM)),
                 ]
                 if self.metrics is not None:
                     tasks.append(group.create_task(self.metrics.serve()))

@@ -16,7 +16,9 @@ EXAMPLE = "Example: qinfer bridge routes.yaml --check   and then   qinfer bridge
 _MODULE = "qinfer_workers.bridge"
 _NEEDED = ("kombu", "pyarrow", "yaml")
 
-ConfigArgument = Annotated[Path, typer.Argument(help="Configuration of the routes: a YAML or TOML file.")]
+ConfigArgument = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="Configuration of the routes: a YAML or TOML file.")
+]
 CheckOption = Annotated[
     bool, typer.Option("--check", help="Check the file, the models and the queues without moving a message, then exit.")
 ]
@@ -35,7 +37,7 @@ def bridge(
     rest stay in their queue.
 
     Exit codes: 0 stopped, or all checks passed; 1 Redis is unreachable, or a check failed; 2 the file or a setting is
-    wrong.
+    wrong, as of the other programs; 64 an option is wrong, or no Redis is known.
     """
     from qinfer.cli.overview import redis_settings
 

@@ -1,17 +1,18 @@
 """Common parts of all commands: options, completion of model names, errors as text, JSON output.
 
-Exit codes: 0 done, 1 failed, 2 refused: wrong usage, wrong settings, or not allowed, 3 unreachable: the server can't be
-reached, is overloaded or can't do it now, and the same command may work later.
+Exit codes are those of sysexits(3): 0 done, 1 failed, 64 refused: wrong usage, wrong settings, or not allowed, 69
+unreachable: the server can't be reached, is overloaded or can't do it now, and the same command may work later.
 """
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from qinfer.errors import (
     DeadlineExceeded,
@@ -26,8 +27,10 @@ from qinfer.errors import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-UNREACHABLE = 3
-"""The exit code of a command that a server did not answer, or can't serve now."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+FAILED, USAGE, UNREACHABLE = 1, 64, 69
+"""The exit codes of commands that fail."""
 
 COMPLETION_TIMEOUT_S = 0.3
 """Completion answers while somebody waits after a key press."""
@@ -47,6 +50,8 @@ DataDirOption = Annotated[Path, typer.Option("--data-dir", help="The data direct
 
 _KEY_REMEDY = "; the command line sends the key in QINFER_API_KEY"
 _REFUSALS = (SettingsError, RequestError, Unauthorized, Forbidden, Restricted)
+_CommandError: Any = typer.BadParameter.__mro__[2]
+"""click's error of wrong usage; some versions of typer bring a click of their own."""
 
 
 def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -82,39 +87,81 @@ def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-ModelArgument = Annotated[str, typer.Argument(help="The model's name.", autocompletion=model_names)]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.", autocompletion=model_names)]
 
 
 class CommandFailed(QinferError):
     """The failure of a command, with the remedy in its message."""
 
 
+class Command(TyperCommand):
+    """A command whose usage line is like that of other tools: `qinfer submit [OPTIONS] MODEL INPUT... OUTPUT`."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Returns what follows the command's name."""
+        arguments = [one for one in self.params if one.param_type_name == "argument"]
+        return ["[OPTIONS]", *map(usage_of, arguments)]
+
+
+def usage_of(argument: Any) -> str:
+    """Returns an argument as usage lines have it: `NAME`, `NAME...`, `[NAME]` or `[NAME...]`."""
+    name = (argument.metavar or argument.name.upper()) + ("" if argument.nargs == 1 else "...")
+    return name if argument.required else f"[{name}]"
+
+
+class Commands(typer.Typer):
+    """A group of commands of the class `Command`."""
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[F], F]:
+        """Returns typer's decorator."""
+        return super().command(name, **{"cls": Command, **options})
+
+
 class ErrorsAsText(TyperGroup):
     """Turns each error of a command into one red line and an exit code; a traceback is a bug.
 
-    The installation without extras has the client's packages only: the error of other commands names the extra.
+    With `--json` the error is a JSON object on stdout, too: `{"error": {"code", "message", "exit_code"}}`. The
+    installation without extras has the client's packages only: the error of other commands names the extra.
     """
 
-    def invoke(self, ctx: Any) -> Any:
-        """Runs the command."""
+    def main(self, args: Any = None, prog_name: str | None = None, *_: Any, **extra: Any) -> Any:
+        """Runs the command line, and ends the program."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        as_json = "--json" in arguments
+        extra["standalone_mode"] = False
         try:
-            return super().invoke(ctx)
+            code = super().main(arguments, prog_name, **extra) or 0
         except QinferError as error:
-            print_error(error.message + (_KEY_REMEDY if isinstance(error, Unauthorized) else ""))
-            raise typer.Exit(exit_code(error)) from None
+            remedy = _KEY_REMEDY if isinstance(error, Unauthorized) else ""
+            code = fail(error.message + remedy, error.code, exit_code(error), as_json=as_json)
         except ModuleNotFoundError as error:
             package = (error.name or "qinfer").partition(".")[0]
             if package.startswith("qinfer"):
                 raise
-            print_error(f"{package}, which this command needs, is not installed: pip install 'qinfer-ml[server]'")
-            raise typer.Exit(1) from None
+            text = f"{package}, which this command needs, is not installed: pip install 'qinfer-ml[server]'"
+            code = fail(text, "not_installed", FAILED, as_json=as_json)
+        except _CommandError as error:
+            error.show()
+            code = fail(error.format_message(), "usage", USAGE, as_json=as_json, is_shown=True)
+        except typer.Abort:
+            code = fail("aborted", "aborted", FAILED, as_json=as_json)
+        sys.exit(code)
 
 
 def exit_code(error: QinferError) -> int:
     """Returns the exit code of a command that ends with an error."""
     if isinstance(error, _REFUSALS):
-        return 2
-    return UNREACHABLE if error.retryable or isinstance(error, DeadlineExceeded) else 1
+        return USAGE
+    return UNREACHABLE if error.retryable or isinstance(error, DeadlineExceeded) else FAILED
+
+
+def fail(message: str, code: str, status: int, *, as_json: bool, is_shown: bool = False) -> int:
+    """Prints an error on stderr, unless that is done, and with `as_json` on stdout; returns the exit code."""
+    if not is_shown:
+        print_error(message)
+    if as_json:
+        print_json({"error": {"code": str(code), "message": message, "exit_code": status}})
+    return status
 
 
 def print_error(message: str) -> None:

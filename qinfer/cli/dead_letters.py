@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from qinfer.cli.console import CommandFailed
+from qinfer.cli.overview import connected
 from qinfer.core.messages import InferRequest, Scalar
 from qinfer.core.settings import RedisSettings, load_settings
 from qinfer.errors import CorruptEntry, InvalidRequest, RequestError
@@ -29,6 +30,7 @@ class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
     """A line of `qinfer dlq list`; `buried_at` is UTC, in ISO 8601."""
 
     id: str
+    model: str
     request_id: str
     version: int
     lane: str
@@ -108,6 +110,26 @@ def run_list(settings: RedisSettings, model: str, after: str, count: int) -> lis
     """
     page = _run(settings, lambda letters: letters.list(model, after=after, count=count), needs_payloads=False)
     return [_row(letter) for letter in page]
+
+
+def run_list_all(settings: RedisSettings, count: int) -> list[DeadLetterRow]:
+    """Returns the oldest dead letters of each model that was ever loaded.
+
+    Args:
+        settings: The settings of Redis.
+        count: The most of one model.
+
+    Raises:
+        BrokerUnavailable: Redis can't be reached.
+    """
+
+    async def listed() -> list[DeadLetterRow]:
+        async with connected(settings) as (store, queue):
+            models = sorted(await store.desired())
+            pages = [await queue.dead_letters.list(model, count=count) for model in models]
+        return [_row(letter) for page in pages for letter in page]
+
+    return asyncio.run(listed())
 
 
 def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Path | None) -> DeadLetterDetails:
@@ -196,6 +218,7 @@ def _missing(model: str, letter_id: str, done: str = "") -> CommandFailed:
 def _row(letter: DeadLetter) -> DeadLetterRow:
     return DeadLetterRow(
         id=letter.id,
+        model=letter.lane.model,
         request_id=letter.request_id,
         version=letter.lane.version,
         lane=letter.lane.name,

@@ -5,44 +5,59 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.console import DataDirOption, JsonOption, ModelArgument, RedisOption, print_json, show
+from qinfer.cli.console import (
+    Commands,
+    DataDirOption,
+    JsonOption,
+    ModelArgument,
+    RedisOption,
+    model_names,
+    print_json,
+    show,
+)
 
 if TYPE_CHECKING:
     from qinfer.cli.dead_letters import DeadLetterDetails, DeadLetterRow
 
-app = typer.Typer(help="Dead letters, requests that failed for good: list, show, replay, remove.", no_args_is_help=True)
+app = Commands(help="Dead letters, requests that failed for good: list, show, replay, remove.", no_args_is_help=True)
 
-LIST_EXAMPLE = "Example: qinfer dlq list digits --count 20"
+LIST_EXAMPLE = "Example: qinfer dlq list   or   qinfer dlq list digits --count 20"
 SHOW_EXAMPLE = "Example: qinfer dlq show digits 1700000000123-0 --output ./letter"
 REPLAY_EXAMPLE = "Example: qinfer dlq replay digits 1700000000123-0   or   qinfer dlq replay digits --all"
 PURGE_EXAMPLE = "Example: qinfer dlq purge digits --all --yes"
 
-IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids, as `dlq list` prints them.")]
+AnyModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="The model's name; default: all models.", autocompletion=model_names)
+]
+IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids, as `dlq list` prints them.")]
 
 
-@app.command("list", epilog=LIST_EXAMPLE, short_help="List a model's dead letters.")
+@app.command("list", epilog=LIST_EXAMPLE, short_help="List the dead letters of a model, or of all.")
 def list_dead_letters(
-    model: ModelArgument,
+    model: AnyModelArgument = "",
     *,
     after: Annotated[str, typer.Option("--after", help="Start after this id, the last of the previous page.")] = "",
-    count: Annotated[int, typer.Option("--count", min=1, max=10_000, help="Maximum number to show.")] = 100,
+    count: Annotated[int, typer.Option("--count", min=1, max=10_000, help="Maximum number to show, of a model.")] = 100,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
-    """List a model's dead letters, oldest first, with time and reason.
+    """List the dead letters of a model, or of all models, oldest first, with time and reason.
 
     Dead letters are kept for 7 days, within 256 MiB per model.
     """
     from qinfer.cli import dead_letters
     from qinfer.cli.overview import redis_settings
 
-    rows = dead_letters.run_list(redis_settings(redis, data_dir), model, after, count)
+    if after and not model:
+        raise typer.BadParameter("it needs a MODEL: each has ids of its own", param_hint="--after")
+    settings = redis_settings(redis, data_dir)
+    rows = dead_letters.run_list(settings, model, after, count) if model else dead_letters.run_list_all(settings, count)
     if as_json:
         print_json(rows)
     else:
         _print_rows(model, rows)
-        if len(rows) == count:
+        if model and len(rows) == count:
             print(f"There may be more: qinfer dlq list {model} --after {rows[-1].id}")
 
 
@@ -115,20 +130,32 @@ def purge_dead_letters(
 
 
 def _print_rows(model: str, rows: "list[DeadLetterRow]") -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     if not rows:
-        print(f"model '{model}' has no dead letters")
+        print(f"model '{model}' has no dead letters" if model else "there are no dead letters")
         return
+    names = [] if model else ["model"]
     table = Table(
-        "id", "buried at", "lane", "request", "deliveries", "bytes", "error", title=f"Dead letters of {model}"
+        *(Column(name, overflow="fold") for name in names),
+        # An id that is cut can't be given to another command.
+        Column("id", no_wrap=True, min_width=max(len(row.id) for row in rows)),
+        *(Column(name, overflow="fold") for name in ("buried at", "lane", "request")),
+        *(Column(name, justify="right", overflow="fold") for name in ("deliveries", "bytes")),
+        Column("error", overflow="fold"),
+        title=f"Dead letters of {model}" if model else "Dead letters",
+        box=SIMPLE,
+        pad_edge=False,
+        padding=0,
     )
     for row in rows:
         error = Text.assemble((row.code, "red"), f": {row.reason}")
-        numbers = (str(row.deliveries), f"{row.size:,}")
-        table.add_row(row.id, row.buried_at, f"{row.version}:{row.lane}", Text(row.request_id), *numbers, error)
+        place = (row.buried_at, f"{row.version}:{row.lane}", Text(row.request_id))
+        own = (Text(row.model),) if names else ()
+        table.add_row(*own, row.id, *place, str(row.deliveries), f"{row.size:,}", error)
     Console().print(table)
 
 

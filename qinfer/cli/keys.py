@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.console import JsonOption, print_json, show
+from qinfer.cli.console import Commands, JsonOption, print_json, show
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from qinfer.core.api_keys import ApiKey
 
-app = typer.Typer(help="Manage API keys: gateways follow the key file within 2 seconds.", no_args_is_help=True)
+app = Commands(help="Manage API keys: gateways follow the key file within 2 seconds.", no_args_is_help=True)
 
 EXAMPLE = "Example: qinfer keys new --tenant acme --expires 90d --file keys.json"
 ROTATION = "Example: qinfer keys rotate acme-1f0c33d2 --overlap 24h --file keys.json"

@@ -12,12 +12,12 @@ import typer
 from qinfer import __version__
 from qinfer.cli import bridge, dlq, infer, keys, models, status
 from qinfer.cli.checks import doctor, healthcheck
-from qinfer.cli.console import ErrorsAsText
+from qinfer.cli.console import Commands, ErrorsAsText
 from qinfer.cli.jobs import jobs, label
 from qinfer.cli.local import up
 from qinfer.cli.scaling import autoscale
 
-app = typer.Typer(
+app = Commands(
     name="qinfer",
     help="A durable, queue-backed inference server that speaks NVIDIA Triton's protocol.",
     epilog="Start with: qinfer up --model-repository ./models",
@@ -37,7 +37,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (jobs.app, "jobs", "Manage bulk jobs: list, show, wait, cancel, resume, delete."),
     (label.label, label.EXAMPLE, "Write pre-annotations from the output of a bulk job."),
     (bridge.bridge, bridge.EXAMPLE, "Move messages from a queue to a model, and predictions back."),
-    (status.status, status.STATUS_EXAMPLE, "Show models, lanes and workers."),
+    (status.status, status.STATUS_EXAMPLE, "Show models, lanes, workers and gateways."),
     (status.queues, status.QUEUES_EXAMPLE, "Show the lanes and their work."),
     (status.workers, status.WORKERS_EXAMPLE, None),
     (doctor.doctor, doctor.EXAMPLE, "Check the installation, and show remedies for problems."),

@@ -4,23 +4,31 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qinfer.cli.console import (
     DEFAULT_URL,
+    FAILED,
+    UNREACHABLE,
     CommandFailed,
+    Commands,
     DataDirOption,
     JsonOption,
     ModelArgument,
     RedisOption,
     UrlOption,
+    print_error,
     show,
 )
 from qinfer.errors import QinferError
 
-app = typer.Typer(help="Manage models: sync with a repository, list, load, unload.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from qinfer.core.settings import RedisSettings
+    from qinfer.models.sync import SyncedModel
+
+app = Commands(help="Manage models: sync with a repository, list, load, unload.", no_args_is_help=True)
 
 SYNC_EXAMPLE = "Example: qinfer models sync --model-repository ./models"
 LIST_EXAMPLE = "Example: qinfer models list --json"
@@ -49,11 +57,17 @@ def sync_models(
         bool,
         typer.Option("--may-empty", help="Unload all models if the repository is empty; without it that is an error."),
     ] = False,
+    wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait until the models are ready on a worker.")] = False,
+    timeout: Annotated[float, typer.Option("--timeout", min=0, help="With --wait: the most seconds to wait.")] = 600.0,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
-    """Make the desired state what a repository holds: load new and changed models, unload removed ones."""
+    """Make the desired state what a repository holds: load new and changed models, unload removed ones.
+
+    Exit codes: 0 done (with --wait: all models are ready), 1 a model can't be read, or with --wait can't be loaded, 69
+    with --wait: a model is not ready in time.
+    """
     from qinfer.cli.overview import redis_settings, run_sync
     from qinfer.cli.tables import synced_table
     from qinfer.core.settings import load_settings
@@ -61,8 +75,31 @@ def sync_models(
     repository = load_settings().repository
     if model_repository:
         repository = repository.model_copy(update={"path": ",".join(model_repository)})
-    synced = run_sync(redis_settings(redis, data_dir), repository, may_empty=may_empty)
+    settings = redis_settings(redis, data_dir)
+    synced = run_sync(settings, repository, may_empty=may_empty)
     show(synced, lambda: synced_table(synced), as_json=as_json)
+    failed = {model.model: f"can't be read: {model.error}" for model in synced if model.error}
+    late = _wait(settings, synced, timeout, failed) if wait else {}
+    for name, reason in (failed | late).items():
+        print_error(f"model '{name}' {reason}")
+    if failed or late:
+        raise typer.Exit(FAILED if failed else UNREACHABLE)
+
+
+def _wait(
+    settings: "RedisSettings", synced: "list[SyncedModel]", timeout_s: float, failed: dict[str, str]
+) -> dict[str, str]:
+    """Waits until the models are ready; adds those that can't be loaded to `failed`, returns those that are late."""
+    from qinfer.cli.overview import run_wait
+    from qinfer.models.readiness import Progress
+
+    late = {}
+    for model in run_wait(settings, synced, timeout_s):
+        if model.progress is Progress.WAITING:
+            late[model.model] = f"is not ready after {timeout_s:g} s: {model.reason}"
+        elif model.progress is Progress.FAILED:
+            failed.setdefault(model.model, f"can't be loaded: {model.reason}")
+    return late
 
 
 @app.command("list", epilog=LIST_EXAMPLE)

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,15 +16,18 @@ from qinfer.core.settings import RedisSettings, RepositorySettings, load_setting
 from qinfer.errors import SettingsError
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.pins import Pin, why_lost
-from qinfer.models.readiness import ModelStatus, assess
+from qinfer.models.readiness import ModelStatus, Progress, assess, outcome
 from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.sequence_work import read_sequences
-from qinfer.models.state import BULK, State, WorkerRecord
+from qinfer.models.state import BULK, GATEWAY, State, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.models.work import VersionWork, read_work
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
+
+LOOK_S = 1.0
+"""The longest time between two looks at what is waited for."""
 
 
 class PinRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,13 +171,14 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `qinfer status`; `bulk_workers` are names such as `qinfer-bulk-7@host`."""
+    """The content of `qinfer status`; `gateways` and `bulk_workers` are names such as `qinfer-bulk-7@host`."""
 
     models: tuple[ModelRow, ...]
     lanes: tuple[LaneRow, ...]
     workers: tuple[WorkerRow, ...]
     work: tuple[WorkRow, ...] = ()
     sequences: tuple[SequencesRow, ...] = ()
+    gateways: tuple[str, ...] = ()
     bulk_workers: tuple[str, ...] = ()
 
 
@@ -230,6 +235,29 @@ def run_sync(settings: RedisSettings, repository: RepositorySettings, *, may_emp
     )
 
 
+class WaitedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """How the load of a model has ended, or that it goes on.
+
+    Attributes:
+        model: Its name.
+        progress: `ready`, `failed` or `waiting`.
+        reason: Why it is not ready.
+    """
+
+    model: str
+    progress: Progress
+    reason: str = ""
+
+
+def run_wait(settings: RedisSettings, synced: Sequence[SyncedModel], timeout_s: float) -> list[WaitedModel]:
+    """Waits until every model that was synced is ready or has failed, or the time is over.
+
+    Raises:
+        BrokerUnavailable: Redis can't be reached.
+    """
+    return asyncio.run(_wait(settings, [model.model for model in synced if not model.removed], timeout_s))
+
+
 def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[SyncedModel]:
     """Writes the desired state for a start in the present control mode.
 
@@ -260,6 +288,7 @@ async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = 
             SequencesRow(**{name: getattr(of, name) for name in SequencesRow.__struct_fields__})
             for of in await read_sequences(delivery, stored)
         ),
+        gateways=tuple(await store.live_processes(GATEWAY)),
         bulk_workers=tuple(await store.live_processes(BULK)),
     )
 
@@ -364,6 +393,25 @@ async def _sync(
     source = open_repositories(repository)
     async with connected(settings) as (store, delivery):
         return await way(source, store, delivery)
+
+
+async def _wait(settings: RedisSettings, names: Sequence[str], timeout_s: float) -> list[WaitedModel]:
+    ends_s = time.monotonic() + timeout_s
+    async with connected(settings) as (store, _):
+        while True:
+            workers = await store.workers()
+            stored = await store.models(names)
+            found = [
+                WaitedModel(model=name, progress=progress, reason=reason)
+                for name, (progress, reason) in (
+                    (name, outcome(stored[name], workers)) for name in names if name in stored
+                )
+            ]
+            left_s = ends_s - time.monotonic()
+            if left_s <= 0 or all(model.progress is not Progress.WAITING for model in found):
+                return found
+            # Workers wake whoever waits when they have loaded a model.
+            await store.wait(min(LOOK_S, left_s))
 
 
 def _worker_row(worker: WorkerRecord, now_s: float) -> WorkerRow:

@@ -23,7 +23,7 @@ def status(
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
-    """Show models, lanes and workers.
+    """Show models, lanes, workers and gateways.
 
     Reads Redis and needs no gateway. Depth counts waiting and executing requests. Work is the seconds that one worker
     needs for them, with a ? where the model has never been executed and its speed is assumed.

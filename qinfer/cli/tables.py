@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from qinfer.cli.console import print_error, print_json
+from qinfer.cli.console import exit_code, fail, print_json
 from qinfer.cli.overview import LaneRow, ModelRow, Overview, SequencesRow, WorkerRow, WorkRow
 from qinfer.errors import QinferError
 from qinfer.models.sync import SyncedModel
@@ -21,6 +21,7 @@ from qinfer.models.sync import SyncedModel
 _MAX_HOLDERS = 3
 """So many holders of pins are shown of a version; JSON has all."""
 NO_WORKER = "no live worker: requests wait in their lanes"
+NO_GATEWAY = "no live gateway: nobody can send requests"
 
 _COLOURS = {
     "READY": "green", "UNAVAILABLE": "red", "ready": "green", "trouble": "red", "loading": "yellow",
@@ -47,6 +48,10 @@ def overview_tables(overview: Overview) -> RenderableType:
         parts.append(Text(f"all workers: {executing:,} executing, {rps:,.0f} requests/s"))
     else:
         parts.append(Text(NO_WORKER, style="yellow"))
+    if overview.gateways:
+        parts.append(Text(f"gateways: {', '.join(overview.gateways)}"))
+    else:
+        parts.append(Text(NO_GATEWAY, style="yellow"))
     if overview.bulk_workers:
         parts.append(Text(f"bulk workers: {', '.join(overview.bulk_workers)}"))
     return Group(*parts)
@@ -259,7 +264,7 @@ class Watch:
         try:
             print_json(self._read())
         except QinferError as error:
-            print_error(f"{error.message}; retrying")
+            fail(f"{error.message}; retrying", error.code, exit_code(error), as_json=True)
 
     def _repeat(self, show: Callable[[], None]) -> None:
         while True:

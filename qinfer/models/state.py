@@ -6,8 +6,9 @@ import msgspec
 
 from qinfer.observe.host import GpuUse, MemoryUse
 
-BULK, BEAT, BRIDGE = "bulk", "beat", "bridge"
-"""The programs whose processes report liveness as `<name>@<host>`: bulk worker, process with Celery's beat, bridge."""
+GATEWAY, BULK, BEAT, BRIDGE = "gateway", "bulk", "beat", "bridge"
+"""The programs whose processes report liveness as `<name>@<host>`: gateway, bulk worker, process with Celery's beat,
+bridge."""
 
 
 class Desired(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from qinfer.errors import QinferError, SettingsError
 from qinfer.models.config.message import from_json
 from qinfer.models.readiness import assess
 from qinfer.models.repository.open import open_repositories
-from qinfer.models.state import BEAT, BULK, Desired, State, StoredModel, WorkerRecord
+from qinfer.models.state import BEAT, BULK, GATEWAY, Desired, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.address import Address, parse_place
 from qinfer.queue.clients import Login, admin_client, blocking_client
@@ -43,6 +43,7 @@ class _Workers(NamedTuple):
     workers: list[WorkerRecord]
     bulk_workers: list[str]
     beats: list[str]
+    gateways: list[str]
     desired: dict[str, Desired]
     stored: dict[str, StoredModel]
 
@@ -124,6 +125,7 @@ def _worker_findings(settings: Settings) -> list[Finding]:
         return [problem("workers", f"the records can't be read: {error.message}")]
     needs_bulk = bool(settings.bulk.enabled and settings.stores.allow)
     return [
+        *examine_gateways(found.gateways),
         *examine_workers(found.workers, found.bulk_workers, found.beats, needs_bulk=needs_bulk),
         *examine_models(found.desired, found.stored, found.workers),
     ]
@@ -133,8 +135,9 @@ async def _read_workers(settings: RedisSettings) -> _Workers:
     store = ControlStore(admin_client(settings))
     try:
         desired = await store.desired()
-        workers, bulk, beats = await store.workers(), await store.live_processes(BULK), await store.live_processes(BEAT)
-        return _Workers(workers, bulk, beats, desired, await store.models(sorted(desired)))
+        workers = await store.workers()
+        bulk, beats, gateways = [await store.live_processes(program) for program in (BULK, BEAT, GATEWAY)]
+        return _Workers(workers, bulk, beats, gateways, desired, await store.models(sorted(desired)))
     finally:
         await store.close()
 
@@ -164,6 +167,14 @@ def _sections(settings: Settings) -> Iterator[list[str]]:
         section = getattr(settings, name)
         fields = getattr(type(section), "model_fields", {})
         yield [value.get_secret_value() for field in fields if isinstance(value := getattr(section, field), SecretStr)]
+
+
+def examine_gateways(gateways: Sequence[str]) -> Iterator[Finding]:
+    """Yields the finding about the live gateways of all machines."""
+    if gateways:
+        yield ok("gateways", f"{len(gateways)} live: {', '.join(gateways[:_SHOWN])}")
+    else:
+        yield warning("gateways", "none is live: nobody can send requests", "start python -m qinfer_api")
 
 
 def examine_workers(

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from qinfer.cli.console import DataDirOption, JsonOption, RedisOption, print_json
+from qinfer.cli.console import Commands, DataDirOption, JsonOption, RedisOption, print_json
 
-app = typer.Typer(help="Health check for this host or container. Exit code 0: healthy, 1: not.", no_args_is_help=True)
+app = Commands(help="Health check for this host or container. Exit code 0: healthy, 1: not.", no_args_is_help=True)
 
 GATEWAY_EXAMPLE = "Example: qinfer healthcheck gateway   or   qinfer healthcheck gateway --ready"
 

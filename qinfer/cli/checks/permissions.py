@@ -12,7 +12,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from qinfer.cli.checks.report import Finding, ok, problem
 from qinfer.core.settings import RedisSettings
-from qinfer.models.state import BEAT, BRIDGE, BULK
+from qinfer.models.state import BEAT, BRIDGE, BULK, GATEWAY
 from qinfer.queue import keys
 
 Words = tuple[str | int, ...]
@@ -102,7 +102,7 @@ def _places(nonce: str) -> Iterator[Words]:
         ("HDEL", name, nonce) for name in (keys.desired(), keys.completions(), keys.settings(), keys.job_places())
     )
     yield ("EXISTS", keys.installation())
-    live = map(keys.liveness, (BULK, BEAT, BRIDGE))
+    live = map(keys.liveness, (GATEWAY, BULK, BEAT, BRIDGE))
     yield from (("ZREM", name, nonce) for name in (keys.workers(), *live, keys.jobs(), keys.open_jobs()))
     yield from (
         ("HDEL", keys.bridges(), nonce),

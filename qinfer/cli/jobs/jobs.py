@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, print_json, show
+from qinfer.cli.console import DEFAULT_URL, Commands, JsonOption, ModelArgument, UrlOption, print_json, show
 from qinfer.cli.jobs.waiting import StopSignals, finish, print_status
 from qinfer.errors import InvalidRequest
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from qinfer.client import JobStatus
     from qinfer.client.job_flows import JobEstimate, JobOptions
 
-app = typer.Typer(help="Manage bulk jobs: list, show, wait, cancel, resume, delete.", no_args_is_help=True)
+app = Commands(help="Manage bulk jobs: list, show, wait, cancel, resume, delete.", no_args_is_help=True)
 
 SUBMIT_EXAMPLE = (
     "Example: qinfer submit digits 's3://bucket/in/*.parquet' s3://bucket/out --column image=pixels --key id --wait"
@@ -30,11 +30,9 @@ _COLOURS = {"completed": "green", "failed": "red", "expired": "red", "cancelled"
 
 InputsArgument = Annotated[
     list[str],
-    typer.Argument(
-        metavar="INPUT...", help="Files, folders or patterns: URLs, or paths that the workers can read too."
-    ),
+    typer.Argument(metavar="INPUT", help="Files, folders or patterns: URLs, or paths that the workers can read too."),
 ]
-OutputArgument = Annotated[str, typer.Argument(help="The output folder; it must be empty.")]
+OutputArgument = Annotated[str, typer.Argument(metavar="OUTPUT", help="The output folder; it must be empty.")]
 FormatOption = Annotated[str, typer.Option("--format", help="Output format: parquet, arrow, csv or jsonl.")]
 InputFormatOption = Annotated[
     str, typer.Option("--input-format", help="parquet, arrow, csv or jsonl; default: by file extension.")
@@ -274,8 +272,8 @@ def submit(
 
     Inputs are Parquet, Arrow, CSV or JSON lines in any location that the server allows (QINFER_STORES__ALLOW).
 
-    Exit codes: 0 submitted (with --wait: completed), 1 the job has failed, has expired or was cancelled, 2 wrong usage
-    or a job that is refused, 3 the server can't be reached or is overloaded (repeat the command with its --id), 130
+    Exit codes: 0 submitted (with --wait: completed), 1 the job has failed, has expired or was cancelled, 64 wrong usage
+    or a job that is refused, 69 the server can't be reached or is overloaded (repeat the command with its --id), 130
     or 143 stopped by SIGINT or SIGTERM: the job goes on, but for --cancel-on-exit.
     """
     options = job_options(context.params)
@@ -360,7 +358,7 @@ def show_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonO
 def wait_for_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Wait until a job ends, and show progress.
 
-    Exit codes: 0 completed, 1 failed, cancelled or expired, 2 no such job, 3 the server can't be reached, 130
+    Exit codes: 0 completed, 1 failed, cancelled or expired, 64 no such job, 69 the server can't be reached, 130
     interrupted; the job goes on.
     """
     with _client(url) as client:

@@ -97,8 +97,8 @@ def label(
 
     Rows with errors and rows that the mapping does not fit are left out; their number is printed on stderr.
 
-    Exit codes: 0 done, 1 no row could be written, 2 the mapping does not fit the job or the format, 3 the server can't
-    be reached.
+    Exit codes: 0 done, 1 no row could be written, 64 the mapping does not fit the job or the format, 69 the server
+    can't be reached.
     """
     if as_json and out == "-":
         raise InvalidRequest("--json prints on stdout, where the rows go too; name a file by --out")

@@ -101,7 +101,7 @@ def autoscale(
     With --replay nothing is started and Redis is not contacted: a simulation of the same policy prints the worker-
     seconds and late rows of these options beside the recorded ones. --late-s and --json apply to it.
 
-    Exit codes: 0 stopped, or replayed; 2 a setting or a record is wrong.
+    Exit codes: 0 stopped, or replayed; 64 an option, a setting or a record is wrong.
     """
     from qinfer.cli.overview import redis_settings
     from qinfer.cli.scaling.replay import run_replay

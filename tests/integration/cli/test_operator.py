@@ -20,7 +20,7 @@ from qinfer.cli.checks.permissions import command_names
 from qinfer.cli.console import model_names
 from qinfer.cli.main import app
 from qinfer.core.settings import RedisSettings, variable_names
-from qinfer.models.state import BULK
+from qinfer.models.state import BULK, GATEWAY
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
@@ -73,6 +73,7 @@ async def busy(redis_server: RedisServer) -> AsyncIterator[InlineWorkers]:
         await one.model("digits")
         await one.worker("w1")
         await store.report_liveness(BULK, f"b@{socket.gethostname()}", 60.0)
+        await store.report_liveness(GATEWAY, f"g@{socket.gethostname()}", 60.0)
         yield one
     await store.close()
     await delivery.close()
@@ -106,10 +107,12 @@ async def test_lanes_work_and_workers_are_shown(busy: InlineWorkers, redis_serve
     assert workers.document["bulk_workers"] == [f"b@{socket.gethostname()}"]
     assert "digits" in text.stdout
     assert "bulk workers: b@" in text.stdout
+    assert status.document["gateways"] == [f"g@{socket.gethostname()}"]
+    assert "gateways: g@" in text.stdout
 
 
 async def test_one_model_can_be_asked_for(busy: InlineWorkers, redis_server: RedisServer) -> None:
-    """One that is not known is an error on stderr, with nothing on stdout; names can be completed."""
+    """One that is not known is an error on stderr, and as JSON on stdout; names can be completed."""
     to = ("--redis", redis_server.url)
 
     known = await asyncio.to_thread(run, "queues", "--model", "digits", *to, "--json")
@@ -118,7 +121,9 @@ async def test_one_model_can_be_asked_for(busy: InlineWorkers, redis_server: Red
     context.params = {"redis": redis_server.url}
 
     assert [row["model"] for row in known.document] == ["digits"]
-    assert (unknown.code, unknown.stdout) == (2, "")
+    assert unknown.code == 64
+    assert unknown.document["error"]["code"] == "model_not_found"
+    assert unknown.document["error"]["exit_code"] == 64
     assert "no model 'digit' is to be loaded" in unknown.stderr
     assert await asyncio.to_thread(model_names, context, "dig") == ["digits"]
 
@@ -174,7 +179,7 @@ def test_the_doctor_finds_a_sound_redis_well(own_redis: RedisServer) -> None:
 
     about_redis = ("Redis version", "eviction", "durability", "clock of Redis", "permissions", "models")
     assert [found[subject][0] for subject in about_redis] == ["ok"] * len(about_redis)
-    assert found["workers"][0] == "warning"
+    assert found["workers"][0] == found["gateways"][0] == "warning"
     assert own_redis.client().keys("*") == []
 
 

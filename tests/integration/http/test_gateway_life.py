@@ -9,12 +9,12 @@ import pytest
 
 from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, MetricsSettings, Settings
 from qinfer.errors import SettingsError
-from qinfer.models.state import State, VersionState, WorkerRecord
+from qinfer.models.state import GATEWAY, State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind, build
 from qinfer_api.rpc.server import open_port
-from tests.support.gateway import Running, declare_models, settings_of
+from tests.support.gateway import Running, declare_models, running_gateway, settings_of
 from tests.support.rpc import infer_request, rpc, value_of
 from tests.support.servers.servers import Database, free_port
 
@@ -161,3 +161,17 @@ async def test_who_waits_for_a_stored_request_that_is_lost_is_told() -> None:
         reply = await waiting
 
     assert reply.status_code == 404
+
+
+async def test_a_gateway_says_that_it_is_live() -> None:
+    """So that `qinfer status` and `doctor` know of all of them."""
+    async with running_gateway() as running:
+
+        async def is_known() -> bool:
+            return await running.store.live_processes(GATEWAY) != []
+
+        await eventually(is_known, description="a sign of life")
+        (name,) = await running.store.live_processes(GATEWAY)
+
+    assert name.startswith("gateway-")
+    assert name.endswith(f"@{socket.gethostname()}")

@@ -119,12 +119,12 @@ def test_a_stream_is_a_line_of_json_for_each_response(monkeypatch: pytest.Monkey
 
 
 def test_unknown_input_is_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 2 and the inputs that there are, in one line without a traceback."""
+    """Exit code 64 and the inputs that there are, in one line without a traceback."""
     monkeypatch.setattr(client, "GatewayClient", FakeGateway)
 
     code, _, stderr = run("infer", "double", "--input", "z=[1]")
 
-    assert code == 2
+    assert code == 64
     assert stderr == "Error: model 'double' has no input 'z'; its inputs are: x (FP32 [-1, 2])\n"
 
 
@@ -133,7 +133,7 @@ def test_no_server_says_how_to_start_one(command: list[str], unused_tcp_port: in
     """The remedy is in the message."""
     code, _, stderr = run(*command, "--url", f"http://127.0.0.1:{unused_tcp_port}")
 
-    assert code == 3
+    assert code == 69
     assert "no server answers" in stderr
     assert "qinfer up --model-repository" in stderr
 
@@ -142,7 +142,7 @@ def test_missing_repository_is_wrong_usage(tmp_path: Path) -> None:
     """`up` shows what a repository looks like."""
     code, _, stderr = run("up", "--model-repository", str(tmp_path / "nowhere"), "--data-dir", str(tmp_path / "data"))
 
-    assert code == 2
+    assert code == 64
     assert "does not exist" in stderr
     assert "model.onnx" in stderr
     assert not (tmp_path / "data").exists()
@@ -154,7 +154,7 @@ def test_unknown_variable_stops_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     code, _, stderr = run("up", "--model-repository", str(tmp_path), "--data-dir", str(tmp_path / "data"))
 
-    assert code == 2
+    assert code == 64
     assert "did you mean QINFER_HTTP__PORT" in stderr
 
 
@@ -163,7 +163,7 @@ def test_no_running_up_says_what_to_give(command: list[str], tmp_path: Path) -> 
     """Without `up` and without --redis there is nothing to ask."""
     code, _, stderr = run(*command, "--data-dir", str(tmp_path))
 
-    assert code == 2
+    assert code == 64
     assert "no `qinfer up` is running with the data directory" in stderr
 
 
@@ -171,7 +171,7 @@ def test_redis_that_is_away_is_one_line(unused_tcp_port: int) -> None:
     """A connection that is refused is no traceback."""
     code, _, stderr = run("status", "--redis", f"redis://127.0.0.1:{unused_tcp_port}")
 
-    assert code == 3
+    assert code == 69
     assert stderr.startswith("Error: ")
     assert "Traceback" not in stderr
 
@@ -251,5 +251,5 @@ def test_infer_sends_the_flags_of_a_sequence(monkeypatch: pytest.MonkeyPatch) ->
 def test_bench_of_sequences_does_not_stream() -> None:
     code, _, stderr = run("bench", "double", "--sequences", "4", "--streaming")
 
-    assert code == 2
+    assert code == 64
     assert "--sequences" in stderr

@@ -16,6 +16,9 @@ from qinfer.cli import dead_letters
 from qinfer.cli.main import app
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import RedisSettings, variable_names
+from qinfer.models.state import Desired
+from qinfer.models.store import ControlStore
+from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import Lane, Payload
 from qinfer.queue.lanes import Queue
 from qinfer.tensors import Tensor, pack_bytes
@@ -64,6 +67,17 @@ class OwnDatabase:
 
         return asyncio.run(connected())
 
+    def declare(self, *models: str) -> None:
+        """Notes models as once loaded."""
+
+        async def noted() -> None:
+            store = ControlStore(admin_client(self._settings))
+            for model in models:
+                await store.set_desired(Desired(model, 1, load=False))
+            await store.close()
+
+        asyncio.run(noted())
+
     def ids(self) -> list[str]:
         """Returns the ids of the dead letters."""
         return [letter.id for letter in self.ask(lambda delivery: delivery.dead_letters.list("digits", count=10_000))]
@@ -109,7 +123,8 @@ def test_help_has_an_example(command: str) -> None:
     code, stdout, _ = run(command, "--help")
 
     assert code == 0
-    assert f"Example: qinfer dlq {command} digits" in stdout
+    assert "Example: qinfer dlq" in stdout
+    assert f"qinfer dlq {command} digits" in stdout
 
 
 def test_list_says_what_was_given_up_and_why(queue: OwnDatabase) -> None:
@@ -139,6 +154,34 @@ def test_list_prints_json_in_pages(queue: OwnDatabase) -> None:
 def test_an_empty_list_says_so(queue: OwnDatabase) -> None:
     """No table without rows."""
     assert run("list", "digits", *queue.option) == (0, "model 'digits' has no dead letters\n", "")
+
+
+def test_all_models_are_listed_without_one(queue: OwnDatabase) -> None:
+    """Those that were ever loaded; each letter says whose it is."""
+    ids = queue.bury(encode_request(request()), encode_request(request()))
+    assert run("list", *queue.option) == (0, "there are no dead letters\n", "")
+    queue.declare("digits", "other")
+
+    code, table, _ = run("list", *queue.option)
+    _, document, _ = run("list", "--json", *queue.option)
+    _, first, _ = run("list", "--json", "--count", "1", *queue.option)
+
+    assert code == 0
+    assert [(row["model"], row["id"]) for row in json.loads(document)] == [("digits", letter_id) for letter_id in ids]
+    assert [row["id"] for row in json.loads(first)] == ids[:1]
+    assert all(letter_id in table for letter_id in ids)
+
+
+@pytest.mark.parametrize("model", [[], ["digits"]], ids=["all", "one"])
+def test_ids_are_never_cut(queue: OwnDatabase, model: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another command takes them."""
+    [letter_id] = queue.bury(encode_request(request()))
+    queue.declare("digits")
+    monkeypatch.setenv("COLUMNS", "40")
+
+    _, table, _ = run("list", *model, *queue.option)
+
+    assert letter_id in table
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["inline", "payload"])
@@ -219,7 +262,7 @@ def test_what_is_no_id_is_wrong_usage(queue: OwnDatabase, arguments: tuple[str, 
     """The message shows what one looks like."""
     code, _, stderr = run(*arguments, *queue.option)
 
-    assert code == 2
+    assert code == 64
     assert stderr == "Error: 'x' is no dead letter's id; expected such as 1700000000123-0\n"
 
 
@@ -229,7 +272,7 @@ def test_ids_or_all(queue: OwnDatabase, command: str, arguments: tuple[str, ...]
     """One of the two, so that nothing is put back or removed by mistake."""
     code, _, stderr = run(command, "digits", *arguments, "--yes" if command == "purge" else "--json", *queue.option)
 
-    assert code == 2
+    assert code == 64
     assert "give --all" in stderr
 
 
@@ -259,7 +302,7 @@ def test_purge_wants_a_yes(queue: OwnDatabase) -> None:
 
     code, _, stderr = run("purge", "digits", "--all", *queue.option)
 
-    assert code == 2
+    assert code == 64
     assert "add --yes" in stderr
     assert run("purge", "digits", "--all", "--yes", *queue.option) == (0, "2 removed\n", "")
     assert queue.waiting() == 0

@@ -39,6 +39,22 @@ def test_options_are_shown_whole(command: list[str]) -> None:
     assert [option for option in options if not re.search(rf"{option}\b", shown)] == []
 
 
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("infer", "[OPTIONS] MODEL"),
+        ("submit", "[OPTIONS] MODEL INPUT... OUTPUT"),
+        ("dlq list", "[OPTIONS] [MODEL]"),
+        ("dlq replay", "[OPTIONS] MODEL [ID...]"),
+        ("status", "[OPTIONS]"),
+    ],
+)
+def test_usage_lines_are_like_those_of_other_tools(command: str, usage: str) -> None:
+    shown = CliRunner().invoke(app, [*command.split(), "--help"]).stdout
+
+    assert re.search(rf"Usage: \S+ {command} {re.escape(usage)}\n", shown), shown
+
+
 @pytest.mark.parametrize("command", [[], ["models"], ["keys"], ["dlq"]], ids=" ".join)
 def test_lists_of_commands_are_not_cut(command: list[str]) -> None:
     """Each summary fits its line."""
@@ -80,7 +96,7 @@ def test_models_to_load_need_the_explicit_mode() -> None:
     """As with Triton: ignoring them would load all."""
     result = CliRunner().invoke(app, ["up", "--load-model", "digits"])
 
-    assert result.exit_code == 2
+    assert result.exit_code == 64
     assert "--model-control-mode explicit" in result.stderr
 
 
@@ -97,7 +113,7 @@ def test_a_tenant_that_can_not_be_is_named(tmp_path: Path) -> None:
     """With the rule."""
     result = CliRunner().invoke(app, ["keys", "new", "--tenant", "a b", "--file", str(tmp_path / "keys.json")])
 
-    assert result.exit_code == 2
+    assert result.exit_code == 64
     assert "1 to 64 letters, digits and ._~-" in " ".join(result.stderr.split())
     assert "got 'a b'" in " ".join(result.stderr.split())
 

@@ -172,9 +172,11 @@ def test_pairs_may_be_empty() -> None:
         pairs("--metadata", ["=b"])
 
 
-@pytest.mark.parametrize(("status", "code"), [(400, 2), (403, 2), (404, 2), (409, 2), (429, 3), (501, 2), (503, 3)])
+@pytest.mark.parametrize(
+    ("status", "code"), [(400, 64), (403, 64), (404, 64), (409, 64), (429, 69), (501, 64), (503, 69)]
+)
 def test_a_refusal_is_printed(gateway: Talk, status: int, code: int) -> None:
-    """On stderr, with the server's text; 2 where the command is to be changed, 3 where it may work later."""
+    """On stderr, with the server's text; 64 where the command is to be changed, 69 where it may work later."""
     gateway(reply(status, error="the inputs have no column 'x'"))
 
     found, out, err = run("submit", "m", IN, OUT)
@@ -187,12 +189,11 @@ def test_a_refusal_is_printed(gateway: Talk, status: int, code: int) -> None:
     "arguments", [["m"], ["m", IN], ["m", IN, OUT, "--rows-per-part", "-1"], ["m", IN, OUT, "--x"]]
 )
 def test_wrong_usage(gateway: Talk, arguments: list[str]) -> None:
-    """2, and nothing is sent."""
     server = gateway(job())
 
     code, _, err = run("submit", *arguments)
 
-    assert code == 2
+    assert code == 64
     assert "Usage" in err
     assert server.requests == []
 
@@ -241,7 +242,7 @@ def test_a_server_that_is_away_is_no_failed_job(gateway: Talk) -> None:
     gateway(job("planning", 201), job("running"), httpx.ReadTimeout("slow"))
     meanwhile = run("submit", "m", IN, OUT, "--wait")
 
-    assert (before[0], meanwhile[0]) == (3, 3)
+    assert (before[0], meanwhile[0]) == (69, 69)
     assert "no server answers" in before[2]
 
 
@@ -288,7 +289,7 @@ def test_options_that_need_another(gateway: Talk, option: str, said: str) -> Non
 
     code, _, err = run("submit", "m", IN, OUT, option)
 
-    assert (code, said in err, server.requests) == (2, True, [])
+    assert (code, said in err, server.requests) == (64, True, [])
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -425,5 +426,5 @@ def test_a_job_that_is_not_there(gateway: Talk, command: str) -> None:
 
     code, out, err = run("jobs", command, "j1")
 
-    assert (code, out) == (2, "")
+    assert (code, out) == (64, "")
     assert "job 'j1' is not known" in err

@@ -1,5 +1,7 @@
 """Every command that prints data has `--json`, and what completes names never fails."""
 
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,42 @@ def test_every_command_that_prints_data_has_json() -> None:
 
     assert without == RUNS_ON
     assert {"status", "queues", "workers", "doctor", "models load", "healthcheck worker"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "code", "said"),
+    [
+        (["infer", "--json"], 64, "usage", "Missing argument 'MODEL'"),
+        (["infer", "m", "--json", "--inpt", "x"], 64, "usage", "No such option"),
+        (["nothing", "--json"], 64, "usage", "No such command 'nothing'"),
+        (["infer", "m", "--json", "--url", "gateway"], 64, "invalid_request", "is no URL of a gateway"),
+        (["infer", "m", "--json", "--url", "http://127.0.0.1:1"], 69, "unreachable", "no server answers"),
+        (["models", "list", "--json", "--redis", "redis://127.0.0.1:1/0"], 69, "broker_unavailable", "can't connect"),
+        (["dlq", "list", "--json", "--after", "1-0"], 64, "usage", "it needs a MODEL"),
+        (["models", "load", "m", "--json", "--file", "x"], 1, "internal", "write VERSION/NAME=FILE"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_error_is_json_too(words: list[str], status: int, code: str, said: str) -> None:
+    """On stdout one document, on stderr the text."""
+    shown = CliRunner().invoke(app, words)
+
+    error = json.loads(shown.stdout)["error"]
+    assert (shown.exit_code, error["exit_code"], error["code"]) == (status, status, code)
+    assert said in error["message"]
+    assert said in " ".join(shown.stderr.split())
+
+
+def test_a_missing_package_is_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where only the client is installed."""
+    monkeypatch.setitem(sys.modules, "redis", None)
+    monkeypatch.delitem(sys.modules, "qinfer.cli.overview", raising=False)
+    monkeypatch.delitem(sys.modules, "qinfer.queue.clients", raising=False)
+
+    shown = CliRunner().invoke(app, ["status", "--json"])
+
+    assert json.loads(shown.stdout)["error"]["code"] == "not_installed"
+    assert (shown.exit_code, "pip install 'qinfer-ml[server]'" in shown.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -51,7 +51,7 @@ def test_a_bad_name_is_wrong_usage(tmp_path: Path) -> None:
     """And makes no file."""
     code, stdout, stderr = run("new", "--tenant", "a b", "--file", str(tmp_path / "keys.json"))
 
-    assert (code, stdout) == (2, "")
+    assert (code, stdout) == (64, "")
     assert "no key was made" in stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -107,7 +107,7 @@ def test_a_revoked_key_is_not_listed(tmp_path: Path) -> None:
     assert code == 0
     assert "'first' of tenant 'acme' was removed" in stdout
     assert [row["id"] for row in listed(file)] == ["second"]
-    assert again == 2
+    assert again == 64
     assert "has no key 'first'" in stderr
 
 
@@ -133,7 +133,7 @@ def test_a_duration_has_a_number_and_a_unit(tmp_path: Path, duration: str) -> No
 
     code, _, stderr = run("rotate", "first", "--overlap", duration, "--file", str(file))
 
-    assert code == 2
+    assert code == 64
     assert "is no duration" in stderr
     assert len(read_keys(file)) == 1
 

@@ -109,7 +109,7 @@ def test_the_numbers_of_rows_as_json(tmp_path: Path, mapping: Path) -> None:
 
     assert (code, err) == (0, "")
     assert json.loads(report) == {"out": str(out), "written": 5, "failed": 0, "unfit": 0}
-    assert (refused[0], "--out" in refused[2]) == (2, True)
+    assert (refused[0], "--out" in refused[2]) == (64, True)
 
 
 def test_a_limit_in_the_order_of_the_input(tmp_path: Path, mapping: Path) -> None:
@@ -320,20 +320,20 @@ def _label_config(folder: Path, mapping: Path) -> list[object]:
 @pytest.mark.parametrize(
     ("change", "code", "said"),
     [
-        (lambda *_: ["--format", "coco"], 2, "coco has boxes only"),
-        (lambda *_: ["--field", "=x"], 2, "--field '=x' has no name"),
-        (lambda *_: ["--field", "x"], 2, "no column 'x'; it has id, text, PROBS"),
-        (lambda *_: ["--id", "x"], 2, "no column 'x'"),
-        (lambda *_: ["--out", "."], 2, "--out '.' is a folder; name a file"),
-        (lambda *_: ["--out", ""], 2, "is a folder"),
-        (lambda *_: ["--out", "new/"], 2, "is a folder"),
-        (lambda *_: ["--out", "s3://bucket/tasks.json"], 2, "is not a file of this machine"),
+        (lambda *_: ["--format", "coco"], 64, "coco has boxes only"),
+        (lambda *_: ["--field", "=x"], 64, "--field '=x' has no name"),
+        (lambda *_: ["--field", "x"], 64, "no column 'x'; it has id, text, PROBS"),
+        (lambda *_: ["--id", "x"], 64, "no column 'x'"),
+        (lambda *_: ["--out", "."], 64, "--out '.' is a folder; name a file"),
+        (lambda *_: ["--out", ""], 64, "is a folder"),
+        (lambda *_: ["--out", "new/"], 64, "is a folder"),
+        (lambda *_: ["--out", "s3://bucket/tasks.json"], 64, "is not a file of this machine"),
         (lambda *_: ["--out", "/nowhere/at/all"], 1, "/nowhere/at/all can't be written: No such file"),
-        (lambda *_: ["--label-config", "/nowhere"], 2, "--label-config /nowhere can't be read"),
-        (_label_config, 2, "control 'mood' has no label 'pos'; it has 'neg', 'positive'"),
+        (lambda *_: ["--label-config", "/nowhere"], 64, "--label-config /nowhere can't be read"),
+        (_label_config, 64, "control 'mood' has no label 'pos'; it has 'neg', 'positive'"),
         (_without_part, 1, "is incomplete, a file is missing"),
-        (_other_model, 2, "is for model 'other' version any; the job was scored by 'm' version 1"),
-        (_other_output, 2, "no column 'LOGITS'"),
+        (_other_model, 64, "is for model 'other' version any; the job was scored by 'm' version 1"),
+        (_other_output, 64, "no column 'LOGITS'"),
     ],
 )
 def test_what_does_not_go(tmp_path: Path, mapping: Path, change: Change, code: int, said: str) -> None:

@@ -257,7 +257,7 @@ def test_wrong_ranges_are_refused(text: str) -> None:
     """With what was given, and an example."""
     result = CliRunner().invoke(app, ["up", "--autoscale", text])
 
-    assert result.exit_code == 2
+    assert result.exit_code == 64
     said = " ".join(result.stderr.split())
     assert "such as 0:4" in said
     assert repr(text) in said
@@ -267,7 +267,7 @@ def test_up_takes_one_of_workers_and_autoscale() -> None:
     """Neither could win without a surprise."""
     result = CliRunner().invoke(app, ["up", "--autoscale", "0:4", "--workers", "1"])
 
-    assert result.exit_code == 2
+    assert result.exit_code == 64
     assert "give this or --workers, not both" in " ".join(result.stderr.split())
 
 
@@ -277,5 +277,5 @@ def test_autoscale_refuses_numbers_that_make_no_sense() -> None:
 
     result = CliRunner().invoke(app, words)
 
-    assert result.exit_code == 2
+    assert result.exit_code == 64
     assert "3 to 2 workers can't be" in " ".join(result.stderr.split())

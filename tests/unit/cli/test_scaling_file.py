@@ -154,8 +154,8 @@ def test_people_get_a_table() -> None:
     ],
 )
 def test_what_can_not_be_replayed_is_refused(words: tuple[str, ...], problem: str) -> None:
-    """With what is wrong, and exit code 2."""
+    """With what is wrong, and exit code 64."""
     refused = CliRunner().invoke(app, ["autoscale", *words], env={"COLUMNS": "200"})
 
-    assert refused.exit_code == 2
+    assert refused.exit_code == 64
     assert problem in refused.output

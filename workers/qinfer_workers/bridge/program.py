@@ -17,6 +17,7 @@ from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError, SettingsError
 from qinfer.models.catalog import Catalog
+from qinfer.models.liveness import report_liveness
 from qinfer.models.state import BRIDGE
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
@@ -25,7 +26,6 @@ from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.reading import body_codec
 from qinfer_workers.bridge.route import Route
 from qinfer_workers.bridge.transports.kombu import look
-from qinfer_workers.liveness import report_liveness
 
 logger = logging.getLogger("qinfer_workers.bridge")
 

@@ -26,6 +26,7 @@ from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.jobs.examiner_pool import PLAN_SHARES, ExaminerPool
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, BulkTasks, broker_of
+from qinfer.models.liveness import report_liveness
 from qinfer.models.state import BEAT, BULK
 from qinfer.models.store import ControlStore
 from qinfer.observe import logs
@@ -38,7 +39,7 @@ from qinfer_workers.jobs.finalise import Finaliser
 from qinfer_workers.jobs.plan import Planner
 from qinfer_workers.jobs.services import JobServices
 from qinfer_workers.jobs.sweep import Sweeper
-from qinfer_workers.liveness import end, report_liveness
+from qinfer_workers.liveness import end
 
 logger = logging.getLogger("qinfer_workers.jobs")
 

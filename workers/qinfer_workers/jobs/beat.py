@@ -23,12 +23,13 @@ from qinfer.core.processes import forbid_inspection
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.jobs.tasks import BulkTasks
+from qinfer.models.liveness import EVERY_S, HOLDS_S
 from qinfer.models.state import BEAT
 from qinfer.models.store import ControlStore
 from qinfer.observe import logs
 from qinfer.queue.clients import admin_client
 from qinfer_workers.jobs.app import plain_app
-from qinfer_workers.liveness import EVERY_S, HOLDS_S, end
+from qinfer_workers.liveness import end
 
 logger = logging.getLogger("qinfer_workers.jobs.beat")
 

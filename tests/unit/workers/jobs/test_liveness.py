@@ -3,10 +3,10 @@
 import pytest
 
 from qinfer.errors import BrokerUnavailable
+from qinfer.models import liveness
 from qinfer.models.state import BULK
 from qinfer.models.store import ControlStore
 from qinfer.testing import wait_until
-from qinfer_workers import liveness
 from qinfer_workers.jobs.event_loop import EventLoop
 
 
