@@ -17,7 +17,6 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     Forbidden,
     InvalidRequest,
-    ModelNotReady,
     Overloaded,
     QinferError,
     QuotaExceeded,
@@ -229,16 +228,16 @@ class Dispatcher:
         That the caller may not ask goes before all else, then that the model is unknown or not ready.
         """
         if isinstance(error, Unauthorized | Forbidden | QuotaExceeded):
-            self._tally.failed("", 0, error.code)
+            known = self._catalog.named(model, version) if isinstance(error, QuotaExceeded) else ("", 0)
+            self._tally.failed(*known, error.code)
             if isinstance(error, QuotaExceeded):
                 with suppress(QinferError):
                     self._tally.ended(model, self.resolve(model, version).version, error.code)
             return error
         try:
             served = self.resolve(model, version)
-        except QinferError as first:  # clients may not make series of names they think up
-            known = (model, version) if isinstance(first, ModelNotReady) else ("", 0)
-            self._tally.failed(*known, first.code)
+        except QinferError as first:
+            self._tally.failed(*self._catalog.named(model, version), first.code)
             return first
         self._tally.failed(model, served.version, error.code)
         if isinstance(error, Overloaded):

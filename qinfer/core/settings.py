@@ -8,13 +8,14 @@ import os
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, SecretStr, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
 from qinfer.core.environments import PREFIX
 from qinfer.core.settings_cache import CacheSettings
 from qinfer.core.settings_errors import not_json, wrong_values
+from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.core.settings_rate_limit import RateLimitSettings
 from qinfer.core.settings_section import Section
 from qinfer.core.settings_trace import TraceSettings
@@ -444,61 +445,6 @@ class LogSettings(Section):
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
     format: Literal["json", "text"] = Field("json", description="`json`: an object per line; `text`: for people.")
-
-
-_QUANTILES = "0.5:0.05,0.9:0.01,0.95:0.001,0.99:0.001,0.999:0.001"
-
-
-class MetricsSettings(Section):
-    """Metrics: their port, and Triton's optional metrics; gateways and workers need the same values."""
-
-    enabled: bool = Field(True, description="Serve metrics on a separate port (Triton's --allow-metrics).")
-    host: str = Field("", description="Address to bind; empty = that of HTTP.")
-    port: int = Field(8002, ge=0, le=65535, description="Port; 0 picks a free one and prints it.")
-    counter_latencies: bool = Field(
-        True,
-        description="Show the counters `nv_inference_*_duration_us` (Triton's --metrics-config, as the next three).",
-    )
-    summary_latencies: bool = Field(
-        False, description="Show the summaries, `nv_*_summary_*`; workers and gateways count latencies for them."
-    )
-    summary_quantiles: str = Field(
-        _QUANTILES,
-        description="Quantiles of the summaries, each with an error as in Triton; the error has no effect.",
-    )
-    histogram_latencies: bool = Field(
-        False, description="Show `nv_inference_first_response_histogram_ms`; workers count for it."
-    )
-
-    @field_validator("summary_quantiles")
-    @classmethod
-    def _check_quantiles(cls, text: str) -> str:
-        quantiles_of(text)
-        return text
-
-    @property
-    def quantiles(self) -> tuple[float, ...]:
-        """The quantiles of the summaries; none where these are not shown."""
-        return quantiles_of(self.summary_quantiles) if self.summary_latencies else ()
-
-
-def quantiles_of(text: str) -> tuple[float, ...]:
-    """Reads quantiles as Triton's `summary_quantiles` has them: `0.5:0.05,0.9:0.01`.
-
-    Raises:
-        ValueError: One of them is no quantile.
-    """
-    found: list[float] = []
-    for part in text.split(","):
-        words = part.split(":")
-        try:
-            numbers = [float(word) for word in words]
-        except ValueError:
-            numbers = []
-        if not 1 <= len(numbers) <= 2 or not all(0 <= number <= 1 for number in numbers):
-            raise ValueError(f"'{part.strip()[:40]}' is no quantile with its error, each from 0 to 1, such as 0.9:0.01")
-        found.append(numbers[0])
-    return tuple(dict.fromkeys(found))
 
 
 class Settings(BaseSettings):

@@ -18,11 +18,21 @@ from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, Qinfe
 from qinfer.models.config.config import from_json, to_json, to_spec
 from qinfer.models.dependents import kind_of_ensemble, labels_of
 from qinfer.models.installation import Guard, Snapshot
-from qinfer.models.readiness import PENDING_REASON, Capacity, ModelStatus, assess, capacity_of, have_begun, is_placed
+from qinfer.models.readiness import (
+    PENDING_REASON,
+    Capacity,
+    ModelStatus,
+    assess,
+    capacity_of,
+    failed_loads,
+    have_begun,
+    is_placed,
+)
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
+from qinfer.observe.stats import Objective
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 
@@ -225,6 +235,30 @@ class Catalog:
             for model, status in self._view.statuses.items()
             for version in status.versions
         }
+
+    def load_failures(self) -> dict[tuple[str, int], bool]:
+        """Returns (model, version) → whether a worker can't load the newest of it, of what should be loaded."""
+        return failed_loads(self._view.statuses.values(), self._view.workers)
+
+    def objectives(self, usual: Objective) -> dict[tuple[str, int], Objective]:
+        """Returns (model, version) → what its callers may expect; `usual` where the model says nothing."""
+        return {
+            (model, version): Objective(spec.slo_latency_s or usual.latency_s, spec.slo_target or usual.target)
+            for model, (_, spec) in self._specs.items()
+            if (status := self._view.statuses.get(model)) is not None
+            for version in status.versions
+        }
+
+    def named(self, model: str, version: int) -> tuple[str, int]:
+        """Returns a model version as counts may name it: only names and versions that there are make series.
+
+        Returns:
+            The highest version where none was asked for, or none that there is; no name for an unknown model.
+        """
+        status = self._view.statuses.get(model)
+        if status is None:
+            return (model, 0) if model in self._view.stored else ("", 0)
+        return model, version if version in status.versions else max(status.versions, default=0)
 
     def unloaded(self) -> list[tuple[str, int]]:
         """Returns (model, version) of models that should not be loaded: requests may be left of them."""

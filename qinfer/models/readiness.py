@@ -148,6 +148,22 @@ def assess(
     return statuses
 
 
+def failed_loads(statuses: Iterable[ModelStatus], workers: Iterable[WorkerRecord]) -> dict[tuple[str, int], bool]:
+    """Returns (model, version) → whether a live worker failed to load the newest of it; version 0 = it has none.
+
+    An earlier generation may serve on.
+    """
+    records = list(workers)
+    failed: dict[tuple[str, int], bool] = {}
+    for status in statuses:
+        for version in status.versions or (0,):
+            states = [state for worker in records if (state := worker.state_of(status.model, version)) is not None]
+            failed[status.model, version] = bool(status.error) or any(
+                _has_failed(state, status.generation) for state in states
+            )
+    return failed
+
+
 def have_begun(statuses: Iterable[ModelStatus]) -> bool:
     """Tells whether a model can be asked, or none is left that may still be loaded."""
     models = list(statuses)

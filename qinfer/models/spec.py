@@ -250,6 +250,8 @@ class ModelSpec:
         batch_inputs: Inputs of the model file that are made of the shapes of a batch's requests.
         batch_outputs: Outputs that are cut by the shapes of an input.
         splits: A request of more than `max_batch_size` rows is executed in parts, instead of being refused.
+        slo_latency_s: The time within which its requests are to be answered; 0 = the server's.
+        slo_target: The share of requests that is to be answered well and in that time; 0 = the server's.
     """
 
     name: str
@@ -282,6 +284,8 @@ class ModelSpec:
     batch_inputs: tuple[BatchInputSpec, ...] = ()
     batch_outputs: tuple[BatchOutputSpec, ...] = ()
     splits: bool = False
+    slo_latency_s: float = 0.0
+    slo_target: float = 0.0
 
     @property
     def max_request_rows(self) -> int:

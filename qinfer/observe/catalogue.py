@@ -76,6 +76,19 @@ REQUEST_DURATION = _histogram(
     ("model", "process", "version"),
     _PROCESS,
 )
+SLO_REQUESTS = _counter(
+    "qinfer_slo_requests_total",
+    "Requests that this gateway answered and the objective of the version counts: all but those that failed by their "
+    "caller's doing.",
+    ("model", "process", "version"),
+    _PROCESS,
+)
+SLO_MISSED = _counter(
+    "qinfer_slo_missed_requests_total",
+    "Requests of `qinfer_slo_requests_total` that failed, or were answered later than `qinfer_slo_latency_seconds`.",
+    ("model", "process", "version"),
+    _PROCESS,
+)
 REQUESTS_IN_FLIGHT = _gauge(
     "qinfer_requests_in_flight", "Requests that this gateway has not answered yet.", _OWN, _PROCESS
 )
@@ -100,6 +113,17 @@ EXECUTING = _gauge("qinfer_executing_requests", "Requests that model instances e
 MODEL_READY = _gauge(
     "qinfer_model_ready",
     "1 if a live worker can execute the version, or requests may wait for one (qinfer.min_workers 0).",
+)
+MODEL_LOAD_FAILED = _gauge(
+    "qinfer_model_load_failed",
+    "1 while a worker can't load the newest configuration or files of the version, though an earlier one may serve on.",
+)
+MODEL_LOAD_FAILURES = _counter("qinfer_model_load_failures_total", "Loads of the version that failed in a worker.")
+SLO_LATENCY = _gauge(
+    "qinfer_slo_latency_seconds", "Seconds within which a request is to be answered: `qinfer.slo_latency_s`."
+)
+SLO_TARGET = _gauge(
+    "qinfer_slo_target_ratio", "Share of requests that is to be answered well and in that time: `qinfer.slo_target`."
 )
 EXECUTED_REQUESTS = _counter("qinfer_executed_requests_total", "Requests that workers executed successfully.")
 EXECUTION_FAILURES = _counter(

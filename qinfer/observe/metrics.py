@@ -14,7 +14,7 @@ from qinfer.observe import catalogue, exposition, stats, triton_metrics
 from qinfer.observe.catalogue import Info, MetricScope
 from qinfer.observe.exposition import CONTENT_TYPE, Family, by_model, family, labels_of
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
-from qinfer.observe.stats import GatewayTally
+from qinfer.observe.stats import GatewayTally, Objective
 
 __all__ = ["CONTENT_TYPE", "Snapshot", "WorkerLoad", "render", "scopes_of"]
 
@@ -51,15 +51,23 @@ def _of_gateway(tally: GatewayTally) -> Iterator[Family]:
     own = {"process": tally.process}
     failures, durations = Family(catalogue.REQUEST_FAILURES), Family(catalogue.REQUEST_DURATION)
     totals: dict[_Key, int] = {}
+    missed: dict[_Key, int] = {}
+    aimed: dict[_Key, int] = {}
     for (model, version, reason), count in tally.failures.items():
         failures.add(count, reason=reason, **own, **labels_of((model, version)))
         totals[model, version] = totals.get((model, version), 0) + count
+        if model and reason not in stats.BY_CALLERS:
+            missed[model, version] = aimed[model, version] = missed.get((model, version), 0) + count
     for key, series in tally.durations.items():
         cumulative = zip((*stats.QUEUE_BUCKETS_S, float("inf")), accumulate(series.counts), strict=True)
         durations.add_histogram(cumulative, series.total_s, **own, **labels_of(key))
         totals[key] = totals.get(key, 0) + sum(series.counts)
+        aimed[key] = aimed.get(key, 0) + sum(series.counts)
+        missed[key] = missed.get(key, 0) + series.late
     yield family(catalogue.REQUESTS, ((total, own | labels_of(key)) for key, total in totals.items()))
     yield from (failures, durations)
+    for info, counts in ((catalogue.SLO_REQUESTS, aimed), (catalogue.SLO_MISSED, missed)):
+        yield family(info, ((count, own | labels_of(key)) for key, count in counts.items()))
     yield family(catalogue.REQUESTS_IN_FLIGHT, [(tally.in_flight(), own)])
 
 
@@ -76,6 +84,8 @@ class Snapshot:
         rows: (model, version) → rows to be executed.
         work_s: (model, version) → seconds that one worker would need for them.
         ready: (model, version) → whether it can be asked.
+        load_failed: (model, version) → whether a worker can't load the newest of it.
+        objectives: (model, version) → what callers may expect of it.
         workers: Worker id → its load.
         executing: (model, version) → requests that instances execute, of all workers, at their last heartbeats.
         direct: (model, version) → requests in batchers that are in no lane, in the same way.
@@ -99,6 +109,8 @@ class Snapshot:
     rows: Mapping[_Key, int] = field(default_factory=dict)
     work_s: Mapping[_Key, float] = field(default_factory=dict)
     ready: Mapping[_Key, bool] = field(default_factory=dict)
+    load_failed: Mapping[_Key, bool] = field(default_factory=dict)
+    objectives: Mapping[_Key, Objective] = field(default_factory=dict)
     workers: Mapping[str, WorkerLoad] = field(default_factory=dict)
     executing: Mapping[_Key, int] = field(default_factory=dict)
     direct: Mapping[_Key, int] = field(default_factory=dict)
@@ -133,6 +145,9 @@ class Snapshot:
         yield by_model(catalogue.BACKLOG_WORK, self.work_s)
         yield by_model(catalogue.EXECUTING, {key: self.executing.get(key, 0) for key in self.ready})
         yield by_model(catalogue.MODEL_READY, self.ready)
+        yield by_model(catalogue.MODEL_LOAD_FAILED, self.load_failed)
+        yield by_model(catalogue.SLO_LATENCY, {key: of.latency_s for key, of in self.objectives.items()})
+        yield by_model(catalogue.SLO_TARGET, {key: of.target for key, of in self.objectives.items()})
         yield by_model(catalogue.DEAD_LETTERS, self.letters)
         for info, name in _SEQUENCES:
             yield family(info, ((counts[name], {"model": model}) for model, counts in self.sequences.items()))
@@ -269,6 +284,7 @@ _FIELDS = (
     (catalogue.RETRIES, stats.RETRIES),
     (catalogue.REDELIVERIES, stats.REDELIVERIES),
     (catalogue.DEAD_LETTERS_TOTAL, stats.DEAD_LETTERS),
+    (catalogue.MODEL_LOAD_FAILURES, stats.LOAD_FAILURES),
 )
 _LABELING = (
     (catalogue.LABEL_QUEUED, stats.LABEL_QUEUED),

@@ -98,6 +98,31 @@ BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS = (
 """Executions by batch size, and nanoseconds of them: `batch_count:<rows>`, …"""
 
 
+LOAD_FAILURES = "load_failures"
+"""Loads of the version that failed in a worker."""
+BY_CALLERS = frozenset(
+    (
+        ErrorCode.INVALID_REQUEST,
+        ErrorCode.MALFORMED_JSON,
+        ErrorCode.UNSUPPORTED_DATATYPE,
+        ErrorCode.UNSUPPORTED_FEATURE,
+        ErrorCode.PAYLOAD_TOO_LARGE,
+        ErrorCode.MODEL_NOT_FOUND,
+        ErrorCode.CONFLICT,
+        ErrorCode.ALREADY_EXISTS,
+        ErrorCode.REGION_NOT_FOUND,
+        ErrorCode.QUOTA_EXCEEDED,
+        ErrorCode.CANCELLED,
+        ErrorCode.UNAUTHORIZED,
+        ErrorCode.FORBIDDEN,
+        ErrorCode.RESTRICTED,
+        ErrorCode.SEQUENCE_ENDED,
+        ErrorCode.STORE_REFUSED,
+    )
+)
+"""Failures that are their caller's doing: no server could have answered better, and no objective counts them."""
+
+
 class LabelFailure(StrEnum):
     """The reason of a failed labeling task: no request made, no prediction, or Label Studio refused or failed."""
 
@@ -288,14 +313,33 @@ class RefusalTally(ModelCounts):
         self.add(model, version, FAIL_NS, int(seconds * 1e9))
 
 
-class Durations:
-    """One series of the duration histogram."""
+class Objective(NamedTuple):
+    """What callers may expect of a model version.
 
-    __slots__ = ("counts", "total_s")
+    Attributes:
+        latency_s: A request is to be answered within so many seconds.
+        target: The share of requests that is to be answered well, and in that time.
+    """
+
+    latency_s: float
+    target: float
+
+
+class Durations:
+    """One series of the duration histogram.
+
+    Attributes:
+        within_s: The objective of the model version: what takes longer counts as late.
+        late: Requests that were answered later than that.
+    """
+
+    __slots__ = ("counts", "late", "total_s", "within_s")
 
     def __init__(self) -> None:
         self.counts = [0] * (len(QUEUE_BUCKETS_S) + 1)
         self.total_s = 0.0
+        self.within_s = float("inf")
+        self.late = 0
 
 
 class GatewayTally:
@@ -309,6 +353,7 @@ class GatewayTally:
         refusals: What this gateway adds to the models' statistics.
         durations: The duration histogram of each model version.
         failures: How many requests failed, by model, version and reason.
+        objectives: What callers may expect of each model version.
     """
 
     def __init__(self, process: str = "") -> None:
@@ -317,21 +362,29 @@ class GatewayTally:
         self.process = process
         self.durations: dict[tuple[str, int], Durations] = {}
         self.failures: dict[tuple[str, int, str], int] = {}
+        self.objectives: Mapping[tuple[str, int], Objective] = {}
+
+    def aim(self, objectives: Mapping[tuple[str, int], Objective]) -> None:
+        """Sets what callers may expect from now on; what was counted stays as it was."""
+        self.objectives = objectives
+        for key, objective in objectives.items():
+            self._series(key).within_s = objective.latency_s
 
     def answered(self, model: str, version: int, seconds: float) -> None:
         """Counts a request answered with outputs, `seconds` after it was received."""
-        series = self.durations.get((model, version))
-        if series is None:
-            series = self.durations[model, version] = Durations()
+        series = self.durations.get((model, version)) or self._series((model, version))
         series.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
         series.total_s += seconds
+        if seconds > series.within_s:
+            series.late += 1
 
     def failed(self, model: str, version: int, reason: str) -> None:
         """Counts a request answered with an error, by `ErrorCode` value.
 
-        Unknown models share one series without a name: clients may not make series of names they think up.
+        Unknown models share one series without a name (`Catalog.named`): clients may not make series of names they
+        think up.
         """
-        key = ("", 0, reason) if reason == ErrorCode.MODEL_NOT_FOUND.value else (model, version, reason)
+        key = (model, version, reason)
         self.failures[key] = self.failures.get(key, 0) + 1
 
     def ended(self, model: str, version: int, reason: str, started_s: float | None = None) -> None:
@@ -345,6 +398,13 @@ class GatewayTally:
         """
         seconds = 0.0 if started_s is None else time.monotonic() - started_s
         self.refusals.refused(model, version, reason, seconds)
+
+    def _series(self, key: tuple[str, int]) -> Durations:
+        if (series := self.durations.get(key)) is None:
+            series = self.durations[key] = Durations()
+            if key in self.objectives:
+                series.within_s = self.objectives[key].latency_s
+        return series
 
 
 class PublishTally(ModelCounts):

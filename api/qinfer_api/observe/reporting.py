@@ -30,7 +30,7 @@ from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.host import HostMeter, ProcessUse, read_use
 from qinfer.observe.latencies import SlidingWindow
 from qinfer.observe.metrics import Snapshot, WorkerLoad, render, scopes_of
-from qinfer.observe.stats import LABELING, GatewayTally, add
+from qinfer.observe.stats import LABELING, GatewayTally, Objective, add
 from qinfer.observe.triton_metrics import Wanted
 from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import BULK_LANES
@@ -122,6 +122,7 @@ async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, 
     jobs = Jobs(delivery)
     known = Snapshot(
         ready=ready,
+        load_failed=catalog.load_failures(),
         workers=_loads(records),
         executing=_added([record.busy for record in records]),
         direct=_added([record.direct for record in records]),
@@ -253,6 +254,7 @@ class Reporting:
         self._delivery = delivery
         self._tally = tally
         self._settings = settings.metrics
+        self._usual = Objective(settings.metrics.slo_latency_s, settings.metrics.slo_target)
         self._host = HostMeter()
         self._letters = DeadLetterCounts(delivery.dead_letters)
         self._window = SlidingWindow()
@@ -277,6 +279,7 @@ class Reporting:
         if MetricScope.CLUSTER in scopes:
             await self._added()
             snapshot = await take_snapshot(self._catalog, self._store, self._delivery, self._letters)
+            snapshot = replace(snapshot, objectives=self._catalog.objectives(self._usual))
         else:
             snapshot = Snapshot(store_up=await self._is_store_up())
         if MetricScope.PROCESS in scopes:
@@ -345,5 +348,6 @@ class Reporting:
 
     async def _flush_again_and_again(self) -> None:
         while True:
+            self._tally.aim(self._catalog.objectives(self._usual))
             await asyncio.sleep(FLUSH_EVERY_S)
             await self.flush()

@@ -346,7 +346,7 @@ class AsyncRequests:
         try:
             served = self.catalog.accepting(model, version)
         except QinferError:
-            self.tally.failed("", 0, error.code)  # clients may not make series of names they think up
+            self.tally.failed(*self.catalog.named(model, version), error.code)
         else:
             self.tally.failed(model, served.version, error.code)
             if isinstance(error, Overloaded):

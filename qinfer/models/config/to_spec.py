@@ -35,6 +35,8 @@ BINARY_OUTPUTS = "qinfer.binary_outputs"
 STREAM_RESUME = "qinfer.stream_resume"
 CACHE_SCOPE = "qinfer.cache_scope"
 SPLIT = "qinfer.split"
+SLO_LATENCY = "qinfer.slo_latency_s"
+SLO_TARGET = "qinfer.slo_target"
 KNOWN_PARAMETERS = (
     DEFAULT_TIMEOUT,
     MAX_TIMEOUT,
@@ -46,6 +48,8 @@ KNOWN_PARAMETERS = (
     STREAM_RESUME,
     CACHE_SCOPE,
     SPLIT,
+    SLO_LATENCY,
+    SLO_TARGET,
 )
 _USUAL = LimitSettings()
 
@@ -105,6 +109,8 @@ def to_spec(
         batch_inputs=to_batch_inputs(config),
         batch_outputs=to_batch_outputs(config),
         splits=parameters.get(SPLIT) == "true",
+        slo_latency_s=float(parameters.get(SLO_LATENCY, 0)),
+        slo_target=float(parameters.get(SLO_TARGET, 0)),
     )
 
 
@@ -144,6 +150,8 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     STREAM_RESUME: ("'skip'", lambda text: text == "skip"),
     CACHE_SCOPE: ("'tenant' or 'all'", lambda text: text in ("tenant", "all")),
     SPLIT: ("'true' or 'false'", lambda text: text in ("true", "false")),
+    SLO_LATENCY: ("a positive number of seconds", _is_positive),
+    SLO_TARGET: ("a number above 0 and below 1", lambda text: _is_positive(text) and float(text) < 1),
 }
 
 PARAMETERS = {
@@ -160,6 +168,8 @@ PARAMETERS = {
     "time of a hit tells what others have asked.",
     SPLIT: f"`true` = a request of more than `max_batch_size` rows is executed in at most {MAX_PARTS} parts instead of "
     "being refused; not for decoupled models, those with sequences and ragged batches.",
+    SLO_LATENCY: "The time within which a request is to be answered, for [alerts](../how-to/monitor.md#objectives).",
+    SLO_TARGET: "The share of requests that is to be answered well and in that time, such as `0.999`.",
 }
 """The meaning of each of `KNOWN_PARAMETERS`, for the reference page."""
 

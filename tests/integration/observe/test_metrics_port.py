@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from qinfer.core.settings import HttpSettings, MetricsSettings, Settings
+from qinfer.core.settings import HttpSettings, Settings
+from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.errors import SettingsError
 from qinfer.observe.metrics import scopes_of
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port

@@ -258,7 +258,7 @@ async def test_request_of_an_older_generation_is_checked_again(scene: InlineWork
 
 
 async def test_failed_reload_keeps_the_old_generation(scene: InlineWorkers) -> None:
-    """A new generation that can't be loaded leaves the old one serving, and its reason in the heartbeat."""
+    """A new generation that can't be loaded leaves the old one serving; it is counted, and the heartbeat says why."""
     first = await scene.model()
     await scene.worker()
     await scene.model(error="the file is broken")
@@ -271,6 +271,11 @@ async def test_failed_reload_keeps_the_old_generation(scene: InlineWorkers) -> N
     (record,) = await scene.store.workers()
     assert record.models["stub"][1].generation == first
     assert value(await scene.submit(4.0, generation=first)) == 4.0
+
+    async def is_counted() -> bool:
+        return (await scene.store.stats("stub", 1)).get("load_failures", 0) == 1
+
+    await eventually(is_counted)
 
 
 async def test_unloaded_model_leaves_the_heartbeat(scene: InlineWorkers) -> None:

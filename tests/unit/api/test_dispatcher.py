@@ -41,6 +41,9 @@ class Models:
             raise ModelNotFound(f"Request for unknown model: '{model}' is not found")
         return self.served
 
+    def named(self, model: str, version: int) -> tuple[str, int]:
+        return ("m", 3) if model == "m" else ("", 0)
+
     def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
         return (LANE,)
 
@@ -242,7 +245,8 @@ async def test_a_quota_that_is_used_up_counts_for_the_model() -> None:
         assert isinstance(told, QuotaExceeded)
 
     assert setup.tally.refusals.drain() == {("m", 3): {"refusals:quota_exceeded": 1, "fail_ns": 0}}
-    assert 'qinfer_requests_total{model="",process="",version=""} 2.0' in setup.metrics()
+    assert 'qinfer_requests_total{model="m",process="",version="3"} 1.0' in setup.metrics()
+    assert 'qinfer_requests_total{model="",process="",version=""} 1.0' in setup.metrics()
 
 
 @pytest.mark.parametrize(("within_s", "timeout_s"), [(2.5, 2.5), (1000.0, 60.0), (0.0, 0.001)])

@@ -18,6 +18,7 @@ from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import Desired, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
+from qinfer.observe.stats import Objective
 from qinfer.queue import keys
 from qinfer.queue.entries import Lane, bulk_lanes
 from qinfer.queue.lanes import Queue
@@ -93,6 +94,30 @@ async def test_without_a_version_the_highest_ready_one_answers(stack: Stack) -> 
     assert stack.catalog.ready_versions("m") == (1, 2)
     assert stack.catalog.readiness() == {("m", 1): True, ("m", 2): True, ("m", 10): False}
     assert not stack.catalog.is_server_ready()
+
+
+async def test_counts_name_only_what_there_is(stack: Stack) -> None:
+    """The highest version where none is asked for, or none that there is: clients make no series of what they guess."""
+    stack.write("m", 1, 2)
+    await stack.sync()
+    await stack.catalog.refresh()
+
+    assert [stack.catalog.named("m", version) for version in (0, 1, 7)] == [("m", 2), ("m", 1), ("m", 2)]
+    assert stack.catalog.named("guess", 1) == ("", 0)
+
+
+async def test_a_model_names_its_objective(stack: Stack) -> None:
+    """Or has the server's."""
+    named = 'parameters { key: "qinfer.slo_latency_s" value { string_value: "0.2" } }'
+    stack.write("m", 1, config=CONFIG + named)
+    stack.write("n", 1)
+    await stack.sync()
+    await stack.catalog.refresh()
+
+    assert stack.catalog.objectives(Objective(1.0, 0.99)) == {
+        ("m", 1): Objective(0.2, 0.99),
+        ("n", 1): Objective(1.0, 0.99),
+    }
 
 
 async def test_a_server_that_has_started_stays_so(stack: Stack) -> None:

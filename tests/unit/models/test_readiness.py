@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from qinfer.models.readiness import ModelStatus, assess, have_begun, is_placed
+from qinfer.models.readiness import ModelStatus, assess, failed_loads, have_begun, is_placed
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 
 
@@ -91,6 +91,33 @@ def test_a_server_begins_with_its_first_model(states: list[State | None], *, beg
     statuses = assess({name: Desired(name, 2) for name in names}, configurations, reports)
 
     assert have_begun(statuses.values()) is begun
+
+
+@pytest.mark.parametrize(
+    ("state", "failed"),
+    [
+        (None, False),
+        (VersionState(State.READY, 2, tried=2), False),
+        (VersionState(State.LOADING, 2, "its configuration is being completed by a worker"), False),
+        (VersionState(State.UNAVAILABLE, 2, "no such file", tried=2), True),
+        (VersionState(State.READY, 1, "no such file", tried=2), True),
+        (VersionState(State.READY, 1, "no such file", tried=1), False),
+    ],
+)
+def test_a_load_that_failed_is_known_though_an_earlier_one_serves(state: VersionState | None, *, failed: bool) -> None:
+    """Of the newest generation, by any live worker; another that succeeded does not hide it."""
+    bad = WorkerRecord(id="bad", started_at=0.0, models={"m": {1: state}} if state else {})
+    workers = [worker(State.READY, 2), bad]
+    statuses = assess({"m": Desired("m", 2)}, stored(), workers)
+
+    assert failed_loads(statuses.values(), workers) == {("m", 1): failed}
+
+
+def test_a_configuration_that_is_wrong_is_a_failed_load() -> None:
+    """No worker need have tried."""
+    wrong = {"m": StoredModel("m", 2, "{}", (), error="no such backend")}
+
+    assert failed_loads(assess({"m": Desired("m", 2)}, wrong, []).values(), []) == {("m", 0): True}
 
 
 def test_what_should_not_be_loaded_is_not_shown() -> None:

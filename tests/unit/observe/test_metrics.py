@@ -12,7 +12,7 @@ from qinfer.observe import catalogue
 from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
 from qinfer.observe.metrics import Snapshot, WorkerLoad, render, scopes_of
-from qinfer.observe.stats import GatewayTally, PublishTally, StatsTally, add
+from qinfer.observe.stats import GatewayTally, Objective, PublishTally, StatsTally, add
 from qinfer.observe.triton_metrics import Wanted
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -124,16 +124,35 @@ def test_every_metric_has_help_and_follows_the_conventions() -> None:
     assert triton.endswith("\n")
 
 
-def test_names_that_clients_think_up_make_no_series() -> None:
-    """Unknown models share one."""
+def test_an_objective_counts_what_the_server_answers_for() -> None:
+    """Errors of the server and late answers miss it, what callers did wrong is not counted; from 0 on."""
     tally = GatewayTally("g")
-    for number in range(100):
-        tally.failed(f"guess{number}", number, ErrorCode.MODEL_NOT_FOUND)
+    key = {"model": "m", "process": "g", "version": "1"}
+    tally.aim({("m", 1): Objective(0.5, 0.99), ("idle", 2): Objective(1.0, 0.9)})
+    for seconds in (0.1, 0.5, 0.6, 70.0):
+        tally.answered("m", 1, seconds)
+    for code in (ErrorCode.MODEL_NOT_READY, ErrorCode.BROKER_UNAVAILABLE, ErrorCode.INVALID_REQUEST):
+        tally.failed("m", 1, code)
 
     shown = series(tally, Snapshot())
 
-    assert shown[catalogue.REQUESTS.name, (("model", ""), ("process", "g"), ("version", ""))] == 100
-    assert not any("guess" in str(key) for key in shown)
+    assert shown[catalogue.SLO_REQUESTS.name, tuple(sorted(key.items()))] == 6
+    assert shown[catalogue.SLO_MISSED.name, tuple(sorted(key.items()))] == 4
+    idle = tuple(sorted({**key, "model": "idle", "version": "2"}.items()))
+    assert [shown[info.name, idle] for info in (catalogue.SLO_REQUESTS, catalogue.SLO_MISSED)] == [0, 0]
+
+
+def test_an_objective_that_changes_counts_from_then_on() -> None:
+    """A counter never falls because the threshold was raised."""
+    tally = GatewayTally("g")
+    tally.aim({("m", 1): Objective(0.5, 0.99)})
+    tally.answered("m", 1, 0.7)
+    tally.aim({("m", 1): Objective(1.0, 0.99)})
+    tally.answered("m", 1, 0.7)
+
+    shown = series(tally, Snapshot())
+
+    assert shown[catalogue.SLO_MISSED.name, (("model", "m"), ("process", "g"), ("version", "1"))] == 1
 
 
 def test_labels_are_escaped() -> None:
@@ -183,6 +202,8 @@ def everything() -> tuple[GatewayTally, Snapshot]:
         rows={("m", 1): 40},
         work_s={("m", 1): 4.5},
         ready={("m", 1): True},
+        load_failed={("m", 1): True},
+        objectives={("m", 1): Objective(0.5, 0.99)},
         workers={
             "w": WorkerLoad(
                 device="cpu, gpu 1",
@@ -224,6 +245,9 @@ def test_what_workers_and_queues_tell() -> None:
     assert value(catalogue.BACKLOG_WORK, **model) == 4.5
     assert value(catalogue.EXECUTING, **model) == 3
     assert value(catalogue.REDELIVERIES, **model) == 1
+    assert value(catalogue.MODEL_LOAD_FAILED, **model) == 1
+    assert value(catalogue.SLO_LATENCY, **model) == 0.5
+    assert value(catalogue.SLO_TARGET, **model) == 0.99
     assert value(catalogue.JOB_ROWS, outcome="done", **model) == 7
     assert value(catalogue.JOB_ROWS, outcome="failed", **model) == 2
     assert value(catalogue.DEAD_LETTERS, **model) == 2

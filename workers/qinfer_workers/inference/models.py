@@ -25,6 +25,7 @@ from qinfer.models.spec import ModelSpec
 from qinfer.models.state import State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import put_completion
+from qinfer.observe.stats import LOAD_FAILURES, ModelCounts
 from qinfer_workers.inference.ensembles.plans import NotYet, Planned, Planner
 from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
@@ -92,6 +93,9 @@ class Models:
         limits: Default and maximum timeouts.
         loader: Loads.
         host: Serves.
+
+    Attributes:
+        counts: Failed loads, for the models' statistics.
     """
 
     def __init__(
@@ -122,6 +126,7 @@ class Models:
         self._loaded: dict[Key, Loaded] = {}
         self._load_s: dict[Key, float] = {}
         self._states: dict[Key, VersionState] = {}
+        self.counts = ModelCounts()
 
     def states(self) -> dict[str, dict[int, VersionState]]:
         """Returns model → version → state, as the heartbeat shows it."""
@@ -312,6 +317,7 @@ class Models:
     def _fail(self, key: Key, generation: int, error: Exception) -> None:
         """Records a failed load; versions of an earlier generation continue to serve."""
         reason = error.message if isinstance(error, QinferError) else f"{type(error).__name__}: {error}"
+        self.counts.add(*key, LOAD_FAILURES)
         if isinstance(error, QinferError) and error.retryable:
             self._again_at[key[0]] = asyncio.get_running_loop().time() + RELOAD_S
         before = self._states[key]

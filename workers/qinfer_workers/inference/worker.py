@@ -117,7 +117,9 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._publisher = Publisher(self._queue, self._keeper, tasks, self.spans)
-            self._heartbeat.tallies = (self._publisher.durations, self._bulk.counts, self._nested, self._cached)
+            self._heartbeat.tallies = (
+                self._publisher.durations, self._bulk.counts, self._nested, self._cached, self._models.counts,
+            )  # fmt: skip
             self._intake = Intake(self._queue, self._publisher, self._settings.max_deliveries)
             self._caller = self._open_caller(tasks)
             self._local = LocalSteps(self._publisher, self._queue.clock, self._plain_batcher, self._step_called)
