@@ -1,4 +1,4 @@
-"""Writes the reference pages that are made from the code: settings, commands, metrics, configuration, HTTP, keys.
+"""Writes the reference pages that are made from the code: settings, commands, metrics, HTTP, keys, alerts and more.
 
 A test compares the files with what this would write, so that they can't rot.
 """
@@ -15,6 +15,7 @@ from qinfer.cli.main import app
 from qinfer.core.settings import Settings
 from qinfer.models.config import check as config_check
 from qinfer.models.config import to_spec as config_spec
+from scripts.reference_alerts import alert_pages
 from scripts.reference_http import http_page
 from scripts.reference_keys import keys_page
 from scripts.reference_metrics import metrics_page
@@ -109,6 +110,7 @@ def model_config_page() -> str:
 def main() -> None:
     """Writes the pages."""
     for name, text in pages().items():
+        (REFERENCE / name).parent.mkdir(exist_ok=True)
         (REFERENCE / name).write_text(text)
         print(f"docs: wrote docs/reference/{name}")
 
@@ -122,6 +124,7 @@ def pages() -> dict[str, str]:
         "model-config.md": model_config_page(),
         "http-operations.md": http_page(NOTICE),
         "redis-keys.md": keys_page(NOTICE),
+        **alert_pages(NOTICE),
     }
 
 

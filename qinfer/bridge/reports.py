@@ -129,7 +129,7 @@ class BridgeCollector(Collector):
             info = own_infos[family.info.name]
             kind = CounterMetricFamily if info.kind == "counter" else GaugeMetricFamily
             shown = kind(info.name, info.text, labels=info.labels)
-            for _, labels, value in family.samples:
+            for _, labels, value, _ in family.samples:
                 words = {**dict(labels), "process": self._process}
                 shown.add_metric([words[name] for name in info.labels], value)
             yield shown

@@ -1,7 +1,7 @@
-"""Prometheus' text format, as Triton prints it.
+"""Prometheus' text format, as Triton prints it, and OpenMetrics, which has exemplars.
 
 Triton's counters have no `_total`, its integers no `.0`, and `le` and `quantile` come after the other labels; a client
-library would write it otherwise, so the text is made here.
+library would write it otherwise, so the text is made here. What is no counter to OpenMetrics is `unknown` in it.
 """
 
 import math
@@ -9,8 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from qinfer.observe.catalogue import Info
+from qinfer.observe.stats import Exemplar
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text"
+OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 
 _TRITONS = "nv_"
 
@@ -22,11 +25,13 @@ class Sample(NamedTuple):
         suffix: What stands behind the metric's name, such as `_count`.
         labels: Names and values, in the order in which they are shown.
         value: Its value.
+        exemplar: A request that stands for those of a bucket; shown in OpenMetrics only.
     """
 
     suffix: str
     labels: tuple[tuple[str, str], ...]
     value: int | float
+    exemplar: Exemplar | None = None
 
 
 class Family:
@@ -55,6 +60,12 @@ class Family:
         ordered, pairs = self._ordered(labels), list(buckets)
         self.samples += [Sample("_count", ordered, pairs[-1][1]), Sample("_sum", ordered, total)]
         self.samples += [Sample("_bucket", (*ordered, ("le", self._bound(bound))), count) for bound, count in pairs]
+
+    def exemplify(self, exemplars: Mapping[int, Exemplar], buckets: int) -> None:
+        """Puts exemplars, by the number of their bucket, at the histogram that was added last."""
+        first = len(self.samples) - buckets
+        for number, exemplar in exemplars.items():
+            self.samples[first + number] = self.samples[first + number]._replace(exemplar=exemplar)
 
     def add_summary(self, quantiles: Mapping[float, float], count: int, total: float, **labels: str) -> None:
         """Adds the lines of a summary: its quantiles, and count and sum of what was observed."""
@@ -98,8 +109,33 @@ def render(shown: Iterable[Family]) -> bytes:
         text = info.text.replace("\\", "\\\\").replace("\n", "\\n")
         lines += [f"# HELP {info.name} {text}", f"# TYPE {info.name} {info.kind}"]
         number = _of_triton if info.name.startswith(_TRITONS) else _own
-        lines += [f"{info.name}{suffix}{_labels(labels)} {number(value)}" for suffix, labels, value in family.samples]
+        lines += [
+            f"{info.name}{suffix}{_labels(labels)} {number(value)}" for suffix, labels, value, _ in family.samples
+        ]
     return "".join(f"{line}\n" for line in lines).encode()
+
+
+def render_openmetrics(shown: Iterable[Family]) -> bytes:
+    """Returns the text of metrics as OpenMetrics, with exemplars."""
+    families = list(shown)
+    names = {family.info.name for family in families}
+    lines: list[str] = []
+    for family in families:
+        info = family.info
+        name, kind = info.name, info.kind
+        if kind == "counter":  # its name ends in _total, and no other metric has the rest of it
+            rest = name.removesuffix("_total")
+            name, kind = (name, "unknown") if rest in names else (rest, kind)
+        lines += [f"# HELP {name} {_escaped(info.text)}", f"# TYPE {name} {kind}"]
+        lines += [
+            f"{info.name}{suffix}{_labels(labels)} {_own(value)}{_exemplar(exemplar)}"
+            for suffix, labels, value, exemplar in family.samples
+        ]
+    return "".join(f"{line}\n" for line in [*lines, "# EOF"]).encode()
+
+
+def _exemplar(of: Exemplar | None) -> str:
+    return "" if of is None else f' # {{trace_id="{of.trace_id}"}} {of.value!r} {of.at_s:.3f}'
 
 
 def _labels(labels: Sequence[tuple[str, str]]) -> str:

@@ -61,6 +61,7 @@ def _of_gateway(tally: GatewayTally) -> Iterator[Family]:
     for key, series in tally.durations.items():
         cumulative = zip((*stats.QUEUE_BUCKETS_S, float("inf")), accumulate(series.counts), strict=True)
         durations.add_histogram(cumulative, series.total_s, **own, **labels_of(key))
+        durations.exemplify(series.exemplars, len(series.counts))
         totals[key] = totals.get(key, 0) + sum(series.counts)
         aimed[key] = aimed.get(key, 0) + sum(series.counts)
         missed[key] = missed.get(key, 0) + series.late
@@ -226,6 +227,8 @@ def render(
     snapshot: Snapshot,
     scopes: Iterable[MetricScope] = tuple(MetricScope),
     wanted: triton_metrics.Wanted = triton_metrics.USUAL,
+    *,
+    openmetrics: bool = False,
 ) -> bytes:
     """Returns the body of `GET /metrics`, in the Prometheus text format (`CONTENT_TYPE`), Triton's names last.
 
@@ -234,6 +237,7 @@ def render(
         snapshot: What the shared store said.
         scopes: What to show.
         wanted: Which of Triton's metrics to show of those that can be chosen.
+        openmetrics: In that format instead (`OPENMETRICS_TYPE`), with exemplars.
     """
     shown, tritons = list[Family](), list[Family]()
     if MetricScope.PROCESS in scopes:
@@ -242,7 +246,7 @@ def render(
     if MetricScope.CLUSTER in scopes:
         shown += snapshot.collect()
         tritons = [*snapshot.of_triton(wanted), *tritons]
-    return exposition.render([*shown, *tritons])
+    return (exposition.render_openmetrics if openmetrics else exposition.render)([*shown, *tritons])
 
 
 def _worker_families(workers: Mapping[str, WorkerLoad]) -> Iterator[Family]:

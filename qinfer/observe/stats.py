@@ -325,21 +325,37 @@ class Objective(NamedTuple):
     target: float
 
 
+class Exemplar(NamedTuple):
+    """A request that stands for those of its bucket, by its trace.
+
+    Attributes:
+        trace_id: 32 hexadecimal digits.
+        value: What was observed of it.
+        at_s: When, in seconds since the epoch.
+    """
+
+    trace_id: str
+    value: float
+    at_s: float
+
+
 class Durations:
     """One series of the duration histogram.
 
     Attributes:
         within_s: The objective of the model version: what takes longer counts as late.
         late: Requests that were answered later than that.
+        exemplars: Bucket → the last traced request in it.
     """
 
-    __slots__ = ("counts", "late", "total_s", "within_s")
+    __slots__ = ("counts", "exemplars", "late", "total_s", "within_s")
 
     def __init__(self) -> None:
         self.counts = [0] * (len(QUEUE_BUCKETS_S) + 1)
         self.total_s = 0.0
         self.within_s = float("inf")
         self.late = 0
+        self.exemplars: dict[int, Exemplar] = {}
 
 
 class GatewayTally:
@@ -377,6 +393,16 @@ class GatewayTally:
         series.total_s += seconds
         if seconds > series.within_s:
             series.late += 1
+
+    def traced(self, model: str, version: int, seconds: float, trace_id: str) -> None:
+        """Notes the trace of a request that `answered` counts."""
+        exemplar = Exemplar(trace_id, seconds, time.time())
+        self._series((model, version)).exemplars[bisect_left(QUEUE_BUCKETS_S, seconds)] = exemplar
+
+    @property
+    def has_exemplars(self) -> bool:
+        """Whether any request was traced."""
+        return any(series.exemplars for series in self.durations.values())
 
     def failed(self, model: str, version: int, reason: str) -> None:
         """Counts a request answered with an error, by `ErrorCode` value.

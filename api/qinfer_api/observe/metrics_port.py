@@ -14,6 +14,7 @@ from qinfer_api.rest.services import ERROR_HANDLERS
 
 _CONTENT_TYPE = "text/plain; charset=utf-8"  # Triton's; Prometheus takes it as its text format
 _LAST_REPLIES_S = 1
+Render = Callable[[str, str], Awaitable[tuple[bytes, str]]]
 
 
 def open_metrics_port(settings: Settings) -> socket.socket | None:
@@ -34,13 +35,13 @@ class MetricsPort:
 
     Args:
         listener: The socket.
-        render: Returns the text of a scope; empty = of all.
+        render: Returns the text of a scope (empty = of all), for an `Accept`, and its content type (empty = Triton's).
 
     Attributes:
         url: Where it serves.
     """
 
-    def __init__(self, listener: socket.socket, render: Callable[[str], Awaitable[bytes]]) -> None:
+    def __init__(self, listener: socket.socket, render: Render) -> None:
         self.url = f"http://{netloc(*listener.getsockname()[:2])}/metrics"
         self._listener = listener
         self._server = QuietServer(quiet_config(_app(render), timeout_graceful_shutdown=_LAST_REPLIES_S))
@@ -61,10 +62,10 @@ class MetricsPort:
         self._listener.close()
 
 
-def _app(render: Callable[[str], Awaitable[bytes]]) -> FastAPI:
+def _app(render: Render) -> FastAPI:
     async def metrics(request: Request) -> Response:
-        text = await render(request.query_params.get("scope", ""))
-        return Response(text, headers={"content-type": _CONTENT_TYPE})
+        text, kind = await render(request.query_params.get("scope", ""), request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": kind or _CONTENT_TYPE})
 
     app = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers=ERROR_HANDLERS)
     app.add_route("/metrics", metrics)

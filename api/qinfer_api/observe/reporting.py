@@ -27,6 +27,7 @@ from qinfer.models.state import SCALED_DOWN, SCALED_UP, State, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork, read_work
 from qinfer.observe.catalogue import MetricScope
+from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE
 from qinfer.observe.host import HostMeter, ProcessUse, read_use
 from qinfer.observe.latencies import SlidingWindow
 from qinfer.observe.metrics import Snapshot, WorkerLoad, render, scopes_of
@@ -266,15 +267,17 @@ class Reporting:
         self._traces = traces
         self.trace_settings = TraceSettings(store, catalog, traces, start_of(settings.trace))
 
-    async def metrics(self, scope: str = "") -> bytes:
-        """Returns the text of `/metrics`.
+    async def metrics(self, scope: str = "", accept: str = "") -> tuple[bytes, str]:
+        """Returns the text of `/metrics`, and its content type; empty = Prometheus' text format, as Triton's.
 
         Args:
             scope: `cluster`, `process`, or empty for both.
+            accept: The header of that name. Who takes OpenMetrics gets it where requests are traced: it has exemplars.
 
         Raises:
             InvalidRequest: There is no such scope.
         """
+        openmetrics = OPENMETRICS in accept and self._tally.has_exemplars
         scopes = scopes_of(scope)
         if MetricScope.CLUSTER in scopes:
             await self._added()
@@ -285,7 +288,8 @@ class Reporting:
         if MetricScope.PROCESS in scopes:
             host, use = await asyncio.to_thread(lambda: (self._host.read(), read_use()))
             snapshot = replace(snapshot, host=host, use=use)
-        return render(self._tally, snapshot, scopes, self._wanted(snapshot))
+        text = render(self._tally, snapshot, scopes, self._wanted(snapshot), openmetrics=openmetrics)
+        return text, OPENMETRICS_TYPE if openmetrics else ""
 
     async def work(self, model: str) -> tuple[VersionWork, ...]:
         """Returns the work of a model's versions.

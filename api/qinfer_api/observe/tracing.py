@@ -176,6 +176,14 @@ class TracedDispatcher(Dispatcher):
         if isinstance(pending.sink, TracedSink):
             pending.sink.end(Failure.of(Cancelled("the caller went away")))
 
+    def _answered(self, pending: Pending, response: Response) -> None:
+        """Counts and delivers a response, as `Dispatcher._answered`; a recorded request is an exemplar of its time."""
+        sink = pending.sink
+        if response.final and response.failure is None and isinstance(sink, TracedSink) and sink.trace_id:
+            seconds = time.monotonic() - pending.started_s
+            self._tally.traced(pending.model, pending.version, seconds, sink.trace_id)
+        super()._answered(pending, response)
+
     def trace_of(self, context: Context, served: Served, name: Attributes) -> str:
         """Makes a span of a request or job that is about to be accepted; returns its trace context."""
         if self._tracer is None:
@@ -252,6 +260,11 @@ class TracedSink:
         if sampling is not None and sampling.rule.has_tensors:
             with _FENCE:  # the request goes on without
                 self._tensors = take(INPUT, request.inputs)
+
+    @property
+    def trace_id(self) -> str:
+        """The id of the request's trace; empty = OpenTelemetry has none."""
+        return "" if self._span is None else self._span.trace.split("-")[1]
 
     def submitted(self, pending: Pending) -> None:
         """Takes note of the request's place in the queue, unless it has ended already."""

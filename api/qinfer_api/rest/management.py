@@ -77,9 +77,10 @@ def server_routes(services: Services) -> APIRouter:
         return HttpResponse(status_code=200 if is_ready else 400)
 
     @router.get("/metrics", **_METRICS)
-    async def metrics(scope: str = "") -> HttpResponse:
+    async def metrics(request: Request, scope: str = "") -> HttpResponse:
         """Gives the metrics in Prometheus text format."""
-        return HttpResponse(await services.reporting.metrics(scope), media_type=CONTENT_TYPE)
+        text, kind = await services.reporting.metrics(scope, request.headers.get("accept", ""))
+        return HttpResponse(text, media_type=kind or CONTENT_TYPE)
 
     return router
 

@@ -115,6 +115,19 @@ async def test_every_way_in_is_traced(
     assert [stamp["name"] for stamp in stamps["timestamps"]] == AROUND
 
 
+async def test_a_recorded_request_is_an_exemplar_of_its_latency(scene: Scene, client: httpx.AsyncClient) -> None:
+    """Its trace is found from the metrics, by those who take OpenMetrics; a failed request has no latency."""
+    assert (await client.post("/v2/models/echo/infer", json=QUESTION)).status_code == 200
+    await scene.span()
+
+    page = await client.get("/metrics?scope=process", headers={"Accept": "application/openmetrics-text"})
+    text = await client.get("/metrics?scope=process")
+
+    assert page.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert f'# {{trace_id="{TRACE}"}}' in page.text
+    assert "trace_id" not in text.text
+
+
 async def test_tensors_of_requests_and_responses(scene: Scene, client: httpx.AsyncClient) -> None:
     """As Triton writes them, with the activities or without."""
     expected = [

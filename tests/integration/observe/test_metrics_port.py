@@ -10,6 +10,7 @@ import pytest
 from qinfer.core.settings import HttpSettings, Settings
 from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.errors import SettingsError
+from qinfer.observe.exposition import OPENMETRICS
 from qinfer.observe.metrics import scopes_of
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 
@@ -18,9 +19,10 @@ def settings_of(port: int = 0, **metrics: object) -> Settings:
     return Settings(metrics=MetricsSettings.model_validate({"port": port, **metrics}))
 
 
-async def rendered(scope: str) -> bytes:
+async def rendered(scope: str, accept: str) -> tuple[bytes, str]:
     scopes_of(scope)
-    return f"qinfer_store_up 1.0\n{scope}".encode()
+    kind = OPENMETRICS if OPENMETRICS in accept else ""
+    return f"qinfer_store_up 1.0\n{scope}".encode(), kind
 
 
 @pytest.fixture
@@ -71,6 +73,16 @@ async def test_nothing_else_is_there(port: MetricsPort, method: str, path: str, 
         reply = await client.request(method, port.url.removesuffix("/metrics") + path)
 
     assert (reply.status_code, reply.json()) == (status, {"error": error})
+
+
+async def test_who_takes_openmetrics_may_get_it(port: MetricsPort) -> None:
+    """With its content type; others get Triton's."""
+    async with httpx.AsyncClient() as client:
+        text = await client.get(port.url)
+        openmetrics = await client.get(port.url, headers={"Accept": f"{OPENMETRICS};version=1.0.0,text/plain;q=0.5"})
+
+    assert text.headers["content-type"] == "text/plain; charset=utf-8"
+    assert openmetrics.headers["content-type"] == OPENMETRICS
 
 
 async def test_it_ends_with_a_connection_open() -> None:

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from qinfer.bridge.reports import BridgeCollector, RouteTally, RouteTotals, families
@@ -282,6 +283,25 @@ def test_what_workers_and_queues_tell() -> None:
     assert value(catalogue.PROCESS_CPU, process="g") == 1.5
     assert shown["qinfer_publish_seconds_sum", M1] == 0.003
     assert shown["qinfer_assemble_seconds_sum", M1] == 0.001
+
+
+def test_openmetrics_is_what_its_parser_takes() -> None:
+    """Strict as it is: with all metrics, the exemplars of buckets, and Triton's counters, which have no suffix."""
+    tally, snapshot = everything()
+    tally.answered("m", 1, 0.3)
+    tally.traced("m", 1, 0.3, "0af7651916cd43dd8448eb211c80319c")
+
+    page = render(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True), openmetrics=True).decode()
+    families = {family.name: family for family in openmetrics.text_string_to_metric_families(page)}  # type: ignore[no-untyped-call]
+
+    shown = families["qinfer_request_duration_seconds"].samples
+    (sample,) = [sample for sample in shown if sample.exemplar]
+    assert (sample.labels["le"], sample.exemplar.value) == ("0.5", 0.3)
+    assert sample.exemplar.labels == {"trace_id": "0af7651916cd43dd8448eb211c80319c"}
+    assert families["qinfer_slo_requests"].type == "counter"
+    assert families["nv_inference_request_success"].type == "unknown"
+    assert page.endswith("# EOF\n")
+    assert "trace_id" not in render(tally, snapshot).decode()
 
 
 def test_a_route_without_a_bridge_keeps_its_counts() -> None:

@@ -26,7 +26,17 @@ TARGET = re.compile(r"^make ([a-z0-9-]+)", re.MULTILINE)
 MODULE = re.compile(r"python -m ([\w.]+)")
 FILE = re.compile(r"`((?:qinfer|api|workers|tests|scripts|examples|docs|benchmarks)/[\w./-]*)`")
 
-GENERATED = ["settings.md", "cli.md", "metrics.md", "model-config.md", "http-operations.md", "redis-keys.md"]
+REFERENCE = ROOT / "docs" / "reference"
+GENERATED = [
+    "settings.md",
+    "cli.md",
+    "metrics.md",
+    "model-config.md",
+    "http-operations.md",
+    "redis-keys.md",
+    "alerts.md",
+]
+GENERATED += [str(page.relative_to(REFERENCE)) for page in sorted((REFERENCE / "alerts").iterdir())]
 MADE_LATER = {
     "benchmarks/.venvs",
     "benchmarks/.work/",
