@@ -50,6 +50,14 @@ DataDirOption = Annotated[Path, typer.Option("--data-dir", help="The data direct
 
 _KEY_REMEDY = "; the command line sends the key in QINFER_API_KEY"
 _REFUSALS = (SettingsError, RequestError, Unauthorized, Forbidden, Restricted)
+_WORDS = (
+    ("Value error, ", ""),
+    ("Input should be a valid integer, unable to parse string as an integer", "expected a whole number"),
+    ("Input should be a valid number, unable to parse string as a number", "expected a number"),
+    ("Input should be greater than or equal to", "expected at least"),
+    ("Input should be less than or equal to", "expected at most"),
+    ("Input should be", "expected"),
+)
 _CommandError: Any = typer.BadParameter.__mro__[2]
 """click's error of wrong usage; some versions of typer bring a click of their own."""
 
@@ -141,11 +149,19 @@ class ErrorsAsText(TyperGroup):
             text = f"{package}, which this command needs, is not installed: pip install 'qinfer-ml[server]'"
             code = fail(text, "not_installed", FAILED, as_json=as_json)
         except _CommandError as error:
+            error.message = in_words(error.message)
             error.show()
             code = fail(error.format_message(), "usage", USAGE, as_json=as_json, is_shown=True)
         except typer.Abort:
             code = fail("aborted", "aborted", FAILED, as_json=as_json)
         sys.exit(code)
+
+
+def in_words(message: str) -> str:
+    """Returns the message about a wrong option without the words that some versions of typer take from pydantic."""
+    for theirs, ours in _WORDS:
+        message = message.replace(theirs, ours)
+    return message
 
 
 def exit_code(error: QinferError) -> int:

@@ -1,4 +1,4 @@
-"""The command line: `qinfer up | infer | submit | jobs | label | bridge | status | queues | workers | models | …`.
+"""The command line: `qinfer up | example | infer | submit | jobs | label | bridge | status | workers | models | …`.
 
 This module and the command modules hold options and help texts only; a command imports the rest when it runs, so that
 `qinfer --help` takes little longer than the start of Python.
@@ -13,6 +13,7 @@ from qinfer import __version__
 from qinfer.cli import bridge, dlq, infer, keys, models, status
 from qinfer.cli.checks import doctor, healthcheck
 from qinfer.cli.console import Commands, ErrorsAsText
+from qinfer.cli.example import example
 from qinfer.cli.jobs import jobs, label
 from qinfer.cli.local import up
 from qinfer.cli.scaling import autoscale
@@ -31,6 +32,7 @@ app = Commands(
 )
 _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (up.up, up.EXAMPLE, "Run everything on this machine."),
+    (example.example, example.EXAMPLE, "Write an example: a model, and inputs for it."),
     (autoscale.autoscale, autoscale.EXAMPLE, "Run as many workers as the waiting work needs."),
     (infer.infer, infer.INFER_EXAMPLE, None),
     (jobs.submit, jobs.SUBMIT_EXAMPLE, "Submit a bulk job: a model scores files."),

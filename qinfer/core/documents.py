@@ -13,6 +13,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from qinfer.core.wrong_values import explain
+
 _TAG = "tag:yaml.org,2002:"
 _SHOWN = 60
 
@@ -94,14 +96,13 @@ def parse(data: bytes, suffix: str, *, is_typed: bool) -> Any:
 
 def problems_of(error: ValidationError) -> Iterator[tuple[str, ErrorDetails]]:
     """Yields what is wrong with a document, as a text without its place, and pydantic's details."""
-    found = error.errors(include_url=False, include_context=False)
+    found = error.errors(include_url=False)
     inner = {item["loc"][0] for item in found if len(item["loc"]) > 1}
     for item in found:
         # pydantic calls a list too short, too, when one of its elements is wrong.
         if item["type"] == "too_short" and item["loc"][0] in inner:
             continue
-        text = "there is no such field" if item["type"] == "extra_forbidden" else item["msg"]
-        yield text.removeprefix("Value error, "), item
+        yield explain(item), item
 
 
 def _marked(error: yaml.MarkedYAMLError) -> str:

@@ -194,7 +194,7 @@ class WebhookSettings(Section):
 
 def _one_spelling(urls: tuple[str, ...]) -> tuple[str, ...]:
     try:
-        return tuple(map(normalised, urls))
+        return tuple(normalised(f"file://{os.path.realpath(url)}" if url[:1] in ("/", ".") else url) for url in urls)
     except SettingsError as error:
         raise ValueError(error.message) from None
 
@@ -214,8 +214,8 @@ class StoreSettings(Section):
 
     allow: _Prefixes = Field(
         (),
-        description="URL prefixes of locations that requests may read and write, such as s3://bucket/folder or "
-        "file:///data; empty = none. `payload_url` and the repository need not be listed.",
+        description="URL prefixes and directories that requests may read and write, such as s3://bucket/folder or "
+        "./data; empty = none. `payload_url` and the repository need not be listed.",
     )
     tenants: dict[str, TenantStores] = Field(
         {},

@@ -7,6 +7,7 @@ from typing import Literal, get_origin
 from pydantic import BaseModel, ValidationError
 
 from qinfer.core.environments import PREFIX
+from qinfer.core.wrong_values import explain
 
 _JSON_KINDS = {
     "dict": """an object is written as JSON, such as '{"name": {}}'""",
@@ -22,7 +23,7 @@ def wrong_values(error: ValidationError, settings: type[BaseModel]) -> list[str]
         settings: The class of the settings.
     """
     return [
-        f"{PREFIX}{'__'.join(str(part).upper() for part in each['loc'])}: {each['msg']}"
+        f"{PREFIX}{'__'.join(str(part).upper() for part in each['loc'])}: {explain(each)}"
         f"{_got(each['loc'], each['input'], settings)}"
         for each in error.errors()
     ]

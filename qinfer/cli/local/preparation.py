@@ -291,7 +291,8 @@ def _title(models: Sequence[ModelRow]) -> Text:
 
 def _models(models: Sequence[ModelRow]) -> Iterator[Text]:
     ready = sum(model.state is State.READY for model in models)
-    yield _fact("Models", f"{ready} of {len(models)} ready" if models else "none are to be loaded")
+    none = "none are to be loaded; a model is a directory, such as models/m/1/model.onnx"
+    yield _fact("Models", f"{ready} of {len(models)} ready" if models else none)
     for model in models:
         style = {State.READY: "green", State.UNAVAILABLE: "red"}.get(model.state, "yellow")
         name = f"{model.name} {model.version or ''}".rstrip()

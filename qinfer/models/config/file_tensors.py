@@ -57,7 +57,7 @@ _MODEL_GRAPH = 7
 _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT = 5, 11, 12
 _TENSOR_NAME = 8
 _VALUE_NAME, _VALUE_TYPE = 1, 2
-_TYPE_TENSOR = 1
+_TYPE_TENSOR, _TYPE_SEQUENCE, _TYPE_MAP = 1, 4, 5
 _TENSOR_ELEMENT, _TENSOR_SHAPE = 1, 2
 _SHAPE_DIM = 1
 _DIM_VALUE = 1
@@ -102,7 +102,11 @@ def _onnx_tensor(value_info: Blob) -> FileTensor:
     name = _text(value_info, _VALUE_NAME)
     declared = _message(_message(value_info, _VALUE_TYPE) or memoryview(b""), _TYPE_TENSOR)
     if declared is None:
-        raise ModelLoadFailed(f"'{name}' of the ONNX model is not a tensor")
+        kinds = {number for number, _ in _fields(_message(value_info, _VALUE_TYPE) or memoryview(b""))}
+        # What skl2onnx makes of a classifier's probabilities by default.
+        is_zipped = bool(kinds & {_TYPE_SEQUENCE, _TYPE_MAP})
+        remedy = "; of scikit-learn, convert it with options={'zipmap': False}" if is_zipped else ""
+        raise ModelLoadFailed(f"'{name}' of the ONNX model is not a tensor{remedy}")
     element = next((v for n, v in _fields(declared) if n == _TENSOR_ELEMENT and isinstance(v, int)), 0)
     if element not in _ONNX_DATATYPES:
         raise ModelLoadFailed(f"'{name}' of the ONNX model has element type {element}, which the protocol can't carry")

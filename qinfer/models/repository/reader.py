@@ -28,6 +28,9 @@ MODEL_PY_BYTES = 16 * 2**20
 UNREADABLE = "can't be read"
 """The beginning of the error of a model that was removed or changed while it was read, and may be read next time."""
 
+_MODEL_FILES = (".onnx", ".pt", ".pt2", ".xml", ".plan", ".py")
+"""Endings of the files that a version's directory holds."""
+
 COMPLETION_HOOK = "auto_complete_config"
 _FORBIDDEN = frozenset("/\\{}\0")  # braces would break the hash tag of the model's keys
 
@@ -92,6 +95,11 @@ class _Reader(NamedTuple):
     how: Reading
     name: str
 
+    def _misplaced(self) -> str:
+        """Returns where a file belongs that lies beside the versions' directories, where there are none."""
+        beside = [file for file in sorted(self.listing.files) if "/" not in file and file.endswith(_MODEL_FILES)]
+        return f"; put {beside[0]} into {self.directory}/1/" if beside and not self.listing.versions() else ""
+
     def config_text(self) -> tuple[str, str]:
         """Returns the name of the configuration's file, and its text; empty when there is none."""
         named = f"{NAMED_CONFIGS}/{self.how.config_name}.pbtxt"
@@ -109,6 +117,7 @@ class _Reader(NamedTuple):
         if not versions:
             raise ModelLoadFailed(
                 f"at least one version must be available under the version policy of model '{self.name}'"
+                f"{self._misplaced()}"
             )
         there = {file for version in versions for file in self.listing.inside(str(version))}
         known = identify(config, self.name, there)

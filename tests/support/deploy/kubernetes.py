@@ -1,6 +1,6 @@
 """Manifests for tests: rendered by the real Helm and the real kubectl, or as they lie in the repository.
 
-A missing binary skips the tests that need it, with the reason; `scripts/tools` fetches both.
+A missing binary skips the tests that need it, with the reason; `scripts/tools` fetches Helm.
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from scripts import generate_deployment as deployment
-from scripts.generate_deployment import CHART, KUSTOMIZE, ROOT
+from scripts.generate_deployment import CHART, KUSTOMIZE
 
 Object = dict[str, Any]
 
@@ -23,8 +23,6 @@ CASES = sorted((CHART / "ci").glob("*-values.yaml"))
 """The values files that the chart is tried with."""
 
 OVERLAYS = sorted(path.parent for path in (KUSTOMIZE / "overlays").glob("*/kustomization.yaml"))
-
-_FETCHED = ROOT / ".venv" / "tools" / "kubectl" / "usr" / "bin" / "kubectl"
 
 
 class Reference(NamedTuple):
@@ -39,13 +37,8 @@ def helm() -> Path:
     return deployment.find_helm() or pytest.skip("no helm: run scripts/tools")
 
 
-def kubectls() -> list[Path]:
-    """Returns the kubectls that are here: the fetched one, whose kustomize is old, and that of PATH."""
-    on_path = shutil.which("kubectl")
-    found = [_FETCHED] if _FETCHED.exists() else []
-    if on_path:
-        found.append(Path(on_path))
-    return found or pytest.skip("no kubectl: run scripts/tools")
+def kubectl() -> Path:
+    return Path(shutil.which("kubectl") or pytest.skip("no kubectl 1.25 or newer on PATH"))
 
 
 @lru_cache
@@ -71,9 +64,11 @@ def refusal(tmp_path: Path, values: Mapping[str, Any], base: Path = CHART / "ci"
 
 
 @lru_cache
-def kustomized(kubectl: Path, folder: Path) -> tuple[Object, ...]:
-    command = [str(kubectl), "kustomize", str(folder)]
-    return parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def kustomized(folder: Path) -> tuple[Object, ...]:
+    """Renders an overlay; what kustomize warns of, such as a field that will go, is an error."""
+    done = subprocess.run([str(kubectl()), "kustomize", str(folder)], check=True, capture_output=True, text=True)
+    assert done.stderr == ""
+    return parse(done.stdout)
 
 
 def base_files() -> tuple[Object, ...]:

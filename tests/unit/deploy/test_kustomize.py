@@ -14,7 +14,6 @@ from tests.support.deploy.kubernetes import (
     Object,
     base_files,
     helm,
-    kubectls,
     kustomized,
     named,
     of_kind,
@@ -98,33 +97,31 @@ def test_files_are_those_of_the_chart() -> None:
 
 
 def test_overlays_are_what_the_chart_makes(overlay: Path) -> None:
-    """With every kubectl that is here: the old kustomize within 1.20 and a new one make the same."""
     chart = parse(deployment.template(helm(), BASE / "values.yaml", overlay / "values.yaml"))
     wanted = by_name(tuple(one for one in chart if "helm.sh/hook" not in one["metadata"].get("annotations", {})))
-    for kubectl in kubectls():
-        made = by_name(kustomized(kubectl, overlay))
-        extras = EXTRAS.get(overlay.name, set())
+    extras = EXTRAS.get(overlay.name, set())
 
-        assert made.keys() - wanted.keys() == extras
-        assert {name: one for name, one in made.items() if name not in extras} == wanted
+    made = by_name(kustomized(overlay))
+
+    assert made.keys() - wanted.keys() == extras
+    assert {name: one for name, one in made.items() if name not in extras} == wanted
 
 
 def test_overlays_hold(overlay: Path) -> None:
-    objects = kustomized(kubectls()[0], overlay)
+    objects = kustomized(overlay)
 
     assert rules.all_problems(objects, "qinfer") == []
     assert len({one["metadata"]["namespace"] for one in objects}) == 1
 
 
 def test_the_base_is_rendered_as_it_lies() -> None:
-    for kubectl in kubectls():
-        assert by_name(kustomized(kubectl, BASE)) == by_name(base_files())
+    assert by_name(kustomized(BASE)) == by_name(base_files())
 
 
 def test_the_how_to_makes_the_namespace_of_dev_first() -> None:
     """No overlay brings its namespace, and nothing can be applied without it."""
     text = (deployment.ROOT / "docs" / "how-to" / "run-on-kubernetes.md").read_text()
-    (namespace,) = {one["metadata"]["namespace"] for one in kustomized(kubectls()[0], KUSTOMIZE / "overlays" / "dev")}
+    (namespace,) = {one["metadata"]["namespace"] for one in kustomized(KUSTOMIZE / "overlays" / "dev")}
 
     made, applied = f"kubectl create namespace {namespace}\n", "kubectl apply -k deploy/kustomize/overlays/dev "
     assert -1 < text.find(made) < text.find(applied)
@@ -132,13 +129,13 @@ def test_the_how_to_makes_the_namespace_of_dev_first() -> None:
 
 def test_models_may_come_later_in_dev() -> None:
     """Its claim is empty when it starts: gateways must look again."""
-    (settings,) = of_kind(kustomized(kubectls()[0], KUSTOMIZE / "overlays" / "dev"), "ConfigMap")
+    (settings,) = of_kind(kustomized(KUSTOMIZE / "overlays" / "dev"), "ConfigMap")
 
     assert settings["data"]["QINFER_REPOSITORY__CONTROL_MODE"] == "poll"
 
 
 def test_redis_of_dev_keeps_what_is_queued() -> None:
-    (redis,) = of_kind(kustomized(kubectls()[0], KUSTOMIZE / "overlays" / "dev"), "StatefulSet")
+    (redis,) = of_kind(kustomized(KUSTOMIZE / "overlays" / "dev"), "StatefulSet")
     words = redis["spec"]["template"]["spec"]["containers"][0]["args"]
 
     assert (

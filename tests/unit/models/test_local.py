@@ -121,6 +121,13 @@ def test_a_model_without_a_version_has_an_error(tmp_path: Path) -> None:
     assert only(tmp_path).error == "at least one version must be available under the version policy of model 'm'"
 
 
+def test_a_file_beside_the_versions_is_told_its_place(tmp_path: Path) -> None:
+    """The first thing that people try."""
+    write_onnx(tmp_path / "m" / "model.onnx")
+
+    assert only(tmp_path).error.endswith("of model 'm'; put model.onnx into m/1/")
+
+
 @pytest.mark.parametrize(
     ("policy", "selected"),
     [
@@ -308,5 +315,7 @@ def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
     sequence = helper.make_tensor_sequence_value_info("s", FLOAT, None)
     onnx.save(helper.make_model(helper.make_graph([], "g", [sequence], [])), path)
 
-    with pytest.raises(ModelLoadFailed, match="'s' of the ONNX model is not a tensor"):
+    with pytest.raises(
+        ModelLoadFailed, match=r"'s' of the ONNX model is not a tensor; of scikit-learn.*'zipmap': False"
+    ):
         read(path)

@@ -418,7 +418,6 @@ def _text(text: str, error: ErrorDetails) -> str:
     """Describes the errors of a file; shows a value only if it cannot be a secret."""
     if error["type"] == "extra_forbidden":
         return text
-    text = text.replace("valid tuple", "list").replace("Tuple", "the list")
     value, name = error["input"], error["loc"][-1] if error["loc"] else ""
     is_shown = isinstance(value, int | float) or (isinstance(value, str) and name in _SHOWN)
     return f"{text}, got {value!r}" if is_shown or error["type"] == "literal_error" else text

@@ -1,0 +1,1 @@
+"""`qinfer example`: a model to begin with; its files are made by `scripts/generate_example.py`."""
