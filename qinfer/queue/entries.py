@@ -200,6 +200,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         notes: For whoever reads the outbox: opaque, at most `MAX_NOTES_BYTES`.
         watcher: A reply address that is notified of its end, so that its reader reads the outbox. Empty = none.
         limit: The lane takes no more when so many entries wait in it; 0 = no limit.
+        is_told: The model's workers say which entries execute: those that they hold besides wait, too.
     """
 
     address: Address
@@ -221,6 +222,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     notes: bytes = b""
     watcher: str = ""
     limit: int = 0
+    is_told: bool = False
 
 
 class Accepted(msgspec.Struct, frozen=True):

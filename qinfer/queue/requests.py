@@ -504,7 +504,8 @@ def _acceptance(acceptance: Acceptance, payload: StagedValue) -> Words:
     times = (acceptance.timeout_s, acceptance.result_ttl_s, acceptance.tombstone_ttl_s, MARGIN_S)
     arguments: list[Argument] = [
         keys.GROUP,
-        *(address.id, packable(acceptance.frame), payload.place, packable(payload.data), acceptance.limit),
+        *(address.id, packable(acceptance.frame), payload.place, packable(payload.data)),
+        *(acceptance.limit, int(acceptance.is_told)),
         *map(ttl_ms, times),
         ttl_ms(acceptance.idempotency_ttl_s) if acceptance.idempotency_key else 0,
         *(acceptance.body_hash, acceptance.lane.version, acceptance.lane.name),

@@ -400,12 +400,14 @@ class Stamped(NamedTuple):
         frame: The encoded request.
         payload: Its tensors, where they are too large for the frame; empty otherwise.
         limit: The lane takes no more when so many entries wait in it.
+        is_told: The model's workers say which entries execute.
     """
 
     lane: Lane
     frame: bytes
     payload: Bytes
     limit: int
+    is_told: bool
 
 
 def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
@@ -455,7 +457,8 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
     frame, payload = lay_out(request, inline_max_bytes)
     limits = (route.policy.max_queue_size, served.spec.lane_capacity, max_waiting)
     limit = min((limit for limit in limits if limit), default=0)
-    return Stamped(route.lane, frame, payload.data if payload is not None else b"", limit)
+    is_told = served.spec.batching is not None and served.spec.batching.is_bounded
+    return Stamped(route.lane, frame, payload.data if payload is not None else b"", limit, is_told)
 
 
 def _stamp(request: InferRequest, served: Served, route: Route, timeout_s: float, reply_to: str = "") -> None:

@@ -531,11 +531,9 @@ class AsyncRequests:
             route=route,
         )
         is_large = tensor_bytes(request) > self.inline_max_bytes
-        lane, frame, payload, limit = await asyncio.to_thread(stamp) if is_large else stamp()
+        stamped = await asyncio.to_thread(stamp) if is_large else stamp()
         began_s = self.now_s()
-        accepted = await self.delivery.requests.accept(
-            msgspec.structs.replace(acceptance, lane=lane, frame=frame, payload=payload, limit=limit)
-        )
+        accepted = await self.delivery.requests.accept(msgspec.structs.replace(acceptance, **stamped._asdict()))
         if accepted.is_new:
             ending = functools.partial(self._ending, acceptance.address, acceptance.timeout_s)
             self.dispatcher.trace_stored(request, began_s, ending)

@@ -322,25 +322,40 @@ async def test_a_full_lane_takes_no_more(queue: RedisQueue) -> None:
     """What waits counts, fetched or not, in its delayed lane too; what executes does not; a refusal leaves no trace."""
     delivery = await queue.connect()
     for name in ("r1", "r2"):
-        await accept(delivery, name, frame=frame_of(name), limit=2)
+        await accept(delivery, name, frame=frame_of(name), limit=2, is_told=True)
 
     with pytest.raises(QueueFull, match="Exceeds maximum queue size"):
-        await accept(delivery, "r3", idempotency_key="k", payload=b"x", limit=2)
+        await accept(delivery, "r3", idempotency_key="k", payload=b"x", limit=2, is_told=True)
 
     assert await delivery.requests.record(address("r3")) is None
     leases = await fetch(delivery)
     with pytest.raises(QueueFull):
-        await accept(delivery, "r3", limit=2)
+        await accept(delivery, "r3", limit=2, is_told=True)
     delivery.marks.begin(leases)
     for _ in range(2):  # a node that does not know the script is sent it behind the first reply
         await delivery.depth([LANE])
-    assert (await accept(delivery, "r3", idempotency_key="k", payload=b"x", limit=2)).is_new
+    assert (await accept(delivery, "r3", idempotency_key="k", payload=b"x", limit=2, is_told=True)).is_new
     await delivery.delay(leases[:1], "p1.delayed")
     with pytest.raises(QueueFull):
-        await accept(delivery, "r4", limit=2)
+        await accept(delivery, "r4", limit=2, is_told=True)
     await delivery.release(leases[1:])
     with pytest.raises(QueueFull):
-        await accept(delivery, "r4", limit=3)
+        await accept(delivery, "r4", limit=3, is_told=True)
+
+
+async def test_what_workers_hold_waits_no_longer_where_they_do_not_say_what_executes(queue: RedisQueue) -> None:
+    """As that of a model without `max_queue_size`, whose lane has other limits."""
+    delivery = await queue.connect()
+    await accept(delivery, "r1", frame=frame_of("r1"), limit=1)
+    with pytest.raises(QueueFull):
+        await accept(delivery, "r2", limit=1)
+
+    leases = await fetch(delivery)
+    assert (await accept(delivery, "r2", frame=frame_of("r2"), limit=1)).is_new
+    await delivery.release(leases)
+
+    with pytest.raises(QueueFull):
+        await accept(delivery, "r3", limit=2)
 
 
 async def test_what_was_accepted_before_is_found_without_accepting_anything(queue: RedisQueue) -> None:

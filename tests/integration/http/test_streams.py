@@ -58,7 +58,7 @@ async def test_infer_refuses_a_decoupled_model(running: Running, client: httpx.A
 async def test_the_command_line_knows_what_streams(running: Running, model: str, *, is_decoupled: bool) -> None:
     """So that the example of `qinfer up` is one that the model answers."""
     with GatewayClient(running.url) as gateway:
-        config = await asyncio.to_thread(gateway.model_config, model)
+        config = await asyncio.to_thread(gateway.config, model)
         assert config.get("model_transaction_policy", {}).get("decoupled", False) is is_decoupled
 
 

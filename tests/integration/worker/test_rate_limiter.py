@@ -256,7 +256,7 @@ async def test_models_execute_as_often_as_their_priorities_say(scene: InlineWork
     """Of requests that wait all the time, twice as many with priority 1 as with priority 2."""
     for name, priority in (("once", 2), ("twice", 1)):
         needs = limited(f"{ALONE} priority: {priority}")
-        delay = 'parameters { key: "delay_s" value { string_value: "0.02" } }'
+        delay = 'parameters { key: "delay_s" value { string_value: "0.08" } }'
         await scene.model(name, instances=needs, scheduler="", more=delay)
     await scene.worker()
     ended: list[str] = []

@@ -105,6 +105,7 @@ class Reader:
             frame=stamped.frame,
             payload=stamped.payload,
             limit=stamped.limit,
+            is_told=stamped.is_told,
             timeout_s=route.timeout_s,
             body_hash=body_hash(message),
             result_ttl_s=self._result_ttl_s,

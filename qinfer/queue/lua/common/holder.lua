@@ -2,6 +2,9 @@
 -- when they begin to execute: those of the first wait, as those that nobody has fetched do.
 local EXECUTING = '/executing'
 
+-- Tells whether a consumer stands for nobody: it owns what was released, or is a suspect.
+local function is_ownerless(consumer) return consumer == 'released' or consumer == 'suspects' end
+
 local function is_executing(consumer) return string.sub(consumer, -#EXECUTING) == EXECUTING end
 
 -- Returns how an entry is pending, {id, consumer, idle ms, deliveries}, if either consumer of a worker owns it; else nil.

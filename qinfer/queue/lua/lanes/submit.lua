@@ -6,7 +6,7 @@
 local lane, delayed, payload = KEYS[1], KEYS[2], KEYS[3]
 local group, limit, frame = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
-if is_full(lane, delayed, limit, group) then return false end
+if is_full(lane, delayed, limit, group, true) then return false end
 
 if not payload then return redis.call('XADD', lane, '*', 'f', frame) end
 if ARGV[5] ~= '0' then redis.call('SET', payload, ARGV[6], 'PX', ARGV[5]) end

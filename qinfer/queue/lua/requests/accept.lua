@@ -1,7 +1,7 @@
 -- Accepts an asynchronous request: stores its record, its payload and its deadline, and appends it to its lane.
 -- KEYS: lane, its lane for the delayed, record, due, payload, payload as it was staged, idempotency key.
 -- ARGV: group, id, frame, payload's place (none | given | staged), payload,
---   limit (0 = none), ms: timeout, result's time to live, tombstone's, margin, idempotency key's (0 = there is no key),
+--   limit (0 = none), whether workers say what executes (1), ms: timeout, result's time to live, tombstone's, margin, idempotency key's (0 = there is no key),
 --   body hash, version and name of the lane, what the record keeps besides, webhook, outbox, notes, who wants to be told of the
 --   end ('' = none, nobody).
 -- Returns {what, id, body hash, names of objects that nothing refers to now}: what is new | known | full | gone (the staged
@@ -9,8 +9,9 @@
 local function one(KEYS, ARGV)
 local lane, delayed, record, due, payload, staged, key = unpack(KEYS)
 local group, id, frame, place, body = unpack(ARGV, 1, 5)
-local limit, timeout, result_ttl, tombstone_ttl, margin, key_ttl, body_hash = tonumber(ARGV[6]), unpack(ARGV, 7, 12)
-local version, name, accepted, webhook, outbox, notes, watcher = unpack(ARGV, 13)
+local limit, is_told = tonumber(ARGV[6]), ARGV[7] == '1'
+local timeout, result_ttl, tombstone_ttl, margin, key_ttl, body_hash = unpack(ARGV, 8, 13)
+local version, name, accepted, webhook, outbox, notes, watcher = unpack(ARGV, 14)
 
 local function refuse(what, known_id, known_hash)
   local objects = {}
@@ -20,7 +21,7 @@ end
 
 local known_id, known_hash = known(record, key_ttl ~= '0' and key, id, body_hash, outbox ~= '' and notes or nil)
 if known_id then return refuse('known', known_id, known_hash) end -- a repetition changes nothing
-if is_full(lane, delayed, limit, group) then return refuse('full') end
+if is_full(lane, delayed, limit, group, is_told) then return refuse('full') end
 
 -- Where memory is full the first of these writes raises, and nothing is stored.
 local lifetime = timeout + result_ttl + tombstone_ttl + margin

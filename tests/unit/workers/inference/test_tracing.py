@@ -233,7 +233,11 @@ async def run_shard(
     await Jobs(delivery).create(record)
     ticket = ShardTicket("j", Shard(1, "part-1", 3, ()))
     lease = Lease(Entry(record.lane, "1000-0"), "w", encode_ticket(ticket), deliveries=2)
-    task = ShardTask(context, lease, lambda *_: Ran(end), JobRests())
+
+    async def begin(*_: object) -> Ran:
+        return Ran(end)
+
+    task = ShardTask(context, lease, begin, JobRests())
     return await task._recorded(Ran(end), ticket, record)
 
 
