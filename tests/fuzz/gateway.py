@@ -27,13 +27,13 @@ from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import (
     BulkSettings,
     LogSettings,
-    MetricsSettings,
     RepositorySettings,
     RequestSettings,
     Settings,
     StoreSettings,
     TenantStores,
 )
+from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.observe import logs
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from tests.support.gateway import MODELS, running_gateway, settings_of

@@ -261,7 +261,7 @@ def test_second_up_in_one_data_directory_is_refused(server: Up, up: Callable[...
     """The message names the process to stop; the first goes on."""
     second = up(data_dir=server.data_dir)
 
-    assert second.process.wait(WITHIN_S) == 2
+    assert second.process.wait(WITHIN_S) == 64
     assert f"(pid {server.process.pid})" in second.log.read_text()
     assert runfile.read(server.data_dir) is not None
     assert infer(server.url) == ANSWER
@@ -271,7 +271,7 @@ def test_port_in_use_is_refused(server: Up, up: Callable[..., Up]) -> None:
     """Two servers on one port: a clear error, and no Redis left behind."""
     second = up(port=int(server.url.rpartition(":")[2]))
 
-    assert second.process.wait(WITHIN_S) == 2
+    assert second.process.wait(WITHIN_S) == 64
     assert "is in use" in second.log.read_text()
     assert not (second.data_dir / "redis" / "redis.sock").exists()
 
@@ -357,11 +357,11 @@ def test_gateway_that_can_not_start_ends_it(up: Callable[..., Up], tmp_path: Pat
     assert not (one.data_dir / "redis" / "redis.sock").exists()
 
 
-def test_settings_that_the_gateway_refuses_end_it_with_2(up: Callable[..., Up], tmp_path: Path) -> None:
+def test_settings_that_the_gateway_refuses_end_it_with_64(up: Callable[..., Up], tmp_path: Path) -> None:
     """A service manager does not start it again then."""
     one = up(QINFER_GRPC__TLS_KEYFILE=str(tmp_path / "nowhere.pem"))
 
-    assert one.process.wait(WITHIN_S) == 2
+    assert one.process.wait(WITHIN_S) == 64
     assert "QINFER_GRPC__TLS_CERTFILE is not set" in one.log.read_text()
 
 
