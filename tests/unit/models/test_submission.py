@@ -47,7 +47,7 @@ def test_the_frame_tells_whose_it_is_and_until_when() -> None:
     lane, frame, payload, limit, is_told = stamped(request(client_id="mine"), served())
 
     found = decode_request(frame)
-    assert (lane, payload, limit, is_told) == (Lane("m", 3), b"", 50, True)
+    assert (lane, payload, limit, is_told) == (Lane("m", 3), b"", 50, False)
     assert (found.id, found.partition, found.version, found.timeout_s) == ("r1", 2, 3, 60.0)
     assert (found.client_id, found.tenant, found.trace, found.reply_to) == ("mine", "t", "00-1", "")
     assert bytes(found.inputs[0].data) == bytes(8)
