@@ -44,7 +44,7 @@ def main() -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(settings))
     except SettingsError as error:
-        sys.stderr.write(f"qinfer_api: {error.message}\n")
+        logs.cannot_start(os.environ, "qinfer_api", error.message)
         return 2
     except BrokerUnavailable as error:
         logger.error("gateway can't start", extra={"error": error.message})

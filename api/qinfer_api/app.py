@@ -52,6 +52,8 @@ from qinfer_api.jobs.routes import job_routes
 from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.labeling.routes import label_studio_routes
 from qinfer_api.labeling.service import Labeling, check_labeling
+from qinfer_api.observe.access_log import AccessLog
+from qinfer_api.observe.audit import RefusedKeys
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.observe.tracing import Tracing
@@ -215,6 +217,10 @@ class Gateway:
         """Creates the dispatcher, with the response cache if there is to be one."""
         limits, queue = settings.limits, self._delivery
         dispatcher = self._tracing.dispatcher_type(queue, self.catalog, tally, limits, self._owner, auth)
+        if auth is not None:
+            auth.refused = RefusedKeys().note
+        if settings.log.access:
+            dispatcher.access = AccessLog(settings.log.access)
         if (plan := settings.cache.plan) is not None:
             summaries = settings.metrics.summary_latencies
             cache = ResponseCache(plan, queue, tally.refusals, limits.max_in_flight, summaries=summaries)

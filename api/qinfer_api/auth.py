@@ -139,6 +139,9 @@ class Auth:
         keys: The entries of the file.
         clock: The monotonic clock of the rates.
         epoch_s: Returns the time of day, by which keys expire, in seconds since the epoch.
+
+    Attributes:
+        refused: Called with each key that is refused: the reason, and its id if it is known.
     """
 
     def __init__(
@@ -149,6 +152,7 @@ class Auth:
         self._quotas: dict[str, Quota] = {}
         self._known: dict[str, Principal] = {}
         self._tenants: set[str] = set()
+        self.refused: Callable[[str, str], None] = lambda _, __: None
         self.use(keys)
 
     def use(self, keys: Iterable[ApiKey]) -> None:
@@ -180,20 +184,22 @@ class Auth:
             Unauthorized: No key was presented, or none that is known, or it has expired.
             Forbidden: The key does not allow it.
         """
-        presented = context.key
-        if not presented:
+        if not context.key:
+            self.refused("missing", "")
             raise Unauthorized(
                 "this server asks for an API key; send it as 'Authorization: Bearer <key>' or 'X-API-Key: <key>'"
             )
-        digest = hash_key(presented)
-        found: Principal | None = None
-        for sha256, principal in self._known.items():  # all of them, whichever it is
-            if hmac.compare_digest(sha256, digest):
-                found = principal
+        found = self._find(context.key)
         if found is None:
+            self.refused("unknown", "")
             raise Unauthorized("the API key is not known; ask for another")
         self._check(found, scope)
         return Context(found.tenant, context.trace, "", found, scope)
+
+    def identify(self, context: Context) -> Context:
+        """Finds out who presents a key, whatever it allows; the context as it is if nobody is known by it."""
+        found = self._find(context.key) if context.key else None
+        return context if found is None else Context(found.tenant, context.trace, "", found, context.scope)
 
     def recheck(self, context: Context) -> None:
         """Checks that a caller who was authorized still would be: connections and streams outlast keys.
@@ -207,13 +213,24 @@ class Auth:
             return
         principal = self._known.get(before.sha256)
         if principal is None or principal.tenant != before.tenant:
+            self.refused("revoked", before.key_id)
             raise Unauthorized(f"key '{before.key_id}' was revoked; use another")
         self._check(principal, context.scope)
 
+    def _find(self, presented: str) -> Principal | None:
+        digest = hash_key(presented)
+        found: Principal | None = None
+        for sha256, principal in self._known.items():  # all of them, whichever it is
+            if hmac.compare_digest(sha256, digest):
+                found = principal
+        return found
+
     def _check(self, principal: Principal, scope: Scope) -> None:
         if principal.expires_at_s <= self._epoch_s():
+            self.refused("expired", principal.key_id)
             raise Unauthorized(f"key '{principal.key_id}' has expired; use another")
         if not principal.allows(scope):
+            self.refused("scope", principal.key_id)
             raise Forbidden(f"key '{principal.key_id}' does not have the scope '{scope}'; use one that has")
 
     def has_key(self, tenant: str) -> bool:

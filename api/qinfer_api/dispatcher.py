@@ -31,7 +31,8 @@ from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, Sink
 from qinfer.submission.submit import Submission, check
-from qinfer_api.auth import Auth, Context
+from qinfer_api.auth import ANONYMOUS, Auth, Context
+from qinfer_api.observe.access_log import AccessLog, LoggedSink
 from qinfer_api.status import of_request
 
 _SHORTEST_S = 0.001  # a timeout of 0 means none
@@ -49,6 +50,7 @@ class Dispatcher:
         auth: Who may call; `None` = everyone.
 
     Attributes:
+        access: The access log; `None` = nobody asked for it.
         draining: The gateway is shutting down.
         submission: The way into the queue.
     """
@@ -67,6 +69,7 @@ class Dispatcher:
         self._auth = auth
         self._clock = SystemClock()
         self.submission = Submission(delivery, catalog, limits, owner, self._answered, self._failed)
+        self.access: AccessLog | None = None
         self.draining = False
 
     @property
@@ -204,6 +207,8 @@ class Dispatcher:
             timeout_s = served.spec.max_timeout_s
         if within_s < timeout_s:
             timeout_s = max(within_s, _SHORTEST_S)
+        if self.access is not None:
+            sink = self.access.noted(sink, context, request)
         try:
             return self.submission.submit(served, request, sink, timeout_s, quota)
         except (InvalidRequest, Overloaded) as error:
@@ -222,11 +227,29 @@ class Dispatcher:
             error.args = (of_request(request.client_id) + error.message,)
             raise
 
-    def refuse(self, model: str, version: int, error: QinferError) -> QinferError:
+    def refuse(self, model: str, version: int, error: QinferError, context: Context = ANONYMOUS) -> QinferError:
         """Counts a request that never came into the queue, and returns the error for its client.
 
         That the caller may not ask goes before all else, then that the model is unknown or not ready.
+
+        Args:
+            model: The model that it named.
+            version: The version that it named; 0 = none.
+            error: Why it is refused.
+            context: Who asks, authorized or not.
         """
+        told = self._counted(model, version, error)
+        self.log_refusal(model, version, told, context)
+        return told
+
+    def log_refusal(self, model: str, version: int, error: QinferError, context: Context) -> None:
+        """Writes the line of a refused request into the access log, if there is one."""
+        if self.access is not None:
+            if self._auth is not None and context.principal is None:
+                context = self._auth.identify(context)
+            self.access.refused(context, self._catalog.named(model, version), error.code)
+
+    def _counted(self, model: str, version: int, error: QinferError) -> QinferError:
         if isinstance(error, Unauthorized | Forbidden | QuotaExceeded):
             known = self._catalog.named(model, version) if isinstance(error, QuotaExceeded) else ("", 0)
             self._tally.failed(*known, error.code)
@@ -248,6 +271,8 @@ class Dispatcher:
         """Forgets a request whose caller went away, and takes it out of the queue if it is still there."""
         if self.submission.pending.cancel(pending):
             self._tally.ended(pending.model, pending.version, "cancelled", pending.started_s)
+            if isinstance(pending.sink, LoggedSink):
+                pending.sink.left()
 
     def _answered(self, pending: Pending, response: Response) -> None:
         if response.failure is not None:

@@ -445,6 +445,12 @@ class LogSettings(Section):
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
     format: Literal["json", "text"] = Field("json", description="`json`: an object per line; `text`: for people.")
+    access: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="The access log of gateways: the share of requests that get a line; above 0, all that fail do.",
+    )
 
 
 class Settings(BaseSettings):

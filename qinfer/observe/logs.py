@@ -9,7 +9,9 @@ libraries, but for the verbose ones: those of other libraries come only when the
 
 import logging
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import TextIO
@@ -20,6 +22,9 @@ from qinfer.core.settings import LogSettings
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 _OURS = ("qinfer", "qinfer_api", "qinfer_workers")
+ACCESS, AUDIT = "qinfer.access", "qinfer.audit"
+"""Loggers whose lines are wanted whatever the level: who asks for them asks by settings of their own."""
+_ALWAYS = frozenset((ACCESS, AUDIT))
 _UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
 
@@ -43,8 +48,45 @@ def configure(log: LogSettings, process: str, stream: TextIO | None = None) -> N
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
+    for name in _ALWAYS:
+        logging.getLogger(name).setLevel(logging.INFO)
+    if log.format == "json":
+        _catch_uncaught()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # its other lines have whole URLs, which may hold secrets
     logging.captureWarnings(True)
+
+
+def cannot_start(environ: Mapping[str, str], program: str, message: str) -> None:
+    """Says why a program can't start, though its settings may be unreadable; as JSON if `QINFER_LOG__FORMAT` says so.
+
+    Args:
+        environ: The environment variables.
+        program: The program's name.
+        message: The reason.
+    """
+    if environ.get("QINFER_LOG__FORMAT", "").strip().lower() == "json":
+        configure(LogSettings(format="json"), program)
+        logging.getLogger(program).error("can't start", extra={"error": message})
+    else:
+        sys.stderr.write(f"{program}: {message}\n")
+
+
+def _catch_uncaught() -> None:
+    """Logs what no code catches, with its traceback in `exception`, in place of lines that are no JSON."""
+    logger = logging.getLogger("qinfer")
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            return
+        logger.critical("uncaught exception", exc_info=(kind, error, trace))
+
+    def in_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and args.exc_type is not SystemExit:
+            thread = args.thread.name if args.thread is not None else ""
+            exc_info = (args.exc_type, args.exc_value, args.exc_traceback)
+            logger.critical("uncaught exception", exc_info=exc_info, extra={"in_thread": thread})
+
+    sys.excepthook, threading.excepthook = uncaught, in_thread
 
 
 class Switches(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +148,7 @@ class _Switchboard(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Tells whether a line is logged."""
-        return self.switches is None or self.switches.allow(record.levelno)
+        return self.switches is None or record.name in _ALWAYS or self.switches.allow(record.levelno)
 
 
 class JsonFormatter(logging.Formatter):

@@ -158,7 +158,7 @@ class Call:
     def refuse(self, dispatcher: Dispatcher, head: Head, error: Exception) -> None:
         """Answers with an error, and counts it."""
         if isinstance(error, QinferError):
-            error = dispatcher.refuse(head.target.model, head.target.version, error)
+            error = dispatcher.refuse(head.target.model, head.target.version, error, head.context)
         else:
             logger.error("request failed", exc_info=error, extra={"model": head.target.model})
         self.answer(failure_reply(error))

@@ -31,6 +31,7 @@ from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import Call, QinferHttpProtocol
 from qinfer_api.http.head import Head
 from qinfer_api.http.infer import InferCodec
+from qinfer_api.observe.access_log import inner_of
 from qinfer_api.observe.trace_file import Sampling, Stamps, TraceFile, start_of
 from qinfer_api.observe.trace_tensors import INPUT, OUTPUT, Taken, take, weight_of
 
@@ -173,12 +174,12 @@ class TracedDispatcher(Dispatcher):
     def cancel(self, pending: Pending) -> None:
         """Forgets a request whose caller went away, as `Dispatcher.cancel`."""
         super().cancel(pending)
-        if isinstance(pending.sink, TracedSink):
-            pending.sink.end(Failure.of(Cancelled("the caller went away")))
+        if isinstance(sink := inner_of(pending.sink), TracedSink):
+            sink.end(Failure.of(Cancelled("the caller went away")))
 
     def _answered(self, pending: Pending, response: Response) -> None:
         """Counts and delivers a response, as `Dispatcher._answered`; a recorded request is an exemplar of its time."""
-        sink = pending.sink
+        sink = inner_of(pending.sink)
         if response.final and response.failure is None and isinstance(sink, TracedSink) and sink.trace_id:
             seconds = time.monotonic() - pending.started_s
             self._tally.traced(pending.model, pending.version, seconds, sink.trace_id)
@@ -243,7 +244,10 @@ class TracedSink:
         sampling: Takes Triton's trace of it, if there is to be one.
     """
 
-    __slots__ = ("_begin_s", "_clock", "_pending", "_request", "_sampling", "_sink", "_span", "_tensors", "no_stream")
+    __slots__ = (
+        "_begin_s", "_clock", "_pending", "_request", "_sampling", "_sink", "_span", "_tensors",
+        "frontend", "no_stream",
+    )  # fmt: skip
 
     def __init__(
         self, sink: Sink, request: InferRequest, clock: ServerClock, span: Span | None, sampling: Sampling | None
@@ -254,6 +258,7 @@ class TracedSink:
         self._span = span
         self._sampling = sampling
         self.no_stream = sink.no_stream
+        self.frontend: str = getattr(sink, "frontend", "")
         self._begin_s = clock.now_s()
         self._pending: Pending | None = None
         self._tensors: Taken | None = None
@@ -335,7 +340,7 @@ class TracedSink:
     def _stamps(self, timing: Timing | None, end_s: float, sent_s: float) -> Stamps:
         """Returns when was what, in order: what two clocks disagree about (a millisecond) is put straight."""
         begin_s, sink = self._begin_s, self._sink
-        frontend = getattr(sink, "frontend", "")
+        frontend = self.frontend
         received_s = read_s = begin_s
         if isinstance(sink, TracedCall):
             offset_s = self._clock.now_s() - time.monotonic()

@@ -45,6 +45,7 @@ from qinfer_api.rest.services import (
     Services,
     answers,
     authorize,
+    context_of,
     decoded_infer,
     event_stream,
     idempotency_key,
@@ -186,7 +187,7 @@ async def submit(services: Services, target: Target, request: Request, preferenc
         context = authorize(services, request)
         ticket = await _accepted(services, context, target, request, _options(request))
     except QinferError as error:
-        raise requests.refuse(target.model, target.version, error) from None
+        raise requests.refuse(target.model, target.version, error, context_of(request)) from None
     record, address = ticket.record, ticket.record.address
     answers(request, address)
     if preferences.wait_s is not None:
@@ -235,7 +236,10 @@ async def _accepted(
     body = await read_body(services, request, services.settings.http.max_input_bytes)
     try:
         decoded, plan = await decoded_infer(services, served, target, request, body)
-        return await requests.submit(context, decoded, plan, await _hashed(options, target, request, body))
+        ticket = await requests.submit(context, decoded, plan, await _hashed(options, target, request, body))
+        if ticket.is_new and services.dispatcher.access is not None:
+            services.dispatcher.access.accepted(context, decoded, ticket.record.address.id)
+        return ticket
     except Conflict:  # it was found, with another body
         raise
     except (RequestError, ModelError):

@@ -43,7 +43,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.submission.submit import check_stateless, prepare, tensor_bytes
 from qinfer.wire.frame import decode_responses, encode_responses
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.auth import Context
+from qinfer_api.auth import ANONYMOUS, Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
@@ -341,7 +341,7 @@ class AsyncRequests:
         check_stateless(served)
         return served
 
-    def refuse(self, model: str, version: int, error: QinferError) -> QinferError:
+    def refuse(self, model: str, version: int, error: QinferError, context: Context = ANONYMOUS) -> QinferError:
         """Counts a request that was not accepted, and returns the error for its client."""
         try:
             served = self.catalog.accepting(model, version)
@@ -351,6 +351,7 @@ class AsyncRequests:
             self.tally.failed(model, served.version, error.code)
             if isinstance(error, Overloaded):
                 self.tally.ended(model, served.version, error.code)
+        self.dispatcher.log_refusal(model, version, error, context)
         return error
 
     async def submit(self, context: Context, request: InferRequest, plan: OutputPlan, options: SubmitOptions) -> Ticket:

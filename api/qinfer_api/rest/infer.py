@@ -64,6 +64,7 @@ from qinfer_api.rest.services import (
     Services,
     answers,
     authorize,
+    context_of,
     decoded_infer,
     forward_headers,
     off_loop,
@@ -183,7 +184,7 @@ async def _submit_infer(
         hold(plan)
         return pending, decoded.client_id, plan
     except QinferError as error:
-        raise dispatcher.refuse(target.model, target.version, error) from None
+        raise dispatcher.refuse(target.model, target.version, error, context_of(request)) from None
 
 
 _NOT_ONE = (
@@ -260,7 +261,7 @@ async def _submit(services: Services, target: Target, request: Request, sink: St
         answers(request, decoded)
         return dispatcher.submit(context, decoded, sink), decoded.client_id
     except QinferError as error:
-        raise dispatcher.refuse(target.model, target.version, error) from None
+        raise dispatcher.refuse(target.model, target.version, error, context_of(request)) from None
 
 
 def _decode(services: Services, served: Served, target: Target, content: Bytes) -> InferRequest:

@@ -52,6 +52,7 @@ from qinfer_api.http.infer import (
 )
 from qinfer_api.http.responses import encode_list, event_text
 from qinfer_api.json_types import decode_json
+from qinfer_api.observe.audit import administrative
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.receiving import SMALL_BYTES, ReceivingBudget
 from qinfer_api.requests.service import AsyncRequests
@@ -181,8 +182,16 @@ def guarded(services: Services, group: str, scope: Scope | None = None) -> list[
     async def check_key(request: Request) -> None:
         authorize(services, request, scope or Scope.INFER)
 
-    checks = [check_header] if services.restrictions.covers(group) else []
-    return [Depends(check) for check in (*checks, *([check_key] if scope else []))]
+    async def check_administrator(request: Request) -> AsyncIterator[None]:
+        context = authorize(services, request, Scope.ADMIN)
+        peer = request.client.host if request.client is not None else ""
+        with administrative(context, request.method, request.url.path, peer):
+            yield
+
+    checks: list[Callable[..., Any]] = [check_header] if services.restrictions.covers(group) else []
+    if scope is not None:
+        checks.append(check_administrator if scope is Scope.ADMIN else check_key)
+    return [Depends(check) for check in checks]
 
 
 def send_json(body: object, status: int = 200) -> HttpResponse:

@@ -6,6 +6,7 @@ mistake (INVALID_ARGUMENT).
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import malformed
 from qinfer_api.auth import Context, Restrictions, caller_of
 from qinfer_api.http.infer import compile_forward
+from qinfer_api.observe.audit import administrative
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.headers import Abort, Head, Method
 from qinfer_api.rpc.protocol import LARGE_BYTES, MAX_MESSAGE_BYTES, Call
@@ -129,12 +131,17 @@ class Guard:
             scope: What its key must allow; `None` = it needs none.
             is_change: Tells of a request whether its key must allow `admin`; `None` = no request's must.
         """
+        name = request.DESCRIPTOR.name.removesuffix("Request")
 
         async def serve(blob: Bytes, call: Call) -> Bytes:
             message = await read(request, blob)
+            context = call.context
+            is_act = scope is Scope.ADMIN
             if is_change is not None and is_change(message):
-                self._dispatcher.authorize(caller_of(call.head.first), Scope.ADMIN)
-            reply = await use_case(message)
+                is_act, context = True, self._dispatcher.authorize(caller_of(call.head.first), Scope.ADMIN)
+            what = f"{name}/{message.model_name}" if hasattr(message, "model_name") else name
+            with administrative(context, "gRPC", what, "") if is_act else nullcontext():
+                reply = await use_case(message)
             return bytes(reply.SerializeToString())
 
         return self.unary(serve, group, scope)

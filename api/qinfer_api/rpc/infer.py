@@ -197,7 +197,7 @@ class Infer:
             try:
                 return self._submit(self._completed(decoded, call), call, sink)
             except QinferError as error:
-                raise self._refused(decoded.request.model, decoded.version, error) from None
+                raise self._refused(decoded.request.model, decoded.version, error, call) from None
         message = parse_infer(blob)
         sink.client_id = message.fields.id
         try:
@@ -205,7 +205,8 @@ class Infer:
             self._repetitions.learn(blob, message, decoded)
             return self._submit(self._completed(decoded, call), call, sink)
         except QinferError as error:
-            raise self._refused(message.fields.model_name, message.fields.model_version, error) from None
+            fields = message.fields
+            raise self._refused(fields.model_name, fields.model_version, error, call) from None
 
     async def submit_slowly(self, blob: Bytes, call: Call, sink: InferSink) -> Pending:
         """Does what `submit` does, and decodes and checks the request off the event loop."""
@@ -214,7 +215,8 @@ class Infer:
         try:
             return self._submit(await asyncio.to_thread(self._decode_and_check, message, call), call, sink)
         except QinferError as error:
-            raise self._refused(message.fields.model_name, message.fields.model_version, error) from None
+            fields = message.fields
+            raise self._refused(fields.model_name, fields.model_version, error, call) from None
 
     def encode(self, response: Response, sink: InferSink) -> list[Bytes]:
         """Encodes a response that carries outputs as a ModelInferResponse, in pieces.
@@ -257,12 +259,12 @@ class Infer:
         hold(sink.plan)
         return pending
 
-    def _refused(self, model: str, asked: str, error: QinferError) -> QinferError:
+    def _refused(self, model: str, asked: str, error: QinferError, call: Call) -> QinferError:
         """Counts a request that is refused, and returns the error for its client."""
         version = 0
         with contextlib.suppress(QinferError):
             version = parse_version(asked) if asked else 0
-        return self.dispatcher.refuse(model, version, error)
+        return self.dispatcher.refuse(model, version, error, call.context)
 
 
 MAX_IN_FLIGHT = 1000

@@ -15,11 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
-from rich.console import Console
-from rich.text import Text
-
 from qinfer.cli.local import runfile
 from qinfer.cli.local.machine import child_environment, claim_ports, share_cpus, usable_cpus
+from qinfer.cli.local.messages import JsonMessages, Messages
 from qinfer.cli.local.plan import Plan, Ports, UpOptions
 from qinfer.cli.local.preparer import Preparer
 from qinfer.cli.local.supervisor import KILL_MARGIN_S, Program, RestartPolicy, Supervisor
@@ -48,20 +46,20 @@ def run_deployment(options: UpOptions) -> None:
         GaveUp: The gateway or Redis failed repeatedly.
     """
     forbid_inspection(os.environ)
-    console = Console(stderr=True, soft_wrap=True)
+    messages = JsonMessages() if options.settings["log"]["format"] == "json" else Messages()
     with (
         Preparer(options) as preparer,
-        Supervisor(lambda line: console.print(Text(f"qinfer: {line}", style="yellow"))) as supervisor,
+        Supervisor(messages.warn) as supervisor,
     ):
         plan = preparer.plan()
         if options.redis_url:
-            LocalDeployment(options, plan, preparer, supervisor, console).serve(options.redis_url)
+            LocalDeployment(options, plan, preparer, supervisor, messages).serve(options.redis_url)
             return
         redis = PrivateRedis(options.data_dir, options.settings["redis"]["durability"], system_environment(os.environ))
         before = runfile.read(options.data_dir)
         supervisor.add(redis, REDIS_POLICY, stop_s=KILL_MARGIN_S)
         try:
-            deployment = LocalDeployment(options, plan, preparer, supervisor, console)
+            deployment = LocalDeployment(options, plan, preparer, supervisor, messages)
             deployment.serve(redis.url, after_a_kill=before is not None)
         finally:
             supervisor.stop([redis])
@@ -144,17 +142,17 @@ class LocalDeployment:
         plan: The settings that supervision needs.
         preparer: Prepares the start, and looks how far it is; closed when the models are loaded.
         supervisor: The supervisor of the processes.
-        console: The console for messages.
+        messages: Says what happens.
     """
 
     def __init__(
-        self, options: UpOptions, plan: Plan, preparer: Preparer, supervisor: Supervisor, console: Console
+        self, options: UpOptions, plan: Plan, preparer: Preparer, supervisor: Supervisor, messages: Messages
     ) -> None:
         self._options = options
         self._plan = plan
         self._preparer = preparer
         self._supervisor = supervisor
-        self._console = console
+        self._messages = messages
         self._clock = SystemClock()
 
     def serve(self, redis_url: str, *, after_a_kill: bool = False) -> None:
@@ -180,13 +178,12 @@ class LocalDeployment:
             self._wait_until_settled(pool)
             lines = [] if supervisor.stop_asked else self._preparer.summary(launch, ports, pool.about)
             self._preparer.close()
-            for line in lines:
-                # A command that is cut into lines can't be pasted.
-                self._console.print(Text.from_markup(line), soft_wrap=True)
+            if lines:
+                self._messages.show(lines)
             if not (launch.no_bulk or supervisor.stop_asked):
                 supervisor.add(bulk, WORKER_POLICY, stop_s=KILL_MARGIN_S)
             supervisor.run(pool.step)
-            self._console.print("qinfer: stopping; accepted requests are answered first")
+            self._messages.say("stopping; accepted requests are answered first")
         finally:
             # The gateway's last requests may need a new worker.
             supervisor.stop([gateway], meanwhile=pool.step)
@@ -202,14 +199,12 @@ class LocalDeployment:
 
         settings = scaling_settings(self._options, redis_url)
         logs.configure(settings.log, "up")
-        return make_autoscaler(
-            settings, self._supervisor, env, lambda line: self._console.print(Text(f"qinfer: {line}"))
-        )
+        return make_autoscaler(settings, self._supervisor, env, self._messages.say)
 
     def _wait_until_settled(self, pool: WorkerPool) -> None:
         """Waits until the models are loaded or failed."""
         began_s = self._clock.monotonic_s()
-        with self._console.status("starting…") as spinner:
+        with self._messages.progress("starting…") as update:
             while not self._supervisor.stop_asked:
                 self._supervisor.wait(POLL_S)
                 pool.step()
@@ -218,7 +213,7 @@ class LocalDeployment:
                 settled = seen.workers >= pool.least and not seen.pending and seen.is_live
                 if settled or elapsed_s >= self._options.ready_timeout_s:
                     break
-                spinner.update(f"loading {seen.pending} models…" if seen.pending else "starting…")
+                update(f"loading {seen.pending} models…" if seen.pending else "starting…")
 
     def _claim_ports(self, wait_s: float) -> Ports:
         """Claims the gateway's ports; waits up to `wait_s` for those in use."""

@@ -5,8 +5,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from qinfer.cli.console import exit_code
 from qinfer.cli.local.plan import UpOptions
 from qinfer.cli.models import RepositoryOption
+from qinfer.errors import QinferError
 
 EXAMPLE = "Example: qinfer up --model-repository ./models --workers 2"
 
@@ -166,7 +168,15 @@ def up(
         autoscale=_range(autoscale, workers),
         ready_timeout_s=ready_timeout,
     )
-    run_deployment(options)
+    try:
+        run_deployment(options)
+    except QinferError as error:
+        if log_format == "text":
+            raise
+        from qinfer.cli.local.messages import JsonMessages
+
+        JsonMessages().fail(error.message)
+        raise typer.Exit(exit_code(error)) from None
 
 
 def _repository(places: list[str] | None, mode: str, models: list[str] | None) -> dict[str, Any]:

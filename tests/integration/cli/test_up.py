@@ -57,7 +57,8 @@ class Up:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=clean_environment() | env)
 
     def is_ready(self) -> bool:
-        return "Stop  " in self.log.read_text() or self.process.poll() is not None
+        text = self.log.read_text()
+        return "Stop  " in text or '"event": "running"' in text or self.process.poll() is not None
 
     def wait_ready(self) -> "Up":
         wait_until(self.is_ready, WITHIN_S, lambda: f"readiness; its log:\n{self.log.read_text()}")
@@ -443,3 +444,22 @@ def test_the_bulk_worker_is_supervised_too(server: Up) -> None:
     wait_until(lambda: bulk_pids(server) not in ([first], []), WITHIN_S, "a restart")
     assert run_job(server.url, data)["state"] == "completed", server.log.read_text()
     assert pq.read_table(data / "out/part-00000.parquet")["sum"].to_pylist() == [ANSWER["sum"]] * 2
+
+
+def test_json_is_json_to_the_last_line(up: Callable[..., Up]) -> None:
+    """The supervisor's lines too, and why it can't start."""
+    one = up("--log-format", "json", "--log-level", "INFO").wait_ready()
+    one.child("qinfer_workers.inference").kill()
+    wait_until(lambda: "worker 1" in one.log.read_text(), WITHIN_S)
+    assert one.stop() == 0
+    failed = qinfer("up", "--log-format", "json", "--model-repository", "nowhere")
+
+    lines = [json.loads(line) for line in one.log.read_text().splitlines()]
+    told = [line for line in lines if line["process"] == "up"]
+    assert told[0]["event"] == "running"
+    assert any("URL" in fact for fact in told[0]["summary"])
+    assert told[-1]["event"].startswith("stopping")
+    assert {line["process"] for line in lines} >= {"up", "gateway", "worker"}
+    (line,) = failed.stderr.splitlines()
+    assert "nowhere does not exist" in json.loads(line)["error"]
+    assert failed.returncode == 64

@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -19,7 +21,9 @@ logger = logging.getLogger("qinfer.test")
 def logging_as_before() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    hooks = sys.excepthook, threading.excepthook
     yield
+    sys.excepthook, threading.excepthook = hooks
     root.handlers[:], root.level = handlers, level
     for name in ("qinfer", "qinfer_api", "qinfer_workers"):
         logging.getLogger(name).setLevel(logging.NOTSET)
@@ -163,6 +167,55 @@ def test_urls_are_not_logged_by_the_http_client(stream: io.StringIO) -> None:
     logging.getLogger("httpx").info("HTTP Request: GET https://files.example.org/a?signature=hidden")
 
     assert lines(stream) == []
+
+
+def test_access_and_audit_are_logged_at_any_level() -> None:
+    """Who asks for them asks by settings of their own; switches of clients don't turn them off either."""
+    stream = io.StringIO()
+    configure(LogSettings(level="ERROR"), "gateway", stream)
+    logs.apply(Switches(info=False, warning=False))
+
+    for name in (logs.ACCESS, logs.AUDIT, "qinfer.other"):
+        logging.getLogger(name).info("line")
+
+    assert [line["logger"] for line in lines(stream)] == [logs.ACCESS, logs.AUDIT]
+
+
+def test_what_nobody_catches_is_a_line(stream: io.StringIO) -> None:
+    """With its traceback, in threads too."""
+
+    def fail() -> None:
+        raise ValueError("a defect")
+
+    thread = threading.Thread(target=fail, name="loader")
+    thread.start()
+    thread.join()
+    try:
+        fail()
+    except ValueError as error:
+        sys.excepthook(ValueError, error, error.__traceback__)
+
+    in_thread, outside = lines(stream)
+    assert (in_thread["event"], in_thread["level"], in_thread["in_thread"]) == (
+        "uncaught exception",
+        "CRITICAL",
+        "loader",
+    )
+    for line in (in_thread, outside):
+        assert "ValueError: a defect" in str(line["exception"])
+        assert "in fail" in str(line["exception"])
+
+
+@pytest.mark.parametrize("format_", ["json", "", "text"])
+def test_why_a_program_can_not_start(format_: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As JSON where the environment says so, though the settings can't be read."""
+    logs.cannot_start({"QINFER_LOG__FORMAT": format_}, "qinfer_api", "QINFER_HTTP__PORT: a number")
+
+    told = capsys.readouterr().err
+    if format_ == "json":
+        assert json.loads(told)["error"] == "QINFER_HTTP__PORT: a number"
+    else:
+        assert told == "qinfer_api: QINFER_HTTP__PORT: a number\n"
 
 
 def test_text_lines_may_have_the_date() -> None:

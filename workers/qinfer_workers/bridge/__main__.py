@@ -14,7 +14,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 from pathlib import Path
 
 import uvloop
@@ -65,10 +64,10 @@ def main() -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run((_check if options.check else _serve)(config, settings))
     except SettingsError as error:
-        sys.stderr.write(f"qinfer bridge: {error.message}\n")
+        logs.cannot_start(os.environ, "qinfer bridge", error.message)
         return 2
     except BrokerUnavailable as error:
-        sys.stderr.write(f"qinfer bridge: {error.message}\n")
+        logs.cannot_start(os.environ, "qinfer bridge", error.message)
         return 1
     except Exception:  # the boundary: threads that wait for a broker would keep the process, and its supervisor waiting
         logger.exception("bridge failed")

@@ -100,7 +100,7 @@ def main() -> int:
     try:
         settings = load_settings()
     except SettingsError as error:
-        print(error.message, file=sys.stderr)  # noqa: T201  no log is configured yet
+        logs.cannot_start(os.environ, "qinfer_workers.inference", error.message)
         return 2
     logs.configure(settings.log, "worker")
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from functools import partial
 from types import FrameType
 
@@ -133,7 +132,7 @@ def main() -> int:
                 logging.getLogger(name).setLevel(level)
         return serve(settings)
     except SettingsError as error:
-        sys.stderr.write(f"qinfer_workers.jobs: {error.message}\n")
+        logs.cannot_start(os.environ, "qinfer_workers.jobs", error.message)
         return 2
     except BrokerUnavailable as error:
         logger.error("bulk worker can't run", extra={"reason": error.message})

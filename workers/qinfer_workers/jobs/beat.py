@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from typing import Any
 
@@ -156,7 +155,7 @@ def main() -> int:
                 logging.getLogger(name).setLevel(level)
         return asyncio.run(serve(settings))
     except SettingsError as error:
-        sys.stderr.write(f"qinfer_workers.jobs.beat: {error.message}\n")
+        logs.cannot_start(os.environ, "qinfer_workers.jobs.beat", error.message)
         return 2
     except Exception:  # the boundary: the thread that waits for a broker would keep the process
         logger.exception("beat failed")

@@ -1,0 +1,125 @@
+"""The access log: one line for each request for inference, with who asked, what came of it and how long it took.
+
+It is off unless `QINFER_LOG__ACCESS` asks for it, and then costs nothing but for the requests that get a line: all that
+fail, and the given share of the others. Lines carry no payload and no key.
+"""
+
+import logging
+import random
+import time
+from typing import Any
+
+from qinfer.core.messages import InferRequest, Response
+from qinfer.errors import ErrorCode
+from qinfer.observe.logs import ACCESS
+from qinfer.submission.pending import Sink
+from qinfer_api.auth import Context
+from qinfer_api.status import http_status
+
+logger = logging.getLogger(ACCESS)
+
+OK, ACCEPTED = "ok", "accepted"
+"""What came of a request that did not fail: its response was delivered, or it was stored and is executed later."""
+_MOST_TEXT = 256  # characters of what a client sends
+
+
+class AccessLog:
+    """Writes the lines of one gateway.
+
+    Args:
+        share: The share of requests without a failure that get a line.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def noted(self, sink: Sink, context: Context, request: InferRequest) -> "LoggedSink":
+        """Returns a sink in place of a request's own, which writes its line at its end."""
+        return LoggedSink(self, sink, context, request)
+
+    def refused(self, context: Context, model: tuple[str, int], code: str) -> None:
+        """Writes the line of a request that never came into the queue."""
+        self._write(code, _who(context), {"model": model[0], "version": model[1]})
+
+    def accepted(self, context: Context, request: InferRequest, request_id: str) -> None:
+        """Writes the line of a request that was stored; the log does not tell of its end."""
+        about = {"request_id": request_id, "model": request.model, "version": request.version}
+        self._write(ACCEPTED, _who(context), {**about, **_sent(request)})
+
+    def ended(self, sink: "LoggedSink", code: str, response: Response | None) -> None:
+        """Writes the line of a request that has ended."""
+        took_s = time.monotonic() - sink.began_s
+        about: dict[str, Any] = {"bytes_out": sink.nbytes, "responses": sink.responses, "total_ms": _ms(took_s * 1e9)}
+        if response is not None:
+            about |= {"request_id": response.request_id, "model": response.model, "version": response.version}
+            if (timing := response.timing) is not None:
+                executed_ns = timing.input_ns + timing.infer_ns + timing.output_ns
+                about |= {"queue_ms": _ms(timing.queue_ns), "execute_ms": _ms(executed_ns)}
+        self._write(code, sink.about, about)
+
+    def _write(self, code: str, who: dict[str, Any], about: dict[str, Any]) -> None:
+        is_failure = code not in (OK, ACCEPTED)
+        if is_failure or random.random() < self._share:  # noqa: S311  a sample
+            status = {OK: 200, ACCEPTED: 202}.get(code) or http_status(code)
+            logger.info("request", extra={**who, **about, "code": code, "status": status})
+
+
+class LoggedSink:
+    """Wraps the sink of a request, and takes note of its responses.
+
+    Attributes:
+        inner: The request's own sink.
+        about: Who asked, and what the request brought.
+        began_s: When it was submitted, on the monotonic clock.
+        nbytes: Bytes of outputs so far.
+        responses: Responses so far.
+    """
+
+    __slots__ = ("_log", "about", "began_s", "frontend", "inner", "nbytes", "no_stream", "responses")
+
+    def __init__(self, log: AccessLog, inner: Sink, context: Context, request: InferRequest) -> None:
+        self._log: AccessLog | None = log
+        self.inner = inner
+        self.no_stream = inner.no_stream
+        self.frontend: str = getattr(inner, "frontend", "")
+        self.about = {**_who(context), **_sent(request), "model": request.model[:_MOST_TEXT], "protocol": self.frontend}
+        self.began_s = time.monotonic()
+        self.nbytes = self.responses = 0
+
+    def deliver(self, response: Response) -> None:
+        """Hands a response on; with the last one the request has ended."""
+        self.nbytes += response.nbytes
+        self.responses += response.says_something
+        try:
+            self.inner.deliver(response)
+        finally:
+            if response.final:
+                self.end(OK if response.failure is None else response.failure.code, response)
+
+    def end(self, code: str, response: Response | None = None) -> None:
+        """Writes the line, once."""
+        log, self._log = self._log, None
+        if log is not None:
+            log.ended(self, code, response)
+
+    def left(self) -> None:
+        """Takes note that the caller went away."""
+        self.end(ErrorCode.CANCELLED)
+
+
+def inner_of(sink: Sink) -> Sink:
+    """Returns a request's own sink."""
+    return sink.inner if isinstance(sink, LoggedSink) else sink
+
+
+def _who(context: Context) -> dict[str, Any]:
+    principal = context.principal
+    return {"tenant": context.tenant, "key": "" if principal is None else principal.key_id}
+
+
+def _sent(request: InferRequest) -> dict[str, Any]:
+    return {"id": request.client_id[:_MOST_TEXT], "bytes_in": sum(tensor.nbytes for tensor in request.inputs)}
+
+
+def _ms(ns: float) -> float:
+    return round(ns / 1e6, 3)

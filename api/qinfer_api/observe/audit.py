@@ -1,0 +1,78 @@
+"""The audit log: who changed what of the server, and which keys were refused. It can't be turned off.
+
+Lines name keys by their ids. A flood of wrong keys writes a bounded number of lines.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from qinfer.errors import QinferError
+from qinfer.observe.logs import AUDIT
+from qinfer_api.auth import Context
+
+logger = logging.getLogger(AUDIT)
+
+MOST_A_SECOND = 10
+"""Lines about refused keys, for each reason; of the others a line tells the number."""
+
+
+@contextmanager
+def administrative(context: Context, act: str, where: str, peer: str) -> Iterator[None]:
+    """Writes a line about an administrative act at its end.
+
+    Args:
+        context: Who does it, authorized.
+        act: What is done: the method of HTTP, or `gRPC`.
+        where: The path of HTTP, or the method of gRPC.
+        peer: The address that it came from; empty = not known.
+    """
+    outcome = "done"
+    try:
+        yield
+    except QinferError as error:
+        outcome = error.code
+        raise
+    except BaseException as error:
+        outcome = type(error).__name__
+        raise
+    finally:
+        key = "" if context.principal is None else context.principal.key_id
+        about = {"tenant": context.tenant, "key": key, "act": act, "path": where, "peer": peer, "outcome": outcome}
+        logger.info("administrative act", extra=about)
+
+
+class RefusedKeys:
+    """Writes a line about each refused key, up to `MOST_A_SECOND` for each reason; used by an event loop only.
+
+    Args:
+        second_s: The time that the limit is for.
+    """
+
+    def __init__(self, second_s: float = 1.0) -> None:
+        self._second_s = second_s
+        self._seen: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, reason: str, key: str) -> None:
+        """Takes note of a refusal.
+
+        Args:
+            reason: Why: `missing`, `unknown`, `expired`, `revoked` or `scope`.
+            key: The id of the key; empty = it is not known.
+        """
+        self._seen[reason] += 1
+        if self._seen[reason] <= MOST_A_SECOND:
+            logger.warning("key refused", extra={"reason": reason, "key": key})
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._second_s, self._tell)
+
+    def _tell(self) -> None:
+        """Tells how many had no line, and begins anew."""
+        self._timer = None
+        for reason, count in self._seen.items():
+            if count > MOST_A_SECOND:
+                logger.warning("keys refused", extra={"reason": reason, "without_a_line": count - MOST_A_SECOND})
+        self._seen.clear()

@@ -1,0 +1,81 @@
+"""What `qinfer up` says about itself: lines for people, or JSON objects like those of the programs that it starts.
+
+Imports little, as the supervisor does; `qinfer.observe.logs` would bring the settings along.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
+
+from rich.console import Console
+from rich.text import Text
+
+
+class Messages:
+    """Lines for people, on stderr."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        """Says what happens."""
+        self._console.print(Text(f"qinfer: {line}"))
+
+    def warn(self, line: str) -> None:
+        """Says what went wrong."""
+        self._console.print(Text(f"qinfer: {line}", style="yellow"))
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Shows the summary; its lines are rich's markup."""
+        for line in lines:
+            # A command that is cut into lines can't be pasted.
+            self._console.print(Text.from_markup(line), soft_wrap=True)
+
+    def progress(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
+        """Shows how far the start is, until the block ends; yields what changes the text."""
+        return _Spinner(self._console, text)
+
+
+class _Spinner(AbstractContextManager[Callable[[str], None]]):
+    def __init__(self, console: Console, text: str) -> None:
+        self._status = console.status(text)
+
+    def __enter__(self) -> Callable[[str], None]:
+        self._status.start()
+        return lambda text: self._status.update(text)
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+
+class JsonMessages(Messages):
+    """JSON objects, one a line, on stderr."""
+
+    def say(self, line: str) -> None:
+        """Says what happens."""
+        self._write("INFO", line)
+
+    def warn(self, line: str) -> None:
+        """Says what went wrong."""
+        self._write("WARNING", line)
+
+    def fail(self, message: str) -> None:
+        """Says why it ends."""
+        self._write("ERROR", "qinfer up failed", error=message)
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Shows the summary, as one line."""
+        plain = [" ".join(Text.from_markup(line).plain.split()) for line in lines]
+        self._write("INFO", "running", summary=[line for line in plain if line])
+
+    def progress(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
+        """Shows nothing: a log has no spinner."""
+        return nullcontext(lambda _: None)
+
+    def _write(self, level: str, event: str, **more: object) -> None:
+        at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = {"at": at, "level": level, "logger": "qinfer.up", "event": event, "process": "up", **more}
+        sys.stderr.write(f"{json.dumps(line, ensure_ascii=False)}\n")
+        sys.stderr.flush()
