@@ -41,6 +41,8 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.response_cache import ResponseCache
+from qinfer_api.access_log import AccessLog
+from qinfer_api.audit import RefusedKeys
 from qinfer_api.auth import Auth, Restrictions, load_auth
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import FastPath
@@ -52,8 +54,6 @@ from qinfer_api.jobs.routes import job_routes
 from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.labeling.routes import label_studio_routes
 from qinfer_api.labeling.service import Labeling, check_labeling
-from qinfer_api.observe.access_log import AccessLog
-from qinfer_api.observe.audit import RefusedKeys
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.observe.tracing import Tracing

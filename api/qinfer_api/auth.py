@@ -17,6 +17,7 @@ from qinfer.core.api_keys import ApiKey, Scope, check_exposure, hash_key, read_k
 from qinfer.core.clock import Clock, SystemClock
 from qinfer.core.settings import AuthSettings
 from qinfer.errors import Forbidden, QuotaExceeded, Restricted, SettingsError, Unauthorized
+from qinfer.observe.tracing import context_text
 
 
 class Quota:
@@ -116,7 +117,7 @@ class Context(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         tenant: Whose request it is; `authorize` sets it.
-        trace: W3C `traceparent`; empty when the request is not traced.
+        trace: W3C `traceparent`, with its `tracestate` behind a blank; empty when the request is not traced.
         key: The API key that was presented; empty without one.
         principal: Who it belongs to, once `authorize` knows.
         scope: What it was authorized for.
@@ -317,7 +318,8 @@ def caller_of(header: Callable[[str], str | None]) -> Context:
     Args:
         header: Returns a header's value by its name in lower case; `None` = it was not sent.
     """
-    return Context(trace=header("traceparent") or "", key=presented_key(header("authorization"), header("x-api-key")))
+    trace = context_text(header("traceparent"), header("tracestate"))
+    return Context(trace=trace, key=presented_key(header("authorization"), header("x-api-key")))
 
 
 GROUPS = (

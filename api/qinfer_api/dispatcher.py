@@ -31,8 +31,8 @@ from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, Sink
 from qinfer.submission.submit import Submission, check
+from qinfer_api.access_log import AccessLog, LoggedSink
 from qinfer_api.auth import ANONYMOUS, Auth, Context
-from qinfer_api.observe.access_log import AccessLog, LoggedSink
 from qinfer_api.status import of_request
 
 _SHORTEST_S = 0.001  # a timeout of 0 means none

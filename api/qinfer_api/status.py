@@ -8,6 +8,13 @@ from typing import NamedTuple
 
 from qinfer.errors import ErrorCode, Overloaded
 
+GRPC_CODES = (
+    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
+    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
+    *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
+)
+"""The names of gRPC's statuses, by their numbers."""
+
 
 class Status(NamedTuple):
     """The status of one kind of failure on each protocol.

@@ -1,7 +1,8 @@
 """OpenTelemetry traces: a small port, and the only module that imports `opentelemetry`, once traces are wanted.
 
 Traces are wanted when the standard environment variables say so (`is_wanted`); the SDK reads the others of them itself:
-endpoint, headers, sampler, batching of exports, resource. A trace's context travels as a W3C `traceparent`, a string.
+endpoint, headers, sampler, batching of exports, resource. A trace's context travels as a string: a W3C `traceparent`,
+and behind a blank its `tracestate`, if it has one.
 
 Instants are the broker's, in seconds (`ServerClock`), so that the spans of several machines fit together.
 """
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 GATEWAY, WORKER = "qinfer-gateway", "qinfer-worker"
 """The names of the services; `OTEL_SERVICE_NAME` goes before."""
 
-MODEL, VERSION, REQUEST_ID, JOB_ID, BATCH_ID, BATCH_SIZE, ATTEMPT, ERROR = (
+MODEL, VERSION, REQUEST_ID, JOB_ID, BATCH_ID, BATCH_SIZE, ATTEMPT, TENANT, ERROR = (
     "qinfer.model",
     "qinfer.version",
     "qinfer.request_id",
@@ -30,9 +31,21 @@ MODEL, VERSION, REQUEST_ID, JOB_ID, BATCH_ID, BATCH_SIZE, ATTEMPT, ERROR = (
     "qinfer.batch_id",
     "qinfer.batch_size",
     "qinfer.attempt",
+    "qinfer.tenant",
     "error.type",
 )
-"""The attributes of spans; the tenant is none of them."""
+"""The attributes of spans."""
+HTTP_METHOD, HTTP_STATUS = "http.request.method", "http.response.status_code"
+RPC_SYSTEM, RPC_SERVICE, RPC_METHOD, RPC_STATUS = "rpc.system", "rpc.service", "rpc.method", "rpc.grpc.status_code"
+"""OpenTelemetry's attributes of spans of servers."""
+MESSAGING_SYSTEM, DESTINATION, OPERATION, MESSAGE_ID, MESSAGE_COUNT = (
+    "messaging.system",
+    "messaging.destination.name",
+    "messaging.operation.type",
+    "messaging.message.id",
+    "messaging.batch.message_count",
+)
+"""OpenTelemetry's attributes of spans of queues; the destination is a lane."""
 
 CLOSE_S = 3.0
 """The time that an ending process waits for the export of its last spans."""
@@ -41,6 +54,7 @@ Attributes = Mapping[str, str | int]
 _SWITCHES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PROTOCOL = "http/protobuf"
+_MOST_STATE = 512
 _LENGTH = 55  # of a traceparent of version 00: 00-<32 digits>-<16 digits>-<2 digits>
 
 
@@ -60,6 +74,18 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
 def is_sampled(trace: str) -> bool:
     """Returns whether the trace of a `traceparent` is recorded; false if it is invalid."""
     return len(trace) >= _LENGTH and trace[2] == "-" and trace[52] == "-" and trace[54] in "13579bdf"
+
+
+def context_text(parent: str | None, state: str | None) -> str:
+    """Returns a trace context as it travels, of a client's `traceparent` and `tracestate`."""
+    if not parent or not state or len(state) > _MOST_STATE or not state.isascii():
+        return parent or ""
+    return f"{parent} {state}"
+
+
+def of_lane(model: str, version: int, lane: str, operation: str) -> dict[str, str | int]:
+    """Returns the attributes of what is sent to a lane (`send`), or taken out of it (`receive`, `process`)."""
+    return {MESSAGING_SYSTEM: "redis", DESTINATION: f"{model}/{version}/{lane}", OPERATION: operation}
 
 
 def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") -> "Tracer | None":
@@ -182,7 +208,8 @@ class Tracer:
         )
         context = span.get_span_context()
         flags = context.trace_flags
-        return Span(span, f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}")
+        text = f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"
+        return Span(span, context_text(text, context.trace_state.to_header()))
 
     def close(self) -> None:
         """Exports the remaining spans, within `CLOSE_S`; blocks."""
@@ -191,8 +218,9 @@ class Tracer:
         ending.join(CLOSE_S)
 
     def _context(self, text: str) -> "SpanContext":
-        """Reads a `traceparent`; an invalid one gives an invalid context."""
-        found = self._propagator.extract({"traceparent": text}) if text else None
+        """Reads a trace context; an invalid one gives an invalid context."""
+        parent, _, state = text.partition(" ")
+        found = self._propagator.extract({"traceparent": parent, "tracestate": state}) if text else None
         return self._api.get_current_span(found).get_span_context() if found else self._api.INVALID_SPAN_CONTEXT
 
 

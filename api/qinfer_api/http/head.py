@@ -10,6 +10,7 @@ from functools import lru_cache
 import msgspec
 
 from qinfer.errors import InvalidRequest
+from qinfer.observe.tracing import context_text
 from qinfer_api.auth import ANONYMOUS, Context, presented_key
 from qinfer_api.http.infer import Encoding, Headers, Target, forwarded, parse_version, response_encoding
 
@@ -20,6 +21,7 @@ _MEANINGS = {  # what the fast path reads of a request's headers; all others mea
     b"content-length": "length",
     b"inference-header-content-length": "json",
     b"traceparent": "traceparent",
+    b"tracestate": "tracestate",
     b"content-encoding": "coding",
     b"accept-encoding": "accept",
     b"authorization": "authorization",
@@ -90,17 +92,22 @@ def read_head(
     length = int(found.get("length", b"-1"))  # the parser has checked it
     if not 0 <= length <= max_bytes:
         return None
-    context = _caller(found.get("traceparent"), found.get("authorization"), found.get("x-api-key"))
+    trace = _trace(found.get("traceparent"), found.get("tracestate"))
+    context = _caller(trace, found.get("authorization"), found.get("x-api-key"))
     json_length = found["json"].decode("latin-1") if "json" in found else None
     encoding = _accepted(found["accept"]) if "accept" in found else None
     forwarding = _NO_HEADERS if forward is None else forwarded(forward, headers)
     return Head(target, length, json_length, context, encoding, forwarding)
 
 
-def _caller(trace: bytes | None, authorization: bytes | None, key: bytes | None) -> Context:
+def _caller(trace: str, authorization: bytes | None, key: bytes | None) -> Context:
     if authorization is None and key is None:
-        return ANONYMOUS if trace is None else Context("", trace.decode("latin-1"))
-    return Context("", _text(trace), presented_key(_text(authorization), _text(key)))
+        return Context("", trace) if trace else ANONYMOUS
+    return Context("", trace, presented_key(_text(authorization), _text(key)))
+
+
+def _trace(parent: bytes | None, state: bytes | None) -> str:
+    return "" if parent is None else context_text(_text(parent), _text(state))
 
 
 def _text(value: bytes | None) -> str:
@@ -140,6 +147,7 @@ _LINES = (  # those that come most often first
     _once(5, "accept", _VALUE),
     _once(6, "authorization", _VALUE),
     _once(7, "x-api-key", _VALUE),
+    _once(8, "tracestate", _VALUE),
     rb"(?i:connection: keep-alive)\r\n",
 )
 _PLAIN_HEAD = re.compile(rb"POST (/v2/models/[/.:@_~0-9A-Za-z-]++) HTTP/1\.1\r\n(?:%b)*+\r\n" % b"|".join(_LINES))
@@ -176,7 +184,7 @@ class HeadReader:
         match = _PLAIN_HEAD.match(packet, 0, _MAX_HEAD_BYTES)
         if match is None:
             return None
-        url, length, trace, json_length, accept, authorization, key = match.groups()
+        url, length, trace, json_length, accept, authorization, key, state = match.groups()
         end, target = match.end(), parse_target(url)
         if target is None or length is None or size - end != int(length) or size - end > self._max_bytes:
             return None
@@ -184,7 +192,7 @@ class HeadReader:
             target,
             size - end,
             None if json_length is None else json_length.decode(),
-            _caller(trace, authorization, key),
+            _caller(_trace(trace, state), authorization, key),
             None if accept is None else _accepted(accept),
             _NO_HEADERS if self._forward is None else forwarded(self._forward, _ANY_LINE.findall(packet, 0, end)),
         )

@@ -22,18 +22,36 @@ from qinfer.core.settings_trace import TraceSettings
 from qinfer.errors import Cancelled, QinferError
 from qinfer.models.catalog import Served
 from qinfer.observe.logs import Fence
-from qinfer.observe.tracing import ATTEMPT, BATCH_SIZE, MODEL, REQUEST_ID, VERSION, Attributes, Span, Tracer
+from qinfer.observe.tracing import (
+    ATTEMPT,
+    BATCH_SIZE,
+    HTTP_METHOD,
+    HTTP_STATUS,
+    MODEL,
+    REQUEST_ID,
+    RPC_METHOD,
+    RPC_SERVICE,
+    RPC_STATUS,
+    RPC_SYSTEM,
+    TENANT,
+    VERSION,
+    Attributes,
+    Span,
+    Tracer,
+    of_lane,
+)
 from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, Sink
+from qinfer_api.access_log import inner_of
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import Call, QinferHttpProtocol
 from qinfer_api.http.head import Head
 from qinfer_api.http.infer import InferCodec
-from qinfer_api.observe.access_log import inner_of
 from qinfer_api.observe.trace_file import Sampling, Stamps, TraceFile, start_of
 from qinfer_api.observe.trace_tensors import INPUT, OUTPUT, Taken, take, weight_of
+from qinfer_api.status import GRPC_CODES, grpc_status, http_status
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +210,9 @@ class TracedDispatcher(Dispatcher):
         now_s = self._server_clock.now_s()
         with _FENCE:  # the request is accepted without
             span = self._tracer.start("accept", context.trace, now_s)
-            span.end(now_s, {MODEL: served.spec.name, VERSION: served.version, **name})
+            lane = of_lane(served.spec.name, served.version, served.lane.name, "send") if REQUEST_ID in name else {}
+            about: dict[str, str | int] = {MODEL: served.spec.name, VERSION: served.version, TENANT: context.tenant}
+            span.end(now_s, {**about, **lane, **name})
             return span.trace
         return context.trace
 
@@ -315,12 +335,24 @@ class TracedSink:
     ) -> None:
         model = request.model[:_MOST_TEXT]
         about: dict[str, str | int] = {MODEL: model, VERSION: request.version, REQUEST_ID: request.id}
+        about |= {TENANT: request.tenant, **self._of_server("" if failure is None else failure.code)}
         if response is not None:
             about[ATTEMPT] = response.attempt
             if response.timing is not None:
                 about[BATCH_SIZE] = response.timing.batch_size
                 now_s = max(now_s, self._executed_s(response.timing))  # clocks differ a bit
         span.end(now_s, about, None if failure is None else (failure.code, failure.message))
+
+    def _of_server(self, code: str) -> dict[str, str | int]:
+        """Returns OpenTelemetry's attributes of a server's span, by the protocol."""
+        if self.frontend == "HTTP":
+            return {HTTP_METHOD: "POST", HTTP_STATUS: http_status(code) if code else 200}
+        if self.frontend == "GRPC":
+            name = grpc_status(code) if code else "OK"
+            method = getattr(self._sink, "rpc_method", "ModelInfer")
+            about = {RPC_SYSTEM: "grpc", RPC_SERVICE: "inference.GRPCInferenceService", RPC_METHOD: method}
+            return {**about, RPC_STATUS: GRPC_CODES.index(name)}
+        return {}
 
     def _executed_s(self, timing: Timing) -> float:
         """Returns when the worker's execution ended, by the worker's clock."""

@@ -31,6 +31,7 @@ from qinfer.queue.entries import Address
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_types import InputParameters, OutputParameters
 from qinfer.wire.outputs import OutputPlan
+from qinfer_api.audit import administrative
 from qinfer_api.auth import ANONYMOUS, Context, Restrictions, caller_of
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import IN_REPLY_TO, SENT_HEADERS
@@ -52,7 +53,6 @@ from qinfer_api.http.infer import (
 )
 from qinfer_api.http.responses import encode_list, event_text
 from qinfer_api.json_types import decode_json
-from qinfer_api.observe.audit import administrative
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.receiving import SMALL_BYTES, ReceivingBudget
 from qinfer_api.requests.service import AsyncRequests

@@ -17,9 +17,9 @@ from qinfer.core.messages import Scalar
 from qinfer.errors import Forbidden, Unauthorized
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import malformed
+from qinfer_api.audit import administrative
 from qinfer_api.auth import Context, Restrictions, caller_of
 from qinfer_api.http.infer import compile_forward
-from qinfer_api.observe.audit import administrative
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.headers import Abort, Head, Method
 from qinfer_api.rpc.protocol import LARGE_BYTES, MAX_MESSAGE_BYTES, Call

@@ -8,18 +8,12 @@ from urllib.parse import quote
 from qinfer.tensors import Bytes
 from qinfer_api.http.infer import UNQUOTED, Encoding
 from qinfer_api.rpc import hpack
+from qinfer_api.status import GRPC_CODES
 
 if TYPE_CHECKING:
     from qinfer_api.rpc.protocol import Call
 
-CODES = (
-    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
-    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
-    *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
-)
-"""The statuses, by their numbers."""
-
-_NUMBERS = {name: number for number, name in enumerate(CODES)}
+_NUMBERS = {name: number for number, name in enumerate(GRPC_CODES)}
 _UNITS_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _MAX_TIMEOUT_DIGITS = 8
 _ENCODINGS: dict[bytes, Encoding | None] = {b"identity": None, b"gzip": "gzip", b"deflate": "deflate"}

@@ -279,6 +279,7 @@ _STRICT = "triton_grpc_error"  # metadata; "true": the first error ends the stre
 class _Slot(InferSink):
     """A request of a stream: its place in the order, and its response if that has come before its turn."""
 
+    rpc_method = "ModelStreamInfer"
     __slots__ = ("answer", "is_ordered", "pending", "stream")
 
     def __init__(self, stream: "_Stream") -> None:

@@ -15,14 +15,15 @@ from qinfer.core.api_keys import Scope
 from qinfer.wire.protos import reflection_v1_pb2 as pb
 from qinfer.wire.protos import reflection_v1alpha_pb2
 from qinfer_api.rpc.calls import Guard, parse
-from qinfer_api.rpc.headers import CODES, Method
+from qinfer_api.rpc.headers import Method
 from qinfer_api.rpc.protocol import Call
+from qinfer_api.status import GRPC_CODES
 
 MAX_REQUEST_BYTES = 4096
 """A request names one thing; it comes back in its reply."""
 
 _METHOD = "ServerReflectionInfo"
-_NOT_FOUND, _INVALID_ARGUMENT = CODES.index("NOT_FOUND"), CODES.index("INVALID_ARGUMENT")
+_NOT_FOUND, _INVALID_ARGUMENT = GRPC_CODES.index("NOT_FOUND"), GRPC_CODES.index("INVALID_ARGUMENT")
 _CACHED_FILES = 64
 _MAX_SHOWN = 200  # characters of what is not known
 

@@ -41,7 +41,7 @@ class InferenceTrace:
     """The trace of a request.
 
     Args:
-        context: W3C `traceparent`; empty = it is not traced.
+        context: W3C `traceparent`, with its `tracestate` behind a blank; empty = it is not traced.
     """
 
     def __init__(self, context: str = "") -> None:
@@ -49,7 +49,10 @@ class InferenceTrace:
 
     def get_context(self) -> str | None:
         """Returns the trace context as JSON, as Triton's OpenTelemetry mode does; `None` without one."""
-        return json.dumps({"traceparent": self._context}) if self._context else None
+        if not self._context:
+            return None
+        parent, _, state = self._context.partition(" ")
+        return json.dumps({"traceparent": parent, "tracestate": state} if state else {"traceparent": parent})
 
 
 class PreferredMemory:

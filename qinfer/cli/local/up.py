@@ -146,8 +146,6 @@ def up(
     A crashed process is restarted. Ctrl-C drains: accepted requests are answered first. A second Ctrl-C
     ends at once. The queue survives both, and kill -9.
     """
-    from qinfer.cli.local.deployment import run_deployment
-
     options = UpOptions(
         settings={
             "redis": {"durability": durability},
@@ -168,10 +166,17 @@ def up(
         autoscale=_range(autoscale, workers),
         ready_timeout_s=ready_timeout,
     )
+    _run(options)
+
+
+def _run(options: UpOptions) -> None:
+    """Runs the deployment; a failure is a line of the log where that is JSON."""
+    from qinfer.cli.local.deployment import run_deployment
+
     try:
         run_deployment(options)
     except QinferError as error:
-        if log_format == "text":
+        if options.settings["log"]["format"] == "text":
             raise
         from qinfer.cli.local.messages import JsonMessages
 

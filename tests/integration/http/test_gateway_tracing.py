@@ -101,15 +101,18 @@ async def test_every_way_in_is_traced(
     """The fast path, the other one, and those of extensions; the frame carries the gateway's own context."""
     await client.post("/v2/trace/setting", json=ON)
 
-    assert (await client.post(path, content=content())).status_code == 200
+    assert (await client.post(path, content=content(), headers={"tracestate": "vendor=1"})).status_code == 200
 
     span = await scene.span()
     assert span.parent is not None
     assert span.context is not None
     assert (f"{span.parent.span_id:016x}", f"{span.context.trace_id:032x}") == (PARENT, TRACE)
     (request,) = scene.running.requests
-    assert request.trace == f"00-{TRACE}-{span.context.span_id:016x}-01"
-    assert (span.attributes or {})["qinfer.request_id"] == request.id
+    assert request.trace == f"00-{TRACE}-{span.context.span_id:016x}-01 vendor=1"
+    assert span.context.trace_state.to_header() == "vendor=1"
+    about = span.attributes or {}
+    assert (about["qinfer.request_id"], about["qinfer.tenant"]) == (request.id, "")
+    assert (about["http.request.method"], about["http.response.status_code"]) == ("POST", 200)
     await eventually(lambda: len(scene.files()) == 1)
     ((_, stamps),) = scene.files()
     assert [stamp["name"] for stamp in stamps["timestamps"]] == AROUND

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from qinfer.errors import SettingsError
-from qinfer.observe.tracing import ERROR, GATEWAY, Tracer, is_sampled, is_wanted, open_tracer
+from qinfer.observe.tracing import ERROR, GATEWAY, Tracer, context_text, is_sampled, is_wanted, open_tracer
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -152,6 +152,17 @@ def test_a_span_goes_on_with_its_parents_trace(tracer: Tracer, spans: InMemorySp
         {"qinfer.model": "m"},
         StatusCode.UNSET,
     )
+
+
+def test_the_state_of_a_trace_goes_along(tracer: Tracer) -> None:
+    """Of what a vendor has put there; what is too long, or no state, is left out."""
+    kept = tracer.start("request", context_text(SAMPLED, "vendor=1,other=2"), 1.0)
+    child = tracer.start("queue", kept.trace, 1.0)
+
+    assert kept.trace.partition(" ")[2] == child.trace.partition(" ")[2] == "vendor=1,other=2"
+    assert is_sampled(child.trace)
+    assert [context_text(SAMPLED, state) for state in (None, "", "v=" + "x" * 511, "v=ä")] == [SAMPLED] * 4
+    assert context_text(None, "vendor=1") == ""
 
 
 def test_an_error_is_a_spans_status(tracer: Tracer, spans: InMemorySpanExporter) -> None:

@@ -6,6 +6,7 @@ from qinfer.core.messages import IdFactory
 from qinfer.errors import InvalidRequest
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec
+from qinfer.observe.tracing import context_text
 from qinfer.queue.entries import MAX_NOTES_BYTES, Acceptance, Address
 from qinfer.submission.submit import prepare
 from qinfer_workers.bridge.bodies.decode import BodyCodec
@@ -96,7 +97,7 @@ class Reader:
             timeout_s=route.timeout_s,
             inline_max_bytes=self._inline_max_bytes,
             tenant=route.tenant,
-            trace=_header(message, "traceparent"),
+            trace=context_text(_header(message, "traceparent"), _header(message, "tracestate")),
             max_waiting=most_waiting,
         )
         acceptance = Acceptance(

@@ -25,13 +25,17 @@ from qinfer.observe.tracing import (
     BATCH_ID,
     BATCH_SIZE,
     JOB_ID,
+    MESSAGE_COUNT,
+    MESSAGE_ID,
     MODEL,
     REQUEST_ID,
+    TENANT,
     VERSION,
     Attributes,
     Span,
     Tracer,
     is_sampled,
+    of_lane,
 )
 from qinfer_workers.inference.ensembles.traces import RunTrace
 
@@ -82,6 +86,7 @@ class Spans:
             VERSION: lane.version,
             BATCH_ID: execution.batch_id,
             BATCH_SIZE: execution.batch.size,
+            **of_lane(lane.model, lane.version, lane.name, "process"),
         }
         error = None if execution.error is None else _told(execution.error)
         requests = [item.request.trace for item in recorded]
@@ -91,7 +96,8 @@ class Spans:
                 queue = self._tracer.start("queue", item.request.trace, item.enqueued_s, (batch.trace,))
                 queue.end(begins_s, {**about, **_about(item)})
         self._tracer.start("execute", batch.trace, begin_s).end(end_s, about, error)
-        batch.end(end_s, {**about, "qinfer.requests": len(execution.items)}, error)
+        counts = {"qinfer.requests": len(execution.items), MESSAGE_COUNT: len(execution.items)}
+        batch.end(end_s, {**about, **counts}, error)
         for item, answer in zip(execution.items, execution.answers, strict=True):
             if answer is not None and is_sampled(item.request.trace):
                 item.request.trace = batch.trace
@@ -130,6 +136,7 @@ class Spans:
             VERSION: record.version,
             JOB_ID: record.id,
             ATTEMPT: place.deliveries,
+            TENANT: record.tenant,
             "qinfer.shard": place.number,
             "qinfer.rows": place.rows,
         }
@@ -177,7 +184,15 @@ class Spans:
 
 def _about(item: Pending) -> Attributes:
     lane = item.lease.entry.lane
-    return {MODEL: lane.model, VERSION: lane.version, REQUEST_ID: item.request.id, ATTEMPT: item.lease.deliveries}
+    return {
+        MODEL: lane.model,
+        VERSION: lane.version,
+        REQUEST_ID: item.request.id,
+        ATTEMPT: item.lease.deliveries,
+        TENANT: item.request.tenant,
+        MESSAGE_ID: item.request.id,
+        **of_lane(lane.model, lane.version, lane.name, "receive"),
+    }
 
 
 def _told(error: QinferError) -> tuple[str, str]:

@@ -176,7 +176,7 @@ class _Dispatcher:
     def resolve(self, model: str, version: int) -> Any:
         raise ModelNotFound("gone")
 
-    def refuse(self, model: str, version: int, error: QinferError) -> QinferError:
+    def refuse(self, model: str, version: int, error: QinferError, *_: Any) -> QinferError:
         return error
 
     def submit(self, *_: Any) -> None:

@@ -108,6 +108,8 @@ def test_what_is_read_is_what_the_parser_reads(
         [LENGTH],
         [b"Host: h", b"content-length: 4", b"Connection: Keep-Alive", b"x-request-id: 1"],
         [LENGTH, b"traceparent: " + TRACE],
+        [LENGTH, b"traceparent: " + TRACE, b"tracestate: vendor=1, other=2"],
+        [LENGTH, b"tracestate: vendor=1"],
         [LENGTH, b"Authorization: Bearer abc", b"X-API-Key: k"],
         [LENGTH, b"Accept-Encoding: gzip, deflate", b"Inference-Header-Content-Length: 2", b"Empty: "],
     ],

@@ -98,9 +98,12 @@ def test_a_batch_is_recorded_for_those_who_record() -> None:
         (11_000_000_000, 15_000_000_000),
     ]
     about = {"qinfer.model": "m", "qinfer.version": 3, "qinfer.batch_id": run.batch_id, "qinfer.batch_size": 6}
+    lane = {"messaging.system": "redis", "messaging.destination.name": "m/3/p1"}
+    about |= {**lane, "messaging.operation.type": "process"}
     assert execute.attributes == about
-    assert batch.attributes == about | {"qinfer.requests": 3}
-    assert queues[1].attributes == about | {"qinfer.request_id": "r2", "qinfer.attempt": 2}
+    assert batch.attributes == about | {"qinfer.requests": 3, "messaging.batch.message_count": 3}
+    own = {"qinfer.request_id": "r2", "qinfer.attempt": 2, "qinfer.tenant": "", "messaging.message.id": "r2"}
+    assert queues[1].attributes == about | own | {"messaging.operation.type": "receive"}
 
 
 def test_a_batch_never_begins_before_its_requests_came() -> None:
