@@ -45,6 +45,7 @@ OUTAGES = {
     "slow_model": "a new configuration takes two seconds",
     "redis_full": "Redis has no memory left",
     "redis_gone": "Redis is killed",
+    "healthy": "none, for an hour: six times all workers and gateways are replaced, and one worker more comes and goes",
 }
 """Name of a recording → what happens in it."""
 

@@ -35,6 +35,7 @@ EXPECTED = {
     "failed_rollout": Expected(frozenset(("QinferModelLoadFailed",))),
     "slow_model": Expected(frozenset((BURNS,)), frozenset(("QinferLatencyHigh",))),
     "redis_full": Expected(frozenset(("QinferMostRefused", BURNS)), frozenset(("QinferRequestsRefused",))),
+    "healthy": Expected(frozenset()),
     "redis_gone": Expected(frozenset(("QinferStoreDown", "QinferErrorRate", BURNS))),
 }
 
