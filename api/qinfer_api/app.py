@@ -36,6 +36,7 @@ from qinfer.models.state import GATEWAY as PROGRAM
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.observe.stats import GatewayTally
+from qinfer.observe.tenants import TenantTally
 from qinfer.observe.tracing import GATEWAY, open_tracer
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import reply_address
@@ -188,6 +189,7 @@ class Gateway:
         self.dispatcher = self._open_dispatcher(settings, tally, auth)
         tally.in_flight = lambda: self.dispatcher.in_flight
         self._reporting = Reporting(settings, self.catalog, store, delivery, tally, self._tracing.file)
+        self._reporting.tenants = self.dispatcher.tenants
         self._tasks = BulkTasks(settings)
         self.requests, self._janitor = self._asynchronous(settings, tally)
         self._examiners = ExaminerPool(settings, os.environ)
@@ -221,6 +223,9 @@ class Gateway:
             auth.refused = RefusedKeys().note
         if settings.log.access:
             dispatcher.access = AccessLog(settings.log.access)
+        if settings.metrics.tenants and auth is not None:
+            dispatcher.tenants = TenantTally(settings.metrics.tenants, self._owner)
+            dispatcher.tenants.in_flight = auth.in_flight
         if (plan := settings.cache.plan) is not None:
             summaries = settings.metrics.summary_latencies
             cache = ResponseCache(plan, queue, tally.refusals, limits.max_in_flight, summaries=summaries)

@@ -28,11 +28,12 @@ class Quota:
         now_s: The monotonic time.
 
     Attributes:
+        tenant: The tenant.
         in_flight: Its requests that wait for an answer.
     """
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
-        self._tenant = key.tenant
+        self.tenant = key.tenant
         self._filled_at_s = now_s
         self.in_flight = 0
         self.limit(key)
@@ -55,7 +56,7 @@ class Quota:
         self._fill(now_s)
         if self._tokens < 1.0:
             raise QuotaExceeded(
-                f"tenant '{self._tenant}' has used up its rate of {self._rate:g} requests a second; send fewer",
+                f"tenant '{self.tenant}' has used up its rate of {self._rate:g} requests a second; send fewer",
                 (1.0 - self._tokens) / self._rate,
             )
         self._tokens -= 1.0
@@ -79,7 +80,7 @@ class Quota:
         """
         if self._max_in_flight and self.in_flight >= self._max_in_flight:
             raise QuotaExceeded(
-                f"tenant '{self._tenant}' has {self.in_flight} requests in flight, as many as it may; "
+                f"tenant '{self.tenant}' has {self.in_flight} requests in flight, as many as it may; "
                 "wait for an answer first"
             )
 
@@ -233,6 +234,10 @@ class Auth:
         if not principal.allows(scope):
             self.refused("scope", principal.key_id)
             raise Forbidden(f"key '{principal.key_id}' does not have the scope '{scope}'; use one that has")
+
+    def in_flight(self) -> dict[str, int]:
+        """Returns each tenant's requests that wait for an answer."""
+        return {tenant: quota.in_flight for tenant, quota in self._quotas.items()}
 
     def has_key(self, tenant: str) -> bool:
         """Tells whether a tenant has a key that is valid now."""

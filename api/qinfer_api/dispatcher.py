@@ -26,13 +26,14 @@ from qinfer.errors import (
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.routes import Route
 from qinfer.observe.stats import GatewayTally
+from qinfer.observe.tenants import TenantTally
 from qinfer.observe.tracing import Attributes
 from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, Sink
 from qinfer.submission.submit import Submission, check
 from qinfer_api.access_log import AccessLog, LoggedSink
-from qinfer_api.auth import ANONYMOUS, Auth, Context
+from qinfer_api.auth import ANONYMOUS, Auth, Context, Quota
 from qinfer_api.status import of_request
 
 _SHORTEST_S = 0.001  # a timeout of 0 means none
@@ -51,6 +52,7 @@ class Dispatcher:
 
     Attributes:
         access: The access log; `None` = nobody asked for it.
+        tenants: Counts by tenant; `None` = nobody asked for them.
         draining: The gateway is shutting down.
         submission: The way into the queue.
     """
@@ -70,6 +72,7 @@ class Dispatcher:
         self._clock = SystemClock()
         self.submission = Submission(delivery, catalog, limits, owner, self._answered, self._failed)
         self.access: AccessLog | None = None
+        self.tenants: TenantTally | None = None
         self.draining = False
 
     @property
@@ -239,15 +242,27 @@ class Dispatcher:
             context: Who asks, authorized or not.
         """
         told = self._counted(model, version, error)
-        self.log_refusal(model, version, told, context)
+        self.note_refusal(model, version, told, context)
         return told
 
-    def log_refusal(self, model: str, version: int, error: QinferError, context: Context) -> None:
-        """Writes the line of a refused request into the access log, if there is one."""
+    def note_refusal(self, model: str, version: int, error: QinferError, context: Context) -> None:
+        """Notes a refused request in the access log and the counts by tenant, if there are any."""
+        if self.access is None and self.tenants is None:
+            return
+        if self._auth is not None and context.principal is None:
+            context = self._auth.identify(context)
+        named = self._catalog.named(model, version)
         if self.access is not None:
-            if self._auth is not None and context.principal is None:
-                context = self._auth.identify(context)
-            self.access.refused(context, self._catalog.named(model, version), error.code)
+            self.access.refused(context, named, error.code)
+        if self.tenants is not None and context.principal is not None:
+            self.tenants.failed(context.tenant, named[0], error.code)
+
+    def note_accepted(self, context: Context, request: InferRequest, request_id: str) -> None:
+        """Notes a request that was stored, as `note_refusal` notes one that is refused."""
+        if self.access is not None:
+            self.access.accepted(context, request, request_id)
+        if self.tenants is not None and context.principal is not None:
+            self.tenants.accepted(context.tenant, request.model)
 
     def _counted(self, model: str, version: int, error: QinferError) -> QinferError:
         if isinstance(error, Unauthorized | Forbidden | QuotaExceeded):
@@ -275,6 +290,8 @@ class Dispatcher:
                 pending.sink.left()
 
     def _answered(self, pending: Pending, response: Response) -> None:
+        if self.tenants is not None and response.final and isinstance(pending.quota, Quota):
+            self._count_for(pending.quota.tenant, self.tenants, pending, response)
         if response.failure is not None:
             code, message, retryable = response.failure.code, response.failure.message, response.failure.retryable
             if response.final:
@@ -284,6 +301,12 @@ class Dispatcher:
         elif response.final:
             self._tally.answered(pending.model, pending.version, self._clock.monotonic_s() - pending.started_s)
         pending.sink.deliver(response)
+
+    def _count_for(self, tenant: str, tally: TenantTally, pending: Pending, response: Response) -> None:
+        if response.failure is not None:
+            tally.failed(tenant, pending.model, response.failure.code)
+        else:
+            tally.answered(tenant, pending.model, self._clock.monotonic_s() - pending.started_s)
 
     def _failed(self, pending: Pending, error: Exception) -> None:
         failure = Failure.of(error)

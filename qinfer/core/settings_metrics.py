@@ -42,6 +42,14 @@ class MetricsSettings(Section):
         "model's `qinfer.slo_target` overrides it.",
     )
 
+    tenants: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="Tenants with metrics of their own in each gateway, where callers have keys; further ones share "
+        "the label `(others)`. 0 = no metrics by tenant.",
+    )
+
     @field_validator("summary_quantiles")
     @classmethod
     def _check_quantiles(cls, text: str) -> str:

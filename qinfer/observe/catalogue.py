@@ -89,6 +89,30 @@ SLO_MISSED = _counter(
     ("model", "process", "version"),
     _PROCESS,
 )
+TENANT_REQUESTS = _counter(
+    "qinfer_tenant_requests_total",
+    "Requests of a tenant that this gateway answered or accepted, failures included; with QINFER_METRICS__TENANTS.",
+    ("model", "process", "tenant"),
+    _PROCESS,
+)
+TENANT_FAILURES = _counter(
+    "qinfer_tenant_request_failures_total",
+    "Requests of a tenant answered with an error by this gateway; with QINFER_METRICS__TENANTS.",
+    ("process", "reason", "tenant"),
+    _PROCESS,
+)
+TENANT_DURATION = _histogram(
+    "qinfer_tenant_request_duration_seconds",
+    "Seconds from receiving a tenant's request to its outputs, in this gateway; with QINFER_METRICS__TENANTS.",
+    ("process", "tenant"),
+    _PROCESS,
+)
+TENANT_IN_FLIGHT = _gauge(
+    "qinfer_tenant_requests_in_flight",
+    "Requests of a tenant that this gateway has not answered yet; with QINFER_METRICS__TENANTS.",
+    ("process", "tenant"),
+    _PROCESS,
+)
 REQUESTS_IN_FLIGHT = _gauge(
     "qinfer_requests_in_flight", "Requests that this gateway has not answered yet.", _OWN, _PROCESS
 )

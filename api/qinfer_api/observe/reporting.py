@@ -32,6 +32,7 @@ from qinfer.observe.host import HostMeter, ProcessUse, read_use
 from qinfer.observe.latencies import SlidingWindow
 from qinfer.observe.metrics import Snapshot, WorkerLoad, render, scopes_of
 from qinfer.observe.stats import LABELING, GatewayTally, Objective, add
+from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import Wanted
 from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import BULK_LANES
@@ -239,6 +240,7 @@ class Reporting:
         statistics: The statistics extension.
         log_settings: The logging extension.
         trace_settings: The trace extension.
+        tenants: What this gateway counts by tenant; `None` = nothing.
     """
 
     def __init__(
@@ -256,6 +258,7 @@ class Reporting:
         self._tally = tally
         self._settings = settings.metrics
         self._usual = Objective(settings.metrics.slo_latency_s, settings.metrics.slo_target)
+        self.tenants: TenantTally | None = None
         self._host = HostMeter()
         self._letters = DeadLetterCounts(delivery.dead_letters)
         self._window = SlidingWindow()
@@ -288,7 +291,8 @@ class Reporting:
         if MetricScope.PROCESS in scopes:
             host, use = await asyncio.to_thread(lambda: (self._host.read(), read_use()))
             snapshot = replace(snapshot, host=host, use=use)
-        text = render(self._tally, snapshot, scopes, self._wanted(snapshot), openmetrics=openmetrics)
+        wanted = self._wanted(snapshot)
+        text = render(self._tally, snapshot, scopes, wanted, tenants=self.tenants, openmetrics=openmetrics)
         return text, OPENMETRICS_TYPE if openmetrics else ""
 
     async def work(self, model: str) -> tuple[VersionWork, ...]:

@@ -237,8 +237,8 @@ async def _accepted(
     try:
         decoded, plan = await decoded_infer(services, served, target, request, body)
         ticket = await requests.submit(context, decoded, plan, await _hashed(options, target, request, body))
-        if ticket.is_new and services.dispatcher.access is not None:
-            services.dispatcher.access.accepted(context, decoded, ticket.record.address.id)
+        if ticket.is_new:
+            services.dispatcher.note_accepted(context, decoded, ticket.record.address.id)
         return ticket
     except Conflict:  # it was found, with another body
         raise

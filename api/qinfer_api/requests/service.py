@@ -351,7 +351,7 @@ class AsyncRequests:
             self.tally.failed(model, served.version, error.code)
             if isinstance(error, Overloaded):
                 self.tally.ended(model, served.version, error.code)
-        self.dispatcher.log_refusal(model, version, error, context)
+        self.dispatcher.note_refusal(model, version, error, context)
         return error
 
     async def submit(self, context: Context, request: InferRequest, plan: OutputPlan, options: SubmitOptions) -> Ticket:

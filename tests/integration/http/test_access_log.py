@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import LogSettings, Settings
+from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.observe.logs import ACCESS, AUDIT
 from qinfer.testing import eventually
 from qinfer_api.audit import MOST_A_SECOND, RefusedKeys
@@ -138,6 +139,26 @@ async def test_a_share_of_requests_has_lines(tmp_path: Path, caplog: pytest.LogC
         assert (await client.post("/v2/models/nothing/infer", json=QUESTION)).status_code == 404
 
     assert [record.__dict__["code"] for record in caplog.records if record.name == ACCESS] == ["model_not_found"]
+
+
+async def test_tenants_have_metrics_where_they_are_wanted(tmp_path: Path) -> None:
+    """What is answered, refused and stored counts for the tenant of the key; an unknown key for nobody."""
+    file = tmp_path / "keys.json"
+    key = {"x-api-key": add_key(file, "acme", (Scope.INFER,), "the-infer")[1]}
+    chosen = settings(file, 0.0).model_copy(update={"metrics": MetricsSettings(tenants=5)})
+    async with running_gateway(chosen) as running, httpx.AsyncClient(base_url=running.url) as client:
+        for model, more in (("echo", {}), ("nothing", {}), ("echo", {"prefer": "respond-async"})):
+            await client.post(f"/v2/models/{model}/infer", json=QUESTION, headers=key | more)
+        await client.post("/v2/models/echo/infer", json=QUESTION, headers={"x-api-key": "wrong"})
+        text = (await client.get("/metrics?scope=process")).text
+
+    lines = {line.partition("process=")[0]: line.rpartition(" ")[2] for line in text.splitlines() if "_tenant_" in line}
+    assert lines['qinfer_tenant_requests_total{model="echo",'] == "2.0"
+    assert lines['qinfer_tenant_requests_total{model="",'] == "1.0"
+    failed = [line for line in text.splitlines() if line.startswith("qinfer_tenant_request_failures_total{")]
+    assert [(each.count('reason="model_not_found",tenant="acme"'), each[-3:]) for each in failed] == [(1, "1.0")]
+    (count,) = [line for line in text.splitlines() if line.startswith("qinfer_tenant_request_duration_seconds_count")]
+    assert count.endswith('tenant="acme"} 1.0')
 
 
 async def test_administrative_acts_have_a_line(scene: Scene, client: httpx.AsyncClient) -> None:

@@ -138,6 +138,19 @@ def test_the_overview_shows_what_an_operator_looks_for() -> None:
     assert all("by (version" in each or "model_ready" in each or "ALERTS" in each for each in expressions("versions"))
 
 
+def test_the_dashboard_of_tenants_is_by_tenant() -> None:
+    """What they ask, how they are served, and what they are refused; each query is of the chosen ones."""
+    asked = expressions("tenants")[: len(panels("tenants"))]
+
+    assert all('tenant=~"$tenant"' in each for each in asked)
+    assert {use.name for each in asked for use in uses_of(filled(each))} == {
+        "qinfer_tenant_requests_total",
+        "qinfer_tenant_request_failures_total",
+        "qinfer_tenant_request_duration_seconds_bucket",
+        "qinfer_tenant_requests_in_flight",
+    }
+
+
 def test_dashboards_can_be_provisioned() -> None:
     """They have addresses of their own, and the files of the provisioning lead to them and to Prometheus."""
     service = compose()["services"]["grafana"]
@@ -148,7 +161,7 @@ def test_dashboards_can_be_provisioned() -> None:
 
     assert mounts[provider["options"]["path"]] == "./deploy/grafana/dashboards"
     assert mounts["/etc/grafana/provisioning"] == "./deploy/grafana/provisioning"
-    assert len({board["uid"] for board in DASHBOARDS.values()}) == len(DASHBOARDS) == 2
+    assert len({board["uid"] for board in DASHBOARDS.values()}) == len(DASHBOARDS) == 3
     assert all(board["schemaVersion"] >= 39 and board["title"] for board in DASHBOARDS.values())
     assert (source["uid"], source["name"]) == (default["value"], default["text"])
     assert source["url"] == "http://prometheus:9090"

@@ -14,6 +14,7 @@ from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
 from qinfer.observe.metrics import Snapshot, WorkerLoad, render, scopes_of
 from qinfer.observe.stats import GatewayTally, Objective, PublishTally, StatsTally, add
+from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import Wanted
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -23,9 +24,9 @@ M1 = (("model", "m"), ("version", "1"))
 OURS = (("model", "m"), ("process", "g"), ("version", "1"))
 
 
-def series(tally: GatewayTally, snapshot: Snapshot) -> Series:
+def series(tally: GatewayTally, snapshot: Snapshot, tenants: TenantTally | None = None) -> Series:
     """Parses the text as Prometheus does: (sample name, sorted labels) → value."""
-    families = text_string_to_metric_families(render(tally, snapshot).decode())
+    families = text_string_to_metric_families(render(tally, snapshot, tenants=tenants).decode())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in families
@@ -285,6 +286,34 @@ def test_what_workers_and_queues_tell() -> None:
     assert shown["qinfer_assemble_seconds_sum", M1] == 0.001
 
 
+def test_tenants_have_series_up_to_a_number() -> None:
+    """Those that come first; the others share one, however many there are."""
+    tenants = TenantTally(2, "g")
+    tenants.in_flight = lambda: {"t0": 3, "t1": 0, "t7": 4, "t8": 5, "t9": 0}
+    for number in range(50):
+        tenants.answered(f"t{number}", "m", 0.3)
+    tenants.failed("t0", "m", "quota_exceeded")
+    tenants.failed("t30", "m", "queue_full")
+    tenants.accepted("t1", "m")
+
+    shown = series(GatewayTally("g"), Snapshot(), tenants)
+
+    def of(metric: str) -> dict[str, float]:
+        return {dict(labels)["tenant"]: value for (name, labels), value in shown.items() if name == metric}
+
+    assert of("qinfer_tenant_requests_total") == {"t0": 2, "t1": 2, "(others)": 49}
+    assert of("qinfer_tenant_requests_in_flight") == {"t0": 3, "t1": 0, "(others)": 9}
+    failures = {
+        (dict(labels)["tenant"], dict(labels)["reason"]): value
+        for (name, labels), value in shown.items()
+        if name == "qinfer_tenant_request_failures_total"
+    }
+    assert failures == {("t0", "quota_exceeded"): 1, ("(others)", "queue_full"): 1}
+    latency = "qinfer_tenant_request_duration_seconds_bucket"
+    assert shown[latency, (("le", "0.5"), ("process", "g"), ("tenant", "(others)"))] == 48
+    assert shown[latency, (("le", "0.25"), ("process", "g"), ("tenant", "t0"))] == 0
+
+
 def test_openmetrics_is_what_its_parser_takes() -> None:
     """Strict as it is: with all metrics, the exemplars of buckets, and Triton's counters, which have no suffix."""
     tally, snapshot = everything()
@@ -394,7 +423,11 @@ def test_no_series_is_in_both_scopes() -> None:
 def test_the_catalogue_is_what_is_shown() -> None:
     """Every metric of it, of its kind, with its labels and no others."""
     tally, snapshot = everything()
-    page = render(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True)).decode()
+    tenants = TenantTally(1, "g")
+    tenants.in_flight = lambda: {"acme": 1}
+    tenants.answered("acme", "m", 0.1)
+    tenants.failed("acme", "m", ErrorCode.QUEUE_FULL)
+    page = render(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True), tenants=tenants).decode()
     families = {(family.name, family.type): family for family in text_string_to_metric_families(page)}
 
     for info in catalogue.ALL:

@@ -1,0 +1,88 @@
+"""Counts of one gateway by tenant, where they are wanted; a bounded number of tenants has series of its own.
+
+Those that come first do, until the gateway restarts; all others share one series (`OTHERS`), so that a thousand tenants
+make no thousand series of each metric.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+
+from qinfer.observe import catalogue
+from qinfer.observe.exposition import Family, family
+from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations
+
+OTHERS = "(others)"
+"""The label of the tenants that have no series of their own."""
+
+
+class TenantTally:
+    """Counts what one gateway answered to whom; used by its event loop only.
+
+    Args:
+        most: How many tenants have series of their own.
+        process: The gateway's name.
+
+    Attributes:
+        in_flight: Called at each scrape for each tenant's requests without an answer; the gateway sets it.
+    """
+
+    def __init__(self, most: int, process: str = "") -> None:
+        self._most = most
+        self._process = process
+        self.in_flight: Callable[[], Mapping[str, int]] = dict
+        self._named: dict[str, str] = {}
+        self._requests: Counter[tuple[str, str]] = Counter()
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self._durations: dict[str, Durations] = {}
+
+    def answered(self, tenant: str, model: str, seconds: float) -> None:
+        """Counts a request that was answered with outputs, `seconds` after it was received."""
+        name = self._name(tenant)
+        self._requests[name, model] += 1
+        series = self._durations.get(name)
+        if series is None:
+            series = self._durations[name] = Durations()
+        series.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
+        series.total_s += seconds
+
+    def accepted(self, tenant: str, model: str) -> None:
+        """Counts a request that was stored, to be executed later."""
+        self._requests[self._name(tenant), model] += 1
+
+    def failed(self, tenant: str, model: str, reason: str) -> None:
+        """Counts a request that was answered with an error, by `ErrorCode` value; unknown models have no name."""
+        name = self._name(tenant)
+        self._requests[name, model] += 1
+        self._failures[name, reason] += 1
+
+    def families(self) -> Iterator[Family]:
+        """Yields the metrics."""
+        own = {"process": self._process}
+        yield family(
+            catalogue.TENANT_REQUESTS,
+            ((count, {"tenant": name, "model": model, **own}) for (name, model), count in self._requests.items()),
+        )
+        yield family(
+            catalogue.TENANT_FAILURES,
+            ((count, {"tenant": name, "reason": reason, **own}) for (name, reason), count in self._failures.items()),
+        )
+        waiting: Counter[str] = Counter()
+        for tenant, count in self.in_flight().items():
+            if tenant in self._named or count:
+                waiting[self._name(tenant)] += count
+        yield family(catalogue.TENANT_IN_FLIGHT, ((count, {"tenant": name, **own}) for name, count in waiting.items()))
+        durations = Family(catalogue.TENANT_DURATION)
+        for name, series in self._durations.items():
+            cumulative = zip((*QUEUE_BUCKETS_S, float("inf")), accumulate(series.counts), strict=True)
+            durations.add_histogram(cumulative, series.total_s, tenant=name, **own)
+        yield durations
+
+    def _name(self, tenant: str) -> str:
+        name = self._named.get(tenant)
+        if name is None:
+            if len(self._named) >= self._most:
+                return OTHERS
+            name = self._named[tenant] = tenant
+        return name
