@@ -19,7 +19,7 @@ from qinfer_api.status import http_status
 logger = logging.getLogger(ACCESS)
 
 OK, ACCEPTED = "ok", "accepted"
-"""What came of a request that did not fail: its response was delivered, or it was stored and is executed later."""
+"""The outcome of a request that did not fail: its response was delivered, or it was stored and is executed later."""
 _MOST_TEXT = 256  # characters of what a client sends
 
 

@@ -42,7 +42,7 @@ Needs = Mapping[Resource, int]
 
 
 Own = Needs | None
-"""What an instance has to take itself; `None` = a share that it needs is in use."""
+"""The units that an instance has to take itself; `None` = a share that it needs is in use."""
 
 
 def needs_of(group: InstanceSpec) -> dict[Resource, int]:
@@ -160,7 +160,7 @@ class Instance:
         self.granted = granted
         self.executions = 0
         self.order = 0
-        """Its place among those that wait, by when they began to; 0 = it does not wait."""
+        """The instance's place among those that wait, by when they began to; 0 = it does not wait."""
         self.callers: tuple[Holder, ...] = ()
         self.grant: Grant | None = None
 

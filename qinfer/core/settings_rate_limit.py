@@ -47,7 +47,7 @@ class RateLimitSettings(Section):
 
     @property
     def maxima(self) -> tuple[Maximum, ...]:
-        """What was given."""
+        """The maxima that were given, read from `resources`."""
         return tuple(map(maximum_of, self.resources))
 
 

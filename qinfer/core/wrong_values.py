@@ -1,4 +1,4 @@
-"""What is wrong with a value of a setting or a document, in words: pydantic's own speak of inputs and validation."""
+"""Words for what is wrong with a value of a setting or a document: pydantic's own speak of inputs and validation."""
 
 from collections.abc import Callable
 from typing import Any

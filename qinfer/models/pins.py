@@ -41,7 +41,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Executed(msgspec.Struct, frozen=True, array_like=True):
-    """What a model version executes, which a job is made with.
+    """A model version that a job is made with, and the contents of all that it executes.
 
     Attributes:
         model: The model.

@@ -314,7 +314,7 @@ class RefusalTally(ModelCounts):
 
 
 class Objective(NamedTuple):
-    """What callers may expect of a model version.
+    """The objective of a model version: what callers may expect of it.
 
     Attributes:
         latency_s: A request is to be answered within so many seconds.

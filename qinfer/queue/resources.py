@@ -49,14 +49,14 @@ class Exchanged(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What a worker waits for, or did: the units of an execution, and whether those that hold others wait for it."""
+    """The units of an execution that a worker waits for, or did, and whether those that hold others wait for it."""
 
     units: Units
     is_callee: bool = False
 
 
 class News(NamedTuple):
-    """What happened in a span of time.
+    """The events of a span of time.
 
     Attributes:
         last: The place of the last of the news.

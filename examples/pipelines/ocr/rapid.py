@@ -1,4 +1,4 @@
-"""What of rapidocr-onnxruntime the Python steps use: how it prepares and reads images, without its three sessions."""
+"""Parts of rapidocr-onnxruntime that the Python steps use: how it prepares and reads images, without its sessions."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `qinfer up` says about itself: lines for people, or JSON objects like those of the programs that it starts.
+"""Messages of `qinfer up` about itself: lines for people, or JSON objects like those of the programs that it starts.
 
 Imports little, as the supervisor does; `qinfer.observe.logs` would bring the settings along.
 """

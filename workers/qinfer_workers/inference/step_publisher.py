@@ -22,14 +22,14 @@ from qinfer.core.messages import Response
 from qinfer.core.retry import Backoff, OutageLog
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.queue.sequence_records import Committed, SequenceId
-from qinfer.queue.sequences import Sequences
+from qinfer.queue.sequences import AT_ONCE, Sequences
 from qinfer.wire.frame import encode_responses
 from qinfer.wire.states import encode_states
 from qinfer_workers.inference.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
-_TOGETHER = 128
+_TOGETHER = AT_ONCE  # one script: what it has committed is published while the next one runs
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
 
 

@@ -1,5 +1,8 @@
 """Steps that are submitted again while Redis is away."""
 
+import gc
+import weakref
+
 import pytest
 
 from qinfer.core.messages import Failure, InferRequest, Response
@@ -22,6 +25,7 @@ class Way:
         self.sink: Sink
         self.is_taken = False
         self.cancelled = 0
+        self.submitted: Way | None = None
 
     def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> "Way":
         assert timeout_s > 0
@@ -30,7 +34,7 @@ class Way:
             raise BrokerUnavailable("away")
         request.generation, request.timeout_s, self.sink = 7, timeout_s, sink
         self.requests.append(request)
-        return self
+        return self.submitted or self
 
     def cancel(self) -> None:
         self.cancelled += 1
@@ -54,30 +58,48 @@ class Taker:
         self.came.append(response)
 
 
-def request() -> InferRequest:
+def asked() -> InferRequest:
     return InferRequest(model="stub", inputs=(), timeout_s=2.5)
 
 
 async def test_a_step_is_submitted_again() -> None:
     """As it was: what the submission has written to it is not."""
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
-    asked: list[float] = []
+    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
+    left: list[float] = []
 
     for count in (2, 3):
         way.fails()
         await eventually(lambda: len(way.requests) == count, description="another try")  # noqa: B023 - called at once
-        asked.append(way.requests[-1].timeout_s)
+        left.append(way.requests[-1].timeout_s)
     way.sink.deliver(Response(request_id="s"))
 
     assert [response.failure for response in taker.came] == [None]
-    assert all(50 < timeout_s < 60 for timeout_s in asked)
+    assert all(50 < timeout_s < 60 for timeout_s in left)
+
+
+async def test_a_step_that_has_ended_is_freed_without_the_garbage_collector(request: pytest.FixtureRequest) -> None:
+    """At thousands of steps a second it would stop a worker for tens of milliseconds."""
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    way, sent, taker = Way(), Way(), Taker()
+    way.submitted = sent
+    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
+    sent.sink = way.sink  # what was submitted refers to its sink; the way does so no longer
+    del way.sink
+    sent.sink.deliver(Response(request_id="s"))
+    sink = weakref.ref(taker)
+
+    way.submitted = None
+    del sent, taker
+
+    assert sink() is None
 
 
 async def test_a_step_that_can_not_be_submitted_at_first() -> None:
     way, taker = Way(refusals=2), Taker()
 
-    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
 
     await eventually(lambda: bool(way.requests), description="it is submitted")
     assert taker.came == []
@@ -85,7 +107,7 @@ async def test_a_step_that_can_not_be_submitted_at_first() -> None:
 
 async def test_other_failures_are_answers() -> None:
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
 
     way.fails(Failure.of(QueueFull("full")))
 
@@ -94,7 +116,7 @@ async def test_other_failures_are_answers() -> None:
 
 async def test_a_stream_that_has_begun_is_not_submitted_again() -> None:
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
     way.sink.deliver(Response(request_id="s", final=False))
 
     way.fails()
@@ -105,23 +127,23 @@ async def test_a_stream_that_has_begun_is_not_submitted_again() -> None:
 async def test_no_time_is_left() -> None:
     """Then the failure is the answer, or the refusal of the first try."""
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 0.01)
+    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 0.01)
     way.fails()
 
     with pytest.raises(BrokerUnavailable):
-        InsistentSteps(Way(refusals=1), is_stored=False).submit_step(STEP, request(), taker, 0.01)
+        InsistentSteps(Way(refusals=1), is_stored=False).submit_step(STEP, asked(), taker, 0.01)
 
     assert [response.failure for response in taker.came] == [AWAY]
 
 
 async def test_what_is_cancelled_is_not_submitted_again() -> None:
     way, taker = Way(), Taker()
-    submitted = InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+    submitted = InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
     way.fails()
 
     submitted.cancel()
     other = Taker()
-    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), other, 60.0)
+    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), other, 60.0)
     way.fails()
 
     await eventually(lambda: len(way.requests) == 3, description="the other one, which failed later, is tried again")
@@ -131,7 +153,7 @@ async def test_what_is_cancelled_is_not_submitted_again() -> None:
 async def test_a_step_of_a_sequence_that_was_taken_stays_so() -> None:
     """Though nothing is known of the next try yet."""
     way, taker = Way(), Taker()
-    submitted = InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+    submitted = InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
     way.is_taken = True
     way.fails()
 
@@ -140,7 +162,7 @@ async def test_a_step_of_a_sequence_that_was_taken_stays_so() -> None:
 
 async def test_a_failure_of_a_later_try() -> None:
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=False).submit_step(STEP, request(), taker, 60.0)
+    InsistentSteps(way, is_stored=False).submit_step(STEP, asked(), taker, 60.0)
     way.fails()
     await eventually(lambda: len(way.requests) == 2, description="another try")
 
@@ -152,10 +174,10 @@ async def test_a_failure_of_a_later_try() -> None:
 async def test_asynchronous_requests_wait_for_models_with_too_much_to_do() -> None:
     """As long as their deadline allows; then they expire, and do not fail."""
     way, taker = Way(), Taker()
-    InsistentSteps(way, is_stored=True).submit_step(STEP, request(), taker, 60.0)
+    InsistentSteps(way, is_stored=True).submit_step(STEP, asked(), taker, 60.0)
     way.fails(Failure.of(QueueFull("full")))
     await eventually(lambda: len(way.requests) == 2, description="another try")
-    InsistentSteps(way, is_stored=True).submit_step(STEP, request(), taker, 0.01)
+    InsistentSteps(way, is_stored=True).submit_step(STEP, asked(), taker, 0.01)
 
     way.fails(Failure.of(DeadlineInfeasible("too much", 1.0)))
 

@@ -89,6 +89,9 @@ class _Insisted:
             if self._expires(failure.code):
                 response = msgspec.structs.replace(response, failure=Failure.of(DeadlineExceeded(TIMED_OUT)))
         self._has_responded = True
+        if response.final:
+            # What was submitted refers to this sink: such cycles would be the garbage collector's work, all at once.
+            self._was_taken, self._submitted = self.is_taken, None
         self._sink.deliver(response)
 
     def cancel(self) -> None:

@@ -24,7 +24,7 @@ class NotYet(QinferError):
 
 
 class Planned(NamedTuple):
-    """What an ensemble version runs.
+    """The plan of an ensemble version, and what it runs.
 
     Attributes:
         plan: Its plan.
@@ -36,7 +36,7 @@ class Planned(NamedTuple):
 
 
 class PlannedAgain(NamedTuple):
-    """What a job runs of an ensemble.
+    """The plan of an ensemble as a job runs it.
 
     Attributes:
         plan: The plan.
