@@ -63,7 +63,7 @@ class CountPushes:
 
     async def answered(self, question: str, workers: Collection[str], within_s: float) -> bool:
         """Waits until all these workers have answered a question, or a later one; `False` = not in that time."""
-        missing, last, end_s = set(workers), question, time.monotonic() + within_s
+        missing, last, end_s = set(workers), _just_before(question), time.monotonic() + within_s
         while missing and (left_s := end_s - time.monotonic()) > 0:
             for entry, fields in await self._read(keys.counts_added(), last, left_s):
                 last = entry
@@ -93,6 +93,11 @@ def _order(text: str) -> _Id:
         return tuple(map(int, text.split("-")))
     except ValueError:
         return ()
+
+
+def _just_before(question: str) -> str:
+    """Returns where to read answers from: one may come in the millisecond of its question, with the same id."""
+    return str(_order(question)[0] - 1)
 
 
 def _text(value: bytes | str) -> str:

@@ -1,7 +1,8 @@
 """Statistics that are as new as the reply before them: whoever reads them has the workers add their counts first.
 
-Reads that come at the same time share one question to the workers, and there are at most four a second: a read waits
-for its turn, and a quarter of a second for the answers. Then it reads what is there.
+Reads that come at the same time share one question to the workers. There are at most four a second over time, and four
+in a row after a pause: a measuring client reads before and after its load, and the first read must not outlast the
+load. A read waits for its turn, and a quarter of a second for the answers. Then it reads what is there.
 """
 
 import asyncio
@@ -16,7 +17,10 @@ from qinfer.models.store import ControlStore
 logger = logging.getLogger(__name__)
 
 EVERY_S = 0.25
-"""Seconds between two questions of a gateway."""
+"""Seconds between two questions of a gateway, over time."""
+
+AHEAD_S = 3 * EVERY_S
+"""How far questions may run ahead of that, after a pause."""
 
 WITHIN_S = 0.25
 """Longest wait for the workers' answers."""
@@ -37,7 +41,7 @@ class FreshCounts:
         self._wanted: dict[str, int] = {}  # model → the number of the last read that wants it
         self._reads = 0
         self._answered = 0  # the last read that a question answered which was asked after it came
-        self._next_at_s = 0.0
+        self._even_at_s = 0.0  # from then on, the questions were no more than one in EVERY_S
 
     async def added(self, model: str = ALL) -> None:
         """Returns when the workers have added what they counted of a model before the call, or after a while."""
@@ -48,8 +52,8 @@ class FreshCounts:
         async with self._lock:
             if self._answered >= read:
                 return
-            await asyncio.sleep(max(self._next_at_s - time.monotonic(), 0.0))
-            self._next_at_s = time.monotonic() + EVERY_S
+            await asyncio.sleep(max(self._even_at_s - AHEAD_S - time.monotonic(), 0.0))
+            self._even_at_s = max(self._even_at_s, time.monotonic()) + EVERY_S
             reads, models = self._reads, set(self._wanted)
             await self._ask(models)
             self._answered = reads
