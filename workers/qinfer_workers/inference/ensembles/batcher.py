@@ -1,6 +1,6 @@
 """The requests of an ensemble in a worker: in place of a `Batcher`, which executes; ensembles only ask others to.
 
-    admit ─▶ Runs ─▶ steps of other models … ─▶ answered ─▶ outlet.answer
+    admit ─▶ Runs ─▶ steps of other models … ─▶ answered, together with others of this turn ─▶ outlet.answer
 
 A request that waits for its steps has no instance and no thread. How many are held is bounded, by number and by bytes,
 so that a worker's memory is. Steps of ensembles within ensembles are steps of the outer one: no request waits for
@@ -48,6 +48,8 @@ class EnsembleBatcher:
         self._parts = parts
         self._outlet = outlet
         self._runs = Runs(model, plan, parts, self._answered)
+        self._answers: list[tuple[Pending, Response]] = []
+        self._call_soon = asyncio.get_running_loop().call_soon
         self._held_bytes = 0
         self._fetchable, self._idle = asyncio.Event(), asyncio.Event()
         self.tally: StatsTally = self._runs.tally
@@ -146,18 +148,28 @@ class EnsembleBatcher:
         self._look()
 
     def _answered(self, item: Pending, response: Response | None) -> None:
-        """Takes note of a request that has ended, and hands over its response."""
+        """Takes note of a request that has ended; its response leaves with those of this turn, which ended with it.
+
+        Requests that began apart end together, with the batch of their last step.
+        """
         if response is not None:
-            self._outlet.answer([item], [response])
+            if not self._answers:
+                self._call_soon(self._hand_over)
+            self._answers.append((item, response))
         self._forget(item)
+
+    def _hand_over(self) -> None:
+        answers, self._answers = self._answers, []
+        self._outlet.answer([item for item, _ in answers], [response for _, response in answers])
+        self._look()
 
     def _forget(self, item: Pending) -> None:
         self._held_bytes -= _nbytes(item)
         self._look()
 
     def _look(self) -> None:
-        """Opens or closes the fetch gate."""
-        (self._idle.clear if len(self._runs) else self._idle.set)()
+        """Opens or closes the fetch gate, and the one of those who wait until nothing is here."""
+        (self._idle.clear if len(self._runs) or self._answers else self._idle.set)()
         is_open = not self.paused and len(self._runs) < MAX_REQUESTS and self._held_bytes < MAX_BYTES
         (self._fetchable.set if is_open else self._fetchable.clear)()
 

@@ -1,0 +1,97 @@
+"""How responses of an ensemble leave a worker: those that end in one turn of the event loop, together."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from qinfer.batching.batcher import LoadedModel
+from qinfer.batching.execution import Pending
+from qinfer.core.clock import ServerClock
+from qinfer.core.messages import InferRequest, Response
+from qinfer.models.ensemble_graph import PlanStep, Resolved, plan
+from qinfer.models.spec import EnsembleStep
+from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.submission.pending import Sink
+from qinfer.tensors import from_numpy
+from qinfer.testing import FakeClock, stub_spec
+from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
+from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
+
+INPUT = from_numpy("x", np.zeros((1, 2), "<f4"))
+OUTPUT = from_numpy("y", np.zeros((1, 2), "<f4"))
+
+
+class Scene:
+    """An ensemble of one step, the sinks of the steps of its requests, and what has left."""
+
+    def __init__(self) -> None:
+        made = plan(
+            replace(stub_spec("e"), steps=(EnsembleStep("m", 0, {"x": "x"}, {"y": "y"}),)),
+            lambda _: Resolved(stub_spec("m"), 1),
+        )
+        model = LoadedModel(spec=made.spec, version=1, generation=1, executor=NoInstances())
+        parts = RunParts(ServerClock(FakeClock(1.0), 0.0), self, self, NestedCounts(), self._follow)
+        self.sinks: list[Sink] = []
+        self.left: list[list[str]] = []
+        self.is_taken = False
+        self.batcher = EnsembleBatcher(model, made, parts, self)
+
+    async def _follow(self) -> None:
+        """Waits for nothing."""
+
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> "Scene":
+        del step, request, timeout_s
+        self.sinks.append(sink)
+        return self
+
+    def cancel(self) -> None:
+        """Is of no interest."""
+
+    def took(self, nbytes: int) -> None:
+        raise AssertionError("no step is decoupled", nbytes)
+
+    def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+        assert [item.request.id for item in items] == [response.request_id for response in responses]
+        self.left.append([response.request_id for response in responses])
+
+    def give_back(self, items: Sequence[Pending]) -> None:
+        raise AssertionError("nothing is given back", items)
+
+    def delay(self, items: Sequence[Pending]) -> None:
+        raise AssertionError("nothing is delayed", items)
+
+    def send(self, request_id: str) -> None:
+        """Has the ensemble begin a request."""
+        request = InferRequest(model="e", id=request_id, reply_to="reply:g", inputs=(INPUT,))
+        lease = Lease(Entry(Lane("e", 1), "1-0"), "", b"")
+        self.batcher.admit([Pending(rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=lease, request=request)])
+
+    def end(self, number: int) -> None:
+        """Answers the step of a request."""
+        self.sinks[number].deliver(Response(request_id="s", outputs=(OUTPUT,)))
+
+
+async def test_what_ends_in_one_turn_leaves_together() -> None:
+    scene = Scene()
+    for request_id in "abc":
+        scene.send(request_id)
+
+    scene.end(2)
+    scene.end(0)
+    await asyncio.sleep(0)
+    scene.end(1)
+    await asyncio.sleep(0)
+
+    assert scene.left == [["c", "a"], ["b"]]
+
+
+async def test_whoever_waits_until_it_is_idle_finds_all_responses_gone() -> None:
+    scene = Scene()
+    scene.send("a")
+    scene.end(0)
+
+    await scene.batcher.pause()
+
+    assert scene.left == [["a"]]
