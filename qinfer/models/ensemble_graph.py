@@ -12,7 +12,7 @@ of the step that ends a stage is the beginning of a flow through the next stage.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from qinfer.errors import ModelLoadFailed
@@ -58,6 +58,8 @@ class PlanStep:
         outputs: Output of the model → tensor of the plan.
         within: Positions in `Plan.nested` of the ensembles that it belongs to, outermost first.
         stage: How many decoupled steps are before it.
+        dims: Input of the model → its dimensions, without the batch dimension.
+        wanted: The outputs of the model that the plan has a tensor for.
     """
 
     model: ModelSpec
@@ -66,6 +68,12 @@ class PlanStep:
     outputs: Mapping[str, str]
     within: tuple[int, ...] = ()
     stage: int = 0
+    dims: Mapping[str, tuple[int, ...]] = field(init=False)
+    wanted: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dims", {tensor.name: tensor.dims for tensor in self.model.inputs})
+        object.__setattr__(self, "wanted", tuple(self.outputs))
 
 
 class Nested(NamedTuple):
@@ -208,16 +216,19 @@ class Flow(Generic[T]):
         """
         return self._add({tensor: outputs.get(name) for name, tensor in self._plan.steps[number].outputs.items()})
 
-    def take(self, number: int) -> Iterator[tuple[str, T]]:
-        """Yields (input, tensor) of a step that may run, and forgets tensors that nobody else needs."""
+    def take(self, number: int) -> list[tuple[str, T]]:
+        """Returns (input, tensor) of a step that may run, and forgets tensors that nobody else needs."""
         self.running += 1
-        step = self._plan.steps[number]
-        found = [(name, self._tensors[tensor]) for name, tensor in step.inputs]
-        for tensor in {tensor for _, tensor in step.inputs}:
+        inputs, found = self._plan.steps[number].inputs, []
+        for name, tensor in inputs:
+            value = self._tensors[tensor]
+            if value is not None:
+                found.append((name, value))
+        for tensor in {tensor for _, tensor in inputs}:
             self._readers[tensor] -= 1
             if not self._readers[tensor]:
                 del self._tensors[tensor]
-        return ((name, value) for name, value in found if value is not None)
+        return found
 
     def put(self, number: int, outputs: Mapping[str, T]) -> list[int]:
         """Takes the outputs of a step that has run; returns the steps that may run now."""

@@ -296,16 +296,16 @@ class Run:
         timeout_s = self._item.deadline_s - self._now_s()
         if timeout_s <= 0:
             raise DeadlineExceeded(TIMED_OUT)
-        asked, model = self._item.request, step.model
-        dims, batched = {tensor.name: tensor.dims for tensor in model.inputs}, model.max_batch_size > 0
-        inputs = tuple(_renamed(value, name, dims[name], batched=batched) for name, value in branch.flow.take(number))
+        asked, model, dims = self._item.request, step.model, step.dims
+        batched = model.max_batch_size > 0
+        inputs = tuple([_renamed(value, name, dims[name], batched=batched) for name, value in branch.flow.take(number)])
         rows = inputs[0].shape[0] if batched and inputs and inputs[0].shape else 0
         request = InferRequest(
             model=model.name,
             version=step.version,
             client_id=asked.client_id,
             inputs=inputs,
-            outputs=tuple(step.outputs),
+            outputs=step.wanted,
             parameters=asked.parameters,
             priority=asked.priority,
             timeout_s=asked.queue_timeout_s,
