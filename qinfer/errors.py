@@ -153,7 +153,7 @@ class RegionNotFound(RequestError):
 
 
 class RegionUnavailable(RequestError):
-    """The shared memory object can't be opened; Triton reports it as an internal error."""
+    """The shared memory can't be opened, or is too small for an output; Triton reports both as internal errors."""
 
     code = ErrorCode.REGION_UNAVAILABLE
 

@@ -1,6 +1,7 @@
 """`reshape` of a configuration: what the client sees as `dims`, the model sees as another shape (reference §3.2).
 
-A wrapper around any backend, so that none has to know of it. Elements stay in place: only shapes change.
+A wrapper around any backend, so that none has to know of it. Elements stay in place: only shapes change. Variable
+dimensions of the one shape become those of the other in their order: `[-1, 4, -1]` and `[-1, 2, 2, -1]`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,9 @@ from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
 from qinfer.tensors import Tensor, element_count
 
-Shapes = dict[str, tuple[int, ...]]
+Dims = tuple[int, ...]
+Shapes = dict[str, tuple[Dims, Dims]]
+"""Tensor → its dimensions before and after, without the batch dimension; -1 is variable."""
 
 
 def reshaped(backend: Backend, spec: ModelSpec) -> Backend:
@@ -33,17 +36,17 @@ class _Reshaped:
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Loads the model."""
         self._lead = 1 if spec.max_batch_size else 0
-        self._model_shapes: Shapes = {i.name: i.reshape for i in spec.inputs if i.reshape is not None}
-        self._client_shapes: Shapes = {o.name: o.dims for o in spec.outputs if o.reshape is not None}
+        self._model_shapes: Shapes = {i.name: (i.dims, i.reshape) for i in spec.inputs if i.reshape is not None}
+        self._client_shapes: Shapes = {o.name: (o.reshape, o.dims) for o in spec.outputs if o.reshape is not None}
         self._backend.load(spec, version_dir, device)
         self.short_on_loop = self._backend.short_on_loop  # some know it only by then
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         """Runs the batch with the model's shapes, and answers with the client's."""
         inputs = dict(batch.inputs)
-        for name, shape in self._model_shapes.items():
+        for name, dims in self._model_shapes.items():
             if name in inputs:
-                inputs[name] = inputs[name].reshape(inputs[name].shape[: self._lead] + shape)
+                inputs[name] = inputs[name].reshape(_shape(inputs[name].shape, *dims, self._lead))
         seen = msgspec.structs.replace(batch, inputs=inputs)
         self._backend.execute(seen, _Answers(ctx, self._client_shapes, self._lead, len(batch.states)))
 
@@ -123,13 +126,22 @@ class _Answers:
         return self._ctx.stream(request)
 
     def _reshaped(self, tensor: Tensor) -> Tensor:
-        shape = self._shapes.get(tensor.name)
-        if shape is None:
+        dims = self._shapes.get(tensor.name)
+        if dims is None:
             return tensor
-        shape = tensor.shape[: self._lead] + shape
+        shape = _shape(tensor.shape, *dims, self._lead)
         if element_count(shape) != element_count(tensor.shape):
             raise OutputMismatch(
                 f"the model returned output '{tensor.name}' as {tensor.datatype}{list(tensor.shape)}; "
                 f"its configuration reshapes it to {list(shape)}"
             )
         return Tensor(tensor.name, tensor.datatype, shape, tensor.data)
+
+
+def _shape(shape: Dims, before: Dims, after: Dims, lead: int) -> Dims:
+    """Returns a shape with the dimensions `after` in the place of `before`, behind `lead` others.
+
+    A variable dimension that the shape lacks has no elements, so that the shapes differ in size.
+    """
+    sizes = iter([size for size, dim in zip(shape[lead:], before, strict=False) if dim == -1])
+    return shape[:lead] + tuple([next(sizes, 0) if dim == -1 else dim for dim in after])

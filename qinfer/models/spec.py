@@ -22,8 +22,8 @@ class TensorSpec:
         optional: An input that a request may leave out.
         ragged: An input whose variable dimensions may differ within a batch (`allow_ragged_batch`), or an output that
             is cut by those of an input (`batch_output`): the model file has it as one dimension.
-        reshape: The dimensions that the model sees instead of `dims`, again without the batch dimension and with as
-            many elements; `None` = the same.
+        reshape: The dimensions that the model sees instead of `dims`, again without the batch dimension, with as
+            many elements, and with the variable dimensions in the same order; `None` = the same.
         labels: The names of an output's classes, by index (`label_filename`); empty = they have none.
     """
 

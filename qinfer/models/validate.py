@@ -52,11 +52,11 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
         dims = tensor.shape[1:] if spec.max_batch_size else tensor.shape
         if dims != expected.dims or -1 in dims:
             _check_shape(tensor, dims, expected, spec)
+        # Triton drops a batch dimension of 0 here, so that an empty batch fails as one of too few elements.
+        count = prod(tensor.shape) if batch_size or not spec.max_batch_size else prod(dims)
         if tensor.datatype == "BYTES":
-            _check_strings(tensor, prod(tensor.shape), spec.name)
+            _check_strings(tensor, count, spec.name)
         else:
-            # Triton drops a batch dimension of 0 here, so that an empty batch fails as one of too few bytes.
-            count = prod(tensor.shape) if batch_size or not spec.max_batch_size else prod(dims)
             size = count * DATATYPES[tensor.datatype].itemsize
             if tensor.nbytes != size:
                 raise InvalidRequest(

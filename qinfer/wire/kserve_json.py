@@ -154,7 +154,8 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
             parts += (separator, head[:-1], b"}")
         elif plan.overrides.get(tensor.name, plan.binary):
             parts += (separator, head, b'"parameters":{"binary_data_size":%d}}' % len(tensor.data))
-            tail.append(tensor.data)
+            if len(tensor.data):  # without any, the whole body is JSON, as Triton's is
+                tail.append(tensor.data)
         else:
             parts += (separator, head, b'"data":', elements(tensor), b"}")
         separator = b","

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qinfer.core.messages import Response
-from qinfer.errors import InvalidRequest, OutputMismatch, UnsupportedFeature
+from qinfer.errors import InvalidRequest, OutputMismatch, RegionUnavailable, UnsupportedFeature
 from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes, to_numpy
 
 Array = npt.NDArray[Any]
@@ -283,7 +283,8 @@ def prepare(response: Response, plan: OutputPlan, regions: Regions) -> Prepared:
         regions: The registered regions.
 
     Raises:
-        InvalidRequest: An output can't be ranked, or does not fit where it is to be written.
+        InvalidRequest: An output can't be ranked.
+        RegionUnavailable: An output does not fit where it is to be written.
         QinferError: The region was unregistered meanwhile, or shared memory is off.
     """
     if plan.special is None:
@@ -304,7 +305,7 @@ def prepare(response: Response, plan: OutputPlan, regions: Regions) -> Prepared:
 
 def _place(tensor: Tensor, special: Special, regions: Regions) -> None:
     if tensor.nbytes > special.byte_size:
-        raise InvalidRequest(
+        raise RegionUnavailable(
             f"shared memory size specified with the request for output '{tensor.name}' ({special.byte_size} bytes) "
             f"should be at least {tensor.nbytes} bytes to hold the results"
         )

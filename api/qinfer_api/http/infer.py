@@ -41,6 +41,7 @@ from qinfer_api.status import http_status, of_request, retry_after_s
 Encoding = Literal["gzip", "deflate"]
 
 _WINDOW_BITS: dict[Encoding, int] = {"gzip": 31, "deflate": 15}  # `deflate` in HTTP is the zlib container
+_EITHER_CONTAINER = 47  # bits by which zlib looks what it is
 _STEP_BYTES = 256 * 1024
 _PIECE_BYTES = 64 * 1024  # what zlib returns unused is a copy: of a piece, not of all the rest
 _MAX_MEMBERS = 1000  # of a gzip file that was appended to; each costs as much as a small file
@@ -63,16 +64,15 @@ def request_encoding(header: str | None) -> Encoding | None:
 
 
 def response_encoding(header: str | None) -> Encoding | None:
-    """Chooses from `Accept-Encoding` by its q-values; gzip wins a tie, `None` is identity (RFC 9110 §12.5.3)."""
+    """Chooses from `Accept-Encoding` by its q-values; the first wins a tie, `None` is identity (RFC 9110 §12.5.3)."""
     weights: dict[str, float] = {}
     for item in (header or "").lower().split(","):
         name, _, parameters = item.partition(";")
         weights[name.strip()] = _weight(parameters)
-    anything = weights.get("*", 0.0)
-    gzip, deflate = weights.get("gzip", anything), weights.get("deflate", anything)
-    if max(gzip, deflate) <= 0 or weights.get("identity", 0.0) > max(gzip, deflate):
-        return None
-    return "gzip" if gzip >= deflate else "deflate"
+    for encoding in _WINDOW_BITS:
+        weights.setdefault(encoding, weights.get("*", 0.0))
+    best = max((name for name in weights if name == "identity" or name in _WINDOW_BITS), key=weights.__getitem__)
+    return best if best in _WINDOW_BITS and weights[best] > 0 else None
 
 
 def compress(body: bytes, encoding: Encoding) -> bytes:
@@ -84,6 +84,8 @@ def compress(body: bytes, encoding: Encoding) -> bytes:
 def decompress(body: Bytes, encoding: Encoding, max_bytes: int) -> bytes:
     """Decompresses a request body; never holds more than `max_bytes` plus one step of the output.
 
+    The containers of gzip and deflate are told apart by their first bytes, as Triton does: clients confuse the names.
+
     Raises:
         InvalidRequest: It is damaged or cut off.
         PayloadTooLarge: It decompresses to more than `max_bytes` bytes.
@@ -92,7 +94,7 @@ def decompress(body: Bytes, encoding: Encoding, max_bytes: int) -> bytes:
     view, position = memoryview(body), 0
     try:
         for _ in range(_MAX_MEMBERS):
-            decompressor = zlib.decompressobj(wbits=_WINDOW_BITS[encoding])
+            decompressor = zlib.decompressobj(wbits=_EITHER_CONTAINER)
             while position < len(view) and not decompressor.eof:
                 piece = view[position : position + _PIECE_BYTES]
                 out += decompressor.decompress(piece, min(_STEP_BYTES, max_bytes - len(out) + 1))

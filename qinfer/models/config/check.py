@@ -7,7 +7,6 @@ message and finds each of its fields in exactly one table, so that a field which
 """
 
 from collections.abc import Iterator
-from math import prod
 from typing import Any
 
 from google.protobuf.message import Message
@@ -29,14 +28,14 @@ SUPPORTED = {
     "input.name": "",
     "input.data_type": "",
     "input.dims": "-1 is variable.",
-    "input.reshape": "The shape that the model sees; every dimension fixed.",
+    "input.reshape": "The shape that the model sees; variable dimensions keep their order and what is between them.",
     "input.optional": "",
     "input.allow_ragged_batch": "Requests of different shapes share a batch; with a batch dimension, without "
     "sequences, for the backends `onnxruntime`, `pytorch` and `python`.",
     "output.name": "",
     "output.data_type": "",
     "output.dims": "-1 is variable.",
-    "output.reshape": "The shape that the model sees; every dimension fixed.",
+    "output.reshape": "The shape that the model sees; variable dimensions keep their order and what is between them.",
     "batch_input": "All kinds; models of the backend `python` get each request's own tensors and no batch inputs.",
     "batch_output": "Not for the backend `python`, whose models answer each request by itself.",
     "output.label_filename": "A text file in the model's directory, one label per line, at most 10 MB.",
@@ -228,10 +227,23 @@ def _tensor_problems(config: ModelConfig, kind: str, tensors: Any) -> Iterator[s
 
 
 def _reshape_problems(where: str, dims: list[int], shape: list[int]) -> Iterator[str]:
-    if -1 in dims or any(size < 1 for size in shape):
-        yield f"{where} with 'reshape' must have dims and shape >= 1; variable sizes are not supported with it"
-    elif prod(dims) != prod(shape):
+    if any(size < 1 and size != -1 for size in shape):
+        yield (
+            f"{where} reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension, got {shape}"
+        )
+    elif _sizes(dims) != _sizes(shape):
         yield f"{where} has different size for dims and reshape: {dims} and {shape}"
+
+
+def _sizes(dims: list[int]) -> list[int]:
+    """Returns the elements before, between and behind the variable dimensions, which a reshape has to keep."""
+    sizes = [1]
+    for size in dims:
+        if size == -1:
+            sizes.append(1)
+        else:
+            sizes[-1] *= size
+    return sizes
 
 
 def _instance_problems(config: ModelConfig) -> Iterator[str]:

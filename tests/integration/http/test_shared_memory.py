@@ -170,7 +170,7 @@ async def test_an_empty_output_fits(http: httpx.AsyncClient, running: Running, k
         (target("in", 17), 400, "Invalid offset + byte size for shared memory region: 'in'"),
         (
             target("in", 8),
-            400,
+            500,
             "shared memory size specified with the request for output 'y' (8 bytes) should be at least 16 bytes to "
             "hold the results",
         ),

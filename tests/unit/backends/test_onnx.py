@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from qinfer.backends.base import Array, Batch
+from qinfer.backends.base import Array, Batch, Context
 from qinfer.backends.onnx import OnnxBackend
 from qinfer.backends.registry import factory
 from qinfer.backends.reshape import reshaped
@@ -223,12 +223,48 @@ def test_reshape_gives_model_and_client_their_own_shapes(tmp_path: Path) -> None
     assert answers.array(1).tolist() == [[2.0], [3.0]]
 
 
-def test_reshape_refuses_an_output_of_another_size() -> None:
-    """A model that returns more elements than the client's shape holds is told so."""
-    shape = TensorSpec(name="y", datatype="FP32", dims=(2,), reshape=(2, 1))
+@pytest.mark.parametrize(
+    ("dims", "reshape"), [((2,), (2, 1)), ((-1, 2), (-1, 2, 1)), ((-1, -1, 1), (-1, -1)), ((4, -1), (2, 2, -1))]
+)
+def test_reshape_refuses_an_output_of_another_size(dims: tuple[int, ...], reshape: tuple[int, ...]) -> None:
+    """A model that returns more or fewer elements than the client's shape holds, or lacks a dimension, is told so."""
+    shape = TensorSpec(name="y", datatype="FP32", dims=dims, reshape=reshape)
     model = spec("FP32", backend="stub", outputs=(shape,))
     backend = reshaped(StubBackend(), model)
     backend.load(model, Path(), Device())
 
     with pytest.raises(OutputMismatch, match=r"'y' as FP32\[1, 3\]"):
         backend.execute(batch(np.ones((1, 3), "f4"), [1]), Answers())
+
+
+@pytest.mark.parametrize(
+    ("dims", "reshape", "sent", "seen"),
+    [
+        ((-1, 1), (-1,), (2, 3, 1), (2, 3)),
+        ((-1, 1), (-1,), (2, 0, 1), (2, 0)),
+        ((-1, 4, -1), (-1, 2, 2, -1), (1, 3, 4, 5), (1, 3, 2, 2, 5)),
+        ((2, -1, 3, -1, 1), (1, 2, -1, 3, -1), (1, 2, 4, 3, 5, 1), (1, 1, 2, 4, 3, 5)),
+    ],
+)
+def test_variable_dimensions_keep_their_order(
+    dims: tuple[int, ...], reshape: tuple[int, ...], sent: tuple[int, ...], seen: tuple[int, ...]
+) -> None:
+    """The model sees them in the other shape, and what it answers comes back in the client's."""
+    x, y = (TensorSpec(name=name, datatype="FP32", dims=dims, reshape=reshape) for name in "xy")
+    model = spec("FP32", backend="stub", inputs=(x,), outputs=(y,))
+    stub, answers = _Seeing(), Answers()
+    backend = reshaped(stub, model)
+    backend.load(model, Path(), Device())
+
+    backend.execute(batch(np.ones(sent, "f4"), [sent[0]]), answers)
+
+    assert stub.seen == seen
+    assert answers.array(0).shape == sent
+
+
+class _Seeing(StubBackend):
+    """Notes the shape that it gets."""
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        self.seen = batch.inputs["x"].shape
+        super().execute(batch, ctx)

@@ -95,7 +95,16 @@ def test_a_platform_tells_the_backend() -> None:
         (ONNX + 'input { name: "z" dims: 1 }', "model input 'z' must specify 'data_type'"),
         (ONNX + 'output { name: "z" data_type: TYPE_FP32 }', "model output 'z' must specify 'dims'"),
         (ONNX + 'input { name: "z" data_type: TYPE_FP32 dims: 0 }', "dimension must be integer >= 1, or -1"),
-        (ONNX + 'input { name: "z" data_type: TYPE_FP32 dims: 4 reshape { shape: 3 } }', "different size for dims and"),
+        *(
+            (ONNX + f'input {{ name: "z" data_type: TYPE_FP32 dims: {dims} reshape {{ shape: {shape} }} }}', text)
+            for dims, shape, text in (
+                ("4", "3", "different size for dims and"),
+                ("[ -1, 4 ]", "[ 4, -1 ]", "different size for dims and"),
+                ("[ -1, 4 ]", "[ -1, -1 ]", "different size for dims and"),
+                ("[ 2, -1, 6 ]", "[ 6, -1, 2 ]", "different size for dims and"),
+                ("4", "[ 4, 0 ]", "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size"),
+            )
+        ),
         (ONNX + "instance_group { count: -1 }", "must specify 'count' >= 1"),
         (ONNX + "instance_group { kind: KIND_CPU gpus: 0 }", "has kind KIND_CPU but specifies one or more GPUs"),
         (ONNX + "instance_group { kind: KIND_GPU }", "has kind KIND_GPU but no GPUs are available"),

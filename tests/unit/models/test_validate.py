@@ -152,6 +152,7 @@ BAD: list[tuple[ModelSpec, tuple[Tensor, ...], str]] = [
         "input byte size mismatch for input 'a' for model 'm'. Expected 16, got 12",
     ),
     (BATCHED, (a(0, 4), b(0, 1, 2)), "input byte size mismatch for input 'a' for model 'm'. Expected 16, got 0"),
+    (STRINGS, (s(shape=(0, 2)),), "expected 2 string elements for inference input 's' for model 'm', got 0"),
     (
         STRINGS,
         (s(b"1"),),

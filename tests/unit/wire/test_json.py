@@ -237,6 +237,16 @@ def test_replies_name_their_fields_in_tritons_order() -> None:
     assert reply.json_length == len(text)
 
 
+def test_binary_outputs_without_elements_leave_all_in_json() -> None:
+    """Nothing follows the JSON, so that the reply says nothing of its length, as Triton's."""
+    empty = Response(request_id="r", model="m", version=1, outputs=(Tensor("y", "BYTES", (1, 0), b""),))
+
+    reply = encode_infer(empty, "", OutputPlan(binary=True))
+
+    assert reply.json_length is None
+    assert reply.body.endswith(b'"shape":[1,0],"parameters":{"binary_data_size":0}}]}')
+
+
 def test_an_empty_id_is_left_out() -> None:
     """Triton omits `id` when the request had none."""
     reply = encode_infer(Response(request_id="r", model="m", version=1), "", JSON_PLAN)

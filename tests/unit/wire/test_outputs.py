@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qinfer.core.messages import Response
-from qinfer.errors import InvalidRequest, UnsupportedFeature
+from qinfer.errors import InvalidRequest, RegionUnavailable, UnsupportedFeature
 from qinfer.tensors import Bytes, from_numpy, to_numpy
 from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Special, bind, prepare, read_special
 
@@ -99,7 +99,7 @@ def test_an_output_that_is_too_large_is_not_written() -> None:
     plan = OutputPlan(special={"b": Special(region="r", byte_size=1)})
 
     with pytest.raises(
-        InvalidRequest, match=r"for output 'b' \(1 bytes\) should be at least 2 bytes to hold the results"
+        RegionUnavailable, match=r"for output 'b' \(1 bytes\) should be at least 2 bytes to hold the results"
     ):
         prepare(RESPONSE, plan, memory)
     assert memory.written == []

@@ -19,6 +19,9 @@ from qinfer_api.http.infer import compress, decompress, request_encoding, respon
         ("gzip", "gzip"),
         ("deflate", "deflate"),
         ("GZIP, deflate", "gzip"),
+        ("deflate, gzip", "deflate"),
+        ("identity, gzip", None),
+        ("br, gzip, identity", "gzip"),
         ("gzip;q=0.5, deflate;q=0.8", "deflate"),
         ("gzip;q=0, deflate;q=0", None),
         ("gzip;q=0.5, identity;q=0.9", None),
@@ -28,7 +31,7 @@ from qinfer_api.http.infer import compress, decompress, request_encoding, respon
     ],
 )
 def test_response_encoding(header: str | None, chosen: str | None) -> None:
-    """The best q-value wins; gzip wins a tie."""
+    """The best q-value wins, and of equal ones the first."""
     assert response_encoding(header) == chosen
 
 
@@ -65,10 +68,21 @@ def test_a_body_that_is_cut_off_is_refused(body: bytes) -> None:
         decompress(body, "gzip", 10_000)
 
 
-def test_a_damaged_body_is_refused() -> None:
-    """Deflate data where gzip was announced."""
+@pytest.mark.parametrize("body", [b"abc" * 10, gzip.compress(b"abc")[:-8] + bytes(8), gzip.compress(b"abc") + b"more"])
+def test_a_damaged_body_is_refused(body: bytes) -> None:
+    """No compressed data at all, with a wrong checksum, and with something behind it."""
     with pytest.raises(InvalidRequest, match="the body is not gzip"):
-        decompress(zlib.compress(b"abc"), "gzip", 10_000)
+        decompress(body, "gzip", 10_000)
+
+
+def test_either_container_goes_by_either_name() -> None:
+    """As with Triton; what has no container, as some call deflate, is refused by both."""
+    bare = zlib.compressobj(wbits=-15)
+    raw = bare.compress(b"abc") + bare.flush()
+
+    assert decompress(zlib.compress(b"abc"), "gzip", 10) == decompress(gzip.compress(b"abc"), "deflate", 10) == b"abc"
+    with pytest.raises(InvalidRequest, match="the body is not deflate"):
+        decompress(raw, "deflate", 10)
 
 
 def test_very_many_members_are_refused() -> None:
