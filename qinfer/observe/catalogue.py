@@ -45,6 +45,7 @@ ALL: list[Info] = []
 _CLUSTER, _PROCESS, _BRIDGE = MetricScope.CLUSTER, MetricScope.PROCESS, MetricScope.BRIDGE
 _MODEL, _REASON, _LANE = ("model", "version"), ("model", "reason", "version"), ("lane", "model", "version")
 _WORKER, _GPU, _ROUTE, _OWN = ("worker",), ("device", "worker"), ("route",), ("process",)
+_NODE = ("node",)
 _CACHED, _NOT_CACHED = "(includes cached requests)", "(does not include cached requests)"
 _ENDS = "The series ends with its worker: a restarted worker is a new one."
 
@@ -235,6 +236,48 @@ DEVICE_MEMORY_USED = _gauge(
 DEVICE_MEMORY_TOTAL = _gauge("qinfer_device_memory_total_bytes", f"Memory of a worker's GPU. {_ENDS}", _GPU)
 DEVICE_UTILIZATION = _gauge(
     "qinfer_device_utilization_ratio", f"Share of the time that a worker's GPU was busy, 0 to 1. {_ENDS}", _GPU
+)
+REDIS_UP = _gauge("qinfer_redis_up", "1 if a node of Redis that owns keys answers this gateway.", _NODE)
+REDIS_INFO = _gauge(
+    "qinfer_redis_info",
+    "1, with the version of a node, its role (primary or replica), and what it does when its memory is full.",
+    ("maxmemory_policy", "node", "role", "version"),
+)
+REDIS_LOADING = _gauge("qinfer_redis_loading", "1 while a node reads its files after a start.", _NODE)
+REDIS_MEMORY_USED = _gauge("qinfer_redis_memory_used_bytes", "Memory that a node has allocated.", _NODE)
+REDIS_MEMORY_MAX = _gauge("qinfer_redis_memory_max_bytes", "`maxmemory` of a node; 0 = it has none.", _NODE)
+REDIS_MEMORY_RATIO = _gauge(
+    "qinfer_redis_memory_used_ratio",
+    "Share of `maxmemory` that a node uses, or of the machine's memory where it has none; at 1 it refuses writes.",
+    _NODE,
+)
+REDIS_EVICTED = _counter(
+    "qinfer_redis_evicted_keys_total", "Keys that a node has deleted because its memory was full.", _NODE
+)
+REDIS_PERSISTENCE_FAILED = _gauge(
+    "qinfer_redis_persistence_failed",
+    "1 if the last attempt to write a file failed: the append-only file (aof), its rewrite (aof_rewrite), a snapshot "
+    "(rdb).",
+    ("file", "node"),
+)
+REDIS_REPLICAS = _gauge("qinfer_redis_replicas", "Replicas that follow a node.", _NODE)
+REDIS_REPLICA_LAG_BYTES = _gauge(
+    "qinfer_redis_replica_lag_bytes", "Bytes that the last of a node's replicas has not confirmed.", _NODE
+)
+REDIS_REPLICA_LAG = _gauge(
+    "qinfer_redis_replica_lag_seconds",
+    "Seconds since a node heard of its replicas, of the one that it has not heard of for longest.",
+    _NODE,
+)
+REDIS_CLIENTS = _gauge("qinfer_redis_clients", "Connections to a node.", _NODE)
+REDIS_CLIENTS_MAX = _gauge("qinfer_redis_clients_max", "`maxclients` of a node.", _NODE)
+REDIS_CLIENTS_BLOCKED = _gauge(
+    "qinfer_redis_blocked_clients",
+    "Connections to a node that wait in a blocking read, as those of idle workers.",
+    _NODE,
+)
+REDIS_REJECTED = _counter(
+    "qinfer_redis_rejected_connections_total", "Connections that a node refused because of `maxclients`.", _NODE
 )
 NV_SUCCESS = _counter("nv_inference_request_success", "Number of successful inference requests, all batch sizes")
 NV_FAILURE = _counter("nv_inference_request_failure", "Number of failed inference requests, all batch sizes", _REASON)

@@ -52,6 +52,11 @@ class Address(msgspec.Struct, frozen=True):
 
     __str__ = __repr__
 
+    @property
+    def label(self) -> str:
+        """The place as everyone may see it: no path."""
+        return "socket" if self.path else f"{self.host}:{self.port}"
+
     def at(self, host: str, port: int) -> "Address":
         """Returns another node of the same cluster, greeted alike."""
         return msgspec.structs.replace(self, host=host, port=port)
@@ -77,6 +82,11 @@ class Sentinels(msgspec.Struct, frozen=True):
         return f"{self.service} of {', '.join(f'{host}:{port}' for host, port in self.places)}"
 
     __str__ = __repr__
+
+    @property
+    def label(self) -> str:
+        """The service, whichever node serves it now."""
+        return self.service
 
 
 def parse_place(url: str) -> Address | Sentinels:

@@ -125,6 +125,11 @@ class Router:
         """Returns the links to the nodes that are known now."""
         return list(self._links.values())
 
+    def owners(self) -> dict[str, Link]:
+        """Returns the links to the nodes that own slots, by how they are shown to others."""
+        owners = set(self._table)
+        return {label: link for label, link in self._links.items() if link in owners}
+
     async def close(self) -> None:
         """Closes every connection."""
         if self._keeper is not None:
@@ -134,7 +139,7 @@ class Router:
             await link.close()
 
     def _link(self, place: Address | Sentinels) -> Link:
-        link = self._links.get(str(place))
+        link = self._links.get(place.label)
         if link is None:
 
             async def fixed() -> Address:
@@ -143,7 +148,7 @@ class Router:
 
             resolve = SentinelResolver(place, self._settings).resolve if isinstance(place, Sentinels) else fixed
             link = Link(resolve, self._settings, name="qinfer", on_trouble=self._in_doubt.set)
-            self._links[str(place)] = link
+            self._links[place.label] = link
         return link
 
     def _target(self, error: Refused) -> tuple[Link, bool] | None:

@@ -1,8 +1,9 @@
 """Reports of a gateway about itself and the whole system: metrics, statistics, and settings that clients change.
 
-`/metrics` reads the shared store in one pass, and shows what is still known when Redis is away. The queue keeps the
-dead letters of all versions of a model together, and gives only their number; so what was read of them is
-remembered: a scrape reads those that have come since, and all of them again only after some have gone.
+`/metrics` reads the shared store in one pass, and shows what is still known when Redis is away, and what its nodes say
+of themselves. The queue keeps the dead letters of all versions of a model together, and gives only their number; so
+what was read of them is remembered: a scrape reads those that have come since, and all of them again only after some
+have gone.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ from qinfer.observe.metrics import Snapshot, WorkerLoad, render, scopes_of
 from qinfer.observe.stats import LABELING, GatewayTally, Objective, add
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import Wanted
+from qinfer.queue import nodes
 from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import BULK_LANES
 from qinfer.queue.lanes import Queue
@@ -261,6 +263,7 @@ class Reporting:
         self.tenants: TenantTally | None = None
         self._host = HostMeter()
         self._letters = DeadLetterCounts(delivery.dead_letters)
+        self._nodes = nodes.Nodes(delivery.router, settings.redis)
         self._window = SlidingWindow()
         self._unsent: dict[tuple[str, int], dict[str, int]] = {}
         self._flushing = asyncio.Lock()  # of two at once, the later one would add what the other is about to
@@ -284,8 +287,11 @@ class Reporting:
         scopes = scopes_of(scope)
         if MetricScope.CLUSTER in scopes:
             await self._added()
-            snapshot = await take_snapshot(self._catalog, self._store, self._delivery, self._letters)
-            snapshot = replace(snapshot, objectives=self._catalog.objectives(self._usual))
+            snapshot, found = await asyncio.gather(
+                take_snapshot(self._catalog, self._store, self._delivery, self._letters), self._nodes.read()
+            )
+            features = [*snapshot.features, *nodes.families(found)]
+            snapshot = replace(snapshot, objectives=self._catalog.objectives(self._usual), features=features)
         else:
             snapshot = Snapshot(store_up=await self._is_store_up())
         if MetricScope.PROCESS in scopes:

@@ -13,6 +13,7 @@ from redis.exceptions import NoPermissionError, RedisClusterException, RedisErro
 from qinfer.cli.checks.report import Finding, ok, problem, warning
 from qinfer.core.settings import RedisSettings
 from qinfer.queue import MINIMUM_VERSION
+from qinfer.queue.nodes import failed_files, memory_share, replicas_of
 
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 300.0
@@ -20,6 +21,7 @@ SKEW_PROBLEM_S = 300.0
 
 _MEMORY_WARNING, _MEMORY_PROBLEM = 0.8, 0.95
 _CLIENTS_WARNING = 0.8
+_LAG_WARNING_S = 10
 _SETTINGS = (
     "maxmemory-policy",
     "appendonly",
@@ -75,11 +77,15 @@ def examine_node(node: Node, settings: RedisSettings) -> Iterator[Finding]:
         yield from _memory(node)
         yield from _files(node)
         yield from _clients(node)
-    if not node.config:
-        yield warning("Redis settings", f"{node.at}CONFIG GET is forbidden: eviction and durability are not checked")
-    else:
-        yield _policy(node)
+        yield from _losses(node)
+    policy = node.config.get("maxmemory-policy") or node.info.get("maxmemory_policy", "")
+    if policy:
+        yield _policy(node, policy)
+    if node.config:
         yield _durability(node, settings)
+    else:
+        unchecked = "durability is" if policy else "eviction and durability are"
+        yield warning("Redis settings", f"{node.at}CONFIG GET is forbidden: {unchecked} not checked")
     yield clock("clock of Redis", node.offset_s, f"{node.at}Redis minus this machine")
 
 
@@ -150,12 +156,15 @@ def _role(node: Node, settings: RedisSettings) -> Iterator[Finding]:
     if replicas < settings.min_replicas:
         text = f"{node.at}it has {replicas} replicas; QINFER_REDIS__MIN_REPLICAS requires {settings.min_replicas}"
         yield problem("Redis replicas", text, "no asynchronous request is accepted: start replicas, or require fewer")
+    for replica in replicas_of(node.info):
+        if not replica.is_online or replica.lag_s >= _LAG_WARNING_S:
+            text = f"{node.at}replica {replica.place} is {replica.lag_s} s and {_size(replica.lag_bytes)} behind"
+            yield warning("Redis replicas", text, "check its log and its network: a failover to it would lose that")
     if node.info.get("loading"):
         yield problem("Redis", f"{node.at}it is loading its data", "wait for it")
 
 
-def _policy(node: Node) -> Finding:
-    policy = node.config.get("maxmemory-policy", "")
+def _policy(node: Node, policy: str) -> Finding:
     if policy == "noeviction":
         return ok("eviction", f"{node.at}maxmemory-policy noeviction")
     text = f"{node.at}Redis may evict queued requests (maxmemory-policy {policy})"
@@ -197,12 +206,10 @@ def _knows_waitaof(info: Mapping[str, Any]) -> bool:
 
 def _memory(node: Node) -> Iterator[Finding]:
     used, limit = int(node.info.get("used_memory", 0)), int(node.info.get("maxmemory", 0))
-    system = int(node.info.get("total_system_memory", 0))
-    most = limit or system
-    if not most:
+    share = memory_share(node.info)
+    if share is None:
         return
-    share = used / most
-    of = f"maxmemory {_size(limit)}" if limit else f"the machine's {_size(system)}"
+    of = f"maxmemory {_size(limit)}" if limit else f"the machine's {_size(int(node.info['total_system_memory']))}"
     text = f"{node.at}{_size(used)} of {of} used ({share:.0%})"
     remedy = "give Redis more memory, or let workers catch up: a full Redis refuses requests"
     if share >= _MEMORY_PROBLEM:
@@ -220,10 +227,16 @@ def _memory(node: Node) -> Iterator[Finding]:
 
 
 def _files(node: Node) -> Iterator[Finding]:
-    info = node.info
-    if info.get("aof_enabled") and info.get("aof_last_write_status") == "err":
+    failed = failed_files(node.info)
+    if node.info.get("aof_enabled") and failed.get("aof"):
         yield problem("files of Redis", f"{node.at}it can't write its append-only file", "check its disk and log")
-    if info.get("rdb_last_bgsave_status") == "err":
+    if failed.get("aof_rewrite"):
+        yield warning(
+            "files of Redis",
+            f"{node.at}the last rewrite of the append-only file failed",
+            "check its disk, memory and log: the file grows until a rewrite succeeds",
+        )
+    if failed.get("rdb"):
         yield warning(
             "files of Redis",
             f"{node.at}the last background save failed",
@@ -233,9 +246,18 @@ def _files(node: Node) -> Iterator[Finding]:
 
 def _clients(node: Node) -> Iterator[Finding]:
     limit = int(node.config.get("maxclients") or node.info.get("maxclients", 0))
-    here = int(node.info.get("connected_clients", 0))
+    here, refused = int(node.info.get("connected_clients", 0)), int(node.info.get("rejected_connections", 0))
     if limit and here >= _CLIENTS_WARNING * limit:
         yield warning("connections of Redis", f"{node.at}{here} of {limit}", "raise maxclients")
+    elif refused:
+        text = f"{node.at}{refused} connections were refused since its start"
+        yield warning("connections of Redis", text, "raise maxclients")
+
+
+def _losses(node: Node) -> Iterator[Finding]:
+    if evicted := int(node.info.get("evicted_keys", 0)):
+        text = f"{node.at}{evicted} keys were evicted since its start, queued requests perhaps among them"
+        yield warning("evictions", text, "run CONFIG SET maxmemory-policy noeviction, and give Redis more memory")
 
 
 def _size(count: int) -> str:

@@ -23,7 +23,7 @@ from qinfer_api.observe.metrics_port import open_metrics_port
 from tests.support.faulty_backend import write_model
 from tests.support.gateway import settings_of
 from tests.support.inline_workers import InlineWorkers, inline_workers
-from tests.support.servers.servers import RedisServer
+from tests.support.servers.servers import RedisServer, command
 from tests.support.worker_processes import WorkerProcesses, worker_processes
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -209,6 +209,22 @@ async def test_what_is_given_up(scene: InlineWorkers, redis_server: RedisServer)
         await scene.delivery.dead_letters.purge("stub")
 
         await page.shows("qinfer_dead_letters", 0)
+
+
+async def test_a_user_who_may_not_ask_redis_about_itself_has_the_other_metrics(
+    scene: InlineWorkers, redis_server: RedisServer
+) -> None:
+    """The node is shown as up, and no more of it."""
+    with redis_server.client() as client:
+        command(client, "ACL", "SETUSER", "limited", "on", ">secret", "~*", "&*", "+@all", "-info")
+        async with gateway_on(redis_server.url.replace("//", "//limited:secret@")) as (_, page):
+            await page.read()
+        command(client, "ACL", "DELUSER", "limited")
+
+    of_redis = {name: value for (name, _), value in page.series.items() if name.startswith("qinfer_redis_")}
+    assert of_redis == {"qinfer_redis_up": 1}
+    assert page.value("qinfer_model_ready") == 0
+    assert [value for (name, _), value in page.series.items() if name == "qinfer_store_up"] == [1]
 
 
 @pytest.fixture

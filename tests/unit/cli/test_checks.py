@@ -17,6 +17,7 @@ from qinfer.core.settings import RedisSettings
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 
 INFO = {"redis_version": "7.4.1", "used_memory": 10, "maxmemory": 100, "redis_mode": "standalone", "role": "master"}
+BEHIND = {"ip": "10.0.0.2", "port": 6379, "state": "online", "offset": 0, "lag": 30}
 CONFIG = {"maxmemory-policy": "noeviction", "appendonly": "yes", "appendfsync": "everysec", "maxclients": "100"}
 WORKER = WorkerRecord(id="w1", started_at=0.0, models={"m": {1: VersionState(State.READY, 1)}})
 LUA = sorted(Path(permissions.__file__).parents[2].rglob("lua/**/*.lua"))
@@ -41,7 +42,12 @@ def levels(findings: "list[Finding]") -> dict[str, Level]:
         ({}, {}, {"cluster": True}, "Redis mode", Level.PROBLEM),
         ({}, {}, {"min_replicas": 1}, "Redis replicas", Level.PROBLEM),
         ({"aof_enabled": 1, "aof_last_write_status": "err"}, {}, {}, "files of Redis", Level.PROBLEM),
+        ({"aof_last_bgrewrite_status": "err"}, {}, {}, "files of Redis", Level.WARNING),
+        ({"rdb_last_bgsave_status": "err"}, {}, {}, "files of Redis", Level.WARNING),
+        ({"connected_slaves": 1, "slave0": BEHIND}, {}, {"min_replicas": 1}, "Redis replicas", Level.WARNING),
         ({"connected_clients": 90}, {}, {}, "connections of Redis", Level.WARNING),
+        ({"rejected_connections": 1}, {}, {}, "connections of Redis", Level.WARNING),
+        ({"evicted_keys": 1}, {}, {}, "evictions", Level.WARNING),
         ({}, {"maxmemory-policy": "allkeys-lru"}, {}, "eviction", Level.PROBLEM),
         ({}, {"appendonly": "no"}, {}, "durability", Level.WARNING),
         ({}, {"appendonly": "no"}, {"durability": "always"}, "durability", Level.PROBLEM),
@@ -76,6 +82,15 @@ def test_what_is_forbidden_is_said_not_to_be_checked() -> None:
     found = levels(list(examine_node(Node("h:1", {}, {}, 0.0), RedisSettings())))
 
     assert (found["Redis"], found["Redis settings"]) == (Level.WARNING, Level.WARNING)
+
+
+def test_eviction_is_checked_where_config_is_forbidden() -> None:
+    """INFO names the policy, too."""
+    found = levels(
+        list(examine_node(Node("h:1", INFO | {"maxmemory_policy": "volatile-lru"}, {}, 0.0), RedisSettings()))
+    )
+
+    assert (found["eviction"], found["Redis settings"]) == (Level.PROBLEM, Level.WARNING)
 
 
 def test_workers_that_can_not_read_what_gateways_write_are_a_problem() -> None:

@@ -16,10 +16,19 @@ from qinfer.observe.metrics import Snapshot, WorkerLoad, render, scopes_of
 from qinfer.observe.stats import GatewayTally, Objective, PublishTally, StatsTally, add
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import Wanted
+from qinfer.queue import nodes
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 ROUTE = {"accepted": 5, "paused_ms": 1500, "refused:conflict": 3, "replied:succeeded": 2, "unroutable:sink": 1}
+NODE = nodes.parse_info(
+    b"# Server\r\nredis_version:7.0.15\r\nrole:master\r\nloading:0\r\nmaxmemory:100\r\nmaxmemory_policy:noeviction\r\n"
+    b"used_memory:90\r\nmem_not_counted_for_evict:10\r\nevicted_keys:3\r\naof_last_write_status:err\r\n"
+    b"rdb_last_bgsave_status:ok\r\nconnected_clients:7\r\nmaxclients:50\r\nblocked_clients:2\r\nrejected_connections:4\r\n"
+    b"connected_slaves:3\r\nslave0:ip=10.0.0.2,port=6379,state=online,offset=990,lag=0\r\n"
+    b"slave1:ip=10.0.0.3,port=6379,state=online,offset=400,lag=5\r\n"
+    b"slave2:ip=10.0.0.4,port=6379,state=send_bulk,offset=0,lag=0\r\nmaster_repl_offset:1000\r\n"
+)
 M1 = (("model", "m"), ("version", "1"))
 OURS = (("model", "m"), ("process", "g"), ("version", "1"))
 
@@ -226,9 +235,10 @@ def everything() -> tuple[GatewayTally, Snapshot]:
         wanted_workers=2,
         host=HostUse(0.5, 100, 50),
         use=ProcessUse(1.5, 2048),
-        features=list(
-            families({"r": RouteTotals(ROUTE, processes=2, unacknowledged=7, unconfirmed=4, connected={"source": 1})})
-        ),
+        features=[
+            *families({"r": RouteTotals(ROUTE, processes=2, unacknowledged=7, unconfirmed=4, connected={"source": 1})}),
+            *nodes.families([nodes.Node("h:1", NODE), nodes.Node("h:2", None)]),
+        ],
         labeling={"m": 6},
     )
 
@@ -284,6 +294,37 @@ def test_what_workers_and_queues_tell() -> None:
     assert value(catalogue.PROCESS_CPU, process="g") == 1.5
     assert shown["qinfer_publish_seconds_sum", M1] == 0.003
     assert shown["qinfer_assemble_seconds_sum", M1] == 0.001
+
+
+def test_what_a_node_of_redis_tells() -> None:
+    """Memory without what Redis does not count, the worst of the replicas that follow; a silent node is only down."""
+    found = {key: value for key, value in series(*everything()).items() if key[0].startswith("qinfer_redis_")}
+    of = {
+        name.removeprefix("qinfer_redis_"): value
+        for (name, labels), value in found.items()
+        if dict(labels) == {"node": "h:1"}
+    }
+
+    assert of == {
+        "up": 1,
+        "loading": 0,
+        "memory_used_bytes": 90,
+        "memory_max_bytes": 100,
+        "memory_used_ratio": 0.8,
+        "evicted_keys_total": 3,
+        "replicas": 2,
+        "replica_lag_bytes": 600,
+        "replica_lag_seconds": 5,
+        "clients": 7,
+        "clients_max": 50,
+        "blocked_clients": 2,
+        "rejected_connections_total": 4,
+    }
+    assert found["qinfer_redis_persistence_failed", (("file", "aof"), ("node", "h:1"))] == 1
+    assert found["qinfer_redis_persistence_failed", (("file", "rdb"), ("node", "h:1"))] == 0
+    assert [(name, value) for (name, labels), value in found.items() if ("node", "h:2") in labels] == [
+        ("qinfer_redis_up", 0)
+    ]
 
 
 def test_tenants_have_series_up_to_a_number() -> None:

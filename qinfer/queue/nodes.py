@@ -1,0 +1,195 @@
+"""What the nodes of Redis say of themselves: memory, files, replicas and connections, read by INFO, and their metrics.
+
+INFO is the only command that is sent. It costs a node about a tenth of a millisecond, programs need the right to it
+anyway, and a node that refuses it nevertheless has `qinfer_redis_up` and nothing else. However often `/metrics` is
+scraped, a gateway asks each node once in `KEPT_S` seconds.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from qinfer.core.settings import RedisSettings
+from qinfer.errors import QinferError, SettingsError
+from qinfer.observe import catalogue
+from qinfer.observe.catalogue import Info
+from qinfer.observe.exposition import Family, family
+from qinfer.queue.connection import Link, Refused, open_connection
+from qinfer.queue.router import Router
+
+KEPT_S = 5.0
+"""Seconds for which an answer is kept."""
+_ANSWERS_WITHIN_S = 2.0  # less than a scrape may take
+
+Fields = Mapping[str, Any]
+"""The fields of INFO, as text or as redis-py reads them."""
+
+
+class Node(NamedTuple):
+    """A node that owns keys.
+
+    Attributes:
+        label: Its host and port, `socket`, or the service that Sentinels watch.
+        info: What INFO said; empty where it is forbidden, `None` where the node did not answer.
+    """
+
+    label: str
+    info: Fields | None
+
+
+class Replica(NamedTuple):
+    """A replica of a node, as the node sees it.
+
+    Attributes:
+        place: Its host and port.
+        is_online: It follows; otherwise it is being sent the data.
+        lag_bytes: How much of what was written it has not confirmed.
+        lag_s: Seconds since it confirmed anything; each replica does so every second.
+    """
+
+    place: str
+    is_online: bool
+    lag_bytes: int
+    lag_s: int
+
+
+class Nodes:
+    """The nodes of one Redis; see the module docstring.
+
+    Args:
+        router: The way to them.
+        settings: Their timeouts.
+    """
+
+    def __init__(self, router: Router, settings: RedisSettings) -> None:
+        self._router = router
+        self._settings = settings
+        self._reading = asyncio.Lock()
+        self._read: Sequence[Node] = ()
+        self._read_at = float("-inf")
+
+    async def read(self) -> Sequence[Node]:
+        """Returns all nodes that own keys, as they were at most `KEPT_S` seconds ago; never fails."""
+        async with self._reading:
+            if time.monotonic() - self._read_at >= KEPT_S:
+                self._read = await asyncio.gather(*(self._ask(*each) for each in self._router.owners().items()))
+                self._read_at = time.monotonic()
+            return self._read
+
+    async def _ask(self, label: str, link: Link) -> Node:
+        info: Fields | None
+        try:
+            async with asyncio.timeout(_ANSWERS_WITHIN_S):
+                info = parse_info(await (link.call(b"INFO") if link.is_up else self._ask_anew(link)))
+        except (Refused, SettingsError):  # renamed, or forbidden to this user; without a link the password is wrong
+            info = {} if link.is_up else None
+        except (QinferError, OSError):  # TimeoutError is an OSError
+            info = None
+        return Node(label, info)
+
+    async def _ask_anew(self, link: Link) -> bytes:
+        """Asks on a connection of its own: a node that loads its data takes no others, and answers INFO."""
+        address = await link.resolve()
+        connection = await open_connection(address, self._settings, _ANSWERS_WITHIN_S)
+        try:
+            if address.password:
+                await connection.call(b"AUTH", address.username or "default", address.password)
+            answer: bytes = await connection.call(b"INFO")
+            return answer
+        finally:
+            connection.abort()
+
+
+def parse_info(text: bytes) -> dict[str, str]:
+    """Reads the answer to INFO."""
+    lines = text.decode(errors="replace").splitlines()
+    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
+
+
+def memory_share(info: Fields) -> float | None:
+    """Returns the used share of a node's memory, as Redis computes it before it refuses a write.
+
+    The share is that of `maxmemory`, or of the machine's memory where there is no `maxmemory`; `None` = not known.
+    """
+    used, most = _number(info, "used_memory"), _number(info, "maxmemory") or _number(info, "total_system_memory")
+    if used is None or not most:
+        return None
+    return (used - (_number(info, "mem_not_counted_for_evict") or 0)) / most
+
+
+def failed_files(info: Fields) -> dict[str, bool]:
+    """Returns for each kind of file that a node writes whether the last attempt failed."""
+    return {file: info[name] != "ok" for file, name in _FILES if name in info}
+
+
+def replicas_of(info: Fields) -> list[Replica]:
+    """Returns the replicas that are connected to a node."""
+    written = _number(info, "master_repl_offset") or 0
+    found = []
+    for number in range(int(_number(info, "connected_slaves") or 0)):
+        about = info.get(f"slave{number}", {})
+        if isinstance(about, str):
+            about = dict(pair.split("=", 1) for pair in about.split(",") if "=" in pair)
+        place, lag_s = f"{about.get('ip', '')}:{about.get('port', '')}", max(int(about.get("lag", 0)), 0)
+        lag_bytes = max(int(written) - int(about.get("offset", 0)), 0)
+        found.append(Replica(place, about.get("state") == "online", lag_bytes, lag_s))
+    return found
+
+
+def families(nodes: Iterable[Node]) -> Iterator[Family]:
+    """Yields the metrics of nodes."""
+    nodes = list(nodes)
+    yield family(catalogue.REDIS_UP, ((int(node.info is not None), {"node": node.label}) for node in nodes))
+    known = [(node.label, node.info) for node in nodes if node.info]
+    yield family(catalogue.REDIS_INFO, ((1, {"node": label} | _words(info)) for label, info in known))
+    for info, value in _VALUES:
+        read = [(label, value(fields)) for label, fields in known]
+        yield family(info, ((found, {"node": label}) for label, found in read if found is not None))
+    failed = Family(catalogue.REDIS_PERSISTENCE_FAILED)
+    for label, fields in known:
+        for file, has_failed in failed_files(fields).items():
+            failed.add(int(has_failed), file=file, node=label)
+    yield failed
+
+
+def _words(info: Fields) -> dict[str, str]:
+    version = info.get("valkey_version") or info.get("redis_version", "")
+    role = "primary" if info.get("role") == "master" else "replica"
+    return {"maxmemory_policy": str(info.get("maxmemory_policy", "")), "role": role, "version": str(version)}
+
+
+def _number(info: Fields, name: str) -> float | None:
+    try:
+        return float(info[name])
+    except (KeyError, ValueError):
+        return None
+
+
+def _field(name: str) -> Callable[[Fields], float | None]:
+    return lambda info: _number(info, name)
+
+
+def _online(info: Fields) -> list[Replica]:
+    return [replica for replica in replicas_of(info) if replica.is_online]
+
+
+_FILES = (
+    ("aof", "aof_last_write_status"),
+    ("aof_rewrite", "aof_last_bgrewrite_status"),
+    ("rdb", "rdb_last_bgsave_status"),
+)
+_VALUES: tuple[tuple[Info, Callable[[Fields], float | None]], ...] = (
+    (catalogue.REDIS_LOADING, _field("loading")),
+    (catalogue.REDIS_MEMORY_USED, _field("used_memory")),
+    (catalogue.REDIS_MEMORY_MAX, _field("maxmemory")),
+    (catalogue.REDIS_MEMORY_RATIO, memory_share),
+    (catalogue.REDIS_EVICTED, _field("evicted_keys")),
+    (catalogue.REDIS_REPLICAS, lambda info: len(_online(info))),
+    (catalogue.REDIS_REPLICA_LAG_BYTES, lambda info: max((each.lag_bytes for each in _online(info)), default=None)),
+    (catalogue.REDIS_REPLICA_LAG, lambda info: max((each.lag_s for each in _online(info)), default=None)),
+    (catalogue.REDIS_CLIENTS, _field("connected_clients")),
+    (catalogue.REDIS_CLIENTS_MAX, _field("maxclients")),
+    (catalogue.REDIS_CLIENTS_BLOCKED, _field("blocked_clients")),
+    (catalogue.REDIS_REJECTED, _field("rejected_connections")),
+)
