@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from qinfer.observe import catalogue
 from tests.support.deploy.deployments import DEPLOY, compose, tool
 from tests.support.deploy.promql import uses_of, wrong_with
 
@@ -151,6 +152,16 @@ def test_the_dashboard_of_tenants_is_by_tenant() -> None:
     }
 
 
+def test_the_dashboard_of_redis_shows_all_that_its_nodes_tell() -> None:
+    """Each metric of nodes; each query is of the chosen ones."""
+    asked = [target["expr"] for panel in panels("redis") for target in panel["targets"]]
+
+    assert all('node=~"$node"' in each for each in asked)
+    assert {use.name for each in asked for use in uses_of(filled(each))} == {
+        info.name for info in catalogue.ALL if info.name.startswith("qinfer_redis_")
+    }
+
+
 def test_dashboards_can_be_provisioned() -> None:
     """They have addresses of their own, and the files of the provisioning lead to them and to Prometheus."""
     service = compose()["services"]["grafana"]
@@ -161,7 +172,7 @@ def test_dashboards_can_be_provisioned() -> None:
 
     assert mounts[provider["options"]["path"]] == "./deploy/grafana/dashboards"
     assert mounts["/etc/grafana/provisioning"] == "./deploy/grafana/provisioning"
-    assert len({board["uid"] for board in DASHBOARDS.values()}) == len(DASHBOARDS) == 3
+    assert len({board["uid"] for board in DASHBOARDS.values()}) == len(DASHBOARDS) == 4
     assert all(board["schemaVersion"] >= 39 and board["title"] for board in DASHBOARDS.values())
     assert (source["uid"], source["name"]) == (default["value"], default["text"])
     assert source["url"] == "http://prometheus:9090"
