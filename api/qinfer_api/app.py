@@ -201,7 +201,7 @@ class Gateway:
         restrictions = Restrictions.for_http(settings.http.restricted)
         codec = InferCodec(self.dispatcher, self.memory, settings)
         self.receiving = ReceivingBudget(settings.limits.max_receiving_bytes)
-        fast = FastPath(self.dispatcher, settings.http, codec, restrictions, self.receiving)
+        fast = FastPath(self.dispatcher, settings, codec, restrictions, self.receiving)
         fast.call_type = self._tracing.call_type
         services = self._services(settings, fast, restrictions)
         self.started, self._stopping = asyncio.Event(), asyncio.Event()

@@ -14,6 +14,7 @@ from pydantic_settings import SettingsError as UnreadableValue
 
 from qinfer.core.environments import PREFIX
 from qinfer.core.settings_cache import CacheSettings
+from qinfer.core.settings_cors import CorsSettings
 from qinfer.core.settings_errors import not_json, wrong_values
 from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.core.settings_rate_limit import RateLimitSettings
@@ -460,6 +461,7 @@ class Settings(BaseSettings):
 
     redis: RedisSettings = Field(default_factory=RedisSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)
+    cors: CorsSettings = Field(default_factory=CorsSettings)
     grpc: GrpcSettings = Field(default_factory=GrpcSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)

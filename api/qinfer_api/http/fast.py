@@ -3,7 +3,7 @@
 Small plain requests take the fast path; the FastAPI route (`rest/infer.py`) takes all others. Both read and answer by
 `http/infer.py`, so that they answer alike to the byte. Nothing here waits.
 
-A connection is a subclass of uvicorn's httptools protocol. An infer request that `read_head` accepts becomes a `Call`
+A connection is a subclass of uvicorn's httptools protocol. An infer request that `HeadReader` accepts becomes a `Call`
 in `_calls`, and never an ASGI cycle; every other request is replayed into uvicorn's own callbacks. Replies leave in the
 order of the requests, by three rules:
 
@@ -27,13 +27,14 @@ from uvicorn.server import ServerState
 
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import IdFactory, InferRequest, Response
-from qinfer.core.settings import HttpSettings
+from qinfer.core.settings import Settings
 from qinfer.errors import Overloaded, QinferError
 from qinfer.submission.pending import Pending
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context, Restrictions
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.head import MAX_FAST_BYTES, Head, HeadReader, read_head, transfer_codings
+from qinfer_api.http.cors import Cors
+from qinfer_api.http.head import MAX_FAST_BYTES, Head, HeadReader, transfer_codings
 from qinfer_api.http.infer import (
     DECOUPLED,
     InferCodec,
@@ -204,12 +205,13 @@ class FastPath:
 
     Args:
         dispatcher: Takes the requests.
-        http: Whether the fast path is on, the timeouts, and which headers are forwarded.
+        settings: Whether the fast path is on, the timeouts, which headers are forwarded, and CORS.
         codec: Reads requests and makes replies.
         restrictions: Which routes need a header; the fast path checks none, so that it is off where inference does.
         receiving: The memory of bodies that have not come in whole.
 
     Attributes:
+        cors: What browsers are told of other origins; `None` = nothing.
         call_type: What a request becomes.
         new_id: Makes the ids of replies to what became no request.
 
@@ -220,21 +222,19 @@ class FastPath:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        http: HttpSettings,
+        settings: Settings,
         codec: InferCodec,
         restrictions: Restrictions,
         receiving: ReceivingBudget,
     ) -> None:
-        self.receiving = receiving
-        self.dispatcher = dispatcher
-        self.codec = codec
+        http, self.cors = settings.http, Cors.of(settings.cors)
+        self.dispatcher, self.codec, self.receiving = dispatcher, codec, receiving
         self.forward = compile_forward("QINFER_HTTP__HEADER_FORWARD_PATTERN", http.header_forward_pattern)
         enabled = http.fast_path and not restrictions.covers("inference")
-        self.max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes) if enabled else -1
-        self.keep_alive_s = http.keep_alive_s
-        self.read_timeout_s = http.request_read_timeout_s
+        max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes) if enabled else -1
+        self.keep_alive_s, self.read_timeout_s = http.keep_alive_s, http.request_read_timeout_s
         self.writer = Writer()
-        self.heads = HeadReader(self.max_bytes, self.forward)
+        self.heads = HeadReader(max_bytes, self.forward, origins=self.cors is not None)
         self.call_type: type[Call] = Call
         self.new_id = IdFactory().ulid
 
@@ -396,10 +396,9 @@ class QinferHttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _fast_head(self) -> Head | None:
-        fast = self._fast
         if self._cycle_runs() or self.parser.get_method() != b"POST":
             return None
-        head = read_head(self.url, self.headers, fast.max_bytes, fast.forward)
+        head = self._fast.heads.read(self.url, self.headers)
         return head if head is not None and self.parser.get_http_version() == "1.1" else None
 
     def _take_asgi_way(self) -> None:
@@ -430,15 +429,16 @@ class QinferHttpProtocol(HttpToolsProtocol):
 
     def answered(self) -> None:
         """Writes the next replies in order, then releases what waited for them."""
-        calls = self._calls
+        calls, fast = self._calls, self._fast
         while calls:
             reply = calls[0].reply
             if reply is None:
                 break
-            request_id = calls.popleft().request.id or self._fast.new_id()
+            call = calls.popleft()
             close = self._closing and not calls and self._held is None
-            common = self.server_state.default_headers
-            self.transport.write(self._fast.writer.render(reply, common, request_id, close=close))
+            writer = fast.writer if fast.cors is None else fast.cors.writer(call.head.origin if call.head else b"")
+            common, request_id = self.server_state.default_headers, call.request.id or fast.new_id()
+            self.transport.write(writer.render(reply, common, request_id, close=close))
             self.server_state.total_requests += 1
             self._quiet_since_s = 0.0
             if close:

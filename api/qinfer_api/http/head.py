@@ -36,7 +36,12 @@ _NO_HEADERS: Mapping[str, str] = {}
 
 
 class Head(msgspec.Struct, frozen=True, gc=False):
-    """The parts of a request's head that the fast path needs; `json_length` is the header's text, unchecked."""
+    """The parts of a request's head that the fast path needs.
+
+    Attributes:
+        json_length: The header's text, unchecked.
+        origin: That of the page that asks, where CORS is on.
+    """
 
     target: Target
     length: int
@@ -44,6 +49,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     context: Context
     encoding: Encoding | None
     forwarded: Mapping[str, str] = _NO_HEADERS
+    origin: bytes = b""
 
 
 def parse_target(url: bytes) -> Target | None:
@@ -67,7 +73,12 @@ def _parse_target(url: bytes) -> Target | None:
 
 
 def read_head(
-    url: bytes, headers: Headers, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None
+    url: bytes,
+    headers: Headers,
+    max_bytes: int = MAX_FAST_BYTES,
+    forward: re.Pattern[str] | None = None,
+    *,
+    origins: bool = False,
 ) -> Head | None:
     """Decides whether a POST can take the fast path; `None` if it can't.
 
@@ -76,6 +87,7 @@ def read_head(
         headers: All headers.
         max_bytes: The largest body that may take it.
         forward: The names of the headers that become parameters of the request.
+        origins: Whether the origin of the page that asks is read.
     """
     target = parse_target(url)
     if target is None:
@@ -97,7 +109,14 @@ def read_head(
     json_length = found["json"].decode("latin-1") if "json" in found else None
     encoding = _accepted(found["accept"]) if "accept" in found else None
     forwarding = _NO_HEADERS if forward is None else forwarded(forward, headers)
-    return Head(target, length, json_length, context, encoding, forwarding)
+    origin = origin_in(headers) if origins else b""
+    return Head(target, length, json_length, context, encoding, forwarding, origin)
+
+
+def origin_in(headers: Headers) -> bytes:
+    """Returns the origin of the page that a request comes from; empty where it names none, or several."""
+    found = [value for name, value in headers if name.lower() == b"origin"]
+    return found[0] if len(found) == 1 else b""
 
 
 def _caller(trace: str, authorization: bytes | None, key: bytes | None) -> Context:
@@ -166,12 +185,20 @@ class HeadReader:
     Args:
         max_bytes: The largest body that may take the fast path; negative if none may.
         forward: The names of the headers that become parameters of the request.
+        origins: Whether the origins of pages are read.
     """
 
-    def __init__(self, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None) -> None:
+    def __init__(
+        self, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None, *, origins: bool = False
+    ) -> None:
         self._max_bytes = max_bytes
         self._forward = forward
+        self._origins = origins
         self._known: list[tuple[bytes, int, Head] | None] = [None] * _MAX_KNOWN  # a head, its packet's length
+
+    def read(self, url: bytes, headers: Headers) -> Head | None:
+        """Decides whether a POST that the parser has read can take the fast path: see `read_head`."""
+        return read_head(url, headers, self._max_bytes, self._forward, origins=self._origins)
 
     def find(self, packet: bytes) -> tuple[Head, bytes] | None:
         """Splits a packet that is exactly one plain request into head and body; `None` for any other."""
@@ -195,6 +222,7 @@ class HeadReader:
             _caller(_trace(trace, state), authorization, key),
             None if accept is None else _accepted(accept),
             _NO_HEADERS if self._forward is None else forwarded(self._forward, _ANY_LINE.findall(packet, 0, end)),
+            origin_in(_ANY_LINE.findall(packet, 0, end)) if self._origins else b"",
         )
         if trace is None:  # one comes once only
             self._known[size % _MAX_KNOWN] = packet[:end], size, head

@@ -218,16 +218,21 @@ def error_reply(status: int, message: str, again_s: int = 0) -> Reply:
 
 
 class Writer:
-    """Renders replies; keeps the block of headers that every reply carries, which uvicorn renews once a second."""
+    """Renders replies; keeps the block of headers that every reply carries, which uvicorn renews once a second.
 
-    def __init__(self) -> None:
+    Args:
+        own: Headers that every reply of this writer has besides.
+    """
+
+    def __init__(self, own: Headers = ()) -> None:
+        self._own = own
         self._common: Headers = ()
         self._block = self._ok = b""
 
     def render(self, reply: Reply, common: Headers, request_id: str, *, close: bool) -> bytes:
         """Returns the whole reply: status line, common headers, the request's id, its own headers, body."""
         if common is not self._common:
-            lines = [b"%b: %b\r\n" % pair for pair in common]
+            lines = [b"%b: %b\r\n" % pair for pair in (*common, *self._own)]
             self._common, self._block = common, b"".join((*lines, ID_HEADER, b": "))
             self._ok = _STATUS_LINES[200] + self._block
         body, name = reply.body, header_value(request_id)

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qinfer.core.settings import HttpSettings
 from qinfer.errors import SettingsError
+from qinfer_api.http.cors import CorsApp
 from qinfer_api.http.fast import IN_REPLY_TO, FastPath, QinferHttpProtocol
 from qinfer_api.http.infer import ID_HEADER, header_value
 
@@ -178,6 +179,7 @@ class HttpServer(QuietServer):
     """
 
     def __init__(self, http: HttpSettings, app: Any, fast: FastPath, serving: Callable[[], None]) -> None:
+        app = app if fast.cors is None else CorsApp(app, fast.cors)
         super().__init__(_config(http, _Named(app, fast.new_id), fast))
         self._http = http
         self._serving = serving

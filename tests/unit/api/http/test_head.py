@@ -23,9 +23,9 @@ def packet(*lines: bytes, first: bytes = b"POST /v2/models/m/infer HTTP/1.1", bo
 class _Parsed:
     """What the connection's parser reads of a packet."""
 
-    def __init__(self, whole: bytes, forward: re.Pattern[str] | None) -> None:
+    def __init__(self, whole: bytes, forward: re.Pattern[str] | None, *, origins: bool = False) -> None:
         self.url, self.body, self.headers, self.ended = b"", b"", [], 0
-        self._forward = forward
+        self._forward, self._origins = forward, origins
         self._parser = httptools.HttpRequestParser(self)
         self.is_http = True
         try:
@@ -52,12 +52,15 @@ class _Parsed:
             return None
         if self._parser.get_http_version() != "1.1" or not self._parser.should_keep_alive():
             return None
-        head = read_head(self.url, self.headers, forward=self._forward)
+        head = read_head(self.url, self.headers, forward=self._forward, origins=self._origins)
         return None if head is None else (head, self.body)
 
 
 _NAMES = st.sampled_from(
-    [*heads._MEANINGS, b"connection", b"Proxy-Connection", b"x-request-id", b"X-Tenant", b"Host", b"content", b"te st"]
+    [
+        *(*heads._MEANINGS, b"connection", b"Proxy-Connection", b"x-request-id", b"X-Tenant", b"Host", b"content"),
+        *(b"Origin", b"origin", b"te st"),
+    ]
 )
 _VALUES = st.sampled_from(
     (
@@ -89,17 +92,18 @@ _FIRST = st.sampled_from(
     has_length=st.booleans(),
     body=st.sampled_from([b"body", b"bod", b"bodybody", b"\r\n\r\n"]),
     forward=st.sampled_from([None, re.compile("x-.*|accept.*", re.IGNORECASE)]),
+    origins=st.booleans(),
 )
 def test_what_is_read_is_what_the_parser_reads(
-    *, first: bytes, lines: list[bytes], has_length: bool, body: bytes, forward: re.Pattern[str] | None
+    *, first: bytes, lines: list[bytes], has_length: bool, body: bytes, forward: re.Pattern[str] | None, origins: bool
 ) -> None:
     """A first time, and remembered; what is not read is left to the parser."""
     whole = packet(*lines, *([LENGTH] if has_length else []), first=first, body=body)
-    reader = HeadReader(forward=forward)
+    reader = HeadReader(forward=forward, origins=origins)
 
     for _ in range(2):
         found = reader.find(whole)
-        assert found is None or found == _Parsed(whole, forward).result()
+        assert found is None or found == _Parsed(whole, forward, origins=origins).result()
 
 
 @pytest.mark.parametrize(
@@ -177,6 +181,23 @@ def test_other_heads_are_left_to_the_parser(lines: list[bytes]) -> None:
 def test_a_body_above_the_limit_is_left_to_the_route(limit: int, is_taken: bool) -> None:  # noqa: FBT001
     """None takes the fast path where it is off."""
     assert (HeadReader(limit).find(packet(LENGTH)) is not None) is is_taken
+
+
+@pytest.mark.parametrize(
+    ("lines", "origin"),
+    [
+        ([b"Origin: https://a"], b"https://a"),
+        ([b"origin: https://a", b"Origin: https://b"], b""),
+        ([b"X-Origin: https://a"], b""),
+    ],
+)
+def test_the_origin_is_read_where_it_matters(lines: list[bytes], origin: bytes) -> None:
+    """One origin, in a first head and in a remembered one."""
+    reader, whole = HeadReader(origins=True), packet(LENGTH, *lines)
+
+    found = [reader.find(whole), reader.find(whole), HeadReader().find(whole)]
+
+    assert [each and each[0].origin for each in found] == [origin, origin, b""]
 
 
 def test_an_equal_head_has_an_equal_key() -> None:

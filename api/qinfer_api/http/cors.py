@@ -1,0 +1,105 @@
+"""CORS: what browsers are told about pages of other origins (the Fetch standard, "CORS protocol").
+
+Only browsers obey these headers: they keep pages apart, and are no access control. The fast path and ASGI ask the same
+`Cors`, so that their replies say the same; a preflight, which carries no API key, is answered before any route.
+"""
+
+from collections.abc import Iterable
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qinfer.core.settings_cors import ANY, CorsSettings
+from qinfer_api.http.head import origin_in
+from qinfer_api.http.infer import Headers, Writer, error_reply
+
+_VARIES = (b"vary", b"origin")
+
+
+class Cors:
+    """The headers of replies, by the origin of the page that asks.
+
+    Args:
+        settings: Which origins may call, and what they may send and read.
+    """
+
+    def __init__(self, settings: CorsSettings) -> None:
+        told: list[tuple[bytes, bytes]] = []
+        if settings.expose_headers:
+            told.append((b"access-control-expose-headers", _listed(settings.expose_headers)))
+        if settings.allow_credentials:
+            told.append((b"access-control-allow-credentials", b"true"))
+        self._is_open = ANY in settings.allow_origins
+        self._of: dict[bytes, Headers] = {}
+        for origin in () if self._is_open else settings.allow_origins:
+            self._of[origin.encode()] = [(b"access-control-allow-origin", origin.encode()), *told, _VARIES]
+        self._others: Headers = [(b"access-control-allow-origin", b"*"), *told] if self._is_open else [_VARIES]
+        self._writers = {origin: Writer(headers) for origin, headers in self._of.items()}
+        self._others_writer = Writer(self._others)
+        self._preflight: Headers = [
+            (b"access-control-allow-methods", _listed(settings.allow_methods)),
+            (b"access-control-allow-headers", _listed(settings.allow_headers)),
+            (b"access-control-max-age", b"%d" % settings.max_age_s),
+        ]
+
+    @classmethod
+    def of(cls, settings: CorsSettings) -> "Cors | None":
+        """Returns what the settings ask for; `None` where CORS is off."""
+        return cls(settings) if settings.allow_origins else None
+
+    def headers(self, origin: bytes) -> Headers:
+        """Returns what every reply to an origin has besides its own headers; an empty origin is none."""
+        return self._of.get(origin, self._others)
+
+    def writer(self, origin: bytes) -> Writer:
+        """Returns what renders the replies to an origin on the fast path."""
+        return self._writers.get(origin, self._others_writer)
+
+    def preflight(self, origin: bytes) -> Headers | None:
+        """Returns what a browser is told that asks what a page of an origin may send; `None` = nothing."""
+        return self._preflight if self._is_open or origin in self._of else None
+
+
+class CorsApp:
+    """An ASGI application whose replies tell browsers what pages of other origins may do.
+
+    Args:
+        app: The application.
+        cors: What they may do.
+    """
+
+    def __init__(self, app: ASGIApp, cors: Cors) -> None:
+        self._app = app
+        self._cors = cors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a preflight; passes any other request on."""
+        origin = origin_in(scope["headers"])
+        told = self._cors.headers(origin)
+
+        async def send_told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *told]
+            await send(message)
+
+        if scope["method"] == "OPTIONS" and origin and _asks_for_a_method(scope["headers"]):
+            await _answer(self._cors.preflight(origin), origin)(scope, receive, send_told)
+        else:
+            await self._app(scope, receive, send_told)
+
+
+def _asks_for_a_method(headers: Headers) -> bool:
+    return any(name == b"access-control-request-method" for name, _ in headers)
+
+
+def _answer(allowed: Headers | None, origin: bytes) -> Response:
+    if allowed is None:
+        text = f"pages of '{origin.decode('latin-1')[:200]}' may not call this server: QINFER_CORS__ALLOW_ORIGINS"
+        return Response(error_reply(403, text).body, 403, media_type="application/json")
+    response = Response(status_code=204)
+    response.raw_headers = list(allowed)
+    return response
+
+
+def _listed(names: Iterable[str]) -> bytes:
+    return ", ".join(names).encode()
