@@ -32,7 +32,7 @@ app = Commands(
 )
 _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (up.up, up.EXAMPLE, "Run everything on this machine."),
-    (example.example, example.EXAMPLE, "Write an example: a model, and inputs for it."),
+    (example.example, example.EXAMPLE, "Write an example: a model with inputs, or alerts."),
     (autoscale.autoscale, autoscale.EXAMPLE, "Run as many workers as the waiting work needs."),
     (infer.infer, infer.INFER_EXAMPLE, None),
     (jobs.submit, jobs.SUBMIT_EXAMPLE, "Submit a bulk job: a model scores files."),

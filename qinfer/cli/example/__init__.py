@@ -1,1 +1,4 @@
-"""`qinfer example`: a model to begin with; its files are made by `scripts/generate_example.py`."""
+"""`qinfer example`: files to begin with.
+
+`scripts/generate_example.py` makes those of `digits`; rules and dashboards of `monitoring` are links into `deploy/`.
+"""
