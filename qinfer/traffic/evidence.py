@@ -1,0 +1,171 @@
+"""One test for every check of a canary: whether a greater share of its requests is bad than of stable's. Pure.
+
+The test is an *e-process*: evidence that is multiplied by a factor for each block of requests, and that no harmless
+canary brings above n with a probability of more than 1 / n, however often and whenever somebody looks (Ville, 1939).
+So it is looked at after each block, and a bad canary is found as early as the numbers allow.
+
+A block has the requests of both targets over the same time. Only how the bad ones divide counts, given how many there
+are: where the targets are alike, the canary's number K of them is hypergeometric, whatever the load, the time of day
+and the common share of bad requests. For an odds ratio r > 1 the block's factor is
+
+    r^K / bound(r),    bound(r) ≥ E[r^K] if the targets are alike
+
+so its expectation is at most 1. K is a sum over a sample without replacement, for which the same sum with replacement
+is a bound (Hoeffding, 1963, theorem 4). That goes two ways, of which the lesser is taken: the canary's requests as
+draws of which a share is bad, or the bad requests as draws of which a share is the canary's.
+
+How bad the canary is, is not known: the evidence is spread over odds ratios, and each is followed on its own (method of
+mixtures). Blocks of two Bernoulli streams are those of Turner, Ly & Grünwald, "Generic E-variables for exact sequential
+k-sample tests that allow for optional stopping" (2024), here given the sum of both. A canary may be bad in a late step
+only: part of the evidence is kept for each later step, and begins with it.
+"""
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from qinfer.errors import InvalidRequest
+
+Array = npt.NDArray[np.float64]
+
+ODDS_RATIOS: Array = np.geomspace(1.2, 3000.0, 16)
+"""How much worse a canary may be: the ratio of the odds of its bad requests to those of stable's."""
+_LOG_ODDS = np.log(ODDS_RATIOS)
+_LARGEST_LOG = 700.0
+
+
+class Counts(msgspec.Struct, frozen=True, array_like=True):
+    """Requests of a target.
+
+    Attributes:
+        requests: How many there are.
+        bad: How many of them are bad, as the check understands it.
+    """
+
+    requests: int = 0
+    bad: int = 0
+
+    @property
+    def share(self) -> float:
+        """The share of bad requests; 0 where there are none."""
+        return self.bad / self.requests if self.requests else 0.0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(self.requests + other.requests, self.bad + other.bad)
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True):
+    """Requests of both targets that are alike but for the target: of the same time, and of the same batch size.
+
+    Attributes:
+        stable: The stable target's.
+        canary: The canary's.
+
+    Raises:
+        InvalidRequest: More requests are bad than there are.
+    """
+
+    stable: Counts = Counts()
+    canary: Counts = Counts()
+
+    def __post_init__(self) -> None:
+        if not all(0 <= one.bad <= one.requests for one in (self.stable, self.canary)):
+            raise InvalidRequest(f"{self} can't be: of a target's requests 0 to all are bad")
+
+    def __add__(self, other: "Block") -> "Block":
+        return Block(self.stable + other.stable, self.canary + other.canary)
+
+
+class Evidence(msgspec.Struct, frozen=True, array_like=True):
+    """The evidence that a canary is worse than stable in one respect.
+
+    Attributes:
+        seen: All requests so far.
+        waiting: Stratum → requests that count with the next block, because one of the targets has had none.
+        kept: The part of the evidence that has not begun.
+        logs: Logarithms of the parts that have, one for each of `ODDS_RATIOS`; empty before the first `begun`.
+    """
+
+    seen: Block = Block()
+    waiting: dict[str, Block] = {}
+    kept: float = 1.0
+    logs: tuple[float, ...] = ()
+
+    @property
+    def log(self) -> float:
+        """The logarithm of the evidence; 0 at the beginning."""
+        parts = [*self.logs, *([math.log(self.kept)] if self.kept > 0.0 else [])]
+        return float(np.logaddexp.reduce(parts))
+
+    @property
+    def value(self) -> float:
+        """The evidence: 1 at the beginning, and beyond `n` by chance in one of `n` cases at most."""
+        return math.exp(min(self.log, _LARGEST_LOG))
+
+    def begun(self, part: float) -> "Evidence":
+        """Returns the evidence with another part that counts blocks from now on; what waited is left out.
+
+        Args:
+            part: The part of the whole, whose parts are 1 in sum.
+        """
+        part = min(part, self.kept)
+        if part <= 0.0:
+            return Evidence(self.seen, {}, self.kept, self.logs)
+        fresh = np.full(len(ODDS_RATIOS), math.log(part / len(ODDS_RATIOS)))
+        logs = np.logaddexp(self.logs, fresh) if self.logs else fresh
+        # What is left of a sum of parts that is 1 but for rounding would be a part of its own.
+        kept = self.kept - part
+        return Evidence(self.seen, {}, kept if kept > 1e-9 else 0.0, tuple(logs.tolist()))
+
+    def against_stable(self, blocks: Mapping[str, Block], tolerated: float = 1.0) -> "Evidence":
+        """Returns the evidence after blocks of requests; those of one target alone wait for the other's.
+
+        Args:
+            blocks: Stratum, such as a batch size, → what has been counted since. How requests are divided into blocks
+                must not depend on which are bad.
+            tolerated: The odds ratio up to which the canary may be worse.
+        """
+        seen, waiting, logs = self.seen, dict(self.waiting), np.array(self.logs)
+        for stratum, new in blocks.items():
+            seen += new
+            block = waiting.pop(stratum, Block()) + new
+            if not (block.stable.requests and block.canary.requests):
+                waiting[stratum] = block
+            elif logs.size:
+                logs += _log_factors(block, tolerated)
+        return Evidence(seen, waiting, self.kept, tuple(logs.tolist()))
+
+    def against_share(self, blocks: Mapping[str, Block], allowed: float) -> "Evidence":
+        """Returns the evidence that more than a share of the canary's requests is bad; stable's do not count.
+
+        Args:
+            blocks: Stratum → what has been counted since.
+            allowed: The share.
+        """
+        seen, logs = self.seen, np.array(self.logs)
+        for block in blocks.values():
+            seen += block
+            if logs.size:
+                canary = block.canary
+                logs += canary.bad * _LOG_ODDS - canary.requests * np.log1p(allowed * (ODDS_RATIOS - 1.0))
+        return Evidence(seen, self.waiting, self.kept, tuple(logs.tolist()))
+
+
+def _log_factors(block: Block, tolerated: float) -> Array:
+    """Returns the logarithms of a block's factors: float64[odds ratios].
+
+    With a tolerance t the hypothesis is an odds ratio of at most t, under which (by monotone likelihood ratios) the
+    factor r^K · E[t^K] / E[(t·r)^K] has an expectation of at most 1; the expectations are those of alike targets, and
+    E[t^K] ≥ t^E[K].
+    """
+    canary, both = block.canary, block.stable + block.canary
+    beyond = tolerated * ODDS_RATIOS - 1.0
+    share_of_canary = canary.requests / both.requests
+    as_requests = canary.requests * np.log1p(both.share * beyond)
+    as_bad_ones = both.bad * np.log1p(share_of_canary * beyond)
+    expected = both.bad * share_of_canary
+    factors: Array = canary.bad * _LOG_ODDS + expected * math.log(tolerated) - np.minimum(as_requests, as_bad_ones)
+    return factors
