@@ -1,0 +1,445 @@
+"""The life of a canary as a pure state machine: what has been counted, and the time → what to do, and why.
+
+    begin ─▶ step 1 ─▶ step 2 ─▶ … ─▶ finish: the canary's version number is the stable one
+               │          │
+               └──────────┴─▶ roll back, as soon as a check has decided; pause, by hand or without data
+
+Each check compares a share of bad requests with stable's by one test (`qinfer.traffic.evidence`). The evidence lasts
+from the first step to the last; the rate of false rollbacks that the plan allows is that of the whole canary, and
+divided evenly over the checks. Whether requests are slow is told by limits that are fixed from stable's latencies when
+a step begins, so that load that slows both targets down proves nothing against the canary.
+
+A step lasts its least time and its least number of requests, and longer while the evidence of a check is more than half
+of the way to a decision. A transition is to be stored only if endpoint and step are still (`revision`, `step`) of the
+state that it was decided from: then a controller that has lost its lease changes nothing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from qinfer.errors import InvalidRequest
+from qinfer.traffic.evidence import Block, Evidence
+from qinfer.wire.versions import Record
+
+LEAST_LATENCIES = 100
+"""Latencies of stable that a limit needs."""
+_CLOSE = 0.5
+"""The part of the way to a decision (of its logarithm) from which on evidence holds a canary back."""
+
+BY_HAND, NO_DATA = "by hand", "no data"
+"""Why a canary is paused; one without data goes on by itself when there are some."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step of a canary.
+
+    Attributes:
+        weight: The share of requests that the canary answers, from 0 to less than 1; 0 = it answers none.
+        shadow: The share of requests that the canary executes beside stable, which answers them.
+        least_s: The least time of the step, in seconds.
+        least_requests: The least number of the canary's requests.
+    """
+
+    weight: float = 0.0
+    shadow: float = 0.0
+    least_s: float = 60.0
+    least_requests: int = 100
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A share of the canary's requests that is compared.
+
+    Attributes:
+        of: The requests that are bad: with `errors`; with an `execution` time, or a `latency` as the caller sees it,
+            above stable's quantile; with `disagreements`.
+        quantile: That of `execution` and `latency`, such as 0.5 or 0.99.
+        tolerated: The odds ratio up to which the canary may be worse than stable; 1 = not worse.
+        allowed: A share that is compared with instead of stable's; `disagreements` have no other.
+    """
+
+    of: Literal["errors", "execution", "latency", "disagreements"]
+    quantile: float = 0.0
+    tolerated: float = 1.0
+    allowed: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The check's name, such as `errors` or `execution p99`."""
+        return f"{self.of} p{self.quantile * 100:g}" if self.quantile else self.of
+
+
+CHECKS = (
+    Check(of="errors"),
+    Check(of="execution", quantile=0.5),
+    Check(of="execution", quantile=0.99),
+    Check(of="latency", quantile=0.99),
+    Check(of="disagreements", allowed=0.01),
+)
+
+
+class CanaryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is declared for the canaries of an endpoint; to be checked by `checked`.
+
+    Attributes:
+        steps: The steps in order; promotion follows the last.
+        checks: The checks.
+        false_rollbacks: The rate of canaries as good as stable that may be rolled back, at most.
+        no_data_s: Seconds without requests of a target after which the canary is paused.
+    """
+
+    steps: tuple[Step, ...]
+    checks: tuple[Check, ...] = CHECKS
+    false_rollbacks: float = 0.01
+    no_data_s: float = 600.0
+
+    @property
+    def decides(self) -> float:
+        """The evidence with which a check decides."""
+        return len(self.checks) / self.false_rollbacks
+
+
+class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The state of a canary, as it is stored.
+
+    Attributes:
+        stable: The version number of the stable target.
+        canary: The version number of the canary.
+        revision: The endpoint's revision, which each transition raises.
+        since_s: The time at which the step began, in seconds since the epoch, as all times here.
+        step: The index of the step.
+        requests: The canary's requests of this step.
+        stable_at_s: The time of the last requests of stable.
+        canary_at_s: The time of the last requests of the canary.
+        evidence: Check → the evidence so far.
+        limits: Check → stratum → seconds above which a request is slow in this step.
+        paused: Why it is paused; empty = it is not.
+        ended: The action that has ended it; empty = it goes on.
+    """
+
+    stable: int
+    canary: int
+    revision: int
+    since_s: float
+    step: int = 0
+    requests: int = 0
+    stable_at_s: float
+    canary_at_s: float
+    evidence: dict[str, Evidence]
+    limits: dict[str, dict[str, float]] = {}
+    paused: str = ""
+    ended: str = ""
+
+
+CANARY_STATES = Record(CanaryState, "the state of a canary")
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What gateways have counted since the last time.
+
+    Attributes:
+        now_s: The time.
+        revision: The endpoint's revision that the counts belong to.
+        step: The step that they belong to.
+        blocks: Check → stratum → requests; those of `errors` are all requests. Only requests alike but for the target
+            share a stratum: of execution times those of like batch size.
+    """
+
+    now_s: float
+    revision: int
+    step: int
+    blocks: Mapping[str, Mapping[str, Block]]
+
+
+class Action(StrEnum):
+    """What a decision does."""
+
+    HOLD = "hold"
+    PROMOTE = "promote"
+    FINISH = "finish"
+    PAUSE = "pause"
+    RESUME = "resume"
+    ROLL_BACK = "roll back"
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of a check.
+
+    Attributes:
+        check: The check's name.
+        seen: The requests since the canary began.
+        evidence: The evidence that the canary is worse.
+        decides: The evidence with which the check decides.
+        allowed: The share that the canary's is compared with; `None` = stable's.
+    """
+
+    check: str
+    seen: Block
+    evidence: float
+    decides: float
+    allowed: float | None = None
+
+    @property
+    def has_decided(self) -> bool:
+        """Whether the canary is worse."""
+        return self.evidence >= self.decides
+
+    @property
+    def is_close(self) -> bool:
+        """Whether more than half of the way to a decision is gone."""
+        return self.evidence > math.exp(_CLOSE * math.log(self.decides))
+
+    def __str__(self) -> str:
+        """Returns the numbers in words."""
+        canary, stable = self.seen.canary, self.seen.stable
+        other = (
+            f"{stable.bad:,} of {stable.requests:,} ({stable.share:.2%}) of stable"
+            if self.allowed is None
+            else f"{self.allowed:.2%} allowed"
+        )
+        return (
+            f"{self.check}: {canary.bad:,} of {canary.requests:,} requests ({canary.share:.2%}) of the canary, "
+            f"{other}; evidence {self.evidence:.3g}, {self.decides:g} decides"
+        )
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be done with a canary.
+
+    Attributes:
+        action: What.
+        reason: Why, in words.
+        verdicts: The numbers of all checks.
+        stable: The version number that is the stable one from now on.
+    """
+
+    action: Action
+    reason: str
+    verdicts: tuple[Verdict, ...]
+    stable: int
+
+
+def checked(plan: CanaryPlan) -> CanaryPlan:
+    """Returns a plan that can be carried out.
+
+    Raises:
+        InvalidRequest: A value can't be; the text names it.
+    """
+    if not plan.steps:
+        raise InvalidRequest("a canary has no steps; give it at least one, such as weight 0.05")
+    for number, step in enumerate(plan.steps, 1):
+        if not (0 <= step.weight < 1 and 0 <= step.shadow <= 1 and step.weight + step.shadow > 0):
+            raise InvalidRequest(
+                f"step {number} has weight {step.weight:g} and shadow {step.shadow:g}; make weight a share from 0 to "
+                "less than 1, shadow one from 0 to 1, and one of them more than 0"
+            )
+        if not (0 <= step.least_s < math.inf and step.least_requests >= 1):
+            raise InvalidRequest(
+                f"step {number} lasts {step.least_s:g} s and {step.least_requests} requests at least; make the time 0 "
+                "or more, and the requests 1 or more"
+            )
+    for check in plan.checks:
+        _check_numbers(check)
+    names = [check.name for check in plan.checks]
+    if "errors" not in names or len(set(names)) < len(names):
+        raise InvalidRequest(f"the checks are {', '.join(names) or 'none'}; name each once, and errors among them")
+    if not (0 < plan.false_rollbacks < 1 and plan.no_data_s > 0):
+        raise InvalidRequest(
+            f"false_rollbacks is {plan.false_rollbacks:g} and no_data_s {plan.no_data_s:g}; make the first a share "
+            "between 0 and 1, and the second more than 0"
+        )
+    return plan
+
+
+def _check_numbers(check: Check) -> None:
+    is_latency = check.of in ("execution", "latency")
+    if is_latency != (0 < check.quantile < 1):
+        raise InvalidRequest(
+            f"the check of {check.of} has the quantile {check.quantile:g}; "
+            + ("make it one between 0 and 1, such as 0.99" if is_latency else "leave it out")
+        )
+    if not 1 <= check.tolerated <= 100:
+        raise InvalidRequest(
+            f"the check '{check.name}' tolerates {check.tolerated:g}; make it an odds ratio from 1 to 100"
+        )
+    if check.of == "disagreements" and check.allowed is None:
+        raise InvalidRequest("the check of disagreements allows no share; say how many are allowed, such as 0.01")
+    if check.allowed is not None and (is_latency or not 0 <= check.allowed < 1):
+        raise InvalidRequest(
+            f"the check '{check.name}' allows {check.allowed:g}; "
+            + ("leave it out, the quantile says it" if is_latency else "make it a share from 0 to less than 1")
+        )
+
+
+def begin(plan: CanaryPlan, stable: int, canary: int, revision: int, now_s: float) -> CanaryState:
+    """Returns the state at the beginning of the first step.
+
+    Args:
+        plan: The plan.
+        stable: The version number of the stable target.
+        canary: That of the canary.
+        revision: The endpoint's revision with the first step.
+        now_s: The time.
+    """
+    return CanaryState(
+        stable=stable,
+        canary=canary,
+        revision=revision,
+        since_s=now_s,
+        stable_at_s=now_s,
+        canary_at_s=now_s,
+        evidence={check.name: Evidence().begun(1.0 / len(plan.steps)) for check in plan.checks},
+    )
+
+
+def with_limits(
+    plan: CanaryPlan, state: CanaryState, latencies: Mapping[str, Mapping[str, Sequence[float]]]
+) -> CanaryState:
+    """Returns the state with limits where there are none yet in this step; to be stored, for gateways count by them.
+
+    Args:
+        plan: The plan.
+        state: The state.
+        latencies: `execution` and `latency` → stratum → stable's latest, in seconds, of at least `LEAST_LATENCIES`.
+    """
+    limits = {name: dict(known) for name, known in state.limits.items()}
+    for check in plan.checks:
+        for stratum, found in latencies.get(check.of, {}).items():
+            if check.quantile and len(found) >= LEAST_LATENCIES:
+                limits.setdefault(check.name, {}).setdefault(stratum, float(np.quantile(found, check.quantile)))
+    return replace(state, limits=limits)
+
+
+def decide(plan: CanaryPlan, state: CanaryState, seen: Seen) -> tuple[Decision, CanaryState]:
+    """Decides what to do after further requests; returns the state after it, too.
+
+    Only a state of another `revision` is a transition; that of `hold` has the evidence of what was seen.
+    """
+    if reason := _why_not_counted(state, seen):
+        return _decision(plan, state, Action.HOLD, reason), state
+    state = _observed(plan, state, seen)
+    verdicts = verdicts_of(plan, state)
+    if guilty := [str(verdict) for verdict in verdicts if verdict.has_decided]:
+        return roll_back(plan, state, "; ".join(guilty))
+    silent_s = seen.now_s - min(state.stable_at_s, state.canary_at_s)
+    if silent_s >= plan.no_data_s and not state.paused:
+        target = "stable" if state.stable_at_s < state.canary_at_s else "the canary"
+        return pause(plan, state, NO_DATA, f"{target} has had no requests for {silent_s:.0f} s")
+    if state.paused == NO_DATA and silent_s < plan.no_data_s:
+        return resume(plan, state, "there are requests again")
+    if reason := _why_not_yet(plan, state, verdicts, seen.now_s):
+        return _decision(plan, state, Action.HOLD, reason), state
+    return promote(plan, state, seen.now_s, f"no check has found the canary worse in {state.requests:,} requests")
+
+
+def _why_not_counted(state: CanaryState, seen: Seen) -> str:
+    if state.ended:
+        return f"it has ended: {state.ended}"
+    if (seen.revision, seen.step) != (state.revision, state.step):
+        return f"what was counted belongs to revision {seen.revision}, step {seen.step + 1}"
+    return ""
+
+
+def _why_not_yet(plan: CanaryPlan, state: CanaryState, verdicts: Sequence[Verdict], now_s: float) -> str:
+    """Returns why a canary stays in its step; empty = nothing keeps it there."""
+    if state.paused:
+        return f"paused: {state.paused}"
+    step, lasts_s = plan.steps[state.step], now_s - state.since_s
+    if lasts_s < step.least_s or state.requests < step.least_requests:
+        return (
+            f"step {state.step + 1} of {len(plan.steps)}: {max(lasts_s, 0):.0f} s of at least {step.least_s:g} s, "
+            f"{state.requests:,} requests of at least {step.least_requests:,}"
+        )
+    return "; ".join(f"close: {verdict}" for verdict in verdicts if verdict.is_close)
+
+
+def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> tuple[Decision, CanaryState]:
+    """Goes on to the next step, or after the last finishes: the canary becomes stable.
+
+    Args:
+        plan: The plan.
+        state: The state.
+        now_s: The time.
+        reason: Why.
+    """
+    if state.step + 1 >= len(plan.steps):
+        ended = replace(state, revision=state.revision + 1, stable=state.canary, ended=Action.FINISH.value)
+        return _decision(plan, ended, Action.FINISH, reason), ended
+    part = 1.0 / len(plan.steps)
+    after = replace(
+        state,
+        revision=state.revision + 1,
+        step=state.step + 1,
+        since_s=now_s,
+        requests=0,
+        evidence={name: one.begun(part) for name, one in state.evidence.items()},
+        limits={},
+        paused="",
+    )
+    return _decision(plan, after, Action.PROMOTE, f"to step {after.step + 1} of {len(plan.steps)}: {reason}"), after
+
+
+def roll_back(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[Decision, CanaryState]:
+    """Ends the canary; stable stays stable."""
+    ended = replace(state, revision=state.revision + 1, ended=Action.ROLL_BACK.value)
+    return _decision(plan, ended, Action.ROLL_BACK, reason), ended
+
+
+def pause(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> tuple[Decision, CanaryState]:
+    """Keeps the canary in its step, with its weight; checks go on, and may roll it back.
+
+    Args:
+        plan: The plan.
+        state: The state.
+        why: `BY_HAND` or `NO_DATA`.
+        reason: Why, in words.
+    """
+    paused = replace(state, revision=state.revision + 1, paused=why)
+    return _decision(plan, paused, Action.PAUSE, f"{why}: {reason}" if reason else why), paused
+
+
+def resume(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[Decision, CanaryState]:
+    """Ends a pause."""
+    resumed = replace(state, revision=state.revision + 1, paused="")
+    return _decision(plan, resumed, Action.RESUME, reason), resumed
+
+
+def verdicts_of(plan: CanaryPlan, state: CanaryState) -> tuple[Verdict, ...]:
+    """Returns the numbers of all checks as they are."""
+    return tuple(
+        Verdict(
+            check=check.name,
+            seen=state.evidence[check.name].seen,
+            evidence=state.evidence[check.name].value,
+            decides=plan.decides,
+            allowed=check.allowed,
+        )
+        for check in plan.checks
+    )
+
+
+def _observed(plan: CanaryPlan, state: CanaryState, seen: Seen) -> CanaryState:
+    evidence = dict(state.evidence)
+    for check in plan.checks:
+        before, blocks = evidence[check.name], seen.blocks.get(check.name, {})
+        if check.allowed is None:
+            evidence[check.name] = before.against_stable(blocks, check.tolerated)
+        else:
+            evidence[check.name] = before.against_share(blocks, check.allowed)
+    all_ = sum(seen.blocks.get("errors", {}).values(), Block())
+    return replace(
+        state,
+        evidence=evidence,
+        requests=state.requests + all_.canary.requests,
+        stable_at_s=seen.now_s if all_.stable.requests else state.stable_at_s,
+        canary_at_s=seen.now_s if all_.canary.requests else state.canary_at_s,
+    )
+
+
+def _decision(plan: CanaryPlan, state: CanaryState, action: Action, reason: str) -> Decision:
+    return Decision(action=action, reason=reason, verdicts=verdicts_of(plan, state), stable=state.stable)
