@@ -1,0 +1,293 @@
+"""How the outputs of two targets differ, row by row: pure, on whole batches with numpy.
+
+    values of both ──▶ compared ──▶ Rows: agreement and distance of each row ──▶ Summary, Samples
+
+Rows agree by one of three rules: `argmax` (the greatest element of each vector is the same one), `equal` (all elements
+are the same, for texts and whole numbers), or `within` (no element is further away than the tolerance). The distance of
+a row is the largest one of its elements; texts have none. Rows can't be measured where one of the targets alone has a
+NaN, or their shapes differ: they disagree, and count apart.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from qinfer.errors import InvalidRequest
+
+Array = npt.NDArray[Any]
+Values = Array | Sequence[Array]
+"""An output: an array of rows, `[rows, …]`, or a list of one array for each row where their shapes differ."""
+
+_ELEMENTS, _CHARACTERS = 8, 200
+"""So many elements, or characters, of a value are shown."""
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When rows of an output agree.
+
+    Attributes:
+        agree: `argmax`, `equal` or `within`; empty = `equal` for texts and whole numbers, `argmax` for one vector of
+            floats a row, and `within` for other floats.
+        tolerance: The distance up to which elements are `within`.
+        relative: The same as a share of the stable target's element; the two are added.
+        nan: Whether a NaN of both targets at the same place is `equal`, or `differs`.
+    """
+
+    agree: Literal["", "argmax", "equal", "within"] = ""
+    tolerance: float = 0.0
+    relative: float = 0.0
+    nan: Literal["equal", "differs"] = "equal"
+
+    def of(self, values: Values) -> "Rule":
+        """Returns the rule with what it says of an output of these values.
+
+        Raises:
+            InvalidRequest: Such values can't be compared so.
+        """
+        one = values if isinstance(values, np.ndarray) else next(iter(values), np.empty(0))
+        axes = one.ndim - isinstance(values, np.ndarray)
+        if self.agree in ("argmax", "within") and one.dtype.kind in "OSU":
+            raise InvalidRequest(f"texts can't be compared by '{self.agree}'; leave it out, or say 'equal'")
+        if self.agree == "argmax" and axes < 1:
+            raise InvalidRequest("an output of one value a row has no argmax; say 'equal' or 'within'")
+        if self.agree:
+            return self
+        is_vector = axes == 1 and (isinstance(values, list) or one.shape[1] > 1)
+        by = "equal" if one.dtype.kind != "f" else "argmax" if is_vector else "within"
+        return msgspec.structs.replace(self, agree=by)
+
+
+class Rows(NamedTuple):
+    """The comparison of a batch.
+
+    Attributes:
+        agrees: bool[rows].
+        distances: float64[rows]; infinite where a row can't be measured, NaN where there is nothing to measure.
+    """
+
+    agrees: npt.NDArray[np.bool_]
+    distances: npt.NDArray[np.float64]
+
+    def most_different(self, count: int) -> list[int]:
+        """Returns the numbers of rows that disagree or have a distance, the most different first."""
+        rank = np.nan_to_num(self.distances, nan=0.0, posinf=math.inf)
+        order = np.lexsort((-rank, self.agrees))[:count]
+        return [int(row) for row in order if not self.agrees[row] or rank[row] > 0]
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparison of all rows of an output.
+
+    Attributes:
+        rows: The number of rows.
+        agreeing: How many agree.
+        unmeasured: How many can't be measured.
+        measured: How many have a distance.
+        largest: The largest distance.
+        total: The sum of distances.
+    """
+
+    rows: int = 0
+    agreeing: int = 0
+    unmeasured: int = 0
+    measured: int = 0
+    largest: float = 0.0
+    total: float = 0.0
+
+    @property
+    def agreement(self) -> float:
+        """The share of rows that agree; 1 where there are none."""
+        return self.agreeing / self.rows if self.rows else 1.0
+
+    @property
+    def mean(self) -> float:
+        """The mean distance."""
+        return self.total / self.measured if self.measured else 0.0
+
+    def with_rows(self, rows: Rows) -> "Summary":
+        """Returns the summary with the rows of a batch."""
+        finite = rows.distances[np.isfinite(rows.distances)]
+        return self + Summary(
+            rows=len(rows.agrees),
+            agreeing=int(np.count_nonzero(rows.agrees)),
+            unmeasured=int(np.count_nonzero(np.isinf(rows.distances))),
+            measured=finite.size,
+            largest=float(finite.max(initial=0.0)),
+            total=float(finite.sum()),
+        )
+
+    def __add__(self, other: "Summary") -> "Summary":
+        return Summary(
+            rows=self.rows + other.rows,
+            agreeing=self.agreeing + other.agreeing,
+            unmeasured=self.unmeasured + other.unmeasured,
+            measured=self.measured + other.measured,
+            largest=max(self.largest, other.largest),
+            total=self.total + other.total,
+        )
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """A row in which an output differs.
+
+    Attributes:
+        row: What identifies the row: the id of a request, or the key of a row.
+        output: The output.
+        stable: Its value of the stable target, shortened; empty = redacted.
+        canary: The same of the canary.
+        agrees: Whether they agree.
+        distance: The distance; `None` = it can't be measured.
+    """
+
+    row: str
+    output: str
+    stable: str
+    canary: str
+    agrees: bool
+    distance: float | None
+
+    @property
+    def size_bytes(self) -> int:
+        """About how many bytes it holds."""
+        return sum(len(text.encode()) for text in (self.row, self.output, self.stable, self.canary)) + 32
+
+
+class Samples:
+    """The most different rows, up to a number and a number of bytes.
+
+    Args:
+        most: The number of rows.
+        most_bytes: Their bytes in sum.
+        redact: Keep no values, which may be secret.
+    """
+
+    def __init__(self, most: int = 20, most_bytes: int = 65_536, *, redact: bool = False) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._redact = redact
+        self._kept: list[Sample] = []
+
+    def take(self, output: str, names: Sequence[str], stable: Values, canary: Values, rows: Rows) -> None:
+        """Takes the most different rows of a batch.
+
+        Args:
+            output: The output.
+            names: What identifies the rows.
+            stable: The values of the stable target.
+            canary: Those of the canary.
+            rows: Their comparison.
+        """
+        for row in rows.most_different(self._most):
+            distance = float(rows.distances[row])
+            self._kept.append(
+                Sample(
+                    row=names[row][:_CHARACTERS],
+                    output=output,
+                    stable="" if self._redact else shown(stable[row]),
+                    canary="" if self._redact else shown(canary[row]),
+                    agrees=bool(rows.agrees[row]),
+                    distance=distance if math.isfinite(distance) else None,
+                )
+            )
+        self._kept.sort(key=_rank)
+        del self._kept[self._most :]
+        while sum(sample.size_bytes for sample in self._kept) > self._most_bytes:
+            self._kept.pop()
+
+    def all(self) -> list[Sample]:
+        """Returns the rows, the most different first."""
+        return list(self._kept)
+
+
+def compared(rule: Rule, stable: Values, canary: Values) -> Rows:
+    """Compares an output of two targets.
+
+    Args:
+        rule: When rows agree; see `Rule.of`.
+        stable: The values of the stable target.
+        canary: Those of the canary.
+
+    Raises:
+        InvalidRequest: The targets have different numbers of rows, or such values can't be compared so.
+    """
+    if len(stable) != len(canary):
+        raise InvalidRequest(
+            f"the targets have {len(stable)} and {len(canary)} rows; only equal numbers can be compared"
+        )
+    rule = rule.of(stable)
+    if isinstance(stable, np.ndarray) and isinstance(canary, np.ndarray) and stable.shape == canary.shape:
+        return _alike(rule, stable, canary)
+    rows = len(stable)
+    found = Rows(np.zeros(rows, np.bool_), np.full(rows, math.inf))
+    shapes = [(stable[row].shape, canary[row].shape) for row in range(rows)]
+    for shape in {one for one, other in shapes if one == other}:
+        chosen = [row for row in range(rows) if shapes[row] == (shape, shape)]
+        part = _alike(rule, np.stack([stable[row] for row in chosen]), np.stack([canary[row] for row in chosen]))
+        found.agrees[chosen], found.distances[chosen] = part
+    return found
+
+
+def _alike(rule: Rule, stable: Array, canary: Array) -> Rows:
+    """Compares arrays of one shape."""
+    if {stable.dtype.kind, canary.dtype.kind} & set("OSU"):
+        return Rows(_in_all(np.asarray(stable == canary, np.bool_)), np.full(len(stable), math.nan))
+    ours, theirs = stable.astype(np.float64), canary.astype(np.float64)
+    apart = _distances(rule, ours, theirs)
+    distances = apart.reshape(len(apart), math.prod(apart.shape[1:])).max(axis=1, initial=0.0)
+    if rule.agree == "argmax":
+        return Rows(np.isfinite(distances) & _same_places(ours, theirs), distances)
+    if rule.agree == "equal":
+        # Not by distance: large whole numbers that differ may be the same as float64.
+        are_nan = np.isnan(ours) & np.isnan(theirs) if rule.nan == "equal" else np.zeros(ours.shape, np.bool_)
+        return Rows(_in_all((stable == canary) | are_nan), distances)
+    # The share of infinity or NaN is none.
+    allowed = rule.tolerance + rule.relative * np.nan_to_num(np.abs(ours), posinf=0.0)
+    return Rows(_in_all(apart <= allowed), distances)
+
+
+def _in_all(marks: Array) -> Array:
+    """Tells of each row whether all its elements are marked."""
+    return np.asarray(marks.reshape(len(marks), math.prod(marks.shape[1:])).all(axis=1))
+
+
+def _distances(rule: Rule, stable: Array, canary: Array) -> Array:
+    """Returns the distances of elements: infinite where a NaN, or infinity, is one target's only."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart: Array = np.abs(stable - canary)
+    apart[stable == canary] = 0.0  # two infinities
+    nans = np.isnan(stable) & np.isnan(canary)
+    apart[np.isnan(apart)] = math.inf
+    if rule.nan == "equal":
+        apart[nans] = 0.0
+    return apart
+
+
+def _same_places(stable: Array, canary: Array) -> Array:
+    """Tells of each row whether the greatest elements of its vectors are at the same places; NaN is the least."""
+    if not stable.size:
+        return np.ones(len(stable), np.bool_)
+    ours, theirs = (np.where(np.isnan(values), -math.inf, values).argmax(axis=-1) for values in (stable, canary))
+    return _in_all(np.asarray(ours == theirs))
+
+
+def shown(value: Any) -> str:
+    """Returns a value as a short text."""
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    if isinstance(value, str):
+        return value if len(value) <= _CHARACTERS else f"{value[: _CHARACTERS - 1]}…"
+    flat = np.asarray(value).reshape(-1)
+    if flat.dtype.kind in "OSU":
+        parts = [shown(one) for one in flat[:_ELEMENTS]]
+    else:
+        parts = [f"{one:.4g}" if flat.dtype.kind == "f" else str(one) for one in flat[:_ELEMENTS].tolist()]
+    text = ", ".join([*parts, "…"] if flat.size > _ELEMENTS else parts)
+    return text if np.ndim(value) == 0 else f"[{text}]"
+
+
+def _rank(sample: Sample) -> tuple[bool, float]:
+    return sample.agrees, -(math.inf if sample.distance is None else sample.distance)
