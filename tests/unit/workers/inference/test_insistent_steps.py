@@ -6,7 +6,14 @@ import weakref
 import pytest
 
 from qinfer.core.messages import Failure, InferRequest, Response
-from qinfer.errors import BrokerUnavailable, DeadlineInfeasible, InferenceFailed, QueueFull
+from qinfer.errors import (
+    TIMED_OUT,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    DeadlineInfeasible,
+    InferenceFailed,
+    QueueFull,
+)
 from qinfer.models.ensemble_graph import PlanStep
 from qinfer.submission.pending import Sink
 from qinfer.testing import eventually, stub_spec
@@ -134,6 +141,18 @@ async def test_no_time_is_left() -> None:
         InsistentSteps(Way(refusals=1), is_stored=False).submit_step(STEP, asked(), taker, 0.01)
 
     assert [response.failure for response in taker.came] == [AWAY]
+
+
+async def test_an_asynchronous_request_without_time_left_has_expired() -> None:
+    """That Redis is away is not why it ends: it would have waited longer."""
+    way, taker = Way(), Taker()
+    InsistentSteps(way, is_stored=True).submit_step(STEP, asked(), taker, 0.01)
+    way.fails()
+
+    with pytest.raises(DeadlineExceeded):
+        InsistentSteps(Way(refusals=1), is_stored=True).submit_step(STEP, asked(), taker, 0.01)
+
+    assert [response.failure for response in taker.came] == [Failure.of(DeadlineExceeded(TIMED_OUT))]
 
 
 async def test_what_is_cancelled_is_not_submitted_again() -> None:

@@ -2,7 +2,8 @@
 
     submit_step ─▶ submitted ─▶ (the broker is away) ─▶ a pause ─▶ submitted again … until the deadline
 
-So are those of asynchronous requests, which nobody sends again, while a model has too much to do: they expire instead.
+So are those of asynchronous requests, which nobody sends again, while a model has too much to do. Where no time is left
+to wait, they have expired; a caller that waits is told what the trouble is.
 What was submitted before may be executed all the same, and its answer is dropped; a step of a sequence has a number,
 and is executed once.
 """
@@ -20,8 +21,7 @@ from qinfer_workers.inference.ensembles.run import Steps, Submitted
 
 _FIRST_S, _LAST_S = 0.05, 1.0
 _AWAY = frozenset({ErrorCode.BROKER_UNAVAILABLE.value})
-_OVERLOADED = frozenset({ErrorCode.QUEUE_FULL.value, ErrorCode.DEADLINE_INFEASIBLE.value})
-_OF_STORED = _AWAY | _OVERLOADED
+_OF_STORED = _AWAY | {ErrorCode.QUEUE_FULL.value, ErrorCode.DEADLINE_INFEASIBLE.value}
 
 
 class InsistentSteps:
@@ -34,6 +34,7 @@ class InsistentSteps:
 
     def __init__(self, steps: Steps, *, is_stored: bool) -> None:
         self.steps = steps
+        self.is_stored = is_stored
         self.failures = _OF_STORED if is_stored else _AWAY
         self.loop = asyncio.get_running_loop()
 
@@ -108,7 +109,7 @@ class _Insisted:
 
     def _expires(self, code: str) -> bool:
         """Tells whether a last failure only means that there was no time to wait longer."""
-        return code in _OVERLOADED and code in self._way.failures
+        return self._way.is_stored and code in _OF_STORED
 
     def _waits(self, code: str) -> bool:
         """Has it submitted again after a pause, if that may help and there is time for it."""
