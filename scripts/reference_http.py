@@ -16,6 +16,8 @@ HEAD = """
 Every operation of the gateway's HTTP port, with its parameters, bodies and statuses: what `/openapi.json` of a running
 gateway says. [HTTP](http-api.md) explains them.
 
+An operation with a scope needs an [API key](http-api.md#api-keys) that has it, where the server asks for keys.
+
 Errors are always `{"error": "<what happened, the value, what to do>"}`, an [ErrorBody](#errorbody).
 """
 VERSION = "/versions/{version}"

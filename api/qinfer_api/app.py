@@ -66,6 +66,7 @@ from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.requests.webhooks import Webhooks, read_secret
+from qinfer_api.rest.docs_page import docs_routes
 from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.management import (
     model_routes,
@@ -486,6 +487,8 @@ def build_app(services: Services, jobs: BulkJobs, labeling: Labeling) -> FastAPI
         description=_ABOUT,
         redirect_slashes=False,
         exception_handlers=ERROR_HANDLERS,
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
+        redoc_url=None,
     )
     inference = guarded(services, "inference")
     busiest_first = (infer_routes, request_routes)
@@ -495,5 +498,6 @@ def build_app(services: Services, jobs: BulkJobs, labeling: Labeling) -> FastAPI
     routers += [(routes(services), []) for routes in (*others, shared_memory_routes)]
     for router, dependencies in routers:
         app.include_router(router, dependencies=dependencies)
+    app.include_router(docs_routes())
     app.openapi = document_of(app, [router for router, _ in routers])  # type: ignore[method-assign]  # as FastAPI documents it
     return app

@@ -46,7 +46,7 @@ _REFUSALS = errors(400, 401, 403, 404, 500, 501, 503)
 
 
 def _about(summary: str, schema: type, description: str, *parameters: Json, takes: Json | None = None) -> Json:
-    return operation(summary, {200: answer(description, schema), **_REFUSALS}, *parameters, takes=takes)
+    return operation(summary, {200: answer(description, schema), **_REFUSALS}, *parameters, takes=takes, basic=True)
 
 
 _HEALTH = _about("Is the model up?", LabelHealth, "It takes tasks.")
@@ -54,7 +54,10 @@ _SETUP = _about("Connect a project", LabelSetup, "Mapping, label config and mode
 _VERSIONS = _about("List the versions", LabelVersions, "The versions.")
 _PREDICT = _about("Predict tasks", LabelPredictions, "The predictions.", takes=body(PredictCall))
 _EVENT = operation(
-    "Tell of an event", {201: answer("What it says is safe.", LabelEvent), **_REFUSALS}, takes=body(EventCall)
+    "Tell of an event",
+    {201: answer("What it says is safe.", LabelEvent), **_REFUSALS},
+    takes=body(EventCall),
+    basic=True,
 )
 _TASKS = _about(
     "Where are the tasks of a project?",
@@ -70,6 +73,7 @@ _ORDER = operation(
     {202: answer("They are queued.", LabelOrder), **_REFUSALS, **errors(429)},
     query("page", "`next` of the call before.", type="integer", minimum=1),
     query("all", "Those too that have predictions of others.", type="boolean", default=False),
+    basic=True,
 )
 
 

@@ -7,12 +7,15 @@ docstring, with the sections `Attributes` and `Example`, the latter in JSON.
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI
+from fastapi.params import Security
 from fastapi.routing import APIRoute
+
+from qinfer.core.api_keys import Scope
 
 Json = dict[str, Any]
 
@@ -33,6 +36,14 @@ _MEANING = {
 }
 
 
+_BASIC = "basic"
+_SCHEMES: Json = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, where the server asks for keys."},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "The same key."},
+    _BASIC: {"type": "http", "scheme": "basic", "description": "The same key as the password; any user name."},
+}
+
+
 class ErrorBody(msgspec.Struct, frozen=True):
     """Body of every error: what happened, the value, and what to do.
 
@@ -43,7 +54,9 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: str
 
 
-def operation(summary: str, responses: dict[int, Json], *parameters: Json, takes: Json | None = None) -> Json:
+def operation(
+    summary: str, responses: dict[int, Json], *parameters: Json, takes: Json | None = None, basic: bool = False
+) -> Json:
     """Returns the arguments of a route's decorator that describe the route.
 
     Args:
@@ -51,8 +64,9 @@ def operation(summary: str, responses: dict[int, Json], *parameters: Json, takes
         responses: By status, as `answer` and `errors` make them.
         parameters: Of the query and the header, as `query` and `header` make them.
         takes: The request's body, as `body` makes it.
+        basic: Whether an API key may be the password of Basic authentication, too.
     """
-    extra: Json = {"responses": responses, "parameters": parameters}
+    extra: Json = {"responses": responses, "parameters": parameters, _BASIC: basic}
     if takes is not None:
         extra["requestBody"] = takes
     return {"summary": summary or None, "openapi_extra": extra}
@@ -134,15 +148,26 @@ def _operation(route: APIRoute) -> Json:
         {"name": name, "in": "path", "required": True, "schema": _VERSION if name == "version" else {"type": "string"}}
         for name in re.findall(r"{(\w+)}", route.path_format)
     ]
+    scope = _scope_of(route, extra["responses"])
     found: Json = {
         "tags": route.tags,
         "summary": route.summary or route.name.replace("_", " ").title(),
-        "description": route.description,
+        "description": route.description + (f" Scope: `{scope}`." if scope else ""),
         "operationId": route.unique_id,
         "parameters": [*parameters, *extra["parameters"]],
         "responses": {str(status): response for status, response in sorted(extra["responses"].items())},
     }
+    if scope:
+        found["security"] = [{scheme: [scope.value]} for scheme in _SCHEMES if scheme != _BASIC or extra[_BASIC]]
     return found | ({"requestBody": extra["requestBody"]} if "requestBody" in extra else {})
+
+
+def _scope_of(route: APIRoute, statuses: Iterable[int]) -> Scope | None:
+    """Returns what a key must allow: as the route's dependencies say, or `infer` where the route checks it itself."""
+    for check in route.dependencies:
+        if isinstance(check, Security) and check.scopes:
+            return Scope(check.scopes[0])
+    return Scope.INFER if 401 in statuses else None
 
 
 def _components(paths: Json) -> Json:
@@ -155,7 +180,7 @@ def _components(paths: Json) -> Json:
         one["schema"] = schema
     for component in components.values():
         _describe(component)
-    return {"components": {"schemas": components}}
+    return {"components": {"schemas": components, "securitySchemes": _SCHEMES}}
 
 
 def _media(part: Any) -> Iterator[Json]:

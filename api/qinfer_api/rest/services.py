@@ -13,7 +13,7 @@ from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeVar, TypeVarTuple
 
 import msgspec
-from fastapi import Depends
+from fastapi import Depends, Security
 from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -188,10 +188,10 @@ def guarded(services: Services, group: str, scope: Scope | None = None) -> list[
         with administrative(context, request.method, request.url.path, peer):
             yield
 
-    checks: list[Callable[..., Any]] = [check_header] if services.restrictions.covers(group) else []
+    checks: list[Any] = [Depends(check_header)] if services.restrictions.covers(group) else []
     if scope is not None:
-        checks.append(check_administrator if scope is Scope.ADMIN else check_key)
-    return [Depends(check) for check in checks]
+        checks.append(Security(check_administrator if scope is Scope.ADMIN else check_key, scopes=[scope]))
+    return checks
 
 
 def send_json(body: object, status: int = 200) -> HttpResponse:

@@ -68,6 +68,9 @@ def test_the_wheel_has_all_that_the_programs_need(tmp_path: Path) -> None:
     scripts.read(next(there.glob("*.dist-info/entry_points.txt")))
 
     assert {path for path in wanted if not (there / path).exists()} == set()
+    licences = next(there.glob("*.dist-info/licenses"))
+    assert {"LICENSE", "NOTICE", "swagger-ui-bundle.js.LICENSE.txt"} <= {path.name for path in licences.rglob("*")}
+    assert len(list(licences.rglob("LICENSE"))) == 2  # ours, and that of Swagger UI
     places = [there / module.replace(".", "/") for module in modules]
     assert all((place / "__main__.py").exists() or place.with_suffix(".py").exists() for place in places)
     assert len(modules) == 4

@@ -1,0 +1,63 @@
+"""`/docs`: Swagger UI on `/openapi.json`, served from this package; its browser is told to load nothing from elsewhere.
+
+`scripts/swagger_ui.py` fetches and verifies the files, the large ones compressed as browsers take them.
+"""
+
+import asyncio
+import gzip
+from collections.abc import Mapping
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from qinfer_api.http.infer import response_encoding
+
+_FILES = Path(__file__).parent / "swagger_ui"
+_KINDS = {
+    "start.js": "text/javascript; charset=utf-8",
+    "swagger-ui-bundle.js": "text/javascript; charset=utf-8",
+    "swagger-ui.css": "text/css; charset=utf-8",
+}
+_HEADERS = {
+    # `data:` because the images of Swagger UI are in its style sheet.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def docs_routes() -> APIRouter:
+    """Returns the routes of the page and its files."""
+    router = APIRouter(include_in_schema=False)
+    router.add_api_route("/docs", _page)
+    for name in _KINDS:
+        router.add_api_route(f"/docs/{name}", _part)
+    return router
+
+
+async def _page() -> HttpResponse:
+    return _response(await _read("index.html"), "text/html; charset=utf-8")
+
+
+async def _part(request: Request) -> HttpResponse:
+    """Sends a file of the page; a large one as the package has it, but decompressed to a client that takes no gzip."""
+    name = request.url.path.rpartition("/")[2]
+    if not name.startswith("swagger-ui"):
+        return _response(await _read(name), _KINDS[name])
+    content, encoding = await _read(f"{name}.gz"), {"vary": "accept-encoding"}
+    if response_encoding(request.headers.get("accept-encoding")) == "gzip":
+        encoding["content-encoding"] = "gzip"
+    else:
+        content = await asyncio.to_thread(gzip.decompress, content)
+    return _response(content, _KINDS[name], encoding)
+
+
+async def _read(name: str) -> bytes:
+    return await asyncio.to_thread((_FILES / name).read_bytes)
+
+
+def _response(content: bytes, kind: str, more: Mapping[str, str] | None = None) -> HttpResponse:
+    return HttpResponse(content, headers={**_HEADERS, **(more or {})}, media_type=kind)

@@ -1,0 +1,9 @@
+// The addresses are relative, so that the page works behind a proxy's path; without `validatorUrl` set to null, Swagger UI
+// would have a server of its makers read the document.
+SwaggerUIBundle({
+  url: "openapi.json",
+  dom_id: "#operations",
+  deepLinking: true,
+  docExpansion: "none",
+  validatorUrl: null,
+});
