@@ -7,7 +7,7 @@ in constant time, so that the time it takes discloses nothing.
 import hmac
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -317,13 +317,15 @@ def presented_key(authorization: str | None, api_key: str | None) -> str:
     return (api_key or "").strip()
 
 
-def caller_of(header: Callable[[str], str | None]) -> Context:
+def caller_of(header: Callable[[str], str | None], every: Callable[[str], Sequence[str]]) -> Context:
     """Returns the caller, as the headers name it; `Auth.authorize` checks it.
 
     Args:
         header: Returns a header's value by its name in lower case; `None` = it was not sent.
+        every: Returns the values of a header that may be sent several times, which make one list.
     """
-    trace = context_text(header("traceparent"), header("tracestate"))
+    parent = header("traceparent")
+    trace = context_text(parent, ",".join(every("tracestate"))) if parent else ""
     return Context(trace=trace, key=presented_key(header("authorization"), header("x-api-key")))
 
 

@@ -149,8 +149,13 @@ class ErrorsAsText(TyperGroup):
             text = f"{package}, which this command needs, is not installed: pip install 'qinfer-ml[server]'"
             code = fail(text, "not_installed", FAILED, as_json=as_json)
         except _CommandError as error:
+            from qinfer.cli.local.messages import JsonMessages, are_json
+
             error.message = in_words(error.message)
-            error.show()
+            if are_json(arguments):
+                JsonMessages().fail(error.format_message())
+            else:
+                error.show()
             code = fail(error.format_message(), "usage", USAGE, as_json=as_json, is_shown=True)
         except typer.Abort:
             code = fail("aborted", "aborted", FAILED, as_json=as_json)

@@ -24,6 +24,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _OURS = ("qinfer", "qinfer_api", "qinfer_workers")
 ACCESS, AUDIT = "qinfer.access", "qinfer.audit"
 """Loggers whose lines are wanted whatever the level: who asks for them asks by settings of their own."""
+EXCEPTION = "exception"
+"""The field of a traceback; as `extra`, that of an exception of another process."""
 _ALWAYS = frozenset((ACCESS, AUDIT))
 _UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
@@ -72,7 +74,7 @@ def cannot_start(environ: Mapping[str, str], program: str, message: str) -> None
 
 
 def _catch_uncaught() -> None:
-    """Logs what no code catches, with its traceback in `exception`, in place of lines that are no JSON."""
+    """Logs what no code catches or can catch, with its traceback in `exception`, in place of lines that are no JSON."""
     logger = logging.getLogger("qinfer")
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -86,7 +88,11 @@ def _catch_uncaught() -> None:
             exc_info = (args.exc_type, args.exc_value, args.exc_traceback)
             logger.critical("uncaught exception", exc_info=exc_info, extra={"in_thread": thread})
 
-    sys.excepthook, threading.excepthook = uncaught, in_thread
+    def in_cleanup(args: "sys.UnraisableHookArgs") -> None:
+        exc_info = (args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
+        logger.error("exception ignored", exc_info=exc_info, extra={"within": str(args.object)})
+
+    sys.excepthook, threading.excepthook, sys.unraisablehook = uncaught, in_thread, in_cleanup
 
 
 class Switches(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,13 +176,13 @@ class JsonFormatter(logging.Formatter):
             **{key: value for key, value in _extra(record).items() if key not in _RESERVED},
         }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line[EXCEPTION] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = self.formatStack(record.stack_info)
         try:
             return self._encoder.encode(line).decode()
         except (TypeError, ValueError, RecursionError):  # a value that can't be JSON must not cost the line
-            return self._encoder.encode({key: str(value) for key, value in line.items()}).decode()
+            return self._encoder.encode({_utf8(key): _utf8(str(value)) for key, value in line.items()}).decode()
 
 
 class TextFormatter(logging.Formatter):
@@ -193,15 +199,15 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the record's line, with the traceback below it."""
-        pairs = "".join(f" {key}={value}" for key, value in _extra(record).items())
+        extra = _extra(record)
+        trace = self.formatException(record.exc_info) if record.exc_info else str(extra.get(EXCEPTION, ""))
+        pairs = "".join(f" {key}={_one_line(str(value))}" for key, value in extra.items() if key != EXCEPTION)
         at = _instant(record) if self.iso8601 else _instant(record)[11:23]
         text = f"{at} {record.levelname:<7} {self._process}: {record.getMessage()}{pairs}"
-        if record.exc_info:
-            text += f"\n{self.formatException(record.exc_info)}"
-        return text
+        return f"{text}\n{trace.rstrip()}" if trace else text
 
 
-_RESERVED = frozenset(("at", "level", "logger", "event", "process", "exception", "stack"))
+_RESERVED = frozenset(("at", "level", "logger", "event", "process", "stack"))
 
 
 def _instant(record: logging.LogRecord) -> str:
@@ -211,6 +217,18 @@ def _instant(record: logging.LogRecord) -> str:
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+def _one_line(text: str) -> str:
+    """Returns a text without line ends and control characters: clients send some of them, and must forge no line."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def _utf8(text: str) -> str:
+    """Returns a text that can be encoded; names of files may have bytes that are no text."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 EVERY_S = 60.0

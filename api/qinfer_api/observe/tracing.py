@@ -25,6 +25,7 @@ from qinfer.observe.logs import Fence
 from qinfer.observe.tracing import (
     ATTEMPT,
     BATCH_SIZE,
+    ERROR,
     HTTP_METHOD,
     HTTP_STATUS,
     MODEL,
@@ -341,7 +342,10 @@ class TracedSink:
             if response.timing is not None:
                 about[BATCH_SIZE] = response.timing.batch_size
                 now_s = max(now_s, self._executed_s(response.timing))  # clocks differ a bit
-        span.end(now_s, about, None if failure is None else (failure.code, failure.message))
+        if failure is not None and http_status(failure.code) < 500:  # the client's own: no error of a server's span
+            span.end(now_s, {**about, ERROR: failure.code})
+        else:
+            span.end(now_s, about, None if failure is None else (failure.code, failure.message))
 
     def _of_server(self, code: str) -> dict[str, str | int]:
         """Returns OpenTelemetry's attributes of a server's span, by the protocol."""

@@ -90,7 +90,7 @@ class Services:
 
 def context_of(request: Request) -> Context:
     """Returns the caller, as the headers name it; `Dispatcher.authorize` checks it."""
-    return caller_of(request.headers.get)
+    return caller_of(request.headers.get, request.headers.getlist)
 
 
 def target_of(request: Request) -> Target:
@@ -185,7 +185,7 @@ def guarded(services: Services, group: str, scope: Scope | None = None) -> list[
     async def check_administrator(request: Request) -> AsyncIterator[None]:
         context = authorize(services, request, Scope.ADMIN)
         peer = request.client.host if request.client is not None else ""
-        with administrative(context, request.method, request.url.path, peer):
+        with administrative(context, request.method, request.scope["path"], peer):
             yield
 
     checks: list[Any] = [Depends(check_header)] if services.restrictions.covers(group) else []

@@ -78,7 +78,7 @@ class Guard:
                 self._restrictions.check(group, head.first)
             context: Context | None = head.memo
             if context is None:
-                context = head.memo = caller_of(head.first)
+                context = head.memo = caller_of(head.first, head.every)
             return context if scope is None else self._dispatcher.authorize(context, scope)
         except (Unauthorized, Forbidden) as error:
             raise self._dispatcher.refuse("", 0, error) if group == INFERENCE else error from None
@@ -138,7 +138,10 @@ class Guard:
             context = call.context
             is_act = scope is Scope.ADMIN
             if is_change is not None and is_change(message):
-                is_act, context = True, self._dispatcher.authorize(caller_of(call.head.first), Scope.ADMIN)
+                is_act, context = (
+                    True,
+                    self._dispatcher.authorize(caller_of(call.head.first, call.head.every), Scope.ADMIN),
+                )
             what = f"{name}/{message.model_name}" if hasattr(message, "model_name") else name
             with administrative(context, "gRPC", what, "") if is_act else nullcontext():
                 reply = await use_case(message)

@@ -115,6 +115,10 @@ class Head:
         place = self._places.get(name)
         return None if place is None else self._values[place].decode("latin-1")
 
+    def every(self, name: str) -> list[str]:
+        """Returns the values of a header, in order."""
+        return [value for other, value in self.metadata if other == name] if name in self._places else []
+
 
 def read_timeout(text: bytes) -> float:
     """Reads a `grpc-timeout`, in seconds.

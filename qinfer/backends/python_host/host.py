@@ -465,7 +465,7 @@ class Host:
 
     def _told(self, error: BaseException, event: str) -> str:
         """Logs the traceback; returns what a client may see: the type and text, without the path of the model."""
-        services.emit("ERROR", f"{event}\n{''.join(traceback.format_exception(error.with_traceback(_models(error))))}")
+        services.emit("ERROR", event, "".join(traceback.format_exception(error.with_traceback(_models(error)))))
         text = message_of(error)
         if self._directory:
             text = text.replace(f"{self._directory}/", "")

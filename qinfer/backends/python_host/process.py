@@ -21,6 +21,7 @@ from qinfer.backends.python_host.messages import Finalize
 from qinfer.backends.python_host.services import LINE_BYTES, MARK
 from qinfer.core.processes import signal_name
 from qinfer.errors import BackendUnavailable
+from qinfer.observe.logs import EXCEPTION
 
 logger = logging.getLogger("qinfer.backends.python")
 
@@ -202,14 +203,14 @@ class HostProcess:
             self._tail.append(text)
             logger.info("model output", extra={"model": self._model, "text": text})
         if mark:
-            level, message = logged(record)
-            logger.log(level, message, extra={"model": self._model})
+            level, message, trace = logged(record)
+            logger.log(level, message, extra={"model": self._model, **({EXCEPTION: trace} if trace else {})})
 
 
-def logged(record: str) -> tuple[int, str]:
-    """Reads a log record after its mark: level and text; anything else is a text."""
+def logged(record: str) -> tuple[int, str, str]:
+    """Reads a log record after its mark: level, text and traceback; anything else is a text."""
     try:
-        level, message = msgspec.json.decode(record, type=tuple[str, str])
+        level, message, trace = msgspec.json.decode(record, type=tuple[str, str, str])
     except msgspec.MsgspecError:  # the model printed the mark itself
-        return logging.INFO, record
-    return logging.getLevelNamesMapping().get(level, logging.INFO), message
+        return logging.INFO, record, ""
+    return logging.getLevelNamesMapping().get(level, logging.INFO), message, trace

@@ -19,18 +19,22 @@ LINE_BYTES = 16 * 1024
 _writing = threading.Lock()
 
 
-def emit(level: str, message: str) -> None:
-    """Hands a log record to the worker; of a long one its beginning and its end."""
-    line, kept = _line(level, message), len(message)
+def emit(level: str, message: str, trace: str = "") -> None:
+    """Hands a log record to the worker, with a traceback if there is one; of a long one its beginning and its end."""
+    line, kept = _line(level, message, trace), max(len(message), len(trace))
     while len(line) > LINE_BYTES:
         kept //= 2
-        line = _line(level, f"{message[: kept // 2]} … {message[-(kept // 2) :]}")
+        line = _line(level, _shortened(message, kept), _shortened(trace, kept))
     with _writing, suppress(OSError):  # the model's code may have closed its output
         os.write(2, line)
 
 
-def _line(level: str, message: str) -> bytes:
-    return f"{MARK}{json.dumps([level, text(message, 'a message')])}\n".encode()
+def _shortened(words: str, kept: int) -> str:
+    return words if len(words) <= kept else f"{words[: kept // 2]} … {words[-(kept // 2) :]}"
+
+
+def _line(level: str, message: str, trace: str) -> bytes:
+    return f"{MARK}{json.dumps([level, text(message, 'a message'), text(trace, 'a traceback')])}\n".encode()
 
 
 class Level(enum.IntEnum):

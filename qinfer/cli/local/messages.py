@@ -4,13 +4,25 @@ Imports little, as the supervisor does; `qinfer.observe.logs` would bring the se
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
+from itertools import pairwise
 
 from rich.console import Console
 from rich.text import Text
+
+
+def are_json(arguments: Sequence[str]) -> bool:
+    """Tells whether a command line, though it may be wrong, is that of a `qinfer up` whose messages are JSON."""
+    if arguments[:1] != ["up"]:
+        return False
+    chosen = [os.environ.get("QINFER_LOG__FORMAT", "")]
+    chosen += [value for option, value in pairwise(arguments) if option == "--log-format"]
+    chosen += [word.partition("=")[2] for word in arguments if word.startswith("--log-format=")]
+    return chosen[-1] == "json"
 
 
 class Messages:

@@ -166,14 +166,16 @@ async def test_administrative_acts_have_a_line(scene: Scene, client: httpx.Async
     admin = scene.key("admin")
     assert (await client.post("/v2/logging", json={"log_info": True}, headers=admin)).status_code == 200
     await client.post("/v2/repository/models/echo/unload", headers=admin)
+    await client.post("/v2/repository/models/ec%0aho/load", headers=admin)
     metadata = tuple(admin.items())
     with pytest.raises(grpc.aio.AioRpcError):
         await scene.server.stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="m"), metadata=metadata)
     await scene.server.stub.LogSettings(pb.LogSettingsRequest(), metadata=metadata)  # reads
 
-    logging_, unload, load = scene.lines(AUDIT)
+    logging_, unload, odd, load = scene.lines(AUDIT)
     assert (logging_["act"], logging_["path"], logging_["outcome"]) == ("POST", "/v2/logging", "done")
     assert (unload["path"], unload["outcome"]) == ("/v2/repository/models/echo/unload", "control_disabled")
+    assert odd["path"] == "/v2/repository/models/ec\nho/load"
     assert (load["act"], load["path"], load["outcome"]) == ("gRPC", "RepositoryModelLoad/m", "control_disabled")
     assert {(line["tenant"], line["key"]) for line in (logging_, unload, load)} == {("acme", "the-admin")}
     assert unload["peer"] == "127.0.0.1"

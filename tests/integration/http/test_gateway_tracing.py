@@ -7,18 +7,21 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import pytest_asyncio
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 from qinfer.core.settings_trace import TraceSettings
 from qinfer.errors import Overloaded
 from qinfer.testing import eventually
 from qinfer_api.observe.tracing import TracedSink
 from tests.support.gateway import Running, running_gateway, settings_of
+from tests.support.rpc import infer_request, stub_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -62,7 +65,7 @@ async def whole(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_TRACES_EXPORTER", "otlp")
         patch.setattr("qinfer.observe.tracing._processors", lambda _: [SimpleSpanProcessor(made)])
-        settings = settings_of(limits={"default_timeout_s": 30.0})
+        settings = settings_of(limits={"default_timeout_s": 30.0}, grpc={})
         async with running_gateway(settings.model_copy(update={"trace": TraceSettings(file=str(file))})) as running:
             yield Scene(running, made, file)
 
@@ -168,14 +171,26 @@ async def test_stored_requests_are_traced_when_they_have_ended(scene: Scene, cli
     assert [part["activity"] for part in tensors] == ["TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"]
 
 
+async def test_several_headers_tracestate_are_one_list(scene: Scene, client: httpx.AsyncClient) -> None:
+    """As W3C has it; over gRPC, too."""
+    twice = [("tracestate", "one=1"), ("tracestate", "two=2")]
+    async with grpc.aio.insecure_channel(scene.running.grpc_target) as channel:
+        await client.post("/v2/models/echo/infer", json=QUESTION, headers=[*HEADER.items(), *twice])
+        await stub_of(channel).ModelInfer(infer_request(), metadata=(*HEADER.items(), *twice))
+
+    states = [span.context.trace_state.to_header() for span in scene.spans if span.context is not None]
+    assert states == ["one=1,two=2"] * 2
+
+
 async def test_refusals_are_errors(scene: Scene, client: httpx.AsyncClient) -> None:
-    """They never came into the queue."""
+    """They never came into the queue; what is the client's own fault is no error of a server's span."""
     await client.post("/v2/trace/setting", json={"trace_level": ["OFF"]})
     wrong = {"inputs": [{"name": "z", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
     assert (await client.post("/v2/models/echo/infer", json=wrong)).status_code == 400
     assert (await client.post("/v2/models/nothing/infer", json=QUESTION)).status_code == 404
 
     assert [error_of(span) for span in scene.spans] == ["invalid_request", "model_not_found"]
+    assert {span.status.status_code for span in scene.spans} == {StatusCode.UNSET}
 
 
 async def test_a_caller_who_leaves_ends_the_traces(scene: Scene, client: httpx.AsyncClient) -> None:
@@ -208,6 +223,7 @@ async def test_failures_and_ends_of_the_gateway(scene: Scene, client: httpx.Asyn
 
     assert (await asked).status_code == 503
     assert [error_of(span) for span in scene.spans] == ["inference_failed", Overloaded.code]
+    assert {span.status.status_code for span in scene.spans} == {StatusCode.ERROR}
 
 
 async def test_what_a_client_sends_is_kept_short(scene: Scene, client: httpx.AsyncClient) -> None:

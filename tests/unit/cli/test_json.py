@@ -93,3 +93,17 @@ def test_names_are_completed_silently_or_not_at_all(
 
     assert model_names(context, "d") == []
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("words", [("--log-format", "json"), ("--log-format=json",), ()])
+def test_a_wrong_option_of_up_is_a_line_of_its_log(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is JSON, as a log collector reads it; else it is text."""
+    for number, variable in enumerate(("json", "text")):
+        monkeypatch.setenv("QINFER_LOG__FORMAT", variable)
+        ended = CliRunner().invoke(app, ["up", *words, "--nonsense"])
+
+        assert ended.exit_code == 64
+        if words or number == 0:
+            assert "No such option: --nonsense" in json.loads(ended.stderr)["error"]
+        else:
+            assert ended.stderr.startswith("Usage: ")

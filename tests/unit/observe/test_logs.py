@@ -21,9 +21,9 @@ logger = logging.getLogger("qinfer.test")
 def logging_as_before() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    hooks = sys.excepthook, threading.excepthook
+    hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
     yield
-    sys.excepthook, threading.excepthook = hooks
+    sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
     root.handlers[:], root.level = handlers, level
     for name in ("qinfer", "qinfer_api", "qinfer_workers"):
         logging.getLogger(name).setLevel(logging.NOTSET)
@@ -81,12 +81,33 @@ def test_an_exception_is_one_field(stream: io.StringIO) -> None:
     assert str(line["exception"]).endswith("ValueError: bad")
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, float("nan"), b"\xff", {object(): 1}, 2**80])
+@pytest.mark.parametrize("value", [object(), {1, 2}, float("nan"), b"\xff", {object(): 1}, 2**80, "\udcff"])
 def test_no_value_costs_the_line(stream: io.StringIO, value: object) -> None:
     """What can't be JSON is shown as text."""
     logger.info("e", extra={"value": value})
 
     assert lines(stream)[0]["event"] == "e"
+
+
+def test_the_traceback_of_another_process_is_in_the_same_field(stream: io.StringIO) -> None:
+    """As text it stands below its line, as one of this process does."""
+    logger.error("failed", extra={logs.EXCEPTION: "Traceback\nValueError: bad\n", "model": "m"})
+    (line,) = lines(stream)
+    configure(LogSettings(format="text"), "worker", text := io.StringIO())
+    logger.error("failed", extra={logs.EXCEPTION: "Traceback\nValueError: bad\n", "model": "m"})
+
+    assert (line["event"], line["exception"]) == ("failed", "Traceback\nValueError: bad\n")
+    assert text.getvalue().endswith("worker: failed model=m\nTraceback\nValueError: bad\n")
+
+
+def test_what_a_client_sends_forges_no_line() -> None:
+    """Line ends and control characters are written out."""
+    configure(LogSettings(format="text"), "gateway", stream := io.StringIO())
+
+    logger.info("request", extra={"id": "a\n00:00:00 ERROR\x1b[2Jé"})
+
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith(r"request id=a\n00:00:00 ERROR\x1b[2Jé")
 
 
 def test_extra_fields_replace_no_field_of_the_line(stream: io.StringIO) -> None:
@@ -195,13 +216,21 @@ def test_what_nobody_catches_is_a_line(stream: io.StringIO) -> None:
     except ValueError as error:
         sys.excepthook(ValueError, error, error.__traceback__)
 
-    in_thread, outside = lines(stream)
+    class Broken:
+        def __del__(self) -> None:
+            fail()
+
+    del (broken := [Broken()])[:]
+    assert broken == []
+
+    in_thread, outside, in_cleanup = lines(stream)
+    assert (in_cleanup["event"], "__del__" in str(in_cleanup["within"])) == ("exception ignored", True)
     assert (in_thread["event"], in_thread["level"], in_thread["in_thread"]) == (
         "uncaught exception",
         "CRITICAL",
         "loader",
     )
-    for line in (in_thread, outside):
+    for line in (in_thread, outside, in_cleanup):
         assert "ValueError: a defect" in str(line["exception"])
         assert "in fail" in str(line["exception"])
 

@@ -386,6 +386,8 @@ def test_the_traceback_of_a_model_is_in_the_log(tmp_path: Path, caplog: pytest.L
 
     (record,) = [r for r in caplog.records if "execute failed" in r.getMessage()]  # not what another test has left
     assert record.levelname == "ERROR"
-    assert "in helper\n    raise ValueError('here')" in record.getMessage()
-    assert "python_host" not in record.getMessage()
+    trace = vars(record)["exception"]
+    assert (record.getMessage(), trace.splitlines()[-1]) == ("execute failed", "ValueError: here")
+    assert "in helper\n    raise ValueError('here')" in trace
+    assert "python_host" not in trace
     assert str(tmp_path) not in caught.value.message
