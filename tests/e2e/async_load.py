@@ -14,20 +14,21 @@ class Load(threading.Thread):
         url: The gateway.
         models: The models, which add inputs `a` and `b` of four elements.
         pause_s: Between two requests.
+        first: The number of its first request, which tells its requests from those of another load.
 
     Attributes:
         accepted: Number of a request → where it is.
     """
 
-    def __init__(self, url: str, models: Sequence[str], pause_s: float = 0.0) -> None:
+    def __init__(self, url: str, models: Sequence[str], pause_s: float = 0.0, first: int = 0) -> None:
         super().__init__(daemon=True)
         self.accepted: dict[int, str] = {}
         self._ended = threading.Event()
-        self._url, self._models, self._pause_s = url, models, pause_s
+        self._url, self._models, self._pause_s, self._first = url, models, pause_s, first
 
     def run(self) -> None:
         with httpx.Client(base_url=self._url, timeout=15.0) as client:
-            number = 0
+            number = self._first
             while not self._ended.wait(self._pause_s):
                 if (place := self._submit(client, number)) is None:
                     self._ended.wait(0.05)
