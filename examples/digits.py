@@ -7,6 +7,7 @@ from 0 to 16), outputs `label` int64[batch, 1] and `probabilities` float32[batch
 """
 
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 from sklearn.datasets import load_digits
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
 from sklearn.neural_network import MLPClassifier
 
@@ -49,16 +51,25 @@ class Digits:
     labels: npt.NDArray[np.int64]
 
 
-def build(repository: Path) -> Digits:
-    """Trains the classifier on three quarters of the images and writes it into `repository`."""
+def build(repository: Path, *, version: int = 1, iterations: int = 400) -> Digits:
+    """Trains the classifier on three quarters of the images and writes it into `repository`.
+
+    Args:
+        repository: The model repository.
+        version: The version to write; others stay.
+        iterations: At most so many passes over the images; with 5 the classifier is often wrong.
+    """
     images, labels = load_digits(return_X_y=True)
     train_images, test_images, train_labels, test_labels = train_test_split(
         images.astype(np.float32), labels.astype(np.int64), test_size=0.25, random_state=0, stratify=labels
     )
-    classifier = MLPClassifier(hidden_layer_sizes=(64,), max_iter=400, random_state=0)
-    classifier.fit(train_images / PIXEL_MAX, train_labels)
+    classifier = MLPClassifier(hidden_layer_sizes=(64,), max_iter=iterations, random_state=0)
+    with warnings.catch_warnings():
+        # With few iterations it has not learnt all that it could, on purpose.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        classifier.fit(train_images / PIXEL_MAX, train_labels)
 
-    version_dir = repository / NAME / "1"
+    version_dir = repository / NAME / str(version)
     version_dir.mkdir(parents=True, exist_ok=True)
     (repository / NAME / "config.pbtxt").write_text(CONFIG)
     model_path = version_dir / "model.onnx"

@@ -14,7 +14,7 @@ from qinfer.cli import bridge, dlq, infer, keys, models, status
 from qinfer.cli.checks import doctor, healthcheck
 from qinfer.cli.console import Commands, ErrorsAsText
 from qinfer.cli.example import example
-from qinfer.cli.jobs import jobs, label
+from qinfer.cli.jobs import compare, jobs, label
 from qinfer.cli.local import up
 from qinfer.cli.scaling import autoscale
 
@@ -37,6 +37,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (infer.infer, infer.INFER_EXAMPLE, None),
     (jobs.submit, jobs.SUBMIT_EXAMPLE, "Submit a bulk job: a model scores files."),
     (jobs.app, "jobs", "Manage bulk jobs: list, show, wait, cancel, resume, delete."),
+    (compare.compare, compare.EXAMPLE, "Compare two versions of a model on files."),
     (label.label, label.EXAMPLE, "Write pre-annotations from the output of a bulk job."),
     (bridge.bridge, bridge.EXAMPLE, "Move messages from a queue to a model, and predictions back."),
     (status.status, status.STATUS_EXAMPLE, "Show models, lanes, workers and gateways."),

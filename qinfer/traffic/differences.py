@@ -2,10 +2,10 @@
 
     values of both ──▶ compared ──▶ Rows: agreement and distance of each row ──▶ Summary, Samples
 
-Rows agree by one of three rules: `argmax` (the greatest element of each vector is the same one), `equal` (all elements
-are the same, for texts and whole numbers), or `within` (no element is further away than the tolerance). The distance of
-a row is the largest one of its elements; texts have none. Rows can't be measured where one of the targets alone has a
-NaN, or their shapes differ: they disagree, and count apart.
+Rows agree by one of three rules: `equal` (all elements are the same: texts, numbers of classes), `argmax` (the greatest
+element of each vector is the same one), or `within` (no element is further away than the tolerance). The distance of a
+row is the largest one of its elements, and nothing where they are equal or not. Rows can't be measured where one of the
+targets alone has a NaN, or their shapes differ: they disagree, and count apart.
 """
 
 import math
@@ -66,7 +66,7 @@ class Rows(NamedTuple):
 
     Attributes:
         agrees: bool[rows].
-        distances: float64[rows]; infinite where a row can't be measured, NaN where there is nothing to measure.
+        distances: float64[rows]; infinite where a row can't be measured, NaN where rows are equal or not.
     """
 
     agrees: npt.NDArray[np.bool_]
@@ -140,7 +140,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         stable: Its value of the stable target, shortened; empty = redacted.
         canary: The same of the canary.
         agrees: Whether they agree.
-        distance: The distance; `None` = it can't be measured.
+        distance: The distance; `None` = there is none.
     """
 
     row: str
@@ -222,7 +222,7 @@ def compared(rule: Rule, stable: Values, canary: Values) -> Rows:
     if isinstance(stable, np.ndarray) and isinstance(canary, np.ndarray) and stable.shape == canary.shape:
         return _alike(rule, stable, canary)
     rows = len(stable)
-    found = Rows(np.zeros(rows, np.bool_), np.full(rows, math.inf))
+    found = Rows(np.zeros(rows, np.bool_), np.full(rows, math.nan if rule.agree == "equal" else math.inf))
     shapes = [(stable[row].shape, canary[row].shape) for row in range(rows)]
     for shape in {one for one, other in shapes if one == other}:
         chosen = [row for row in range(rows) if shapes[row] == (shape, shape)]
@@ -233,20 +233,23 @@ def compared(rule: Rule, stable: Values, canary: Values) -> Rows:
 
 def _alike(rule: Rule, stable: Array, canary: Array) -> Rows:
     """Compares arrays of one shape."""
-    if {stable.dtype.kind, canary.dtype.kind} & set("OSU"):
-        return Rows(_in_all(np.asarray(stable == canary, np.bool_)), np.full(len(stable), math.nan))
+    if rule.agree == "equal":
+        return Rows(_equal(rule, stable, canary), np.full(len(stable), math.nan))
     ours, theirs = stable.astype(np.float64), canary.astype(np.float64)
     apart = _distances(rule, ours, theirs)
     distances = apart.reshape(len(apart), math.prod(apart.shape[1:])).max(axis=1, initial=0.0)
     if rule.agree == "argmax":
         return Rows(np.isfinite(distances) & _same_places(ours, theirs), distances)
-    if rule.agree == "equal":
-        # Not by distance: large whole numbers that differ may be the same as float64.
-        are_nan = np.isnan(ours) & np.isnan(theirs) if rule.nan == "equal" else np.zeros(ours.shape, np.bool_)
-        return Rows(_in_all((stable == canary) | are_nan), distances)
     # The share of infinity or NaN is none.
     allowed = rule.tolerance + rule.relative * np.nan_to_num(np.abs(ours), posinf=0.0)
     return Rows(_in_all(apart <= allowed), distances)
+
+
+def _equal(rule: Rule, stable: Array, canary: Array) -> Array:
+    same = np.asarray(stable == canary, np.bool_)
+    if rule.nan == "equal" and stable.dtype.kind == canary.dtype.kind == "f":
+        same |= np.isnan(stable) & np.isnan(canary)
+    return _in_all(same)
 
 
 def _in_all(marks: Array) -> Array:

@@ -109,7 +109,7 @@ class JobRows:
         if self._manifest.parts:
             self._check(wanted)
         number = 0
-        for batch in self._batches(wanted):
+        for batch in self.batches(wanted):
             with store_errors(self._url):
                 rows = [_values(batch.column(column)) for column in fields.values()]
                 values = {name: _arrays(batch.column(column)) for name, column in columns.items()}
@@ -124,6 +124,33 @@ class JobRows:
         expected = self._manifest.ok if is_split else self._manifest.rows
         if number != expected:
             raise ResultNotFound(f"the output has {number} rows, and its manifest says {expected}")
+
+    def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """Reads columns in order, as many rows at a time as each part has them.
+
+        Raises:
+            ResultNotFound: A part does not exist.
+            StoreError: The store can't be read.
+        """
+        import pyarrow.ipc
+        import pyarrow.parquet as pq
+
+        for part in self._manifest.parts:
+            if self._manifest.output_format in TEXT_FORMATS:
+                with store_errors(self._url):
+                    table = read_text(self._files, f"{self._folder}/{part.name}", self.schema)
+                    batches = table.select(columns).combine_chunks().to_batches(_ROWS)
+                yield from batches
+                continue
+            with store_errors(self._url), self._open(part.name) as file:
+                if self._manifest.output_format == "arrow":
+                    reader = pyarrow.ipc.open_file(file)
+                    for i in range(reader.num_record_batches):
+                        yield reader.get_batch(i).select(columns)
+                    continue
+                with pq.ParquetFile(file) as parquet:
+                    for batch in parquet.iter_batches(_ROWS, columns=columns):
+                        yield batch.select(columns)
 
     def _column(self, output: str) -> str:
         return self._columns.get(output, output)
@@ -161,27 +188,6 @@ class JobRows:
                 return pyarrow.ipc.open_file(file).schema
             return pq.read_schema(file)
 
-    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        import pyarrow.ipc
-        import pyarrow.parquet as pq
-
-        for part in self._manifest.parts:
-            if self._manifest.output_format in TEXT_FORMATS:
-                with store_errors(self._url):
-                    table = read_text(self._files, f"{self._folder}/{part.name}", self.schema)
-                    batches = table.select(columns).combine_chunks().to_batches(_ROWS)
-                yield from batches
-                continue
-            with store_errors(self._url), self._open(part.name) as file:
-                if self._manifest.output_format == "arrow":
-                    reader = pyarrow.ipc.open_file(file)
-                    for i in range(reader.num_record_batches):
-                        yield reader.get_batch(i).select(columns)
-                    continue
-                with pq.ParquetFile(file) as parquet:
-                    for batch in parquet.iter_batches(_ROWS, columns=columns):
-                        yield batch.select(columns)
-
     def _open(self, name: str) -> Any:
         return self._files.open(f"{self._folder}/{name}", "rb", cache_type="none")
 
@@ -206,6 +212,15 @@ def _values(column: pa.Array) -> list[Any]:
         found = column.cast(pa.large_binary()).to_pylist()
         return [value if value is None else value.decode(errors="replace") for value in found]
     return values
+
+
+def stacked(column: pa.Array) -> Array | Sequence[Array]:
+    """Returns an output's values without nulls as one array, `[rows, …]`; row by row where the sizes of rows vary."""
+    shape, values = [len(column)], column
+    while pa.types.is_fixed_size_list(values.type):
+        shape.append(values.type.list_size)
+        values = values.flatten()
+    return _arrays(column) if pa.types.is_nested(values.type) else _flat(values).reshape(shape)
 
 
 def _arrays(column: pa.Array) -> Sequence[Array]:

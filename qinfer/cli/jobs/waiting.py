@@ -12,7 +12,7 @@ from qinfer.cli.console import DEFAULT_URL, print_json
 if TYPE_CHECKING:
     from qinfer.client import Job, JobStatus
 
-_BY_SIGNAL = 128
+BY_SIGNAL = 128
 """The exit code of a program that a signal stops is greater than the signal's number by so many."""
 
 
@@ -93,10 +93,10 @@ def finish(job: "Job", url: str, *, wait: bool, as_json: bool, stop: StopSignals
             f"job {job.id} continues; show it: {_command('show', job.id, url)}\n"
             f"or cancel it: {_command('cancel', job.id, url)}\n"
         )
-        raise typer.Exit(_BY_SIGNAL + signal.SIGINT) from None
+        raise typer.Exit(BY_SIGNAL + signal.SIGINT) from None
     except Stopped as stopped:
         print_status(job.cancel(), as_json=as_json)
-        raise typer.Exit(_BY_SIGNAL + stopped.signum) from None
+        raise typer.Exit(BY_SIGNAL + stopped.signum) from None
     print_status(status, as_json=as_json)
     if status.state != "completed":
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,6 +80,15 @@ def digits_model(directory: Path) -> None:
     np.save(directory / "digit.npy", data.images[:1])
 
 
+def versions(directory: Path) -> None:
+    """Makes `models/digits` with versions 3 and 4, of which the second was trained badly, and files to score."""
+    digits_model(directory)
+    shutil.move(directory / "models" / "digits" / "1", directory / "models" / "digits" / "3")
+    digits.build(directory / "models", version=4, iterations=8)
+    config = directory / "models" / "digits" / "config.pbtxt"
+    config.write_text(f"{config.read_text()}version_policy: {{ all {{ }} }}\n")
+
+
 def demo(directory: Path) -> None:
     """Makes what `make demo` leaves."""
     (directory / ".demo").mkdir()
@@ -118,6 +128,7 @@ SCENES = {
     "docs/how-to/autoscale.md": Scene(prepare=digits_model),
     "docs/how-to/bulk-jobs.md": Scene(prepare=digits_model),
     "docs/how-to/call-from-python.md": Scene(prepare=digits_model, serves=UP),
+    "docs/how-to/compare-versions.md": Scene(prepare=versions),
     "docs/how-to/control-models.md": Scene(prepare=replacements),
     "docs/how-to/model-repositories.md": Scene(prepare=digits_model, bucket="bucket", upload=another_model),
     "docs/how-to/move-from-triton.md": Scene(prepare=digits_model),

@@ -1,0 +1,274 @@
+"""`qinfer compare`: two targets score the same rows as bulk jobs, and where they differ is shown."""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qinfer.cli.console import DEFAULT_URL, FAILED, CommandFailed, JsonOption, UrlOption, show
+from qinfer.cli.jobs.jobs import (
+    ColumnOption,
+    InputFormatOption,
+    InputsArgument,
+    KeyOption,
+    NullOption,
+    OutputTensorOption,
+    PriorityOption,
+    ShapeOption,
+    pairs,
+    read_columns,
+)
+from qinfer.cli.jobs.waiting import BY_SIGNAL, Stopped, StopSignals
+from qinfer.errors import InvalidRequest, QinferError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from qinfer.cli.jobs.compared_outputs import Comparison
+    from qinfer.client import Client, Job, JobStatus
+    from qinfer.client.job_flows import JobOptions
+    from qinfer.traffic.differences import Rule
+
+EXAMPLE = "Example: qinfer compare digits:3 digits:4 data/rows.parquet --sample 10000 --column image=pixels --key id"
+
+Target = tuple[str, int]
+"""A model and a version; 0 = the highest ready one."""
+
+_RULES = ("argmax", "equal", "within")
+
+StableArgument = Annotated[
+    str, typer.Argument(metavar="STABLE", help="MODEL:VERSION to compare with, or MODEL: its highest ready version.")
+]
+CanaryArgument = Annotated[str, typer.Argument(metavar="CANARY", help="The same for what is to be compared with it.")]
+SampleOption = Annotated[int, typer.Option("--sample", min=0, help="Compare the first rows only, so many; 0: all.")]
+AgreeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--agree",
+        help="OUTPUT=argmax, equal or within: when rows agree. Default: equal for texts and whole numbers, argmax for "
+        "vectors of floats, within the tolerance for other floats.",
+    ),
+]
+ToleranceOption = Annotated[
+    float, typer.Option("--tolerance", min=0, help="The distance up to which floats are within the tolerance.")
+]
+RelativeOption = Annotated[
+    float, typer.Option("--relative", min=0, help="The same as a share of STABLE's value; the two are added.")
+]
+AllowOption = Annotated[
+    float, typer.Option("--allow", min=0, max=1, help="The share of rows that may differ; more is exit code 1.")
+]
+ShowOption = Annotated[
+    int, typer.Option("--show", min=0, help="Show the rows in which each output differs most, so many.")
+]
+RedactOption = Annotated[bool, typer.Option("--redact", help="Show no values of these rows.")]
+FolderOption = Annotated[
+    str,
+    typer.Option("--output", "-o", help="The folder for the jobs' outputs; default: _compare beside the first input."),
+]
+
+
+# Each option is a parameter, for its help text; `_options` takes some of them by name.
+def compare(
+    context: typer.Context,
+    stable: StableArgument,
+    canary: CanaryArgument,
+    inputs: InputsArgument,
+    *,
+    sample: SampleOption = 10_000,
+    agree: AgreeOption = None,
+    tolerance: ToleranceOption = 1e-6,
+    relative: RelativeOption = 1e-5,
+    allow: AllowOption = 0.0,
+    show_rows: ShowOption = 5,
+    redact: RedactOption = False,
+    output: FolderOption = "",
+    output_tensor: OutputTensorOption = None,
+    input_format: InputFormatOption = "",
+    column: ColumnOption = None,
+    shape: ShapeOption = None,
+    null: NullOption = None,
+    key: KeyOption = "",
+    priority: PriorityOption = "normal",
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two versions of a model, or two models, on files, before either gets requests.
+
+    Both score the same rows as bulk jobs, whose outputs stay in the output folder; it is replaced by the next
+    comparison of the same targets. Ctrl-C cancels the jobs.
+
+    Exit codes: 0 the rows agree, but for the share of --allow; 1 more of them differ, or a job has failed; 64 wrong
+    usage or a job that is refused; 69 the server can't be reached or is overloaded; 130 or 143 stopped by a signal.
+    """
+    try:
+        from qinfer.cli.jobs.compared_outputs import OutputComparison
+        from qinfer.cli.jobs.output_rows import JobRows
+    except ImportError:
+        raise CommandFailed("reading a job's output needs pyarrow: pip install 'qinfer-ml[bulk]'") from None
+    from qinfer.cli.client import GatewayClient
+    from qinfer.traffic.differences import Rule
+
+    targets = [read_target(stable), read_target(canary)]
+    if targets[0] == targets[1]:
+        raise InvalidRequest(f"'{stable}' would be compared with itself; name two versions, such as digits:3 digits:4")
+    rules = read_rules(agree or [], Rule(tolerance=tolerance, relative=relative))
+    with GatewayClient(url) as client:
+        outputs, others = _outputs(client, targets, output_tensor or [], rules)
+        done = _scored(client, targets, inputs, output or beside(inputs[0]), _options(context.params))
+    comparison = OutputComparison(outputs, rules, show_rows, redact=redact)
+    comparison.read(*(JobRows(status.output_url) for status in done))
+    first, second = (f"{status.model}:{status.version}" for status in done)
+    found = comparison.result(first, second, others, allow)
+    show(found, lambda: _view(found), as_json=as_json)
+    if found.differ:
+        raise typer.Exit(FAILED)
+
+
+def read_target(text: str) -> Target:
+    """Reads `MODEL:VERSION` or `MODEL`; version 0 = the highest ready one.
+
+    Raises:
+        InvalidRequest: There is no name.
+    """
+    name, colon, version = text.rpartition(":")
+    if not (colon and version.isascii() and version.isdecimal() and len(version) < 20):
+        name, version = text, "0"
+    if not name:
+        raise InvalidRequest(f"'{text}' names no model; expected MODEL:VERSION, such as digits:3")
+    return name, int(version)
+
+
+def read_rules(agree: Sequence[str], rule: "Rule") -> dict[str, "Rule"]:
+    """Reads `--agree`: output → its rule; "" → the rule of all others.
+
+    Raises:
+        InvalidRequest: There is no such rule.
+    """
+    import msgspec
+
+    rules = {"": rule}
+    for output, by in pairs("--agree", agree).items():
+        if by not in _RULES:
+            raise InvalidRequest(f"--agree '{output}={by}' can't be read; expected {', '.join(_RULES)}")
+        rules[output] = msgspec.structs.replace(rule, agree=by)
+    return rules
+
+
+def beside(location: str) -> str:
+    """Returns the folder `_compare` beside a file, a folder or the files of a pattern."""
+    fixed = re.split(r"[*?\[]", location, maxsplit=1)[0]
+    is_pattern = fixed != location
+    folder, slash, _ = (fixed if is_pattern else fixed.rstrip("/")).rpartition("/")
+    return f"{folder}{slash}_compare"
+
+
+def _options(given: Mapping[str, Any]) -> "JobOptions":
+    """Returns the options of both jobs from the parameters of `compare`."""
+    return {
+        "columns": read_columns(given["column"] or [], given["shape"] or [], given["null"] or []),
+        "input_format": given["input_format"],
+        "tensors": given["output_tensor"] or [],
+        "key": given["key"],
+        "priority": given["priority"],
+        "limit": given["sample"],
+        "error_threshold": -1,
+        "overwrite": True,
+    }
+
+
+def _outputs(
+    client: "Client", targets: Sequence[Target], wanted: Sequence[str], rules: Mapping[str, "Rule"]
+) -> tuple[list[str], list[str]]:
+    """Returns the outputs to compare, and those of one target only.
+
+    Raises:
+        InvalidRequest: The targets have no output in common, or a rule is for another one.
+        ModelNotFound: A target does not exist.
+    """
+    known = [[one.name for one in client.metadata(model, version or None).outputs] for model, version in targets]
+    common = [name for name in known[0] if name in known[1]]
+    has = f"both have the outputs: {', '.join(common) or 'none'}"
+    if not common:
+        raise InvalidRequest(f"the two can't be compared; {has}")
+    if unknown := sorted({*wanted, *rules} - {"", *common}):
+        raise InvalidRequest(f"'{unknown[0]}' can't be compared; {has}")
+    return list(wanted) or common, [] if wanted else sorted({*known[0]} ^ {*known[1]})
+
+
+def _scored(
+    client: "Client",
+    targets: Sequence[Target],
+    inputs: Sequence[str],
+    folder: str,
+    options: "JobOptions",
+) -> list["JobStatus"]:
+    """Has both targets score the inputs, and waits for both; cancels the jobs if anything comes between.
+
+    Raises:
+        CommandFailed: A job has failed.
+        typer.Exit: A signal has come.
+    """
+    jobs: list[Job] = []
+    done: list[JobStatus] = []
+    with StopSignals(wanted=True) as stop:
+        try:
+            for model, version in targets:
+                to = f"{folder.rstrip('/')}/{model}-{version or 'latest'}"
+                of_target: JobOptions = {**options, "version": version}
+                jobs.append(client.submit_job(model, inputs, to, **of_target))
+            stop.release()
+            for job in jobs:
+                done.append(job.wait(progress=True))
+                if done[-1].state != "completed":
+                    raise CommandFailed(f"job {job.id} is {done[-1].state}: {done[-1].error or 'it was ended'}")
+        except (QinferError, Stopped) as error:
+            for job in jobs[len(done) :]:
+                with suppress(QinferError):
+                    job.cancel()
+            if isinstance(error, Stopped):
+                raise typer.Exit(BY_SIGNAL + error.signum) from None
+            raise
+    return done
+
+
+def _view(found: "Comparison") -> "RenderableType":
+    from rich.box import SIMPLE
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    def table(title: str, *columns: str) -> Table:
+        return Table(*columns, title=title, title_justify="left", box=SIMPLE, pad_edge=False, padding=0)
+
+    outputs = table(
+        f"{found.canary} compared with {found.stable}", "output", "by", "agreement", "differ", "mean", "max"
+    )
+    for one in found.outputs:
+        distances = [_number(one.mean), _number(one.largest) + (f", {one.unmeasured:,} none" if one.unmeasured else "")]
+        differ = f"{one.rows - one.agreeing:,} of {one.rows:,}"
+        outputs.add_row(Text(one.output), one.by or "-", f"{one.agreement:.2%}", differ, *distances)
+    parts: list[RenderableType] = [outputs]
+    if found.samples:
+        rows = table(
+            "The rows in which each output differs most", "output", "row", found.stable, found.canary, "distance"
+        )
+        for sample in found.samples:
+            texts = [Text(text) for text in (sample.output, sample.row, sample.stable, sample.canary)]
+            rows.add_row(*texts, _number(sample.distance))
+        parts.append(rows)
+    if found.others:
+        parts.append(Text(f"not compared, for only one of them has it: {', '.join(found.others)}", style="yellow"))
+    if any(found.failed.values()):
+        counts = ", ".join(f"{count:,} by {name}" for name, count in found.failed.items() if count)
+        parts.append(Text(f"rows that could not be scored: {counts}", style="yellow"))
+    share = found.differing / found.rows if found.rows else 0.0
+    line = f"{found.differing:,} of {found.rows:,} rows differ ({share:.2%}); {found.allowed:.2%} may"
+    parts.append(Text(line, style="red" if found.differ else "green"))
+    return Group(*parts)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

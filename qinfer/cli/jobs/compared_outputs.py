@@ -1,0 +1,185 @@
+"""Compares the outputs of two bulk jobs over the same rows: part by part, in bounded memory."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from qinfer.cli.console import CommandFailed
+from qinfer.cli.jobs.output_rows import JobRows, stacked
+from qinfer.jobs.check import ERROR_COLUMNS, PLACE_COLUMNS
+from qinfer.traffic.differences import Rule, Sample, Samples, Summary, compared
+
+
+class OutputDifferences(msgspec.Struct, frozen=True, kw_only=True):
+    """How an output differs.
+
+    Attributes:
+        output: The output.
+        by: The rule by which its rows agree.
+        rows: Rows that both targets scored.
+        agreeing: How many of them agree.
+        agreement: Their share.
+        largest: The largest distance; `None` = the output has no distances.
+        mean: The mean distance; `None` likewise.
+        unmeasured: Rows without a distance: one target alone has a NaN, or the shapes differ.
+    """
+
+    output: str
+    by: str
+    rows: int
+    agreeing: int
+    agreement: float
+    largest: float | None
+    mean: float | None
+    unmeasured: int
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """How two targets differ.
+
+    Attributes:
+        stable: The target that is compared with, as `MODEL:VERSION`.
+        canary: The other one.
+        rows: Rows of the inputs.
+        differing: Rows in which an output does not agree, or that one target alone could not score.
+        allowed: The share of rows that may differ.
+        differ: Whether more do.
+        failed: Rows that `stable`, `canary` or `both` could not score.
+        outputs: The outputs that both have.
+        others: Outputs of one of them, which are not compared.
+        samples: The rows in which each output differs most.
+    """
+
+    stable: str
+    canary: str
+    rows: int
+    differing: int
+    allowed: float
+    differ: bool
+    failed: dict[str, int]
+    outputs: list[OutputDifferences]
+    others: list[str]
+    samples: list[Sample]
+
+
+class OutputComparison:
+    """The comparison of the outputs of two jobs.
+
+    Args:
+        outputs: The outputs that both have.
+        rules: Output → when its rows agree; "" → the same for all others.
+        show: How many of the most different rows are kept of each output.
+        redact: Keep no values of these rows.
+    """
+
+    def __init__(self, outputs: Sequence[str], rules: Mapping[str, Rule], show: int, *, redact: bool) -> None:
+        self._rules = {name: rules.get(name, rules[""]) for name in outputs}
+        self._sums = dict.fromkeys(outputs, Summary())
+        self._samples = {name: Samples(show, redact=redact) for name in outputs}
+        self._rows = self._differing = 0
+        self._failed = {"stable": 0, "canary": 0, "both": 0}
+
+    def read(self, stable: JobRows, canary: JobRows) -> None:
+        """Reads and compares all rows.
+
+        Raises:
+            CommandFailed: The jobs did not score the same rows.
+            InvalidRequest: An output can't be compared by its rule.
+            ResultNotFound: A part does not exist.
+            StoreError: The store can't be read.
+        """
+        key = [stable.key] if stable.key else list(PLACE_COLUMNS)
+        columns = list(dict.fromkeys([*self._sums, *key, *ERROR_COLUMNS]))
+        for batch, other in _side_by_side(stable.batches(columns), canary.batches(columns)):
+            if any(not batch.column(name).equals(other.column(name)) for name in key):
+                raise CommandFailed("the inputs have changed between the two jobs; compare again")
+            self._take(batch, other, key)
+
+    def result(self, stable: str, canary: str, others: Sequence[str], allowed: float) -> Comparison:
+        """Returns what was found.
+
+        Args:
+            stable: The name of the target that is compared with.
+            canary: That of the other one.
+            others: Outputs of one of them.
+            allowed: The share of rows that may differ.
+        """
+        return Comparison(
+            stable=stable,
+            canary=canary,
+            rows=self._rows,
+            differing=self._differing,
+            allowed=allowed,
+            differ=self._differing > allowed * self._rows,
+            failed=self._failed,
+            outputs=[_row(name, self._rules[name].agree, found) for name, found in self._sums.items()],
+            others=list(others),
+            samples=[sample for samples in self._samples.values() for sample in samples.all()],
+        )
+
+    def _take(self, stable: pa.RecordBatch, canary: pa.RecordBatch, key: Sequence[str]) -> None:
+        failed = [np.asarray(one.column(ERROR_COLUMNS[0]).is_valid()) for one in (stable, canary)]
+        self._rows += stable.num_rows
+        for name, mask in (
+            ("stable", failed[0] & ~failed[1]),
+            ("canary", failed[1] & ~failed[0]),
+            ("both", failed[0] & failed[1]),
+        ):
+            self._failed[name] += int(np.count_nonzero(mask))
+        scored = pa.array(~(failed[0] | failed[1]))
+        stable, canary = stable.filter(scored), canary.filter(scored)
+        agrees = np.ones(stable.num_rows, np.bool_)
+        names = _names([stable.column(name) for name in key]) if stable.num_rows else []
+        for name in self._sums if stable.num_rows else ():
+            values = stacked(stable.column(name)), stacked(canary.column(name))
+            self._rules[name] = self._rules[name].of(values[0])
+            rows = compared(self._rules[name], *values)
+            self._sums[name] = self._sums[name].with_rows(rows)
+            self._samples[name].take(name, names, *values, rows)
+            agrees &= rows.agrees
+        self._differing += int(np.count_nonzero(failed[0] ^ failed[1]) + np.count_nonzero(~agrees))
+
+
+def _side_by_side(
+    first: Iterator[pa.RecordBatch], second: Iterator[pa.RecordBatch]
+) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
+    """Yields the same rows of two outputs, whose parts may be cut elsewhere."""
+    one = other = None
+    while True:
+        one = one if one is not None and one.num_rows else next(first, None)
+        other = other if other is not None and other.num_rows else next(second, None)
+        if one is None and other is None:
+            return
+        if one is None or other is None:
+            raise CommandFailed(
+                "the jobs have scored different numbers of rows: the inputs have changed; compare again"
+            )
+        rows = min(one.num_rows, other.num_rows)
+        if rows:
+            yield one.slice(0, rows), other.slice(0, rows)
+        one, other = one.slice(rows), other.slice(rows)
+
+
+def _names(key: Sequence[pa.Array]) -> list[str]:
+    """Returns what identifies rows: their key, or the file's name, the row group and the row."""
+    values: list[list[Any]] = [column.to_pylist() for column in key]
+    if len(values) > 1:
+        values[0] = [str(url).rpartition("/")[2] for url in values[0]]
+    return [":".join(map(str, parts)) for parts in zip(*values, strict=True)]
+
+
+def _row(name: str, by: str, found: Summary) -> OutputDifferences:
+    has_distances = bool(found.measured or found.unmeasured)
+    return OutputDifferences(
+        output=name,
+        by=by,
+        rows=found.rows,
+        agreeing=found.agreeing,
+        agreement=found.agreement,
+        largest=found.largest if has_distances else None,
+        mean=found.mean if has_distances else None,
+        unmeasured=found.unmeasured,
+    )
