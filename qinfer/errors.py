@@ -2,8 +2,8 @@
 
     QinferError(code, retryable)
     ├─ RequestError    InvalidRequest · MalformedJson · UnsupportedDatatype · UnsupportedFeature · PayloadTooLarge
-    │                  ModelNotFound · RequestNotFound · JobNotFound · Conflict · AlreadyExists
-    │                  RegionNotFound · RegionUnavailable
+    │                  ModelNotFound · RequestNotFound · JobNotFound · EndpointNotFound · Conflict
+    │                  AlreadyExists · RegionNotFound · RegionUnavailable
     ├─ Overloaded(retry_after_s)   QueueFull · QuotaExceeded · DeadlineInfeasible
     ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden · Restricted · ValueRefused
     ├─ ModelError      ModelNotReady · ModelLoadFailed (ModelFilesUnreachable) · ControlDisabled
@@ -32,6 +32,7 @@ class ErrorCode(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     REQUEST_NOT_FOUND = "request_not_found"
     JOB_NOT_FOUND = "job_not_found"
+    ENDPOINT_NOT_FOUND = "endpoint_not_found"
     CONFLICT = "conflict"
     ALREADY_EXISTS = "already_exists"
     REGION_NOT_FOUND = "region_not_found"
@@ -132,6 +133,12 @@ class JobNotFound(RequestError):
     """No bulk job of that id is known."""
 
     code = ErrorCode.JOB_NOT_FOUND
+
+
+class EndpointNotFound(RequestError):
+    """There is no endpoint of that name."""
+
+    code = ErrorCode.ENDPOINT_NOT_FOUND
 
 
 class Conflict(RequestError):

@@ -277,6 +277,14 @@ ROWS = (
     ),
     Row(keys.desired, "hash", "permanent", "the desired models, with their generations"),
     Row(keys.control, "stream", "bounded", "wakes the readers of the desired state"),
+    Row(keys.endpoints, "hash", "permanent", "endpoints by name, and under no name the number of the last change"),
+    Row(
+        keys.kept_target,
+        "string",
+        "as long as the record of the request",
+        "the target of a request to an endpoint that may be repeated: by its id, and by its idempotency key",
+        ({"endpoint": "<endpoint>", "tenant": "<tenant>", "name": "<id:… or key:…>"},),
+    ),
     Row(
         keys.completions,
         "hash",

@@ -42,10 +42,14 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.response_cache import ResponseCache
+from qinfer.traffic.routing import EndpointWatch
+from qinfer.traffic.store import EndpointStore
 from qinfer_api.access_log import AccessLog
 from qinfer_api.audit import RefusedKeys
 from qinfer_api.auth import Auth, Restrictions, load_auth
 from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.endpoints.routes import endpoint_routes
+from qinfer_api.endpoints.service import EndpointService
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.server import HttpServer, bound_socket, netloc, read_certificate
@@ -189,6 +193,7 @@ class Gateway:
         self._tracing = Tracing(settings.trace, open_tracer(os.environ, GATEWAY, self._owner))
         self.dispatcher = self._open_dispatcher(settings, tally, auth)
         tally.in_flight = lambda: self.dispatcher.in_flight
+        self._endpoints = EndpointWatch(EndpointStore(store), self.dispatcher.endpoints, delivery.clock.now_s)
         self._reporting = Reporting(settings, self.catalog, store, delivery, tally, self._tracing.file)
         self._reporting.tenants = self.dispatcher.tenants
         self._tasks = BulkTasks(settings)
@@ -208,7 +213,7 @@ class Gateway:
         self.started, self._stopping = asyncio.Event(), asyncio.Event()
         scheme = "https" if settings.http.tls_certfile else "http"
         self.url = f"{scheme}://{netloc(*listener.getsockname()[:2])}"
-        app = build_app(services, self.jobs, self._labeling)
+        app = build_app(services, self.jobs, self._labeling, EndpointService(self._endpoints))
         self._server = HttpServer(settings.http, app, fast, self._serving)
         self.rpc = rpc
         if rpc is not None:
@@ -309,10 +314,12 @@ class Gateway:
         listening = asyncio.Event()
         try:
             await self.catalog.refresh()
+            await self._endpoints.look()
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._listen(listening)),
                     group.create_task(self.catalog.run()),
+                    group.create_task(self._endpoints.run()),
                     group.create_task(self.dispatcher.submission.run()),
                     group.create_task(self._janitor.run()),
                     group.create_task(self._reporting.run()),
@@ -476,7 +483,7 @@ Errors are always `{"error": "<what happened, the value, what to do>"}`.
 """
 
 
-def build_app(services: Services, jobs: BulkJobs, labeling: Labeling) -> FastAPI:
+def build_app(services: Services, jobs: BulkJobs, labeling: Labeling, endpoints: EndpointService) -> FastAPI:
     """Builds the application.
 
     Paths match exactly: `/v2/` is not `/v2`, as with Triton (reference §1.1).
@@ -496,6 +503,7 @@ def build_app(services: Services, jobs: BulkJobs, labeling: Labeling) -> FastAPI
     routers = [(routes(services), inference) for routes in busiest_first]
     routers += [(job_routes(services, jobs), inference), (label_studio_routes(services, labeling), inference)]
     routers += [(routes(services), []) for routes in (*others, shared_memory_routes)]
+    routers.append((endpoint_routes(services, endpoints), []))
     for router, dependencies in routers:
         app.include_router(router, dependencies=dependencies)
     app.include_router(docs_routes())

@@ -17,6 +17,7 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     Forbidden,
     InvalidRequest,
+    ModelNotFound,
     Overloaded,
     QinferError,
     QuotaExceeded,
@@ -32,6 +33,8 @@ from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, Sink
 from qinfer.submission.submit import Submission, check
+from qinfer.traffic.choice import Header, no_header
+from qinfer.traffic.routing import Endpoints
 from qinfer_api.access_log import AccessLog, LoggedSink
 from qinfer_api.auth import ANONYMOUS, Auth, Context, Quota
 from qinfer_api.status import of_request
@@ -54,6 +57,7 @@ class Dispatcher:
         access: The access log; `None` = nobody asked for it.
         tenants: Counts by tenant; `None` = nobody asked for them.
         draining: The gateway is shutting down.
+        endpoints: The names that stand for several models or versions.
         submission: The way into the queue.
     """
 
@@ -71,6 +75,7 @@ class Dispatcher:
         self._auth = auth
         self._clock = SystemClock()
         self.submission = Submission(delivery, catalog, limits, owner, self._answered, self._failed)
+        self.endpoints = Endpoints(catalog)
         self.access: AccessLog | None = None
         self.tenants: TenantTally | None = None
         self.draining = False
@@ -156,8 +161,10 @@ class Dispatcher:
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> Served:
         """Finds where a model version is served, or will be soon; version 0 is the highest ready one.
 
+        An endpoint is served where its stable target is.
+
         Args:
-            model: The model's name.
+            model: The model's name, or an endpoint's.
             version: The version asked for.
             is_taken: Its client was told that the request is still taken, though the gateway may be shutting down.
 
@@ -168,7 +175,31 @@ class Dispatcher:
         """
         if self.draining and not is_taken:
             raise Overloaded("Server exiting")
-        return self._catalog.asked(model, version)
+        return self._catalog.asked(*self.endpoints.stable(model, version))
+
+    def choose(self, context: Context, request: InferRequest, header: Header = no_header) -> bool:
+        """Chooses the target of a request that names an endpoint; returns whether it names one.
+
+        `submit` does it by itself, for requests without headers.
+
+        Args:
+            context: Who asks, authorized.
+            request: The decoded request; its model and version become the target's.
+            header: Returns a header that it came with, by its name in lower case.
+
+        Raises:
+            ModelNotFound: It names a version that no target has.
+        """
+        return self.endpoints.choose(request, context.tenant, header)
+
+    def chosen(self, request: InferRequest) -> Served:
+        """Finds where the target of a request is served that was chosen.
+
+        Raises:
+            ModelNotFound: The stable target is no model version, or not loaded.
+            ModelNotReady: It can't be served, and is not worth waiting for.
+        """
+        return self._catalog.asked(request.model, request.version)
 
     def submit(
         self,
@@ -201,6 +232,7 @@ class Dispatcher:
                 quota = context.principal.quota
         if self.draining and not is_taken:
             raise Overloaded("Server exiting")
+        self.endpoints.choose(request, context.tenant)
         served = self._catalog.asked(request.model, request.version)
         request.tenant, request.trace = context.tenant, context.trace
         timeout_s = served.spec.default_timeout_s
@@ -251,7 +283,7 @@ class Dispatcher:
             return
         if self._auth is not None and context.principal is None:
             context = self._auth.identify(context)
-        named = self._catalog.named(model, version)
+        named = self._named(model, version)
         if self.access is not None:
             self.access.refused(context, named, error.code)
         if self.tenants is not None and context.principal is not None:
@@ -266,21 +298,28 @@ class Dispatcher:
 
     def _counted(self, model: str, version: int, error: QinferError) -> QinferError:
         if isinstance(error, Unauthorized | Forbidden | QuotaExceeded):
-            known = self._catalog.named(model, version) if isinstance(error, QuotaExceeded) else ("", 0)
+            known = self._named(model, version) if isinstance(error, QuotaExceeded) else ("", 0)
             self._tally.failed(*known, error.code)
             if isinstance(error, QuotaExceeded):
                 with suppress(QinferError):
-                    self._tally.ended(model, self.resolve(model, version).version, error.code)
+                    served = self.resolve(model, version)
+                    self._tally.ended(served.spec.name, served.version, error.code)
             return error
         try:
             served = self.resolve(model, version)
         except QinferError as first:
-            self._tally.failed(*self._catalog.named(model, version), first.code)
+            self._tally.failed(*self._named(model, version), first.code)
             return first
-        self._tally.failed(model, served.version, error.code)
+        self._tally.failed(served.spec.name, served.version, error.code)
         if isinstance(error, Overloaded):
-            self._tally.ended(model, served.version, error.code)
+            self._tally.ended(served.spec.name, served.version, error.code)
         return error
+
+    def _named(self, model: str, version: int) -> tuple[str, int]:
+        """Returns what a request named as counts may name it: of an endpoint its stable target."""
+        with suppress(ModelNotFound):
+            model, version = self.endpoints.stable(model, version)
+        return self._catalog.named(model, version)
 
     def cancel(self, pending: Pending) -> None:
         """Forgets a request whose caller went away, and takes it out of the queue if it is still there."""

@@ -81,6 +81,8 @@ class InferRequest(msgspec.Struct, kw_only=True):
             travel.
         step_key: Names the first request of a sequence that is a step of an ensemble, by the ensemble's request: when
             that is executed again, it is the same. It does not travel.
+        endpoint: The endpoint that it named, once its target was chosen: model and version are the target's then. It
+            does not travel.
     """
 
     model: str
@@ -104,6 +106,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
     holders: tuple[Holder, ...] = ()
     inputs_digest: bytes = b""
     step_key: str = ""
+    endpoint: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

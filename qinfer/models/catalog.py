@@ -171,6 +171,10 @@ class Catalog:
             raise self._refusal(model, version)
         return served
 
+    def find(self, model: str, version: int) -> Served | None:
+        """Returns the version to ask, as `resolve`; `None` = it is not READY, or there is none."""
+        return self._view.served.get((model, version))
+
     def asked(self, model: str, version: int) -> Served:
         """Resolves a version for a request whose caller waits for the answer; 0 = the highest READY one.
 
@@ -207,6 +211,16 @@ class Catalog:
     def capacity(self, model: str, version: int) -> Capacity:
         """Returns how fast a version is executed by the live workers, or would be by one that is to start."""
         return self._view.capacities.get((model, version), _UNKNOWN)
+
+    def spec(self, model: str) -> ModelSpec | None:
+        """Returns the newest configuration of a model that is to be loaded; `None` = it has none that can be used."""
+        known = self._specs.get(model)
+        return None if known is None else known[1]
+
+    def versions(self, model: str) -> tuple[int, ...]:
+        """Returns the versions of a model that are there, loaded or not, ascending; none for an unknown model."""
+        stored, status = self._view.stored.get(model), self._view.statuses.get(model)
+        return tuple(sorted({*(stored.versions if stored else ()), *(status.versions if status else ())}))
 
     def known(self) -> tuple[str, ...]:
         """Returns the names of all models, those that were unloaded too: requests may be left of them."""

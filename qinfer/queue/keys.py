@@ -235,6 +235,16 @@ def route_counts(route: str) -> str:
     return f"{_BRIDGES}counts:{route}"
 
 
+def endpoints() -> str:
+    """Returns the hash of the declarations of endpoints by name, and of their latest revision under no name."""
+    return "qinfer:endpoints"
+
+
+def kept_target(endpoint: str, tenant: str, name: str) -> str:
+    """Returns the string that holds the target of a request that may be repeated; those of an endpoint are together."""
+    return f"qinfer:{{{endpoint}|targets}}:{tenant}:{name}"
+
+
 def reply(reply_to: str) -> str:
     """Returns the reply stream at an address such as `reply:<owner>`."""
     return f"qinfer:{reply_to}"

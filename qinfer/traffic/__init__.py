@@ -1,1 +1,1 @@
-"""Traffic between versions of a model: the evidence against a canary, its steps, and how outputs differ."""
+"""Traffic: which target answers a request to an endpoint, and whether a canary is as good as the stable one."""

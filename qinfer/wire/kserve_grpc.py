@@ -510,7 +510,7 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
     outputs, placed = response.outputs, _NOWHERE
     if plan.special is not None:
         outputs, placed = prepare(response, plan, regions)
-    model, version, parameters = response.model, response.version, response.parameters
+    model, version, parameters = plan.endpoint or response.model, response.version, response.parameters
     parts: list[Bytes] = [_head(model, version, tuple([(o.name, o.datatype, o.shape) for o in outputs]))]
     if client_id:
         text = client_id.encode()

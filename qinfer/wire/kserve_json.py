@@ -140,7 +140,7 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
         QinferError: An output can't be written to shared memory.
     """
     begin = b'{"id":%b,' % _encoder.encode(client_id) if client_id else b"{"
-    parts = [begin, _reply_head(response.model, response.version)]
+    parts = [begin, _reply_head(plan.endpoint or response.model, response.version)]
     if response.parameters:
         parts.insert(1, _parameters_json(response.parameters))
     outputs, placed = response.outputs, _NOWHERE

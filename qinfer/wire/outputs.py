@@ -198,12 +198,14 @@ class OutputPlan(msgspec.Struct, frozen=True):
         overrides: Output name → its own `binary_data`.
         special: Output name → what else is done with it; `None` for nothing, as nearly always.
         held: The shared memory of its request, which may not go before the plan; `None` = none.
+        endpoint: The endpoint that was asked, whose name the reply gives in place of the model's; empty = none.
     """
 
     binary: bool = False
     overrides: Mapping[str, bool] = {}
     special: Mapping[str, Special] | None = None
     held: object = None
+    endpoint: str = ""
 
     def is_binary(self, output: str) -> bool:
         """Tells whether `output` travels as binary data."""

@@ -91,6 +91,7 @@ class Running:
     delivery: Queue
     store: ControlStore
     requests: list[InferRequest]
+    database: Database
     serving: "asyncio.Task[None] | None" = None
 
     @property
@@ -159,7 +160,7 @@ async def running_gateway(settings: Settings | None = None, delivery: Queue | No
             if rpc is not None:
                 await rpc.close()
             raise
-        running = Running(gateway=gateway, delivery=delivery, store=store, requests=[])
+        running = Running(gateway=gateway, delivery=delivery, store=store, requests=[], database=database)
         async with asyncio.TaskGroup() as group:
             serving = running.serving = group.create_task(gateway.serve())
             workers = [group.create_task(_work(running, lane)) for lane in _lanes(ANSWERING)]

@@ -85,10 +85,7 @@ class Call:
             if self.reply is None:
                 self.answer(error_reply(501, DECOUPLED))
             return
-        size = 0
-        for tensor in response.outputs:
-            size += tensor.nbytes
-        if size <= MAX_FAST_BYTES:
+        if response.nbytes <= MAX_FAST_BYTES:
             self.answer(self._encoded(response))
         else:
             thread = asyncio.get_running_loop().run_in_executor(None, self._encoded, response)
@@ -122,12 +119,15 @@ class Call:
         try:
             context = dispatcher.authorize(head.context, Scope.INFER)
             if codec.shares_memory and codec.reads_memory(body):
-                thread = asyncio.get_running_loop().run_in_executor(None, self._read_checked, dispatcher, head, body)
+                run = asyncio.get_running_loop().run_in_executor
+                thread = run(None, self._read_checked, dispatcher, head, context, body)
                 thread.add_done_callback(partial(self._read_in_thread, dispatcher, head, context))
                 return
             request, self._plan = codec.decode(head.target, body, head.json_length)
             if head.forwarded:
                 with_headers(request, head.forwarded)
+            if dispatcher.choose(context, request, head.header):
+                self._plan = codec.routed(request, self._plan)
             self.request = request
             pending = dispatcher.submit(context, request, self)
             if self.reply is None:
@@ -136,15 +136,16 @@ class Call:
         except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
             self.refuse(dispatcher, head, error)
 
-    def _read_checked(self, dispatcher: Dispatcher, head: Head, body: bytes) -> None:
+    def _read_checked(self, dispatcher: Dispatcher, head: Head, context: Context, body: bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
-        self.request, self._plan = self._codec.decode(head.target, body, head.json_length, served)
-        with_headers(self.request, head.forwarded)
-        dispatcher.check(self.request, served)
+        request, plan = self._codec.decode(head.target, body, head.json_length, served)
+        with_headers(request, head.forwarded)
+        if dispatcher.choose(context, request, head.header):
+            served, plan = dispatcher.chosen(request), self._codec.routed(request, plan)
+        dispatcher.check(request, served)
+        self.request, self._plan = request, plan
 
-    def _read_in_thread(
-        self, dispatcher: Dispatcher, head: Head, context: Context, done: "asyncio.Future[None]"
-    ) -> None:
+    def _read_in_thread(self, dispatcher: Dispatcher, head: Head, context: Context, done: asyncio.Future[None]) -> None:
         if self.reply is not None:
             return  # the client left
         try:

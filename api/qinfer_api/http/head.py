@@ -41,6 +41,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         json_length: The header's text, unchecked.
         origin: That of the page that asks, where CORS is on.
+        sent: All headers, in the bytes of the head or one by one: endpoints may choose by any.
     """
 
     target: Target
@@ -50,6 +51,16 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     encoding: Encoding | None
     forwarded: Mapping[str, str] = _NO_HEADERS
     origin: bytes = b""
+    sent: bytes | Headers = b""
+
+    def headers(self) -> Headers:
+        """Returns all headers."""
+        return _ANY_LINE.findall(self.sent) if isinstance(self.sent, bytes) else self.sent
+
+    def header(self, name: str) -> str | None:
+        """Returns the value of a header by its name in lower case, of several the first; `None` = it was not sent."""
+        wanted = name.encode()
+        return next((value.decode("latin-1") for each, value in self.headers() if each.lower() == wanted), None)
 
 
 def parse_target(url: bytes) -> Target | None:
@@ -110,7 +121,7 @@ def read_head(
     encoding = _accepted(found["accept"]) if "accept" in found else None
     forwarding = _NO_HEADERS if forward is None else forwarded(forward, headers)
     origin = origin_in(headers) if origins else b""
-    return Head(target, length, json_length, context, encoding, forwarding, origin)
+    return Head(target, length, json_length, context, encoding, forwarding, origin, headers)
 
 
 def origin_in(headers: Headers) -> bytes:
@@ -215,15 +226,17 @@ class HeadReader:
         end, target = match.end(), parse_target(url)
         if target is None or length is None or size - end != int(length) or size - end > self._max_bytes:
             return None
+        sent = packet[:end]
         head = Head(
             target,
             size - end,
             None if json_length is None else json_length.decode(),
             _caller(_trace(trace, state), authorization, key),
             None if accept is None else _accepted(accept),
-            _NO_HEADERS if self._forward is None else forwarded(self._forward, _ANY_LINE.findall(packet, 0, end)),
-            origin_in(_ANY_LINE.findall(packet, 0, end)) if self._origins else b"",
+            _NO_HEADERS if self._forward is None else forwarded(self._forward, _ANY_LINE.findall(sent)),
+            origin_in(_ANY_LINE.findall(sent)) if self._origins else b"",
+            sent,
         )
         if trace is None:  # one comes once only
-            self._known[size % _MAX_KNOWN] = packet[:end], size, head
+            self._known[size % _MAX_KNOWN] = sent, size, head
         return head, packet[end:]

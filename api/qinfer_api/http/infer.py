@@ -145,6 +145,9 @@ ID_HEADER = b"qinfer-request-id"
 CACHE_HEADER = b"qinfer-cache"
 """Header of the replies of models that use the response cache: `hit` or `miss`."""
 
+TARGET_HEADER = b"qinfer-target"
+"""Header of the replies of endpoints: the target that answered, such as `digits:4`."""
+
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 """The characters that the value of a header may have as they are."""
 
@@ -167,6 +170,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
         encoding: The body's content encoding; `None` is identity.
         retry_after_s: Seconds after which to try again; 0 = unknown.
         cache: Whether the response cache had it: `hit` or `miss`; empty where its model uses none.
+        target: The target of an endpoint that answered; empty where a model was asked.
     """
 
     status: int
@@ -175,6 +179,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     encoding: Encoding | None = None
     retry_after_s: int = 0
     cache: str = ""
+    target: str = ""
 
     def head(self) -> bytes:
         """Returns the reply's own header lines."""
@@ -191,6 +196,8 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
             head += b"retry-after: %d\r\n" % self.retry_after_s
         if self.cache:
             head += b"%b: %b\r\n" % (CACHE_HEADER, self.cache.encode())
+        if self.target:
+            head += b"%b: %b\r\n" % (TARGET_HEADER, header_value(self.target))
         if self.status == 401:
             head += b"www-authenticate: Bearer\r\n"
         return head
@@ -207,9 +214,15 @@ def failure_reply(error: BaseException, *, v1: bool = False) -> Reply:
     return error_reply(http_status(failure.code, v1=v1), failure.message, retry_after_s(failure.code, error))
 
 
-def refusal(failure: Failure) -> Reply:
-    """Returns the reply of a failure that a response carries."""
-    return error_reply(http_status(failure.code), failure.message, retry_after_s(failure.code))
+def refusal(failure: Failure, target: str = "") -> Reply:
+    """Returns the reply of a failure that a response carries, of a target of an endpoint if one was asked."""
+    reply = error_reply(http_status(failure.code), failure.message, retry_after_s(failure.code))
+    return msgspec.structs.replace(reply, target=target) if target else reply
+
+
+def answered_by(response: Response, endpoint: str) -> str:
+    """Returns the target that a response is of; empty where no endpoint was asked, or no model has answered."""
+    return f"{response.model}:{response.version}" if endpoint and response.model else ""
 
 
 def error_reply(status: int, message: str, again_s: int = 0) -> Reply:
@@ -240,7 +253,7 @@ class Writer:
             reply.status == 200
             and reply.json_length is None
             and reply.encoding is None
-            and not (close or reply.retry_after_s or reply.cache)
+            and not (close or reply.retry_after_s or reply.cache or reply.target)
         ):
             return b"%b%b\r\n%b%d\r\n\r\n%b" % (self._ok, name, _JSON_BEGIN, len(body), body)
         end = b"connection: close\r\n\r\n" if close else b"\r\n"
@@ -309,13 +322,23 @@ class InferCodec:
 
     def encode(self, response: Response, client_id: str, plan: OutputPlan) -> Reply:
         """Encodes a response in the requested form; a failure becomes its error reply."""
+        target = answered_by(response, plan.endpoint)
         if response.failure is not None:
-            return refusal(response.failure)
+            return refusal(response.failure, target)
         try:
             encoded = encode_infer(response, client_id, plan, self.memory)
         except QinferError as error:
             return failure_reply(error)
-        return Reply(200, encoded.body, encoded.json_length, cache=response.cache)
+        return Reply(200, encoded.body, encoded.json_length, cache=response.cache, target=target)
+
+    def routed(self, request: InferRequest, plan: OutputPlan) -> OutputPlan:
+        """Returns the plan of a request to an endpoint, for the target that was chosen.
+
+        Raises:
+            QinferError: The target can't be asked.
+        """
+        plan = msgspec.structs.replace(plan, endpoint=request.endpoint)
+        return plan if plan.special is None else bound(plan, self._dispatcher.chosen(request))
 
     def reads_memory(self, body: Bytes) -> bool:
         """Tells whether decoding a body may copy inputs from shared memory, however small the body is."""

@@ -25,23 +25,24 @@ def encode_list(codec: InferCodec, responses: Sequence[Response], client_id: str
         client_id: The `id` that each of them echoes.
         plan: The form in which outputs travel.
     """
-    texts, outputs = list[bytes](), list[bytes]()
+    texts, outputs, target = list[bytes](), list[bytes](), ""
     for response in responses:
         reply = codec.encode(response, client_id, plan)
         if reply.status != 200:
             return reply
+        target = reply.target
         text, binary = _parts(reply)
         texts.append(text)
         outputs.append(binary)
     text, binary = b'{"responses":[%b]}' % b",".join(texts), b"".join(outputs)
-    return Reply(200, text + binary, len(text) if binary else None)
+    return Reply(200, text + binary, len(text) if binary else None, target=target)
 
 
 def encode_event(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> Reply:
     """Encodes a response, or its error, as the data of an event: one line, or two where outputs are binary."""
     reply = codec.encode(response, client_id, plan)
     text, binary = _parts(reply)
-    return Reply(reply.status, b"%b\n%b" % (text, b64encode(binary)) if binary else text)
+    return Reply(reply.status, b"%b\n%b" % (text, b64encode(binary)) if binary else text, target=reply.target)
 
 
 def coded_refusal(failure: Failure) -> Reply:

@@ -44,11 +44,14 @@ from qinfer.wire.kserve_json import check_depth, elements, pack
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import (
+    TARGET_HEADER,
     FutureSink,
     Reply,
     Target,
+    answered_by,
     error_reply,
     failure_reply,
+    header_value,
     hold,
     refusal,
     request_encoding,
@@ -64,6 +67,7 @@ from qinfer_api.rest.services import (
     Services,
     answers,
     authorize,
+    choose,
     context_of,
     decoded_infer,
     forward_headers,
@@ -235,6 +239,8 @@ class _Events(StreamingResponse):
     ) -> None:
         super().__init__(events, first[0].status if first else 200)
         self.raw_headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        if first and first[0].target:
+            self.raw_headers.append((TARGET_HEADER, header_value(first[0].target)))
         if first and first[0].retry_after_s:
             self.raw_headers.append((b"retry-after", b"%d" % first[0].retry_after_s))
         self._dispatcher = dispatcher
@@ -247,8 +253,10 @@ class _Events(StreamingResponse):
             self._dispatcher.cancel(self._pending)
 
 
-async def _submit(services: Services, target: Target, request: Request, sink: StreamSink) -> tuple[Pending, str]:
-    """Reads, checks and submits a request; returns it and its client's id of it."""
+async def _submit(
+    services: Services, target: Target, request: Request, sink: StreamSink
+) -> tuple[Pending, InferRequest]:
+    """Reads, checks and submits a request; returns what waits for it, and the request."""
     dispatcher = services.dispatcher
     try:
         context = authorize(services, request)
@@ -256,25 +264,25 @@ async def _submit(services: Services, target: Target, request: Request, sink: St
         if not _is_identity(request):
             raise InvalidRequest("Unsupported content-encoding, only 'identity' is supported.")
         content = await read_body(services, request, services.settings.http.max_input_bytes)
-        decoded = await off_loop(len(content), _decode, services, served, target, content)
-        forward_headers(services, request, decoded)
+        decoded = await off_loop(len(content), _decode, services, served, target, request, content)
         answers(request, decoded)
-        return dispatcher.submit(context, decoded, sink), decoded.client_id
+        return dispatcher.submit(context, decoded, sink), decoded
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error, context_of(request)) from None
 
 
-def _decode(services: Services, served: Served, target: Target, content: Bytes) -> InferRequest:
-    """Decodes and checks a body; both take long for a large one."""
+def _decode(services: Services, served: Served, target: Target, request: Request, content: Bytes) -> InferRequest:
+    """Decodes and checks a body, which takes long for a large one, and chooses its target."""
     limits = services.settings.limits
     decoded = read_generate(bytes(content), target.model, target.version, served.spec, limits.max_json_depth)
-    services.dispatcher.check(decoded, served)
+    forward_headers(services, request, decoded)
+    services.dispatcher.check(decoded, choose(services, request, decoded) or served)
     return decoded
 
 
 async def _generate(services: Services, target: Target, request: Request) -> HttpResponse:
     sink = StreamSink()
-    pending, client_id = await _submit(services, target, request, sink)
+    pending, decoded = await _submit(services, target, request, sink)
     try:
         responses = await unless_left(request.receive, _all(sink.responses(pending)))
     finally:
@@ -282,13 +290,13 @@ async def _generate(services: Services, target: Target, request: Request) -> Htt
     failed = [response for response in responses if response.failure is not None]
     if not failed and len(responses) != 1:
         return send(error_reply(400, _NOT_ONE))
-    return send(await _encoded((failed or responses)[0], client_id))
+    return send(await _encoded((failed or responses)[0], decoded))
 
 
 async def _generate_stream(services: Services, target: Target, request: Request) -> HttpResponse:
     sink = StreamSink()
-    pending, client_id = await _submit(services, target, request, sink)
-    return await _stream(services, request, sink, pending, partial(_generated, client_id))
+    pending, decoded = await _submit(services, target, request, sink)
+    return await _stream(services, request, sink, pending, partial(_generated, decoded))
 
 
 async def _infer_stream(services: Services, target: Target, request: Request) -> HttpResponse:
@@ -315,9 +323,9 @@ async def _stream(
     return _Events(events, replies, services.dispatcher, pending)
 
 
-async def _generated(client_id: str, response: Response) -> Reply:
+async def _generated(decoded: InferRequest, response: Response) -> Reply:
     """Makes an event of generate_stream."""
-    reply = await _encoded(response, client_id)
+    reply = await _encoded(response, decoded)
     return msgspec.structs.replace(reply, body=b"data: %b\n\n" % reply.body)
 
 
@@ -362,12 +370,14 @@ async def _events(
         yield (await event(Response(request_id="", failure=Failure.of(error)))).body
 
 
-async def _encoded(response: Response, client_id: str) -> Reply:
-    """Encodes a response; a failure becomes its error reply."""
+async def _encoded(response: Response, decoded: InferRequest) -> Reply:
+    """Encodes a response to a request; a failure becomes its error reply."""
+    target = answered_by(response, decoded.endpoint)
     if response.failure is not None:
-        return refusal(response.failure)
+        return refusal(response.failure, target)
+    named = msgspec.structs.replace(response, model=decoded.endpoint) if decoded.endpoint else response
     try:
-        return Reply(200, await off_loop(response.nbytes, encode_generate, response, client_id))
+        return Reply(200, await off_loop(named.nbytes, encode_generate, named, decoded.client_id), target=target)
     except QinferError as error:
         return failure_reply(error)
 

@@ -395,7 +395,7 @@ async def read_json(
 async def decoded_infer(
     services: Services, served: Served, target: Target, request: Request, body: Bytes
 ) -> tuple[InferRequest, OutputPlan]:
-    """Decodes and checks the body of an infer request, and adds the headers that are forwarded.
+    """Decodes and checks the body of an infer request, adds the headers that are forwarded, and chooses its target.
 
     Raises:
         QinferError: It is no infer request, or does not fit its model.
@@ -403,12 +403,22 @@ async def decoded_infer(
 
     def decode() -> tuple[InferRequest, OutputPlan]:
         decoded, plan = services.codec.decode(target, body, request.headers.get(JSON_LENGTH_HEADER), served)
-        services.dispatcher.check(decoded, served)
-        return decoded, plan
+        forward_headers(services, request, decoded)
+        of = choose(services, request, decoded)
+        services.dispatcher.check(decoded, served if of is None else of)
+        return decoded, plan if of is None else services.codec.routed(decoded, plan)
 
-    decoded, plan = await off_loop(math.inf if services.codec.shares_memory else len(body), decode)
-    forward_headers(services, request, decoded)
-    return decoded, plan
+    return await off_loop(math.inf if services.codec.shares_memory else len(body), decode)
+
+
+def choose(services: Services, request: Request, decoded: InferRequest) -> Served | None:
+    """Chooses the target of a request that names an endpoint; `None` = it names a model.
+
+    Raises:
+        QinferError: The target can't be asked.
+    """
+    is_endpoint = services.dispatcher.choose(_caller(request), decoded, request.headers.get)
+    return services.dispatcher.chosen(decoded) if is_endpoint else None
 
 
 async def off_loop(nbytes: float, work: Callable[[*Ts], T], *arguments: *Ts) -> T:

@@ -11,6 +11,8 @@ import contextlib
 import logging
 from collections import deque
 
+import msgspec
+
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import Forbidden, Overloaded, QinferError, Unauthorized, UnsupportedFeature
@@ -27,7 +29,7 @@ from qinfer.wire.kserve_grpc import (
     parse_infer,
 )
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.http.infer import bound, hold, noting, parse_version, with_headers
+from qinfer_api.http.infer import answered_by, bound, hold, noting, parse_version, with_headers
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, Guard
 from qinfer_api.rpc.headers import Abort, Method
@@ -95,6 +97,7 @@ class _Answer(InferSink):
             return
         self.pending = call.on_cancel = None
         call.request_id, call.cache = response.request_id, response.cache
+        call.target = answered_by(response, self.plan.endpoint)
         try:
             if response.failure is not None:
                 call.fail(call.status_of(response.failure))
@@ -244,15 +247,22 @@ class Infer:
         return decoded
 
     def _decode_and_check(self, message: Message, call: Call) -> Decoded:
-        decoded = self._completed(self._decode(message), call)
+        decoded = self._routed(self._completed(self._decode(message), call), call)
         request = decoded.request
-        self.dispatcher.check(request, self.dispatcher.resolve(request.model, request.version, is_taken=True))
+        self.dispatcher.check(request, self.dispatcher.chosen(request))
+        return decoded
+
+    def _routed(self, decoded: Decoded, call: Call) -> Decoded:
+        """Chooses the target of a request that names an endpoint."""
+        if self.dispatcher.choose(call.context, decoded.request, call.head.first):
+            return decoded._replace(plan=msgspec.structs.replace(decoded.plan, endpoint=decoded.request.endpoint))
         return decoded
 
     def _submit(self, decoded: Decoded, call: Call, sink: InferSink) -> Pending:
+        decoded = self._routed(decoded, call)
         request, plan = decoded.request, decoded.plan
         if plan.special is not None:
-            plan = bound(plan, self.dispatcher.resolve(request.model, request.version, is_taken=True))
+            plan = bound(plan, self.dispatcher.chosen(request))
         sink.plan, sink.empty_final = plan, decoded.empty_final
         # Whoever comes too late finds no stream open: all that was let in by its head is answered.
         pending = self.dispatcher.submit(call.context, request, sink, call.time_remaining(), is_taken=True)

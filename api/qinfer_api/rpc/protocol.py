@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from qinfer.core.messages import Failure, IdFactory
 from qinfer.errors import PayloadTooLarge, QinferError
 from qinfer.tensors import Bytes
-from qinfer_api.http.infer import CACHE_HEADER, ID_HEADER, decompress, header_value
+from qinfer_api.http.infer import CACHE_HEADER, ID_HEADER, TARGET_HEADER, decompress, header_value
 from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import (
@@ -155,6 +155,7 @@ class Call(Stream):
         on_cancel: Called once if the client cancels the call, its deadline passes or its connection is lost.
         request_id: The id of the request that it became; "" = of none.
         cache: Whether the response cache had its answer, where its model uses one.
+        target: The target that answered, where an endpoint was asked.
     """
 
     __slots__ = (
@@ -182,6 +183,7 @@ class Call(Stream):
         "head",
         "on_cancel",
         "request_id",
+        "target",
     )
 
     def __init__(self, server: Server, connection: Connection, number: int, head: Head, *, is_ended: bool) -> None:
@@ -191,7 +193,7 @@ class Call(Stream):
         self.context: Any = None
         self.on_cancel: Callable[[], None] | None = None
         self.request_id = ""
-        self.cache = ""
+        self.cache = self.target = ""
         self._refusal: Exception | None = None
         self._prefix = b""
         self._body: bytearray | None = None
@@ -508,6 +510,8 @@ class Call(Stream):
         """Returns the header block of the reply."""
         name = header_value(self.request_id or self._server.new_id())
         block = b"".join((_HEAD_WITH_ID, hpack.length(len(name)), name))
+        if self.target:
+            block += hpack.field(TARGET_HEADER, header_value(self.target))
         return block + hpack.field(CACHE_HEADER, self.cache.encode()) if self.cache else block
 
     def end(self) -> None:

@@ -50,7 +50,7 @@ pytestmark = [  # of Hypothesis: the gateway's thread draws random numbers too, 
 def document() -> dict[str, Any]:
     """Returns the document; the routes need no services to describe themselves."""
     services = Mock(spec=Services, restrictions=Restrictions.for_http(()))
-    return build_app(cast(Services, services), Mock(), Mock()).openapi()
+    return build_app(cast(Services, services), Mock(), Mock(), Mock()).openapi()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import httptools
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +57,11 @@ class _Parsed:
         return None if head is None else (head, self.body)
 
 
+def comparable(found: tuple[Head, bytes] | None) -> tuple[Head, bytes] | None:
+    """Returns a head with its headers one by one, in whichever form it has them."""
+    return found and (msgspec.structs.replace(found[0], sent=[*found[0].headers()]), found[1])
+
+
 _NAMES = st.sampled_from(
     [
         *(*heads._MEANINGS, b"connection", b"Proxy-Connection", b"x-request-id", b"X-Tenant", b"Host", b"content"),
@@ -103,7 +109,7 @@ def test_what_is_read_is_what_the_parser_reads(
 
     for _ in range(2):
         found = reader.find(whole)
-        assert found is None or found == _Parsed(whole, forward, origins=origins).result()
+        assert found is None or comparable(found) == comparable(_Parsed(whole, forward, origins=origins).result())
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_plain_heads_need_no_parser(lines: list[bytes]) -> None:
 
     expected = _Parsed(whole, None).result()
     assert expected is not None
-    assert found == [expected, expected, (expected[0], b"else")]
+    assert [*map(comparable, found)] == [*map(comparable, [expected, expected, (expected[0], b"else")])]
 
 
 def test_ids_traces_and_lengths_may_differ() -> None:

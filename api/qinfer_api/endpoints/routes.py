@@ -1,0 +1,68 @@
+"""`/v1/endpoints`: the endpoints, read with the scope `infer`, and changed with `admin`.
+
+What is read can be edited and put back: its `revision` is that of the reading, so that a change of somebody else in
+between is not lost but answered with 409. A declaration without a revision replaces whatever is there.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from qinfer.core.api_keys import Scope
+from qinfer.errors import InvalidRequest
+from qinfer.traffic.endpoints import Endpoint, read_endpoint
+from qinfer_api.endpoints.service import EndpointService, EndpointState
+from qinfer_api.http.infer import Reply
+from qinfer_api.rest.openapi import answer, body, errors, operation, query
+from qinfer_api.rest.services import Services, guarded, read_json, send, send_json
+
+_STATE = answer("The endpoint, its targets as they are now, and what is wrong with them.", EndpointState)
+_REVISION = query("revision", "Only if this is the revision that is there.", type="integer", minimum=1, examples=[7])
+_LIST = operation(
+    "List the endpoints", {200: answer("The endpoints, by name.", list[EndpointState]), **errors(401, 403, 503)}
+)
+_SHOW = operation("Look at an endpoint", {200: _STATE, **errors(401, 403, 404, 503)})
+_PUT = operation("Declare an endpoint", {200: _STATE, **errors(400, 401, 403, 404, 409, 503)}, takes=body(Endpoint))
+_DELETE = operation("Remove an endpoint", {200: answer("Done."), **errors(400, 401, 403, 404, 409, 503)}, _REVISION)
+
+
+def endpoint_routes(services: Services, endpoints: EndpointService) -> APIRouter:
+    """Returns the routes of endpoints."""
+    router = APIRouter(tags=["endpoints"])
+    reading: Any = {"dependencies": guarded(services, "model-config", Scope.INFER)}
+    changing: Any = {"dependencies": guarded(services, "model-repository", Scope.ADMIN)}
+
+    @router.get("/v1/endpoints", name="endpoints", **reading, **_LIST)
+    async def list_endpoints() -> HttpResponse:
+        """Lists the endpoints, with the state of their targets."""
+        return send_json(await endpoints.list())
+
+    @router.get("/v1/endpoints/{endpoint}", name="endpoint", **reading, **_SHOW)
+    async def show_endpoint(endpoint: str) -> HttpResponse:
+        """Shows an endpoint, with the state of its targets."""
+        return send_json(await endpoints.find(endpoint))
+
+    @router.put("/v1/endpoints/{endpoint}", name="put_endpoint", **changing, **_PUT)
+    async def put_endpoint(endpoint: str, request: Request) -> HttpResponse:
+        """Declares an endpoint, or changes it; every gateway goes by it within a second."""
+        document = await read_json(services, request, dict[str, Any])
+        return send_json(await endpoints.put(read_endpoint(document, endpoint)))
+
+    @router.delete("/v1/endpoints/{endpoint}", name="delete_endpoint", **changing, **_DELETE)
+    async def delete_endpoint(endpoint: str, request: Request) -> HttpResponse:
+        """Removes an endpoint; its name then means the model of that name, if there is one."""
+        await endpoints.delete(endpoint, _revision(request))
+        return send(Reply(200, b""))
+
+    return router
+
+
+def _revision(request: Request) -> int | None:
+    text = request.query_params.get("revision")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise InvalidRequest(f"revision is a number, such as that of GET /v1/endpoints/<name>; got '{text[:60]}'")
+    return int(text)

@@ -1,0 +1,137 @@
+"""The choice of a target: conditions first, then weights, by a sticky key or by chance. Pure.
+
+A key chooses by weighted rendezvous hashing (Thaler and Ravishankar 1998; the weights as in Schindelhauer and
+Schomaker, "Weighted Distributed Hash Tables", 2005). Each target draws an exponential time whose rate is its weight
+from a hash of the key and the target; the first one wins, with the probability weight / sum of weights. A change of
+weights therefore moves exactly the share that the changed target gains or loses, and every gateway chooses alike.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from random import random
+from typing import NamedTuple
+
+from qinfer.core.messages import Scalar, Sequence
+from qinfer.traffic.endpoints import ALL_PERCENT, Condition, Endpoint, Role, Target, read_sticky
+
+Header = Callable[[str], str | None]
+"""Returns the value of a header by its name in lower case; `None` = it was not sent."""
+
+_SPAN = 2**64
+
+
+def no_header(_: str) -> None:
+    """Stands for the headers of a request that has none."""
+
+
+class Asked(NamedTuple):
+    """What a choice looks at.
+
+    Attributes:
+        tenant: Who asks.
+        header: Its headers.
+        parameters: Its parameters.
+        sequence: Its sequence; `None` = it has none.
+    """
+
+    tenant: str = ""
+    header: Header = no_header
+    parameters: Mapping[str, Scalar] = {}
+    sequence: Sequence | None = None
+
+
+class Split:
+    """The choice among the targets of an endpoint, prepared once for all its requests.
+
+    Args:
+        endpoint: The endpoint, checked.
+        chance: Gives numbers from 0 to 1, for requests without a key.
+
+    Attributes:
+        headers: The names of the headers that it looks at.
+    """
+
+    def __init__(self, endpoint: Endpoint, chance: Callable[[], float] = random) -> None:
+        self._name = endpoint.name
+        self._stable = endpoint.stable
+        online = [target for target in endpoint.targets if target.role is not Role.SHADOW]
+        self._weights = tuple((target, endpoint.weight_of(target)) for target in online)
+        self._has_shares = any(weight > 0 for target, weight in self._weights if target is not self._stable)
+        self._conditions = tuple((condition, target) for target in online for condition in target.when)
+        self._kind, self._of = read_sticky(endpoint.sticky)
+        self._chance = chance
+
+    def choose(self, asked: Asked) -> Target:
+        """Returns the target of a request."""
+        for condition, target in self._conditions:
+            if meets(asked, condition):
+                return target
+        if not self._has_shares:
+            return self._stable
+        key = self._key(asked)
+        return by_chance(self._weights, self._chance()) if key is None else by_key(self._weights, self._name, key)
+
+    def _key(self, asked: Asked) -> str | None:
+        """Returns what keeps its target; `None` = nothing does."""
+        if asked.sequence is not None:
+            return f"{asked.tenant}\0{asked.sequence.id!r}"
+        match self._kind:
+            case "tenant":
+                return asked.tenant
+            case "header":
+                return asked.header(self._of)
+            case "parameter" if self._of in asked.parameters:
+                return str(asked.parameters[self._of])
+        return None
+
+
+def meets(asked: Asked, condition: Condition) -> bool:
+    """Tells whether a request has all that a condition wants."""
+    if condition.tenant and condition.tenant != asked.tenant:
+        return False
+    for name, value in condition.headers.items():
+        if asked.header(name.lower()) != value:
+            return False
+    return all(
+        name in asked.parameters and asked.parameters[name] == value for name, value in condition.parameters.items()
+    )
+
+
+Weights = tuple[tuple[Target, float], ...]
+"""Targets with their weights, which add up to `ALL_PERCENT`."""
+
+
+def by_chance(weights: Weights, chance: float) -> Target:
+    """Returns the target at a place of the line on which each takes as much room as its weight.
+
+    Args:
+        weights: The targets.
+        chance: The place, from 0 to 1.
+    """
+    left = chance * ALL_PERCENT
+    for target, weight in weights:
+        left -= weight
+        if left < 0:
+            return target
+    return next(target for target, weight in reversed(weights) if weight > 0)  # rounding
+
+
+def by_key(weights: Weights, name: str, key: str) -> Target:
+    """Returns the target of a key.
+
+    Args:
+        weights: The targets.
+        name: The endpoint's name: the same key is shared out anew at each endpoint.
+        key: The key.
+    """
+    times = [
+        (_exponential(f"{name}\0{target.label}\0{key}") / weight, target) for target, weight in weights if weight > 0
+    ]
+    return min(times, key=lambda each: each[0])[1]
+
+
+def _exponential(text: str) -> float:
+    """Returns an exponentially distributed time of rate 1 that a text always has."""
+    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return -math.log((int.from_bytes(digest) + 0.5) / _SPAN)

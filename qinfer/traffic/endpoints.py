@@ -1,0 +1,267 @@
+"""Endpoints: names that callers use like a model's, and the targets that their requests are shared among. Pure.
+
+    name: digit-reader
+    sticky: header:x-user-id
+    targets:
+      - {model: digits, version: 3, role: stable}
+      - {model: digits, version: 4, weight: 10, when: [{tenant: testers}]}
+
+The stable target answers whatever no other target gets; here that is 90 % of all users but the testers.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any, Literal
+
+import msgspec
+
+from qinfer.core.messages import Scalar
+from qinfer.errors import InvalidRequest
+from qinfer.models.repository.reader import is_model_name
+from qinfer.models.spec import ModelSpec, TensorSpec
+
+LATEST = "latest"
+"""The version of a canary that is the newest READY one of its model."""
+
+MAX_TARGETS = 16
+MAX_NAME = 128
+ALL_PERCENT = 100.0
+
+_MAX_CONDITIONS = 64
+_STICKY_WORDS = ("header", "parameter")
+_TENANT = "tenant"
+
+
+class Role(StrEnum):
+    """The part that a target has.
+
+    - stable: it answers what no other target gets, and stands for the endpoint in metadata, readiness and statistics.
+    - canary: it answers a share of the requests, as versions on trial and the arms of an A/B test do.
+    - shadow: it executes a share of the requests once more, and never answers any.
+    """
+
+    STABLE = "stable"
+    CANARY = "canary"
+    SHADOW = "shadow"
+
+
+class Condition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that a request may have; all that is given must be so.
+
+    Attributes:
+        tenant: The tenant that asks.
+        headers: Headers of HTTP, or metadata of gRPC, and their values; their names are read in any case.
+        parameters: Parameters of the request, and their values.
+    """
+
+    tenant: str = ""
+    headers: Mapping[str, str] = {}
+    parameters: Mapping[str, Scalar] = {}
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A model version that gets requests of an endpoint.
+
+    Attributes:
+        model: The model, never an endpoint.
+        version: Its version; `latest`, of a canary only, is the newest that is READY.
+        role: Its part: one target is the stable one.
+        weight: Percent of the requests. The stable target gets the rest, and needs none.
+        when: A canary also gets every request that meets one of these, whatever its weight.
+    """
+
+    model: str
+    version: int | Literal["latest"]
+    role: Role = Role.CANARY
+    weight: float | None = None
+    when: tuple[Condition, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The target in one word, such as `digits:4`."""
+        return f"{self.model}:{self.version}"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Its model and version; version 0 = the latest."""
+        return self.model, self.number
+
+    @property
+    def number(self) -> int:
+        """The version; 0 = the latest."""
+        return self.version if isinstance(self.version, int) else 0
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A name for several targets.
+
+    Attributes:
+        name: What callers ask.
+        targets: Who answers.
+        sticky: What keeps its target: `tenant`, `header:<name>` or `parameter:<name>`; empty = each request is shared
+            out by itself. A sequence always keeps its own.
+        hides_model: A model of the same name can't be asked any more but through the endpoint.
+        revision: The number of the change that made it so, over all endpoints; as written by a person, the revision
+            that the change is made to: 0 = whatever is there.
+        file: The digest of the file that it was declared by; empty = none.
+
+    Example:
+        {"name": "digit-reader", "targets": [{"model": "digits", "version": 3, "role": "stable"},
+         {"model": "digits", "version": 4, "weight": 10.0}], "revision": 7}
+    """
+
+    name: str = ""
+    targets: tuple[Target, ...]
+    sticky: str = ""
+    hides_model: bool = False
+    revision: int = 0
+    file: str = ""
+
+    @property
+    def stable(self) -> Target:
+        """The target that stands for the endpoint."""
+        return next(target for target in self.targets if target.role is Role.STABLE)
+
+    def weight_of(self, target: Target) -> float:
+        """Returns the percent of the requests that a target gets by its weight, or executes once more as a shadow."""
+        if target.role is not Role.STABLE:
+            return target.weight or 0.0
+        return ALL_PERCENT - sum(each.weight or 0.0 for each in self.targets if each.role is Role.CANARY)
+
+
+def read_sticky(text: str) -> tuple[str, str]:
+    """Reads what is sticky: the kind, `tenant`, `header` or `parameter`, and its name; headers' in lower case.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if text in ("", _TENANT):
+        return text, ""
+    kind, _, name = text.partition(":")
+    if kind not in _STICKY_WORDS or not name.strip():
+        raise ValueError(f"sticky '{text[:60]}' is not known; write tenant, header:<name> or parameter:<name>")
+    return kind, name.strip().lower() if kind == "header" else name.strip()
+
+
+def read_endpoint(document: Any, name: str = "") -> Endpoint:
+    """Reads and checks a declaration.
+
+    Args:
+        document: What was decoded of JSON, YAML or TOML.
+        name: The name that it must have, or gets where it has none; empty = it has one.
+
+    Raises:
+        InvalidRequest: It is no declaration; the text names all that is wrong with the first part that is.
+    """
+    try:
+        endpoint = msgspec.convert(document, Endpoint)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"this is no declaration of an endpoint: {error}") from None
+    for where, part, kind in _parts(document):
+        if unknown := set(part) - set(kind.__struct_fields__):
+            known = ", ".join(kind.__struct_fields__)
+            raise InvalidRequest(f"{where} of an endpoint has no '{min(unknown, key=str)[:60]}'; it has {known}")
+    if name and endpoint.name not in ("", name):
+        raise InvalidRequest(
+            f"the declaration names '{endpoint.name[:MAX_NAME]}', but it is for '{name}'; leave it out"
+        )
+    endpoint = msgspec.structs.replace(endpoint, name=endpoint.name or name)
+    check(endpoint)
+    return endpoint
+
+
+def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
+    """Yields the objects of a declaration with their types, to be read more strictly than what is stored."""
+    yield "the declaration", document, Endpoint
+    for target in document["targets"]:
+        yield "a target", target, Target
+        for condition in target.get("when", ()):
+            yield "a condition", condition, Condition
+
+
+def check(endpoint: Endpoint) -> None:
+    """Checks a declaration by itself; `misfit` compares its models.
+
+    Raises:
+        InvalidRequest: Something is wrong with it.
+    """
+    problems = [*_problems(endpoint)]
+    if problems:
+        raise InvalidRequest(f"endpoint '{endpoint.name[:MAX_NAME]}': {'; '.join(problems)}")
+
+
+def _problems(endpoint: Endpoint) -> Iterator[str]:
+    name, targets = endpoint.name, endpoint.targets
+    if not is_model_name(name) or len(name) > MAX_NAME:
+        yield f"it needs a name as models have, of at most {MAX_NAME} characters"
+    stable = [target for target in targets if target.role is Role.STABLE]
+    if len(stable) != 1:
+        yield f"one target must have the role stable, not {len(stable)}"
+    if len(targets) > MAX_TARGETS:
+        yield f"it has {len(targets)} targets; {MAX_TARGETS} are possible"
+    if len({target.label for target in targets if target.role is not Role.SHADOW}) < len(
+        [target for target in targets if target.role is not Role.SHADOW]
+    ):
+        yield "a target is there twice; add up the weights"
+    for target in targets:
+        yield from _problems_of(target)
+    if len(stable) == 1:
+        yield from _problems_of_weights(endpoint, stable[0])
+    try:
+        read_sticky(endpoint.sticky)
+    except ValueError as error:
+        yield str(error)
+
+
+def _problems_of(target: Target) -> Iterator[str]:
+    label = target.label[:MAX_NAME]
+    if not is_model_name(target.model):
+        yield f"'{target.model[:MAX_NAME]}' can't be the name of a model"
+    if target.version == LATEST and target.role is not Role.CANARY:
+        yield f"target '{label}': only a canary may be the latest version; write the number of the version"
+    if target.version != LATEST and not 0 < target.number < 2**63:
+        yield f"target '{label}': a version is a number above 0, or latest"
+    if target.weight is not None and not 0 <= target.weight <= ALL_PERCENT:
+        yield f"target '{label}': weight {target.weight:g} is not from 0 to 100 percent"
+    if target.when and target.role is not Role.CANARY:
+        yield f"target '{label}': only a canary may have `when`"
+    if len(target.when) > _MAX_CONDITIONS or Condition() in target.when:
+        yield f"target '{label}': `when` takes 1 to {_MAX_CONDITIONS} conditions, each of tenant, headers or parameters"
+
+
+def _problems_of_weights(endpoint: Endpoint, stable: Target) -> Iterator[str]:
+    rest = endpoint.weight_of(stable)
+    if rest < -_ROUNDING:
+        yield f"the weights of the canaries add up to {ALL_PERCENT - rest:g}; 100 percent is all"
+    elif stable.weight is not None and not math.isclose(stable.weight, rest, abs_tol=_ROUNDING):
+        yield f"the stable target gets the rest, {rest:g} percent, not {stable.weight:g}; leave its weight out"
+
+
+_ROUNDING = 1e-6
+
+
+def misfit(stable: ModelSpec, other: ModelSpec) -> str:
+    """Says why requests for one model can't go to another; empty = they can.
+
+    They can where both have the same inputs and outputs, with or without a batch dimension, and both give one
+    response, or both a stream. A stateful model can't be mixed with others: a sequence is kept within one model.
+    """
+    if stable.name == other.name:
+        return ""
+    if stable.is_stateful or other.is_stateful:
+        return "a model with sequences can be mixed with its own versions only"
+    if stable.decoupled != other.decoupled:
+        return "one gives a single response, the other a stream"
+    if (stable.max_batch_size > 0) != (other.max_batch_size > 0):
+        return "one has a batch dimension, the other none"
+    for kind, ours, theirs in (("input", stable.inputs, other.inputs), ("output", stable.outputs, other.outputs)):
+        mine, its = {_shape(one) for one in ours}, {_shape(one) for one in theirs}
+        if mine != its:
+            only = ", ".join(sorted({name for name, *_ in mine ^ its}))
+            return f"they differ in {kind} {only}"
+    return ""
+
+
+def _shape(tensor: TensorSpec) -> tuple[str, str, tuple[int, ...], bool]:
+    return tensor.name, tensor.datatype, tensor.dims, tensor.optional

@@ -1,0 +1,18 @@
+-- Writes or removes the declaration of an endpoint, if it still is as the caller has seen it. Each change gets the next
+-- revision, over all endpoints, so that the latest revision says whether a reader has seen them all.
+-- KEYS: endpoints. ARGV: name, revision that was seen ('' = any, 0 = there was none), document without a revision
+--   ('' = remove it), least revision to go on from.
+-- Returns {1, the new revision}, or {0, the revision that is there, 0 = there is none}.
+local name, seen, document = ARGV[1], ARGV[2], ARGV[3]
+local current = redis.call('HGET', KEYS[1], name)
+local is = current and string.match(current, '^{"revision":(%d+),') or '0'
+if (seen ~= '' and seen ~= is) or (document == '' and not current) then return {0, tonumber(is)} end
+local least = tonumber(ARGV[4])
+if tonumber(redis.call('HGET', KEYS[1], '') or '0') < least then redis.call('HSET', KEYS[1], '', ARGV[4]) end
+local revision = redis.call('HINCRBY', KEYS[1], '', 1)
+if document == '' then
+  redis.call('HDEL', KEYS[1], name)
+else
+  redis.call('HSET', KEYS[1], name, '{"revision":' .. revision .. ',' .. string.sub(document, 2))
+end
+return {1, revision}

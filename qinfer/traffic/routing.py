@@ -1,0 +1,262 @@
+"""The endpoints as a gateway knows them: which target answers a request, and what stands for an endpoint elsewhere.
+
+`Endpoints.follow` keeps the view as new as the store: it is woken by every change, and looks once a second. A gateway
+that could not look for two seconds gives every request to the stable targets, for it may have missed a rollback.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from qinfer.core.messages import InferRequest
+from qinfer.core.retry import OutageLog
+from qinfer.errors import BrokerUnavailable, Conflict, EndpointNotFound, ModelNotFound
+from qinfer.models.catalog import Catalog, Served
+from qinfer.models.spec import ModelSpec
+from qinfer.traffic.choice import Asked, Header, Split, no_header
+from qinfer.traffic.endpoints import Endpoint, Role, Target, misfit
+from qinfer.traffic.store import PIN_TTL_S, Declared, EndpointStore
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at the declarations, when nothing wakes the gateway."""
+
+DEAF_AFTER_S = 2.0
+"""Seconds without a look after which only stable targets are used."""
+
+_RETRY_S = 0.25
+
+
+class Routed(NamedTuple):
+    """An endpoint with its choice prepared."""
+
+    endpoint: Endpoint
+    stable: Target
+    split: Split
+
+
+class Endpoints:
+    """See the module docstring.
+
+    Args:
+        catalog: Knows the models.
+
+    Attributes:
+        by_name: The endpoints.
+        revision: The last change that is in the view; -1 = nothing was read yet.
+        is_deaf: The store can't be heard: only stable targets are used.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.by_name: Mapping[str, Routed] = {}
+        self.revision = -1
+        self.is_deaf = False
+        self._fits: dict[tuple[str, str], tuple[ModelSpec, ModelSpec, bool]] = {}
+
+    def show(self, declared: Declared) -> None:
+        """Replaces the view."""
+        known = self.by_name
+        self.by_name = {
+            name: known[name]
+            if name in known and known[name].endpoint == endpoint
+            else Routed(endpoint, endpoint.stable, Split(endpoint))
+            for name, endpoint in declared.endpoints.items()
+        }
+        self.revision, self.is_deaf = declared.revision, False
+
+    def deafen(self) -> None:
+        """Has only stable targets used until the view is shown again."""
+        self.is_deaf = True
+
+    def stable(self, name: str, version: int) -> tuple[str, int]:
+        """Returns the model and version that stand for an endpoint; those of a model itself are as they were.
+
+        Raises:
+            ModelNotFound: A version was named that no target of the endpoint has.
+        """
+        routed = self.by_name.get(name)
+        if routed is None:
+            return name, version
+        return self._version_of(routed, version) if version else routed.stable.place
+
+    def choose(self, request: InferRequest, tenant: str, header: Header = no_header) -> bool:
+        """Chooses the target of a request that names an endpoint: its model and version become the target's.
+
+        Args:
+            request: The decoded request.
+            tenant: Who asks.
+            header: Its headers.
+
+        Returns:
+            Whether it names one.
+
+        Raises:
+            ModelNotFound: It names a version that no target has.
+        """
+        routed = self.by_name.get(request.model)
+        if routed is None or request.endpoint:
+            return False
+        if request.version:
+            model, version = self._version_of(routed, request.version)
+        elif self.is_deaf:
+            model, version = routed.stable.place
+        else:
+            asked = Asked(tenant, header, request.parameters, request.sequence)
+            model, version = self._usable(routed, routed.split.choose(asked))
+        request.endpoint, request.model, request.version = request.model, model, version
+        request.generation = 0  # it may have been checked against another model
+        return True
+
+    def resolved(self, target: Target) -> int:
+        """Returns the version that a target has now; 0 = none of its model is READY."""
+        return target.number or max(self.catalog.ready_versions(target.model), default=0)
+
+    def refusals(self, endpoint: Endpoint) -> Iterator[str]:
+        """Yields the reasons why an endpoint can't be: no such models, models that do not fit, or one that it hides."""
+        if not endpoint.hides_model and self._is_model(endpoint.name):
+            yield f"it would hide the model '{endpoint.name}'; rename it, or set hides_model to true"
+        stable = self._spec(endpoint.stable)
+        for target in endpoint.targets:
+            spec = self._spec(target)
+            if not self._is_model(target.model):
+                yield f"target '{target.label}': {self._what(target.model)}"
+            elif target.number and target.number not in self.catalog.versions(target.model):
+                there = ", ".join(map(str, self.catalog.versions(target.model))) or "none"
+                yield f"target '{target.label}': the model has no such version; its versions are {there}"
+            elif stable is not None and spec is not None and (why := misfit(stable, spec)):
+                yield f"target '{target.label}' does not fit '{endpoint.stable.label}': {why}"
+
+    def problems(self, endpoint: Endpoint) -> Iterator[str]:
+        """Yields what keeps an endpoint or a target from being used as it was declared."""
+        yield from self.refusals(endpoint)
+        for target in endpoint.targets:
+            if self._is_model(target.model) and self.catalog.find(target.model, self.resolved(target)) is None:
+                yield f"target '{target.label}' is not ready" + (
+                    "" if target.role is Role.STABLE else ": its requests go to the stable target"
+                )
+
+    def _what(self, name: str) -> str:
+        return "it is an endpoint, and targets are models" if name in self.by_name else "there is no such model"
+
+    def _spec(self, target: Target) -> ModelSpec | None:
+        return self.catalog.spec(target.model)
+
+    def _is_model(self, name: str) -> bool:
+        return name in self.catalog.known()
+
+    def _version_of(self, routed: Routed, version: int) -> tuple[str, int]:
+        """Finds the target of an endpoint that has a version."""
+        online = [target for target in routed.endpoint.targets if target.role is not Role.SHADOW]
+        for target in (routed.stable, *online):
+            if self.resolved(target) == version:
+                return target.model, version
+        labels = ", ".join(target.label for target in online)
+        raise ModelNotFound(
+            f"Request for unknown model: '{routed.endpoint.name}' version {version} is not found: the targets of that "
+            f"endpoint are {labels}"
+        )
+
+    def _usable(self, routed: Routed, target: Target) -> tuple[str, int]:
+        """Returns where the requests for a target go: to the stable one while it is not READY, or does not fit."""
+        stable, catalog = routed.stable, self.catalog
+        if target is stable:
+            return stable.place
+        version = self.resolved(target)
+        served = catalog.find(target.model, version)
+        if served is None or (target.model == stable.model and not target.number and version < stable.number):
+            return stable.place
+        if target.model != stable.model and not self._is_fit(catalog.find(*stable.place), served):
+            return stable.place
+        return target.model, version
+
+    def _is_fit(self, stable: Served | None, other: Served) -> bool:
+        """Tells whether requests for one model can go to another; remembers it for as long as both stay as they are."""
+        if stable is None:
+            return True
+        key = stable.spec.name, other.spec.name
+        known = self._fits.get(key)
+        if known is None or known[0] is not stable.spec or known[1] is not other.spec:
+            known = self._fits[key] = stable.spec, other.spec, not misfit(stable.spec, other.spec)
+        return known[2]
+
+
+class EndpointWatch:
+    """Keeps a gateway's view current, and the targets loaded.
+
+    Args:
+        store: Where the declarations are.
+        view: The view.
+        now_s: Tells the broker's time.
+
+    Attributes:
+        store: As given, like the view.
+        view: The same.
+    """
+
+    def __init__(self, store: EndpointStore, view: Endpoints, now_s: Callable[[], float]) -> None:
+        self.store = store
+        self.view = view
+        self._now_s = now_s
+        self._pinned: dict[str, Endpoint] = {}
+        self._pinned_s = 0.0
+
+    async def look(self) -> None:
+        """Reads the declarations; writes them again where Redis has lost them.
+
+        Raises:
+            BrokerUnavailable: Redis can't be reached.
+        """
+        declared = await self.store.read()
+        if declared.revision < self.view.revision:
+            declared = await self._restored(declared)
+        if declared.revision != self.view.revision:
+            logger.info("endpoints read", extra={"revision": declared.revision, "endpoints": len(declared.endpoints)})
+        self.view.show(declared)
+        await self._pin(declared.endpoints)
+
+    async def run(self) -> None:
+        """Follows the declarations until cancelled."""
+        outage = OutageLog(logger, "endpoints not heard of", "endpoints heard of again")
+        call_later = asyncio.get_running_loop().call_later
+        timer = call_later(DEAF_AFTER_S, self.view.deafen)
+        try:
+            while True:
+                try:
+                    await self.store.wait(LOOK_EVERY_S)
+                    await self.look()
+                except BrokerUnavailable as error:
+                    outage.failed(error.message)
+                    await asyncio.sleep(_RETRY_S)  # nothing can wake the gateway while the store is away
+                else:
+                    outage.over()
+                    timer.cancel()
+                    timer = call_later(DEAF_AFTER_S, self.view.deafen)
+        finally:
+            timer.cancel()
+
+    async def _restored(self, declared: Declared) -> Declared:
+        """Writes what Redis has lost: of several gateways the first one does."""
+        lost = self.view.by_name.keys() - declared.endpoints.keys()
+        for name in lost:
+            try:
+                await self.store.put(self.view.by_name[name].endpoint, 0, self.view.revision)
+            except (Conflict, EndpointNotFound):
+                continue
+        logger.warning("endpoints written again, Redis had lost them", extra={"endpoints": len(lost)})
+        return await self.store.read()
+
+    async def _pin(self, endpoints: Mapping[str, Endpoint]) -> None:
+        """Renews the pins of the targets every now and then, and lets go of what is no target any more."""
+        now_s = asyncio.get_running_loop().time()
+        is_due = now_s - self._pinned_s >= PIN_TTL_S / 4
+        for name, endpoint in endpoints.items():
+            if is_due or self._pinned.get(name) != endpoint:
+                await self.store.pin(endpoint, self._now_s())
+        for name, before in self._pinned.items():
+            if endpoints.get(name) != before:
+                await self.store.unpin(before, endpoints.get(name))
+        self._pinned = dict(endpoints)
+        self._pinned_s = now_s if is_due else self._pinned_s

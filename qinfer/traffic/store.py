@@ -1,0 +1,205 @@
+"""Endpoints in Redis: their declarations, by revision, and the targets of requests that may be repeated.
+
+Values are JSON, so that `redis-cli` shows what the state is. Every change is compared and set by one script, and wakes
+the gateways; one that slept reads all of them again within a second.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from qinfer.errors import Conflict, EndpointNotFound
+from qinfer.models.pins import Pin
+from qinfer.models.store import ControlStore, StoredRecords, translated
+from qinfer.queue import keys
+from qinfer.queue.lanes import Queue
+from qinfer.queue.router import Call, load_script, run_script, ttl_ms
+from qinfer.traffic.endpoints import Endpoint
+from qinfer.wire.versions import encode_document
+
+PIN_REASON = "endpoint"
+"""The kind of holder of the pins that keep the targets of endpoints loaded."""
+
+PIN_TTL_S = 120.0
+"""Seconds for which the targets stay loaded when no gateway runs."""
+
+_PUT = load_script("put", package="qinfer.traffic")
+_KEEP = load_script("keep", package="qinfer.traffic")
+
+
+class Declared(NamedTuple):
+    """All endpoints at one moment.
+
+    Attributes:
+        endpoints: The endpoints by name.
+        revision: The number of the last change of any.
+    """
+
+    endpoints: Mapping[str, Endpoint]
+    revision: int
+
+
+class EndpointStore:
+    """The declarations; coroutines raise `BrokerUnavailable` when Redis can't be reached.
+
+    Args:
+        control: Where they are kept.
+    """
+
+    def __init__(self, control: ControlStore) -> None:
+        self._control = control
+        self._records = StoredRecords()
+        self._last: Mapping[str, Endpoint] = {}
+
+    async def read(self) -> Declared:
+        """Returns all endpoints; one whose record is damaged is as it was at the last look, if it was there."""
+        with translated():
+            found = await self._control.client.hgetall(keys.endpoints())
+        values = {name.decode(errors="replace"): value for name, value in found.items()}
+        counter = values.pop("", b"0")
+        known = {name: endpoint for name, endpoint in self._last.items() if name in values}
+        self._last = known | self._records.all(values, Endpoint)
+        return Declared(self._last, int(counter) if counter.isdigit() else 0)
+
+    async def put(self, endpoint: Endpoint, seen: int | None, least: int = 0) -> Endpoint:
+        """Writes a declaration, which was checked.
+
+        Args:
+            endpoint: The declaration; its own revision is not looked at.
+            seen: The revision that it replaces; 0 = there is none, `None` = whatever there is.
+            least: A revision that the new one must be above: what a gateway has seen before Redis lost it.
+
+        Returns:
+            The declaration with its revision.
+
+        Raises:
+            Conflict: Another revision is there by now.
+        """
+        document = encode_document(msgspec.structs.replace(endpoint, revision=0))
+        revision = await self._change(endpoint.name, seen, document, least)
+        return msgspec.structs.replace(endpoint, revision=revision)
+
+    async def delete(self, name: str, seen: int | None) -> int:
+        """Removes an endpoint; returns the revision of the change.
+
+        Raises:
+            Conflict: Another revision is there by now.
+            EndpointNotFound: There is no endpoint of that name.
+        """
+        return await self._change(name, seen, b"")
+
+    async def _change(self, name: str, seen: int | None, document: bytes, least: int = 0) -> int:
+        words = (name, "" if seen is None else seen, document, least)
+        with translated():
+            is_done, revision = await self._control.client.eval(_PUT.text, 1, keys.endpoints(), *words)
+        if not is_done:
+            if not revision:
+                raise unknown(name)
+            raise Conflict(f"endpoint '{name}' has revision {revision} by now, not {seen}; read it, and change that")
+        await self._control.wake()
+        return int(revision)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when something has changed, or after `timeout_s` seconds; also for no reason."""
+        await self._control.wait(timeout_s)
+
+    async def pin(self, endpoint: Endpoint, now_s: float) -> None:
+        """Keeps the targets of an endpoint loaded for a while, whatever the version policies of their models say.
+
+        Args:
+            endpoint: The endpoint.
+            now_s: The broker's time.
+        """
+        for pin in _pins_of(endpoint, now_s + PIN_TTL_S):
+            await self._control.put_pin(pin, PIN_TTL_S)
+
+    async def unpin(self, before: Endpoint, after: Endpoint | None) -> None:
+        """Lets go of what were targets of an endpoint, and are none any more."""
+        kept = set() if after is None else {pin.id for pin in _pins_of(after, 0.0)}
+        for pin in _pins_of(before, 0.0):
+            if pin.id not in kept:
+                await self._control.put_pin(pin, 0.0)
+
+
+def _pins_of(endpoint: Endpoint, expires_at: float) -> list[Pin]:
+    return [
+        Pin(model=target.model, version=target.number, reason=PIN_REASON, holder=endpoint.name, expires_at=expires_at)
+        for target in endpoint.targets
+        if target.number
+    ]
+
+
+def unknown(name: str) -> EndpointNotFound:
+    """Returns the error for the name of no endpoint."""
+    return EndpointNotFound(f"there is no endpoint '{name[:128]}'; GET /v1/endpoints lists them")
+
+
+class Kept(NamedTuple):
+    """The model version that a request went to when it came for the first time."""
+
+    model: str
+    version: int
+
+
+class KeptTargets:
+    """The targets of requests that their callers may repeat: by the caller's id, and by the idempotency key.
+
+    A repetition, and a look-up by the caller's id, goes to the target of the first time, whatever the weights are now.
+
+    Args:
+        queue: The connected queue.
+    """
+
+    def __init__(self, queue: Queue) -> None:
+        self._router = queue.router
+
+    async def keep(self, endpoint: str, tenant: str, names: Sequence[str], target: Kept, ttl_s: float) -> Kept:
+        """Keeps a target, unless one is kept under one of the names; returns what is kept.
+
+        Args:
+            endpoint: The endpoint that was asked.
+            tenant: Who asks.
+            names: What the request may be found by: `by_id`, then `by_key`.
+            target: The target of the request, if it is new.
+            ttl_s: For how long.
+        """
+        wanted = [keys.kept_target(endpoint, tenant, name).encode() for name in names]
+        return _read(await _keep(self._call(wanted[0]), wanted, target, ttl_s))
+
+    async def find(self, endpoint: str, tenant: str, names: Sequence[str]) -> Kept | None:
+        """Returns the target that is kept under the first of the names that has one."""
+        for name in names:
+            key = keys.kept_target(endpoint, tenant, name).encode()
+            found = await self._call(key)(b"GET", key)
+            if found is not None:
+                return _read(found)
+        return None
+
+    def _call(self, key: bytes) -> Call:
+        return partial(self._router.call, keys.slot(key))
+
+
+def by_id(request_id: str) -> str:
+    """Returns the name of a request by the id that its caller chose."""
+    return f"id:{request_id}"
+
+
+def by_key(key_hash: str) -> str:
+    """Returns the name of a request by the hash of its idempotency key."""
+    return f"key:{key_hash}"
+
+
+def names_of(request_id: str, key_hash: str) -> list[str]:
+    """Returns the names of a request by what its caller gave; none where that is nothing."""
+    return [by_id(request_id)] * bool(request_id) + [by_key(key_hash)] * bool(key_hash)
+
+
+async def _keep(call: Call, names: Sequence[bytes], target: Kept, ttl_s: float) -> bytes:
+    return bytes(await run_script(call, _KEEP, names, f"{target.version}:{target.model}".encode(), ttl_ms(ttl_s)))
+
+
+def _read(value: bytes) -> Kept:
+    version, _, model = value.decode().partition(":")
+    return Kept(model, int(version))
