@@ -29,7 +29,7 @@ from qinfer.core.messages import Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.stats import StatsTally
-from qinfer.queue.entries import DELAYED, Lane
+from qinfer.queue.entries import DELAYED, Lane, undivided
 from qinfer.tensors import Tensor
 
 
@@ -355,7 +355,7 @@ class Batcher:
     def _last_lane(self) -> str:
         """The lane of the last item that the next batch can have; the first lane where there is none."""
         batch = policy.next_batch(self._pending, self._rules)
-        return batch[-1].lease.entry.lane.name if batch else FIRST
+        return undivided(batch[-1].lease.entry.lane.name) if batch else FIRST
 
     @property
     def _can_be_overtaken(self) -> bool:

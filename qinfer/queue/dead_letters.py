@@ -10,7 +10,7 @@ import msgspec
 from qinfer.core.messages import InferRequest
 from qinfer.errors import BrokerUnavailable, CorruptEntry, InvalidRequest
 from qinfer.queue import keys
-from qinfer.queue.entries import MARGIN_S, Entry, Lane
+from qinfer.queue.entries import MARGIN_S, Entry, Lane, undivided
 from qinfer.queue.router import Router, Script, load_script
 from qinfer.queue.values import Reference, Values
 from qinfer.wire.frame import PayloadApart, decode_request
@@ -212,7 +212,7 @@ def _found(model: str, letter_id: bytes, fields: Sequence[bytes]) -> _Found:
     version, _, name = values[b"lane"].decode().partition(":")
     letter = DeadLetter(
         id=letter_id.decode(),
-        lane=Lane(model, int(version), name, _PARTITION),
+        lane=Lane(model, int(version), undivided(name), _PARTITION),
         request_id=values[b"request_id"].decode(),
         code=values[b"code"].decode(),
         reason=values[b"reason"].decode(),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
@@ -27,6 +28,9 @@ STORED_TTL_S = 120.0
 BULK_LANES = ("bulk1", "bulk2", "bulk3")
 """The lanes of shards in the order in which they are read: jobs of high, normal and low priority."""
 
+_SHARE = "~"
+"""Goes before the number of a share in the name of its stream."""
+
 
 class Lane(msgspec.Struct, frozen=True, cache_hash=True):
     """One stream of a model version's queue.
@@ -34,7 +38,8 @@ class Lane(msgspec.Struct, frozen=True, cache_hash=True):
     Attributes:
         model: The model's name.
         version: Its version, > 0; 0 = the steps of a sequence, of whichever version.
-        name: An opaque lane name: `p1` … `p8`, `p2.delayed`, `bulk1` … `bulk3`, `seq`, `seq@<worker>`.
+        name: An opaque lane name: `p1` … `p8`, `p2.delayed`, `bulk1` … `bulk3`, `seq`, `seq@<worker>`; of a share of
+            one, the stream of some of its tenants, such as `p1~3`.
         partition: The queue partition; the lanes of one partition share a cluster slot.
     """
 
@@ -95,6 +100,20 @@ class LaneSize(msgspec.Struct, frozen=True):
     oldest_age_s: float = 0.0
 
 
+class Share(msgspec.Struct, frozen=True):
+    """A stream of a lane, with what it holds.
+
+    Attributes:
+        lane: The stream; the first one of a lane is the lane itself.
+        entries: How many entries it holds, waiting and in flight.
+        weight: That of its tenants together.
+    """
+
+    lane: Lane
+    entries: int
+    weight: int = 1
+
+
 class Payload(msgspec.Struct, frozen=True):
     """Tensors beside the stream (claim check): stored under the request's id, for `ttl_s` seconds."""
 
@@ -111,6 +130,22 @@ def reply_address(owner: str) -> str:
 def bulk_lanes(model: str, version: int, partition: int = 0) -> tuple[Lane, ...]:
     """Returns the bulk lanes of a model version in the order in which they are read."""
     return tuple(Lane(model, version, name, partition) for name in BULK_LANES)
+
+
+@lru_cache(maxsize=65536)  # one call per request
+def share_of(lane: Lane, number: int) -> Lane:
+    """Returns the stream of a share of a lane; share 0 is the lane itself."""
+    return Lane(lane.model, lane.version, f"{lane.name}{_SHARE}{number}", lane.partition) if number else lane
+
+
+def undivided(name: str) -> str:
+    """Returns the name of the lane that a stream of this name is a share of, or is."""
+    return name.partition(_SHARE)[0]
+
+
+def delayed_name(name: str) -> str:
+    """Returns the name of the lane for what waited too long in a lane or a share of it."""
+    return undivided(name) + DELAYED
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> Iterable[tuple[K, list[T]]]:

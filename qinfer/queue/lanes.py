@@ -23,50 +23,54 @@ The promises, each a test in `tests/contract/`:
 11. `delay` moves an entry to another lane of its partition in one step; when it was enqueued stays known.
 12. `bury` moves an entry to the dead letters in one step, frame and payload, with why and how often it was tried.
 13. `oldest` shows what has been in a lane for so long, and changes nothing.
+14. Tenants of a lane have shares of it, by weight: `fetch` takes of each in turn, and what one does not use the others
+    have. A tenant waits for no more entries of others than its share allows, however many these have submitted.
 
 Asynchronous requests, whose terminal step does more, are in `requests`; dead letters in `dead_letters`.
 
-submit   XADD, in one write with the tick's others    fetch    fetch.lua, else a blocking XREADGROUP (`readers`)
+submit   XADD (`submitter`)                          fetch    fetch.lua, else a blocking XREADGROUP (`readers`)
 renew    renew.lua, run by a worker's renewer             release, reclaim, finish, …    a script per lane and owner
 publish  XADD NOMKSTREAM                              listen   `readers`
 
 An entry is a stream entry with the field `f`, the frame, and where they apply `p`, the id of the request whose payload
-is stored with it, and `o`, the id that the entry had in its first lane. Readers skip fields that they do not know.
+is stored with it, `o`, the id that the entry had in its first lane, and `d`, which says that the lane has just got
+another share. Readers skip fields that they do not know.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any, Self, TypeVar
 
 from qinfer.core.clock import Clock, ServerClock, SystemClock
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
 from qinfer.queue import keys
-from qinfer.queue.connection import Argument, Refused, Template, pack, packable
+from qinfer.queue.connection import Argument, Refused, pack, packable
 from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES, DeadLetters, head_of
 from qinfer.queue.deliveries import Deliveries
 from qinfer.queue.durability import Durability
 from qinfer.queue.entries import (
     BULK_LANES,
-    DELAYED,
-    FULL,
     Entry,
     Lane,
     LaneSize,
     Lease,
     Payload,
+    Share,
     by_lane,
     grouped,
     owner_of,
+    share_of,
 )
 from qinfer.queue.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
 from qinfer.queue.requests import Requests
 from qinfer.queue.router import Router, Script, load_script, run_script
 from qinfer.queue.sequences import Sequences, may_lose
+from qinfer.queue.shares import Places
 from qinfer.queue.stream_marks import StreamMarks
+from qinfer.queue.submitter import PLACING, Done, Submitter
 from qinfer.queue.values import Values
 from qinfer.tensors import Bytes
 
@@ -74,23 +78,20 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Done = Callable[[Entry | QinferError], None]
-
 _MAX_IDS = 1000  # of one script call: Lua's stack holds about 8000 values
-_CLOSED = "the connection to the queue was closed while the request's tensors were sent; it may have been enqueued"
 _CLOCK_EVERY_S = 5.0
 _CONSUMER_GONE_MS = 3_600_000
 _TIME = pack((b"TIME",))
 
-_SUBMIT = load_script("lanes/submit", "holder", "waiting")
-_RECLAIM = load_script("lanes/reclaim", "ready")
+_RECLAIM = load_script("lanes/reclaim", "ready", *PLACING)
 _RELEASE = load_script("lanes/release", "ready", "holder")
 _WITHDRAW = load_script("lanes/withdraw", "drop")
 _DELAY = load_script("lanes/delay", "holder")
 _BURY = load_script("lanes/bury", "holder", "trim_letters")
 _FINISH = load_script("lanes/finish", "drop")
 _CANCEL = load_script("lanes/cancel", "drop", "note_cancel")
-_SIZES = load_script("lanes/sizes")
+_SIZES = load_script("lanes/sizes", "shares")
+_SHARES = load_script("lanes/shares", "shares")
 _PUBLISH = load_script("lanes/publish")
 
 RENEW = load_script("lanes/renew", "holder")
@@ -107,6 +108,7 @@ class Queue:
         clock: Redis' time, kept current.
         router: The way to Redis, for features with keys of their own.
         durability: Makes a write as durable as the settings ask.
+        places: The shares of lanes that tenants have, as far as is known here.
         requests: Asynchronous requests in the same queue.
         dead_letters: What `bury` has put away.
         deliveries: The queue of deliveries beside the lanes.
@@ -120,7 +122,9 @@ class Queue:
         self.router = router
         self.durability = Durability(settings, router)
         self._values = Values(router, is_cluster=settings.cluster)
-        self.requests = Requests(router, self._values, self.durability)
+        self.places = Places(clock.monotonic_s)
+        self._submitter = Submitter(router, self._values, self.places)
+        self.requests = Requests(router, self._values, self.durability, self.places)
         self.dead_letters = DeadLetters(router, self._values)
         self.deliveries = Deliveries(router)
         self.marks = StreamMarks(router)
@@ -128,7 +132,6 @@ class Queue:
         self.sequences = cache(partial(Sequences, *parts, is_fragile=may_lose(settings)))
         self._readers: dict[tuple[str, int, int, bool], LaneReader] = {}
         self._clock_timer: asyncio.TimerHandle | None = None
-        self._large: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def connect(
@@ -169,6 +172,7 @@ class Queue:
         *,
         payload: Payload | None = None,
         limit: int = 0,
+        tenant: str = "",
     ) -> None:
         """Appends an entry; never blocks. All submits of one event-loop tick leave in one write.
 
@@ -179,26 +183,19 @@ class Queue:
                 caller that submits again must tell its answers apart by request id). `QueueFull` = it was not.
             payload: Tensors that do not travel in the frame; stored first, removed with the entry.
             limit: Refuse it when so many entries wait in the lane and its `.delayed` lane; 0 = no limit.
+            tenant: Whose it is: it goes to that tenant's share of the lane. Empty = nobody's.
 
         Raises:
             BrokerUnavailable: At once, when the connection is down or its buffer full.
         """
-        if limit or payload is not None:
-            self._submit_by_script(lane, frame, done, payload, limit)
-            return
-
-        def answered(reply: Any) -> None:
-            done(Entry(lane, reply.decode()) if type(reply) is bytes else reply)
-
-        slot, adding = _adding(lane)
-        self.router.send(slot, adding.pack(frame), answered)
+        self._submitter.submit(lane, frame, done, payload=payload, limit=limit, tenant=tenant)
 
     async def ensure(self, lanes: Sequence[Lane]) -> None:
         """Creates the lanes and their consumer group where they do not exist, starting at their first entry."""
         await asyncio.gather(*(self._ensure(lane) for lane in lanes))
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        """Takes up to `count` entries, lanes in the order given; of each lane, released ones first.
+        """Takes up to `count` entries, lanes in the order given; of each lane, its tenants' shares in turn.
 
         Waits up to `wait_s` seconds for the first when there is none, and then may return fewer than there are. Reads
         of one model version share a connection, those of its bulk lanes another one: call it for either one at a time.
@@ -211,6 +208,11 @@ class Queue:
             reader = LaneReader(self.router, slot, self.ensure, self._give_back, self._monotonic_s)
             self._readers[place] = reader
         return await reader.fetch(lanes, consumer, count, wait_s)
+
+    def reads(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """Returns the lanes and those of their shares that the last `fetch` knew of: what it may take entries from."""
+        reader = self._readers.get(_reading(lanes))
+        return [*lanes, *(reader.shares if reader is not None else ())]
 
     async def leave(self, lanes: Sequence[Lane]) -> None:
         """Frees the state that `fetch` keeps for these lanes, if none is in progress; a later fetch is allowed."""
@@ -357,18 +359,30 @@ class Queue:
         lanes = by_lane(entries)
         await _all([self._run(lane, _CANCEL, (f"{lane.version}:{lane.name}",), group) for lane, group in lanes])
 
+    async def shares(self, lanes: Sequence[Lane]) -> list[list[Share]]:
+        """Returns the shares of each lane, the lane itself first, with what they hold; in one round trip."""
+        found: dict[Lane, list[Share]] = {}
+
+        async def run(group: list[Lane]) -> None:
+            replies = await self.router.run(keys.lane_slot(group[0]), _SHARES, [keys.lane(lane) for lane in group])
+            for lane, shares in zip(group, replies, strict=True):
+                found[lane] = [Share(share_of(lane, number), entries, weight) for number, entries, weight in shares]
+
+        await _all([run(group) for _, group in grouped(dict.fromkeys(lanes), keys.lane_slot)])
+        return [found[lane] for lane in lanes]
+
     async def depth(self, lanes: Sequence[Lane]) -> list[int]:
-        """Returns how many entries each lane holds, waiting and in flight."""
-        return await asyncio.gather(  # type: ignore[no-any-return]  # XLEN replies with an integer
-            *(self.router.call(keys.lane_slot(lane), b"XLEN", keys.lane(lane)) for lane in lanes)
-        )
+        """Returns how many entries each lane holds with all its shares, waiting and in flight."""
+        return [sum(share.entries for share in shares) for shares in await self.shares(lanes)]
 
     async def in_flight(self, lanes: Sequence[Lane]) -> list[int]:
         """Returns the number of entries of each lane that a consumer holds; all others are waiting."""
-        return await asyncio.gather(*map(self._in_flight, lanes))
+        shares = await self.shares(lanes)
+        held = iter(await asyncio.gather(*(self._in_flight(share.lane) for each in shares for share in each)))
+        return [sum(next(held) for _ in each) for each in shares]
 
     async def sizes(self, lanes: Sequence[Lane]) -> list[LaneSize]:
-        """Returns how many entries each lane holds and how old its first is, of any models; in one round trip."""
+        """Returns how many entries each lane holds, with its shares, and how old its first is; in one round trip."""
         found: dict[Lane, LaneSize] = {}
         now_s = self.clock.now_s()
 
@@ -384,12 +398,12 @@ class Queue:
         return [found[lane] for lane in lanes]
 
     async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:
-        """Returns up to `count` entries with their frames that came into a lane more than `age_s` ago, oldest first.
+        """Returns up to `count` entries with their frames that came into a stream more than `age_s` ago, oldest first.
 
         Waiting or in flight; nothing about them changes.
 
         Args:
-            lane: The lane.
+            lane: A lane, or a share of one, as `shares` returns them.
             age_s: How old they are at least.
             count: How many at most.
             after: The `entry_id` to begin behind.
@@ -397,7 +411,7 @@ class Queue:
         end = max(int((self.clock.now_s() - age_s) * 1000), 0)
         words = (b"XRANGE", keys.lane(lane), f"({after}" if after else b"-", end, b"COUNT", count)
         found = await self.router.call(keys.lane_slot(lane), *words)
-        leases = leases_of([lane], "", [(1, entry_id, fields, 0) for entry_id, fields in found])
+        leases = leases_of([lane], "", [(1, entry_id, fields, 0, 0) for entry_id, fields in found])
         return [(lease.entry, lease.frame) for lease in leases]
 
     async def sweep(self) -> int:
@@ -414,69 +428,11 @@ class Queue:
         """Closes the connections; unconfirmed submissions fail with `BrokerUnavailable`."""
         if self._clock_timer is not None:
             self._clock_timer.cancel()
-        for task in list(self._large):
-            task.cancel()
-        if self._large:
-            await asyncio.wait(list(self._large))
+        await self._submitter.close()
         for reader in self._readers.values():
             await reader.settle()
         await self._values.close()
         await self.router.close()
-
-    def _submit_by_script(self, lane: Lane, frame: Bytes, done: Done, payload: Payload | None, limit: int) -> None:
-        """Submits with a limit or a payload, which takes a script; a payload too large for it is sent before."""
-        if payload is None:
-            self._run_submit(lane, frame, done, limit, ())
-        elif not self._values.is_apart(len(payload.data)):
-            about = (payload.request_id, max(1, int(payload.ttl_s * 1000)), packable(payload.data))
-            self._run_submit(lane, frame, done, limit, about)
-        else:
-            task = asyncio.create_task(self._submit_large(lane, frame, done, payload, limit), name="large submit")
-            self._large.add(task)
-            task.add_done_callback(self._large.discard)
-
-    def _run_submit(self, lane: Lane, frame: Bytes, done: Done, limit: int, payload: tuple[Argument, ...]) -> None:
-        """Runs the script; `payload` is its request id, time to live and bytes, empty without one."""
-        payload_id = str(payload[0]) if payload else ""
-        delayed = Lane(lane.model, lane.version, lane.name + DELAYED, lane.partition)
-        names = [keys.lane(lane), keys.lane(delayed)]
-        if payload:
-            names.append(keys.payload(lane.model, lane.partition, payload_id).encode())
-        words = (len(names), *names, keys.GROUP, limit, packable(frame), *payload)
-        slot = keys.lane_slot(lane)
-
-        def answered(reply: Any) -> None:
-            if type(reply) is bytes:
-                done(Entry(lane, reply.decode(), payload_id=payload_id))
-            elif reply is None:
-                done(QueueFull(FULL))
-            elif type(reply) is Refused and reply.kind == "NOSCRIPT":
-                try:
-                    self.router.send(slot, pack((b"EVAL", _SUBMIT.text, *words)), answered)
-                except BrokerUnavailable as error:
-                    done(error)
-            else:
-                done(reply)
-
-        self.router.send(slot, pack((b"EVALSHA", _SUBMIT.sha, *words)), answered)
-
-    async def _submit_large(self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int) -> None:
-        """Stores the payload before the entry, where it holds nothing up; removes it where the lane is full."""
-        slot, key = keys.lane_slot(lane), keys.payload(lane.model, lane.partition, payload.request_id)
-        future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
-        try:
-            await self._values.set(slot, key, payload.data, payload.ttl_s)
-            self._run_submit(lane, frame, future.set_result, limit, (payload.request_id, 0))
-            answer = await asyncio.shield(future)
-        except QinferError as error:
-            answer = error
-        except asyncio.CancelledError:
-            done(BrokerUnavailable(_CLOSED))
-            raise
-        if isinstance(answer, QueueFull):
-            with suppress(BrokerUnavailable):  # its time to live ends it
-                await self._values.remove(slot, key)
-        done(answer)
 
     def _give_back(self, leases: Sequence[Lease]) -> None:
         """Releases the entries of a `fetch` without waiting; if the release is lost, their leases expire."""
@@ -569,12 +525,6 @@ def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, bool]:
     """Returns the identity of a reader of lanes."""
     first = lanes[0]
     return first.model, first.version, first.partition, first.name in BULK_LANES
-
-
-@lru_cache(maxsize=65536)  # one call per request
-def _adding(lane: Lane) -> tuple[int, Template]:
-    """Returns a lane's slot, and the command that adds a frame to it."""
-    return keys.lane_slot(lane), Template(b"XADD", keys.lane(lane), b"*", b"f")
 
 
 def _payloads(entries: Sequence[Entry]) -> list[bytes]:

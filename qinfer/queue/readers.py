@@ -1,7 +1,8 @@
 """Blocking reads of streams: `LaneReader` fetches entries of lanes, `ReplyReader` reads one process's reply stream.
 
 A lane reader has the lanes of one partition of a model version, and a connection of its own, for its reads block. A
-cancelled `fetch` loses nothing: the reply that comes too late goes back to the lane as a release.
+cancelled `fetch` loses nothing: the reply that comes too late goes back to the lane as a release. A lane that several
+tenants use has streams besides itself, of which the script tells; the reader waits for all of them.
 
 A reply reader creates its stream, keeps it alive, delivers, trims, and survives every reconnect. The stream lives a
 minute longer than its reader. A reader that finds it gone, because it was away for longer or somebody flushed, makes a
@@ -19,13 +20,16 @@ from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.queue import keys
 from qinfer.queue.connection import Refused, pack
-from qinfer.queue.entries import Entry, Lane, Lease, reply_address
+from qinfer.queue.entries import Entry, Lane, Lease, reply_address, share_of
 from qinfer.queue.router import BlockingLink, Router, load_script, run_script
 
 logger = logging.getLogger(__name__)
-_FETCH = load_script("lanes/fetch", "ready")
+_FETCH = load_script("lanes/fetch", "ready", "shares", "fair")
 _KEEP = load_script("lanes/keep")
 
+
+_DIVIDED = b"d"
+"""The field of an entry whose tenant has just got a stream of its own."""
 
 MAX_BLOCK_S = 0.5
 """The longest blocking read, and so how late a release may be seen: it does not wake a blocked reader."""
@@ -44,6 +48,9 @@ class LaneReader:
         ensure: Creates lanes and group, where they were deleted.
         give_back: Releases leases without waiting.
         monotonic_s: The clock.
+
+    Attributes:
+        shares: The streams of the lanes besides these, as the last look found them.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class LaneReader:
         self._was_cancelled = False
         self._took_at_s = float("-inf")
         self._is_busy = False
+        self.shares: list[Lane] = []
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         """See `Queue.fetch`."""
@@ -72,6 +80,7 @@ class LaneReader:
             if error.kind not in {"NOGROUP", "UNBLOCKED"}:  # a lane was deleted (FLUSHALL); the latter while blocked
                 raise
         await self._ensure(lanes)
+        self._look_again()
         return await self._fetch(lanes, consumer, count, wait_s)
 
     async def settle(self) -> None:
@@ -91,7 +100,8 @@ class LaneReader:
         until_s = self._monotonic_s() + wait_s
         while True:
             now_s = self._monotonic_s()
-            if len(lanes) > 1 or wait_s <= 0 or now_s - self._took_at_s >= RELEASED_EVERY_S:
+            is_single = len(lanes) == 1 and not self.shares
+            if not is_single or wait_s <= 0 or now_s - self._took_at_s >= RELEASED_EVERY_S:
                 self._took_at_s = now_s
                 leases = await self._take(lanes, consumer, count)
                 if leases or self._monotonic_s() >= until_s:
@@ -106,25 +116,31 @@ class LaneReader:
             if self._monotonic_s() >= until_s:
                 return []
 
+    def _look_again(self) -> None:
+        """Has the next fetch look for shares before it waits."""
+        self.shares, self._took_at_s = [], float("-inf")
+
     async def _take(self, lanes: Sequence[Lane], consumer: str, count: int) -> list[Lease]:
-        """Fetches the available entries without waiting."""
-        to_leases = partial(leases_of, lanes, consumer)
+        """Fetches the available entries without waiting, and looks which shares there are."""
         names = [keys.lane(lane) for lane in lanes]
-        call = partial(self._call, to_leases)
-        return to_leases(await run_script(call, _FETCH, names, keys.GROUP, consumer, keys.RELEASED, count))
+        call = partial(self._call, lambda reply: leases_of(lanes, consumer, reply[0]))
+        taken, divided = await run_script(call, _FETCH, names, keys.GROUP, consumer, keys.RELEASED, count)
+        self.shares = [share_of(lanes[number - 1], share) for number, share in divided]
+        return leases_of(lanes, consumer, taken)
 
     async def _wait(self, lanes: Sequence[Lane], consumer: str, count: int, block_s: float) -> list[Lease]:
         """Waits for the first new entry, and fetches up to `count`.
 
         Redis wakes a blocked reader at the first of many entries that arrive in one write. On a busy lane a second read
-        rides along: it is executed when all of them are there, and both replies come together. With several lanes it
-        always does, and is the script, for COUNT is per lane: one from each could be too many already.
+        rides along: it is executed when all of them are there, and both replies come together. With several streams it
+        always does, and is the script, for COUNT is per stream: one from each could be too many already.
         """
-        to_leases = partial(_leases_of_read, lanes, consumer)
+        streams = [*lanes, *self.shares]
+        to_leases = partial(self._leases_of_read, streams, consumer)
         block = (b"BLOCK", max(1, int(block_s * 1000)))  # BLOCK 0 would wait for ever
-        if count == 1 or (len(lanes) == 1 and not self._is_busy):
-            most = count if len(lanes) == 1 else 1
-            return to_leases(await self._call(to_leases, *_read(lanes, consumer, most, *block)))
+        if count == 1 or (len(streams) == 1 and not self._is_busy):
+            most = count if len(streams) == 1 else 1
+            return to_leases(await self._call(to_leases, *_read(streams, consumer, most, *block)))
         first: list[Lease] = []
         is_late = False
 
@@ -135,9 +151,9 @@ class LaneReader:
                 first.extend(to_leases(reply))
 
         with suppress(BrokerUnavailable):  # `_call` waits for the connection
-            self._link.send(pack(_read(lanes, consumer, 1, *block)), answered)
+            self._link.send(pack(_read(streams, consumer, 1, *block)), answered)
         try:
-            if len(lanes) > 1:
+            if len(streams) > 1:
                 return first + await self._take(lanes, consumer, count - 1)
             return first + to_leases(await self._call(to_leases, *_read(lanes, consumer, count - 1)))
         except QinferError:
@@ -163,6 +179,20 @@ class LaneReader:
                 self._router.send(self._slot, unblock, lambda _: None)
             raise
 
+    def _leases_of_read(self, streams: Sequence[Lane], consumer: str, reply: Any) -> list[Lease]:
+        """Makes leases of the reply to XREADGROUP; none of an error, or of nothing."""
+        if not isinstance(reply, list):
+            return []
+        by_key = {keys.lane(lane): lane for lane in streams}
+        leases: list[Lease] = []
+        for key, entries in reply:
+            lane = by_key[key]
+            for entry_id, fields in entries:
+                leases.append(Lease(_entry(lane, entry_id, fields), consumer, fields[1]))
+                if len(fields) > 2 and _DIVIDED in fields[2::2]:
+                    self._look_again()
+        return leases
+
 
 def _read(lanes: Sequence[Lane], consumer: str, count: int, *block: Any) -> tuple[Any, ...]:
     names = [keys.lane(lane) for lane in lanes]
@@ -170,23 +200,11 @@ def _read(lanes: Sequence[Lane], consumer: str, count: int, *block: Any) -> tupl
     return (b"XREADGROUP", *options, b"STREAMS", *names, *([b">"] * len(names)))
 
 
-def _leases_of_read(lanes: Sequence[Lane], consumer: str, reply: Any) -> list[Lease]:
-    """Makes leases of the reply to XREADGROUP; none of an error, or of nothing."""
-    if not isinstance(reply, list):
-        return []
-    by_key = {keys.lane(lane): lane for lane in lanes}
-    leases: list[Lease] = []
-    for key, entries in reply:
-        lane = by_key[key]
-        leases += [Lease(_entry(lane, entry_id, fields), consumer, fields[1]) for entry_id, fields in entries]
-    return leases
-
-
 def leases_of(lanes: Sequence[Lane], consumer: str, found: Any, *, suspect: bool = False) -> list[Lease]:
-    """Converts the result of a script to leases: (lane's number from 1, id, fields, deliveries) per entry."""
+    """Converts the result of a script to leases: (lane's number from 1, id, fields, deliveries, share) per entry."""
     return [
-        Lease(_entry(lanes[number - 1], entry_id, fields), consumer, fields[1], deliveries, suspect)
-        for number, entry_id, fields, deliveries in found
+        Lease(_entry(share_of(lanes[number - 1], share), entry_id, fields), consumer, fields[1], deliveries, suspect)
+        for number, entry_id, fields, deliveries, share in found
     ]
 
 

@@ -33,7 +33,6 @@ from qinfer.queue.connection import Argument, Refused, pack, packable
 from qinfer.queue.deliveries import WEBHOOKS, Kind
 from qinfer.queue.durability import Durability
 from qinfer.queue.entries import (
-    DELAYED,
     FULL,
     MARGIN_S,
     MAX_WATCHERS,
@@ -46,9 +45,12 @@ from qinfer.queue.entries import (
     RequestState,
     Settlement,
     check_outbox,
+    delayed_name,
 )
 from qinfer.queue.router import Call, Router, Words, load_script, run_each, run_script, ttl_ms
+from qinfer.queue.shares import Places
 from qinfer.queue.stored_responses import StoredResponses
+from qinfer.queue.submitter import PLACING
 from qinfer.queue.values import LARGE_BYTES, StagedValue, Values, given
 from qinfer.wire.frame import encode_responses
 from qinfer.wire.versions import Record
@@ -69,7 +71,7 @@ _RECORD_FIELDS = (
 )
 """The fields that `_record_of` reads, in its order; the state is the first."""
 
-_ACCEPT = load_script("each", "holder", "waiting", "now_ms", "drop", "deliveries", "requests/known", "requests/accept")
+_ACCEPT = load_script("each", *PLACING, "drop", "deliveries", "requests/known", "requests/accept")
 _SETTLE = load_script("each", "now_ms", "drop", "deliveries", "note_cancel", "requests/settle")
 _FIND = load_script("requests/find", "now_ms", "deliveries", "requests/known")
 _RECORD = load_script("requests/record")
@@ -107,16 +109,18 @@ class Requests:
         router: The way to Redis.
         values: The way for large payloads and results.
         durability: Makes what was accepted as safe as the settings ask.
+        places: Knows the weights of tenants.
 
     Attributes:
         responses: The responses that decoupled models gave before the final one.
     """
 
-    def __init__(self, router: Router, values: Values, durability: Durability) -> None:
+    def __init__(self, router: Router, values: Values, durability: Durability, places: Places) -> None:
         self.responses = StoredResponses(router, values, self._tell)
         self._router = router
         self._values = values
         self._durability = durability
+        self._places = places
 
     async def accept(self, acceptance: Acceptance) -> Accepted:
         """Stores and enqueues a request, in one step, as durably as the settings ask.
@@ -132,7 +136,7 @@ class Requests:
         address = acceptance.address
         kept_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
         payload = await self._values.stage(_payload_name(address), acceptance.payload, kept_s)
-        write = partial(_accept, requests=[(acceptance, payload)])
+        write = partial(_accept, requests=[self._words(acceptance, payload)])
         (reply,) = await self._durability.write(address.model, address.partition, write)
         accepted = self._accepted(reply)
         if isinstance(accepted, QinferError):
@@ -288,7 +292,7 @@ class Requests:
                 return [await self.accept(acceptances[0])]
             for acceptance in acceptances:
                 check_outbox(acceptance)
-            requests = [(each, given(_payload_name(each.address), each.payload)) for each in acceptances]
+            requests = [self._words(each, given(_payload_name(each.address), each.payload)) for each in acceptances]
             write = partial(_accept, requests=requests)
             replies = await self._durability.write(first.model, first.partition, write)
         except (InvalidRequest, Refused) as error:  # of one of them
@@ -298,6 +302,10 @@ class Requests:
         except QinferError as error:
             return [error] * len(acceptances)
         return [self._accepted(reply) for reply in replies]
+
+    def _words(self, acceptance: Acceptance, payload: StagedValue) -> Words:
+        """Returns the words of accept.lua for one request."""
+        return _acceptance(acceptance, payload, self._places.weigh(acceptance.tenant))
 
     def _accepted(self, reply: Sequence[Any]) -> Accepted | QinferError:
         """Reads a reply of accept.lua."""
@@ -377,9 +385,9 @@ def hint(addresses: Sequence[Address]) -> bytes:
     return encode_responses([Response(request_id=address.id) for address in addresses])
 
 
-async def _accept(call: Call, requests: Sequence[tuple[Acceptance, StagedValue]]) -> Sequence[Any]:
+async def _accept(call: Call, requests: Sequence[Words]) -> Sequence[Any]:
     """Stores and enqueues requests of one partition, unless they are known or their lane is full."""
-    return await run_each(call, _ACCEPT, [_acceptance(acceptance, payload) for acceptance, payload in requests])  # type: ignore[no-any-return]  # a list
+    return await run_each(call, _ACCEPT, requests)  # type: ignore[no-any-return]  # a list
 
 
 def _parts_of(addresses: Sequence[Address], sizes: Sequence[int]) -> list[list[int]]:
@@ -489,8 +497,8 @@ def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, b
     return ending, place == b"apart"
 
 
-def _acceptance(acceptance: Acceptance, payload: StagedValue) -> Words:
-    """Returns the arguments of accept.lua."""
+def _acceptance(acceptance: Acceptance, payload: StagedValue, weight: int) -> Words:
+    """Returns the arguments of accept.lua; `weight` is the tenant's."""
     address = acceptance.address
     model, partition = address.model, address.partition
     names = (
@@ -511,6 +519,7 @@ def _acceptance(acceptance: Acceptance, payload: StagedValue) -> Words:
         *(acceptance.body_hash, acceptance.lane.version, acceptance.lane.name),
         _ACCEPTED.encode(_Accepted(acceptance.tenant, acceptance.client_id, acceptance.plan, acceptance.decoupled)),
         *(acceptance.webhook, acceptance.outbox, acceptance.notes, acceptance.watcher),
+        *(acceptance.tenant, weight),
     ]
     return Words(names, arguments)
 
@@ -539,4 +548,4 @@ def _settlement(settlement: Settlement, result: StagedValue) -> Words:
 @lru_cache(maxsize=1024)
 def _lane_keys(lane: Lane) -> tuple[bytes, bytes]:
     """Returns the keys of a lane, and of its lane for the delayed."""
-    return keys.lane(lane), keys.lane(Lane(lane.model, lane.version, lane.name + DELAYED, lane.partition))
+    return keys.lane(lane), keys.lane(Lane(lane.model, lane.version, delayed_name(lane.name), lane.partition))

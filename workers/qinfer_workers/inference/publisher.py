@@ -26,7 +26,6 @@ from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferE
 from qinfer.observe.stats import PublishTally, StatsTally
 from qinfer.queue.entries import (
     CHUNK_BYTES,
-    DELAYED,
     STORED_TTL_S,
     Address,
     Entry,
@@ -35,6 +34,7 @@ from qinfer.queue.entries import (
     Outcome,
     RequestState,
     Settlement,
+    delayed_name,
 )
 from qinfer.queue.lanes import Queue
 from qinfer.wire.frame import encode_responses
@@ -307,7 +307,7 @@ class Publisher:
             by_lane.setdefault(item.lease.entry.lane.name, []).append(item)
         for name, group in by_lane.items():
             leases = [item.lease for item in group]
-            self.spawn(partial(self._queue.delay, leases, name + DELAYED), group, self._keeper.drop)
+            self.spawn(partial(self._queue.delay, leases, delayed_name(name)), group, self._keeper.drop)
 
     def bury(self, lease: Lease, error: QinferError, tally: StatsTally, answer: _Answer | None = None) -> None:
         """Makes an entry a dead letter, and then answers it, if a caller is waiting."""

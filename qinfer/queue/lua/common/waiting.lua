@@ -1,8 +1,10 @@
--- Returns how many entries of a lane wait: all but those that execute, where workers say which do (`is_told`); else all but
+-- What waits in a lane; needs holder.lua and shares.lua.
+
+-- Returns how many entries of a stream wait: all but those that execute, where workers say which do (`is_told`); else all but
 -- those that a worker holds.
-local function waiting(lane, group, is_told)
-  local count = redis.call('XLEN', lane)
-  local pending = redis.pcall('XPENDING', lane, group) -- an error where there is no group yet: nothing is held
+local function waiting(stream, group, is_told)
+  local count = redis.call('XLEN', stream)
+  local pending = redis.pcall('XPENDING', stream, group) -- an error where there is no group yet: nothing is held
   for _, owned in ipairs(not pending.err and pending[4] or {}) do
     local is_out = is_executing(owned[1]) or not (is_told or is_ownerless(owned[1]))
     if is_out then count = count - tonumber(owned[2]) end
@@ -10,8 +12,20 @@ local function waiting(lane, group, is_told)
   return count
 end
 
--- Tells whether so many entries as `limit` (0 = none) wait in a lane and its lane for the delayed.
-local function is_full(lane, delayed, limit, group, is_told)
-  if limit == 0 or redis.call('XLEN', lane) + redis.call('XLEN', delayed) < limit then return false end
-  return waiting(lane, group, is_told) + waiting(delayed, group, is_told) >= limit
+-- Tells whether so many entries as `limit` (0 = none) wait in a lane and its lane for the delayed, and in the share with the
+-- number given at least its part of them: who has less than that is let in where others have filled the lane.
+local function is_full(lane, number, delayed, limit, group, is_told)
+  if limit == 0 then return false end
+  local streams, held = streams_of(lane), redis.call('XLEN', delayed)
+  for _, stream in ipairs(streams) do held = held + redis.call('XLEN', stream[2]) end
+  if held < limit then return false end
+
+  local all, own, weight, weights = waiting(delayed, group, is_told), 0, 1, 0
+  for _, stream in ipairs(streams) do
+    local count = waiting(stream[2], group, is_told)
+    all = all + count
+    if stream[1] == number then own, weight = count, stream[3] end
+    if stream[1] == number or count > 0 then weights = weights + stream[3] end
+  end
+  return all >= limit and (#streams == 1 or own * weights >= limit * weight)
 end

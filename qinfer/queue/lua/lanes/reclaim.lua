@@ -1,13 +1,13 @@
 -- Takes up to `count` entries whose owner has been silent for `idle` ms, suspects that were given back among them, and
--- forgets consumers that are long gone.
+-- forgets consumers and tenants that are long gone.
 -- KEYS: the lanes. ARGV: group, consumer, consumers of what was released and of suspects, count, idle ms, ms after which a consumer is gone.
--- Returns {lane's number, id, fields, deliveries} per entry.
+-- Returns {lane's number, id, fields, deliveries, share's number} per entry.
 local group, consumer, released, suspects, left = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local idle, gone = ARGV[6], tonumber(ARGV[7])
 local PAGE = 100
 local taken = {}
 
-for number, lane in ipairs(KEYS) do
+local function look(number, share, lane)
   local start = '-'
   while start and left > 0 do
     local page = redis.call('XPENDING', lane, group, 'IDLE', idle, start, '+', PAGE)
@@ -16,7 +16,7 @@ for number, lane in ipairs(KEYS) do
       if left > 0 and pending[2] ~= released and (pending[2] ~= suspects or pending[3] >= READY_MS) then
         local entry = redis.call('XCLAIM', lane, group, consumer, idle, pending[1])[1]
         if entry then
-          taken[#taken + 1] = {number, entry[1], entry[2], pending[4] + 1}
+          taken[#taken + 1] = {number, entry[1], entry[2], pending[4] + 1, share}
           left = left - 1
         else
           redis.call('XACK', lane, group, pending[1]) -- its body is gone; XAUTOCLAIM of 6.2 leaves such an id
@@ -34,5 +34,10 @@ for number, lane in ipairs(KEYS) do
       redis.call('XGROUP', 'DELCONSUMER', lane, group, info.name)
     end
   end
+end
+
+for number, lane in ipairs(KEYS) do
+  for _, stream in ipairs(streams_of(lane)) do look(number, stream[1], stream[2]) end
+  forget_tenants(lane)
 end
 return taken

@@ -1,12 +1,25 @@
--- Returns for each of KEYS, lanes, how many entries it holds, and the id that its first one had in its first lane.
+-- Returns for each of KEYS, lanes, how many entries it holds, and the id that the first one had in its first lane; with all shares.
 local found = {}
-for i, lane in ipairs(KEYS) do
-  local first = redis.call('XRANGE', lane, '-', '+', 'COUNT', 1)[1]
+
+-- Returns the id that the first entry of a stream had in its first lane; '' where there is none.
+local function first_of(stream)
+  local first = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
   local origin = first and first[1] or ''
   for f = 1, #(first and first[2] or {}), 2 do
     if first[2][f] == 'o' then origin = first[2][f + 1] end
   end
-  found[2 * i - 1] = redis.call('XLEN', lane)
-  found[2 * i] = origin
+  return origin
+end
+
+local function time_of(id) return tonumber(string.match(id, '^%d+')) or math.huge end
+
+for i, lane in ipairs(KEYS) do
+  local entries, oldest = 0, ''
+  for _, stream in ipairs(streams_of(lane)) do
+    local first = first_of(stream[2])
+    if time_of(first) < time_of(oldest) then oldest = first end
+    entries = entries + redis.call('XLEN', stream[2])
+  end
+  found[2 * i - 1], found[2 * i] = entries, oldest
 end
 return found

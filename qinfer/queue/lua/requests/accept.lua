@@ -3,7 +3,7 @@
 -- ARGV: group, id, frame, payload's place (none | given | staged), payload,
 --   limit (0 = none), whether workers say what executes (1), ms: timeout, result's time to live, tombstone's, margin, idempotency key's (0 = there is no key),
 --   body hash, version and name of the lane, what the record keeps besides, webhook, outbox, notes, who wants to be told of the
---   end ('' = none, nobody).
+--   end ('' = none, nobody), the tenant ('' = none) and its weight (0 = not known): the entry goes to the stream that it has of the lane.
 -- Returns {what, id, body hash, names of objects that nothing refers to now}: what is new | known | full | gone (the staged
 --   payload).
 local function one(KEYS, ARGV)
@@ -11,7 +11,7 @@ local lane, delayed, record, due, payload, staged, key = unpack(KEYS)
 local group, id, frame, place, body = unpack(ARGV, 1, 5)
 local limit, is_told = tonumber(ARGV[6]), ARGV[7] == '1'
 local timeout, result_ttl, tombstone_ttl, margin, key_ttl, body_hash = unpack(ARGV, 8, 13)
-local version, name, accepted, webhook, outbox, notes, watcher = unpack(ARGV, 14)
+local version, name, accepted, webhook, outbox, notes, watcher, tenant, weight = unpack(ARGV, 14)
 
 local function refuse(what, known_id, known_hash)
   local objects = {}
@@ -21,7 +21,8 @@ end
 
 local known_id, known_hash = known(record, key_ttl ~= '0' and key, id, body_hash, outbox ~= '' and notes or nil)
 if known_id then return refuse('known', known_id, known_hash) end -- a repetition changes nothing
-if is_full(lane, delayed, limit, group, is_told) then return refuse('full') end
+local route = route_of(lane, group, tenant, tonumber(weight))
+if is_full(lane, route.share, delayed, limit, group, is_told) then return refuse('full') end
 
 -- Where memory is full the first of these writes raises, and nothing is stored.
 local lifetime = timeout + result_ttl + tombstone_ttl + margin
@@ -36,8 +37,10 @@ end
 if place ~= 'none' then
   fields[3], fields[4] = 'p', id
 end
+if route.is_marked then fields[#fields + 1], fields[#fields + 2] = 'd', '1' end
 
-local entry = redis.call('XADD', lane, '*', unpack(fields))
+local entry = redis.call('XADD', route.stream, '*', unpack(fields))
+name = stream_of(name, route.number)
 local created = now_ms()
 redis.call('HSET', record, 'state', 'queued', 'entry', entry, 'version', version, 'lane', name, 'accepted', accepted,
   'webhook', webhook, 'body_hash', body_hash, 'created_at', created, 'deadline_at', created + timeout,

@@ -1,0 +1,84 @@
+"""The shares that tenants have of a lane, as one process knows them: each tenant of a lane has one of its streams.
+
+One tenant has the lane itself, each further one a stream of its own; where there are more tenants than streams, some
+share one. Who has which is decided in Redis (`lua/common/places.lua`), when an entry is submitted by a script. A
+process remembers the answer: what it appends meanwhile needs no script. Where its memory is wrong, nothing is lost: a
+stream that was given up takes no entries (`XADD NOMKSTREAM`), and an entry in another's stream is fetched like others.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from qinfer.queue import keys
+from qinfer.queue.connection import Template
+from qinfer.queue.entries import Lane, share_of
+
+KNOWN_S = 30.0
+"""How long a place is remembered: half of the time after which Redis may give it to others."""
+
+CROWDED_S = 1.0
+"""How long a place is remembered that several tenants have: each uses the shorter one of two streams."""
+
+_ASKING_S = 1.0
+_MAX_PLACES = 65536
+
+
+class Places:
+    """The places of tenants in lanes that this process has asked for.
+
+    Args:
+        monotonic_s: The clock.
+
+    Attributes:
+        weigh: Returns the weight of a tenant; 0 = not known here. The program that knows sets it.
+    """
+
+    def __init__(self, monotonic_s: Callable[[], float]) -> None:
+        self._monotonic_s = monotonic_s
+        self.weigh: Callable[[str], int] = _unknown
+        self._places: dict[tuple[Lane, str], tuple[Lane, float]] = {}
+
+    def find(self, lane: Lane, tenant: str) -> Lane | None:
+        """Returns the stream of a lane to which a tenant's entries go; `None` = a script has to tell."""
+        known = self._places.get((lane, tenant))
+        if known is None:
+            return None
+        stream, until_s = known
+        now_s = self._monotonic_s()
+        if now_s < until_s:
+            return stream
+        # One entry asks; those that follow meanwhile go where the last ones went.
+        self._places[lane, tenant] = stream, now_s + _ASKING_S
+        return None
+
+    def last(self, lane: Lane, tenant: str) -> Lane:
+        """Returns where a tenant's entries went last, as far as is known; else the lane itself."""
+        known = self._places.get((lane, tenant))
+        return lane if known is None else known[0]
+
+    def learn(self, lane: Lane, tenant: str, number: int, *, is_shared: bool) -> None:
+        """Takes note of a tenant's share of a lane."""
+        if len(self._places) >= _MAX_PLACES:
+            self._places.clear()
+        kept_s = CROWDED_S if is_shared else KNOWN_S
+        self._places[lane, tenant] = share_of(lane, number), self._monotonic_s() + kept_s
+
+    def forget(self, lane: Lane, tenant: str) -> None:
+        """Takes note that the stream of a tenant is gone."""
+        self._places.pop((lane, tenant), None)
+
+
+@lru_cache(maxsize=65536)  # one call per request
+def adding(lane: Lane) -> tuple[int, Template]:
+    """Returns a lane's slot, and the command that adds a frame to it."""
+    return keys.lane_slot(lane), Template(b"XADD", keys.lane(lane), b"*", b"f")
+
+
+@lru_cache(maxsize=65536)  # one call per request
+def adding_to_share(stream: Lane) -> tuple[int, Template]:
+    """Returns the slot of a share's stream, and the command that adds a frame to it unless it was given up."""
+    return keys.lane_slot(stream), Template(b"XADD", keys.lane(stream), b"NOMKSTREAM", b"*", b"f")
+
+
+def _unknown(_: str) -> int:
+    return 0
