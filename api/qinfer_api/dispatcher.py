@@ -113,7 +113,9 @@ class Dispatcher:
         if self._auth is not None and context.principal is not None:
             self._auth.charge(context.principal)
 
-    def admit(self, served: Served, priority: int, timeout_s: float, asked_s: float = 0.0) -> Route:
+    def admit(
+        self, served: Served, priority: int, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
+    ) -> Route:
         """Decides whether a request that the caller enqueues itself may wait; `submit` does it by itself.
 
         Args:
@@ -121,6 +123,7 @@ class Dispatcher:
             priority: The level it asks for.
             timeout_s: How long its answer is worth waiting for.
             asked_s: The queue timeout that it asks for; 0 = none.
+            tenant: Whose it is; empty = nobody's.
 
         Returns:
             Where it goes.
@@ -131,7 +134,7 @@ class Dispatcher:
         if self.draining:
             raise Overloaded("Server exiting")
         route = served.routes.of(priority)
-        self.submission.admit(served, route, timeout_s, asked_s)
+        self.submission.admit(served, route, timeout_s, asked_s, tenant=tenant)
         return route
 
     def trace_of(self, context: Context, served: Served, name: Attributes) -> str:

@@ -209,7 +209,7 @@ class Queue:
             self._readers[place] = reader
         return await reader.fetch(lanes, consumer, count, wait_s)
 
-    def reads(self, lanes: Sequence[Lane]) -> list[Lane]:
+    def sources(self, lanes: Sequence[Lane]) -> list[Lane]:
         """Returns the lanes and those of their shares that the last `fetch` knew of: what it may take entries from."""
         reader = self._readers.get(_reading(lanes))
         return [*lanes, *(reader.shares if reader is not None else ())]

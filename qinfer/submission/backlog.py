@@ -5,6 +5,9 @@ codes are Triton's where Triton has the case (reference §3.3), and `Retry-After
 far as is known. A lane's depth (`Backlog`) is what the broker says every `POLL_S` seconds, less what of it was this
 process's own, plus what is its own now: its own requests are counted exactly, those of others are up to `POLL_S` old.
 Nothing is polled while nothing is asked.
+
+Where tenants have shares of a lane, a tenant's request waits for what is in its share, and for as much of the others as
+their weights allow; and it is refused by a full lane only if its share holds its part of what the lane may hold.
 """
 
 import asyncio
@@ -16,7 +19,7 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Route
 from qinfer.models.spec import ModelSpec, QueuePolicy
-from qinfer.queue.entries import FULL, Lane
+from qinfer.queue.entries import FULL, Lane, Share, is_of, undivided
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Load
 
@@ -69,7 +72,9 @@ class Backlog:
         group.asked, group.served = True, served
         return load
 
-    def judge(self, served: Served, route: Route, timeout_s: float, asked_s: float = 0.0) -> Overloaded | None:
+    def judge(
+        self, served: Served, route: Route, timeout_s: float, asked_s: float = 0.0, *, tenant: str = ""
+    ) -> Overloaded | None:
         """Decides whether a request may enter: by its deadline, and by the queue timeout after which it is refused.
 
         Args:
@@ -77,15 +82,15 @@ class Backlog:
             route: Where it goes.
             timeout_s: How long its answer is worth waiting for.
             asked_s: The queue timeout that it asks for; 0 = none.
+            tenant: Whose request it is; empty = nobody's.
         """
-        ahead, overtaking_rps, load = 0, 0.0, None
-        for lane in route.ahead:
-            if load is not None:
-                overtaking_rps += load.rps
-            load = self.load(served, lane)
-            ahead += load.own + load.others
-        assert load is not None
-        waiting, limit = load.own + load.others, served.spec.lane_capacity
+        ahead, overtaking_rps, limit = 0, 0.0, served.spec.lane_capacity
+        for lane in route.ahead[:-1]:
+            ahead += self.load(served, lane).all
+            overtaking_rps += sum(one.rps for one in self._loads[lane][1].loads if is_of(one.lane, lane))
+        load = self.load(served, self._queue.places.last(route.lane, tenant) if tenant else route.lane)
+        ahead += math.ceil(load.ahead)
+        waiting = load.all if load.waiting >= limit * load.part else min(load.all, limit - 1)
         capacity = self._capacity(served).behind(overtaking_rps)
         refusal = judge(waiting=waiting, ahead=ahead, limit=limit, capacity=capacity, timeout_s=timeout_s)
         queue_s = queue_timeout_s(route.policy, asked_s)
@@ -131,12 +136,17 @@ class Backlog:
             load.rps += (load.left / passed_s - load.rps) * _SMOOTHING
             load.left = 0
         try:
-            depths = await self._queue.depth(group.lanes)
+            shares = await self._queue.shares([lane for lane in group.lanes if undivided(lane.name) == lane.name])
         except BrokerUnavailable:
             return  # requests can't be submitted either, and fail for the same reason
         most = self._most(group.served)
-        for load, depth, mine, nobodys in zip(group.loads, depths, own, unfinished, strict=True):
-            load.others = max(depth - mine - nobodys, 0)
+        seen = {share.lane: (share, of_lane) for of_lane in shares for share in of_lane}
+        for load, mine, nobodys in zip(group.loads, own, unfinished, strict=True):
+            share, of_lane = seen.get(load.lane) or (Share(load.lane, 0), ())
+            load.others = max(share.entries - mine - nobodys, 0)
+            load.beside = sum(other.entries for other in of_lane) - share.entries
+            weights = sum(other.weight for other in of_lane if other.entries and other is not share)
+            load.part = share.weight / (share.weight + weights)
             load.most = most
 
     def _begin(self, served: Served, lane: Lane) -> tuple[Load, _Group]:

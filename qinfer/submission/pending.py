@@ -81,15 +81,17 @@ class Counter(Protocol):
 
 
 class Load(msgspec.Struct, eq=False):
-    """Number of entries in one lane.
+    """Number of entries in one lane, or in a share of one.
 
     Attributes:
-        lane: The lane.
+        lane: Its stream.
         own: This process's requests in it: submitted, and not yet answered.
         left: This process's requests that were answered or given up since the last look.
         others: Those of others, at the last look.
         most: Up to so many entries nothing needs to be judged, for a request of the default timeout.
         rps: This process's requests that leave it in a second, as the last looks have shown.
+        beside: Those in the other shares of its lane, at the last look.
+        part: Its share of the lane by weight, among those that hold something; 1 where the lane is not divided.
     """
 
     lane: Lane
@@ -98,6 +100,24 @@ class Load(msgspec.Struct, eq=False):
     left: int = 0
     others: int = 0
     rps: float = 0.0
+    beside: int = 0
+    part: float = 1.0
+
+    @property
+    def waiting(self) -> int:
+        """Number of entries in it."""
+        return self.own + self.others
+
+    @property
+    def ahead(self) -> float:
+        """Number of entries that are fetched before one that is submitted now: each share has its turn."""
+        waiting = self.own + self.others
+        return waiting + min(self.beside, (waiting + 1) * (1 - self.part) / self.part) if self.beside else waiting
+
+    @property
+    def all(self) -> int:
+        """Number of entries in all shares of its lane."""
+        return self.own + self.others + self.beside
 
 
 class OfStep(msgspec.Struct, eq=False):

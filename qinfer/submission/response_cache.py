@@ -50,7 +50,7 @@ class Executes(Protocol):
         """Puts a request into the queue."""
         ...
 
-    def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float) -> None:
+    def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float, *, tenant: str = "") -> None:
         """Decides whether a request may wait."""
         ...
 
@@ -264,7 +264,8 @@ class ResponseCache:
         flight.ends_s = pending.started_s + max(timeout_s, min(2 * spec.default_timeout_s, spec.max_timeout_s))
         submission.prepare(flight.request, served)
         # By its caller's time, and not by the longer one of the execution.
-        submission.admit(served, served.routes.of(request.priority), timeout_s, request.timeout_s)
+        route = served.routes.of(request.priority)
+        submission.admit(served, route, timeout_s, request.timeout_s, tenant=request.tenant)
         pending.shared = flight
         self._flights[place] = flight
         self._table.add(pending, pending.started_s + timeout_s)

@@ -152,12 +152,13 @@ class Submission:
             form = None if kind is None else self._layouts.find(kind)
         if form is None and (not request.generation or request.generation != served.generation):
             check(request, served)
-        load = self.backlog.load(served, lane)
-        waiting, default_s = load.own + load.others, spec.default_timeout_s
+        tenant = request.tenant
+        load = self.backlog.load(served, self._queue.places.last(lane, tenant) if tenant else lane)
+        waiting, default_s = load.own + load.others + load.beside, spec.default_timeout_s
         # A shorter timeout is met with fewer ahead, in proportion.
         if route is not None or waiting * default_s >= load.most * min(timeout_s, default_s):
             worth_s = min(timeout_s, default_s) if spec.decoupled else timeout_s
-            self.admit(served, route or served.routes.default, worth_s, request.timeout_s)
+            self.admit(served, route or served.routes.default, worth_s, request.timeout_s, tenant=tenant)
         request.id = self._new_id(spec.name, lane.partition)
         request.version = served.version
         now_s = self._clock.monotonic_s()
@@ -168,7 +169,7 @@ class Submission:
             else:
                 request.timeout_s = timeout_s
                 self.pending.add(pending, now_s + timeout_s)
-                self._queue.submit(lane, form.fill(request), partial(self.pending.submitted, pending))
+                self._queue.submit(lane, form.fill(request), partial(self.pending.submitted, pending), tenant=tenant)
         except QinferError:
             self.pending.remove(pending)
             raise
@@ -191,7 +192,7 @@ class Submission:
         """
         spec = served.spec
         is_plain = served.routes.are_plain and not (served.wait_s or spec.decoupled or spec.is_stateful)
-        if not is_plain or spec.is_cached or spec.splits or self.backlog.load(served, served.lane).others > 0:
+        if not is_plain or spec.is_cached or spec.splits or self._is_crowded(served):
             return self.submit(served, request, sink, timeout_s)
         pending = self._by_door(served, request, sink, timeout_s, partial(door.take, must_join=True))
         return pending or self.submit(served, request, sink, timeout_s)
@@ -215,6 +216,11 @@ class Submission:
         if spec.decoupled or spec.sequences is not None or validate(request, spec) > max(spec.max_batch_size, 1):
             return None
         return self._by_door(served, request, sink, timeout_s, partial(door.take, must_join=False))
+
+    def _is_crowded(self, served: Served) -> bool:
+        """Tells whether requests of other processes, or of other tenants, wait in a version's lane."""
+        load = self.backlog.load(served, served.lane)
+        return load.others > 0 or load.beside > 0
 
     def _by_door(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, take: Callable[..., bool]
@@ -241,9 +247,10 @@ class Submission:
         self.pending.count(waiting, self.backlog.known(lane))
         request.reply_to = self._reply_to
         frame, payload = self._layouts.lay_out(request, None)
-        self._queue.submit(lane, frame, partial(self.pending.submitted, waiting), payload=payload)
+        done = partial(self.pending.submitted, waiting)
+        self._queue.submit(lane, frame, done, payload=payload, tenant=request.tenant)
 
-    def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float) -> None:
+    def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float, *, tenant: str = "") -> None:
         """Decides whether a request may wait.
 
         Args:
@@ -251,11 +258,12 @@ class Submission:
             route: Where it goes.
             timeout_s: How long its answer is worth waiting for.
             asked_s: The queue timeout that it asks for; 0 = none.
+            tenant: Whose it is; empty = nobody's.
 
         Raises:
             Overloaded: It is refused.
         """
-        refusal = self.backlog.judge(served, route, timeout_s, asked_s)
+        refusal = self.backlog.judge(served, route, timeout_s, asked_s, tenant=tenant)
         if refusal is not None:
             raise refusal
 
@@ -303,7 +311,8 @@ class Submission:
             pending.deadline_s, timeout_s = pending.started_s + timeout_s, first_s
         self.pending.add(pending, pending.started_s + timeout_s)
         done = partial(self.pending.submitted, pending)
-        self._queue.submit(route.lane, frame, done, payload=payload, limit=policy.max_queue_size)
+        limit = policy.max_queue_size
+        self._queue.submit(route.lane, frame, done, payload=payload, limit=limit, tenant=request.tenant)
 
     def _submit_special(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None

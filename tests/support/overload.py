@@ -25,7 +25,7 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, Device, InstanceSpec, ModelSpec
-from qinfer.queue.entries import DELAYED, Entry, Lane, Lease
+from qinfer.queue.entries import DELAYED, Entry, Lane, Lease, Share
 from qinfer.queue.lanes import Queue
 from qinfer.submission.backlog import POLL_S, Backlog, queue_timeout_s
 from qinfer.submission.pending import Load
@@ -262,9 +262,10 @@ class _Door:
     def __post_init__(self) -> None:
         self.backlog = Backlog(cast(Queue, self), cast(Catalog, self))
 
-    async def depth(self, lanes: Sequence[Lane]) -> list[int]:
+    async def shares(self, lanes: Sequence[Lane]) -> list[list[Share]]:
         await asyncio.sleep(TRIP_S)
-        return self.simulation.depths(lanes)
+        depths = self.simulation.depths(lanes)
+        return [[Share(lane, depth)] for lane, depth in zip(lanes, depths, strict=True)]
 
     def lanes(self, model: str, version: int) -> Sequence[Lane]:
         return self.simulation.lanes

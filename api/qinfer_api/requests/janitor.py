@@ -147,13 +147,15 @@ class Janitor:
         for (model, version), is_ready in self._catalog.readiness().items():
             if model in self._away or (is_ready and self._catalog.capacity(model, version).workers):
                 continue
-            for lane in self._catalog.lanes(model, version):
-                count += await self._finish_orphans(lane)
+            for shares in await self._delivery.shares(self._catalog.lanes(model, version)):
+                for share in shares:
+                    count += await self._finish_orphans(share.lane)
         unloaded = [(model, version) for model, version in self._catalog.unloaded() if model not in self._away]
         left = [Lane(model, version, name) for model, version in unloaded for name in NAMES]
-        for lane, depth in zip(left, await self._delivery.depth(left), strict=True):
-            if depth:
-                count += await self._finish_orphans(lane)
+        for shares in await self._delivery.shares(left):
+            for share in shares:
+                if share.entries:
+                    count += await self._finish_orphans(share.lane)
         return count
 
     async def take_webhooks(self) -> list[DeliveryItem]:

@@ -506,7 +506,8 @@ class AsyncRequests:
     ) -> Accepted:
         """Admits, encodes and enqueues a request; where it is not admitted, it may still have been accepted before."""
         try:
-            route = self.dispatcher.admit(served, request.priority, acceptance.timeout_s, request.timeout_s)
+            timeout_s, tenant = acceptance.timeout_s, context.tenant
+            route = self.dispatcher.admit(served, request.priority, timeout_s, request.timeout_s, tenant=tenant)
         except Overloaded as refusal:
             if not acceptance.idempotency_key and shown_id(acceptance.address) == acceptance.address.id:
                 raise  # its id was made just now

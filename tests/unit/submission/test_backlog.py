@@ -12,8 +12,9 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
-from qinfer.queue.entries import Lane
+from qinfer.queue.entries import Lane, Share, share_of
 from qinfer.queue.lanes import Queue
+from qinfer.queue.shares import Places
 from qinfer.submission.backlog import Backlog
 from qinfer.testing import eventually
 
@@ -30,16 +31,18 @@ class World:
 
     def __init__(self) -> None:
         self.depths = dict.fromkeys((P1, P2, P3), 0)
+        self.divided: dict[Lane, list[Share]] = {}
         self.speed = Capacity()
         self.looks = 0
         self.is_down = False
+        self.places = Places(lambda: 0.0)
         self.backlog = Backlog(cast(Queue, self), cast(Catalog, self))
 
-    async def depth(self, lanes: Sequence[Lane]) -> list[int]:
+    async def shares(self, lanes: Sequence[Lane]) -> list[list[Share]]:
         self.looks += 1
         if self.is_down:
             raise BrokerUnavailable("gone")
-        return [self.depths[lane] for lane in lanes]
+        return [[Share(lane, self.depths[lane]), *self.divided.get(lane, ())] for lane in lanes]
 
     def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
         return lanes_of(SPEC, version)
@@ -233,3 +236,74 @@ def test_what_is_left_of_a_speed_is_never_nothing() -> None:
     assert Capacity(100.0).behind(0.0).rps == 100.0
     assert Capacity(100.0).behind(40.0).rps == 60.0
     assert Capacity(100.0).behind(500.0).rps == 1.0
+
+
+# --- shares of tenants ---
+
+LIGHT = share_of(P1, 1)
+
+
+async def divided(*, heavy: int, light: int, weight: int = 1, rps: float = 1.0) -> World:
+    """Returns a lane of two tenants that was looked at: `heavy` has the lane itself, `light` the other share."""
+    world = World()
+    world.speed = Capacity(rps, 0.0, 1)
+    world.depths[P1] = heavy
+    world.divided[P1] = [Share(LIGHT, light, weight)]
+    world.places.learn(P1, "light", 1, is_shared=False)
+    world.backlog.load(SERVED, P1)
+    world.backlog.load(SERVED, LIGHT)
+    await world.backlog.poll()
+    return world
+
+
+async def test_a_tenant_waits_for_its_turns_and_not_for_anothers_flood() -> None:
+    """Of two alike, each entry waits for one of the other's; a flood waits for itself."""
+    world = await divided(heavy=90, light=3)
+    route = SERVED.routes.of(1)
+
+    light = world.backlog.judge(SERVED, route, 8.0, tenant="light")
+    light_soon = world.backlog.judge(SERVED, route, 6.0, tenant="light")
+    heavy = world.backlog.judge(SERVED, route, 90.0, tenant="heavy")
+
+    assert light is None
+    assert isinstance(light_soon, DeadlineInfeasible)
+    assert "take about 7.0 s" in light_soon.message
+    assert isinstance(heavy, DeadlineInfeasible)
+    assert "take about 93.0 s" in heavy.message
+
+
+async def test_a_heavier_weight_waits_for_less_of_the_others() -> None:
+    """With a weight of 4, four entries wait for one."""
+    world = await divided(heavy=90, light=3, weight=4)
+
+    refusal = world.backlog.judge(SERVED, SERVED.routes.of(1), 3.0, tenant="light")
+
+    assert isinstance(refusal, DeadlineInfeasible)
+    assert "take about 4.0 s" in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("heavy", "light", "refused"),
+    [(99, 0, []), (100, 0, ["heavy"]), (100, 49, ["heavy"]), (100, 50, ["heavy", "light"]), (49, 51, ["light"])],
+)
+async def test_a_full_lane_refuses_who_has_its_share_of_it(heavy: int, light: int, refused: list[str]) -> None:
+    """Of 100, each of two tenants may have 50 when all are taken."""
+    world = await divided(heavy=heavy, light=light, rps=0.0)
+
+    found = [
+        tenant
+        for tenant in ("heavy", "light")
+        if isinstance(world.backlog.judge(SERVED, SERVED.routes.of(1), 60.0, tenant=tenant), QueueFull)
+    ]
+
+    assert found == refused
+
+
+async def test_shares_of_higher_lanes_are_ahead_of_lower_ones() -> None:
+    """All that is in a lane goes before what is below it."""
+    world = await divided(heavy=3, light=4)
+
+    refusal = world.backlog.judge(SERVED, SERVED.routes.of(2), 6.0)
+
+    assert isinstance(refusal, DeadlineInfeasible)
+    assert "take about 7.0 s" in refusal.message

@@ -329,7 +329,7 @@ class Worker:
         return [*self._serving.values(), *self._leaving.values()]
 
     def _lanes(self) -> list[Lane]:
-        return [lane for serving in self._serving.values() for lane in serving.lanes]
+        return [lane for serving in self._serving.values() for lane in self._queue.sources(serving.lanes)]
 
     async def _fetch_loop(self, serving: Serving) -> None:
         """Fetches whenever the batcher has room."""

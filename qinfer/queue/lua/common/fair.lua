@@ -30,9 +30,12 @@ local function next_of(shares, count)
 end
 
 -- Takes up to `count` entries of shares in turn, and keeps their leads. `take(share, count)` takes up to so many of one, and returns how
--- many: fewer where it has no more. Returns how many were taken.
+-- many: fewer where it has no more. Those that are `empty` are not asked; their leads shrink. Returns how many were taken.
 local function take_in_turn(shares, count, take)
-  local live, left = shares, count
+  local live, left = {}, count
+  for _, share in ipairs(shares) do
+    if not share.empty then live[#live + 1] = share end
+  end
   while left > 0 and #live > 0 do
     local wanted, still = next_of(live, left), {}
     for i, share in ipairs(live) do

@@ -26,8 +26,8 @@ local function take(number, share, count)
   return #taken - before
 end
 
--- Returns the shares of a lane that hold something, with their leads. Every one is asked before anything is taken: a missing
--- group raises NOGROUP here, and no entry is lost with the reply.
+-- Returns the shares of a lane, with their leads. Every one is asked before anything is taken: a missing group raises NOGROUP here,
+-- and no entry is lost with the reply.
 local function look(number, lane)
   local shares, leads = {}, {}
   local streams = streams_of(lane)
@@ -36,10 +36,11 @@ local function look(number, lane)
   for _, stream in ipairs(streams) do
     local share = {number = stream[1], stream = stream[2], weight = stream[3], lead = leads[stream[1]] or 0}
     if share.number > 0 then divided[#divided + 1] = {number, share.number} end
-    if share.number == 0 or redis.call('XLEN', share.stream) > 0 then
+    share.empty = share.number > 0 and redis.call('XLEN', share.stream) == 0
+    if not share.empty then
       share.waiting = redis.call('XPENDING', share.stream, group, 'IDLE', READY_MS, '-', '+', left, released)
-      shares[#shares + 1] = share
     end
+    shares[#shares + 1] = share
   end
   return shares
 end
@@ -59,7 +60,6 @@ for number, shares in ipairs(lanes) do
       for _, share in ipairs(shares) do
         leads[#leads + 1], leads[#leads + 2] = share.number, string.format('%.9f', share.lead)
       end
-      redis.call('DEL', KEYS[number] .. '~leads') -- who has nothing saves nothing up
       redis.call('HSET', KEYS[number] .. '~leads', unpack(leads))
     end
   end
