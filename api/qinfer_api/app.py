@@ -227,6 +227,7 @@ class Gateway:
         dispatcher = self._tracing.dispatcher_type(queue, self.catalog, tally, limits, self._owner, auth)
         if auth is not None:
             auth.refused = RefusedKeys().note
+            queue.places.weigh = auth.weight
         if settings.log.access:
             dispatcher.access = AccessLog(settings.log.access)
         if settings.metrics.tenants and auth is not None:

@@ -30,6 +30,7 @@ class Quota:
     Attributes:
         tenant: The tenant.
         in_flight: Its requests that wait for an answer.
+        weight: Its share of a model that others ask, too.
     """
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
@@ -44,6 +45,7 @@ class Quota:
         self._rate = key.rate_per_s
         self._burst = float(key.burst or max(key.rate_per_s, 1.0))
         self._max_in_flight = key.max_in_flight
+        self.weight = key.weight
 
     def charge(self, now_s: float) -> None:
         """Counts one request against the rate.
@@ -238,6 +240,10 @@ class Auth:
     def in_flight(self) -> dict[str, int]:
         """Returns each tenant's requests that wait for an answer."""
         return {tenant: quota.in_flight for tenant, quota in self._quotas.items()}
+
+    def weight(self, tenant: str) -> int:
+        """Returns the weight of a tenant's share of a model; 0 = it has no key."""
+        return self._quotas[tenant].weight if tenant in self._quotas else 0
 
     def has_key(self, tenant: str) -> bool:
         """Tells whether a tenant has a key that is valid now."""

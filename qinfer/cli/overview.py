@@ -24,6 +24,7 @@ from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.models.work import VersionWork, read_work
 from qinfer.queue.clients import admin_client
+from qinfer.queue.entries import Share
 from qinfer.queue.lanes import Queue
 
 LOOK_S = 1.0
@@ -66,6 +67,23 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     pins: tuple[PinRow, ...] = ()
 
 
+class ShareRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The share that some tenants have of a lane.
+
+    Attributes:
+        tenants: Whose it is; several where a lane has more tenants than streams. The first may also hold what is
+            nobody's.
+        weight: The weight of these tenants together.
+        part: Their part of what is fetched while all tenants of the lane wait.
+        depth: Entries of the share, waiting and in flight.
+    """
+
+    tenants: tuple[str, ...]
+    weight: int
+    part: float
+    depth: int
+
+
 class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
     """A lane.
 
@@ -76,6 +94,7 @@ class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
         depth: Entries of the lane, waiting and in flight; of a bulk lane: shards.
         in_flight: Entries that a worker holds.
         oldest_age_s: The age of the oldest entry; 0 = the lane is empty.
+        shares: The shares of its tenants; none while it has no tenants.
     """
 
     model: str
@@ -84,6 +103,7 @@ class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
     depth: int
     in_flight: int = 0
     oldest_age_s: float = 0.0
+    shares: tuple[ShareRow, ...] = ()
 
 
 class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -340,6 +360,7 @@ def _with_pins(
 async def _lane_rows(work: Sequence[VersionWork], delivery: Queue) -> tuple[LaneRow, ...]:
     lanes = [lane for version in work for lane in version.lanes]
     in_flight = await delivery.in_flight([lane.lane for lane in lanes])
+    shares = await delivery.shares([lane.lane for lane in lanes], named=True)
     return tuple(
         LaneRow(
             model=lane.lane.model,
@@ -349,8 +370,24 @@ async def _lane_rows(work: Sequence[VersionWork], delivery: Queue) -> tuple[Lane
             # The number was read later.
             in_flight=min(held, lane.entries),
             oldest_age_s=round(lane.oldest_age_s, 3),
+            shares=share_rows(of_lane),
         )
-        for lane, held in zip(lanes, in_flight, strict=True)
+        for lane, held, of_lane in zip(lanes, in_flight, shares, strict=True)
+    )
+
+
+def share_rows(shares: Sequence[Share]) -> tuple[ShareRow, ...]:
+    """Returns the shares that tenants have of a lane, those with the most entries first."""
+    owned = sorted((share for share in shares if share.tenants), key=lambda share: -share.entries)
+    weights = sum(share.weight for share in owned)
+    return tuple(
+        ShareRow(
+            tenants=share.tenants,
+            weight=share.weight,
+            part=round(share.weight / weights, 4),
+            depth=share.entries,
+        )
+        for share in owned
     )
 
 

@@ -20,6 +20,8 @@ from qinfer.models.sync import SyncedModel
 
 _MAX_HOLDERS = 3
 """So many holders of pins are shown of a version; JSON has all."""
+_NAMED = 3
+"""So many tenants are named of a share; JSON has all."""
 NO_WORKER = "no live worker: requests wait in their lanes"
 NO_GATEWAY = "no live gateway: nobody can send requests"
 
@@ -109,7 +111,10 @@ def queues_tables(lanes: Sequence[LaneRow], work: Sequence[WorkRow]) -> Renderab
     """Returns all lanes with their entries, and the work of each model version."""
     if not lanes:
         return Text("there are no lanes: no model is to be loaded")
-    return Group(_lanes_table(lanes, {(row.model, row.version): row for row in work}, has_work=True))
+    parts: list[RenderableType] = [_lanes_table(lanes, {(row.model, row.version): row for row in work}, has_work=True)]
+    if any(len(lane.shares) > 1 for lane in lanes):
+        parts.append(_shares_table(lanes))
+    return Group(*parts)
 
 
 def workers_tables(workers: Sequence[WorkerRow], bulk_workers: Sequence[str]) -> RenderableType:
@@ -193,6 +198,19 @@ def _lanes_table(lanes: Sequence[LaneRow], work: dict[tuple[str, int], WorkRow],
             begin = (Text(lane.model), str(lane.version), lane.name)
             counts = (f"{lane.depth:,}", f"{lane.in_flight:,}", _age(lane, lane.depth))
             table.add_row(*begin, *counts, *(of_version if number == 0 else [""] * len(of_version)))
+    return table
+
+
+def _shares_table(lanes: Iterable[LaneRow]) -> Table:
+    """Returns the shares of lanes that several tenants use; of a share of many, the first ones."""
+    names = (_name("model"), _number("version"), "lane", _name("tenants"))
+    table = _table("Shares of tenants", *names, *map(_number, ("weight", "share", "depth")))
+    for lane in lanes:
+        for share in lane.shares if len(lane.shares) > 1 else ():
+            named, more = share.tenants[:_NAMED], len(share.tenants) - _NAMED
+            tenants = ", ".join(named) + (f" and {more} more" if more > 0 else "")
+            begin = (Text(lane.model), str(lane.version), lane.name, Text(tenants))
+            table.add_row(*begin, str(share.weight), f"{share.part:.0%}", f"{share.depth:,}")
     return table
 
 

@@ -47,6 +47,9 @@ Instant = Annotated[datetime, msgspec.Meta(tz=True)]
 MAX_COUNT = 10**9
 """The largest burst, and the most requests in flight, that a key may have."""
 
+MAX_WEIGHT = 1000
+"""The largest weight of a tenant."""
+
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of the file.
@@ -60,6 +63,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         burst: Requests that it may make at once before the rate counts; 0 = a second's worth, at least 1.
         max_in_flight: Requests that it may have unanswered at one gateway; 0 = any number. An asynchronous one is
             answered when it is accepted.
+        weight: The tenant's share of a model that others ask, too: twice as much as one of half the weight.
         created_at: When it was made, for people; `None` = that is not known.
         expires_at: The instant from which it is refused; `None` = it does not expire.
     """
@@ -71,6 +75,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rate_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     burst: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     max_in_flight: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
+    weight: Annotated[int, msgspec.Meta(ge=1, le=MAX_WEIGHT)] = 1
     created_at: Instant | None = None
     expires_at: Instant | None = None
 
@@ -176,6 +181,7 @@ def add_key(
             "rate_per_s": same.rate_per_s if same else 0.0,
             "burst": same.burst if same else 0,
             "max_in_flight": same.max_in_flight if same else 0,
+            "weight": same.weight if same else 1,
             "created_at": _now(),
             "expires_at": expires_at,
         }
@@ -282,18 +288,18 @@ def _write(path: Path, keys: tuple[ApiKey, ...]) -> None:
 
 def _check(path: Path, keys: tuple[ApiKey, ...]) -> None:
     """Checks what concerns several entries."""
-    quotas: dict[str, tuple[float, int, int]] = {}
+    quotas: dict[str, tuple[float, int, int, int]] = {}
     for number, key in enumerate(keys):
         where = f"{path}: keys[{number}]"
         if any(other.id == key.id for other in keys[:number]):
             raise SettingsError(f"{where}.id '{key.id}' is taken; give each key its own")
         if any(other.sha256 == key.sha256 for other in keys[:number]):
             raise SettingsError(f"{where}.sha256 is that of another entry; give each entry its own key")
-        quota = key.rate_per_s, key.burst, key.max_in_flight
+        quota = key.rate_per_s, key.burst, key.max_in_flight, key.weight
         if quotas.setdefault(key.tenant, quota) != quota:
             raise SettingsError(
                 f"{where} has other quotas than tenant '{key.tenant}' has before; quotas belong to the tenant: "
-                "give all of its keys the same rate_per_s, burst and max_in_flight"
+                "give all of its keys the same rate_per_s, burst, max_in_flight and weight"
             )
 
 

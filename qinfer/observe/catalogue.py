@@ -114,6 +114,16 @@ TENANT_IN_FLIGHT = _gauge(
     ("process", "tenant"),
     _PROCESS,
 )
+TENANT_BACKLOG = _gauge(
+    "qinfer_tenant_backlog_requests",
+    "Requests in a tenant's share of a lane, or shards in that of a bulk lane; with QINFER_METRICS__TENANTS.",
+    ("lane", "model", "tenant", "version"),
+)
+TENANT_SHARE = _gauge(
+    "qinfer_tenant_share_ratio",
+    "A tenant's share of a lane by weight, of those that have a share now; with QINFER_METRICS__TENANTS.",
+    ("lane", "model", "tenant", "version"),
+)
 REQUESTS_IN_FLIGHT = _gauge(
     "qinfer_requests_in_flight", "Requests that this gateway has not answered yet.", _OWN, _PROCESS
 )

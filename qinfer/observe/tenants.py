@@ -6,7 +6,7 @@ make no thousand series of each metric.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from qinfer.observe import catalogue
@@ -78,6 +78,22 @@ class TenantTally:
             cumulative = zip((*QUEUE_BUCKETS_S, float("inf")), accumulate(series.counts), strict=True)
             durations.add_histogram(cumulative, series.total_s, tenant=name, **own)
         yield durations
+
+    def of_shares(self, shares: Iterable[tuple[Mapping[str, str], Sequence[str], int, float]]) -> Iterator[Family]:
+        """Yields the metrics of the shares that tenants have of lanes.
+
+        Args:
+            shares: The labels of a lane, the tenants of one of its shares, how many entries that holds, and its part of
+                the lane. One that several tenants have is nobody's in particular.
+        """
+        backlog: dict[tuple[tuple[str, str], ...], float] = {}
+        parts: dict[tuple[tuple[str, str], ...], float] = {}
+        for lane, tenants, entries, part in shares:
+            key = (*lane.items(), ("tenant", self._name(tenants[0]) if len(tenants) == 1 else OTHERS))
+            backlog[key] = backlog.get(key, 0) + entries
+            parts[key] = parts.get(key, 0) + part
+        yield family(catalogue.TENANT_BACKLOG, ((count, dict(key)) for key, count in backlog.items()))
+        yield family(catalogue.TENANT_SHARE, ((part, dict(key)) for key, part in parts.items()))
 
     def _name(self, tenant: str) -> str:
         name = self._named.get(tenant)

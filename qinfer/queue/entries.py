@@ -107,11 +107,13 @@ class Share(msgspec.Struct, frozen=True):
         lane: The stream; the first one of a lane is the lane itself.
         entries: How many entries it holds, waiting and in flight.
         weight: That of its tenants together.
+        tenants: Whose it is, as far as was asked for, in order.
     """
 
     lane: Lane
     entries: int
     weight: int = 1
+    tenants: tuple[str, ...] = ()
 
 
 class Payload(msgspec.Struct, frozen=True):

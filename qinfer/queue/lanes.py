@@ -92,6 +92,7 @@ _FINISH = load_script("lanes/finish", "drop")
 _CANCEL = load_script("lanes/cancel", "drop", "note_cancel")
 _SIZES = load_script("lanes/sizes", "shares")
 _SHARES = load_script("lanes/shares", "shares")
+_TENANTS = load_script("lanes/tenants", "shares")
 _PUBLISH = load_script("lanes/publish")
 
 RENEW = load_script("lanes/renew", "holder")
@@ -359,15 +360,22 @@ class Queue:
         lanes = by_lane(entries)
         await _all([self._run(lane, _CANCEL, (f"{lane.version}:{lane.name}",), group) for lane, group in lanes])
 
-    async def shares(self, lanes: Sequence[Lane]) -> list[list[Share]]:
-        """Returns the shares of each lane, the lane itself first, with what they hold; in one round trip."""
+    async def shares(self, lanes: Sequence[Lane], *, named: bool = False) -> list[list[Share]]:
+        """Returns the shares of each lane, the lane itself first, with what they hold; in one round trip.
+
+        Args:
+            lanes: Of any models.
+            named: Say whose they are, too: of each lane the latest 1000 tenants.
+        """
         found: dict[Lane, list[Share]] = {}
 
         async def run(group: list[Lane]) -> None:
-            replies = await self.router.run(keys.lane_slot(group[0]), _SHARES, [keys.lane(lane) for lane in group])
-            for lane, shares in zip(group, replies, strict=True):
-                found[lane] = [Share(share_of(lane, number), entries, weight) for number, entries, weight in shares]
+            names, more = [keys.lane(lane) for lane in group], (_MAX_IDS,) if named else ()
+            slot = keys.lane_slot(group[0])
+            for lane, shares in zip(group, await self.router.run(slot, script, names, *more), strict=True):
+                found[lane] = [_share(lane, *share) for share in shares]
 
+        script = _TENANTS if named else _SHARES
         await _all([run(group) for _, group in grouped(dict.fromkeys(lanes), keys.lane_slot)])
         return [found[lane] for lane in lanes]
 
@@ -525,6 +533,11 @@ def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, bool]:
     """Returns the identity of a reader of lanes."""
     first = lanes[0]
     return first.model, first.version, first.partition, first.name in BULK_LANES
+
+
+def _share(lane: Lane, number: int, entries: int, weight: int, tenants: Sequence[bytes] = ()) -> Share:
+    """Reads a share as scripts return it."""
+    return Share(share_of(lane, number), entries, weight, tuple(sorted(name.decode() for name in tenants)))
 
 
 def _payloads(entries: Sequence[Entry]) -> list[bytes]:

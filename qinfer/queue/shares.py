@@ -20,6 +20,7 @@ CROWDED_S = 1.0
 """How long a place is remembered that several tenants have: each uses the shorter one of two streams."""
 
 _ASKING_S = 1.0
+_NOT_KNOWN = -1  # the number of no share
 _MAX_PLACES = 65536
 
 
@@ -52,9 +53,9 @@ class Places:
         return None
 
     def last(self, lane: Lane, tenant: str) -> Lane:
-        """Returns where a tenant's entries went last, as far as is known; else the lane itself."""
+        """Returns where a tenant's entries went last; a share that holds nothing where that is not known."""
         known = self._places.get((lane, tenant))
-        return lane if known is None else known[0]
+        return share_of(lane, _NOT_KNOWN) if known is None else known[0]
 
     def learn(self, lane: Lane, tenant: str, number: int, *, is_shared: bool) -> None:
         """Takes note of a tenant's share of a lane."""

@@ -140,13 +140,9 @@ class Backlog:
         except BrokerUnavailable:
             return  # requests can't be submitted either, and fail for the same reason
         most = self._most(group.served)
-        seen = {share.lane: (share, of_lane) for of_lane in shares for share in of_lane}
+        of_lane = {each[0].lane.name: each for each in shares}
         for load, mine, nobodys in zip(group.loads, own, unfinished, strict=True):
-            share, of_lane = seen.get(load.lane) or (Share(load.lane, 0), ())
-            load.others = max(share.entries - mine - nobodys, 0)
-            load.beside = sum(other.entries for other in of_lane) - share.entries
-            weights = sum(other.weight for other in of_lane if other.entries and other is not share)
-            load.part = share.weight / (share.weight + weights)
+            _note(load, of_lane[undivided(load.lane.name)], mine + nobodys)
             load.most = most
 
     def _begin(self, served: Served, lane: Lane) -> tuple[Load, _Group]:
@@ -170,6 +166,21 @@ class Backlog:
 
     def _capacity(self, served: Served) -> Capacity:
         return self._catalog.capacity(served.spec.name, served.version)
+
+
+def _note(load: Load, shares: Sequence[Share], known: int) -> None:
+    """Takes note of what a look has shown.
+
+    Args:
+        load: That of a lane, or of a share; a share that is not among those seen holds nothing.
+        shares: Those of its lane.
+        known: How many of its entries are not others'.
+    """
+    share = next((each for each in shares if each.lane == load.lane), None) or Share(load.lane, 0)
+    load.others = max(share.entries - known, 0)
+    load.beside = sum(other.entries for other in shares) - share.entries
+    weights = sum(other.weight for other in shares if other.entries and other is not share)
+    load.part = share.weight / (share.weight + weights)
 
 
 def judge(*, waiting: int, ahead: int, limit: int, capacity: Capacity, timeout_s: float) -> Overloaded | None:

@@ -213,6 +213,7 @@ class PendingRequests:
 
     Attributes:
         unclaimed: Called with the id of a response that nobody waits for: the hint that a stored request has ended.
+        load_of: Returns the load of a lane that a request has come to, or of a share of one.
     """
 
     def __init__(
@@ -230,6 +231,7 @@ class PendingRequests:
         self._answered = answered
         self._failed = failed
         self.unclaimed: Callable[[str], None] = lambda _: None
+        self.load_of: Callable[[Lane], Load] = lambda lane: Load(lane, 0)
         self._pending: dict[str, Pending] = {}
         self._buckets: dict[int, dict[str, Pending]] = {}
         self._timer: Timer | None = None
@@ -300,7 +302,9 @@ class PendingRequests:
             if self.remove(pending):
                 self.fail(pending, outcome)
             return
-        pending.entry = outcome
+        pending.entry, load = outcome, pending.load
+        if load is not None and load.lane is not outcome.lane and load.lane != outcome.lane:
+            self._recount(pending, load, self.load_of(outcome.lane))
         if pending.abandoned:
             self._abandon(pending, None)
         elif pending.late is not None:
@@ -418,6 +422,12 @@ class PendingRequests:
         if verdict is Verdict.BREAK and self.cancel(pending):
             self.fail(pending, stream.broken())
         return verdict is Verdict.DELIVER
+
+    def _recount(self, pending: Pending, before: Load, load: Load) -> None:
+        """Counts a request where it is, which a tenant's place has told; not one that has left the table."""
+        if pending in self:
+            before.own -= 1
+            self.count(pending, load)
 
     def _forget(self, pending: Pending) -> None:
         bucket = self._buckets[pending.bucket]

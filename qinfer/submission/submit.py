@@ -112,6 +112,7 @@ class Submission:
         window_bytes = limits.stream_window_bytes
         self.pending = PendingRequests(queue, self._clock, call_later, answered, failed, window_bytes)
         self.backlog = Backlog(queue, catalog)
+        self.pending.load_of = self.backlog.known
         self._steps = Steps(queue, limits, self.pending)
         self._cache: ResponseCache | None = None
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from qinfer.models.state import SCALED_DOWN, SCALED_UP, State, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork, read_work
 from qinfer.observe.catalogue import MetricScope
-from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE
+from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE, Family, labels_of
 from qinfer.observe.host import HostMeter, ProcessUse, read_use
 from qinfer.observe.latencies import SlidingWindow
 from qinfer.observe.metrics import Snapshot, WorkerLoad, render, scopes_of
@@ -37,7 +37,7 @@ from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import Wanted
 from qinfer.queue import nodes
 from qinfer.queue.dead_letters import DeadLetters
-from qinfer.queue.entries import BULK_LANES
+from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.queue.lanes import Queue
 from qinfer_api.observe.fresh_counts import FreshCounts
 from qinfer_api.observe.statistics import Statistics
@@ -290,7 +290,8 @@ class Reporting:
             snapshot, found = await asyncio.gather(
                 take_snapshot(self._catalog, self._store, self._delivery, self._letters), self._nodes.read()
             )
-            features = [*snapshot.features, *nodes.families(found)]
+            shares = await self._shares_of_tenants(snapshot)
+            features = [*snapshot.features, *nodes.families(found), *shares]
             snapshot = replace(snapshot, objectives=self._catalog.objectives(self._usual), features=features)
         else:
             snapshot = Snapshot(store_up=await self._is_store_up())
@@ -300,6 +301,23 @@ class Reporting:
         wanted = self._wanted(snapshot)
         text = render(self._tally, snapshot, scopes, wanted, tenants=self.tenants, openmetrics=openmetrics)
         return text, OPENMETRICS_TYPE if openmetrics else ""
+
+    async def _shares_of_tenants(self, snapshot: Snapshot) -> Sequence[Family]:
+        """Returns the metrics of the tenants' shares of lanes, where they are wanted."""
+        if self.tenants is None or not snapshot.store_up:
+            return ()
+        lanes = [Lane(*key) for key in (*snapshot.depth, *snapshot.shards)]
+        found: list[tuple[Mapping[str, str], Sequence[str], int, float]] = []
+        try:
+            async with asyncio.timeout(ANSWERS_WITHIN_S):
+                for lane, shares in zip(lanes, await self._delivery.shares(lanes, named=True), strict=True):
+                    labels = {"lane": lane.name, **labels_of((lane.model, lane.version))}
+                    owned = [share for share in shares if share.tenants]
+                    weights = sum(share.weight for share in owned)
+                    found += [(labels, each.tenants, each.entries, each.weight / weights) for each in owned]
+        except (BrokerUnavailable, TimeoutError):
+            return ()
+        return list(self.tenants.of_shares(found))
 
     async def work(self, model: str) -> tuple[VersionWork, ...]:
         """Returns the work of a model's versions.

@@ -1,6 +1,8 @@
 """Asynchronous requests of several tenants: nobody sees, reads or ends another's."""
 
+import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,9 @@ import httpx
 import pytest
 
 from qinfer.core.api_keys import Scope, add_key
+from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.queue.entries import Lane
+from qinfer.testing import eventually
 from tests.support.gateway import Running, running_gateway, settings_of
 
 ECHO = "/v1/models/echo/requests"
@@ -20,7 +25,7 @@ class Callers:
 
     def __init__(self, running: Running, keys: dict[str, str]) -> None:
         self.running, self._keys = running, keys
-        self._client = httpx.AsyncClient(base_url=running.url)
+        self._client = httpx.AsyncClient(base_url=running.url, limits=httpx.Limits(max_connections=None), timeout=30)
 
     async def ask(self, who: str, method: str, url: str, body: Any = None, **headers: str) -> httpx.Response:
         if who in self._keys:
@@ -38,8 +43,11 @@ async def callers(tmp_path: Path) -> AsyncIterator[Callers]:
     keys = {name: add_key(file, name, (Scope.INFER,), name)[1] for name in ("acme", "other", "slow")}
     entries = json.loads(file.read_text())
     entries["keys"][-1].update(rate_per_s=0.01, burst=1)
+    entries["keys"][1].update(weight=3)
     file.write_text(json.dumps(entries))
-    async with running_gateway(settings_of(auth={"mode": "keys", "keys_file": str(file)})) as running:
+    settings = settings_of(auth={"mode": "keys", "keys_file": str(file)})
+    settings = settings.model_copy(update={"metrics": MetricsSettings(tenants=1)})
+    async with running_gateway(settings) as running:
         callers = Callers(running, keys)
         yield callers
         await callers.close()
@@ -77,3 +85,39 @@ async def test_a_rate_counts_on_v1_too(callers: Callers) -> None:
 
     assert (first.status_code, second.status_code) == (202, 429)
     assert int(second.headers["retry-after"]) >= 1
+
+
+INFER: dict[str, Any] = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
+
+
+async def test_a_tenant_that_fills_a_lane_keeps_no_other_out(callers: Callers) -> None:
+    """50 may wait: who has sent them is refused, another is let in up to its share, and all are in the queue."""
+    running = callers.running
+    asked = [asyncio.create_task(callers.ask("acme", "POST", "/v2/models/small/infer", INFER)) for _ in range(60)]
+    await eventually(lambda: sum(call.done() for call in asked) == 10, timeout_s=30, description="the refusals")
+    others = [asyncio.create_task(callers.ask("other", "POST", "/v2/models/small/infer", INFER)) for _ in range(10)]
+
+    async def has_all() -> bool:
+        return await running.depth("small") == 60
+
+    await eventually(has_all, description="60 in the lane")
+    [shares] = await running.delivery.shares([Lane("small", 1)], named=True)
+
+    assert {call.result().status_code for call in asked if call.done()} == {503}
+    assert not any(call.done() for call in others)
+    assert [(share.tenants, share.weight) for share in shares] == [(("acme",), 1), (("other",), 3)]
+    assert sum(share.entries for share in shares) == 60
+    for call in (*asked, *others):
+        call.cancel()
+    await running.emptied("small")
+
+
+async def test_shares_of_tenants_are_shown(callers: Callers) -> None:
+    """With their weights, of lanes that have tenants; a tenant without a name of its own is one of the others."""
+    for who in ("acme", "other"):
+        assert (await callers.ask(who, "POST", "/v2/models/echo/infer", INFER)).status_code == 200
+
+    page = (await callers.ask("acme", "GET", "/metrics?scope=cluster")).text
+
+    shares = re.findall(r'qinfer_tenant_share_ratio\{lane="p1",model="echo",tenant="(\S+)",version="2"\} (\S+)', page)
+    assert dict(shares) == {"acme": "0.25", "(others)": "0.75"}

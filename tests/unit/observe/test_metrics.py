@@ -1,5 +1,6 @@
 """The text of /metrics."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -468,6 +469,8 @@ def test_the_catalogue_is_what_is_shown() -> None:
     tenants.in_flight = lambda: {"acme": 1}
     tenants.answered("acme", "m", 0.1)
     tenants.failed("acme", "m", ErrorCode.QUEUE_FULL)
+    shares = tenants.of_shares([({"lane": "p1", "model": "m", "version": "1"}, ["acme"], 3, 1.0)])
+    snapshot = replace(snapshot, features=[*snapshot.features, *shares])
     page = render(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True), tenants=tenants).decode()
     families = {(family.name, family.type): family for family in text_string_to_metric_families(page)}
 

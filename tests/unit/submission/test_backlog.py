@@ -250,6 +250,7 @@ async def divided(*, heavy: int, light: int, weight: int = 1, rps: float = 1.0) 
     world.depths[P1] = heavy
     world.divided[P1] = [Share(LIGHT, light, weight)]
     world.places.learn(P1, "light", 1, is_shared=False)
+    world.places.learn(P1, "heavy", 0, is_shared=False)
     world.backlog.load(SERVED, P1)
     world.backlog.load(SERVED, LIGHT)
     await world.backlog.poll()
@@ -307,3 +308,15 @@ async def test_shares_of_higher_lanes_are_ahead_of_lower_ones() -> None:
 
     assert isinstance(refusal, DeadlineInfeasible)
     assert "take about 7.0 s" in refusal.message
+
+
+async def test_a_tenant_whose_share_is_not_known_yet_has_an_empty_one() -> None:
+    """Another's flood keeps nobody from asking for a place, nor makes it wait for more than its turn."""
+    world = await divided(heavy=100, light=0)
+
+    first = world.backlog.judge(SERVED, SERVED.routes.of(1), 2.0, tenant="new")
+    await world.backlog.poll()
+    later = world.backlog.judge(SERVED, SERVED.routes.of(1), 2.0, tenant="new")
+
+    assert (first, later) == (None, None)
+    assert isinstance(world.backlog.judge(SERVED, SERVED.routes.of(1), 2.0, tenant="heavy"), QueueFull)

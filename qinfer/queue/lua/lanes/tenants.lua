@@ -1,0 +1,22 @@
+-- Returns for each of KEYS, lanes, the shares that tenants have of it: {number, entries, weight, tenants} of each, some of the tenants
+-- where there are many. ARGV: how many tenants of a lane are named at most.
+local found, most = {}, tonumber(ARGV[1])
+for i, lane in ipairs(KEYS) do
+  local names, tenants = {}, {}
+  if redis.call('HLEN', lane .. '~tenants') > 0 then
+    names = redis.call('ZREVRANGE', lane .. '~seen', 0, most - 1)
+  end
+  for _, tenant in ipairs(names) do
+    local place = redis.call('HGET', lane .. '~tenants', tenant)
+    local number = place and tonumber(string.match(place, '^%d+'))
+    if number then
+      tenants[number] = tenants[number] or {}
+      table.insert(tenants[number], tenant)
+    end
+  end
+  found[i] = {}
+  for _, stream in ipairs(streams_of(lane)) do
+    found[i][#found[i] + 1] = {stream[1], redis.call('XLEN', stream[2]), stream[3], tenants[stream[1]] or {}}
+  end
+end
+return found
