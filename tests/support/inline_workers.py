@@ -212,10 +212,10 @@ class InlineWorkers:
             generation=generation or self._generations[model],
         )
 
-    def submit(self, value: float = 1.0, **options: Any) -> "asyncio.Future[Response]":
+    def submit(self, value: float = 1.0, *, tenant: str = "", **options: Any) -> "asyncio.Future[Response]":
         """Sends a request, made as `request` says; returns its final answer to come."""
         request = self.request(value, **options)
-        return self.submit_frame(request.id, encode_request(request), Lane(request.model, 1))
+        return self.submit_frame(request.id, encode_request(request), Lane(request.model, 1), tenant=tenant)
 
     def submit_waiting(
         self, value: float, *, priority: int = 0, levels: int = 0, queue_timeout_s: float = 0.0
@@ -268,7 +268,13 @@ class InlineWorkers:
         return response
 
     def submit_frame(
-        self, request_id: str, frame: bytes, lane: Lane | None = None, payload: Payload | None = None
+        self,
+        request_id: str,
+        frame: bytes,
+        lane: Lane | None = None,
+        payload: Payload | None = None,
+        *,
+        tenant: str = "",
     ) -> "asyncio.Future[Response]":
         """Sends raw bytes."""
         future = self.expect(request_id)
@@ -277,7 +283,7 @@ class InlineWorkers:
             assert isinstance(result, Entry), result
             self.entries.append(result)
 
-        self.delivery.submit(lane or self.lane, frame, done, payload=payload)
+        self.delivery.submit(lane or self.lane, frame, done, payload=payload, tenant=tenant)
         return future
 
     def expect(self, request_id: str) -> "asyncio.Future[Response]":
