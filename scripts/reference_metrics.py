@@ -68,7 +68,7 @@ Metrics of latencies are selected as with Triton's `--metrics-config`; gateways 
 
 | setting | Triton's | metrics, and default |
 |---|---|---|
-| `QINFER_METRICS__COUNTER_LATENCIES` | `counter_latencies` | `nv_inference_*_duration_us`; on |
+| `QINFER_METRICS__COUNTER_LATENCIES` | `counter_latencies` | `nv_inference_*_duration_us`, counters of the cache; on |
 | `QINFER_METRICS__SUMMARY_LATENCIES` | `summary_latencies` | the summaries, `nv_*_summary_*`; off |
 | `QINFER_METRICS__SUMMARY_QUANTILES` | `summary_quantiles` | the quantiles of the summaries |
 | `QINFER_METRICS__HISTOGRAM_LATENCIES` | `histogram_latencies` | `nv_inference_first_response_histogram_ms`; off |
@@ -85,8 +85,9 @@ The buckets of the histogram are Triton's ({", ".join(map(str, latencies.FIRST_R
 it only for decoupled models, qinfer for every model: if a model answers once, it is the time until that answer, from
 entering the queue.
 
-Not supported: metrics of pinned memory, and labels of `metric_tags`. The metrics of the cache are those of models that
-have used it.
+Series of a model have a label for each of its `metric_tags`, with `_` in front. The metrics of the cache are those of
+models with `response_cache`, where the server has a cache, and of models that have used it. As in a Triton built
+without GPUs, there are no metrics of pinned memory.
 """
 REASONS_HEAD = """
 This table maps error codes, the reasons of qinfer's own metrics, to reasons of `nv_inference_request_failure`.

@@ -284,9 +284,13 @@ class Catalog:
             for version in of.versions
         ]
 
+    def specs(self) -> dict[str, ModelSpec]:
+        """Returns the configuration of each model that should be loaded."""
+        return {model: spec for model, (_, spec) in self._specs.items()}
+
     def stateful(self) -> list[str]:
         """Returns the names of the models that keep state from request to request."""
-        return [name for name, (_, spec) in self._specs.items() if spec.is_stateful]
+        return [name for name, spec in self.specs().items() if spec.is_stateful]
 
     def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
         """Returns all online lanes of a version, in the order in which they are read."""

@@ -115,7 +115,7 @@ class WarmupInput(NamedTuple):
         datatype: Its wire datatype.
         dims: Its dimensions without the batch dimension.
         random: Random data.
-        file: A file of the model's directory `warmup` with the bytes of one row; empty = none.
+        file: A file of the model's directory `warmup` that begins with the bytes of one row; empty = none.
     """
 
     datatype: str
@@ -130,7 +130,7 @@ class WarmupSpec:
 
     Attributes:
         name: The sample's name, for messages.
-        batch_size: Rows; 0 when the model has no batch dimension.
+        batch_size: How many requests of one row it is.
         inputs: Input name → its data.
         count: How often it is executed.
     """
@@ -252,6 +252,7 @@ class ModelSpec:
         splits: A request of more than `max_batch_size` rows is executed in parts, instead of being refused.
         slo_latency_s: The time within which its requests are to be answered; 0 = the server's.
         slo_target: The share of requests that is to be answered well and in that time; 0 = the server's.
+        metric_tags: Further labels of its series among Triton's metrics, without the underscore in front.
     """
 
     name: str
@@ -286,6 +287,7 @@ class ModelSpec:
     splits: bool = False
     slo_latency_s: float = 0.0
     slo_target: float = 0.0
+    metric_tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def max_request_rows(self) -> int:

@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
+from qinfer.core.settings_metrics import MetricsSettings
+
 GROWTH = 1.1
 """The ratio of the upper bounds of a bucket and of the one before."""
 
@@ -39,6 +41,13 @@ _BASE = math.log(GROWTH)
 _LEAST_SAMPLE_S = 5.0
 _Counts = Mapping[str, int]
 _Key = tuple[str, int]
+
+
+def latency_tally(metrics: MetricsSettings) -> "LatencyTally | None":
+    """Returns what counts latencies for the summaries and the histogram; `None` where nobody wants them."""
+    if not metrics.summary_latencies and not metrics.histogram_latencies:
+        return None
+    return LatencyTally(summaries=metrics.summary_latencies, histogram=metrics.histogram_latencies)
 
 
 class LatencyTally:

@@ -240,7 +240,7 @@ def render(
         tally: What the gateway counted.
         snapshot: What the shared store said.
         scopes: What to show.
-        wanted: Which of Triton's metrics to show of those that can be chosen.
+        wanted: What Triton's metrics show of models.
         tenants: What the gateway counted by tenant; `None` = nothing.
         openmetrics: In that format instead (`OPENMETRICS_TYPE`), with exemplars.
     """

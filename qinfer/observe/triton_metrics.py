@@ -5,7 +5,7 @@ and every gateway shows the same ones. Only CPU and memory of the machine are th
 are those that workers report.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from qinfer.errors import ErrorCode
 from qinfer.observe import catalogue, latencies, stats
 from qinfer.observe.catalogue import Info
-from qinfer.observe.exposition import Family, by_model, family, labels_of
+from qinfer.observe.exposition import Family, Sample, by_model, family, labels_of
 from qinfer.observe.host import GpuUse, HostUse
 
 Key = tuple[str, int]
@@ -61,19 +61,23 @@ REASONS: Mapping[str, _Reasons] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The metrics of latencies that are shown, as Triton's `--metrics-config` chooses.
+    """What is shown of models: latencies as Triton's `--metrics-config` chooses them, and what configurations say.
 
     Attributes:
         counters: The cumulative durations.
         quantiles: Those of the summaries; none = no summaries.
         histogram: The histogram of the time to the first response.
         recent: Model version → what the summaries' counts grew by of late; of these are the quantiles.
+        cached: Models whose responses are cached.
+        tags: Model → its `metric_tags`, of those that have any.
     """
 
     counters: bool = True
     quantiles: tuple[float, ...] = ()
     histogram: bool = False
     recent: Mapping[Key, Mapping[str, int]] = field(default_factory=dict)
+    cached: Container[str] = ()
+    tags: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 USUAL = Wanted()
@@ -136,8 +140,26 @@ def families(
         statistics: Model version → the fields of `observability.stats`. All counters of each are there, from 0 on.
         pending: Model version → requests that wait.
         load_s: Model version → seconds that its last load took.
-        wanted: Which metrics of latencies to show.
+        wanted: What to show of them.
     """
+    for shown in _families(statistics, pending, load_s, wanted):
+        if wanted.tags:
+            shown.samples = [_tagged(sample, wanted.tags) for sample in shown.samples]
+        yield shown
+
+
+def _tagged(sample: Sample, tags: Mapping[str, Mapping[str, str]]) -> Sample:
+    """Puts a model's tags in front of its labels, which are in the order of the alphabet."""
+    own = tags.get(dict(sample.labels)["model"], {})
+    return sample._replace(labels=(*((f"_{name}", own[name]) for name in sorted(own)), *sample.labels))
+
+
+def _families(
+    statistics: Mapping[Key, Mapping[str, int]],
+    pending: Mapping[Key, int],
+    load_s: Mapping[Key, float],
+    wanted: Wanted,
+) -> Iterator[Family]:
     yield by_model(catalogue.NV_SUCCESS, {key: of.get(stats.SUCCESS_COUNT, 0) for key, of in statistics.items()})
     failed = Family(catalogue.NV_FAILURE)
     for key, fields in statistics.items():
@@ -153,7 +175,7 @@ def families(
     yield from _of_cache(statistics, wanted)
     if wanted.quantiles:
         for latency in _LATENCIES:
-            yield _summary(latency, stats.SUCCESS_COUNT, statistics, wanted)
+            yield _summary(latency, statistics, wanted)
     if wanted.histogram:
         histogram = Family(catalogue.NV_FIRST_RESPONSE)
         for key, fields in statistics.items():
@@ -197,29 +219,44 @@ def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
 
 
 def _of_cache(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Iterator[Family]:
-    """Yields the metrics of the response cache, of models that have used it."""
-    of_cached = {key: of for key, of in statistics.items() if {stats.CACHE_HIT_COUNT, stats.CACHE_MISS_COUNT} & set(of)}
+    """Yields the metrics of the response cache, of models that use it, or have; without durations no counts either."""
+    counts = {stats.CACHE_HIT_COUNT, stats.CACHE_MISS_COUNT}
+    of_cached = {key: of for key, of in statistics.items() if key[0] in wanted.cached or counts & set(of)}
     if not of_cached:
         return
-    for use in _OF_CACHE:
-        yield by_model(use.counted, {key: of.get(use.count_field, 0) for key, of in of_cached.items()})
     for use in _OF_CACHE if wanted.counters else ():
+        yield by_model(use.counted, {key: of.get(use.count_field, 0) for key, of in of_cached.items()})
         totals = {key: of.get(use.latency.field, 0) // 1000 for key, of in of_cached.items()}
         yield by_model(use.latency.counter, totals)
     for use in _OF_CACHE if wanted.quantiles else ():
-        yield _summary(use.latency, use.count_field, of_cached, wanted)
+        yield _summary(use.latency, of_cached, wanted)
 
 
-def _summary(
-    latency: _Latency, count_field: str, statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted
-) -> Family:
+def _summary(latency: _Latency, statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Family:
     summary = Family(latency.summary)
+    count_of = _COUNTED.get(latency.which, _executed)
     for key, fields in statistics.items():
         values = latencies.quantiles(wanted.recent.get(key, {}), latency.which, wanted.quantiles)
-        count, total = fields.get(count_field, 0), fields.get(latency.field, 0) // 1000
-        summary.add_summary(values, count, total, **labels_of(key))
+        summary.add_summary(values, count_of(fields), fields.get(latency.field, 0) // 1000, **labels_of(key))
     return summary
 
+
+def _successful(fields: Mapping[str, int]) -> int:
+    return fields.get(stats.SUCCESS_COUNT, 0)
+
+
+def _executed(fields: Mapping[str, int]) -> int:
+    """Returns how many successful requests were not answered from the cache."""
+    return _successful(fields) - fields.get(stats.CACHE_HIT_COUNT, 0)
+
+
+_COUNTED: Mapping[str, Callable[[Mapping[str, int]], int]] = {
+    latencies.REQUEST: _successful,
+    latencies.QUEUE: _successful,
+    latencies.CACHE_HIT: lambda fields: fields.get(stats.CACHE_HIT_COUNT, 0),
+    latencies.CACHE_MISS: lambda fields: fields.get(stats.CACHE_MISS_COUNT, 0),
+}
+"""The summary of a latency → what its count is of; of the others it is executed requests."""
 
 _OF_GPUS = (
     (catalogue.NV_GPU_UTILIZATION, "utilization"),

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,16 @@ class ServedModels:
         grpc: Triton's client over gRPC.
     """
 
-    def __init__(self, repository: Path, database: Database, tasks: asyncio.TaskGroup, files: Repositories) -> None:
+    def __init__(
+        self,
+        repository: Path,
+        database: Database,
+        tasks: asyncio.TaskGroup,
+        files: Repositories,
+        sections: Mapping[str, Any],
+    ) -> None:
         self.repository = repository
+        self._sections = sections
         self._database = database
         self._tasks = tasks
         self._files = files
@@ -52,7 +60,7 @@ class ServedModels:
     async def worker(self, worker_id: str = "w1", **options: Any) -> None:
         """Starts a worker."""
         options = {"max_wait_s": 0.05, **options}
-        settings = Settings(redis=self._database.settings, worker=WorkerSettings(**options))
+        settings = Settings(redis=self._database.settings, worker=WorkerSettings(**options), **self._sections)
         queue = await self._database.delivery()
         loader = Loader(
             self._files.version_dir,
@@ -96,14 +104,23 @@ def tensor(name: str, array: Array, module: Any = over_grpc) -> Any:
 
 
 @asynccontextmanager
-async def models_served(repository: Path, **options: Any) -> AsyncIterator[ServedModels]:
-    """Runs the gateway and a worker until the block ends; options are of the repository."""
+async def models_served(
+    repository: Path, sections: Mapping[str, Any] | None = None, **options: Any
+) -> AsyncIterator[ServedModels]:
+    """Runs the gateway and a worker until the block ends.
+
+    Args:
+        repository: The repository.
+        sections: Further sections of the settings, of gateway and worker.
+        **options: Settings of the repository.
+    """
+    sections = sections or {}
     options = {"path": str(repository), "control_mode": "explicit", "load_timeout_s": 30.0, **options}
     settings = settings_of(limits={"wait_for_workers_s": 10}, grpc={})
-    settings = settings.model_copy(update={"repository": RepositorySettings(**options)})
+    settings = settings.model_copy(update={"repository": RepositorySettings(**options), **sections})
     files = open_repositories(settings.repository)
     async with Database() as database, asyncio.TaskGroup() as tasks:
-        scene = ServedModels(repository, database, tasks, files)
+        scene = ServedModels(repository, database, tasks, files, sections)
         rpc = open_port(settings)
         assert rpc is not None
         delivery, scene.store = await database.delivery(), database.store()

@@ -259,6 +259,7 @@ class Reporting:
         self._delivery = delivery
         self._tally = tally
         self._settings = settings.metrics
+        self._is_caching = settings.cache.plan is not None
         self._usual = Objective(settings.metrics.slo_latency_s, settings.metrics.slo_target)
         self.tenants: TenantTally | None = None
         self._host = HostMeter()
@@ -336,13 +337,15 @@ class Reporting:
         return next(iter(await read_sequences(self._delivery, await self._store.models([model]))), None)
 
     def _wanted(self, snapshot: Snapshot) -> Wanted:
-        """Returns which of Triton's metrics to show."""
-        settings, quantiles = self._settings, self._settings.quantiles
+        """Returns what Triton's metrics show of models."""
+        settings, quantiles, specs = self._settings, self._settings.quantiles, self._catalog.specs()
         return Wanted(
             counters=settings.counter_latencies,
             quantiles=quantiles,
             histogram=settings.histogram_latencies,
             recent=self._window.move(time.monotonic(), snapshot.stats) if quantiles and snapshot.stats else {},
+            cached={model for model, spec in specs.items() if spec.is_cached and self._is_caching},
+            tags={model: spec.metric_tags for model, spec in specs.items() if spec.metric_tags},
         )
 
     async def _added(self, model: str = "") -> None:

@@ -6,6 +6,7 @@ message and finds each of its fields in exactly one table, so that a field which
 `docs/reference/model-config.md` is made from these tables.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from qinfer.models.config.message import ModelConfig, model_config_pb2
 from qinfer.models.config.ragged import ragged_problems
 from qinfer.models.config.sequences import sequence_problems
 from qinfer.models.config.to_spec import SPLIT, STREAM_RESUME, parameter_problems
+from qinfer.models.config.warmup import warmup_problems
 
 SUPPORTED = {
     "name": "The directory's name; may be omitted.",
@@ -75,7 +77,9 @@ SUPPORTED = {
     "model_transaction_policy.decoupled": "A request has 0, 1 or many responses; an ensemble is decoupled if one of "
     "its steps is, whatever it says.",
     "response_cache.enable": "Needs `QINFER_CACHE__CONFIG`; not for decoupled models and those with sequences.",
-    "model_warmup": "Zeros, random data, or a file in the model's directory `warmup` with one row.",
+    "metric_tags": "Labels of its series among [Triton's metrics](metrics.md#tritons-names), with `_` in front.",
+    "model_warmup": "Zeros, random data from 0 to 1, or a file in the model's directory `warmup` that begins with one "
+    "row. `batch_size` requests of one row; a sample without it is not executed.",
 }
 
 HINTS = {
@@ -89,7 +93,6 @@ HINTS = {
     "optimization.gather_kernel_buffer_threshold": "Batches are gathered on the host.",
     "optimization.eager_batching": "The next batch is always prepared while one executes.",
     "instance_group.host_policy": "Bind workers to processors by other means.",
-    "metric_tags": "Metrics do not have these labels.",
     "model_metrics": "Metrics have their own buckets.",
 }
 
@@ -131,6 +134,9 @@ _WITHOUT_FILE = {
 
 _MAX_INSTANCES = 1024
 
+_LABEL = re.compile("[a-zA-Z0-9_]+")
+"""A metric tag, as Prometheus takes it behind an underscore."""
+
 
 def check(config: ModelConfig) -> None:
     """Refuses a configuration that can't be served as it is written.
@@ -150,7 +156,8 @@ def check(config: ModelConfig) -> None:
         *_instance_problems(config),
         *_file_problems(config),
         *_version_problems(config),
-        *_warmup_problems(config),
+        *warmup_problems(config),
+        *_tag_problems(config),
         *_stream_problems(config),
         *_cache_problems(config),
         *_split_problems(config),
@@ -298,20 +305,10 @@ def _version_problems(config: ModelConfig) -> Iterator[str]:
         yield "'version_policy.latest.num_versions' must be >= 1"
 
 
-def _warmup_problems(config: ModelConfig) -> Iterator[str]:
-    inputs = {i.name: i for i in config.input}
-    for sample in config.model_warmup:
-        if sample.batch_size > max(config.max_batch_size, 1):
-            yield f"model warmup '{sample.name}' has batch_size {sample.batch_size} > {config.max_batch_size}"
-        missing = [name for name, i in inputs.items() if not i.optional and name not in sample.inputs]
-        if missing:
-            yield f"model warmup '{sample.name}' lacks input(s) {', '.join(missing)}"
-        for name in sorted(sample.inputs):
-            data = sample.inputs[name]
-            if name not in inputs:
-                yield f"model warmup '{sample.name}' has input '{name}', which the model has not"
-            elif data.data_type != inputs[name].data_type or any(dim < 1 for dim in data.dims):
-                yield f"model warmup '{sample.name}' must give input '{name}' the model's data_type and fixed dims"
+def _tag_problems(config: ModelConfig) -> Iterator[str]:
+    for name in sorted(config.metric_tags):
+        if not _LABEL.fullmatch(name):
+            yield f"metric tag '{name}' is no name of a label: use letters, digits and underscores"
 
 
 def _stream_problems(config: ModelConfig) -> Iterator[str]:

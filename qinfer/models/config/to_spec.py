@@ -9,6 +9,7 @@ from qinfer.models.config.ensembles import to_steps
 from qinfer.models.config.message import ModelConfig, model_config_pb2, to_json
 from qinfer.models.config.ragged import scattered_outputs, to_batch_inputs, to_batch_outputs
 from qinfer.models.config.sequences import to_sequence_spec
+from qinfer.models.config.warmup import to_warmup
 from qinfer.models.spec import (
     MAX_PARTS,
     Accelerator,
@@ -19,8 +20,6 @@ from qinfer.models.spec import (
     QueuePolicy,
     ResourceSpec,
     TensorSpec,
-    WarmupInput,
-    WarmupSpec,
 )
 from qinfer.tensors import CONFIG_DATATYPES
 
@@ -90,7 +89,7 @@ def to_spec(
         instances=tuple(_instances(config)),
         filename=config.default_model_filename,
         parameters=parameters,
-        warmup=tuple(_warmup(sample, config.max_batch_size) for sample in config.model_warmup),
+        warmup=to_warmup(config),
         default_timeout_s=min(default_timeout_s, max_timeout_s),
         max_timeout_s=max_timeout_s,
         graph_level=graph.level if config.optimization.HasField("graph") else None,
@@ -111,6 +110,7 @@ def to_spec(
         splits=parameters.get(SPLIT) == "true",
         slo_latency_s=float(parameters.get(SLO_LATENCY, 0)),
         slo_target=float(parameters.get(SLO_TARGET, 0)),
+        metric_tags=dict(config.metric_tags),
     )
 
 
@@ -250,16 +250,4 @@ def _policy(policy: Any) -> QueuePolicy:
         timeout_s=timeout_us / 1e6,
         delay=timeout_us > 0 and policy.timeout_action == model_config_pb2.ModelQueuePolicy.DELAY,
         allow_override=policy.allow_timeout_override,
-    )
-
-
-def _warmup(sample: Any, max_batch_size: int) -> WarmupSpec:
-    return WarmupSpec(
-        name=sample.name,
-        batch_size=max(sample.batch_size, 1) if max_batch_size else 0,
-        inputs={
-            name: WarmupInput(_datatype(data.data_type), tuple(data.dims), data.random_data, data.input_data_file)
-            for name, data in sorted(sample.inputs.items())
-        },
-        count=max(sample.count, 1),
     )

@@ -14,6 +14,7 @@ from qinfer.models.config.check import is_inside
 from qinfer.models.config.config import from_json, identify, normalise, parse, place, to_json
 from qinfer.models.config.file_tensors import OPENVINO_MAX_BYTES, FileTensors, read_onnx, read_openvino
 from qinfer.models.config.message import ModelConfig
+from qinfer.models.config.warmup import executed_samples
 from qinfer.models.dependents import uses_of
 from qinfer.models.repository.files import Files, Listing, TooFarSpreadError
 from qinfer.models.state import StoredModel
@@ -192,7 +193,7 @@ class _Reader(NamedTuple):
         return labels
 
     def _check_warmup(self, config: ModelConfig) -> None:
-        wanted = {data.input_data_file for sample in config.model_warmup for data in sample.inputs.values()} - {""}
+        wanted = {data.input_data_file for sample in executed_samples(config) for data in sample.inputs.values()} - {""}
         for file in sorted(wanted - self._warmup_files()):
             raise ModelLoadFailed(f"model '{self.name}' has no file '{file}' in its directory 'warmup'")
 

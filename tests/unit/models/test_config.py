@@ -18,6 +18,9 @@ input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }
 output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
 """
 ONNX = 'backend: "onnxruntime"' + IO
+WARMUP = """
+model_warmup { name: "w" batch_size: 1 inputs { key: "x" value { data_type: TYPE_FP32 dims: 4 %s } } }
+"""
 
 
 def normal(text: str) -> ModelConfig:
@@ -115,7 +118,12 @@ def test_a_platform_tells_the_backend() -> None:
         (ONNX + 'default_model_filename: "../model.onnx"', "default_model_filename must be a path within the"),
         (ONNX + "version_policy { specific { } }", "'version_policy.specific' must list at least one version"),
         (ONNX + 'model_warmup { name: "w" batch_size: 2 }', "model warmup 'w' has batch_size 2"),
-        (ONNX + 'model_warmup { name: "w" }', r"model warmup 'w' lacks input\(s\) x"),
+        (ONNX + 'model_warmup { name: "w" batch_size: 1 }', r"model warmup 'w' lacks input\(s\) x"),
+        (ONNX + WARMUP % "", "model warmup 'w' must give input 'x' zero_data, random_data or an input_data_file"),
+        (ONNX + WARMUP % "zero_data: true dims: 5", r"fixed dims that the model takes, \[4\], got \[4, 5\]"),
+        (ONNX + WARMUP.replace("FP32", "FP16") % "zero_data: true", "'x' the model's data_type, FP32"),
+        (ONNX + WARMUP.replace('"x"', '"z"') % "zero_data: true", "has input 'z', which the model has not"),
+        (ONNX + 'metric_tags { key: "a-b" value: "c" }', "metric tag 'a-b' is no name of a label"),
         (ONNX + 'parameters { key: "qinfer.speed" value { string_value: "1" } }', "unknown parameter 'qinfer.speed'"),
         (ONNX + 'parameters { key: "qinfer.max_timeout_s" value { string_value: "no" } }', "must be a positive number"),
         (ONNX + 'parameters { key: "qinfer.lane_capacity" value { string_value: "0" } }', "must be an integer above 0"),
@@ -185,7 +193,6 @@ def test_what_is_not_offered_is_refused_by_name(text: str, setting: str) -> None
     [
         "optimization { graph { level: 1 } priority: PRIORITY_MAX cuda { graphs: true } }",
         'instance_group { kind: KIND_CPU count: 2 rate_limiter { } host_policy: "numa0" }',
-        'metric_tags { key: "team" value: "a" }',
         "max_batch_size: 2 dynamic_batching { preserve_ordering: true }",
         "response_cache { enable: false } model_transaction_policy { decoupled: false }",
     ],
@@ -208,6 +215,30 @@ def test_the_resources_of_instances_are_read() -> None:
         ((), 0),
     ]
     assert spec.is_limited
+
+
+def test_a_warm_up_sample_without_a_batch_size_is_not_executed() -> None:
+    """As in Triton; nor is it checked."""
+    config = normal(ONNX + 'model_warmup { name: "w" inputs { key: "z" value { } } }')
+
+    assert to_spec(config).warmup == ()
+
+
+def test_a_warm_up_sample_may_give_what_the_server_fills() -> None:
+    """Control inputs and states, checked as inputs are."""
+    batching = """sequence_batching {
+        control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
+        state { input_name: "si" output_name: "so" data_type: TYPE_INT64 dims: -1 }
+    }"""
+    start = 'inputs { key: "START" value { data_type: TYPE_%s dims: 1 random_data: true } }'
+    state = 'inputs { key: "si" value { data_type: TYPE_INT64 dims: 7 zero_data: true } }'
+    text = f"{ONNX} {batching} {WARMUP % 'zero_data: true'}".rstrip("}\n ") + f" }} }} {start} {state} }}"
+
+    spec = to_spec(normal(text % "INT32"))
+
+    assert sorted(spec.warmup[0].inputs) == ["START", "si", "x"]
+    with pytest.raises(ModelLoadFailed, match="must give input 'START' the model's data_type, INT32"):
+        normal(text % "FP32")
 
 
 def test_decoupled_models_are_accepted() -> None:
@@ -265,7 +296,8 @@ def test_a_spec_has_what_the_config_says() -> None:
             optimization { graph { level: -1 } }
             parameters { key: "qinfer.default_timeout_s" value { string_value: "2.5" } }
             parameters { key: "intra_op_thread_count" value { string_value: "1" } }
-            model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_STRING dims: 3 random_data: true } } }
+            model_warmup { name: "w" batch_size: 2
+              inputs { key: "x" value { data_type: TYPE_STRING dims: 3 random_data: true } } }
             """
         ),
         LIMITS,
@@ -277,7 +309,7 @@ def test_a_spec_has_what_the_config_says() -> None:
     assert (spec.instance_count, spec.graph_level, spec.filename) == (3, -1, "model.onnx")
     assert (spec.default_timeout_s, spec.max_timeout_s) == (2.5, LIMITS.max_timeout_s)
     assert spec.parameters["intra_op_thread_count"] == "1"
-    assert spec.warmup == (WarmupSpec(name="w", batch_size=1, inputs={"x": WarmupInput("BYTES", (3,), random=True)}),)
+    assert spec.warmup == (WarmupSpec(name="w", batch_size=2, inputs={"x": WarmupInput("BYTES", (3,), random=True)}),)
 
 
 QUEUES = """

@@ -215,7 +215,7 @@ def test_a_location_is_one_of_the_models_own(tmp_path: Path, location: str) -> N
 
 def test_warm_up_files_must_be_there(tmp_path: Path) -> None:
     """A sample may read a file of the directory `warmup`, which is looked for at once."""
-    sample = """model_warmup { name: "w" inputs { key: "x" value {
+    sample = """model_warmup { name: "w" batch_size: 1 inputs { key: "x" value {
         data_type: TYPE_FP32 dims: 4 input_data_file: "x.bin" } } }"""
     directory = stub(tmp_path, IO + sample)
 

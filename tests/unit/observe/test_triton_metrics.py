@@ -8,7 +8,7 @@ from qinfer.errors import ErrorCode
 from qinfer.observe.host import GpuUse, HostUse
 from qinfer.observe.metrics import Snapshot, WorkerLoad, render
 from qinfer.observe.stats import GatewayTally, StatsTally, add
-from qinfer.observe.triton_metrics import Reason, failures
+from qinfer.observe.triton_metrics import Reason, Wanted, failures
 
 REJECTED = {"queue_full", "quota_exceeded", "deadline_infeasible", "deadline_exceeded"}
 
@@ -100,6 +100,37 @@ def test_values() -> None:
         'nv_inference_compute_input_duration_us{model="m",version="1"} 40',
         'nv_inference_compute_infer_duration_us{model="m",version="1"} 7000',
         'nv_inference_compute_output_duration_us{model="m",version="1"} 5',
+    ]
+
+
+def test_tags_are_labels_of_every_series_of_a_model() -> None:
+    """In front, as the alphabet has them; other models have none."""
+    snapshot = Snapshot(
+        stats={("m", 1): {}, ("n", 1): {}}, depth={("m", 1, "p1"): 0, ("n", 1, "p1"): 0}, load_s={("m", 1): 1.0}
+    )
+    wanted = Wanted(quantiles=(0.5,), histogram=True, cached={"m"}, tags={"m": {"team": "red", "Tier": 'a"b'}})
+
+    shown = render(GatewayTally(), snapshot, wanted=wanted).decode()
+
+    series = [line for line in shown.splitlines() if line.startswith("nv_") and 'model="m"' in line]
+    assert all('{_Tier="a\\"b",_team="red",model="m",' in line for line in series)
+    assert 'nv_inference_count{model="n",version="1"} 0' in shown
+    assert series[-1].startswith("nv_model_load_duration_secs{_Tier=")
+
+
+def test_models_that_are_cached_show_it_from_the_start() -> None:
+    """As in Triton: hits and misses of 0, of no other model."""
+    snapshot = Snapshot(stats={("m", 1): {}, ("n", 1): {}})
+
+    shown = render(GatewayTally(), snapshot, wanted=Wanted(cached={"m"})).decode()
+    bare = render(GatewayTally(), snapshot, wanted=Wanted(cached={"m"}, counters=False)).decode()
+
+    assert "nv_cache_" not in bare
+    assert [line for line in shown.splitlines() if line.startswith("nv_cache_")] == [
+        'nv_cache_num_hits_per_model{model="m",version="1"} 0',
+        'nv_cache_hit_duration_per_model{model="m",version="1"} 0',
+        'nv_cache_num_misses_per_model{model="m",version="1"} 0',
+        'nv_cache_miss_duration_per_model{model="m",version="1"} 0',
     ]
 
 

@@ -22,6 +22,7 @@ from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
+from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.errors import CorruptEntry, InferenceFailed, QinferError, RequestError, SequenceLost
 from qinfer.models.store import ControlStore
 from qinfer.models.validate import validate
@@ -56,6 +57,7 @@ class Parts(NamedTuple):
         store: Has the pins.
         settings: The worker's settings.
         worker_id: The worker's id.
+        metrics: What is to be counted.
     """
 
     queue: Queue
@@ -65,6 +67,7 @@ class Parts(NamedTuple):
     store: ControlStore
     settings: WorkerSettings
     worker_id: str
+    metrics: MetricsSettings
 
 
 class _Held:

@@ -10,6 +10,7 @@ from functools import partial
 
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.sequences.batcher import SequenceBatcher
+from qinfer.observe.latencies import latency_tally
 from qinfer_workers.inference.ensembles.runs import RunParts
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
 from qinfer_workers.inference.loader import Loaded
@@ -61,6 +62,7 @@ class SequenceServices:
         before = self._services.get(key)
         ensemble = None if loaded.plan is None else partial(EnsembleSteps, model, loaded.plan, self._ensembles)
         service = SequenceService(model, self._parts, loaded.latency, loaded.initial_states, ensemble)
+        service.batcher.tally.latencies = latency_tally(self._parts.metrics)
         self._services[key] = service
         self._hashes[key] = loaded.executed_hash
         service.start()

@@ -9,7 +9,7 @@ from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.errors import QinferError
 from qinfer.models.routes import NAMES, lanes_of
-from qinfer.observe.latencies import LatencyTally
+from qinfer.observe.latencies import latency_tally
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
@@ -104,10 +104,7 @@ class Serving:
 
     def __init__(self, batcher: LaneBatcher, metrics: MetricsSettings) -> None:
         self.batcher = batcher
-        if metrics.summary_latencies or metrics.histogram_latencies:
-            batcher.tally.latencies = LatencyTally(
-                summaries=metrics.summary_latencies, histogram=metrics.histogram_latencies
-            )
+        batcher.tally.latencies = latency_tally(metrics)
         self.lanes = self._own()
         self.quiet = asyncio.Event()
         self.quiet.set()

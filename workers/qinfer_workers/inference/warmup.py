@@ -12,6 +12,7 @@ one of a single step.
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def warm_up(backend: Backend, spec: ModelSpec, model_dir: Path = Path(), states:
         except Exception as error:  # the boundary to the model's code
             if ctx.called:
                 continue
-            raise ModelLoadFailed(f"warm-up sample '{sample.name}' of model '{spec.name}' failed: {error}") from error
+            raise ModelLoadFailed(f"failed to run warmup sample '{sample.name}': {error}") from error
 
 
 def warm_up_with_zeros(
@@ -115,7 +116,7 @@ def warm_up_with_zeros(
     if spec.decoupled or spec.backend not in _AUTOMATIC:
         return
     zeros = {i.name: WarmupInput(i.datatype, tuple(max(d, 1) for d in i.dims)) for i in spec.inputs if not i.optional}
-    batch = _batch(spec, zeros, min(spec.max_batch_size, 1), states)
+    batch = _batch(spec, zeros, 1, states)
     ctx = _Unheard()
     try:
         backend.execute(batch, ctx)
@@ -129,23 +130,23 @@ def warm_up_with_zeros(
         latency.observe(1, time.perf_counter() - begin_s, now_s)
 
 
-def _batch(spec: ModelSpec, inputs: _Inputs, rows: int, states: Sequence[Tensor], model_dir: Path = Path()) -> Batch:
-    """Makes a batch of one request; `rows` is 0 for a model without a batch dimension.
+def _batch(spec: ModelSpec, inputs: _Inputs, count: int, states: Sequence[Tensor], model_dir: Path = Path()) -> Batch:
+    """Makes a batch of `count` requests of one row.
 
-    Of a model with sequences each row is a sequence of a single step, unless the sample says otherwise.
+    Of a model with sequences each is a sequence of a single step, unless the sample says otherwise.
     """
+    rows = (count,) if spec.max_batch_size else ()
     given = {
         name: _read(name, data, rows, model_dir)
         if data.file
-        else _array(data.datatype, (rows, *data.dims) if rows else data.dims, random=data.random)
+        else _array(data.datatype, (*rows, *data.dims), random=data.random)
         for name, data in inputs.items()
     }
     if spec.sequences is None:
-        return Batch(requests=[InferRequest(model=spec.name, inputs=())], rows=[max(rows, 1)], inputs=given)
-    count = max(rows, 1)
+        return Batch(requests=[InferRequest(model=spec.name, inputs=())] * count, rows=[1] * count, inputs=given)
     steps = [Step[Any](item=None, start=True, end=True)] * count
     kept = {state.name: np.repeat(to_numpy(state), count, axis=0) if rows else to_numpy(state) for state in states}
-    controls = control_inputs(steps, spec.sequences.controls, batched=rows > 0)
+    controls = control_inputs(steps, spec.sequences.controls, batched=bool(rows))
     flags = messages.Sequence(id=0, start=True, end=True)
     return Batch(
         requests=[InferRequest(model=spec.name, inputs=(), sequence=flags)] * count,
@@ -155,15 +156,16 @@ def _batch(spec: ModelSpec, inputs: _Inputs, rows: int, states: Sequence[Tensor]
     )
 
 
-def _read(name: str, data: WarmupInput, rows: int, model_dir: Path) -> Array:
-    """Reads a file that holds one row as it travels in a binary request, and repeats it for each row."""
+def _read(name: str, data: WarmupInput, rows: tuple[int, ...], model_dir: Path) -> Array:
+    """Reads a file that begins with one row as it travels in a binary request, and repeats it for each row."""
+    size = prod(data.dims) * DATATYPES[data.datatype].itemsize
     try:
         content = (model_dir / WARMUP_DIRECTORY / data.file).read_bytes()
-        row = to_numpy(Tensor(name, data.datatype, data.dims, content))
+        row = to_numpy(Tensor(name, data.datatype, data.dims, content[:size] if size else content))
     except (OSError, QinferError) as error:
         reason = error.message if isinstance(error, QinferError) else error.strerror
         raise ModelLoadFailed(f"warm-up file '{data.file}' can't be used for input '{name}': {reason}") from None
-    return np.repeat(row[np.newaxis], rows, axis=0) if rows else row
+    return np.broadcast_to(row, (*rows, *row.shape)).copy()
 
 
 def _array(datatype: str, shape: tuple[int, ...], *, random: bool) -> Array:

@@ -95,7 +95,7 @@ class Worker:
         self._serving: dict[Key, Serving] = {}
         self._leaving: dict[asyncio.Task[None], Serving] = {}
         """Those that are replaced by another kind of serving, and end."""
-        self._nested = NestedCounts()
+        self._nested = NestedCounts(settings.metrics)
         self._step_pins = VersionPins(store, queue.clock, worker_id, "ensembles", self._steps)
         self._exclusive = asyncio.Lock()
         self.catalog = Catalog(store, settings.limits)
@@ -127,7 +127,9 @@ class Worker:
             self._heartbeat.direct = self._local.counts
             self._caller.limiter = self._limiter
             self._streams = self._open_streams()
-            parts = Parts(self._queue, self._keeper, self._publisher, tasks, self._store, self._settings, self._id)
+            parts = Parts(
+                self._queue, self._keeper, self._publisher, tasks, self._store, self._settings, self._id, self._metrics
+            )
             self._ensemble_parts = RunParts(
                 self._queue.clock, self._caller, FarSteps(self._caller), self._nested, self._caller.follow
             )

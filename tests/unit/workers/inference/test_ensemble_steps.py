@@ -12,6 +12,7 @@ from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.messages import Sequence as Flags
+from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.errors import DeadlineExceeded, InferenceFailed, QinferError, QueueFull, SequenceLost
 from qinfer.models.ensemble_graph import PlanStep, Resolved, plan
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
@@ -81,7 +82,7 @@ class Scene:
         self.done: list[tuple[PendingStep, Response]] = []
         self.ended: list[tuple[PendingStep, QinferError]] = []
         near, far = Way(self.opened, is_near=True), Way(self.opened, is_near=False)
-        parts = RunParts(ServerClock(FakeClock(1.0), 0.0), near, far, NestedCounts(), self._follow)
+        parts = RunParts(ServerClock(FakeClock(1.0), 0.0), near, far, NestedCounts(MetricsSettings()), self._follow)
         model = LoadedModel(spec=made.spec, version=1, generation=1, executor=NoInstances())
         self.steps = EnsembleSteps(model, made, parts, self)
         self.steps.adopt(ID, 0, None)

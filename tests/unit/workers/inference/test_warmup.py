@@ -97,16 +97,18 @@ def run(spec: ModelSpec, directory: Path) -> Array:
 
 
 def test_a_sample_may_be_a_file(tmp_path: Path) -> None:
-    """Of the model's directory `warmup`: one row, which is repeated."""
+    """Of the model's directory `warmup`: one row, which is repeated; as in Triton, nobody reads what follows it."""
     (tmp_path / "warmup").mkdir()
     (tmp_path / "warmup" / "x.bin").write_bytes(np.array([1, 2], "<f4").tobytes())
+    (tmp_path / "warmup" / "long").write_bytes(np.array([1, 2, 3], "<f4").tobytes())
     (tmp_path / "warmup" / "text").write_bytes(pack_bytes([b"a", b"bc"]))
 
-    assert run(with_file(), tmp_path).tolist() == [[1, 2]] * 3
+    for file in ("x.bin", "long"):
+        assert run(with_file(file), tmp_path).tolist() == [[1, 2]] * 3
     assert run(with_file("text", "BYTES"), tmp_path).tolist() == [[b"a", b"bc"]] * 3
 
 
-@pytest.mark.parametrize(("content", "reason"), [(None, "No such file"), (b"1234", "'x'"), (bytes(12), "'x'")])
+@pytest.mark.parametrize(("content", "reason"), [(None, "No such file"), (b"1234", "'x'")])
 def test_a_file_that_does_not_fit_fails_the_load(tmp_path: Path, content: bytes | None, reason: str) -> None:
     """The message names it, and not where it is."""
     (tmp_path / "warmup").mkdir()
@@ -118,6 +120,20 @@ def test_a_file_that_does_not_fit_fails_the_load(tmp_path: Path, content: bytes 
     ) as failed:
         run(with_file(), tmp_path)
     assert str(tmp_path) not in failed.value.message
+
+
+def test_a_batch_is_requests_of_one_row() -> None:
+    """As in Triton, which code can see."""
+    seen: list[list[int]] = []
+
+    class Counter(StubBackend):
+        def execute(self, batch: Batch, ctx: Context) -> None:
+            assert len(batch.requests) == len(batch.rows)
+            seen.append(list(batch.rows))
+
+    warm_up(Counter(), dataclasses.replace(stub_spec(), warmup=(dataclasses.replace(SAMPLE, batch_size=3),)))
+
+    assert seen == [[1, 1, 1]] * SAMPLE.count
 
 
 def test_a_model_with_sequences_sees_one_of_a_single_step() -> None:

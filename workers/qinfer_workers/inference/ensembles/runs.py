@@ -13,8 +13,10 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Execution, Pending, Responder
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, Response, Timing
+from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.errors import OutputMismatch, QinferError
 from qinfer.models.ensemble_graph import Plan
+from qinfer.observe.latencies import latency_tally
 from qinfer.observe.responses import end_of
 from qinfer.observe.stats import ModelCounts, StatsTally
 from qinfer_workers.inference.ensembles.insistent import InsistentSteps
@@ -28,15 +30,24 @@ STEP_FAILED = "step_failed"
 
 
 class NestedCounts(ModelCounts):
-    """Statistics of ensembles that are steps of others: they have no request of their own in a lane."""
+    """Statistics of ensembles that are steps of others: they have no request of their own in a lane.
 
-    def __init__(self) -> None:
+    Args:
+        metrics: What is to be counted.
+    """
+
+    def __init__(self, metrics: MetricsSettings) -> None:
         super().__init__()
+        self._metrics = metrics
         self._tallies: dict[tuple[str, int], StatsTally] = {}
 
     def tally(self, ensemble: str, version: int) -> StatsTally:
         """Returns where the requests of an ensemble version are counted."""
-        return self._tallies.setdefault((ensemble, version), StatsTally())
+        tally = self._tallies.get((ensemble, version))
+        if tally is None:
+            tally = self._tallies[ensemble, version] = StatsTally()
+            tally.latencies = latency_tally(self._metrics)
+        return tally
 
     def drain(self) -> dict[tuple[str, int], dict[str, int]]:
         """See the base."""

@@ -1,0 +1,81 @@
+"""`model_warmup` of a configuration: its checks, and the samples made of it.
+
+Triton finds the same mistakes when it loads the model (`GenerateWarmupData` in its `backend_model_instance.cc`). As in
+Triton, a sample whose `batch_size` is 0 or missing is not executed, and one may give inputs that the server fills.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from qinfer.models.config.message import ModelConfig, model_config_pb2
+from qinfer.models.config.sequences import sequence_problems, to_sequence_spec
+from qinfer.models.spec import WarmupInput, WarmupSpec
+from qinfer.tensors import CONFIG_DATATYPES
+
+
+class _Input(NamedTuple):
+    """What an input takes: its wire datatype, and its dimensions without that of a batch."""
+
+    datatype: str
+    dims: Sequence[int]
+
+
+def executed_samples(config: ModelConfig) -> list[Any]:
+    """Returns the samples that are executed."""
+    return [sample for sample in config.model_warmup if sample.batch_size]
+
+
+def to_warmup(config: ModelConfig) -> tuple[WarmupSpec, ...]:
+    """Reads the samples of a configuration without `warmup_problems`."""
+    return tuple(
+        WarmupSpec(
+            name=sample.name,
+            batch_size=sample.batch_size,
+            inputs={
+                name: WarmupInput(_wire(data.data_type), tuple(data.dims), data.random_data, data.input_data_file)
+                for name, data in sorted(sample.inputs.items())
+            },
+            count=max(sample.count, 1),
+        )
+        for sample in executed_samples(config)
+    )
+
+
+def warmup_problems(config: ModelConfig) -> Iterator[str]:
+    """Yields what is wrong with the samples."""
+    inputs = {i.name: _Input(_wire(i.data_type), i.dims) for i in config.input}
+    if config.HasField("sequence_batching") and not any(sequence_problems(config)):
+        sequences = to_sequence_spec(config)
+        assert sequences is not None
+        inputs |= {control.name: _Input(control.datatype, [1]) for control in sequences.controls}
+        inputs |= {state.input: _Input(state.datatype, state.dims) for state in sequences.states}
+    for sample in executed_samples(config):
+        warmup = f"model warmup '{sample.name}'"
+        if sample.batch_size > max(config.max_batch_size, 1):
+            yield f"{warmup} has batch_size {sample.batch_size} > {max(config.max_batch_size, 1)}"
+        missing = [i.name for i in config.input if not i.optional and i.name not in sample.inputs]
+        if missing:
+            yield f"{warmup} lacks input(s) {', '.join(missing)}"
+        for name in sorted(sample.inputs):
+            if name not in inputs:
+                yield f"{warmup} has input '{name}', which the model has not"
+            else:
+                yield from (f"{warmup} {wrong}" for wrong in _mistakes(sample.inputs[name], name, inputs[name]))
+
+
+def _mistakes(data: Any, name: str, wanted: _Input) -> Iterator[str]:
+    """Yields why an input does not take a sample's data."""
+    if data.WhichOneof("input_data_type") is None:
+        yield f"must give input '{name}' zero_data, random_data or an input_data_file"
+    if _wire(data.data_type) != wanted.datatype:
+        yield f"must give input '{name}' the model's data_type, {wanted.datatype}"
+    dims = list(data.dims)
+    is_fixed = all(dim > 0 for dim in dims) and len(dims) == len(wanted.dims)
+    if not is_fixed or any(takes not in (-1, dim) for dim, takes in zip(dims, wanted.dims, strict=False)):
+        yield f"must give input '{name}' fixed dims that the model takes, {list(wanted.dims)}, got {dims}"
+
+
+def _wire(number: int) -> str:
+    """Returns the wire datatype of a configuration's; empty = it is none."""
+    datatype = CONFIG_DATATYPES.get(model_config_pb2.DataType.Name(number))
+    return "" if datatype is None else datatype.name
