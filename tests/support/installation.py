@@ -67,12 +67,20 @@ class Installation:
     def has_workers(self, count: int, models: Sequence[str]) -> None:
         """Waits until so many workers have loaded version 1 of some models."""
         wanted = {f"{model}:1" for model in models}
-        wait_until(lambda: sum(wanted <= set(row["ready"]) for row in self._workers()) >= count, WITHIN_S, "workers")
 
-    def _workers(self) -> Any:
-        command = [sys.executable, "-m", "qinfer.cli.main", "workers", "--json"]
-        done = subprocess.run(command, env=self._env, capture_output=True, check=True, timeout=WITHIN_S)
-        return json.loads(done.stdout)["workers"]
+        def are_there() -> bool:
+            return sum(wanted <= set(row["ready"]) for row in self._qinfer("workers")["workers"]) >= count
+
+        wait_until(are_there, WITHIN_S, f"{count} workers")
+
+    def depth(self) -> int:
+        """Returns how many requests the lanes hold."""
+        return sum(int(row["requests"]) for row in self._qinfer("queues"))
+
+    def _qinfer(self, command: str) -> Any:
+        argv = [sys.executable, "-m", "qinfer.cli.main", command, "--json"]
+        done = subprocess.run(argv, env=self._env, capture_output=True, check=True, timeout=WITHIN_S)
+        return json.loads(done.stdout)
 
     @contextmanager
     def _program(self, module: str, checkout: Path, settings: dict[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
