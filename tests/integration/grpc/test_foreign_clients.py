@@ -3,38 +3,27 @@
 Each program in `clients/` makes the same calls, and prints what came back; scripts/tools fetches what they are made of.
 """
 
-import asyncio
 import json
-import os
-import shutil
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
 from qinfer.wire.protos import grpc_service_pb2, health_pb2, model_config_pb2
 from tests.support.certificates import write_certificate
+from tests.support.foreign import Program, go_build, output, program, protoc, run, tool
 from tests.support.rpc import Rpc, infer_request, rpc
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
-TOOLS = Path(__file__).parents[3] / ".venv" / "tools"
 CLIENTS = Path(__file__).parent / "clients"
 MANY, LARGE = 300, 2**21
 PROTOS = ("model_config.proto", "grpc_service.proto", "grpc_health/v1/health.proto")
 CANCELLED, DEADLINE_EXCEEDED, NOT_FOUND = 1, 4, 5
-NOT_SERVING = 2
+SERVING = 1
 UNKNOWN = "Request for unknown model: 'nothing' is not found"
-
-
-class Program(NamedTuple):
-    """A client's program: its command without target and certificate, and its environment."""
-
-    command: list[str]
-    environment: Mapping[str, str]
 
 
 def descriptors(directory: Path) -> Path:
@@ -47,42 +36,17 @@ def descriptors(directory: Path) -> Path:
     return path
 
 
-def tool(name: str, file: str) -> Path:
-    """Returns the directory of a tool, or skips the test."""
-    path = TOOLS / name
-    return path if (path / file).exists() else pytest.skip(f"{name} is not here; scripts/tools fetches it")
-
-
-def program(name: str) -> str:
-    """Returns a program of the machine, or skips the test."""
-    return shutil.which(name) or pytest.skip(f"there is no {name}; scripts/tools fetches the rest of what needs it")
-
-
-def run(command: list[str], **environment: str) -> None:
-    """Runs a compiler; what it prints is the failure's text."""
-    done = subprocess.run(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout
-
-
 def javascript(directory: Path) -> Program:
     modules = tool("grpc_js", "node_modules/@grpc/grpc-js") / "node_modules"
     command = [program("node"), str(CLIENTS / "client.js")]
     return Program([*command, str(descriptors(directory))], {"NODE_PATH": str(modules)})
 
 
-def protoc(system: Path, directory: Path, *options: str) -> None:
-    """Generates code with the compiler of an unpacked system."""
-    libraries = next(system.glob("usr/lib/*-linux-gnu"))
-    command = [str(system / "usr/bin/protoc"), f"--descriptor_set_in={descriptors(directory)}", *options]
-    run(command, LD_LIBRARY_PATH=str(libraries), PATH=f"{system}/usr/bin:{os.environ['PATH']}")
-
-
 def cpp(directory: Path) -> Program:
     system, compiler = tool("grpc_cpp", "usr/bin/grpc_cpp_plugin"), program("g++")
     plugin = f"--plugin=protoc-gen-grpc={system}/usr/bin/grpc_cpp_plugin"
-    protoc(system, directory, plugin, f"--cpp_out={directory}", f"--grpc_out={directory}", *PROTOS)
+    files = f"--descriptor_set_in={descriptors(directory)}"
+    protoc(system, files, plugin, f"--cpp_out={directory}", f"--grpc_out={directory}", *PROTOS)
     libraries = next(system.glob("usr/lib/*-linux-gnu"))
     binary = directory / "client"
     sources = [str(CLIENTS / "client.cc"), *map(str, directory.rglob("*.pb.cc"))]
@@ -97,34 +61,15 @@ def go(directory: Path) -> Program:
     package = directory / "src" / "triton"
     package.mkdir(parents=True)
     options = ",".join(["plugins=grpc", *(f"M{name}=triton" for name in PROTOS)])
-    protoc(system, directory, f"--go_out={options}:{package}", *PROTOS[:2])
-    root = next(system.glob("usr/lib/go-*"))
-    binary = directory / "client"
-    run(
-        [str(root / "bin/go"), "build", "-o", str(binary), str(CLIENTS / "client.go")],
-        GOROOT=str(root),
-        GOPATH=f"{directory}:{system}/usr/share/gocode",
-        GOCACHE=str(directory / "cache"),
-        GO111MODULE="off",
-        CGO_ENABLED="0",
-    )
-    return Program([str(binary)], {})
+    files = f"--descriptor_set_in={descriptors(directory)}"
+    protoc(system, files, f"--go_out={options}:{package}", *PROTOS[:2])
+    return Program([str(go_build(system, directory, CLIENTS / "client.go"))], {})
 
 
 @pytest.fixture(scope="module", params=[javascript, cpp, go], ids=lambda make: make.__name__)
 def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Program:
     make: Callable[[Path], Program] = request.param
     return make(tmp_path_factory.mktemp("client"))
-
-
-async def output(*command: str, **environment: str) -> str:
-    """Returns what a program prints; it must end well."""
-    process = await asyncio.create_subprocess_exec(
-        *command, env=os.environ | environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    printed, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()
-    return printed.decode()
 
 
 def check(found: dict[str, Any]) -> None:
@@ -137,7 +82,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["deadline"] == DEADLINE_EXCEEDED
     assert found["stream"] == {"found": [*map(float, range(MANY)), UNKNOWN], "code": 0}
     assert found["cancelled"] == CANCELLED
-    assert found["watched"] == NOT_SERVING  # some of the models have no worker
+    assert found["watched"] == SERVING
 
 
 async def test_calls_of_all_kinds(client: Program) -> None:

@@ -1,11 +1,8 @@
 """A real browser: pages of other origins, and `/docs`, which loads nothing from elsewhere."""
 
-import asyncio
 import contextlib
 import http.server
 import json
-import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,43 +12,36 @@ import pytest
 
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings_cors import CorsSettings
+from tests.support.foreign import output, program, tool
 from tests.support.gateway import running_gateway, settings_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
-CHROMIUM = Path(__file__).parents[3] / ".venv" / "tools" / "chromium"
+MODULE = Path(__file__).parents[3] / "examples" / "clients" / "javascript" / "gateway.mjs"
 SCRIPTS = Path(__file__).parent / "browser"
 BODY = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
 
 
 async def visit(address: str, script: str, value: object = None) -> dict[str, Any]:
     """Opens a page and runs a script in it; returns `found`, what the page `loaded`, and its `errors`."""
-    browser, node = CHROMIUM / "usr" / "bin" / "chromium", shutil.which("node")
-    if not browser.exists() or node is None:
-        pytest.skip("there is no browser or no Node.js; scripts/tools fetches Chromium")
-    words = [node, str(SCRIPTS / "page.js"), str(browser), address, str(SCRIPTS / script), json.dumps(value)]
-    process = await asyncio.create_subprocess_exec(
-        *words,
-        env=os.environ | {"NODE_PATH": str(CHROMIUM / "node_modules")},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    printed, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()
-    found: dict[str, Any] = json.loads(printed)
+    directory = tool("chromium", "usr/bin/chromium")
+    words = [program("node"), str(SCRIPTS / "page.js"), str(directory / "usr/bin/chromium"), address]
+    words += [str(SCRIPTS / script), json.dumps(value)]
+    found: dict[str, Any] = json.loads(await output(*words, NODE_PATH=str(directory / "node_modules")))
     return found
 
 
 @contextlib.contextmanager
 def page_of_another_origin() -> Iterator[str]:
-    """Serves an empty page; yields its origin."""
+    """Serves an empty page, and the module of the examples that calls gateways; yields its origin."""
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            is_module = self.path == "/gateway.mjs"
             self.send_response(200)
-            self.send_header("content-type", "text/html")
+            self.send_header("content-type", "text/javascript" if is_module else "text/html")
             self.end_headers()
-            self.wfile.write(b"<!doctype html><title>page</title>")
+            self.wfile.write(MODULE.read_bytes() if is_module else b"<!doctype html><title>page</title>")
 
         def log_message(self, *_: object) -> None: ...
 
@@ -81,6 +71,7 @@ async def test_a_page_of_another_origin_calls(tmp_path: Path, *, fast_path: bool
     assert allowed["found"] == {
         "plain": [1, 2, 3, 4],
         "binary": [1, 2, 3, 4],
+        "module": [1, 2, 3, 4],
         "refused": "the API key is not known; ask for another",
         "busy": [503, True],
         "result": [1, 2, 3, 4],

@@ -31,6 +31,21 @@ def test_tests_that_reasons_name_exist() -> None:
     assert [(name, word) for name, word in sorted(words) if not (ROOT / word).exists()] == []
 
 
+def test_code_of_other_languages_is_that_of_the_examples() -> None:
+    """Which tests/e2e/product/test_foreign_examples.py compiles and runs."""
+    suffixes = {"go": ".go", "java": ".java", "javascript": ".mjs"}
+    files = [path for path in (ROOT / "examples" / "clients").rglob("*") if path.suffix in suffixes.values()]
+    shown = [block for block in BLOCKS if block.language in suffixes]
+    lost = [
+        block.name
+        for block in shown
+        if not any(block.code in path.read_text() for path in files if path.suffix == suffixes[block.language])
+    ]
+
+    assert {block.language for block in shown} == suffixes.keys()
+    assert lost == []
+
+
 def test_no_mark_is_lost() -> None:
     """Each comment of these forms is right above a block, where it counts."""
     marks = ("<!-- not run", "<!-- saved as", "<!-- first", "<!-- prints", "<!-- may end early")

@@ -18,6 +18,9 @@ async ({ url, key, body }) => {
   const plain = await call("/v2/models/echo/infer", post());
   if (plain.status === "blocked") return { plain: plain.status, health: (await call("/v2/health/live")).status };
   const binary = await call("/v2/models/echo/infer", post({}, { ...body, parameters: { binary_data_output: true } }));
+  const { Gateway } = await import("/gateway.mjs");
+  const x = { name: "x", shape: [1, 4], datatype: "FP32" };
+  const numbers = await new Gateway(url, key).inferBinary("echo", x, Float32Array.of(1, 2, 3, 4), "y");
   const length = Number(binary.reply.headers.get("inference-header-content-length"));
   const busy = await call("/v2/models/loading/infer", post());
   const accepted = await call("/v1/models/echo/requests", post({ "idempotency-key": "1" }));
@@ -25,6 +28,7 @@ async ({ url, key, body }) => {
   return {
     plain: json(plain.bytes).outputs[0].data,
     binary: [...new Float32Array(binary.bytes.slice(length).buffer)],
+    module: [...numbers],
     refused: json((await call("/v2/models/echo/infer", post({ "x-api-key": "wrong" }))).bytes).error,
     busy: [busy.status, Number(busy.reply.headers.get("retry-after")) >= 1],
     result: json(result.bytes).outputs[0].data,

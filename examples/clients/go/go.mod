@@ -1,0 +1,3 @@
+module example.org/qinfer
+
+go 1.19
