@@ -29,10 +29,10 @@ has a page, to which its annotation `runbook_url` leads.
 OUTAGES_HEAD = """
 ## What fires when
 
-Each outage was brought about under load, with two gateways and two workers, and watched by Prometheus with these rules,
-scraping every 15 seconds. `tests/support/record_outages.py` repeats it; the tests of the rules run on what it recorded.
-The installation had been healthy for a minute and a half only: after hours of health QinferObjectiveBurnsFast takes
-longer, nine minutes where every request fails at a target of 0.99.
+Each outage was brought about under load, with two gateways and two workers, for jobs and messages with a bulk worker or a
+bridge, and watched by Prometheus with these rules, scraping every 15 seconds. `tests/support/record_outages.py` repeats
+it; the tests of the rules run on what it recorded. The installation had been healthy for a minute and a half only:
+after hours of health QinferObjectiveBurnsFast takes longer, nine minutes where every request fails at a target of 0.99.
 
 | outage | callers got | alerts, and after how many seconds each fired |
 |---|---|---|
@@ -45,6 +45,8 @@ OUTAGES = {
     "slow_model": "a new configuration takes two seconds",
     "redis_full": "Redis has no memory left",
     "redis_gone": "Redis is killed",
+    "stuck_job": "a bulk job comes to a row at which its model hangs",
+    "dead_bridge": "the only bridge is killed, messages keep coming",
     "healthy": "none, for an hour: six times all workers and gateways are replaced, and one worker more comes and goes",
 }
 """Name of a recording → what happens in it."""

@@ -405,7 +405,10 @@ def needed_backends(models: Sequence[StoredModel]) -> dict[str, str]:
 def examine_stores(settings: Settings) -> Iterator[Finding]:
     """Yields a finding for each store of the settings; blocking."""
     if not settings.stores.allow:
-        yield ok("stores", "none is allowed (QINFER_STORES__ALLOW), so bulk jobs are off")
+        yield ok(
+            "stores",
+            "the settings here allow none (QINFER_STORES__ALLOW); those of `qinfer up --allow-store` are its own",
+        )
     for url in settings.stores.allow:
         yield _store(f"store {_shown(url)}", url)
     if settings.limits.payload_url:
