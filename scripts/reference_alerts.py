@@ -29,9 +29,9 @@ has a page, to which its annotation `runbook_url` leads.
 OUTAGES_HEAD = """
 ## What fires when
 
-Each outage was brought about under load, with two gateways and two workers, for jobs and messages with a bulk worker or a
-bridge, and watched by Prometheus with these rules, scraping every 15 seconds. `tests/support/record_outages.py` repeats
-it; the tests of the rules run on what it recorded. The installation had been healthy for a minute and a half only:
+Each outage was brought about under load, with two gateways and two workers, for jobs and messages with a bulk worker or
+a bridge, and watched by Prometheus with these rules, scraping every 15 seconds. `tests/support/record_outages.py`
+repeats it; the tests of the rules run on what it recorded. The installation had been healthy for a minute and a half:
 after hours of health QinferObjectiveBurnsFast takes longer, nine minutes where every request fails at a target of 0.99.
 
 | outage | callers got | alerts, and after how many seconds each fired |

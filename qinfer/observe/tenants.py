@@ -68,7 +68,7 @@ class TenantTally:
             catalogue.TENANT_FAILURES,
             ((count, {"tenant": name, "reason": reason, **own}) for (name, reason), count in self._failures.items()),
         )
-        waiting: Counter[str] = Counter()
+        waiting = Counter(dict.fromkeys((name for name, _ in self._requests), 0))  # by which dashboards know them
         for tenant, count in self.in_flight().items():
             if tenant in self._named or count:
                 waiting[self._name(tenant)] += count

@@ -154,6 +154,18 @@ def test_an_objective_counts_what_the_server_answers_for() -> None:
     assert [shown[info.name, idle] for info in (catalogue.SLO_REQUESTS, catalogue.SLO_MISSED)] == [0, 0]
 
 
+def test_tenants_without_requests_in_flight_have_none() -> None:
+    """A zero each, also of those that share a series: dashboards offer the tenants that are there."""
+    tenants = TenantTally(1, "g")
+    for name in ("first", "second"):
+        tenants.failed(name, "m", "queue_full")
+
+    shown = series(GatewayTally("g"), Snapshot(), tenants)
+
+    in_flight = {labels: value for (name, labels), value in shown.items() if name == catalogue.TENANT_IN_FLIGHT.name}
+    assert in_flight == {(("process", "g"), ("tenant", name)): 0 for name in ("first", "(others)")}
+
+
 def test_an_objective_that_changes_counts_from_then_on() -> None:
     """A counter never falls because the threshold was raised."""
     tally = GatewayTally("g")
