@@ -102,8 +102,9 @@ class LoggedSink:
         if log is not None:
             log.ended(self, code, response)
 
-    def left(self) -> None:
-        """Takes note that the caller went away."""
+    def left(self, request_id: str, version: int) -> None:
+        """Takes note that the caller of a request, of which there is no last response, went away."""
+        self.about |= {"request_id": request_id, "version": version}
         self.end(ErrorCode.CANCELLED)
 
 

@@ -329,7 +329,7 @@ class Dispatcher:
         if self.submission.pending.cancel(pending):
             self._tally.ended(pending.model, pending.version, "cancelled", pending.started_s)
             if isinstance(pending.sink, LoggedSink):
-                pending.sink.left()
+                pending.sink.left(pending.request_id, pending.version)
 
     def _answered(self, pending: Pending, response: Response) -> None:
         if self.tenants is not None and response.final and isinstance(pending.quota, Quota):

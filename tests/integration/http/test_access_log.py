@@ -118,7 +118,8 @@ async def test_a_caller_who_leaves_has_a_line(scene: Scene, client: httpx.AsyncC
     asking.cancel()
 
     line = await scene.line()
-    assert (line["code"], line["model"], line["responses"]) == ("cancelled", "stuck", 0)
+    assert (line["code"], line["model"], line["version"], line["responses"]) == ("cancelled", "stuck", 1, 0)
+    assert line["request_id"]
 
 
 async def test_a_stored_request_has_a_line(scene: Scene, client: httpx.AsyncClient) -> None:
