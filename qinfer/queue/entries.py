@@ -145,6 +145,12 @@ def undivided(name: str) -> str:
     return name.partition(_SHARE)[0]
 
 
+def divided_of(stream: Lane) -> tuple[Lane, int]:
+    """Returns the lane that a stream is a share of, or is, and the number of the share."""
+    name, _, number = stream.name.partition(_SHARE)
+    return (Lane(stream.model, stream.version, name, stream.partition), int(number)) if number else (stream, 0)
+
+
 def is_of(stream: Lane, lane: Lane) -> bool:
     """Tells whether a stream is a lane, or a share of it."""
     return stream is lane or undivided(stream.name) == lane.name

@@ -1,27 +1,28 @@
 -- Ends a shard: removes its entry, whoever owns it, and where that is the job's present one records what became of it.
 -- KEYS: see job.lua, then the lane, and to bury it the dead letters.
--- ARGV: id, group, entry, index, what (finish | drop | bury), its outcome ('rows failed given_up error'), lines of the log
+-- ARGV: id, group, place, index, what (finish | drop | bury), its outcome ('rows failed given_up error'), lines of the log
 --   that are kept, how many shards to move to the lane at most; and to bury it: its owner, version and name of the lane, error
 --   code, reason, how long dead letters are kept in ms, how many bytes they may take.
 -- Returns 1 where the outcome was recorded, or the entry buried; else 0.
 local record, todo, in_lane, outcomes, lane, letters = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[8], KEYS[9]
-local id, group, entry, index, what, outcome, lines, most = unpack(ARGV, 1, 8)
+local id, group, place, index, what, outcome, lines, most = unpack(ARGV, 1, 8)
+local stream, entry = entry_at(lane, place)
 
 local is_buried = what == 'bury' and 1 or 0
-local body = what ~= 'finish' and redis.call('XRANGE', lane, entry, entry)[1]
+local body = what ~= 'finish' and redis.call('XRANGE', stream, entry, entry)[1]
 if what == 'bury' then
   local owner, name, code, reason, age, bytes = unpack(ARGV, 9)
-  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1, owner) -- an error where the lane is gone
+  local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1, owner) -- an error where the stream is gone
   if pending.err or not pending[1] or not body then return 0 end
-  redis.call('XACK', lane, group, '0-0') -- changes nothing, but is a write: after one, full memory stops no script
+  redis.call('XACK', stream, group, '0-0') -- changes nothing, but is a write: after one, full memory stops no script
   local size = #body[2][2]
   local letter = redis.call('XADD', letters, '*', 'lane', name, 'request_id', id, 'code', code, 'reason', reason,
     'deliveries', pending[1][4], 'size', size, 'frame', body[2][2], 'payload', '')
   trim_letters(letters, letter, size, tonumber(age), tonumber(bytes))
 end
-redis.call('XACK', lane, group, entry)
-redis.call('XDEL', lane, entry)
-if redis.call('HGET', in_lane, index) ~= entry then return is_buried end
+redis.call('XACK', stream, group, entry)
+redis.call('XDEL', stream, entry)
+if redis.call('HGET', in_lane, index) ~= place then return is_buried end
 redis.call('HDEL', in_lane, index)
 redis.call('HDEL', record, scored(index))
 
@@ -39,7 +40,7 @@ elseif body and (state == 'running' or state == 'planning') then
   put(todo, index, body[2][2])
 end
 local is_failed = has_failed(record)
-if state == 'running' and not is_failed then refill(lane, tonumber(most)) end
+if state == 'running' and not is_failed then refill(lane, group, tonumber(most)) end
 local held = redis.call('HLEN', in_lane)
 change(record, 'in_lane', held)
 if not ENDED[state] and (is_failed or held == 0 and redis.call('ZCARD', todo) == 0) then notify(id) end

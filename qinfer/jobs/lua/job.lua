@@ -1,6 +1,6 @@
 -- What the scripts of bulk jobs share; all have these KEYS first: record, todo (sorted set: index → '<index>:<frame>'), in_lane
--- (hash: index → entry), outcomes (hash: index → 'rows failed given_up error'), log, queues of webhooks and of jobs to
--- be looked at.
+-- (hash: index → place), outcomes (hash: index → 'rows failed given_up error'), log, queues of webhooks and of jobs to
+-- be looked at. A place is an entry's id, with `~` and the number of its share of the lane unless that is the lane itself.
 local DAY_MS = 86400000
 local ENDED = {completed = true, failed = true, cancelled = true, expired = true}
 
@@ -44,16 +44,31 @@ local function become(id, state, ...)
   end
 end
 
+-- Returns the stream and the id of a place in a lane.
+local function entry_at(lane, place)
+  local id, number = string.match(place, '^([^~]+)~?(%d*)$')
+  return stream_of(lane, tonumber(number) or 0), id
+end
+
+-- Appends a shard to its tenant's share of the lane; returns its place.
+local function append(lane, group, tenant, weight, frame)
+  local route = route_of(lane, group, tenant, weight)
+  local id = redis.call('XADD', route.stream, '*', 'f', frame, unpack(route.is_marked and {'d', '1'} or {}))
+  return route.number == 0 and id or id .. '~' .. route.number
+end
+
 -- Moves up to `most` shards from todo to the lane, of which it holds at most twice as many as may run; returns how many.
-local function refill(lane, most)
+local function refill(lane, group, most)
   local record, todo, in_lane = KEYS[1], KEYS[2], KEYS[3]
   local parallel = tonumber(redis.call('HGET', record, 'parallel') or 1)
   local room = math.min(2 * parallel - redis.call('HLEN', in_lane), most)
   if room < 1 then return 0 end
+  local tenant, weight = unpack(redis.call('HMGET', record, 'tenant', 'weight'))
   local found = redis.call('ZPOPMIN', todo, room)
   for i = 1, #found, 2 do
     local index = found[i + 1]
-    redis.call('HSET', in_lane, index, redis.call('XADD', lane, '*', 'f', string.sub(found[i], #index + 2)))
+    local frame = string.sub(found[i], #index + 2)
+    redis.call('HSET', in_lane, index, append(lane, group, tenant or '', tonumber(weight or 0), frame))
   end
   return #found / 2
 end

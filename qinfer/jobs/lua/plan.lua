@@ -7,13 +7,14 @@ local id, group, is_last, is_forced, rows = unpack(ARGV, 1, 5)
 if redis.call('HGET', record, 'state') ~= 'planning' then return 0 end
 for i = 6, #ARGV, 2 do
   local index, frame = ARGV[i], ARGV[i + 1]
-  local entry, outcome = redis.call('HGET', in_lane, index), redis.call('HGET', outcomes, index)
-  local is_done = entry or outcome and string.match(outcome, '^%d+ %d+ 0')
+  local place, outcome = redis.call('HGET', in_lane, index), redis.call('HGET', outcomes, index)
+  local is_done = place or outcome and string.match(outcome, '^%d+ %d+ 0')
   if is_forced == '1' or not is_done then
     put(todo, index, frame)
-    if entry then
-      redis.call('XACK', lane, group, entry)
-      redis.call('XDEL', lane, entry)
+    if place then
+      local stream, entry = entry_at(lane, place)
+      redis.call('XACK', stream, group, entry)
+      redis.call('XDEL', stream, entry)
       redis.call('HDEL', in_lane, index)
       redis.call('HDEL', record, scored(index))
     end

@@ -1,5 +1,5 @@
 -- Fills the lane of a running job, and tells where it stands; its next notice is a new one.
--- KEYS: see job.lua, then the lane. ARGV: how many workers there are, how many shards to move at most.
+-- KEYS: see job.lua, then the lane. ARGV: how many workers there are, how many shards to move at most, group.
 -- Returns {state, moved, left in todo, in the lane, whether too many rows failed}, or nil where the job is unknown.
 local record, todo, in_lane, lane = KEYS[1], KEYS[2], KEYS[3], KEYS[8]
 
@@ -10,7 +10,7 @@ local is_failed, moved = has_failed(record), 0
 if state == 'running' and not is_failed then
   local parallel = tonumber(most) > 0 and most or ARGV[1]
   if parallel ~= was then redis.call('HSET', record, 'parallel', parallel) end
-  moved = refill(lane, tonumber(ARGV[2]))
+  moved = refill(lane, ARGV[3], tonumber(ARGV[2]))
 end
 local held = redis.call('HLEN', in_lane)
 if moved > 0 then change(record, 'in_lane', held) end

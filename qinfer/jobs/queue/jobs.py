@@ -55,9 +55,10 @@ from qinfer.models.work import OpenRows
 from qinfer.queue import keys
 from qinfer.queue.connection import Argument
 from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES
-from qinfer.queue.entries import Lane, Lease
+from qinfer.queue.entries import Entry, Lane, Lease, divided_of
 from qinfer.queue.lanes import Queue
 from qinfer.queue.router import Call, Script, load_script, run_script, ttl_ms
+from qinfer.queue.submitter import PLACING
 
 POLL_S = 0.5
 """The pause between two looks of `wait_for_change`."""
@@ -67,11 +68,11 @@ _SCAN_COUNT = 1000  # outcomes read at once
 _STEP_BYTES = 2**20  # of frames that are put away in one step
 
 _load = partial(load_script, package="qinfer.jobs")
-_SHARED = ("now_ms", "deliveries", "job")
+_SHARED = (*PLACING, "deliveries", "job")
 _CREATE = _load("create", "now_ms")
 _DELETE = _load("delete", *_SHARED)
 _FINISH = _load("finish", *_SHARED, "trim_letters")
-_MISSING = _load("missing")
+_MISSING = _load("missing", *_SHARED)
 _MOVE = _load("move", *_SHARED)
 _NOTE = _load("note", *_SHARED)
 _PLAN = _load("plan", *_SHARED)
@@ -92,6 +93,7 @@ class Jobs:
         self._router = queue.router
         self._durability = queue.durability
         self._clock = queue.clock
+        self._places = queue.places
         self._index = JobIndex(queue.router, queue.clock)
 
     async def create(self, record: JobRecord) -> bool:
@@ -107,7 +109,7 @@ class Jobs:
             return False
         new = msgspec.structs.replace(record, created_at=created_ms / 1000)
         # The script may run twice: the first word tells this creation from others.
-        words = (secrets.token_hex(8), *new_words(new))
+        words = (secrets.token_hex(8), *new_words(new, self._places.weigh(new.tenant)))
 
         async def write(call: Call) -> bool:
             return bool(await run_script(call, _CREATE, [place.record], *words))
@@ -243,7 +245,7 @@ class Jobs:
         record = await self.get(job_id)
         if record is None:
             return None
-        found = await self._run(Place.of(record), _TOP_UP, max(1, workers), TOP_UP_COUNT, lane=record.lane)
+        found = await self._run(Place.of(record), _TOP_UP, max(1, workers), TOP_UP_COUNT, keys.GROUP, lane=record.lane)
         if found is None:
             return None
         state, moved, waiting, in_lane, has_failed = found
@@ -363,7 +365,7 @@ class Jobs:
             Whether the shard is worth being run: the job is `running`, or about to be again.
         """
         place = await self._index.find(job_id)
-        return place is not None and bool(await self._run(place, _REPORT, index, lease.entry.entry_id, rows))
+        return place is not None and bool(await self._run(place, _REPORT, index, _place(lease.entry), rows))
 
     async def wait_for_change(self, job_id: str, since: int, timeout_s: float) -> JobRecord | None:
         """Waits until a job's `revision` is above `since`, and returns its record then, or after the timeout.
@@ -410,8 +412,8 @@ class Jobs:
         letters = [keys.dead_letters(lane.model, lane.partition).encode()] if about else []
         error = outcome.error[:MAX_LINE_CHARACTERS]
         text = f"{outcome.rows} {outcome.failed_rows} {int(bool(outcome.error))} {error}"
-        entry = (job_id, keys.GROUP, lease.entry.entry_id, outcome.index, what, text)
-        names = [*place.names(), keys.lane(lane), *letters]
+        entry = (job_id, keys.GROUP, _place(lease.entry), outcome.index, what, text)
+        names = [*place.names(), keys.lane(divided_of(lane)[0]), *letters]
         return bool(await run_script(self._call(place), _FINISH, names, *entry, MAX_LOG_LINES, TOP_UP_COUNT, *about))
 
     async def _withdraw(self, record: JobRecord, shards: Sequence[bytes], *, in_hand: bool) -> None:
@@ -457,6 +459,12 @@ class Jobs:
 
     def _call(self, place: Place) -> Call:
         return partial(self._router.call, keys.slot(place.record))
+
+
+def _place(entry: Entry) -> str:
+    """Returns the place of a shard's entry in its lane; see job.lua."""
+    _, number = divided_of(entry.lane)
+    return f"{entry.entry_id}~{number}" if number else entry.entry_id
 
 
 def _parts(shards: Sequence[tuple[int, bytes]]) -> Iterator[Sequence[tuple[int, bytes]]]:

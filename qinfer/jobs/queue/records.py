@@ -271,12 +271,18 @@ class Place(NamedTuple):
         return [self.record, *parts, *(name.encode() for name in queues)]
 
 
-def new_words(record: JobRecord) -> list[Argument]:
-    """Returns the fields and values of a record that is to be created."""
+def new_words(record: JobRecord, weight: int) -> list[Argument]:
+    """Returns the fields and values of a record that is to be created.
+
+    Args:
+        record: The record.
+        weight: That of its tenant; 0 = not known. Scripts read both, to put its shards into the tenant's share.
+    """
     about = _About(record.version, record.tenant, record.priority, record.created_at, record.trace)
     names = (*_TEXTS, *_BYTES, *_COUNTS, *_INSTANTS[:-1])
+    owner = {"tenant": record.tenant, "weight": weight}
     fields = {name: getattr(record, name) for name in names}
-    return words_of({"about": _ABOUT.encode(about), "kept_ms": ttl_ms(record.kept_s), **fields})
+    return words_of({"about": _ABOUT.encode(about), "kept_ms": ttl_ms(record.kept_s), **fields, **owner})
 
 
 def words_of(fields: Mapping[str, object]) -> list[Argument]:
