@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx
 
 from qinfer.client import flows, job_flows
+from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, Submission
 from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
@@ -40,6 +41,7 @@ class AsyncClient(AsyncModelCalls):
         timeout_s: See there.
         max_retries: See there.
         resend: See there.
+        retry_share: See there.
         transport: See there; an asynchronous one.
         clock: See there.
         sleep: See there; a coroutine function.
@@ -58,6 +60,7 @@ class AsyncClient(AsyncModelCalls):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_retries: int | None = None,
         resend: bool = True,
+        retry_share: float | None = RETRY_SHARE,
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Clock | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -70,6 +73,7 @@ class AsyncClient(AsyncModelCalls):
             timeout_s=timeout_s,
             max_retries=max_retries,
             resend=resend,
+            retry_share=retry_share,
             clock=clock,
         )
         self._pool = Pool(lambda: httpx.AsyncClient(transport=transport, **http))

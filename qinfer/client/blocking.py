@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx
 
 from qinfer.client import flows, job_flows
+from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, Submission
 from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
@@ -49,6 +50,8 @@ class Client(ModelCalls):
         max_retries: The most repetitions of a call; `None` = as many as its time allows.
         resend: Repeat inference whose connection broke after it was sent; without it such a call fails with
             `Unreachable`. What has an idempotency key, an id or a step number is repeated in any case.
+        retry_share: The budget of repetitions: the most of all calls together for each call, beside a reserve of 10 a
+            second. Where it is used up, repetitions come later; `None` = there is no budget.
         transport: Replaces httpx's own: for other TLS settings, proxies, tests. Without it the proxies of the
             environment are used.
         clock: Measures time; for tests.
@@ -68,6 +71,7 @@ class Client(ModelCalls):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_retries: int | None = None,
         resend: bool = True,
+        retry_share: float | None = RETRY_SHARE,
         transport: httpx.BaseTransport | None = None,
         clock: Clock | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -80,6 +84,7 @@ class Client(ModelCalls):
             timeout_s=timeout_s,
             max_retries=max_retries,
             resend=resend,
+            retry_share=retry_share,
             clock=clock,
         )
         self._pool = Pool(lambda: httpx.Client(transport=transport, **http))

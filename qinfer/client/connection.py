@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 
 from qinfer import errors
+from qinfer.client.budget import RetryBudget
 from qinfer.client.flows import checked_headers, header_value
 from qinfer.client.steps import Gateway, Gateways, Policy
 from qinfer.core.clock import Clock, SystemClock
@@ -74,6 +75,7 @@ def options(
     timeout_s: float,
     max_retries: int | None,
     resend: bool,
+    retry_share: float | None,
     clock: Clock | None,
 ) -> tuple[dict[str, Any], Policy]:
     """Checks a client's arguments; returns those of each HTTP client, and the policy of all flows.
@@ -86,6 +88,7 @@ def options(
         timeout_s: How long a call may take, its repetitions included.
         max_retries: How often a call is repeated; `None` = as often as its time allows.
         resend: Whether inference without a key is repeated after a connection that broke.
+        retry_share: Repetitions for each call, beside a reserve; `None` = no limit for all calls together.
         clock: Measures time; the system's by default.
 
     Raises:
@@ -105,7 +108,7 @@ def options(
     if key != "":
         sent["Authorization"] = f"Bearer {header_value(name, key)}"
     http = {"headers": sent | checked_headers(headers), "limits": LIMITS, "verify": _tls(ca_file)}
-    return http, Policy(gateways, timeout_s, max_retries, clock or SystemClock(), resend, {})
+    return http, Policy(gateways, timeout_s, max_retries, clock or SystemClock(), resend, RetryBudget(retry_share), {})
 
 
 def _gateways(url: str | Sequence[str]) -> list[Gateway]:

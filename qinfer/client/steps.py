@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from qinfer import errors
+from qinfer.client.budget import RetryBudget
 from qinfer.core.clock import Clock
 from qinfer.core.retry import pause_s
 from qinfer.errors import ErrorCode, ModelNotFound, Overloaded, QinferError, SequenceLost, Unreachable
@@ -299,6 +300,7 @@ class Policy(NamedTuple):
         max_retries: How often a call is repeated; `None` = as often as its time allows.
         clock: Measures time.
         resend: Whether inference without a key is repeated after a connection that broke.
+        budget: The budget of the repetitions of all calls.
         datatypes: The datatypes of inputs by model and version, as they were last read, for inputs that are lists.
     """
 
@@ -307,6 +309,7 @@ class Policy(NamedTuple):
     max_retries: int | None
     clock: Clock
     resend: bool
+    budget: RetryBudget
     datatypes: dict[tuple[str, int], dict[str, str]]
 
     @property
@@ -354,7 +357,8 @@ def call(
 
     Reading and cancelling change nothing twice, a submission has an id or a key by which the gateways know it, and a
     step of a sequence has a number. What has none of these (`Send.repeats`) is repeated only if it was not accepted.
-    A lost sequence is for its caller to begin again; its step alone would be refused again.
+    A lost sequence is for its caller to begin again; its step alone would be refused again. Repetitions of all calls
+    together have a budget: where it is used up, they come later, or not at all.
 
     Args:
         policy: The limits of time and repetitions.
@@ -392,7 +396,9 @@ class _Attempts:
 
     def __init__(self, policy: Policy, send: Send) -> None:
         self._policy, self._repeats = policy, send.repeats
-        self._ends_s = policy.clock.monotonic_s() + policy.timeout_s + send.hold_s
+        now_s = policy.clock.monotonic_s()
+        self._ends_s = now_s + policy.timeout_s + send.hold_s
+        policy.budget.add(now_s)
         self._retries = 0
         # Gateways that were not asked since the last pause.
         self._fresh = len(policy.gateways) - 1
@@ -417,10 +423,18 @@ class _Attempts:
         # To ask another gateway what the first never got is no repetition.
         counts = not (moves and problem.is_refused)
         wait_s = 0.0 if moves else backoff_s(self._retries, problem.retry_after_s, random.random())  # noqa: S311  # spreads load
-        if (
-            counts and most is not None and self._retries >= most
-        ) or wait_s >= self._ends_s - self._policy.clock.monotonic_s():
+        now_s = self._policy.clock.monotonic_s()
+        left_s = self._ends_s - now_s
+        if (counts and most is not None and self._retries >= most) or wait_s >= left_s:
             raise error
+        if counts:
+            token_s = self._policy.budget.take(now_s, left_s)
+            if token_s is None:
+                error.add_note(
+                    "it is not repeated: so many calls have failed that the client's retry budget is used up"
+                )
+                raise error
+            wait_s = max(wait_s, token_s)
         self._fresh = self._fresh - 1 if moves else len(self._policy.gateways) - 1
         self._retries += counts
         return wait_s

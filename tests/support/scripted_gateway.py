@@ -49,7 +49,8 @@ class Server:
 
 
 def policy_of(**limits: Any) -> Policy:
-    given = {"api_key": "", "headers": None, "ca_file": None, "resend": True, "clock": FakeClock(), **limits}
+    given = {"api_key": "", "headers": None, "ca_file": None, "resend": True, "retry_share": None, **limits}
+    given.setdefault("clock", FakeClock())
     return options("http://gateway", **given)[1]
 
 
