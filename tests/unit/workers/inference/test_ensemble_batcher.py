@@ -10,6 +10,7 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Pending
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
+from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.models.ensemble_graph import PlanStep, Resolved, plan
 from qinfer.models.spec import EnsembleStep
 from qinfer.queue.entries import Entry, Lane, Lease
@@ -32,7 +33,7 @@ class Scene:
             lambda _: Resolved(stub_spec("m"), 1),
         )
         model = LoadedModel(spec=made.spec, version=1, generation=1, executor=NoInstances())
-        parts = RunParts(ServerClock(FakeClock(1.0), 0.0), self, self, NestedCounts(), self._follow)
+        parts = RunParts(ServerClock(FakeClock(1.0), 0.0), self, self, NestedCounts(MetricsSettings()), self._follow)
         self.sinks: list[Sink] = []
         self.left: list[list[str]] = []
         self.is_taken = False
