@@ -2,7 +2,8 @@
 
 A body reserves its bytes before its client may send them. When the budget is spent, a large body waits for its turn and
 its client is held back by flow control; a small one, whose bytes are under way already, is refused. An eighth of the
-budget is kept for small bodies, so that large uploads do not shut them out.
+budget is kept for small bodies, so that large uploads do not shut them out. A compressed body reserves what may come of
+it, too, and holds what has come of it until it is decoded: a few kilobytes can be the memory of many.
 """
 
 import asyncio
@@ -50,6 +51,11 @@ class Reservation:
         """
         if size > self.size and not self._budget.grow(self, size):
             raise Overloaded(SPENT)
+
+    def shrink(self, size: int) -> None:
+        """Gives back what is more than so many bytes, at least 1, of a granted reservation."""
+        if size < self.size:
+            self._budget.shrink(self, size)
 
     def release(self) -> None:
         """Gives the memory back, or stops waiting for it; a second time changes nothing."""
@@ -111,20 +117,29 @@ class ReceivingBudget:
         Raises:
             Overloaded: The budget is spent.
         """
+        one = await self.granted(owner, size, within_s)
+        try:
+            yield one
+        finally:
+            one.release()
+
+    async def granted(self, owner: Hashable, size: int, within_s: float) -> Reservation:
+        """Waits for the turn of a body: see `reserved`; the caller releases what it returns."""
         turn = asyncio.Event()
         one = self.reserve(owner, size, turn.set)
         if one is None:
             raise Overloaded(SPENT)
         try:
             if not one.is_granted:
-                try:
-                    async with asyncio.timeout(within_s):
-                        await turn.wait()
-                except TimeoutError:
-                    raise Overloaded(SPENT) from None
-            yield one
-        finally:
+                async with asyncio.timeout(within_s):
+                    await turn.wait()
+        except TimeoutError:
             one.release()
+            raise Overloaded(SPENT) from None
+        except BaseException:
+            one.release()
+            raise
+        return one
 
     def grow(self, one: Reservation, size: int) -> bool:
         """Makes a granted reservation larger; `False` = the budget is spent, and the body can't wait."""
@@ -137,6 +152,14 @@ class ReceivingBudget:
         self.held_bytes += more
         self._held[one.owner] += more
         return True
+
+    def shrink(self, one: Reservation, size: int) -> None:
+        """Makes a granted reservation smaller."""
+        self._large -= (one.size > SMALL_BYTES) - (size > SMALL_BYTES)
+        self.held_bytes -= one.size - size
+        self._held[one.owner] -= one.size - size
+        one.size = size
+        self._grant_next()
 
     def released(self, one: Reservation) -> None:
         """Takes a reservation back."""

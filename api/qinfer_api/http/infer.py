@@ -44,6 +44,7 @@ _WINDOW_BITS: dict[Encoding, int] = {"gzip": 31, "deflate": 15}  # `deflate` in 
 _EITHER_CONTAINER = 47  # bits by which zlib looks what it is
 _STEP_BYTES = 256 * 1024
 _PIECE_BYTES = 64 * 1024  # what zlib returns unused is a copy: of a piece, not of all the rest
+_MAX_EXPANSION = 1032  # of deflate: so many bytes may come of one
 _MAX_MEMBERS = 1000  # of a gzip file that was appended to; each costs as much as a small file
 
 
@@ -108,6 +109,11 @@ def decompress(body: Bytes, encoding: Encoding, max_bytes: int) -> bytes:
         raise InvalidRequest(f"the {encoding} body has more than {_MAX_MEMBERS} members; compress it as one")
     except zlib.error as error:
         raise InvalidRequest(f"the body is not {encoding}: {error}") from None
+
+
+def room_of(size: int, encoding: Encoding | None, max_bytes: int) -> int:
+    """Returns the memory that a body of `size` bytes needs, with the at most `max_bytes` that may come of it."""
+    return size if encoding is None else size + min(size * _MAX_EXPANSION, max_bytes)
 
 
 def too_large(size: int | None, max_bytes: int, what: str = "body") -> PayloadTooLarge:

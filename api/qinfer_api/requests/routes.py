@@ -52,6 +52,7 @@ from qinfer_api.rest.services import (
     off_loop,
     read_body,
     read_preferences,
+    received,
     recheck,
     send,
     send_outputs,
@@ -233,19 +234,19 @@ async def _accepted(
         if ticket := await _repeated(services, context, target, request, options):
             return ticket
         raise
-    body = await read_body(services, request, services.settings.http.max_input_bytes)
-    try:
-        decoded, plan = await decoded_infer(services, served, target, request, body)
-        ticket = await requests.submit(context, decoded, plan, await _hashed(options, target, request, body))
-        if ticket.is_new:
-            services.dispatcher.note_accepted(context, decoded, ticket.record.address.id)
-        return ticket
-    except Conflict:  # it was found, with another body
-        raise
-    except (RequestError, ModelError):
-        if ticket := await _repeated(services, context, target, request, options, body):
+    async with received(services, request, services.settings.http.max_input_bytes) as body:
+        try:
+            decoded, plan = await decoded_infer(services, served, target, request, body)
+            ticket = await requests.submit(context, decoded, plan, await _hashed(options, target, request, body))
+            if ticket.is_new:
+                services.dispatcher.note_accepted(context, decoded, ticket.record.address.id)
             return ticket
-        raise
+        except Conflict:  # it was found, with another body
+            raise
+        except (RequestError, ModelError):
+            if ticket := await _repeated(services, context, target, request, options, body):
+                return ticket
+            raise
 
 
 async def _repeated(

@@ -74,6 +74,7 @@ from qinfer_api.rest.services import (
     off_loop,
     read_body,
     read_preferences,
+    received,
     recheck,
     send,
     send_outputs,
@@ -181,8 +182,8 @@ async def _submit_infer(
     try:
         context = authorize(services, request)
         served = dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
-        content = await read_body(services, request, services.settings.http.max_input_bytes)
-        decoded, plan = await decoded_infer(services, served, target, request, content)
+        async with received(services, request, services.settings.http.max_input_bytes) as content:
+            decoded, plan = await decoded_infer(services, served, target, request, content)
         answers(request, decoded)
         pending = dispatcher.submit(context, decoded, sink)
         hold(plan)

@@ -7,7 +7,7 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeVar, TypeVarTuple
@@ -48,6 +48,7 @@ from qinfer_api.http.infer import (
     parse_version,
     request_encoding,
     response_encoding,
+    room_of,
     too_large,
     with_headers,
 )
@@ -347,7 +348,14 @@ _MAX_TURN_S = 30.0
 
 
 async def read_body(services: Services, request: Request, max_bytes: int) -> Bytes:
-    """Reads the body, never more than `max_bytes` of it, and undoes its encoding.
+    """Reads the body as `received` does, for whoever does not keep it while others come in."""
+    async with received(services, request, max_bytes) as body:
+        return body
+
+
+@asynccontextmanager
+async def received(services: Services, request: Request, max_bytes: int) -> AsyncIterator[Bytes]:
+    """Reads the body, never more than `max_bytes` of it, undoes its encoding, and counts its memory during the block.
 
     Raises:
         Unauthorized: The key was revoked meanwhile, or has expired.
@@ -361,7 +369,8 @@ async def read_body(services: Services, request: Request, max_bytes: int) -> Byt
     what = "body" if encoding or JSON_LENGTH_HEADER in request.headers else "JSON"
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large(int(declared), max_bytes, what)
-    size = max(int(declared), 1) if declared.isdecimal() else SMALL_BYTES
+    room = partial(room_of, encoding=encoding, max_bytes=max_bytes)
+    size = room(max(int(declared), 1)) if declared.isdecimal() else SMALL_BYTES
     owner = _caller(request).tenant or request.client
     within_s = min(_MAX_TURN_S, services.settings.http.request_read_timeout_s / 2)
     async with services.receiving.reserved(owner, size, within_s) as memory:
@@ -370,9 +379,14 @@ async def read_body(services: Services, request: Request, max_bytes: int) -> Byt
             body += chunk
             if len(body) > max_bytes:
                 raise too_large(None, max_bytes, what)
-            memory.grow(len(body))
+            memory.grow(room(len(body)))
         recheck(services, request)
-        return body if encoding is None else await asyncio.to_thread(decompress, body, encoding, max_bytes)
+        content: Bytes = body
+        if encoding is not None:
+            content = await asyncio.to_thread(decompress, body, encoding, max_bytes)
+            body.clear()
+            memory.shrink(max(len(content), 1))
+        yield content
 
 
 async def read_json(

@@ -8,13 +8,21 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qinfer.core.messages import Failure, IdFactory
-from qinfer.errors import PayloadTooLarge, QinferError
+from qinfer.errors import Overloaded, PayloadTooLarge, QinferError
 from qinfer.tensors import Bytes
-from qinfer_api.http.infer import CACHE_HEADER, ID_HEADER, TARGET_HEADER, decompress, header_value
+from qinfer_api.http.infer import (
+    CACHE_HEADER,
+    ID_HEADER,
+    TARGET_HEADER,
+    Encoding,
+    decompress,
+    header_value,
+    room_of,
+)
 from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import (
@@ -168,6 +176,7 @@ class Call(Stream):
         "_is_reading",
         "_messages",
         "_moved_s",
+        "_opened_memory",
         "_prefix",
         "_refusal",
         "_reservation",
@@ -203,6 +212,7 @@ class Call(Stream):
         self._moved_s = 0.0
         self._messages: deque[_Message] = deque()
         self._reservation: Reservation | None = None  # of the message that is coming in
+        self._opened_memory: Reservation | None = None  # of the one that was decompressed last
         self._reserved_s = 0.0
         self._unread = b""  # what came of a message before its memory was granted
         self._has_begun = False
@@ -291,8 +301,8 @@ class Call(Stream):
         size = int.from_bytes(self._prefix[1:])
         self._check_size(size)
         if size:
-            owner = getattr(self.context, "tenant", "") or self.connection
-            self._reservation = self._server.receiving.reserve(owner, size, self._let_in)
+            room = self._room(size) if self._prefix[0] else size
+            self._reservation = self._server.receiving.reserve(self._owner, room, self._let_in)
             if self._reservation is None:
                 raise Abort("RESOURCE_EXHAUSTED", SPENT)
             if not self._reservation.is_granted:
@@ -317,6 +327,15 @@ class Call(Stream):
         self._prefix, self._filled, self._body = b"", 0, bytearray(size)
         self._reserved_s = asyncio.get_running_loop().time()
         self.grant(size - arrived - self.receive_window)
+
+    @property
+    def _owner(self) -> Hashable:
+        return getattr(self.context, "tenant", "") or self.connection
+
+    def _room(self, size: int) -> int:
+        """Returns the memory of a compressed message of `size` bytes, with what may come of it."""
+        assert self.head.method is not None
+        return room_of(size, self.head.encoding, self.head.method.max_message_bytes)
 
     def _check_size(self, size: int) -> None:
         assert self.head.method is not None
@@ -359,19 +378,39 @@ class Call(Stream):
         self._begin(await self._opened(message))
 
     async def _opened(self, message: _Message) -> Bytes:
-        """Returns the content of a message, decompressed, and gives its memory back."""
+        """Returns the content of a message; what was compressed stays in its memory until the call has taken it."""
         assert self.head.method is not None
-        most = self.head.method.max_message_bytes
+        self._give_back()
+        self._opened_memory = message.reservation
         try:
-            if not message.is_compressed or self.head.encoding is None:
-                return message.content
-            return await asyncio.to_thread(decompress, message.content, self.head.encoding, most)
+            if message.is_compressed and self.head.encoding is not None:
+                return await self._decompressed(message.content, self.head.encoding, self.head.method.max_message_bytes)
+        except BaseException:
+            self._give_back()
+            raise
+        self._give_back()
+        return message.content
+
+    async def _decompressed(self, content: Bytes, encoding: Encoding, most: int) -> bytes:
+        try:
+            if self._opened_memory is None:  # it came at once, but what comes of it may be large
+                room, within_s = self._room(len(content)), self.connection.service.limits.body_s
+                self._opened_memory = await self._server.receiving.granted(self._owner, room, within_s)
+            plain = await asyncio.to_thread(decompress, content, encoding, most)
         except PayloadTooLarge:
             text = f"Received message larger than max (after decompression; max is {most})"
             raise Abort("RESOURCE_EXHAUSTED", text) from None
-        finally:
-            if message.reservation is not None:
-                message.reservation.release()
+        except Overloaded as error:
+            raise Abort("RESOURCE_EXHAUSTED", error.message) from None
+        if self._opened_memory is not None:  # else the call has ended
+            self._opened_memory.shrink(max(len(plain), 1))
+        return plain
+
+    def _give_back(self) -> None:
+        """Gives the memory of the message that was opened last back."""
+        memory, self._opened_memory = self._opened_memory, None
+        if memory is not None:
+            memory.release()
 
     def _begin(self, message: Bytes) -> None:
         assert self.head.method is not None
@@ -403,6 +442,7 @@ class Call(Stream):
 
     def _forget_messages(self) -> None:
         """Drops what was received and not read, and gives its memory back."""
+        self._give_back()
         if not self._messages and self._reservation is None:
             self._body = None
             return
@@ -462,6 +502,7 @@ class Call(Stream):
     def _ran(self, task: "asyncio.Task[None]") -> None:
         if self._task is task:
             self._task = None
+            self._give_back()
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
 

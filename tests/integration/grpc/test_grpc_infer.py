@@ -44,6 +44,29 @@ async def test_compressed_calls_are_answered(server: Rpc, algorithm: str) -> Non
     assert np.array_equal(result.as_numpy("y"), ROW)
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_compressed_message_waits_for_the_memory_of_what_comes_of_it(*, is_streamed: bool) -> None:
+    """It is let in when another has come in whole, and holds nothing once it is in the queue."""
+    request = infer_request(id="x" * 300_000)
+    async with rpc(limits={"max_receiving_bytes": 2**20}) as server:
+        receiving = server.running.gateway.receiving
+        first = receiving.reserve("another", 2**20, lambda: None)
+        zipped = {"compression": grpc.Compression.Gzip}
+        if is_streamed:
+            call = server.stub.ModelStreamInfer(iter([request]), **zipped)
+            answer = asyncio.create_task(call.read())
+        else:
+            answer = asyncio.ensure_future(server.stub.ModelInfer(request, **zipped))
+        await eventually(lambda: receiving.waiting == 1, description="a message that waits")
+
+        assert first is not None
+        first.release()
+        reply = await answer
+
+        assert (reply.infer_response if is_streamed else reply).id == request.id
+        await eventually(lambda: receiving.held_bytes == 0, description="no memory held")
+
+
 async def test_large_tensors_pass(server: Rpc) -> None:
     """A request that is read, and an answer that is put together, off the event loop."""
     texts = np.array([[b"x" * 100_000] * 8], dtype=object)

@@ -1,14 +1,19 @@
 """What a gateway receives at a time is bounded over all HTTP bodies: large ones wait, others are refused."""
 
+import asyncio
 import contextlib
+import gzip
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.testing import eventually
+from qinfer_api.http.infer import InferCodec
 from tests.integration.http.test_connection import Client, connected
 from tests.support.gateway import Running, running_gateway, settings_of
 
@@ -93,8 +98,44 @@ async def test_a_large_body_waits_until_another_is_whole(running: Running) -> No
 
 async def test_small_bodies_are_refused_when_all_is_spent(running: Running) -> None:
     async with holding(running, 2 * BUDGET), connected(running) as client:
-        client.send(head(1000, "Accept-Encoding: br", "Content-Encoding: gzip") + b"0" * 1000)
+        client.send(head(None) + chunk(body(1000)))
         await is_refused(client)
+
+
+async def test_a_compressed_body_waits_for_the_memory_of_what_comes_of_it(running: Running) -> None:
+    """Else a few kilobytes of many clients would become gigabytes."""
+    compressed = gzip.compress(body(LARGE))
+    async with holding(running, LARGE) as first, holding(running, LARGE), connected(running) as late:
+        late.send(head(len(compressed), "Content-Encoding: gzip") + compressed)
+        await until_waiting(running, 1)
+
+        first.send(b" ")
+
+        assert (await first.reply())[0] == 200
+        assert (await late.reply())[0] == 200
+        await until_held(running, LARGE)
+
+
+async def test_what_was_decompressed_is_counted_until_it_is_decoded(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large as it has become, and not as it might have."""
+    reached, left, decode = threading.Event(), threading.Event(), InferCodec.decode
+
+    def slowly(*arguments: Any) -> Any:
+        reached.set()
+        left.wait(timeout=60)
+        return decode(*arguments)
+
+    monkeypatch.setattr(InferCodec, "decode", slowly)
+    async with connected(running) as client:
+        client.send(head(None, "Content-Encoding: gzip") + chunk(gzip.compress(body(LARGE))) + b"0\r\n\r\n")
+        await asyncio.to_thread(reached.wait, 60)
+
+        assert running.gateway.receiving.held_bytes == LARGE
+        left.set()
+        assert (await client.reply())[0] == 200
+    await until_held(running, 0)
 
 
 async def test_a_body_without_a_length_is_refused_where_memory_ends(running: Running) -> None:

@@ -110,6 +110,21 @@ def test_a_body_of_unknown_size_grows_while_there_is_memory() -> None:
     assert bodies.budget.held_bytes == 0
 
 
+def test_what_a_body_does_not_need_lets_others_in() -> None:
+    bodies = Bodies()
+    first, late = bodies.ask("first", MAX_BYTES), bodies.ask("late", LARGE)
+    assert first is not None
+    assert late is not None
+
+    first.shrink(1)
+
+    assert bodies.granted == ["late"]
+    assert bodies.budget.held_bytes == 1 + LARGE
+    for one in (first, late):
+        one.release()
+    assert bodies.budget.held_bytes == 0
+
+
 async def test_a_turn_that_does_not_come_is_a_refusal() -> None:
     bodies = Bodies()
     first = bodies.ask("first", MAX_BYTES)
