@@ -51,7 +51,7 @@ def named(path: Path) -> str:
 
 def setting_names() -> set[str]:
     # Read by scripts/test, and by tests.
-    names = {f"QINFER_TEST_{name}" for name in ("PROCESSES", "EXAMPLES", "SEED", "FUZZ_S")}
+    names = {f"QINFER_TEST_{name}" for name in ("PROCESSES", "EXAMPLES", "SEED", "FUZZ_S", "EARLIER")}
     names.add(API_KEY_VARIABLE)  # by the command line
     for name, field in Settings.model_fields.items():
         fields = getattr(field.annotation, "model_fields", None)
