@@ -24,7 +24,9 @@ class CorsSettings(Section):
         description="Origins whose pages may call, as browsers write them: https://app.example.org, "
         "http://localhost:3000; `*` alone = all. Empty = CORS is off, and browsers let only pages of this server call.",
     )
-    allow_methods: tuple[str, ...] = Field(("GET", "POST", "DELETE"), description="Methods that such pages may use.")
+    allow_methods: tuple[str, ...] = Field(
+        ("GET", "POST", "PUT", "DELETE"), description="Methods that such pages may use."
+    )
     allow_headers: tuple[str, ...] = Field(
         (
             "Accept",

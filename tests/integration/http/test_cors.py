@@ -134,7 +134,7 @@ async def test_a_page_reads_binary_outputs(scene: Scene) -> None:
         ("POST", "/v2/models/nothing/infer", 401),
         ("GET", "/v2/health/ready", 200),
         ("GET", "/nowhere", 404),
-        ("PUT", "/v2", None),
+        ("PATCH", "/v2", None),
         ("POST", "/v2/models/echo/generate", 401),
         ("DELETE", "/v1/requests/x", 401),
     ],

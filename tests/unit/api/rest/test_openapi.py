@@ -7,9 +7,11 @@ from typing import Any
 import jsonschema
 import pytest
 
+from qinfer.core.settings_cors import CorsSettings
 from scripts.reference_http import document
 
-SCHEMAS: dict[str, Any] = document()["components"]["schemas"]
+DOCUMENT = document()
+SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 
 
 def references(part: object) -> Iterator[str]:
@@ -32,7 +34,7 @@ def test_an_example_is_of_its_type(name: str) -> None:
 
 
 def test_every_reference_leads_to_a_schema() -> None:
-    found = {reference.removeprefix("#/components/schemas/") for reference in references(document())}
+    found = {reference.removeprefix("#/components/schemas/") for reference in references(DOCUMENT)}
 
     assert found
     assert found <= SCHEMAS.keys()
@@ -43,3 +45,16 @@ def test_docstrings_are_told_apart() -> None:
 
     assert not [name for name, schema in SCHEMAS.items() if sections.search(schema["description"])]
     assert SCHEMAS["NewJob"]["properties"]["id"]["description"].startswith("An id of your own")
+
+
+def test_pages_of_other_origins_may_use_the_whole_protocol() -> None:
+    """By default: every method, every header of a request, and of a reply."""
+    allowed = CorsSettings()
+    operations = [(method, one) for methods in DOCUMENT["paths"].values() for method, one in methods.items()]
+    sent = {p["name"].lower() for _, one in operations for p in one["parameters"] if p["in"] == "header"}
+    replies = [reply for _, one in operations for reply in one["responses"].values()]
+    read = {name.lower() for reply in replies for name in reply.get("headers", {})}
+
+    assert {method.upper() for method, _ in operations} == set(allowed.allow_methods)
+    assert sent <= {name.lower() for name in allowed.allow_headers}
+    assert read <= {name.lower() for name in allowed.expose_headers}
