@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qinfer.core.settings_cors import ANY, CorsSettings
-from qinfer_api.http.head import origin_in
+from qinfer_api.http.head import Head, origin_in
 from qinfer_api.http.infer import Headers, Writer, error_reply
 
 _VARIES = (b"vary", b"origin")
@@ -51,9 +51,11 @@ class Cors:
         """Returns what every reply to an origin has besides its own headers; an empty origin is none."""
         return self._of.get(origin, self._others)
 
-    def writer(self, origin: bytes) -> Writer:
-        """Returns what renders the replies to an origin on the fast path."""
-        return self._writers.get(origin, self._others_writer)
+    def writer(self, head: Head | None) -> Writer:
+        """Returns what renders the reply on the fast path to a request with this head; `None` = it has none."""
+        if self._is_open or head is None:
+            return self._others_writer
+        return self._writers.get(head.origin(), self._others_writer)
 
     def preflight(self, origin: bytes) -> Headers | None:
         """Returns what a browser is told that asks what a page of an origin may send; `None` = nothing."""

@@ -235,7 +235,7 @@ class FastPath:
         max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes) if enabled else -1
         self.keep_alive_s, self.read_timeout_s = http.keep_alive_s, http.request_read_timeout_s
         self.writer = Writer()
-        self.heads = HeadReader(max_bytes, self.forward, origins=self.cors is not None)
+        self.heads = HeadReader(max_bytes, self.forward)
         self.call_type: type[Call] = Call
         self.new_id = IdFactory().ulid
 
@@ -437,7 +437,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
                 break
             call = calls.popleft()
             close = self._closing and not calls and self._held is None
-            writer = fast.writer if fast.cors is None else fast.cors.writer(call.head.origin if call.head else b"")
+            writer = fast.writer if fast.cors is None else fast.cors.writer(call.head)
             common, request_id = self.server_state.default_headers, call.request.id or fast.new_id()
             self.transport.write(writer.render(reply, common, request_id, close=close))
             self.server_state.total_requests += 1

@@ -40,7 +40,6 @@ class Head(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         json_length: The header's text, unchecked.
-        origin: That of the page that asks, where CORS is on.
         sent: All headers, in the bytes of the head or one by one: endpoints may choose by any.
     """
 
@@ -50,12 +49,15 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     context: Context
     encoding: Encoding | None
     forwarded: Mapping[str, str] = _NO_HEADERS
-    origin: bytes = b""
     sent: bytes | Headers = b""
 
     def headers(self) -> Headers:
         """Returns all headers."""
         return _ANY_LINE.findall(self.sent) if isinstance(self.sent, bytes) else self.sent
+
+    def origin(self) -> bytes:
+        """Returns the origin of the page that asks; empty where the head names none, or several."""
+        return _only(_ORIGIN.findall(self.sent)) if isinstance(self.sent, bytes) else origin_in(self.sent)
 
     def header(self, name: str) -> str | None:
         """Returns the value of a header by its name in lower case, of several the first; `None` = it was not sent."""
@@ -84,12 +86,7 @@ def _parse_target(url: bytes) -> Target | None:
 
 
 def read_head(
-    url: bytes,
-    headers: Headers,
-    max_bytes: int = MAX_FAST_BYTES,
-    forward: re.Pattern[str] | None = None,
-    *,
-    origins: bool = False,
+    url: bytes, headers: Headers, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None
 ) -> Head | None:
     """Decides whether a POST can take the fast path; `None` if it can't.
 
@@ -98,7 +95,6 @@ def read_head(
         headers: All headers.
         max_bytes: The largest body that may take it.
         forward: The names of the headers that become parameters of the request.
-        origins: Whether the origin of the page that asks is read.
     """
     target = parse_target(url)
     if target is None:
@@ -120,14 +116,16 @@ def read_head(
     json_length = found["json"].decode("latin-1") if "json" in found else None
     encoding = _accepted(found["accept"]) if "accept" in found else None
     forwarding = _NO_HEADERS if forward is None else forwarded(forward, headers)
-    origin = origin_in(headers) if origins else b""
-    return Head(target, length, json_length, context, encoding, forwarding, origin, headers)
+    return Head(target, length, json_length, context, encoding, forwarding, headers)
 
 
 def origin_in(headers: Headers) -> bytes:
     """Returns the origin of the page that a request comes from; empty where it names none, or several."""
-    found = [value for name, value in headers if name.lower() == b"origin"]
-    return found[0] if len(found) == 1 else b""
+    return _only([value for name, value in headers if name.lower() == b"origin"])
+
+
+def _only(values: list[bytes]) -> bytes:
+    return values[0] if len(values) == 1 else b""
 
 
 def _caller(trace: str, authorization: bytes | None, key: bytes | None) -> Context:
@@ -183,6 +181,7 @@ _LINES = (  # those that come most often first
 _PLAIN_HEAD = re.compile(rb"POST (/v2/models/[/.:@_~0-9A-Za-z-]++) HTTP/1\.1\r\n(?:%b)*+\r\n" % b"|".join(_LINES))
 """The plainest form of a head, which means the same to every parser; it takes linear time."""
 
+_ORIGIN = re.compile(rb"\r\n(?i:origin): *+((?:%b)?)" % _VALUE)
 _ANY_LINE = re.compile(rb"\r\n(%b): *+((?:%b)?)" % (_NAME, _VALUE))
 
 
@@ -196,20 +195,16 @@ class HeadReader:
     Args:
         max_bytes: The largest body that may take the fast path; negative if none may.
         forward: The names of the headers that become parameters of the request.
-        origins: Whether the origins of pages are read.
     """
 
-    def __init__(
-        self, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None, *, origins: bool = False
-    ) -> None:
+    def __init__(self, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None) -> None:
         self._max_bytes = max_bytes
         self._forward = forward
-        self._origins = origins
         self._known: list[tuple[bytes, int, Head] | None] = [None] * _MAX_KNOWN  # a head, its packet's length
 
     def read(self, url: bytes, headers: Headers) -> Head | None:
         """Decides whether a POST that the parser has read can take the fast path: see `read_head`."""
-        return read_head(url, headers, self._max_bytes, self._forward, origins=self._origins)
+        return read_head(url, headers, self._max_bytes, self._forward)
 
     def find(self, packet: bytes) -> tuple[Head, bytes] | None:
         """Splits a packet that is exactly one plain request into head and body; `None` for any other."""
@@ -234,7 +229,6 @@ class HeadReader:
             _caller(_trace(trace, state), authorization, key),
             None if accept is None else _accepted(accept),
             _NO_HEADERS if self._forward is None else forwarded(self._forward, _ANY_LINE.findall(sent)),
-            origin_in(_ANY_LINE.findall(sent)) if self._origins else b"",
             sent,
         )
         if trace is None:  # one comes once only
