@@ -56,16 +56,17 @@ class RefusedKeys:
         self._seen: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
-    def note(self, reason: str, key: str) -> None:
+    def note(self, reason: str, key: str, peer: str) -> None:
         """Takes note of a refusal.
 
         Args:
             reason: Why: `missing`, `unknown`, `expired`, `revoked` or `scope`.
             key: The id of the key; empty = it is not known.
+            peer: The address that it came from; empty = not known.
         """
         self._seen[reason] += 1
         if self._seen[reason] <= MOST_A_SECOND:
-            logger.warning("key refused", extra={"reason": reason, "key": key})
+            logger.warning("key refused", extra={"reason": reason, "key": key, "peer": peer})
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._second_s, self._tell)
 

@@ -145,7 +145,7 @@ class Auth:
         epoch_s: Returns the time of day, by which keys expire, in seconds since the epoch.
 
     Attributes:
-        refused: Called with each key that is refused: the reason, and its id if it is known.
+        refused: Called with each key that is refused: the reason, its id if it is known, and who sent it as far as known.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Auth:
         self._quotas: dict[str, Quota] = {}
         self._known: dict[str, Principal] = {}
         self._tenants: set[str] = set()
-        self.refused: Callable[[str, str], None] = lambda _, __: None
+        self.refused: Callable[[str, str, str], None] = lambda _, __, ___: None
         self.use(keys)
 
     def use(self, keys: Iterable[ApiKey]) -> None:
@@ -178,8 +178,13 @@ class Auth:
         """The tenants that have a key, or had one since the start: their files do not become those of the others."""
         return frozenset(self._tenants)
 
-    def authorize(self, context: Context, scope: Scope) -> Context:
+    def authorize(self, context: Context, scope: Scope, peer: str = "") -> Context:
         """Finds out who presents a key that allows `scope`.
+
+        Args:
+            context: The caller.
+            scope: What the key must allow.
+            peer: The address of the connection; empty = not known.
 
         Returns:
             The context, with tenant and principal, and without the key.
@@ -189,15 +194,15 @@ class Auth:
             Forbidden: The key does not allow it.
         """
         if not context.key:
-            self.refused("missing", "")
+            self.refused("missing", "", peer)
             raise Unauthorized(
                 "this server asks for an API key; send it as 'Authorization: Bearer <key>' or 'X-API-Key: <key>'"
             )
         found = self._find(context.key)
         if found is None:
-            self.refused("unknown", "")
+            self.refused("unknown", "", peer)
             raise Unauthorized("the API key is not known; ask for another")
-        self._check(found, scope)
+        self._check(found, scope, peer)
         return Context(found.tenant, context.trace, "", found, scope)
 
     def identify(self, context: Context) -> Context:
@@ -217,7 +222,7 @@ class Auth:
             return
         principal = self._known.get(before.sha256)
         if principal is None or principal.tenant != before.tenant:
-            self.refused("revoked", before.key_id)
+            self.refused("revoked", before.key_id, "")
             raise Unauthorized(f"key '{before.key_id}' was revoked; use another")
         self._check(principal, context.scope)
 
@@ -229,12 +234,12 @@ class Auth:
                 found = principal
         return found
 
-    def _check(self, principal: Principal, scope: Scope) -> None:
+    def _check(self, principal: Principal, scope: Scope, peer: str = "") -> None:
         if principal.expires_at_s <= self._epoch_s():
-            self.refused("expired", principal.key_id)
+            self.refused("expired", principal.key_id, peer)
             raise Unauthorized(f"key '{principal.key_id}' has expired; use another")
         if not principal.allows(scope):
-            self.refused("scope", principal.key_id)
+            self.refused("scope", principal.key_id, peer)
             raise Forbidden(f"key '{principal.key_id}' does not have the scope '{scope}'; use one that has")
 
     def in_flight(self) -> dict[str, int]:

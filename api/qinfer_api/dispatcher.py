@@ -90,9 +90,9 @@ class Dispatcher:
         """Whether several tenants have keys: what one has is then kept from the others."""
         return self._auth is not None and len(self._auth.tenants) > 1
 
-    def authorize(self, context: Context, scope: Scope) -> Context:
+    def authorize(self, context: Context, scope: Scope, peer: str = "") -> Context:
         """Finds out who asks, and whether they may: see `Auth.authorize`; does nothing where everyone may."""
-        return context if self._auth is None else self._auth.authorize(context, scope)
+        return context if self._auth is None else self._auth.authorize(context, scope, peer)
 
     def recheck(self, context: Context) -> None:
         """Checks that a caller who was authorized still would be: see `Auth.recheck`; does nothing where everyone may.

@@ -117,7 +117,7 @@ class Call:
         self.parts = []
         self._codec = codec
         try:
-            context = dispatcher.authorize(head.context, Scope.INFER)
+            context = dispatcher.authorize(head.context, Scope.INFER, self._connection.peer)
             if codec.shares_memory and codec.reads_memory(body):
                 run = asyncio.get_running_loop().run_in_executor
                 thread = run(None, self._read_checked, dispatcher, head, context, body)
@@ -270,6 +270,11 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._unwritten_bytes = 0
         self._quiet_since_s = 0.0  # 0 = since the next look
 
+    @property
+    def peer(self) -> str:
+        """The address of the client; empty = not known."""
+        return self.client[0] if self.client else ""
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
@@ -307,7 +312,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
         if head.length <= UNCOUNTED_BYTES:
             return
         try:
-            tenant = fast.dispatcher.authorize(head.context, Scope.INFER).tenant
+            tenant = fast.dispatcher.authorize(head.context, Scope.INFER, self.peer).tenant
             self._memory = fast.receiving.reserve(tenant or self, head.length, self._let_in)
             if self._memory is None:
                 raise Overloaded(SPENT)

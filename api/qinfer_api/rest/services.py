@@ -94,6 +94,11 @@ def context_of(request: Request) -> Context:
     return caller_of(request.headers.get, request.headers.getlist)
 
 
+def peer_of(request: Request) -> str:
+    """Returns the address of the connection that a request came over; empty = not known."""
+    return "" if request.client is None else request.client.host
+
+
 def target_of(request: Request) -> Target:
     """Returns the model that a path names, and the version, if it names one.
 
@@ -138,7 +143,7 @@ def authorize(
         Unauthorized: There is no key, or it is unknown.
         Forbidden: The key lacks the scope.
     """
-    context = services.dispatcher.authorize(context or context_of(request), scope)
+    context = services.dispatcher.authorize(context or context_of(request), scope, peer_of(request))
     request.state.caller = context
     return context
 
@@ -185,8 +190,7 @@ def guarded(services: Services, group: str, scope: Scope | None = None) -> list[
 
     async def check_administrator(request: Request) -> AsyncIterator[None]:
         context = authorize(services, request, Scope.ADMIN)
-        peer = request.client.host if request.client is not None else ""
-        with administrative(context, request.method, request.scope["path"], peer):
+        with administrative(context, request.method, request.scope["path"], peer_of(request)):
             yield
 
     checks: list[Any] = [Depends(check_header)] if services.restrictions.covers(group) else []

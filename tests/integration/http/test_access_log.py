@@ -186,10 +186,10 @@ async def test_refused_keys_have_lines_up_to_a_number(scene: Scene, caplog: pyte
     """Ten for each reason, then how many more there were; and anew."""
     keys = RefusedKeys(second_s=0.01)
     for _ in range(MOST_A_SECOND + 5):
-        keys.note("unknown", "")
-    keys.note("scope", "the-infer")
+        keys.note("unknown", "", "")
+    keys.note("scope", "the-infer", "")
     await eventually(lambda: any(line["event"] == "keys refused" for line in scene.lines(AUDIT)))
-    keys.note("unknown", "")
+    keys.note("unknown", "", "")
 
     lines = [(line["event"], line["reason"]) for line in scene.lines(AUDIT)]
     assert lines[:MOST_A_SECOND] == [("key refused", "unknown")] * MOST_A_SECOND
@@ -198,10 +198,13 @@ async def test_refused_keys_have_lines_up_to_a_number(scene: Scene, caplog: pyte
 
 
 async def test_why_a_key_is_refused(scene: Scene, client: httpx.AsyncClient) -> None:
-    """The reason, and the key's id where it is known."""
+    """The reason, the key's id where it is known, and where it came from; a request is refused once."""
+    for size in (0, 20_000):  # a large one is looked at when its head is there
+        await client.post("/v2/models/echo/infer", content=b" " * size, headers={"x-api-key": "wrong"})
     await client.get("/v2/models/echo", headers={"x-api-key": "wrong"})
     await client.get("/v2/models/echo", headers={"x-api-key": ""})
     await client.post("/v2/logging", json={"log_info": True})
 
     told = [(line["reason"], line["key"]) for line in scene.lines(AUDIT)]
-    assert told == [("unknown", ""), ("missing", ""), ("scope", "the-infer")]
+    assert told == [("unknown", "")] * 3 + [("missing", ""), ("scope", "the-infer")]
+    assert {line["peer"] for line in scene.lines(AUDIT)} == {"127.0.0.1"}

@@ -157,6 +157,8 @@ def test_a_reply_tells_when_to_try_again_and_what_to_present() -> None:
 
 
 class _Connection:
+    peer = "127.0.0.1"
+
     def __init__(self) -> None:
         self.has_reply = asyncio.Event()
 
@@ -170,7 +172,7 @@ class _Dispatcher:
     def __init__(self) -> None:
         self.submitted = 0
 
-    def authorize(self, context: Context, scope: Scope) -> Context:
+    def authorize(self, context: Context, scope: Scope, peer: str) -> Context:
         return context
 
     def resolve(self, model: str, version: int) -> Any:
