@@ -1,11 +1,19 @@
-"""Descriptions of the server and its models: pure functions that REST and gRPC share (reference §1.3 … §1.5)."""
+"""Descriptions of the server and its models: pure functions that REST and gRPC share (reference §1.3 … §1.5).
+
+An endpoint is described as its stable target, under its own name.
+"""
+
+from collections.abc import Iterator
 
 import msgspec
 
 import qinfer
 from qinfer.core.settings import Settings
 from qinfer.models.catalog import Catalog
+from qinfer.models.control import IndexEntry
 from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.models.state import State
+from qinfer.traffic.routing import Endpoints
 
 EXTENSIONS = (
     "classification",
@@ -63,22 +71,22 @@ def server_metadata(settings: Settings) -> ServerMetadata:
     return ServerMetadata(settings.server_id, qinfer.__version__, list(EXTENSIONS))
 
 
-def model_metadata(catalog: Catalog, model: str, version: int) -> ModelMetadata:
+def model_metadata(endpoints: Endpoints, name: str, version: int) -> ModelMetadata:
     """Returns the metadata of a model.
 
     Args:
-        catalog: Knows the models.
-        model: Its name.
+        endpoints: Knows the models, and the endpoints before them.
+        name: Its name.
         version: The version; 0 describes the highest ready one and lists all that are ready.
 
     Raises:
         ModelNotFound: As `Catalog.resolve`.
         ModelNotReady: As `Catalog.resolve`.
     """
-    served = catalog.resolve(model, version)
-    spec = served.spec
+    catalog, (model, version) = endpoints.catalog, endpoints.stable(name, version)
+    spec = catalog.resolve(model, version).spec
     return ModelMetadata(
-        name=spec.name,
+        name=name,
         versions=[str(v) for v in ((version,) if version else catalog.ready_versions(model))],
         platform=spec.platform or spec.backend,
         inputs=[_tensor(tensor, spec) for tensor in spec.inputs],
@@ -97,7 +105,35 @@ def is_server_ready(settings: Settings, catalog: Catalog, *, draining: bool) -> 
     return catalog.is_server_ready() if settings.repository.strict_readiness else catalog.has_started()
 
 
-def is_model_ready(catalog: Catalog, model: str, version: int) -> bool:
+def model_config(endpoints: Endpoints, name: str, version: int) -> str:
+    """Returns the normalised configuration of a model as JSON.
+
+    Raises:
+        ModelNotFound: As `Catalog.resolve`.
+        ModelNotReady: As `Catalog.resolve`.
+    """
+    text = endpoints.catalog.config_json(*endpoints.stable(name, version))
+    if name not in endpoints.by_name:
+        return text
+    return msgspec.json.encode({**msgspec.json.decode(text), "name": name}).decode()
+
+
+def endpoint_entries(endpoints: Endpoints, *, ready: bool) -> Iterator[IndexEntry]:
+    """Yields what an index of models says of the endpoints, by name; those that hide a model are in its place there.
+
+    Args:
+        endpoints: Knows them.
+        ready: Only those that can be asked.
+    """
+    for name, routed in sorted(endpoints.by_name.items()):
+        model, version = routed.stable.place
+        is_ready = endpoints.catalog.find(model, version) is not None
+        if name not in endpoints.catalog.known() and (is_ready or not ready):
+            reason = "" if is_ready else f"its stable target {routed.stable.label} is not ready"
+            yield IndexEntry(name, str(version), State.READY if is_ready else State.UNAVAILABLE, reason)
+
+
+def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
     """Tells whether a model, or one version of it, can be asked; version 0 is any.
 
     Returns:
@@ -107,6 +143,7 @@ def is_model_ready(catalog: Catalog, model: str, version: int) -> bool:
         ModelNotFound: No such model or version, or the model has no version that could be loaded.
         ModelNotReady: The version is there, and not ready.
     """
+    catalog, (model, version) = endpoints.catalog, endpoints.stable(name, version)
     if not version:
         status = catalog.status(model)
         if status.loadable_versions and not status.ready_versions:

@@ -43,7 +43,7 @@ from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.traffic.routing import EndpointWatch
-from qinfer.traffic.store import EndpointStore
+from qinfer.traffic.store import EndpointStore, KeptTargets
 from qinfer_api.access_log import AccessLog
 from qinfer_api.audit import RefusedKeys
 from qinfer_api.auth import Auth, Restrictions, load_auth
@@ -194,8 +194,7 @@ class Gateway:
         self.dispatcher = self._open_dispatcher(settings, tally, auth)
         tally.in_flight = lambda: self.dispatcher.in_flight
         self._endpoints = EndpointWatch(EndpointStore(store), self.dispatcher.endpoints, delivery.clock.now_s)
-        self._reporting = Reporting(settings, self.catalog, store, delivery, tally, self._tracing.file)
-        self._reporting.tenants = self.dispatcher.tenants
+        self._reporting = self._open_reporting(settings, tally)
         self._tasks = BulkTasks(settings)
         self.requests, self._janitor = self._asynchronous(settings, tally)
         self._examiners = ExaminerPool(settings, os.environ)
@@ -239,6 +238,13 @@ class Gateway:
             dispatcher.submission.use(cache)
         return dispatcher
 
+    def _open_reporting(self, settings: Settings, tally: GatewayTally) -> Reporting:
+        """Creates what tells of the gateway, with what the dispatcher counts and knows."""
+        reporting = Reporting(settings, self.catalog, self._store, self._delivery, tally, self._tracing.file)
+        reporting.tenants = self.dispatcher.tenants
+        reporting.statistics.endpoints = self.dispatcher.endpoints
+        return reporting
+
     def _reloading_of(self, settings: Settings, auth: Auth | None) -> Reloading:
         """Creates what reads files again."""
         keys = KeyFile(Path(settings.auth.keys_file), auth) if auth is not None and settings.auth.keys_file else None
@@ -269,6 +275,7 @@ class Gateway:
             inline_max_bytes=settings.limits.inline_max_bytes,
             targets=targets,
             waits=Waits(self._delivery.requests, reply_address(self._owner)),
+            kept=KeptTargets(self._delivery),
         )
         return requests, janitor
 

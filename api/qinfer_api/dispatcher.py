@@ -286,7 +286,7 @@ class Dispatcher:
             return
         if self._auth is not None and context.principal is None:
             context = self._auth.identify(context)
-        named = self._named(model, version)
+        named = self.named(model, version)
         if self.access is not None:
             self.access.refused(context, named, error.code)
         if self.tenants is not None and context.principal is not None:
@@ -301,7 +301,7 @@ class Dispatcher:
 
     def _counted(self, model: str, version: int, error: QinferError) -> QinferError:
         if isinstance(error, Unauthorized | Forbidden | QuotaExceeded):
-            known = self._named(model, version) if isinstance(error, QuotaExceeded) else ("", 0)
+            known = self.named(model, version) if isinstance(error, QuotaExceeded) else ("", 0)
             self._tally.failed(*known, error.code)
             if isinstance(error, QuotaExceeded):
                 with suppress(QinferError):
@@ -311,14 +311,14 @@ class Dispatcher:
         try:
             served = self.resolve(model, version)
         except QinferError as first:
-            self._tally.failed(*self._named(model, version), first.code)
+            self._tally.failed(*self.named(model, version), first.code)
             return first
         self._tally.failed(served.spec.name, served.version, error.code)
         if isinstance(error, Overloaded):
             self._tally.ended(served.spec.name, served.version, error.code)
         return error
 
-    def _named(self, model: str, version: int) -> tuple[str, int]:
+    def named(self, model: str, version: int) -> tuple[str, int]:
         """Returns what a request named as counts may name it: of an endpoint its stable target."""
         with suppress(ModelNotFound):
             model, version = self.endpoints.stable(model, version)

@@ -13,7 +13,7 @@ from random import random
 from typing import NamedTuple
 
 from qinfer.core.messages import Scalar, Sequence
-from qinfer.traffic.endpoints import ALL_PERCENT, Condition, Endpoint, Role, Target, read_sticky
+from qinfer.traffic.endpoints import Condition, Endpoint, Role, Target, read_sticky
 
 Header = Callable[[str], str | None]
 """Returns the value of a header by its name in lower case; `None` = it was not sent."""
@@ -99,7 +99,7 @@ def meets(asked: Asked, condition: Condition) -> bool:
 
 
 Weights = tuple[tuple[Target, float], ...]
-"""Targets with their weights, which add up to `ALL_PERCENT`."""
+"""Targets with their weights, which add up to 1."""
 
 
 def by_chance(weights: Weights, chance: float) -> Target:
@@ -109,10 +109,9 @@ def by_chance(weights: Weights, chance: float) -> Target:
         weights: The targets.
         chance: The place, from 0 to 1.
     """
-    left = chance * ALL_PERCENT
     for target, weight in weights:
-        left -= weight
-        if left < 0:
+        chance -= weight
+        if chance < 0:
             return target
     return next(target for target, weight in reversed(weights) if weight > 0)  # rounding
 

@@ -4,12 +4,11 @@
     sticky: header:x-user-id
     targets:
       - {model: digits, version: 3, role: stable}
-      - {model: digits, version: 4, weight: 10, when: [{tenant: testers}]}
+      - {model: digits, version: 4, weight: 0.1, when: [{tenant: testers}]}
 
-The stable target answers whatever no other target gets; here that is 90 % of all users but the testers.
+The stable target answers what no other target gets; here that is nine of ten users, but none of the testers.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any, Literal
@@ -26,9 +25,9 @@ LATEST = "latest"
 
 MAX_TARGETS = 16
 MAX_NAME = 128
-ALL_PERCENT = 100.0
 
 _MAX_CONDITIONS = 64
+_DIGITS = 9  # of a weight: sums of decimal fractions are not exact
 _STICKY_WORDS = ("header", "parameter")
 _TENANT = "tenant"
 
@@ -67,7 +66,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         model: The model, never an endpoint.
         version: Its version; `latest`, of a canary only, is the newest that is READY.
         role: Its part: one target is the stable one.
-        weight: Percent of the requests. The stable target gets the rest, and needs none.
+        weight: The share of the requests, from 0 to 1. The stable target gets the rest, and needs none.
         when: A canary also gets every request that meets one of these, whatever its weight.
     """
 
@@ -108,7 +107,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Example:
         {"name": "digit-reader", "targets": [{"model": "digits", "version": 3, "role": "stable"},
-         {"model": "digits", "version": 4, "weight": 10.0}], "revision": 7}
+         {"model": "digits", "version": 4, "weight": 0.1}], "revision": 7}
     """
 
     name: str = ""
@@ -124,10 +123,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return next(target for target in self.targets if target.role is Role.STABLE)
 
     def weight_of(self, target: Target) -> float:
-        """Returns the percent of the requests that a target gets by its weight, or executes once more as a shadow."""
+        """Returns the share of the requests that a target gets by its weight, or executes once more as a shadow."""
         if target.role is not Role.STABLE:
             return target.weight or 0.0
-        return ALL_PERCENT - sum(each.weight or 0.0 for each in self.targets if each.role is Role.CANARY)
+        return round(1.0 - sum(each.weight or 0.0 for each in self.targets if each.role is Role.CANARY), _DIGITS)
 
 
 def read_sticky(text: str) -> tuple[str, str]:
@@ -222,8 +221,8 @@ def _problems_of(target: Target) -> Iterator[str]:
         yield f"target '{label}': only a canary may be the latest version; write the number of the version"
     if target.version != LATEST and not 0 < target.number < 2**63:
         yield f"target '{label}': a version is a number above 0, or latest"
-    if target.weight is not None and not 0 <= target.weight <= ALL_PERCENT:
-        yield f"target '{label}': weight {target.weight:g} is not from 0 to 100 percent"
+    if target.weight is not None and not 0 <= target.weight <= 1:
+        yield f"target '{label}': weight {target.weight:g} is no share from 0 to 1, such as 0.1"
     if target.when and target.role is not Role.CANARY:
         yield f"target '{label}': only a canary may have `when`"
     if len(target.when) > _MAX_CONDITIONS or Condition() in target.when:
@@ -232,13 +231,10 @@ def _problems_of(target: Target) -> Iterator[str]:
 
 def _problems_of_weights(endpoint: Endpoint, stable: Target) -> Iterator[str]:
     rest = endpoint.weight_of(stable)
-    if rest < -_ROUNDING:
-        yield f"the weights of the canaries add up to {ALL_PERCENT - rest:g}; 100 percent is all"
-    elif stable.weight is not None and not math.isclose(stable.weight, rest, abs_tol=_ROUNDING):
-        yield f"the stable target gets the rest, {rest:g} percent, not {stable.weight:g}; leave its weight out"
-
-
-_ROUNDING = 1e-6
+    if rest < 0:
+        yield f"the weights of the canaries add up to {1 - rest:g}; 1 is all"
+    elif stable.weight is not None and round(stable.weight, _DIGITS) != rest:
+        yield f"the stable target gets the rest, {rest:g}, not {stable.weight:g}; leave its weight out"
 
 
 def misfit(stable: ModelSpec, other: ModelSpec) -> str:

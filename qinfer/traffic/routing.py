@@ -110,6 +110,15 @@ class Endpoints:
         request.generation = 0  # it may have been checked against another model
         return True
 
+    def has(self, name: str, model: str, version: int) -> bool:
+        """Tells whether requests to an endpoint may go to a model version now."""
+        routed = self.by_name.get(name)
+        return routed is not None and any(
+            (target.model, self.resolved(target)) == (model, version)
+            for target in routed.endpoint.targets
+            if target.role is not Role.SHADOW
+        )
+
     def resolved(self, target: Target) -> int:
         """Returns the version that a target has now; 0 = none of its model is READY."""
         return target.number or max(self.catalog.ready_versions(target.model), default=0)

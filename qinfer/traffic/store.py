@@ -155,18 +155,21 @@ class KeptTargets:
     def __init__(self, queue: Queue) -> None:
         self._router = queue.router
 
-    async def keep(self, endpoint: str, tenant: str, names: Sequence[str], target: Kept, ttl_s: float) -> Kept:
+    async def keep(
+        self, endpoint: str, tenant: str, names: Sequence[str], target: Kept, ttl_s: float, gone: Kept | None = None
+    ) -> Kept:
         """Keeps a target, unless one is kept under one of the names; returns what is kept.
 
         Args:
             endpoint: The endpoint that was asked.
             tenant: Who asks.
-            names: What the request may be found by: `by_id`, then `by_key`.
+            names: What the request may be found by, as `names_of` has them.
             target: The target of the request, if it is new.
             ttl_s: For how long.
+            gone: A target that gets no requests any more, and counts as none.
         """
         wanted = [keys.kept_target(endpoint, tenant, name).encode() for name in names]
-        return _read(await _keep(self._call(wanted[0]), wanted, target, ttl_s))
+        return _read(await _keep(self._call(wanted[0]), wanted, target, ttl_s, gone))
 
     async def find(self, endpoint: str, tenant: str, names: Sequence[str]) -> Kept | None:
         """Returns the target that is kept under the first of the names that has one."""
@@ -181,23 +184,18 @@ class KeptTargets:
         return partial(self._router.call, keys.slot(key))
 
 
-def by_id(request_id: str) -> str:
-    """Returns the name of a request by the id that its caller chose."""
-    return f"id:{request_id}"
+def names_of(request_id: str, key_hash: str = "") -> list[str]:
+    """Returns the names of a request by what its caller gave: the key's first, which goes before the id."""
+    return [f"key:{key_hash}"] * bool(key_hash) + [f"id:{request_id}"] * bool(request_id)
 
 
-def by_key(key_hash: str) -> str:
-    """Returns the name of a request by the hash of its idempotency key."""
-    return f"key:{key_hash}"
+async def _keep(call: Call, names: Sequence[bytes], target: Kept, ttl_s: float, gone: Kept | None) -> bytes:
+    words = _written(target), ttl_ms(ttl_s), b"" if gone is None else _written(gone)
+    return bytes(await run_script(call, _KEEP, names, *words))
 
 
-def names_of(request_id: str, key_hash: str) -> list[str]:
-    """Returns the names of a request by what its caller gave; none where that is nothing."""
-    return [by_id(request_id)] * bool(request_id) + [by_key(key_hash)] * bool(key_hash)
-
-
-async def _keep(call: Call, names: Sequence[bytes], target: Kept, ttl_s: float) -> bytes:
-    return bytes(await run_script(call, _KEEP, names, f"{target.version}:{target.model}".encode(), ttl_ms(ttl_s)))
+def _written(target: Kept) -> bytes:
+    return f"{target.version}:{target.model}".encode()
 
 
 def _read(value: bytes) -> Kept:

@@ -16,7 +16,7 @@ class TargetState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         target: Its model and version in one word, such as `digits:4`.
         role: stable | canary | shadow
-        weight: Percent of the requests that it gets by its weight.
+        weight: The share of the requests that it gets by its weight.
         version: The version that it has now; 0 = `latest`, and none is READY.
         ready: Whether it can be asked; requests for a canary that can't go to the stable target.
     """

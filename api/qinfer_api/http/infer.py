@@ -337,14 +337,19 @@ class InferCodec:
             return failure_reply(error)
         return Reply(200, encoded.body, encoded.json_length, cache=response.cache, target=target)
 
-    def routed(self, request: InferRequest, plan: OutputPlan) -> OutputPlan:
+    def routed(self, request: InferRequest, plan: OutputPlan, served: Served | None = None) -> OutputPlan:
         """Returns the plan of a request to an endpoint, for the target that was chosen.
+
+        Args:
+            request: The request.
+            plan: What it said.
+            served: Where the target is served, if that was looked up already.
 
         Raises:
             QinferError: The target can't be asked.
         """
         plan = msgspec.structs.replace(plan, endpoint=request.endpoint)
-        return plan if plan.special is None else bound(plan, self._dispatcher.chosen(request))
+        return plan if plan.special is None else bound(plan, served or self._dispatcher.chosen(request))
 
     def reads_memory(self, body: Bytes) -> bool:
         """Tells whether decoding a body may copy inputs from shared memory, however small the body is."""

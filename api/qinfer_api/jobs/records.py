@@ -36,7 +36,7 @@ from qinfer.jobs.plan import Estimate, SkippedFiles
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine, damage_told, spec_of
 from qinfer.jobs.shards import Pace
-from qinfer_api.requests.service import WebhookBody, instant, shown_webhook, written
+from qinfer_api.requests.records import WebhookBody, instant, shown_webhook, written
 from qinfer_api.requests.webhooks import Message, envelope
 
 _PRIORITY_NAMES: dict[int, Priority] = {1: "high", 2: "normal", 3: "low"}

@@ -17,7 +17,7 @@ from qinfer.labeling.mapping import model_version
 from qinfer.labeling.tasks import Board, LabelState, LabelTask, LabelTasks
 from qinfer.queue.entries import RequestRecord
 from qinfer.queue.requests import Requests
-from qinfer_api.requests.service import chosen_address, instant, path_of
+from qinfer_api.requests.records import chosen_address, instant, path_of
 
 TaskState = Literal["queued", "processing", "sending", "done", "failed"]
 """The state of a task."""

@@ -15,6 +15,7 @@ from qinfer.models.store import ControlStore
 from qinfer.observe import stats
 from qinfer.observe.host import MemoryUse, added_up
 from qinfer.observe.responses import responses
+from qinfer.traffic.routing import Endpoints
 
 
 class Duration(msgspec.Struct, frozen=True):
@@ -101,11 +102,15 @@ class Statistics:
         catalog: Knows which versions are ready: of those it tells.
         store: Where the numbers are.
         added: Called before they are read, with the model or for all: has them added.
+
+    Attributes:
+        endpoints: The endpoints, each of which has the statistics of its stable target; `None` = there are none.
     """
 
     def __init__(
         self, catalog: Catalog, store: ControlStore, added: Callable[[str], Awaitable[None]] | None = None
     ) -> None:
+        self.endpoints: Endpoints | None = None
         self._catalog = catalog
         self._store = store
         self._added = added
@@ -114,18 +119,25 @@ class Statistics:
         """Returns the statistics of ready model versions, by name and version.
 
         Args:
-            model: A model; empty = all.
+            model: A model, or an endpoint; empty = all models.
             version: One of its versions; 0 = all that are ready.
 
         Raises:
             InvalidRequest: The model has no version that is ready, or this one is not.
+            ModelNotFound: No target of the endpoint has that version.
             BrokerUnavailable: The store can't be reached.
         """
+        asked = model
+        if self.endpoints is not None:
+            model, version = self.endpoints.stable(model, version)
         wanted = self._all() if not model else [(model, v) for v in self._versions(model, version)]
         if self._added is not None:
             await self._added(model)
         found = await self._store.all_stats(wanted)
-        return [model_statistics(*which, fields, self._memory(*which)) for which, fields in found.items()]
+        return [
+            model_statistics(asked or which[0], which[1], fields, self._memory(*which))
+            for which, fields in found.items()
+        ]
 
     def _memory(self, model: str, version: int) -> tuple[MemoryUse, ...]:
         """Returns the memory that a version holds in all live workers, as they have last measured it."""

@@ -26,8 +26,8 @@ from qinfer.queue.dead_letters import head_of
 from qinfer.queue.deliveries import DeliveryItem
 from qinfer.queue.entries import Entry, Lane, RequestState, Settlement
 from qinfer.queue.lanes import Queue
+from qinfer_api.requests.records import failed_outcome
 from qinfer_api.requests.sequence_janitor import SequenceJanitor
-from qinfer_api.requests.service import failed_outcome
 from qinfer_api.requests.webhooks import Webhooks
 
 logger = logging.getLogger(__name__)

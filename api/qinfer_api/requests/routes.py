@@ -34,7 +34,8 @@ from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
 from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target
 from qinfer_api.http.responses import encode_event
-from qinfer_api.requests.service import RequestBody, SubmitOptions, Ticket, address_of, path_of, shown_record
+from qinfer_api.requests.records import RequestBody, address_of, made_by_server, path_of, shown_record
+from qinfer_api.requests.service import SubmitOptions, Ticket
 from qinfer_api.rest.openapi import LAST_EVENT, answer, errors, followed, header, operation, query
 from qinfer_api.rest.services import (
     INFER_BODY,
@@ -153,7 +154,7 @@ def request_routes(services: Services) -> APIRouter:
     @router.get("/v1/requests/{request_id}", name="record", **_RECORD)
     async def record(request: Request) -> HttpResponse:
         """Tells where a request is; one with an id that its client chose is below its model."""
-        context, address = _located(services, request)
+        context, address = await _located(services, request)
         return _shown(services, await services.requests.record(context, address), 200)
 
     @router.get("/v1/models/{model}/requests/{request_id}/result", name="result_of_model", **_RESULT)
@@ -169,7 +170,7 @@ def request_routes(services: Services) -> APIRouter:
     @router.delete("/v1/requests/{request_id}", name="cancel", **_CANCEL)
     async def cancel(request: Request) -> HttpResponse:
         """Cancels a request, unless it has ended; one with an id that its client chose is below its model."""
-        context, address = _located(services, request)
+        context, address = await _located(services, request)
         return _shown(services, await services.requests.cancel(context, address), 200)
 
     @router.get("/v1/models/{model}/requests/{request_id}/events", name="events_of_model", **_EVENTS)
@@ -204,17 +205,21 @@ async def submit(services: Services, target: Target, request: Request, preferenc
     return response
 
 
-def _located(services: Services, request: Request) -> tuple[Context, Address]:
-    """Returns who asks, and for which request.
+async def _located(services: Services, request: Request) -> tuple[Context, Address]:
+    """Returns who asks, and for which request: below an endpoint for one of any target.
 
     Raises:
         Unauthorized: As `Dispatcher.authorize`.
         Forbidden: As `Dispatcher.authorize`.
         RequestNotFound: No request can have that id.
+        BrokerUnavailable: The queue can't be reached.
     """
     context = authorize(services, request)
-    path = request.path_params
-    address = address_of(path["request_id"], context.tenant, path.get("model"))
+    request_id, model = request.path_params["request_id"], request.path_params.get("model")
+    if model is not None and model in services.dispatcher.endpoints.by_name:
+        made = made_by_server(request_id)
+        model = made.model if made else await services.requests.model_of(model, context.tenant, request_id)
+    address = address_of(request_id, context.tenant, model)
     answers(request, address)
     return context, address
 
@@ -266,7 +271,7 @@ async def _repeated(
 
 
 async def _result(services: Services, request: Request) -> HttpResponse:
-    context, address = _located(services, request)
+    context, address = await _located(services, request)
     record = await unless_left(request.receive, services.requests.wait(context, address, _wait_s(request)))
     if record.state.is_terminal:
         return await _outcome(services, request, record)
@@ -295,7 +300,7 @@ async def _outcome(services: Services, request: Request, record: RequestRecord) 
 
 
 async def _events(services: Services, request: Request) -> HttpResponse:
-    context, address = _located(services, request)
+    context, address = await _located(services, request)
     record = await services.requests.record(context, address)
     seen = request.headers.get("last-event-id", "")
     if record.state.is_terminal and _seen(seen)[0] == _told(record):

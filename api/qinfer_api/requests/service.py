@@ -3,262 +3,53 @@
 The use case behind `/v1` and `Prefer` on `/v2`. What a caller may ask and how much is the dispatcher's rule, as for
 synchronous requests; the lane, the record and the result are `Requests`'. Nothing of a request is kept here: any
 gateway can be asked for it.
-
-A server-made id is shown as it is. An id that the client chose is `<id>@<tenant>` inside, so that tenants can't meet;
-outside it is what the client chose, and lives below its model: `/v1/models/{model}/requests/{id}`.
 """
 
 import asyncio
 import contextlib
 import functools
 import math
-import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from urllib.parse import quote
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from qinfer.core.messages import Failure, IdFactory, InferRequest, Response, parse_request_id
+from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.core.settings import RequestSettings
 from qinfer.errors import (
     Cancelled,
-    Conflict,
     CorruptEntry,
     InvalidRequest,
     Overloaded,
     QinferError,
-    RequestNotFound,
-    ResultExpired,
 )
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.config.to_spec import DEFAULT_TIMEOUT, MAX_TIMEOUT
-from qinfer.models.repository.reader import is_model_name
 from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tracing import REQUEST_ID
-from qinfer.queue.entries import Acceptance, Accepted, Address, Lane, Outcome, RequestRecord, RequestState, Settlement
+from qinfer.queue.entries import Acceptance, Accepted, Address, Lane, RequestRecord, RequestState, Settlement
 from qinfer.queue.lanes import Queue
 from qinfer.submission.submit import check_stateless, prepare, tensor_bytes
-from qinfer.wire.frame import decode_responses, encode_responses
+from qinfer.traffic.store import Kept, KeptTargets, names_of
+from qinfer.wire.frame import decode_responses
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import ANONYMOUS, Context
 from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.http.infer import bound
+from qinfer_api.requests.records import (
+    chosen_address,
+    conflict,
+    expired,
+    failed_outcome,
+    own_record,
+    shown_id,
+)
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.status import of_request
 
-_CHOSEN = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}")  # clients drop . and .. from paths
-_MAX_ID_CHARACTERS = 512
-_CHOSEN_PARTITION = 0
 _GRACE_S = 5.0  # for a janitor to end what has expired
-
-
-class RequestProblem(msgspec.Struct, frozen=True):
-    """Why a request has no outputs.
-
-    Attributes:
-        code: A name for the kind of failure, such as `deadline_exceeded`.
-    """
-
-    code: str
-    message: str
-
-
-class WebhookBody(msgspec.Struct, frozen=True):
-    """The webhook that is informed of the end.
-
-    Attributes:
-        state: waiting (for the end) | pending | delivered | failed
-    """
-
-    url: str
-    state: str
-
-
-class RequestLinks(msgspec.Struct, frozen=True, rename={"own": "self"}):
-    """Paths of the request."""
-
-    own: str
-    result: str
-    events: str
-
-
-class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
-    """An asynchronous request; instants are RFC 3339 in UTC, null before they occur.
-
-    Attributes:
-        state: queued | running | succeeded | failed | expired | cancelled; the last four are final
-        deadline_at: When it expires, unless it has ended.
-        expires_at: When its result will be gone.
-        age_s: Seconds since it was accepted; once it has ended, seconds that it took.
-        attempts: How often a worker has taken it.
-        responses: How many responses are stored before the final one; left out for models that give one.
-
-    Example:
-        {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits", "model": "digits", "version": 1, "state": "queued",
-         "created_at": "2026-01-31T12:00:00.000Z", "deadline_at": "2026-01-31T13:00:00.000Z", "finished_at": null,
-         "expires_at": null, "age_s": 0.25, "attempts": 0, "error": null, "webhook": null,
-         "links": {"self": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits",
-                   "result": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits/result",
-                   "events": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits/events"}}
-    """
-
-    id: str
-    model: str
-    version: int
-    state: RequestState
-    created_at: str
-    deadline_at: str
-    finished_at: str | None
-    expires_at: str | None
-    age_s: float
-    attempts: int
-    error: RequestProblem | None
-    webhook: WebhookBody | None
-    links: RequestLinks
-    responses: int | UnsetType = UNSET
-
-
-def chosen_address(model: str, request_id: str, tenant: str) -> Address:
-    """Returns the address of a request whose id its client chose.
-
-    Raises:
-        InvalidRequest: The id has other characters, is too long, or looks like one that a server made.
-    """
-    if not _CHOSEN.fullmatch(request_id):
-        raise InvalidRequest(
-            f"'{request_id[:100]}' can't be a request id; use 1 to 128 letters, digits, '.', '_', '~' and '-', and not "
-            "'.' or '..' alone"
-        )
-    if _made_by_server(request_id + "@") is not None:
-        raise InvalidRequest(f"'{request_id}' has the form of the ids that the server makes; choose another")
-    return Address(model, _CHOSEN_PARTITION, f"{request_id}@{tenant}")
-
-
-def address_of(request_id: str, tenant: str, model: str | None = None) -> Address:
-    """Finds where a request is that a path names; that there is one is not known yet.
-
-    Args:
-        request_id: The id in the path.
-        tenant: Who asks.
-        model: The model in the path; `None` without one, where only ids made by a server are known.
-
-    Raises:
-        RequestNotFound: No request can have that id here.
-    """
-    made = _made_by_server(request_id)
-    name = model if made is None else made.model
-    if name is not None and not is_model_name(name):
-        raise unknown(request_id)  # braces in it would put a request's keys into several slots of a cluster
-    if made is not None and model in (None, made.model):
-        return made
-    if model is None or made is not None:
-        raise unknown(request_id)
-    try:
-        return chosen_address(model, request_id, tenant)
-    except InvalidRequest:
-        raise unknown(request_id) from None
-
-
-def unknown(request_id: str) -> RequestNotFound:
-    """Returns the error for an unknown id, or that of another tenant's request."""
-    return RequestNotFound(
-        f"request '{request_id[:100]}' is not known: it was not accepted, or it ended too long ago; "
-        "a request with an id of your own is below its model: /v1/models/<model>/requests/<id>"
-    )
-
-
-def own_record(tenant: str, address: Address, record: RequestRecord | None) -> RequestRecord:
-    """Returns a record if it is the tenant's.
-
-    Raises:
-        RequestNotFound: There is none, or it is another's.
-    """
-    if record is None or record.tenant != tenant:
-        raise unknown(shown_id(address))
-    return record
-
-
-def conflict(request_id: str) -> Conflict:
-    """Returns the error for an id, or where it is empty for an idempotency key, that another body came with."""
-    what = f"request id '{request_id}'" if request_id else "Idempotency-Key"
-    return Conflict(f"the {what} belongs to a request with another body; repeat that body, or choose another")
-
-
-def expired(record: RequestRecord) -> ResultExpired:
-    """Returns the error for a result that was there."""
-    return ResultExpired(f"the result of request '{shown_id(record.address)}' was there; its time to live is over")
-
-
-def failed_outcome(address: Address, state: RequestState, error: QinferError, version: int = 0) -> Outcome:
-    """Returns how a request ends without being executed."""
-    failure = Failure.of(error)
-    response = Response(request_id=address.id, model=address.model, version=version, failure=failure)
-    return Outcome(state=state, blob=encode_responses([response]), code=failure.code, message=failure.message)
-
-
-def shown_id(address: Address) -> str:
-    """Returns the id as the client knows it."""
-    return address.id if _made_by_server(address.id) is not None else address.id.partition("@")[0]
-
-
-def path_of(address: Address) -> str:
-    """Returns the path of a request."""
-    shown = shown_id(address)
-    if shown == address.id:
-        return f"/v1/requests/{quote(shown, safe='')}"
-    return f"/v1/models/{quote(address.model, safe='')}/requests/{quote(shown, safe='')}"
-
-
-def shown_record(record: RequestRecord, now_s: float) -> RequestBody:
-    """Returns a record as clients have it."""
-    path = path_of(record.address)
-    ended = record.state.is_terminal
-    failed = ended and record.code and record.state is not RequestState.SUCCEEDED
-    return RequestBody(
-        id=shown_id(record.address),
-        model=record.address.model,
-        version=record.version,
-        state=record.state,
-        created_at=written(record.created_at),
-        deadline_at=written(record.deadline_at),
-        finished_at=instant(record.finished_at),
-        expires_at=instant(record.expires_at),
-        age_s=round(max((record.finished_at if ended else now_s) - record.created_at, 0.0), 3),
-        attempts=record.attempts,
-        error=RequestProblem(record.code, record.message) if failed else None,
-        webhook=shown_webhook(record.webhook, record.webhook_state),
-        links=RequestLinks(path, f"{path}/result", f"{path}/events"),
-        responses=record.responses if record.decoupled else UNSET,
-    )
-
-
-def shown_webhook(url: str, state: str) -> WebhookBody | None:
-    """Returns a webhook as clients have it; none where the URL is empty."""
-    return WebhookBody(url, state or "waiting") if url else None
-
-
-def instant(at_s: float) -> str | None:
-    """Writes an instant as RFC 3339 in UTC with milliseconds; `None` for 0."""
-    return written(at_s) if at_s else None
-
-
-def written(at_s: float) -> str:
-    """Writes an instant as RFC 3339 in UTC with milliseconds."""
-    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _made_by_server(request_id: str) -> Address | None:
-    if len(request_id) > _MAX_ID_CHARACTERS:
-        return None
-    try:
-        ulid, partition, model = parse_request_id(request_id)
-    except InvalidRequest:
-        return None
-    return None if "@" in ulid else Address(model, partition, request_id)
-
+_KEPT_LONGER_S = 600.0  # a target than the record that it leads to
 
 MIN_TIMEOUT_S = 0.001
 
@@ -309,6 +100,7 @@ class AsyncRequests:
         inline_max_bytes: Larger tensors travel beside the stream.
         targets: Where webhooks may go.
         waits: Those that wait here for a request's end.
+        kept: The targets of requests to endpoints that may be repeated.
         ids: Makes ids.
     """
 
@@ -320,6 +112,7 @@ class AsyncRequests:
     inline_max_bytes: int
     targets: Targets
     waits: Waits
+    kept: KeptTargets
     ids: IdFactory = field(default_factory=IdFactory)
 
     def now_s(self) -> float:
@@ -329,12 +122,17 @@ class AsyncRequests:
     def resolve(self, model: str, version: int) -> Served:
         """Finds the model version of a request; no live worker need have loaded the version yet.
 
+        An endpoint is served where its stable target is.
+
         Raises:
             Overloaded: The gateway is shutting down.
             ModelNotFound: No such model or version.
             ModelNotReady: It can't be loaded.
             InvalidRequest: It keeps state from request to request.
         """
+        return self._accepting(*self.dispatcher.endpoints.stable(model, version))
+
+    def _accepting(self, model: str, version: int) -> Served:
         if self.dispatcher.draining:
             raise Overloaded("Server exiting")
         served = self.catalog.accepting(model, version)
@@ -344,13 +142,13 @@ class AsyncRequests:
     def refuse(self, model: str, version: int, error: QinferError, context: Context = ANONYMOUS) -> QinferError:
         """Counts a request that was not accepted, and returns the error for its client."""
         try:
-            served = self.catalog.accepting(model, version)
+            served = self.catalog.accepting(*self.dispatcher.endpoints.stable(model, version))
         except QinferError:
-            self.tally.failed(*self.catalog.named(model, version), error.code)
+            self.tally.failed(*self.dispatcher.named(model, version), error.code)
         else:
-            self.tally.failed(model, served.version, error.code)
+            self.tally.failed(served.spec.name, served.version, error.code)
             if isinstance(error, Overloaded):
-                self.tally.ended(model, served.version, error.code)
+                self.tally.ended(served.spec.name, served.version, error.code)
         self.dispatcher.note_refusal(model, version, error, context)
         return error
 
@@ -367,7 +165,9 @@ class AsyncRequests:
             QinferError: It is refused, as `Dispatcher.submit` refuses; or its timeout or webhook is wrong; `Conflict`:
                 the id or the key belongs to a request with another body.
         """
-        served = self.resolve(request.model, request.version)
+        if request.endpoint and (names := names_of(options.request_id, options.idempotency_key)):
+            plan = await self._keep_target(context, request, plan, options, names)
+        served = self._accepting(request.model, request.version)
         if not request.generation or request.generation != served.generation:
             self.dispatcher.check(request, served)
         acceptance = self._acceptance(context, request, served, plan, options)
@@ -387,6 +187,7 @@ class AsyncRequests:
         Raises:
             QinferError: The queue can't be asked; or `Conflict`, as `submit`.
         """
+        model = await self.model_of(model, context.tenant, options.request_id, options.idempotency_key)
         address = self._address(context, Lane(model, 0), options.request_id)
         found = await self.delivery.requests.find(
             address, options.body_hash, tenant=context.tenant, idempotency_key=options.idempotency_key
@@ -396,6 +197,43 @@ class AsyncRequests:
         _check_repetition(address, found, options)
         record = await self.delivery.requests.record(msgspec.structs.replace(address, id=found.id))
         return None if record is None else Ticket(record, is_new=False)
+
+    async def model_of(self, name: str, tenant: str, request_id: str, idempotency_key: str = "") -> str:
+        """Returns the model that an earlier request went to; the name itself if that is no endpoint, or none is kept.
+
+        Args:
+            name: What the request named.
+            tenant: Who asks.
+            request_id: The id that its caller chose; empty = none.
+            idempotency_key: The hash of the caller's key; empty without one.
+
+        Raises:
+            BrokerUnavailable: The queue can't be reached.
+        """
+        if name not in self.dispatcher.endpoints.by_name:
+            return name
+        kept = await self.kept.find(name, tenant, names_of(request_id, idempotency_key))
+        return name if kept is None else kept.model
+
+    async def _keep_target(
+        self, context: Context, request: InferRequest, plan: OutputPlan, options: SubmitOptions, names: Sequence[str]
+    ) -> OutputPlan:
+        """Has a request go where it went when it came for the first time; returns its plan for that target."""
+        served = self._accepting(request.model, request.version)
+        settings, chosen = self.settings, Kept(request.model, served.version)
+        record_s = self._timeout_s(served, options.timeout_s) + settings.result_ttl_s + settings.tombstone_ttl_s
+        keep = functools.partial(
+            self.kept.keep, request.endpoint, context.tenant, names, chosen, record_s + _KEPT_LONGER_S
+        )
+        kept = await keep()
+        # A target that the endpoint has let go of answers what it has accepted already, and nothing else.
+        is_gone = kept != chosen and not self.dispatcher.endpoints.has(request.endpoint, *kept)
+        if is_gone and await self.repeated(context, request.endpoint, options) is None:
+            kept = await keep(kept)
+        if kept == chosen:
+            return plan
+        request.model, request.version, request.generation = kept.model, kept.version, 0
+        return bound(plan, self._accepting(*kept)) if plan.special is not None else plan
 
     async def record(self, context: Context, address: Address) -> RequestRecord:
         """Returns the record of a request.

@@ -29,7 +29,7 @@ from qinfer.queue import keys
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
 from qinfer.queue.entries import Address, RequestRecord
 from qinfer.queue.lanes import Queue
-from qinfer_api.requests.service import instant, path_of, shown_record
+from qinfer_api.requests.records import instant, path_of, shown_record
 from qinfer_api.requests.targets import Target, Targets
 
 if TYPE_CHECKING:

@@ -123,7 +123,7 @@ def model_routes(services: Services) -> APIRouter:
     @router.get("/v2/models/{model}", name="metadata", dependencies=found, **_DESCRIBE)
     async def metadata(request: Request) -> HttpResponse:
         """Describes a model, with the versions that are ready, or the version of the path."""
-        return send_json(model_metadata(services.catalog, *target_of(request)))
+        return send_json(model_metadata(services.dispatcher.endpoints, *target_of(request)))
 
     @router.get("/v2/models/{model}/versions/{version}/ready", name="version_ready", dependencies=health, **_IS_READY)
     @router.get("/v2/models/{model}/ready", name="model_ready", dependencies=health, **_IS_READY)
@@ -132,7 +132,7 @@ def model_routes(services: Services) -> APIRouter:
         target = target_of(request)
         if services.dispatcher.draining:
             raise Overloaded("Server exiting")
-        if not is_model_ready(services.catalog, *target):
+        if not is_model_ready(services.dispatcher.endpoints, *target):
             return send(error_reply(400, "Model version not ready"))
         return HttpResponse()
 
@@ -140,7 +140,7 @@ def model_routes(services: Services) -> APIRouter:
     @router.get("/v2/models/{model}/config", name="model_config", dependencies=shown, **_CONFIG)
     async def model_config(request: Request) -> HttpResponse:
         """Gives the complete, normalised model configuration."""
-        return send(Reply(200, services.catalog.config_json(*target_of(request)).encode()))
+        return send(Reply(200, about.model_config(services.dispatcher.endpoints, *target_of(request)).encode()))
 
     return router
 
@@ -284,7 +284,8 @@ def repository_routes(services: Services) -> APIRouter:
         ready = call.get("ready", False)
         if not isinstance(ready, bool):
             raise MalformedJson("Invalid value for 'ready': expected a boolean")
-        return send_json(await services.models.index(ready=ready))
+        found = await services.models.index(ready=ready)
+        return send_json([*found, *about.endpoint_entries(services.dispatcher.endpoints, ready=ready)])
 
     return router
 

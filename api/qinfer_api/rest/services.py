@@ -422,21 +422,29 @@ async def decoded_infer(
     def decode() -> tuple[InferRequest, OutputPlan]:
         decoded, plan = services.codec.decode(target, body, request.headers.get(JSON_LENGTH_HEADER), served)
         forward_headers(services, request, decoded)
-        of = choose(services, request, decoded)
-        services.dispatcher.check(decoded, served if of is None else of)
-        return decoded, plan if of is None else services.codec.routed(decoded, plan)
+        target_served = choose(services, request, decoded, served)
+        services.dispatcher.check(decoded, target_served)
+        return decoded, services.codec.routed(decoded, plan, target_served) if decoded.endpoint else plan
 
     return await off_loop(math.inf if services.codec.shares_memory else len(body), decode)
 
 
-def choose(services: Services, request: Request, decoded: InferRequest) -> Served | None:
-    """Chooses the target of a request that names an endpoint; `None` = it names a model.
+def choose(services: Services, request: Request, decoded: InferRequest, served: Served) -> Served:
+    """Chooses the target of a request that names an endpoint; returns where it is served.
+
+    Args:
+        services: The use cases.
+        request: The request of HTTP, whose caller is authorized.
+        decoded: What it asks.
+        served: Where the model is served that it names, or the stable target of the endpoint.
 
     Raises:
         QinferError: The target can't be asked.
     """
-    is_endpoint = services.dispatcher.choose(_caller(request), decoded, request.headers.get)
-    return services.dispatcher.chosen(decoded) if is_endpoint else None
+    services.dispatcher.choose(_caller(request), decoded, request.headers.get)
+    if not decoded.endpoint or (served.spec.name, served.version) == (decoded.model, decoded.version):
+        return served
+    return services.dispatcher.chosen(decoded)
 
 
 async def off_loop(nbytes: float, work: Callable[[*Ts], T], *arguments: *Ts) -> T:

@@ -13,13 +13,20 @@ import msgspec
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady, UnsupportedFeature
-from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import from_json
 from qinfer.models.control import ModelControl
 from qinfer.tensors import Bytes
+from qinfer.traffic.routing import Endpoints
 from qinfer.wire.protos import grpc_service_pb2 as pb
 from qinfer.wire.protos import health_pb2
-from qinfer_api.about import is_model_ready, is_server_ready, model_metadata, server_metadata
+from qinfer_api.about import (
+    endpoint_entries,
+    is_model_ready,
+    is_server_ready,
+    model_config,
+    model_metadata,
+    server_metadata,
+)
 from qinfer_api.http.infer import parse_version
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import Guard, parse
@@ -33,7 +40,7 @@ _HEALTH, _METADATA, _CONFIG, _STATISTICS = "health", "metadata", "model-config",
 
 def model_calls(guard: Guard, services: Services) -> dict[str, Method]:
     """Returns the methods: name → method."""
-    catalog, settings = services.catalog, services.settings
+    catalog, settings, endpoints = services.catalog, services.settings, services.dispatcher.endpoints
 
     async def live(_: Any) -> Any:
         return pb.ServerLiveResponse(live=True)
@@ -43,16 +50,16 @@ def model_calls(guard: Guard, services: Services) -> dict[str, Method]:
         return pb.ServerReadyResponse(ready=is_ready)
 
     async def model_ready(request: Any) -> Any:
-        return pb.ModelReadyResponse(ready=_is_ready(catalog, request.name, _version(request)))
+        return pb.ModelReadyResponse(ready=_is_ready(endpoints, request.name, _version(request)))
 
     async def metadata(_: Any) -> Any:
         return _message(pb.ServerMetadataResponse, server_metadata(settings))
 
     async def of_model(request: Any) -> Any:
-        return _message(pb.ModelMetadataResponse, model_metadata(catalog, request.name, _version(request)))
+        return _message(pb.ModelMetadataResponse, model_metadata(endpoints, request.name, _version(request)))
 
     async def config(request: Any) -> Any:
-        text = catalog.config_json(request.name, _version(request))
+        text = model_config(endpoints, request.name, _version(request))
         return pb.ModelConfigResponse(config=from_json(text))
 
     async def statistics(request: Any) -> Any:
@@ -70,18 +77,18 @@ def model_calls(guard: Guard, services: Services) -> dict[str, Method]:
     }
 
 
-def _is_ready(catalog: Catalog, model: str, version: int) -> bool:
+def _is_ready(endpoints: Endpoints, model: str, version: int) -> bool:
     """Returns whether a model that the server knows is ready; one that was unloaded is known.
 
     Raises:
         ModelNotFound: No such model or version.
     """
     try:
-        return is_model_ready(catalog, model, version)
+        return is_model_ready(endpoints, model, version)
     except ModelNotReady:
         return False
     except ModelNotFound:
-        if version or model not in catalog.known():
+        if version or model not in endpoints.catalog.known():
             raise
         return False
 
@@ -142,12 +149,12 @@ _REPOSITORY = "model-repository"
 _FILE = "file:"
 
 
-def repository_calls(guard: Guard, models: ModelControl) -> dict[str, Method]:
+def repository_calls(guard: Guard, models: ModelControl, endpoints: Endpoints) -> dict[str, Method]:
     """Returns the methods: name → method."""
 
     async def index(request: Any) -> Any:
         _check_repository(request)
-        found = await models.index(ready=request.ready)
+        found = [*await models.index(ready=request.ready), *endpoint_entries(endpoints, ready=request.ready)]
         return pb.RepositoryIndexResponse(
             models=[_message(pb.RepositoryIndexResponse.ModelIndex, entry) for entry in found]
         )

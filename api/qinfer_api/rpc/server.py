@@ -99,7 +99,7 @@ class RpcServer:
         self._infer = Infer(guard, services)
         calls = {
             **model_calls(guard, services),
-            **repository_calls(guard, services.models),
+            **repository_calls(guard, services.models, services.dispatcher.endpoints),
             **shared_memory_calls(guard, services.codec.memory),
             **settings_calls(guard, services.reporting.trace_settings, services.reporting.log_settings),
             **self._infer.methods(),

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
+import tritonclient.grpc.aio as triton
 
 from tests.support.endpoints import BODY, canary, declare, gateways, seen, split
 from tests.support.gateway import Running, settings_of
@@ -46,7 +47,7 @@ async def test_an_endpoint_is_asked_like_a_model(both: list[Running], client: ht
 
 
 async def test_binary_requests_are_too(both: list[Running], client: httpx.AsyncClient) -> None:
-    await declare(both, "all-canary", split(canary(100)))
+    await declare(both, "all-canary", split(canary(1)))
     row = np.arange(4, dtype="<f4").tobytes()
     head = json.dumps(
         {
@@ -67,13 +68,13 @@ async def test_binary_requests_are_too(both: list[Running], client: httpx.AsyncC
 async def test_beyond_the_plainest_head_too(
     both: list[Running], client: httpx.AsyncClient, how: dict[str, str]
 ) -> None:
-    await declare(both, "all-canary", split(canary(100)))
+    await declare(both, "all-canary", split(canary(1)))
 
     assert told(await client.post("/v2/models/all-canary/infer", json=BODY, headers=how))[1:] == ("2", "echo:2")
 
 
 async def test_a_large_request_is_checked_against_its_target(both: list[Running], client: httpx.AsyncClient) -> None:
-    await declare(both, "other-model", split(canary(100, "späte modelle:1")))
+    await declare(both, "other-model", split(canary(1, "späte modelle:1")))
     rows = 20_000
     body = {"inputs": [{"name": "x", "shape": [rows, 4], "datatype": "FP32", "data": [0.5] * 4 * rows}]}
 
@@ -83,7 +84,7 @@ async def test_a_large_request_is_checked_against_its_target(both: list[Running]
 
 
 async def test_generate_answers_under_the_endpoints_name(both: list[Running], client: httpx.AsyncClient) -> None:
-    await declare(both, "all-canary", split(canary(100)))
+    await declare(both, "all-canary", split(canary(1)))
 
     reply = await client.post("/v2/models/all-canary/generate", json={"x": [1, 2, 3, 4]})
     stream = await client.post("/v2/models/all-canary/generate_stream", json={"x": [1, 2, 3, 4]})
@@ -94,7 +95,7 @@ async def test_generate_answers_under_the_endpoints_name(both: list[Running], cl
 
 
 async def test_classes_have_the_labels_of_the_target(both: list[Running], client: httpx.AsyncClient) -> None:
-    await declare(both, "labels", split(canary(100), stable="späte modelle:1"))
+    await declare(both, "labels", split(canary(1), stable="späte modelle:1"))
     wanted = {"outputs": [{"name": "y", "parameters": {"classification": 1}}]}
 
     reply = await client.post("/v2/models/labels/infer", json={**BODY, **wanted})
@@ -106,7 +107,7 @@ async def test_classes_have_the_labels_of_the_target(both: list[Running], client
 
 
 async def test_grpc_asks_endpoints_too(both: list[Running]) -> None:
-    await declare(both, "all-canary", split(canary(100)))
+    await declare(both, "all-canary", split(canary(1)))
     async with grpc.aio.insecure_channel(both[1].grpc_target) as channel:
         stub = stub_of(channel)
         for _ in range(4):  # the later ones are read in the short way
@@ -143,7 +144,7 @@ async def test_conditions_go_before_weights(both: list[Running], client: httpx.A
 
 
 async def test_a_sticky_key_has_one_target_at_every_gateway(both: list[Running]) -> None:
-    await declare(both, "sticky", split(canary(50), sticky="header:X-User"))
+    await declare(both, "sticky", split(canary(0.5), sticky="header:X-User"))
     users = [f"user-{number}" for number in range(40)]
 
     async def targets(url: str) -> list[str]:
@@ -168,18 +169,18 @@ async def test_a_version_picks_its_target(both: list[Running], client: httpx.Asy
 
 
 async def test_the_latest_version_is_the_newest_that_is_ready(both: list[Running], client: httpx.AsyncClient) -> None:
-    await declare(both, "follows", split(canary(100, "echo:latest")))
+    await declare(both, "follows", split(canary(1, "echo:latest")))
 
     assert told(await client.post("/v2/models/follows/infer", json=BODY))[2] == "echo:2"
 
-    await declare(both, "follows", split(canary(100, "echo:latest"), stable="echo:2"))
+    await declare(both, "follows", split(canary(1, "echo:latest"), stable="echo:2"))
     assert told(await client.post("/v2/models/follows/infer", json=BODY))[2] == "echo:2"
 
 
 async def test_what_a_canary_cannot_answer_the_stable_target_does(
     both: list[Running], client: httpx.AsyncClient
 ) -> None:
-    await declare(both, "unready", split(canary(100, "loading:1")))
+    await declare(both, "unready", split(canary(1, "loading:1")))
 
     assert told(await client.post("/v2/models/unready/infer", json=BODY))[2] == "echo:1"
     state = (await client.get("/v1/endpoints/unready")).json()
@@ -188,7 +189,7 @@ async def test_what_a_canary_cannot_answer_the_stable_target_does(
 
 
 async def test_a_failure_names_its_target(both: list[Running], client: httpx.AsyncClient) -> None:
-    await declare(both, "failing", split(canary(100, "fails:1")))
+    await declare(both, "failing", split(canary(1, "fails:1")))
 
     reply = await client.post("/v2/models/failing/infer", json=BODY)
 
@@ -197,8 +198,8 @@ async def test_a_failure_names_its_target(both: list[Running], client: httpx.Asy
 
 async def test_an_endpoint_may_stand_in_front_of_a_model(both: list[Running], client: httpx.AsyncClient) -> None:
     """Only if it says so; its targets are then the models of that name, never itself."""
-    hidden = split(canary(100, "pair:1"), stable="pair:1") | {
-        "targets": [{"model": "echo", "version": 1, "role": "stable"}, {"model": "echo", "version": 2, "weight": 100}]
+    hidden = split(canary(1, "pair:1"), stable="pair:1") | {
+        "targets": [{"model": "echo", "version": 1, "role": "stable"}, {"model": "echo", "version": 2, "weight": 1}]
     }
     refused = await client.put("/v1/endpoints/echo", json=hidden)
     assert refused.status_code == 400
@@ -217,13 +218,13 @@ async def test_an_endpoint_may_stand_in_front_of_a_model(both: list[Running], cl
 @pytest.mark.parametrize(
     ("declaration", "text"),
     [
-        (split(canary(10, "nothing:1")), "target 'nothing:1': there is no such model"),
-        (split(canary(10, "basis:1")), "target 'basis:1': it is an endpoint, and targets are models"),
-        (split(canary(10, "echo:9")), "target 'echo:9': the model has no such version; its versions are 1, 2"),
-        (split(canary(10, "half:1")), "target 'half:1' does not fit 'echo:1': they differ in input x"),
-        (split(canary(10, "flow:1")), "one gives a single response, the other a stream"),
-        (split(canary(10, "stateful:1")), "a model with sequences can be mixed with its own versions only"),
-        (split(canary(120)), "weight 120 is not from 0 to 100 percent"),
+        (split(canary(0.1, "nothing:1")), "target 'nothing:1': there is no such model"),
+        (split(canary(0.1, "basis:1")), "target 'basis:1': it is an endpoint, and targets are models"),
+        (split(canary(0.1, "echo:9")), "target 'echo:9': the model has no such version; its versions are 1, 2"),
+        (split(canary(0.1, "half:1")), "target 'half:1' does not fit 'echo:1': they differ in input x"),
+        (split(canary(0.1, "flow:1")), "one gives a single response, the other a stream"),
+        (split(canary(0.1, "stateful:1")), "a model with sequences can be mixed with its own versions only"),
+        (split(canary(10)), "weight 10 is no share from 0 to 1, such as 0.1"),
         (split(typo=1), "the declaration of an endpoint has no 'typo'"),
         ({"targets": 7}, "this is no declaration of an endpoint: Expected `array`, got `int` - at `$.targets`"),
     ],
@@ -246,8 +247,8 @@ async def test_a_change_to_another_revision_is_refused(both: list[Running], clie
 
     async with httpx.AsyncClient(base_url=both[0].url) as other:
         replies = await asyncio.gather(
-            client.put("/v1/endpoints/edited", json=read | split(canary(5))),
-            other.put("/v1/endpoints/edited", json=read | split(canary(10))),
+            client.put("/v1/endpoints/edited", json=read | split(canary(0.05))),
+            other.put("/v1/endpoints/edited", json=read | split(canary(0.1))),
         )
 
     assert sorted(reply.status_code for reply in replies) == [200, 409]
@@ -257,9 +258,36 @@ async def test_a_change_to_another_revision_is_refused(both: list[Running], clie
     assert gone.status_code == 409
 
 
+async def test_an_endpoint_is_described_as_its_stable_target(both: list[Running], client: httpx.AsyncClient) -> None:
+    """Under its own name: metadata, readiness, configuration, statistics and index, over HTTP and gRPC alike."""
+    await declare(both, "described", split(canary(0.5, "späte modelle:1"), stable="echo:2"))
+    metadata = (await client.get("/v2/models/described")).json()
+    config = (await client.get("/v2/models/described/config")).json()
+    (stats,) = (await client.get("/v2/models/described/stats")).json()["model_stats"]
+    index = (await client.post("/v2/repository/index")).json()
+
+    assert (metadata["name"], metadata["versions"], metadata["inputs"][0]["name"]) == ("described", ["2"], "x")
+    assert (config["name"], config["max_batch_size"]) == ("described", 8)
+    assert (stats["name"], stats["version"]) == ("described", "2")
+    assert {"name": "described", "version": "2", "state": "READY"} in index
+    assert (await client.get("/v2/models/described/ready")).status_code == 200
+    assert (await client.get("/v2/models/described/versions/1")).json()["versions"] == ["1"]
+    assert (await client.get("/v2/models/described/versions/9/ready")).status_code == 404
+
+    async with triton.InferenceServerClient(both[0].grpc_target) as theirs:
+        assert await theirs.is_model_ready("described")
+        about = await theirs.get_model_metadata("described", as_json=True)
+        assert (about["name"], about["versions"]) == ("described", ["2"])
+        assert (await theirs.get_model_config("described", as_json=True))["config"]["name"] == "described"
+        counted = await theirs.get_inference_statistics("described", as_json=True)
+        assert [one["name"] for one in counted["model_stats"]] == ["described"]
+        found = await theirs.get_model_repository_index(as_json=True)
+        assert {"name": "described", "version": "2", "state": "READY"} in found["models"]
+
+
 async def test_shares_are_those_of_the_weights(both: list[Running]) -> None:
     """Within the binomial interval of 99.9 %: 600 requests by each gateway, a quarter to the canary."""
-    await declare(both, "quarter", split(canary(25)))
+    await declare(both, "quarter", split(canary(0.25)))
 
     async def counted(url: str) -> Counter[str]:
         async with httpx.AsyncClient(base_url=url) as client:

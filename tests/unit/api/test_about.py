@@ -6,6 +6,7 @@ from qinfer.core.settings import RepositorySettings, Settings
 from qinfer.errors import ModelNotFound, ModelNotReady, QinferError
 from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
+from qinfer.traffic.routing import Endpoints
 from qinfer_api.about import is_model_ready, is_server_ready, model_metadata, server_metadata
 from tests.support.stub_catalog import stub_catalog
 
@@ -45,7 +46,7 @@ def test_the_name_can_be_set() -> None:
 @pytest.mark.parametrize(("version", "shown"), [(0, ["1", "3"]), (1, ["1"]), (3, ["3"])])
 def test_metadata_lists_ready_versions(catalog: Catalog, version: int, shown: list[str]) -> None:
     """All of them, or the one that was named."""
-    assert model_metadata(catalog, "up", version).versions == shown
+    assert model_metadata(Endpoints(catalog), "up", version).versions == shown
 
 
 @pytest.mark.parametrize(
@@ -60,9 +61,9 @@ def test_the_server_is_ready(catalog: Catalog, *, strict: bool, draining: bool, 
 
 def test_a_model_is_ready(catalog: Catalog) -> None:
     """One version, or any; not while its first one loads."""
-    assert is_model_ready(catalog, "up", 0)
-    assert is_model_ready(catalog, "up", 3)
-    assert not is_model_ready(catalog, "loading", 0)
+    assert is_model_ready(Endpoints(catalog), "up", 0)
+    assert is_model_ready(Endpoints(catalog), "up", 3)
+    assert not is_model_ready(Endpoints(catalog), "loading", 0)
 
 
 @pytest.mark.parametrize(
@@ -79,4 +80,4 @@ def test_why_a_model_is_not_ready(
 ) -> None:
     """The cases of reference §1.3."""
     with pytest.raises(error, match=text):
-        is_model_ready(catalog, model, version)
+        is_model_ready(Endpoints(catalog), model, version)

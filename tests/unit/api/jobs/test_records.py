@@ -20,7 +20,7 @@ from qinfer_api.jobs.records import (
     shown_job,
     shown_job_id,
 )
-from qinfer_api.requests.service import WebhookBody
+from qinfer_api.requests.records import WebhookBody
 
 SPEC = JobSpec(model="m", inputs=("s3://b/in",), output=Output("s3://b/out"), metadata={"who": "me"})
 

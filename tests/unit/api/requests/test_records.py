@@ -4,7 +4,7 @@ import pytest
 
 from qinfer.errors import RequestNotFound
 from qinfer.queue.entries import Address
-from qinfer_api.requests.service import address_of, path_of, shown_id
+from qinfer_api.requests.records import address_of, path_of, shown_id
 
 ULID = "01ARZ3NDEKTSV4RRFFQ69G5FAV"
 

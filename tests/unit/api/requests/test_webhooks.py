@@ -20,7 +20,7 @@ from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
 from qinfer.queue.entries import Acceptance, Address, Lane, RequestState, Settlement
 from qinfer.queue.lanes import Queue
 from qinfer_api.jobs.records import message_of
-from qinfer_api.requests.service import failed_outcome
+from qinfer_api.requests.records import failed_outcome
 from qinfer_api.requests.targets import Targets, is_public
 from qinfer_api.requests.webhooks import MAX_DELIVERIES, Webhooks, read_secret, sign, webhook_id
 from qinfer_api.status import http_status, retry_after_s

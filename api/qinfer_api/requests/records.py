@@ -1,0 +1,234 @@
+"""The records of asynchronous requests as clients see them, and the ids and paths by which they are found.
+
+A server-made id is shown as it is. An id that the client chose is `<id>@<tenant>` inside, so that tenants can't meet;
+outside it is what the client chose, and lives below its model: `/v1/models/{model}/requests/{id}`.
+"""
+
+import re
+from datetime import UTC, datetime
+from urllib.parse import quote
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from qinfer.core.messages import Failure, Response, parse_request_id
+from qinfer.errors import (
+    Conflict,
+    InvalidRequest,
+    QinferError,
+    RequestNotFound,
+    ResultExpired,
+)
+from qinfer.models.repository.reader import is_model_name
+from qinfer.queue.entries import Address, Outcome, RequestRecord, RequestState
+from qinfer.wire.frame import encode_responses
+
+_CHOSEN = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}")  # clients drop . and .. from paths
+_MAX_ID_CHARACTERS = 512
+_CHOSEN_PARTITION = 0
+
+
+class RequestProblem(msgspec.Struct, frozen=True):
+    """Why a request has no outputs.
+
+    Attributes:
+        code: A name for the kind of failure, such as `deadline_exceeded`.
+    """
+
+    code: str
+    message: str
+
+
+class WebhookBody(msgspec.Struct, frozen=True):
+    """The webhook that is informed of the end.
+
+    Attributes:
+        state: waiting (for the end) | pending | delivered | failed
+    """
+
+    url: str
+    state: str
+
+
+class RequestLinks(msgspec.Struct, frozen=True, rename={"own": "self"}):
+    """Paths of the request."""
+
+    own: str
+    result: str
+    events: str
+
+
+class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
+    """An asynchronous request; instants are RFC 3339 in UTC, null before they occur.
+
+    Attributes:
+        state: queued | running | succeeded | failed | expired | cancelled; the last four are final
+        deadline_at: When it expires, unless it has ended.
+        expires_at: When its result will be gone.
+        age_s: Seconds since it was accepted; once it has ended, seconds that it took.
+        attempts: How often a worker has taken it.
+        responses: How many responses are stored before the final one; left out for models that give one.
+
+    Example:
+        {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits", "model": "digits", "version": 1, "state": "queued",
+         "created_at": "2026-01-31T12:00:00.000Z", "deadline_at": "2026-01-31T13:00:00.000Z", "finished_at": null,
+         "expires_at": null, "age_s": 0.25, "attempts": 0, "error": null, "webhook": null,
+         "links": {"self": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits",
+                   "result": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits/result",
+                   "events": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits/events"}}
+    """
+
+    id: str
+    model: str
+    version: int
+    state: RequestState
+    created_at: str
+    deadline_at: str
+    finished_at: str | None
+    expires_at: str | None
+    age_s: float
+    attempts: int
+    error: RequestProblem | None
+    webhook: WebhookBody | None
+    links: RequestLinks
+    responses: int | UnsetType = UNSET
+
+
+def chosen_address(model: str, request_id: str, tenant: str) -> Address:
+    """Returns the address of a request whose id its client chose.
+
+    Raises:
+        InvalidRequest: The id has other characters, is too long, or looks like one that a server made.
+    """
+    if not _CHOSEN.fullmatch(request_id):
+        raise InvalidRequest(
+            f"'{request_id[:100]}' can't be a request id; use 1 to 128 letters, digits, '.', '_', '~' and '-', and not "
+            "'.' or '..' alone"
+        )
+    if made_by_server(request_id + "@") is not None:
+        raise InvalidRequest(f"'{request_id}' has the form of the ids that the server makes; choose another")
+    return Address(model, _CHOSEN_PARTITION, f"{request_id}@{tenant}")
+
+
+def address_of(request_id: str, tenant: str, model: str | None = None) -> Address:
+    """Finds where a request is that a path names; that there is one is not known yet.
+
+    Args:
+        request_id: The id in the path.
+        tenant: Who asks.
+        model: The model in the path; `None` without one, where only ids made by a server are known.
+
+    Raises:
+        RequestNotFound: No request can have that id here.
+    """
+    made = made_by_server(request_id)
+    name = model if made is None else made.model
+    if name is not None and not is_model_name(name):
+        raise unknown(request_id)  # braces in it would put a request's keys into several slots of a cluster
+    if made is not None and model in (None, made.model):
+        return made
+    if model is None or made is not None:
+        raise unknown(request_id)
+    try:
+        return chosen_address(model, request_id, tenant)
+    except InvalidRequest:
+        raise unknown(request_id) from None
+
+
+def unknown(request_id: str) -> RequestNotFound:
+    """Returns the error for an unknown id, or that of another tenant's request."""
+    return RequestNotFound(
+        f"request '{request_id[:100]}' is not known: it was not accepted, or it ended too long ago; "
+        "a request with an id of your own is below its model: /v1/models/<model>/requests/<id>"
+    )
+
+
+def own_record(tenant: str, address: Address, record: RequestRecord | None) -> RequestRecord:
+    """Returns a record if it is the tenant's.
+
+    Raises:
+        RequestNotFound: There is none, or it is another's.
+    """
+    if record is None or record.tenant != tenant:
+        raise unknown(shown_id(address))
+    return record
+
+
+def conflict(request_id: str) -> Conflict:
+    """Returns the error for an id, or where it is empty for an idempotency key, that another body came with."""
+    what = f"request id '{request_id}'" if request_id else "Idempotency-Key"
+    return Conflict(f"the {what} belongs to a request with another body; repeat that body, or choose another")
+
+
+def expired(record: RequestRecord) -> ResultExpired:
+    """Returns the error for a result that was there."""
+    return ResultExpired(f"the result of request '{shown_id(record.address)}' was there; its time to live is over")
+
+
+def failed_outcome(address: Address, state: RequestState, error: QinferError, version: int = 0) -> Outcome:
+    """Returns how a request ends without being executed."""
+    failure = Failure.of(error)
+    response = Response(request_id=address.id, model=address.model, version=version, failure=failure)
+    return Outcome(state=state, blob=encode_responses([response]), code=failure.code, message=failure.message)
+
+
+def shown_id(address: Address) -> str:
+    """Returns the id as the client knows it."""
+    return address.id if made_by_server(address.id) is not None else address.id.partition("@")[0]
+
+
+def path_of(address: Address) -> str:
+    """Returns the path of a request."""
+    shown = shown_id(address)
+    if shown == address.id:
+        return f"/v1/requests/{quote(shown, safe='')}"
+    return f"/v1/models/{quote(address.model, safe='')}/requests/{quote(shown, safe='')}"
+
+
+def shown_record(record: RequestRecord, now_s: float) -> RequestBody:
+    """Returns a record as clients have it."""
+    path = path_of(record.address)
+    ended = record.state.is_terminal
+    failed = ended and record.code and record.state is not RequestState.SUCCEEDED
+    return RequestBody(
+        id=shown_id(record.address),
+        model=record.address.model,
+        version=record.version,
+        state=record.state,
+        created_at=written(record.created_at),
+        deadline_at=written(record.deadline_at),
+        finished_at=instant(record.finished_at),
+        expires_at=instant(record.expires_at),
+        age_s=round(max((record.finished_at if ended else now_s) - record.created_at, 0.0), 3),
+        attempts=record.attempts,
+        error=RequestProblem(record.code, record.message) if failed else None,
+        webhook=shown_webhook(record.webhook, record.webhook_state),
+        links=RequestLinks(path, f"{path}/result", f"{path}/events"),
+        responses=record.responses if record.decoupled else UNSET,
+    )
+
+
+def shown_webhook(url: str, state: str) -> WebhookBody | None:
+    """Returns a webhook as clients have it; none where the URL is empty."""
+    return WebhookBody(url, state or "waiting") if url else None
+
+
+def instant(at_s: float) -> str | None:
+    """Writes an instant as RFC 3339 in UTC with milliseconds; `None` for 0."""
+    return written(at_s) if at_s else None
+
+
+def written(at_s: float) -> str:
+    """Writes an instant as RFC 3339 in UTC with milliseconds."""
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def made_by_server(request_id: str) -> Address | None:
+    """Returns where a request is whose id a server made; `None` = the id is not of that form."""
+    if len(request_id) > _MAX_ID_CHARACTERS:
+        return None
+    try:
+        ulid, partition, model = parse_request_id(request_id)
+    except InvalidRequest:
+        return None
+    return None if "@" in ulid else Address(model, partition, request_id)

@@ -1,0 +1,101 @@
+"""Declarations of endpoints: what is read, and what is wrong with others."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from qinfer.errors import InvalidRequest
+from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.traffic.endpoints import Endpoint, Role, misfit, read_endpoint, read_sticky
+from qinfer.wire.versions import decode_document, encode_document
+
+STABLE = {"model": "m", "version": 3, "role": "stable"}
+
+
+def spec_of(name: str, datatype: str = "FP32", max_batch_size: int = 8, **fields: Any) -> ModelSpec:
+    tensors = [(TensorSpec(name=one, datatype=datatype, dims=(4,)),) for one in "xy"]
+    fields = {"inputs": tensors[0], "outputs": tensors[1], "max_batch_size": max_batch_size, **fields}
+    return ModelSpec(name=name, backend="stub", **fields)
+
+
+def target(version: Any = 4, **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "version": version, **fields}
+
+
+def test_the_stable_target_gets_the_rest() -> None:
+    endpoint = read_endpoint({"targets": [STABLE, target(weight=0.1), target("latest", weight=0.2)]}, "e")
+
+    assert [endpoint.weight_of(each) for each in endpoint.targets] == [0.7, 0.1, 0.2]
+    assert (endpoint.name, endpoint.stable.label, endpoint.targets[2].label) == ("e", "m:3", "m:latest")
+
+
+def test_a_shadow_takes_nothing_from_the_others() -> None:
+    endpoint = read_endpoint({"name": "e", "targets": [STABLE, target(weight=1, role="shadow")]})
+
+    assert [endpoint.weight_of(each) for each in endpoint.targets] == [1, 1]
+    assert endpoint.targets[1].role is Role.SHADOW
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        ({"targets": []}, "one target must have the role stable, not 0"),
+        ({"targets": [STABLE, STABLE | {"version": 4}]}, "one target must have the role stable, not 2"),
+        ({"targets": [STABLE, target(), target()]}, "a target is there twice; add up the weights"),
+        ({"targets": [STABLE | {"version": "latest"}]}, "only a canary may be the latest version"),
+        ({"targets": [STABLE, target("latest", role="shadow")]}, "only a canary may be the latest version"),
+        ({"targets": [STABLE | {"version": 0}]}, "a version is a number above 0, or latest"),
+        ({"targets": [STABLE | {"version": "3"}]}, "no declaration of an endpoint: Invalid enum value '3'"),
+        ({"targets": [STABLE, target(weight=-0.1)]}, "weight -0.1 is no share from 0 to 1"),
+        ({"targets": [STABLE, target(weight=0.7), target(5, weight=0.7)]}, "the weights of the canaries add up to 1.4"),
+        ({"targets": [STABLE | {"weight": 0.5}, target(weight=0.1)]}, "the stable target gets the rest, 0.9, not 0.5"),
+        ({"targets": [STABLE | {"when": [{"tenant": "a"}]}]}, "only a canary may have `when`"),
+        ({"targets": [STABLE, target(when=[{}])]}, "`when` takes 1 to 64 conditions"),
+        ({"targets": [STABLE, target(when=[{"header": "x"}])]}, "a condition of an endpoint has no 'header'"),
+        ({"targets": [STABLE | {"wieght": 1}]}, "a target of an endpoint has no 'wieght'"),
+        ({"targets": [STABLE], "sticky": "cookie"}, "write tenant, header:<name> or parameter:<name>"),
+        ({"targets": [STABLE], "name": "other"}, "the declaration names 'other', but it is for 'e'"),
+        ({"targets": [{**STABLE, "model": "a{b}"}]}, "'a{b}' can't be the name of a model"),
+        ([], "no declaration of an endpoint: Expected `object`, got `array`"),
+    ],
+)
+def test_what_is_wrong_is_said(document: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        read_endpoint(document, "e")
+
+    assert text in raised.value.message
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "x" * 129])
+def test_a_name_is_one_that_models_have(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="it needs a name as models have"):
+        read_endpoint({"name": name, "targets": [STABLE]})
+
+
+def test_names_of_sticky_headers_are_read_in_lower_case() -> None:
+    assert read_sticky("header: X-User") == ("header", "x-user")
+    assert read_sticky("parameter:User") == ("parameter", "User")
+
+
+def test_a_stored_declaration_may_have_what_a_newer_server_writes() -> None:
+    """An older gateway goes on with what it knows of it."""
+    endpoint = read_endpoint({"name": "e", "targets": [STABLE], "revision": 7})
+    document = msgspec.json.decode(encode_document(endpoint)) | {"steps": [1, 2]}
+
+    assert decode_document(msgspec.json.encode(document), Endpoint) == endpoint
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (spec_of("b"), ""),
+        (spec_of("b", max_batch_size=0), "one has a batch dimension, the other none"),
+        (spec_of("b", decoupled=True), "one gives a single response, the other a stream"),
+        (spec_of("b", datatype="INT32"), "they differ in input x"),
+    ],
+    ids=["alike", "batched", "decoupled", "datatype"],
+)
+def test_models_fit_that_have_the_same_inputs_and_outputs(other: ModelSpec, why: str) -> None:
+    assert misfit(spec_of("a"), other) == why
+    assert misfit(other, other) == ""
