@@ -7,6 +7,7 @@ fail, and the given share of the others. Lines carry no payload and no key.
 import logging
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from qinfer.core.messages import InferRequest, Response
@@ -15,6 +16,7 @@ from qinfer.observe.logs import ACCESS
 from qinfer.submission.pending import Sink
 from qinfer_api.auth import Context
 from qinfer_api.status import http_status
+from qinfer_api.target_sink import TargetSink
 
 logger = logging.getLogger(ACCESS)
 
@@ -110,7 +112,16 @@ class LoggedSink:
 
 def inner_of(sink: Sink) -> Sink:
     """Returns a request's own sink."""
-    return sink.inner if isinstance(sink, LoggedSink) else sink
+    while isinstance(sink, LoggedSink | TargetSink):
+        sink = sink.inner
+    return sink
+
+
+def wrappers_of(sink: Sink) -> Iterator[LoggedSink | TargetSink]:
+    """Yields what a request's own sink is wrapped in, to be told of its end."""
+    while isinstance(sink, LoggedSink | TargetSink):
+        yield sink
+        sink = sink.inner
 
 
 def _who(context: Context) -> dict[str, Any]:
@@ -119,7 +130,8 @@ def _who(context: Context) -> dict[str, Any]:
 
 
 def _sent(request: InferRequest) -> dict[str, Any]:
-    return {"id": request.client_id[:_MOST_TEXT], "bytes_in": sum(tensor.nbytes for tensor in request.inputs)}
+    about = {"id": request.client_id[:_MOST_TEXT], "bytes_in": sum(tensor.nbytes for tensor in request.inputs)}
+    return {**about, "endpoint": request.endpoint} if request.endpoint else about
 
 
 def _ms(ns: float) -> float:

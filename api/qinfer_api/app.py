@@ -241,7 +241,7 @@ class Gateway:
     def _open_reporting(self, settings: Settings, tally: GatewayTally) -> Reporting:
         """Creates what tells of the gateway, with what the dispatcher counts and knows."""
         reporting = Reporting(settings, self.catalog, self._store, self._delivery, tally, self._tracing.file)
-        reporting.tenants = self.dispatcher.tenants
+        reporting.tenants, reporting.targets = self.dispatcher.tenants, self.dispatcher.targets
         reporting.statistics.endpoints = self.dispatcher.endpoints
         return reporting
 

@@ -35,9 +35,11 @@ from qinfer.submission.pending import Pending, Sink
 from qinfer.submission.submit import Submission, check
 from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
-from qinfer_api.access_log import AccessLog, LoggedSink
+from qinfer.traffic.tally import TargetTally
+from qinfer_api.access_log import AccessLog, wrappers_of
 from qinfer_api.auth import ANONYMOUS, Auth, Context, Quota
 from qinfer_api.status import of_request
+from qinfer_api.target_sink import TargetSink
 
 _SHORTEST_S = 0.001  # a timeout of 0 means none
 
@@ -58,6 +60,7 @@ class Dispatcher:
         tenants: Counts by tenant; `None` = nobody asked for them.
         draining: The gateway is shutting down.
         endpoints: The names that stand for several models or versions.
+        targets: Counts by their targets.
         submission: The way into the queue.
     """
 
@@ -76,6 +79,7 @@ class Dispatcher:
         self._clock = SystemClock()
         self.submission = Submission(delivery, catalog, limits, owner, self._answered, self._failed)
         self.endpoints = Endpoints(catalog)
+        self.targets = TargetTally(self.endpoints, owner)
         self.access: AccessLog | None = None
         self.tenants: TenantTally | None = None
         self.draining = False
@@ -245,13 +249,21 @@ class Dispatcher:
             timeout_s = served.spec.max_timeout_s
         if within_s < timeout_s:
             timeout_s = max(within_s, _SHORTEST_S)
-        if self.access is not None:
-            sink = self.access.noted(sink, context, request)
+        if request.endpoint or self.access is not None:
+            sink = self._noted(sink, context, request)
         try:
             return self.submission.submit(served, request, sink, timeout_s, quota)
         except (InvalidRequest, Overloaded) as error:
+            if request.endpoint:
+                self.targets.refused(request, error.code)
             error.args = (of_request(request.client_id) + error.message,)
             raise
+
+    def _noted(self, sink: Sink, context: Context, request: InferRequest) -> Sink:
+        """Returns a sink in place of a request's own, which takes note of its end."""
+        if request.endpoint:
+            sink = TargetSink(self.targets, sink, request)
+        return sink if self.access is None else self.access.noted(sink, context, request)
 
     def check(self, request: InferRequest, served: Served) -> None:
         """Checks a request against its model; `submit` does it, unless it was done before, in a thread for a large one.
@@ -298,6 +310,8 @@ class Dispatcher:
             self.access.accepted(context, request, request_id)
         if self.tenants is not None and context.principal is not None:
             self.tenants.accepted(context.tenant, request.model)
+        if request.endpoint:
+            self.targets.accepted(request)
 
     def _counted(self, model: str, version: int, error: QinferError) -> QinferError:
         if isinstance(error, Unauthorized | Forbidden | QuotaExceeded):
@@ -328,8 +342,8 @@ class Dispatcher:
         """Forgets a request whose caller went away, and takes it out of the queue if it is still there."""
         if self.submission.pending.cancel(pending):
             self._tally.ended(pending.model, pending.version, "cancelled", pending.started_s)
-            if isinstance(pending.sink, LoggedSink):
-                pending.sink.left(pending.request_id, pending.version)
+            for sink in wrappers_of(pending.sink):
+                sink.left(pending.request_id, pending.version)
 
     def _answered(self, pending: Pending, response: Response) -> None:
         if self.tenants is not None and response.final and isinstance(pending.quota, Quota):

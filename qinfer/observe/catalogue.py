@@ -124,6 +124,33 @@ TENANT_SHARE = _gauge(
     "A tenant's share of a lane by weight, of those that have a share now; with QINFER_METRICS__TENANTS.",
     ("lane", "model", "tenant", "version"),
 )
+ENDPOINT_REQUESTS = _counter(
+    "qinfer_endpoint_requests_total",
+    "Requests to an endpoint that a target answered or accepted, failures included, in this gateway.",
+    ("endpoint", "process", "target"),
+    _PROCESS,
+)
+ENDPOINT_FAILURES = _counter(
+    "qinfer_endpoint_request_failures_total",
+    "Requests to an endpoint that its target answered with an error, in this gateway.",
+    ("endpoint", "process", "reason", "target"),
+    _PROCESS,
+)
+ENDPOINT_DURATION = _histogram(
+    "qinfer_endpoint_request_duration_seconds",
+    "Seconds from submitting a request of an endpoint to the outputs of its target, in this gateway.",
+    ("endpoint", "process", "target"),
+    _PROCESS,
+)
+ENDPOINT_WEIGHT = _gauge(
+    "qinfer_endpoint_weight",
+    "The share of an endpoint's requests that a target is to get, as this gateway has it.",
+    ("endpoint", "process", "role", "target"),
+    _PROCESS,
+)
+ENDPOINT_REVISION = _gauge(
+    "qinfer_endpoints_revision", "The last change of any endpoint that this gateway goes by.", _OWN, _PROCESS
+)
 REQUESTS_IN_FLIGHT = _gauge(
     "qinfer_requests_in_flight", "Requests that this gateway has not answered yet.", _OWN, _PROCESS
 )

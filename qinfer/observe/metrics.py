@@ -15,7 +15,6 @@ from qinfer.observe.catalogue import Info, MetricScope
 from qinfer.observe.exposition import CONTENT_TYPE, Family, by_model, family, labels_of
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
 from qinfer.observe.stats import GatewayTally, Objective
-from qinfer.observe.tenants import TenantTally
 
 __all__ = ["CONTENT_TYPE", "Snapshot", "WorkerLoad", "render", "scopes_of"]
 
@@ -47,7 +46,7 @@ class WorkerLoad:
     gpus: tuple[GpuUse, ...] = ()
 
 
-def _of_gateway(tally: GatewayTally, tenants: TenantTally | None) -> Iterator[Family]:
+def _of_gateway(tally: GatewayTally) -> Iterator[Family]:
     """Yields a gateway's metrics."""
     own = {"process": tally.process}
     failures, durations = Family(catalogue.REQUEST_FAILURES), Family(catalogue.REQUEST_DURATION)
@@ -71,8 +70,6 @@ def _of_gateway(tally: GatewayTally, tenants: TenantTally | None) -> Iterator[Fa
     for info, counts in ((catalogue.SLO_REQUESTS, aimed), (catalogue.SLO_MISSED, missed)):
         yield family(info, ((count, own | labels_of(key)) for key, count in counts.items()))
     yield family(catalogue.REQUESTS_IN_FLIGHT, [(tally.in_flight(), own)])
-    if tenants is not None:
-        yield from tenants.families()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +228,7 @@ def render(
     scopes: Iterable[MetricScope] = tuple(MetricScope),
     wanted: triton_metrics.Wanted = triton_metrics.USUAL,
     *,
-    tenants: TenantTally | None = None,
+    more: Iterable[Family] = (),
     openmetrics: bool = False,
 ) -> bytes:
     """Returns the body of `GET /metrics`, in the Prometheus text format (`CONTENT_TYPE`), Triton's names last.
@@ -241,12 +238,12 @@ def render(
         snapshot: What the shared store said.
         scopes: What to show.
         wanted: What Triton's metrics show of models.
-        tenants: What the gateway counted by tenant; `None` = nothing.
+        more: What else the gateway counted: by tenant, and by endpoint.
         openmetrics: In that format instead (`OPENMETRICS_TYPE`), with exemplars.
     """
     shown, tritons = list[Family](), list[Family]()
     if MetricScope.PROCESS in scopes:
-        shown += [*_of_gateway(tally, tenants), *snapshot.of_process(tally.process)]
+        shown += [*_of_gateway(tally), *more, *snapshot.of_process(tally.process)]
         tritons += [] if snapshot.host is None else triton_metrics.of_host(snapshot.host)
     if MetricScope.CLUSTER in scopes:
         shown += snapshot.collect()

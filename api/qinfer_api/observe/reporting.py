@@ -39,6 +39,7 @@ from qinfer.queue import nodes
 from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.queue.lanes import Queue
+from qinfer.traffic.tally import TargetTally
 from qinfer_api.observe.fresh_counts import FreshCounts
 from qinfer_api.observe.statistics import Statistics
 from qinfer_api.observe.trace_file import TraceFile, start_of
@@ -243,6 +244,7 @@ class Reporting:
         log_settings: The logging extension.
         trace_settings: The trace extension.
         tenants: What this gateway counts by tenant; `None` = nothing.
+        targets: What it counts by endpoint and target; `None` = nothing.
     """
 
     def __init__(
@@ -262,6 +264,7 @@ class Reporting:
         self._is_caching = settings.cache.plan is not None
         self._usual = Objective(settings.metrics.slo_latency_s, settings.metrics.slo_target)
         self.tenants: TenantTally | None = None
+        self.targets: TargetTally | None = None
         self._host = HostMeter()
         self._letters = DeadLetterCounts(delivery.dead_letters)
         self._nodes = nodes.Nodes(delivery.router, settings.redis)
@@ -300,7 +303,8 @@ class Reporting:
             host, use = await asyncio.to_thread(lambda: (self._host.read(), read_use()))
             snapshot = replace(snapshot, host=host, use=use)
         wanted = self._wanted(snapshot)
-        text = render(self._tally, snapshot, scopes, wanted, tenants=self.tenants, openmetrics=openmetrics)
+        more = [one for tally in (self.tenants, self.targets) if tally is not None for one in tally.families()]
+        text = render(self._tally, snapshot, scopes, wanted, more=more, openmetrics=openmetrics)
         return text, OPENMETRICS_TYPE if openmetrics else ""
 
     async def _shares_of_tenants(self, snapshot: Snapshot) -> Sequence[Family]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import pytest_asyncio
 import tritonclient.grpc.aio as triton
 
+from qinfer.testing import eventually
 from tests.support.endpoints import BODY, canary, declare, gateways, seen, split
 from tests.support.gateway import Running, settings_of
 from tests.support.rpc import infer_request, stub_of
@@ -297,3 +299,36 @@ async def test_shares_are_those_of_the_weights(both: list[Running]) -> None:
 
     assert counts.total() == 1200
     assert abs(counts["echo:2"] - 300) <= 50  # 3.29 standard deviations are 49.4
+
+
+async def test_requests_are_counted_by_target(both: list[Running], client: httpx.AsyncClient) -> None:
+    """Answers, failures, refusals, those whose callers left, and stored ones; and what share each is to get."""
+    for version_of in ("echo:1", "echo:2", "fails:1"):
+        target = [canary(1, version_of)] if version_of != "echo:1" else []
+        await declare(both, "counted", split(*target))
+        await client.post("/v2/models/counted/infer", json=BODY)
+    await client.post("/v1/models/counted/requests", json=BODY)
+    await declare(both, "counted", split(canary(1, "stuck:1")))
+    with pytest.raises(httpx.ReadTimeout):
+        await client.post("/v2/models/counted/infer", json=BODY, timeout=0.5)
+
+    async def metrics() -> dict[str, float]:
+        lines = (await client.get("/metrics?scope=process")).text.splitlines()
+        found = [line.rpartition(" ") for line in lines if 'endpoint="counted"' in line]
+        return {re.sub(r',process="[^"]*"', "", name): float(value) for name, _, value in found}
+
+    async def are_all() -> bool:
+        left = 'qinfer_endpoint_request_failures_total{endpoint="counted",reason="cancelled",target="stuck:1"}'
+        return (await metrics()).get(left) == 1
+
+    await eventually(are_all, description="the caller who left")
+    shown = await metrics()
+    requests = {name: value for name, value in shown.items() if name.startswith("qinfer_endpoint_requests_total")}
+    assert requests == {
+        f'qinfer_endpoint_requests_total{{endpoint="counted",target="{target}"}}': count
+        for target, count in {"echo:1": 1, "echo:2": 1, "fails:1": 2, "stuck:1": 1}.items()
+    }
+    failed = 'qinfer_endpoint_request_failures_total{endpoint="counted",reason="inference_failed",target="fails:1"}'
+    assert shown[failed] == 1
+    assert shown['qinfer_endpoint_weight{endpoint="counted",role="canary",target="stuck:1"}'] == 1
+    assert shown['qinfer_endpoint_request_duration_seconds_count{endpoint="counted",target="echo:2"}'] == 1

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -18,6 +19,10 @@ from qinfer.observe.stats import GatewayTally, Objective, PublishTally, StatsTal
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import Wanted
 from qinfer.queue import nodes
+from qinfer.traffic.endpoints import Endpoint, Role, Target
+from qinfer.traffic.routing import Endpoints
+from qinfer.traffic.store import Declared
+from qinfer.traffic.tally import TargetTally
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -36,7 +41,8 @@ OURS = (("model", "m"), ("process", "g"), ("version", "1"))
 
 def series(tally: GatewayTally, snapshot: Snapshot, tenants: TenantTally | None = None) -> Series:
     """Parses the text as Prometheus does: (sample name, sorted labels) → value."""
-    families = text_string_to_metric_families(render(tally, snapshot, tenants=tenants).decode())
+    more = tenants.families() if tenants is not None else ()
+    families = text_string_to_metric_families(render(tally, snapshot, more=more).decode())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in families
@@ -474,6 +480,17 @@ def test_no_series_is_in_both_scopes() -> None:
         assert all(("process" in info.labels) == (scope is MetricScope.PROCESS) for info in own)
 
 
+def counted_targets() -> TargetTally:
+    """Returns counts of everything that is counted by endpoint."""
+    stable = Target(model="m", version=1, role=Role.STABLE)
+    endpoints = Endpoints(Mock())
+    endpoints.show(Declared({"e": Endpoint(name="e", targets=(stable,))}, 7))
+    tally = TargetTally(endpoints, "g")
+    tally.answered(("e", "m:1"), 0.1)
+    tally.failed(("e", "m:1"), ErrorCode.QUEUE_FULL)
+    return tally
+
+
 def test_the_catalogue_is_what_is_shown() -> None:
     """Every metric of it, of its kind, with its labels and no others."""
     tally, snapshot = everything()
@@ -483,7 +500,8 @@ def test_the_catalogue_is_what_is_shown() -> None:
     tenants.failed("acme", "m", ErrorCode.QUEUE_FULL)
     shares = tenants.of_shares([({"lane": "p1", "model": "m", "version": "1"}, ["acme"], 3, 1.0)])
     snapshot = replace(snapshot, features=[*snapshot.features, *shares])
-    page = render(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True), tenants=tenants).decode()
+    more = [*tenants.families(), *counted_targets().families()]
+    page = render(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True), more=more).decode()
     families = {(family.name, family.type): family for family in text_string_to_metric_families(page)}
 
     for info in catalogue.ALL:

@@ -1,0 +1,44 @@
+"""The sink of a request to an endpoint, which counts how it ends, by its target."""
+
+import time
+
+from qinfer.core.messages import InferRequest, Response
+from qinfer.errors import ErrorCode
+from qinfer.submission.pending import Sink
+from qinfer.traffic.tally import TargetTally, key_of
+
+
+class TargetSink:
+    """Wraps the sink of a request.
+
+    Args:
+        tally: Counts.
+        inner: The request's own sink.
+        request: The request, whose target was chosen.
+
+    Attributes:
+        inner: As given.
+    """
+
+    __slots__ = ("_began_s", "_key", "_tally", "frontend", "inner", "no_stream")
+
+    def __init__(self, tally: TargetTally, inner: Sink, request: InferRequest) -> None:
+        self._tally = tally
+        self._key = key_of(request)
+        self._began_s = time.monotonic()
+        self.inner = inner
+        self.no_stream = inner.no_stream
+        self.frontend: str = getattr(inner, "frontend", "")
+
+    def deliver(self, response: Response) -> None:
+        """Hands a response on; with the last one the request has ended."""
+        if response.final:
+            if response.failure is None:
+                self._tally.answered(self._key, time.monotonic() - self._began_s)
+            else:
+                self._tally.failed(self._key, response.failure.code)
+        self.inner.deliver(response)
+
+    def left(self, *_: object) -> None:
+        """Takes note that the caller went away."""
+        self._tally.failed(self._key, ErrorCode.CANCELLED)

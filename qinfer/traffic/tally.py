@@ -1,0 +1,86 @@
+"""Counts of one gateway by endpoint and target."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
+
+from qinfer.core.messages import InferRequest
+from qinfer.observe import catalogue
+from qinfer.observe.exposition import Family, family
+from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations
+from qinfer.traffic.routing import Endpoints
+
+Key = tuple[str, str]
+"""An endpoint and a target."""
+
+
+class TargetTally:
+    """Counts what targets answered; used by its event loop only.
+
+    Args:
+        endpoints: The endpoints as the gateway knows them.
+        process: The gateway's name.
+    """
+
+    def __init__(self, endpoints: Endpoints, process: str = "") -> None:
+        self._endpoints = endpoints
+        self._process = process
+        self._requests: Counter[Key] = Counter()
+        self._failures: Counter[tuple[Key, str]] = Counter()
+        self._durations: dict[Key, Durations] = {}
+
+    def accepted(self, request: InferRequest) -> None:
+        """Counts a request that was stored, to be executed later."""
+        self._requests[key_of(request)] += 1
+
+    def refused(self, request: InferRequest, reason: str) -> None:
+        """Counts a request that its target's queue did not take, by `ErrorCode` value."""
+        self.failed(key_of(request), reason)
+
+    def answered(self, key: Key, seconds: float) -> None:
+        """Counts a request that was answered with outputs, `seconds` after it was received."""
+        self._requests[key] += 1
+        series = self._durations.get(key)
+        if series is None:
+            series = self._durations[key] = Durations()
+        series.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
+        series.total_s += seconds
+
+    def failed(self, key: Key, reason: str) -> None:
+        """Counts a request that ended without outputs, by `ErrorCode` value."""
+        self._requests[key] += 1
+        self._failures[key, reason] += 1
+
+    def families(self) -> Iterator[Family]:
+        """Yields the metrics."""
+        own = {"process": self._process}
+        shown = {name: routed.endpoint for name, routed in self._endpoints.by_name.items()}
+        yield family(catalogue.ENDPOINT_REQUESTS, ((n, _labels(key, **own)) for key, n in self._requests.items()))
+        yield family(
+            catalogue.ENDPOINT_FAILURES,
+            ((n, _labels(key, reason=reason, **own)) for (key, reason), n in self._failures.items()),
+        )
+        durations = Family(catalogue.ENDPOINT_DURATION)
+        for key, series in self._durations.items():
+            cumulative = zip((*QUEUE_BUCKETS_S, float("inf")), accumulate(series.counts), strict=True)
+            durations.add_histogram(cumulative, series.total_s, **_labels(key, **own))
+        yield durations
+        yield family(
+            catalogue.ENDPOINT_WEIGHT,
+            (
+                (one.weight_of(target), _labels((name, target.label), role=target.role.value, **own))
+                for name, one in shown.items()
+                for target in one.targets
+            ),
+        )
+        yield family(catalogue.ENDPOINT_REVISION, [(max(self._endpoints.revision, 0), own)])
+
+
+def key_of(request: InferRequest) -> Key:
+    """Returns what a request to an endpoint is counted by."""
+    return request.endpoint, f"{request.model}:{request.version}"
+
+
+def _labels(key: Key, **more: str) -> dict[str, str]:
+    return {"endpoint": key[0], "target": key[1], **more}
