@@ -48,6 +48,7 @@ from qinfer_api.access_log import AccessLog
 from qinfer_api.audit import RefusedKeys
 from qinfer_api.auth import Auth, Restrictions, load_auth
 from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.endpoints.files import EndpointFiles, declared_here
 from qinfer_api.endpoints.routes import endpoint_routes
 from qinfer_api.endpoints.service import EndpointService
 from qinfer_api.http.fast import FastPath
@@ -103,6 +104,7 @@ async def build(settings: Settings) -> "Gateway":
     load_auth(settings.auth, settings.http.host)  # what is wrong with it shows before anything is opened
     read_secret(settings.webhooks)
     check_labeling(settings.labeling)
+    declared_here(settings)
     Restrictions.for_http(settings.http.restricted)
     if settings.grpc.enabled:
         Restrictions.for_grpc(settings.grpc.restricted)
@@ -194,6 +196,7 @@ class Gateway:
         self.dispatcher = self._open_dispatcher(settings, tally, auth)
         tally.in_flight = lambda: self.dispatcher.in_flight
         self._endpoints = EndpointWatch(EndpointStore(store), self.dispatcher.endpoints, delivery.clock.now_s)
+        self._files = EndpointFiles(self._endpoints, declared_here(settings))
         self._reporting = self._open_reporting(settings, tally)
         self._tasks = BulkTasks(settings)
         self.requests, self._janitor = self._asynchronous(settings, tally)
@@ -212,7 +215,7 @@ class Gateway:
         self.started, self._stopping = asyncio.Event(), asyncio.Event()
         scheme = "https" if settings.http.tls_certfile else "http"
         self.url = f"{scheme}://{netloc(*listener.getsockname()[:2])}"
-        app = build_app(services, self.jobs, self._labeling, EndpointService(self._endpoints))
+        app = build_app(services, self.jobs, self._labeling, EndpointService(self._endpoints, self.dispatcher.targets))
         self._server = HttpServer(settings.http, app, fast, self._serving)
         self.rpc = rpc
         if rpc is not None:
@@ -323,11 +326,13 @@ class Gateway:
         try:
             await self.catalog.refresh()
             await self._endpoints.look()
+            await self._files.write()
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._listen(listening)),
                     group.create_task(self.catalog.run()),
                     group.create_task(self._endpoints.run()),
+                    group.create_task(self._files.run()),
                     group.create_task(self.dispatcher.submission.run()),
                     group.create_task(self._janitor.run()),
                     group.create_task(self._reporting.run()),

@@ -1,15 +1,23 @@
 """The command line's client of a gateway: `qinfer.Client` without repetitions, as a person waits for the answer."""
 
+import json
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
+import msgspec
 
 from qinfer.client import Client, InferResult
 from qinfer.client.connection import API_KEY_VARIABLE
 from qinfer.client.steps import Send, call
+from qinfer.errors import EndpointNotFound, Unreachable
 from qinfer.tensors import to_numpy
 
+T = TypeVar("T")
+
+_ENDPOINTS = "/v1/endpoints"
 TIMEOUT_S = 300.0
 
 
@@ -33,6 +41,50 @@ class GatewayClient(Client):
     def metrics(self) -> str:
         """Returns the Prometheus text."""
         return self._run(call(self._policy, Send("GET", "/metrics", {}))).text
+
+    def endpoints(self) -> list[dict[str, Any]]:
+        """Returns the endpoints and their states."""
+        reply = self._run(call(self._policy, Send("GET", _ENDPOINTS, {})))
+        return decode_json(reply.content, list[dict[str, Any]])
+
+    def endpoint(self, name: str) -> dict[str, Any]:
+        """Returns an endpoint and its state.
+
+        Raises:
+            EndpointNotFound: There is none of that name.
+        """
+        return self._on_endpoint("GET", name)
+
+    def put_endpoint(self, name: str, declaration: Mapping[str, Any]) -> dict[str, Any]:
+        """Declares an endpoint; returns it and its state."""
+        return self._on_endpoint("PUT", name, json.dumps(declaration).encode())
+
+    def delete_endpoint(self, name: str, revision: int | None) -> None:
+        """Removes an endpoint.
+
+        Raises:
+            EndpointNotFound: There is none of that name.
+        """
+        query = "" if revision is None else f"?revision={revision}"
+        path = f"{_ENDPOINTS}/{quote(name, safe='')}{query}"
+        self._run(call(self._policy, Send("DELETE", path, {}), not_found=EndpointNotFound))
+
+    def _on_endpoint(self, method: str, name: str, body: bytes = b"") -> dict[str, Any]:
+        send = Send(method, f"{_ENDPOINTS}/{quote(name, safe='')}", {"content-type": "application/json"}, body)
+        reply = self._run(call(self._policy, send, not_found=EndpointNotFound))
+        return decode_json(reply.content, dict[str, Any])
+
+
+def decode_json(content: bytes, kind: type[T]) -> T:
+    """Reads what a gateway has answered.
+
+    Raises:
+        Unreachable: It is something else.
+    """
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise Unreachable("what answers at the URL sent no endpoints; is it a gateway of this version?") from None
 
 
 def api_key() -> str | None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import bridge, dlq, infer, keys, models, status
+from qinfer.cli import bridge, dlq, endpoints, infer, keys, models, status
 from qinfer.cli.checks import doctor, healthcheck
 from qinfer.cli.console import Commands, ErrorsAsText
 from qinfer.cli.example import example
@@ -45,6 +45,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (status.workers, status.WORKERS_EXAMPLE, None),
     (doctor.doctor, doctor.EXAMPLE, "Check the installation, and show remedies for problems."),
     (models.app, "models", "Manage models: sync with a repository, list, load, unload."),
+    (endpoints.app, "endpoints", None),
     (keys.app, "keys", None),
     (dlq.app, "dlq", "Manage dead letters: list, show, replay, remove."),
     (healthcheck.app, "healthcheck", "Health check for this host or container."),

@@ -276,6 +276,16 @@ class BulkSettings(Section):
     )
 
 
+class EndpointSettings(Section):
+    """Endpoints: names that stand for several models or versions (`/v1/endpoints`)."""
+
+    path: str = Field(
+        "",
+        description="Directory of declarations of endpoints, one file (YAML, TOML, JSON) each; a gateway writes each "
+        "content of a file once, when it starts. Empty = endpoints are declared by the API only.",
+    )
+
+
 class LabelingSettings(Section):
     """Label Studio (`/label-studio`)."""
 
@@ -471,6 +481,7 @@ class Settings(BaseSettings):
     webhooks: WebhookSettings = Field(default_factory=WebhookSettings)
     stores: StoreSettings = Field(default_factory=StoreSettings)
     bulk: BulkSettings = Field(default_factory=BulkSettings)
+    endpoints: EndpointSettings = Field(default_factory=EndpointSettings)
     labeling: LabelingSettings = Field(default_factory=LabelingSettings)
     auth: AuthSettings = Field(default_factory=AuthSettings)
     worker: WorkerSettings = Field(default_factory=WorkerSettings)

@@ -52,6 +52,10 @@ class TargetTally:
         self._requests[key] += 1
         self._failures[key, reason] += 1
 
+    def requests(self, endpoint: str, model: str, version: int) -> int:
+        """Returns how many requests to an endpoint a model version has got."""
+        return self._requests[endpoint, f"{model}:{version}"]
+
     def families(self) -> Iterator[Family]:
         """Yields the metrics."""
         own = {"process": self._process}

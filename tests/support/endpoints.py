@@ -22,12 +22,13 @@ async def gateways(count: int, settings: Settings | None = None) -> AsyncIterato
     """Runs gateways on one database; the first one's worker serves them all."""
     settings = settings or settings_of()
     async with running_gateway(settings) as first, contextlib.AsyncExitStack() as opened:
-        others = [await opened.enter_async_context(_another(first, settings)) for _ in range(count - 1)]
+        others = [await opened.enter_async_context(another(first, settings)) for _ in range(count - 1)]
         yield [first, *others]
 
 
 @contextlib.asynccontextmanager
-async def _another(first: Running, settings: Settings) -> AsyncIterator[Running]:
+async def another(first: Running, settings: Settings) -> AsyncIterator[Running]:
+    """Runs a gateway beside another one, on its database."""
     delivery, store = await first.database.delivery(), first.database.store()
     rpc = open_port(settings) if settings.grpc.enabled else None
     gateway = Gateway(settings, delivery, store, bind(settings.http), rpc=rpc)

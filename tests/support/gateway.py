@@ -185,8 +185,16 @@ async def declare_models(store: ControlStore, delivery: Queue) -> None:
     await store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=ready), ttl_s=3600)
 
 
-async def _declare(store: ControlStore, delivery: Queue, name: str) -> None:
-    tensors, versions = MODELS[name]
+async def declare_more(running: Running, name: str) -> None:
+    """Writes a model like `echo`, with one version, that nobody serves."""
+    await _declare(running.store, running.delivery, name, (_FP32, (1,)))
+    await running.store.wake()
+
+
+async def _declare(
+    store: ControlStore, delivery: Queue, name: str, model: tuple[str, tuple[int, ...]] | None = None
+) -> None:
+    tensors, versions = model or MODELS[name]
     rows = 0 if name in UNBATCHED else 8
     config = normalise(parse(f'name: "{name}" backend: "stub" max_batch_size: {rows} {tensors}'), name)
     spec = to_spec(config, LimitSettings())

@@ -8,6 +8,7 @@ from qinfer.errors import InvalidRequest
 from qinfer.traffic.endpoints import Endpoint, Role
 from qinfer.traffic.routing import EndpointWatch
 from qinfer.traffic.store import unknown
+from qinfer.traffic.tally import TargetTally
 
 
 class TargetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +20,7 @@ class TargetState(msgspec.Struct, frozen=True, kw_only=True):
         weight: The share of the requests that it gets by its weight.
         version: The version that it has now; 0 = `latest`, and none is READY.
         ready: Whether it can be asked; requests for a canary that can't go to the stable target.
+        requests: Requests that the gateway that was asked has given to this version since it started.
     """
 
     target: str
@@ -26,6 +28,7 @@ class TargetState(msgspec.Struct, frozen=True, kw_only=True):
     weight: float
     version: int
     ready: bool
+    requests: int
 
 
 class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,10 +50,12 @@ class EndpointService:
 
     Args:
         watch: Reads and writes the declarations, and has this gateway see what was written.
+        tally: What this gateway counts.
     """
 
-    def __init__(self, watch: EndpointWatch) -> None:
+    def __init__(self, watch: EndpointWatch, tally: TargetTally) -> None:
         self._watch = watch
+        self._tally = tally
         self._store, self._view = watch.store, watch.view
 
     async def list(self) -> list[EndpointState]:
@@ -114,6 +119,7 @@ class EndpointService:
                 weight=endpoint.weight_of(target),
                 version=view.resolved(target),
                 ready=view.catalog.find(target.model, view.resolved(target)) is not None,
+                requests=self._tally.requests(endpoint.name, target.model, view.resolved(target)),
             )
             for target in endpoint.targets
         ]
