@@ -41,6 +41,7 @@ from qinfer.observe.tracing import GATEWAY, open_tracer
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
+from qinfer.queue.quotas import Quotas
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.traffic.routing import EndpointWatch
 from qinfer.traffic.store import EndpointStore, KeptTargets
@@ -222,6 +223,7 @@ class Gateway:
             rpc.use(services)
         self.metrics: MetricsPort | None = None
         self._reloading = self._reloading_of(settings, auth)
+        self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self._owner))
 
     def _open_dispatcher(self, settings: Settings, tally: GatewayTally, auth: Auth | None) -> Dispatcher:
         """Creates the dispatcher, with the response cache if there is to be one."""
@@ -340,6 +342,8 @@ class Gateway:
                     group.create_task(self._reloading.run()),
                     group.create_task(report_liveness(self._store, f"{self._owner}@{socket.gethostname()}", PROGRAM)),
                 ]
+                if self._quotas is not None:
+                    tasks.append(group.create_task(self._quotas.run()))
                 if self.metrics is not None:
                     tasks.append(group.create_task(self.metrics.serve()))
                 if self._watch is not None:

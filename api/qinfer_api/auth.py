@@ -1,7 +1,7 @@
 """Authentication and authorization: API keys, scopes, the quotas of tenants, and restricted groups of calls.
 
-Quotas count in one gateway process, not over all of them. A presented key is hashed and compared with every known hash
-in constant time, so that the time it takes discloses nothing.
+A presented key is hashed and compared with every known hash in constant time, so that the time it takes discloses
+nothing.
 """
 
 import hmac
@@ -16,79 +16,10 @@ import msgspec
 from qinfer.core.api_keys import ApiKey, Scope, check_exposure, hash_key, read_keys
 from qinfer.core.clock import Clock, SystemClock
 from qinfer.core.settings import AuthSettings
-from qinfer.errors import Forbidden, QuotaExceeded, Restricted, SettingsError, Unauthorized
+from qinfer.errors import Forbidden, Restricted, SettingsError, Unauthorized
 from qinfer.observe.tracing import context_text
-
-
-class Quota:
-    """The quota of one tenant at this gateway: a token bucket, and a number of requests in flight.
-
-    Args:
-        key: One of the tenant's keys; all have the same quotas.
-        now_s: The monotonic time.
-
-    Attributes:
-        tenant: The tenant.
-        in_flight: Its requests that wait for an answer.
-        weight: Its share of a model that others ask, too.
-    """
-
-    def __init__(self, key: ApiKey, now_s: float) -> None:
-        self.tenant = key.tenant
-        self._filled_at_s = now_s
-        self.in_flight = 0
-        self.limit(key)
-        self._tokens = self._burst
-
-    def limit(self, key: ApiKey) -> None:
-        """Applies the limits of a key from now on."""
-        self._rate = key.rate_per_s
-        self._burst = float(key.burst or max(key.rate_per_s, 1.0))
-        self._max_in_flight = key.max_in_flight
-        self.weight = key.weight
-
-    def charge(self, now_s: float) -> None:
-        """Counts one request against the rate.
-
-        Raises:
-            QuotaExceeded: The rate is used up.
-        """
-        if not self._rate:
-            return
-        self._fill(now_s)
-        if self._tokens < 1.0:
-            raise QuotaExceeded(
-                f"tenant '{self.tenant}' has used up its rate of {self._rate:g} requests a second; send fewer",
-                (1.0 - self._tokens) / self._rate,
-            )
-        self._tokens -= 1.0
-
-    def give_back(self) -> None:
-        """Takes the last charge back."""
-        self._tokens = min(self._tokens + 1.0, self._burst)
-
-    def spare(self, now_s: float) -> float:
-        """Returns how many requests that nobody waits for have room: half of the burst is kept for the others."""
-        if not self._rate:
-            return math.inf
-        self._fill(now_s)
-        return max(self._tokens - self._burst // 2, 0.0)
-
-    def check_in_flight(self) -> None:
-        """Checks that one more request may be in flight.
-
-        Raises:
-            QuotaExceeded: There are as many as there may be.
-        """
-        if self._max_in_flight and self.in_flight >= self._max_in_flight:
-            raise QuotaExceeded(
-                f"tenant '{self.tenant}' has {self.in_flight} requests in flight, as many as it may; "
-                "wait for an answer first"
-            )
-
-    def _fill(self, now_s: float) -> None:
-        self._tokens = min(self._tokens + (now_s - self._filled_at_s) * self._rate, self._burst)
-        self._filled_at_s = now_s
+from qinfer.queue.quotas import Quotas
+from qinfer_api.quotas import Quota, QuotaLeases
 
 
 class Principal(NamedTuple):
@@ -154,6 +85,7 @@ class Auth:
         self._now_s = (clock or SystemClock()).monotonic_s
         self._epoch_s = epoch_s
         self._quotas: dict[str, Quota] = {}
+        self._wake: Callable[[Quota], None] = lambda _: None
         self._known: dict[str, Principal] = {}
         self._tenants: set[str] = set()
         self.refused: Callable[[str, str, str], None] = lambda _, __, ___: None
@@ -165,13 +97,22 @@ class Auth:
         known: dict[str, Principal] = {}
         for key in keys:
             if key.tenant not in quotas:
-                quotas[key.tenant] = self._quotas.get(key.tenant) or Quota(key, self._now_s())
-                quotas[key.tenant].limit(key)
+                quota = quotas[key.tenant] = self._quotas.get(key.tenant) or Quota(key, self._now_s())
+                quota.limit(key)
+                quota.wake = self._wake
             expires_at_s = key.expires_at.timestamp() if key.expires_at else math.inf
             scopes = frozenset(key.scopes)
             known[key.sha256] = Principal(key.id, key.tenant, scopes, quotas[key.tenant], key.sha256, expires_at_s)
         self._quotas, self._known = quotas, known
         self._tenants |= quotas.keys()
+
+    def lease(self, quotas: Quotas) -> QuotaLeases:
+        """Has quotas hold over all gateways, while the leases that are returned run."""
+        leases = QuotaLeases(quotas, self._now_s)
+        self._wake = leases.wake
+        for quota in self._quotas.values():
+            quota.wake = leases.wake
+        return leases
 
     @property
     def tenants(self) -> frozenset[str]:
@@ -294,7 +235,7 @@ class Auth:
         else:
             self.recheck(context)
         assert context.principal is not None
-        context.principal.quota.check_in_flight()
+        context.principal.quota.check_in_flight(self._now_s())
         self.charge(context.principal)
         return context
 

@@ -37,7 +37,8 @@ from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import TargetTally
 from qinfer_api.access_log import AccessLog, wrappers_of
-from qinfer_api.auth import ANONYMOUS, Auth, Context, Quota
+from qinfer_api.auth import ANONYMOUS, Auth, Context
+from qinfer_api.quotas import Quota
 from qinfer_api.status import of_request
 from qinfer_api.target_sink import TargetSink
 

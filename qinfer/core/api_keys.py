@@ -59,10 +59,10 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         sha256: The SHA-256 of the key, in hexadecimal.
         tenant: Whose key it is.
         scopes: What it allows.
-        rate_per_s: Requests a second that the tenant may make of one gateway; 0 = any number.
+        rate_per_s: Requests a second that the tenant may make, of all gateways together; 0 = any number.
         burst: Requests that it may make at once before the rate counts; 0 = a second's worth, at least 1.
-        max_in_flight: Requests that it may have unanswered at one gateway; 0 = any number. An asynchronous one is
-            answered when it is accepted.
+        max_in_flight: Requests that it may have unanswered, at all gateways together; 0 = any number. An asynchronous
+            one is answered when it is accepted.
         weight: The tenant's share of a model that others ask, too: twice as much as one of half the weight.
         created_at: When it was made, for people; `None` = that is not known.
         expires_at: The instant from which it is refused; `None` = it does not expire.

@@ -308,6 +308,11 @@ def resource_news() -> str:
     return f"{_RESOURCES}news"
 
 
+def quota(tenant: str) -> str:
+    """Returns the hash of what is left of a tenant's quota, and of what gateways hold of it."""
+    return f"qinfer:quota:{tenant}"
+
+
 def job(model: str, partition: int, job_id: str) -> str:
     """Returns the hash of a bulk job."""
     return f"{_partition(model, partition)}job:{job_id}"

@@ -1,0 +1,215 @@
+"""Quotas of tenants at one gateway: a token bucket and a number of requests in flight, which hold over all gateways.
+
+A gateway decides by what it has leased from Redis (`qinfer.queue.quotas`): no request waits for an answer of Redis.
+While a tenant is active, its lease is exchanged every `EVERY_S`, and at once when a request was refused or is the first
+for a while. Until the first answer, and while Redis is away, the gateway decides by a bucket of its own; what it let in
+then is told with the next exchange, and counts.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+
+from qinfer.core.api_keys import ApiKey
+from qinfer.core.retry import OutageLog
+from qinfer.errors import QinferError, QuotaExceeded
+from qinfer.queue.quotas import Leased, Limits, Quotas, Use
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 0.1
+"""Seconds between two exchanges of an active tenant."""
+
+LEASE_S = 2.0
+"""What a gateway holds is free again after so long without an exchange, and it decides alone."""
+
+_IDLE_S = 2.0  # without a request a tenant is active for so long
+_PAUSE_S = 0.005  # after an exchange, however many requests are refused
+_TENANTS_PER_S = 2000  # that are exchanged: with more active ones, each has its turn later
+_KEPT_DEMAND = 0.5  # of what was asked for before the last exchange
+
+
+class Quota:
+    """The quota of one tenant at this gateway.
+
+    Args:
+        key: One of the tenant's keys; all have the same quotas.
+        now_s: The monotonic time.
+
+    Attributes:
+        tenant: The tenant.
+        in_flight: Its requests that wait for an answer.
+        weight: Its share of a model that others ask, too.
+        wake: Called when a lease is needed: by the first request for a while, and by one that is refused.
+    """
+
+    def __init__(self, key: ApiKey, now_s: float) -> None:
+        self.tenant = key.tenant
+        self.in_flight = 0
+        self.wake: Callable[[Quota], None] = lambda _: None
+        self._filled_at_s = now_s
+        self._used = self._demand = 0.0
+        self._asked_at_s = -math.inf
+        self._level, self._part = math.inf, 1.0
+        self._leased_until_s = -math.inf
+        self.limit(key)
+        self._tokens = self._burst
+        self._places = self._max_in_flight
+
+    def limit(self, key: ApiKey) -> None:
+        """Applies the limits of a key from now on."""
+        self._rate = key.rate_per_s
+        self._burst = float(key.burst or max(key.rate_per_s, 1.0))
+        self._max_in_flight = self._places = key.max_in_flight
+        self.weight = key.weight
+
+    @property
+    def limits(self) -> Limits:
+        """The limits, over all gateways."""
+        return Limits(self._rate, self._burst, self._max_in_flight)
+
+    def charge(self, now_s: float) -> None:
+        """Counts one request against the rate.
+
+        Raises:
+            QuotaExceeded: The rate is used up.
+        """
+        if not self._rate:
+            return
+        self._ask(now_s)
+        self._fill(now_s)
+        if self._tokens < 1.0:
+            self.wake(self)
+            raise QuotaExceeded(
+                f"tenant '{self.tenant}' has used up its rate of {self._rate:g} requests a second; send fewer",
+                (1.0 - self._tokens) / self._rate,
+            )
+        self._tokens -= 1.0
+        self._used += 1.0
+
+    def give_back(self) -> None:
+        """Takes the last charge back."""
+        self._tokens = min(self._tokens + 1.0, self._burst)
+        self._used -= 1.0
+
+    def spare(self, now_s: float) -> float:
+        """Returns how many requests that nobody waits for have room: half of the burst is kept for the others."""
+        if not self._rate:
+            return math.inf
+        self._fill(now_s)
+        others = max(self._level - self._used - self._tokens, 0.0) if self._is_leased(now_s) else 0.0
+        return max(min(self._tokens, self._tokens + others - self._burst // 2), 0.0)
+
+    def check_in_flight(self, now_s: float) -> None:
+        """Checks that one more request may be in flight.
+
+        Raises:
+            QuotaExceeded: There are as many as there may be.
+        """
+        most = self._max_in_flight
+        if not most:
+            return
+        self._ask(now_s)
+        if self.in_flight >= (min(self._places, most) if self._is_leased(now_s) else most):
+            self.wake(self)
+            raise QuotaExceeded(
+                f"tenant '{self.tenant}' has {most} requests in flight, as many as it may; wait for an answer first"
+            )
+
+    def take_use(self) -> Use:
+        """Returns what is to be told, and forgets it: `not_told` brings it back."""
+        self._demand *= _KEPT_DEMAND
+        use = Use(self._used, self._demand, self.in_flight)
+        self._used = 0.0
+        return use
+
+    def not_told(self, use: Use) -> None:
+        """Takes note that nobody has heard, or may not have: it is told again, and may count twice."""
+        self._used += use.used
+
+    def lease(self, leased: Leased, now_s: float) -> None:
+        """Takes what it may use from now on; what was used since it was asked for is a part of it."""
+        self._tokens = leased.tokens - self._used
+        self._level, self._part, self._places = leased.level, leased.part, leased.places
+        self._filled_at_s, self._leased_until_s = now_s, now_s + LEASE_S
+
+    def leave(self, leased: Leased, now_s: float) -> None:
+        """Takes note that it holds nothing: the next requests are judged by what there was over all gateways."""
+        self._tokens, self._filled_at_s, self._leased_until_s = leased.level - self._used, now_s, -math.inf
+
+    def is_idle(self, now_s: float) -> bool:
+        """Tells whether nothing was asked for a while, and nothing is in flight."""
+        return not self.in_flight and now_s - self._asked_at_s > _IDLE_S
+
+    def _ask(self, now_s: float) -> None:
+        """Counts one request that is asked for; the first for a while needs a lease."""
+        was_idle = now_s - self._asked_at_s > _IDLE_S
+        self._asked_at_s = now_s
+        self._demand += 1.0
+        if was_idle:
+            self.wake(self)
+
+    def _is_leased(self, now_s: float) -> bool:
+        return now_s < self._leased_until_s
+
+    def _fill(self, now_s: float) -> None:
+        """Fills the gateway's bucket: with its part of what comes, with all of it while it holds no lease."""
+        rate = self._rate * self._part if self._is_leased(now_s) else self._rate
+        self._tokens = min(self._tokens + (now_s - self._filled_at_s) * rate, self._burst)
+        self._filled_at_s = now_s
+
+
+class QuotaLeases:
+    """Exchanges the leases of the active tenants, until cancelled.
+
+    Args:
+        quotas: The quotas in Redis.
+        now_s: The monotonic clock of the quotas.
+    """
+
+    def __init__(self, quotas: Quotas, now_s: Callable[[], float]) -> None:
+        self._quotas = quotas
+        self._now_s = now_s
+        self._active: dict[str, Quota] = {}
+        self._woken = asyncio.Event()
+        self._outage = OutageLog(logger, "quotas count in this gateway alone", "quotas count over all gateways again")
+
+    def wake(self, quota: Quota) -> None:
+        """Has a tenant's lease exchanged soon; see `Quota.wake`."""
+        self._active[quota.tenant] = quota
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Exchanges again and again, while any tenant is active."""
+        while True:
+            if not self._active:
+                await self._woken.wait()
+            self._woken.clear()
+            count = len(self._active)
+            await asyncio.gather(*map(self._exchange, list(self._active.values())))
+            await asyncio.sleep(_PAUSE_S)
+            try:
+                async with asyncio.timeout(max(EVERY_S, count / _TENANTS_PER_S)):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass
+
+    async def _exchange(self, quota: Quota) -> None:
+        leaves, use = quota.is_idle(self._now_s()), quota.take_use()
+        try:
+            leased = await self._quotas.exchange(quota.tenant, quota.limits, use, 0.0 if leaves else LEASE_S)
+        except QinferError as error:
+            quota.not_told(use)
+            self._outage.failed(error.message)
+            return
+        except asyncio.CancelledError:
+            quota.not_told(use)
+            raise
+        self._outage.over()
+        if not leaves:
+            quota.lease(leased, self._now_s())
+            return
+        quota.leave(leased, self._now_s())
+        if quota.is_idle(self._now_s()):
+            self._active.pop(quota.tenant, None)
