@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,9 +125,9 @@ CASES = {
 }
 
 
-def write_repository(root: Path) -> None:
+def write_repository(root: Path, cases: Iterable[Case]) -> None:
     """Writes one model for each case."""
-    for case in CASES.values():
+    for case in cases:
         path = root / case.name / "1" / "model.py"
         path.parent.mkdir(parents=True)
         path.write_text(_MODEL)
@@ -139,11 +139,12 @@ def write_repository(root: Path) -> None:
         (root / case.name / "config.pbtxt").write_text(config)
 
 
-def raw_request(case: Case, kind: Kind) -> bytes:
-    """Returns a request of one row as it goes over the socket."""
+def raw_request(case: Case, kind: Kind, key: str = "") -> bytes:
+    """Returns a request of one row as it goes over the socket, with an API key where there is one."""
     tensor = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1.0, 2.0, 3.0, 4.0]}
     body = json.dumps({"inputs": [tensor], "parameters": kind.parameters}).encode()
     head = f"POST /v2/models/{case.name}/infer HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    head += f"X-API-Key: {key}\r\n" if key else ""
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -161,8 +162,13 @@ class Server:
 
 
 @contextmanager
-def running(name: str, repository: Path) -> Iterator[Server]:
+def running(name: str, repository: Path, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
     """Starts a server, waits until it is ready, and stops it whatever happens.
+
+    Args:
+        name: Which.
+        repository: Its models.
+        settings: Variables for it.
 
     Raises:
         ServerFailed: It is not ready in time.
@@ -175,6 +181,7 @@ def running(name: str, repository: Path) -> Iterator[Server]:
     )  # fmt: skip
     command = triton_command(launch, repository) if name == "triton" else KINDS[name].commands(launch)[0]
     env = {key: value for key, value in os.environ.items() if not key.startswith("QINFER_")} | dict(command.env)
+    env |= settings or {}
     env |= {"QINFER_REPOSITORY__STRICT_READINESS": "true"}  # it is measured when every model is loaded
     root = processes.start(command.argv, log=directory / "log", env=env, cwd=environments.ROOT)
     try:
@@ -316,7 +323,7 @@ def main() -> int:
     found: list[Measured] = []
     with processes.alone(WORK.parent), ExitStack() as stack:
         shutil.rmtree(WORK, ignore_errors=True)
-        write_repository(WORK / "repository")
+        write_repository(WORK / "repository", CASES.values())
         for reason in filter(None, map(why_not, names)):
             print(reason, file=sys.stderr)
         servers = [stack.enter_context(running(name, WORK / "repository")) for name in names if not why_not(name)]
