@@ -14,6 +14,7 @@ from qinfer.client import flows, job_flows
 from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, Submission
+from qinfer.client.hedging import HedgeAfter, HedgedTasks, Hedging
 from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
 from qinfer.client.jobs import AsyncJob
 from qinfer.client.model_flows import Inputs
@@ -42,6 +43,7 @@ class AsyncClient(AsyncModelCalls):
         max_retries: See there.
         resend: See there.
         retry_share: See there.
+        hedge_after: See there.
         transport: See there; an asynchronous one.
         clock: See there.
         sleep: See there; a coroutine function.
@@ -61,6 +63,7 @@ class AsyncClient(AsyncModelCalls):
         max_retries: int | None = None,
         resend: bool = True,
         retry_share: float | None = RETRY_SHARE,
+        hedge_after: HedgeAfter = None,
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Clock | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -76,6 +79,7 @@ class AsyncClient(AsyncModelCalls):
             retry_share=retry_share,
             clock=clock,
         )
+        self._hedged = None if hedge_after is None else HedgedTasks(Hedging(hedge_after, self._policy))
         self._pool = Pool(lambda: httpx.AsyncClient(transport=transport, **http))
         self._sleep = sleep
 
@@ -310,6 +314,11 @@ class AsyncClient(AsyncModelCalls):
                 outcome = await exchange(step)
 
     async def _exchange(self, send: Send) -> Outcome:
+        if self._hedged is not None:
+            return await self._hedged.exchange(send, self._transmit)
+        return await self._transmit(send)
+
+    async def _transmit(self, send: Send) -> Outcome:
         http = self._pool.take()
         try:
             return await http.request(

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from threading import Event
 from types import TracebackType
@@ -15,6 +15,7 @@ from qinfer.client import flows, job_flows
 from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, Submission
+from qinfer.client.hedging import Attempt, HedgeAfter, HedgedThreads, Hedging
 from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
 from qinfer.client.jobs import Job
 from qinfer.client.model_flows import Inputs
@@ -52,6 +53,9 @@ class Client(ModelCalls):
             `Unreachable`. What has an idempotency key, an id or a step number is repeated in any case.
         retry_share: The budget of repetitions: the most of all calls together for each call, beside a reserve of 10 a
             second. Where it is used up, repetitions come later; `None` = there is no budget.
+        hedge_after: Seconds after which `submit`, `result` and `status` send an unanswered request a second time, to
+            another gateway if there are several; the first answer counts. `p95` = after as many as 19 of 20 of them
+            take; `None` = never. `infer` is never sent a second time so, for it may be executed twice.
         transport: Replaces httpx's own: for other TLS settings, proxies, tests. Without it the proxies of the
             environment are used.
         clock: Measures time; for tests.
@@ -72,6 +76,7 @@ class Client(ModelCalls):
         max_retries: int | None = None,
         resend: bool = True,
         retry_share: float | None = RETRY_SHARE,
+        hedge_after: HedgeAfter = None,
         transport: httpx.BaseTransport | None = None,
         clock: Clock | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -87,6 +92,7 @@ class Client(ModelCalls):
             retry_share=retry_share,
             clock=clock,
         )
+        self._hedged = None if hedge_after is None else HedgedThreads(Hedging(hedge_after, self._policy))
         self._pool = Pool(lambda: httpx.Client(transport=transport, **http))
         self._sleep = sleep
 
@@ -506,11 +512,22 @@ class Client(ModelCalls):
                 outcome = exchange(step)
 
     def _exchange(self, send: Send) -> Outcome:
+        if self._hedged is not None:
+            return self._hedged.exchange(send, self._transmit)
+        return self._transmit(send)
+
+    def _transmit(self, send: Send, attempt: Attempt | None = None) -> Outcome:
         http = self._pool.take()
         try:
-            return http.request(
-                send.method, send.url, headers=send.headers, content=send.content, timeout=send.http_timeout
-            )
+            with nullcontext() if attempt is None else attempt.using(http) as extensions:
+                return http.request(
+                    send.method,
+                    send.url,
+                    headers=send.headers,
+                    content=send.content,
+                    timeout=send.http_timeout,
+                    extensions=extensions,
+                )
         except httpx.RequestError as error:
             return error
         finally:

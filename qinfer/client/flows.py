@@ -199,7 +199,8 @@ def submit(policy: Policy, ask: Ask, submission: Submission) -> Flow[RequestHand
     path = f"{model_path(ask.model, ask.version, 'v1')}/requests"
     headers = submission.headers()
     ask = yield from _typed(policy, ask)
-    reply = yield from _refreshing(policy, ask, call(policy, ask.send(path, headers)))
+    send = ask.send(path, headers)._replace(hedges=True)
+    reply = yield from _refreshing(policy, ask, call(policy, send))
     request_id = str(json_object(policy, reply).get("id", ""))
     location = urlsplit(reply.headers.get("Location", "")).path
     if not request_id:
@@ -221,7 +222,7 @@ def result(policy: Policy, handle: RequestHandle, wait_s: float) -> Flow[InferRe
     while True:
         asked_at = now_s()
         hold_s = min(POLL_S, max(0.0, ends_s - asked_at))
-        send = Send("GET", f"{handle.url}/result?wait={hold_s:g}", {}, hold_s=hold_s)
+        send = Send("GET", f"{handle.url}/result?wait={hold_s:g}", {}, hold_s=hold_s, hedges=True)
         reply = yield from call(policy, send, not_found=RequestNotFound, explain=explain)
         if reply.status_code != 202:
             return _result_of(reply)
@@ -259,7 +260,7 @@ def infer_or_resume(policy: Policy, ask: Ask, key: str | None) -> Flow[InferResu
 
 def status(policy: Policy, handle: RequestHandle) -> Flow[RequestStatus]:
     """Returns the state of a request."""
-    reply = yield from call(policy, Send("GET", handle.url, {}), not_found=RequestNotFound)
+    reply = yield from call(policy, Send("GET", handle.url, {}, hedges=True), not_found=RequestNotFound)
     fields = json_object(policy, reply)
     version = str(fields.get("version", ""))
     return RequestStatus(

@@ -207,6 +207,7 @@ class Send(NamedTuple):
         timeout_s: How long to wait for the reply; set for each attempt.
         base: The URL of the gateway; set for each attempt.
         repeats: Whether it may be sent again although it may have been executed.
+        hedges: Whether it may be sent a second time while it is not answered: the server executes it once at most.
     """
 
     method: str
@@ -217,6 +218,7 @@ class Send(NamedTuple):
     timeout_s: float = 0.0
     base: str = ""
     repeats: bool = True
+    hedges: bool = False
 
     @property
     def url(self) -> str:
@@ -284,6 +286,11 @@ class Gateways:
     def current(self) -> Gateway:
         """The gateway to use."""
         return self._all[self._index]
+
+    def after(self, base: str) -> Gateway:
+        """Returns the gateway behind that of a URL; the same where there is no other."""
+        index = next((number for number, one in enumerate(self._all) if one.base == base), 0)
+        return self._all[(index + 1) % len(self._all)]
 
     def leave(self, gateway: Gateway) -> None:
         """Goes on to the next gateway, unless another call has left this one already."""

@@ -202,6 +202,18 @@ async def test_an_unknown_request(client: qinfer.AsyncClient) -> None:
         await client.result("01ARZ3NDEKTSV4RRFFQ69G5FAV.0.echo")
 
 
+async def test_hedged_requests_are_executed_once(running: Running) -> None:
+    """Each is sent twice, with one key, before the first is answered."""
+    async with qinfer.AsyncClient(running.url, timeout_s=20, hedge_after=1e-6, retry_share=None) as client:
+        executed = len(running.requests)
+
+        handles = [await client.submit("echo", {"x": X + n}) for n in range(20)]
+        results = [await client.result(handle, wait_s=20) for handle in handles]
+
+    assert [number(result) for result in results] == [1.0 + n for n in range(20)]
+    assert len({handle.id for handle in handles}) == len(running.requests) - executed == 20
+
+
 async def test_a_stream_is_resumed_by_its_keys(running: Running, client: qinfer.AsyncClient) -> None:
     """The second time the results are only read."""
 

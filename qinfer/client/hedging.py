@@ -1,0 +1,215 @@
+"""Hedging: a request that is late is sent a second time, and the answer that comes first counts.
+
+It helps against the slowest answers, such as those of a gateway that hangs (Dean & Barroso, "The Tail at Scale", 2013).
+Only what the server executes once at most is hedged: reading, and submissions, which have an id or a key. The second
+request goes to another gateway, if there are several. It takes a token of the retry budget, and is not sent where there
+is none. The request whose answer is not needed is cancelled.
+"""
+
+import asyncio
+import math
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Any, Literal
+
+import httpx
+
+from qinfer.client.steps import Outcome, Policy, Send
+from qinfer.errors import InvalidRequest
+
+HedgeAfter = float | Literal["p95"] | None
+"""Seconds after which a request is late; `p95` = as long as the client's 19 of 20 latest ones took; `None` = never."""
+
+LEAST_LATENCIES = 20
+"""Latencies that `p95` needs; there is no second request before."""
+_LATEST = 200
+_CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
+
+
+class Hedging:
+    """Decides when a request is sent a second time, and where to; may be used by many threads.
+
+    Args:
+        after: When a request is late.
+        policy: The client's gateways, its budget and its clock.
+
+    Raises:
+        InvalidRequest: `after` is neither a positive number nor `p95`.
+    """
+
+    def __init__(self, after: float | Literal["p95"], policy: Policy) -> None:
+        is_number = isinstance(after, int | float) and not isinstance(after, bool)
+        if after != "p95" and not (is_number and 0 < after < math.inf):
+            raise InvalidRequest(f"hedge_after is {after!r}; make it a number of seconds > 0, 'p95' or None")
+        self._after = after
+        self._policy = policy
+        self._latencies: dict[str, deque[float]] = {}
+
+    def now_s(self) -> float:
+        """Returns the monotonic time."""
+        return self._policy.clock.monotonic_s()
+
+    def after_s(self, send: Send) -> float | None:
+        """Returns the seconds after which a request is sent a second time; `None` = it is not."""
+        after_s = self._p95(send.method) if self._after == "p95" else self._after
+        if not send.hedges or after_s is None or after_s + send.hold_s >= send.timeout_s:
+            return None
+        return after_s + send.hold_s
+
+    def second(self, send: Send) -> Send | None:
+        """Returns the second request; `None` = the retry budget has no token for it."""
+        if self._policy.budget.take(self.now_s(), 0.0) is None:
+            return None
+        return send._replace(base=self._policy.gateways.after(send.base).base)
+
+    def answered(self, send: Send, outcome: Outcome, began_s: float) -> None:
+        """Takes the time of an answer; of requests that the gateway holds back it says nothing."""
+        if send.hedges and not send.hold_s and is_answer(outcome):
+            self._latencies.setdefault(send.method, deque(maxlen=_LATEST)).append(self.now_s() - began_s)
+
+    def _p95(self, method: str) -> float | None:
+        # Another thread may add to it.
+        latest = sorted(self._latencies.get(method, deque()).copy())
+        return latest[math.ceil(0.95 * len(latest)) - 1] if len(latest) >= LEAST_LATENCIES else None
+
+
+def is_answer(outcome: Outcome | BaseException) -> bool:
+    """Tells whether an outcome ends the race: no failure that another gateway may not have."""
+    return isinstance(outcome, httpx.Response) and outcome.status_code < 500 and outcome.status_code != 429
+
+
+class HedgedTasks:
+    """Sends the requests of an asynchronous client.
+
+    Args:
+        hedging: When they are sent a second time.
+    """
+
+    def __init__(self, hedging: Hedging) -> None:
+        self._hedging = hedging
+
+    async def exchange(self, send: Send, transmit: Callable[[Send], Awaitable[Outcome]]) -> Outcome:
+        """Returns the first answer, or where there is none the outcome of the first request."""
+        began_s, after_s = self._hedging.now_s(), self._hedging.after_s(send)
+        outcome = await (transmit(send) if after_s is None else self._race(send, transmit, after_s))
+        self._hedging.answered(send, outcome, began_s)
+        return outcome
+
+    async def _race(self, send: Send, transmit: Callable[[Send], Awaitable[Outcome]], after_s: float) -> Outcome:
+        # Not a task group: an error would come out of it as an exception group.
+        tasks = [asyncio.ensure_future(transmit(send))]
+        try:
+            done, running = await asyncio.wait(tasks, timeout=after_s)
+            if running and (second := self._hedging.second(send)):
+                tasks.append(asyncio.ensure_future(transmit(second)))
+                running.add(tasks[1])
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                if answers := [one for one in tasks if one in done and is_answer(one.result())]:
+                    return answers[0].result()
+            return tasks[0].result()
+        finally:
+            for one in tasks:
+                one.cancel()
+            await asyncio.wait(tasks)
+
+
+class HedgedThreads:
+    """Sends the requests of a blocking client.
+
+    Args:
+        hedging: When they are sent a second time.
+    """
+
+    def __init__(self, hedging: Hedging) -> None:
+        self._hedging = hedging
+        self._connections: dict[httpx.Client, Any] = {}
+
+    def exchange(self, send: Send, transmit: Callable[[Send, "Attempt"], Outcome]) -> Outcome:
+        """Returns the first answer, or where there is none the outcome of the first request."""
+        began_s, after_s = self._hedging.now_s(), self._hedging.after_s(send)
+        first = Attempt(self._connections)
+        outcome = transmit(send, first) if after_s is None else self._race(send, transmit, after_s)
+        self._hedging.answered(send, outcome, began_s)
+        return outcome
+
+    def _race(self, send: Send, transmit: Callable[[Send, "Attempt"], Outcome], after_s: float) -> Outcome:
+        outcomes: SimpleQueue[tuple[int, Outcome | BaseException]] = SimpleQueue()
+        attempts: list[Attempt] = []
+
+        def run(number: int, request: Send) -> None:
+            try:
+                outcomes.put((number, transmit(request, attempts[number])))
+            except BaseException as error:  # noqa: BLE001  # raised again by `_first`
+                outcomes.put((number, error))
+
+        def start(request: Send) -> None:
+            attempts.append(Attempt(self._connections))
+            Thread(target=run, args=(len(attempts) - 1, request), name="qinfer-hedge", daemon=True).start()
+
+        start(send)
+        try:
+            try:
+                return _raised(outcomes.get(timeout=after_s)[1])
+            except Empty:
+                if second := self._hedging.second(send):
+                    start(second)
+            found = dict([outcomes.get()])
+            while len(found) < len(attempts) and not any(map(is_answer, found.values())):
+                found.update([outcomes.get()])
+            return _raised(next(filter(is_answer, found.values()), found.get(0)))
+        finally:
+            for attempt in attempts:
+                attempt.cancel()
+
+
+class Attempt:
+    """A request of a blocking client, which another thread can cancel: its connection is shut down.
+
+    Args:
+        connections: HTTP client → its connection as it was last opened.
+    """
+
+    def __init__(self, connections: dict[httpx.Client, Any]) -> None:
+        self._connections = connections
+        self._http: httpx.Client | None = None
+        self._is_cancelled = False
+        self._lock = Lock()
+
+    @contextmanager
+    def using(self, http: httpx.Client) -> Iterator[dict[str, Any]]:
+        """Gives the extensions of a request by an HTTP client; until the end it can be cancelled."""
+
+        def trace(event: str, info: Mapping[str, Any]) -> None:
+            if event in _CONNECTED:
+                self._connections[http] = info["return_value"]
+                if self._is_cancelled:
+                    self.cancel()
+
+        with self._lock:
+            self._http = http
+        try:
+            yield {"trace": trace}
+        finally:
+            with self._lock:
+                self._http = None
+
+    def cancel(self) -> None:
+        """Cancels the request, unless it has ended: its connection belongs to another one then."""
+        with self._lock:
+            self._is_cancelled = True
+            connection = self._connections.get(self._http) if self._http else None
+            if connection is not None:
+                with suppress(OSError):
+                    connection.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+
+
+def _raised(outcome: Outcome | BaseException) -> Outcome:
+    """Returns an outcome, or raises the error that it is; an error of httpx is the outcome of a request."""
+    if isinstance(outcome, BaseException) and not isinstance(outcome, httpx.RequestError):
+        raise outcome
+    return outcome
