@@ -158,10 +158,12 @@ def read_rules(agree: Sequence[str], rule: "Rule") -> dict[str, "Rule"]:
 
 
 def beside(location: str) -> str:
-    """Returns the folder `_compare` beside a file, a folder or the files of a pattern."""
+    """Returns the folder `_compare` beside what is read: a file, a folder, or the files of a pattern."""
     fixed = re.split(r"[*?\[]", location, maxsplit=1)[0]
-    is_pattern = fixed != location
-    folder, slash, _ = (fixed if is_pattern else fixed.rstrip("/")).rpartition("/")
+    folder, slash, _ = fixed.rstrip("/").rpartition("/") if fixed == location else fixed.rpartition("/")
+    if "**" in location:
+        # The pattern has all files within.
+        folder, slash, _ = folder.rpartition("/")
     return f"{folder}{slash}_compare"
 
 

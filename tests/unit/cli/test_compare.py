@@ -273,6 +273,8 @@ def test_targets(text: str, target: tuple[str, int]) -> None:
         ("data/in/", "data/_compare"),
         ("s3://b/in/*.parquet", "s3://b/in/_compare"),
         ("s3://b/in-*/a.parquet", "s3://b/_compare"),
+        ("s3://b/in/**/*.parquet", "s3://b/_compare"),
+        ("in/**/*.parquet", "_compare"),
     ],
 )
 def test_the_folder_beside_the_inputs(location: str, folder: str) -> None:
