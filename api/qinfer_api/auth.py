@@ -76,7 +76,7 @@ class Auth:
         epoch_s: Returns the time of day, by which keys expire, in seconds since the epoch.
 
     Attributes:
-        refused: Called with each key that is refused: the reason, its id if it is known, and who sent it as far as known.
+        refused: Called with each key that is refused: the reason, its id if it is known, and who sent it, if known.
     """
 
     def __init__(

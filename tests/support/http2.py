@@ -10,8 +10,9 @@ from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import Limits
 from qinfer_api.rpc.headers import Abort, Method
+from qinfer_api.rpc.heads import Server
 from qinfer_api.rpc.http2 import Connection
-from qinfer_api.rpc.protocol import Call, Server
+from qinfer_api.rpc.protocol import Call
 
 LIMITS = Limits(streams=4, header_bytes=2000, idle_frames=50, connection_window_bytes=200_000)
 MAX_MESSAGE_BYTES = 100_000

@@ -47,7 +47,8 @@ from qinfer.submission.pending import Pending, Sink
 from qinfer_api.access_log import inner_of
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import Call, QinferHttpProtocol
+from qinfer_api.http.call import Call
+from qinfer_api.http.fast import QinferHttpProtocol
 from qinfer_api.http.head import Head
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.observe.trace_file import Sampling, Stamps, TraceFile, start_of

@@ -8,10 +8,10 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qinfer.core.messages import Failure, IdFactory
+from qinfer.core.messages import Failure
 from qinfer.errors import Overloaded, PayloadTooLarge, QinferError
 from qinfer.tensors import Bytes
 from qinfer_api.http.infer import (
@@ -23,21 +23,21 @@ from qinfer_api.http.infer import (
     header_value,
     room_of,
 )
-from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
+from qinfer_api.receiving import SPENT, Reservation
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import (
     HEAD,
     Abort,
     Head,
-    Method,
-    read_encoding,
-    read_timeout,
     status_fields,
     trailers_only,
 )
 from qinfer_api.rpc.http2 import Connection
 from qinfer_api.rpc.streams import Stream
 from qinfer_api.status import grpc_status, retry_after_s
+
+if TYPE_CHECKING:
+    from qinfer_api.rpc.heads import Server
 
 logger = logging.getLogger(__name__)
 
@@ -57,86 +57,6 @@ _HEAD_WITH_ID = HEAD + hpack.named(ID_HEADER)
 _TOO_LATE = "the message did not come in time"
 _MIN_BYTES_PER_S = 64 * 1024
 """Slower, beyond the time that a message may pause, no message comes in, and no reply goes out."""
-
-
-class Server:
-    """Reads the heads of calls; one for all connections.
-
-    Args:
-        methods: By path, as `/package.Service/Method`.
-        limits: The bounds of each connection.
-        receiving: The memory of messages that have not come in whole.
-
-    Attributes:
-        limits: As given.
-        receiving: As given.
-        connections: Those that are open.
-        is_closing: No more connections are taken.
-        new_id: Makes the ids of calls that become no request.
-    """
-
-    def __init__(self, methods: Mapping[str, Method], limits: frames.Limits, receiving: ReceivingBudget) -> None:
-        self._methods = {path.encode(): method for path, method in methods.items()}
-        self.limits = limits
-        self.receiving = receiving
-        self.new_id = IdFactory().ulid
-        self.connections: set[Connection] = set()
-        self.is_closing = False
-        self._calls = 0
-        self._ended = asyncio.Event()
-
-    def read_head(self, fields: list[hpack.Field] | None) -> Head:
-        """Reads the head of a call.
-
-        Raises:
-            Malformed: It is not that of a request.
-        """
-        if fields is None:
-            text = f"the metadata is larger than {self.limits.header_bytes} bytes"
-            return Head(None, trailers_only(Abort("RESOURCE_EXHAUSTED", text), 431))
-        names, values = zip(*fields, strict=True) if fields else ((), ())
-        places = frames.places(names)
-        try:
-            verb, scheme, path = values[places[":method"]], values[places[":scheme"]], values[places[":path"]]
-        except KeyError as missing:
-            raise frames.Malformed(f"{missing.args[0]} is missing") from None
-        if not (verb and scheme and path):
-            raise frames.Malformed("one of :method, :scheme and :path is empty")
-        content = places.get("content-type")
-        if content is None or not values[content].startswith(b"application/grpc"):
-            return Head(None, hpack.status(415))
-        if verb != b"POST":
-            return Head(None, hpack.status(405) + hpack.field(b"allow", b"POST"))
-        method = self._methods.get(path)
-        if method is None:
-            return Head(None, trailers_only(Abort("UNIMPLEMENTED", "Method not found!")))
-        head = Head(method, places=places, values=values)
-        try:
-            if "grpc-timeout" in places:
-                head.timeout_s = read_timeout(values[places["grpc-timeout"]])
-            if "grpc-encoding" in places:
-                head.encoding = read_encoding(values[places["grpc-encoding"]])
-        except Abort as abort:
-            return Head(None, trailers_only(abort))
-        head.fields = fields
-        return head
-
-    def stream(self, connection: Connection, number: int, head: Head, *, is_ended: bool) -> "Call":
-        """Makes a call."""
-        self._calls += _is_awaited(head)
-        return Call(self, connection, number, head, is_ended=is_ended)
-
-    def closed(self, head: Head) -> None:
-        """Counts a call that has ended."""
-        self._calls -= _is_awaited(head)
-        if not self._calls:
-            self._ended.set()
-
-    async def ended(self) -> None:
-        """Returns when no call is under way that is awaited."""
-        while self._calls:
-            self._ended.clear()
-            await self._ended.wait()
 
 
 class _Message(NamedTuple):
@@ -195,7 +115,7 @@ class Call(Stream):
         "target",
     )
 
-    def __init__(self, server: Server, connection: Connection, number: int, head: Head, *, is_ended: bool) -> None:
+    def __init__(self, server: "Server", connection: Connection, number: int, head: Head, *, is_ended: bool) -> None:
         super().__init__(connection, number, is_ended=is_ended)
         self._server = server
         self.head = head
@@ -594,10 +514,6 @@ class Call(Stream):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _is_awaited(head: Head) -> bool:
-    return head.method is None or head.method.is_awaited
 
 
 def _prefix(parts: Sequence[Bytes]) -> bytes:

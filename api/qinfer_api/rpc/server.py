@@ -17,10 +17,10 @@ from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import Guard
 from qinfer_api.rpc.frames import Limits
 from qinfer_api.rpc.headers import Method
+from qinfer_api.rpc.heads import Server
 from qinfer_api.rpc.http2 import Connection
 from qinfer_api.rpc.infer import Infer
 from qinfer_api.rpc.management import health_calls, model_calls, repository_calls, settings_calls, shared_memory_calls
-from qinfer_api.rpc.protocol import Server
 from qinfer_api.rpc.reflection import reflection_methods
 
 SERVICE: str = grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name

@@ -10,7 +10,8 @@ from qinfer.core.settings import Settings
 from qinfer.errors import InvalidRequest, ModelNotFound, QinferError
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import Call, QinferHttpProtocol
+from qinfer_api.http.call import Call
+from qinfer_api.http.fast import QinferHttpProtocol
 from qinfer_api.http.head import MAX_FAST_BYTES, parse_target, read_head
 from qinfer_api.http.infer import InferCodec, Reply, Target, Writer, compile_forward, parse_json_length, parse_version
 from qinfer_api.shared_memory import SharedMemory

@@ -8,7 +8,8 @@ from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import Limits
 from qinfer_api.rpc.headers import Method
-from qinfer_api.rpc.protocol import Call, Server
+from qinfer_api.rpc.heads import Server
+from qinfer_api.rpc.protocol import Call
 from tests.support.http2 import (
     DATA,
     GOAWAY,

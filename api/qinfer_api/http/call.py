@@ -1,0 +1,155 @@
+"""A request on the fast path: from its head to its reply. The connection that it came by is in `fast.py`."""
+
+import asyncio
+import logging
+from functools import partial
+from typing import Protocol
+
+from qinfer.core.api_keys import Scope
+from qinfer.core.messages import InferRequest, Response
+from qinfer.errors import QinferError
+from qinfer.submission.pending import Pending
+from qinfer.wire.outputs import OutputPlan
+from qinfer_api.auth import Context
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.http.head import MAX_FAST_BYTES, Head
+from qinfer_api.http.infer import DECOUPLED, InferCodec, Reply, error_reply, failure_reply, hold, with_headers
+
+logger = logging.getLogger(__name__)
+
+_NO_REQUEST = InferRequest(model="", inputs=())
+_NO_PLAN = OutputPlan()
+_GONE = Reply(400, b"")  # the reply of a call whose connection was lost
+
+
+class Connection(Protocol):
+    """The connection of a call."""
+
+    @property
+    def peer(self) -> str:
+        """The address of the client."""
+        ...
+
+    def answered(self) -> None:
+        """Takes note that one of its calls has its reply."""
+        ...
+
+
+class Call:
+    """One request on the fast path, from its head to its reply; the sink of its own response.
+
+    Attributes:
+        head: Its head; `None` for one that was refused while it was read.
+        parts: The body, in the pieces in which it arrives.
+        reply: Its answer, once there is one.
+        request: The request that it became; one without an id until then.
+    """
+
+    frontend = "HTTP"
+    no_stream = DECOUPLED
+    __slots__ = ("_codec", "_connection", "_pending", "_plan", "head", "parts", "reply", "request")
+
+    def __init__(self, connection: Connection, head: Head | None) -> None:
+        self._connection = connection
+        self._pending: Pending | None = None
+        self._codec: InferCodec
+        self._plan: OutputPlan
+        self.head = head
+        self.parts: list[bytes] = []
+        self.reply: Reply | None = None
+        self.request = _NO_REQUEST
+
+    def deliver(self, response: Response) -> None:
+        """Takes the response; a large one takes milliseconds to encode, and is encoded off the loop."""
+        if not response.final or self.reply is not None:
+            if self.reply is None:
+                self.answer(error_reply(501, DECOUPLED))
+            return
+        if response.nbytes <= MAX_FAST_BYTES:
+            self.answer(self._encoded(response))
+        else:
+            thread = asyncio.get_running_loop().run_in_executor(None, self._encoded, response)
+            thread.add_done_callback(self._encoded_in_thread)
+
+    def _encoded(self, response: Response) -> Reply:
+        reply = self._codec.encode(response, self.request.client_id, self._plan)
+        encoding = self.head.encoding if self.head is not None else None
+        return reply if encoding is None or reply.status != 200 else reply.compressed(encoding)
+
+    def _encoded_in_thread(self, done: "asyncio.Future[Reply]") -> None:
+        error = done.exception()
+        if error is not None:
+            logger.error("reply could not be encoded", exc_info=error)
+        self.answer(done.result() if error is None else failure_reply(error))
+
+    def answer(self, reply: Reply) -> None:
+        """Sets the reply, and notifies the connection."""
+        self._pending = None  # breaks the cycle call - pending, which would wait for the garbage collector
+        self._plan = _NO_PLAN  # which may hold shared memory
+        self.reply = reply
+        self._connection.answered()
+
+    def start(self, dispatcher: Dispatcher, codec: InferCodec) -> None:
+        """Decodes and submits the request whose body is complete; answers an invalid one with its error."""
+        head = self.head
+        assert head is not None
+        body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+        self.parts = []
+        self._codec = codec
+        try:
+            context = dispatcher.authorize(head.context, Scope.INFER, self._connection.peer)
+            if codec.shares_memory and codec.reads_memory(body):
+                run = asyncio.get_running_loop().run_in_executor
+                thread = run(None, self._read_checked, dispatcher, head, context, body)
+                thread.add_done_callback(partial(self._read_in_thread, dispatcher, head, context))
+                return
+            request, self._plan = codec.decode(head.target, body, head.json_length)
+            if head.forwarded:
+                with_headers(request, head.forwarded)
+            if dispatcher.choose(context, request, head.header):
+                self._plan = codec.routed(request, self._plan)
+            self.request = request
+            pending = dispatcher.submit(context, request, self)
+            if self.reply is None:
+                self._pending = pending
+                hold(self._plan)
+        except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
+            self.refuse(dispatcher, head, error)
+
+    def _read_checked(self, dispatcher: Dispatcher, head: Head, context: Context, body: bytes) -> None:
+        served = dispatcher.resolve(head.target.model, head.target.version)
+        request, plan = self._codec.decode(head.target, body, head.json_length, served)
+        with_headers(request, head.forwarded)
+        if dispatcher.choose(context, request, head.header):
+            served, plan = dispatcher.chosen(request), self._codec.routed(request, plan)
+        dispatcher.check(request, served)
+        self.request, self._plan = request, plan
+
+    def _read_in_thread(self, dispatcher: Dispatcher, head: Head, context: Context, done: asyncio.Future[None]) -> None:
+        if self.reply is not None:
+            return  # the client left
+        try:
+            done.result()
+            pending = dispatcher.submit(context, self.request, self)
+            if self.reply is None:
+                self._pending = pending
+                hold(self._plan)
+        except Exception as error:  # noqa: BLE001 - as in `start`
+            self.refuse(dispatcher, head, error)
+
+    def refuse(self, dispatcher: Dispatcher, head: Head, error: Exception) -> None:
+        """Answers with an error, and counts it."""
+        if isinstance(error, QinferError):
+            error = dispatcher.refuse(head.target.model, head.target.version, error, head.context)
+        else:
+            logger.error("request failed", exc_info=error, extra={"model": head.target.model})
+        self.answer(failure_reply(error))
+
+    def cancel(self, dispatcher: Dispatcher) -> None:
+        """Forgets the request: its connection is gone."""
+        self._plan = _NO_PLAN
+        if self._pending is not None:
+            dispatcher.cancel(self._pending)
+            self._pending = None
+        elif self.reply is None:
+            self.reply = _GONE
