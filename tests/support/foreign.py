@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
+from qinfer.wire.protos import grpc_service_pb2, health_pb2, model_config_pb2
+
+PROTOS = ("model_config.proto", "grpc_service.proto", "grpc_health/v1/health.proto")
 TOOLS = Path(__file__).parents[2] / ".venv" / "tools"
 
 
@@ -84,3 +88,28 @@ def go_build(system: Path, directory: Path, source: Path) -> Path:
         CGO_ENABLED="0",
     )
     return binary
+
+
+def descriptors(directory: Path) -> Path:
+    """Writes what a client of another language knows of the protocol."""
+    path = directory / "triton.pb"
+    files = FileDescriptorSet()
+    for module in (model_config_pb2, grpc_service_pb2, health_pb2):
+        module.DESCRIPTOR.CopyToProto(files.file.add())
+    path.write_bytes(files.SerializeToString())
+    return path
+
+
+def cpp_build(directory: Path, source: Path) -> Program:
+    """Builds a client of one source file in C++, with Debian's gRPC."""
+    system, compiler = tool("grpc_cpp", "usr/include/google/protobuf"), program("g++")
+    plugin = f"--plugin=protoc-gen-grpc={system}/usr/bin/grpc_cpp_plugin"
+    files = f"--descriptor_set_in={descriptors(directory)}"
+    protoc(system, files, plugin, f"--cpp_out={directory}", f"--grpc_out={directory}", *PROTOS)
+    libraries = next(system.glob("usr/lib/*-linux-gnu"))
+    binary = directory / "client"
+    sources = [str(source), *map(str, directory.rglob("*.pb.cc"))]
+    where = [f"-I{directory}", f"-I{system}/usr/include", f"-L{libraries}", f"-Wl,-rpath-link={libraries}"]
+    where.append("-Wl,--copy-dt-needed-entries")  # Abseil's libraries, which its headers call
+    run([compiler, "-std=c++17", "-o", str(binary), *where, *sources, "-lgrpc++", "-lgrpc", "-lgpr", "-lprotobuf"])
+    return Program([str(binary)], {"LD_LIBRARY_PATH": str(libraries)})

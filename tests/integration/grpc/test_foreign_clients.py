@@ -9,31 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
-from qinfer.wire.protos import grpc_service_pb2, health_pb2, model_config_pb2
+from qinfer.wire.protos import grpc_service_pb2
 from tests.support.certificates import write_certificate
-from tests.support.foreign import Program, go_build, output, program, protoc, run, tool
+from tests.support.foreign import PROTOS, Program, cpp_build, descriptors, go_build, output, program, protoc, tool
 from tests.support.rpc import Rpc, infer_request, rpc
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 CLIENTS = Path(__file__).parent / "clients"
 MANY, LARGE = 300, 2**21
-PROTOS = ("model_config.proto", "grpc_service.proto", "grpc_health/v1/health.proto")
 CANCELLED, DEADLINE_EXCEEDED, NOT_FOUND = 1, 4, 5
 SERVING = 1
 UNKNOWN = "Request for unknown model: 'nothing' is not found"
-
-
-def descriptors(directory: Path) -> Path:
-    """Writes what a client of another language knows of the protocol."""
-    path = directory / "triton.pb"
-    files = FileDescriptorSet()
-    for module in (model_config_pb2, grpc_service_pb2, health_pb2):
-        module.DESCRIPTOR.CopyToProto(files.file.add())
-    path.write_bytes(files.SerializeToString())
-    return path
 
 
 def javascript(directory: Path) -> Program:
@@ -43,17 +31,7 @@ def javascript(directory: Path) -> Program:
 
 
 def cpp(directory: Path) -> Program:
-    system, compiler = tool("grpc_cpp", "usr/bin/grpc_cpp_plugin"), program("g++")
-    plugin = f"--plugin=protoc-gen-grpc={system}/usr/bin/grpc_cpp_plugin"
-    files = f"--descriptor_set_in={descriptors(directory)}"
-    protoc(system, files, plugin, f"--cpp_out={directory}", f"--grpc_out={directory}", *PROTOS)
-    libraries = next(system.glob("usr/lib/*-linux-gnu"))
-    binary = directory / "client"
-    sources = [str(CLIENTS / "client.cc"), *map(str, directory.rglob("*.pb.cc"))]
-    where = [f"-I{directory}", f"-I{system}/usr/include", f"-L{libraries}", f"-Wl,-rpath-link={libraries}"]
-    where.append("-Wl,--copy-dt-needed-entries")  # Abseil's libraries, which its headers call
-    run([compiler, "-std=c++17", "-o", str(binary), *where, *sources, "-lgrpc++", "-lgrpc", "-lgpr", "-lprotobuf"])
-    return Program([str(binary)], {"LD_LIBRARY_PATH": str(libraries)})
+    return cpp_build(directory, CLIENTS / "client.cc")
 
 
 def go(directory: Path) -> Program:
