@@ -122,11 +122,12 @@ def test_refused_messages_leave_no_memory_behind(guarded: Stack, reason: str) ->
     wait_until(lambda: gateway.memory_info().rss - before < MAY_STAY_BYTES, 10.0, "the gateway's memory as before")
 
 
-def test_one_byte_too_many_is_refused_by_the_length_alone(guarded: Stack) -> None:
+@pytest.mark.parametrize("size", [LARGE_LIMIT + 1, 2**31, 2**32 - 1])
+def test_one_byte_too_many_is_refused_by_the_length_alone(guarded: Stack, size: int) -> None:
     """The message is never sent."""
     client = Requests()
     head = client.block(INFER, ("x-api-key", KEY))
-    prefix = b"\0" + (LARGE_LIMIT + 1).to_bytes(4)
+    prefix = b"\0" + size.to_bytes(4)
 
     with socket.create_connection(("127.0.0.1", guarded.grpc_port), timeout=30) as connection:
         connection.sendall(frames.PREFACE + settings_frame() + client.headers(1, head))
@@ -135,7 +136,7 @@ def test_one_byte_too_many_is_refused_by_the_length_alone(guarded: Stack) -> Non
         while b"grpc-message" not in received:
             received += connection.recv(65536)
 
-    assert f"({LARGE_LIMIT + 1} vs. {LARGE_LIMIT})".encode() in received
+    assert f"({size} vs. {LARGE_LIMIT})".encode() in received
 
 
 async def test_a_thousand_connections_at_once(stack: Stack) -> None:
