@@ -254,7 +254,9 @@ class Supervisor:
             timeout_s = until_due_s if timeout_s is None else min(timeout_s, until_due_s)
         if select.select([self._reader], [], [], timeout_s)[0]:
             numbers = self._reader.recv(4096)
-            self._stops_asked += sum(number in STOP_SIGNALS for number in numbers)
+            self._stops_asked += numbers.count(signal.SIGINT)
+            if signal.SIGTERM in numbers:  # a further one changes nothing, as Triton has it
+                self._stops_asked = max(self._stops_asked, 1)
             if signal.SIGHUP in numbers:
                 self._hung_up()
         for child in self._children:
@@ -291,7 +293,7 @@ class Supervisor:
     def stop(self, processes: Sequence[Process], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Asks processes to end and waits for them; supervises the others meanwhile.
 
-        Processes that take too long are killed, and all of them after a second Ctrl-C.
+        Processes that take too long are killed, and all of them after a further Ctrl-C.
 
         Args:
             processes: The processes.

@@ -32,6 +32,14 @@ while True: signal.pause()
 """
 
 
+ENDS_SLOWLY = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0 if signal.sigtimedwait([signal.SIGUSR1], 0.3) is None else 1))
+sys.stdout.write("up"); sys.stdout.flush()
+while True: signal.pause()
+"""
+
+
 class Script:
     """A supervised `python -c`."""
 
@@ -200,6 +208,22 @@ def test_a_terminal_that_is_closed_stops_it(detached: bool) -> None:  # noqa: FB
             process.terminate()
         assert process.stderr.readline() == b"stop\n"
         assert process.wait(20) == 0
+
+
+def test_a_second_request_to_end_changes_nothing(supervisor: Supervisor) -> None:
+    """A service manager may repeat it, and what is accepted is answered first; as Triton has it."""
+    script = Script("worker", ENDS_SLOWLY)
+    supervisor.add(script, QUICK, stop_s=600)
+    assert script.popen.stdout is not None
+    assert script.popen.stdout.read(2) == b"up"
+
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGTERM)
+        supervisor.wait(5)
+    assert supervisor.stop_asked
+    supervisor.stop([script])
+
+    assert script.poll() == 0
 
 
 def test_second_stop_signal_kills(supervisor: Supervisor) -> None:
