@@ -34,7 +34,9 @@ EXPECTED = {
     "load_failure": Expected(frozenset(("QinferModelLoadFailed", "QinferModelUnavailable", "QinferErrorRate"))),
     "failed_rollout": Expected(frozenset(("QinferModelLoadFailed",))),
     "slow_model": Expected(frozenset((BURNS,)), frozenset(("QinferLatencyHigh",))),
-    "redis_full": Expected(frozenset(("QinferMostRefused", BURNS)), frozenset(("QinferRequestsRefused",))),
+    "redis_full": Expected(
+        frozenset(("QinferMostRefused", "QinferRedisMemoryFull", BURNS)), frozenset(("QinferRequestsRefused",))
+    ),
     "stuck_job": Expected(later=frozenset(("QinferJobStuck",))),
     "dead_bridge": Expected(frozenset(("QinferNoBridge",))),
     "healthy": Expected(),
