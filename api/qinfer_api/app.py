@@ -289,7 +289,7 @@ class Gateway:
         return BulkJobs(
             jobs=Jobs(self._delivery),
             now_s=self._delivery.clock.now_s,
-            resolve=self.requests.resolve,
+            resolve=self.requests.of_model,
             dispatcher=self.dispatcher,
             settings=settings,
             targets=self.requests.targets,

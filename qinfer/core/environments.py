@@ -69,7 +69,7 @@ _OF_WORKERS = frozenset(
 )
 GATEWAY = Role(
     _OF_WORKERS
-    | {"http", "cors", "grpc", "webhooks", "labeling", "auth", "autoscale", "trace"}
+    | {"http", "cors", "grpc", "webhooks", "endpoints", "labeling", "auth", "autoscale", "trace"}
     | {"allow_client_shm", "server_id", "pass_env"}
 )
 WORKER = Role(_OF_WORKERS, withheld=frozenset({"bulk.broker_url"}))

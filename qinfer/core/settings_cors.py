@@ -56,6 +56,7 @@ class CorsSettings(Section):
             "Qinfer-Cache",
             "Qinfer-Request-Id",
             "Qinfer-Request-State",
+            "Qinfer-Target",
             "Retry-After",
         ),
         description="Headers of replies that such pages may read.",

@@ -89,7 +89,7 @@ class BulkJobs:
     Attributes:
         jobs: The jobs in the queue.
         now_s: Returns the broker's time, which records are written in.
-        resolve: Finds the model version of a job; `AsyncRequests.resolve`.
+        resolve: Finds the model version of a job; `AsyncRequests.of_model`.
         dispatcher: Who may ask, and how much.
         settings: The limits of jobs, and which stores they may use.
         targets: Where webhooks may go.

@@ -311,7 +311,7 @@ class Intake:
     async def _submit(self, board: Board, entry: LabelTask) -> None:
         is_shared = self._requests.dispatcher.has_tenants
         mapping = await self._book.for_tenant(board.model, board.project, board.tenant, is_shared=is_shared)
-        served = self._requests.resolve(board.model, entry.version)
+        served = self._requests.of_model(board.model, entry.version)
         task = await self.task_of(board, entry)
         request = await request_of(mapping, served, task, self._files.of(board.tenant, mapping.project))
         request.version = entry.version

@@ -110,7 +110,7 @@ class Labeling:
             QinferError: It does not, or there is no such model or Label Studio is not served.
         """
         await self._book.current()
-        self._requests.resolve(model, 0)
+        self._requests.of_model(model, 0)
         return LabelHealth("UP", model)
 
     async def setup(self, context: Context, model: str, asked: SetupCall) -> LabelSetup:
@@ -255,7 +255,7 @@ class Labeling:
         is_shared = self._dispatcher.has_tenants
         mapping = await self._book.for_tenant(model, project, context.tenant, is_shared=is_shared)
         if mapping.mode == PUSH:
-            return mapping, self._requests.resolve(model, mapping.version)
+            return mapping, self._requests.of_model(model, mapping.version)
         served = self._dispatcher.resolve(model, mapping.version)
         check_stateless(served)
         return mapping, served

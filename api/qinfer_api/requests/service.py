@@ -130,9 +130,14 @@ class AsyncRequests:
             ModelNotReady: It can't be loaded.
             InvalidRequest: It keeps state from request to request.
         """
-        return self._accepting(*self.dispatcher.endpoints.stable(model, version))
+        return self.of_model(*self.dispatcher.endpoints.stable(model, version))
 
-    def _accepting(self, model: str, version: int) -> Served:
+    def of_model(self, model: str, version: int) -> Served:
+        """Does what `resolve` does, for callers who name models only.
+
+        Raises:
+            QinferError: As `resolve`.
+        """
         if self.dispatcher.draining:
             raise Overloaded("Server exiting")
         served = self.catalog.accepting(model, version)
@@ -167,7 +172,7 @@ class AsyncRequests:
         """
         if request.endpoint and (names := names_of(options.request_id, options.idempotency_key)):
             plan = await self._keep_target(context, request, plan, options, names)
-        served = self._accepting(request.model, request.version)
+        served = self.of_model(request.model, request.version)
         if not request.generation or request.generation != served.generation:
             self.dispatcher.check(request, served)
         acceptance = self._acceptance(context, request, served, plan, options)
@@ -219,7 +224,7 @@ class AsyncRequests:
         self, context: Context, request: InferRequest, plan: OutputPlan, options: SubmitOptions, names: Sequence[str]
     ) -> OutputPlan:
         """Has a request go where it went when it came for the first time; returns its plan for that target."""
-        served = self._accepting(request.model, request.version)
+        served = self.of_model(request.model, request.version)
         settings, chosen = self.settings, Kept(request.model, served.version)
         record_s = self._timeout_s(served, options.timeout_s) + settings.result_ttl_s + settings.tombstone_ttl_s
         keep = functools.partial(
@@ -233,7 +238,7 @@ class AsyncRequests:
         if kept == chosen:
             return plan
         request.model, request.version, request.generation = kept.model, kept.version, 0
-        return bound(plan, self._accepting(*kept)) if plan.special is not None else plan
+        return bound(plan, self.of_model(*kept)) if plan.special is not None else plan
 
     async def record(self, context: Context, address: Address) -> RequestRecord:
         """Returns the record of a request.

@@ -172,7 +172,7 @@ def test_dashboards_can_be_provisioned() -> None:
 
     assert mounts[provider["options"]["path"]] == "./deploy/grafana/dashboards"
     assert mounts["/etc/grafana/provisioning"] == "./deploy/grafana/provisioning"
-    assert len({board["uid"] for board in DASHBOARDS.values()}) == len(DASHBOARDS) == 4
+    assert len({board["uid"] for board in DASHBOARDS.values()}) == len(DASHBOARDS) == 5
     assert all(board["schemaVersion"] >= 39 and board["title"] for board in DASHBOARDS.values())
     assert (source["uid"], source["name"]) == (default["value"], default["text"])
     assert source["url"] == "http://prometheus:9090"
