@@ -28,7 +28,7 @@ format, 1), `name` (of the object, below `QINFER_LIMITS__PAYLOAD_URL`) and `size
 `object`, `object_size` and `v`.
 
 `XLEN` of a lane is the number of waiting entries plus those in flight, because entries are deleted when they are
-finished. Scale workers by this number, which is also in the metrics; do not use the `lag` of the consumer group: Redis
+finished; its shares, `<lane>~<n>`, count too. Scale workers by this number, which is also in the metrics; do not use the `lag` of the consumer group: Redis
 cannot compute it after entries were deleted in the middle.
 
 The keys beside a Redis list that a bridge reads are in [its guide](../how-to/bridge-a-queue.md#redis-lists).
@@ -90,6 +90,15 @@ ROWS = (
         "priority. Without the group: `seq` and `seq.handed`, the sequences that wait for an owner; "
         "`seq@<worker>`, the steps that a worker is told of, until four times its lease is over; `0:steps:<name>`, the "
         "steps of a sequence, until a day after they expire",
+    ),
+    Row(
+        keys.lane,
+        "stream, like its lane",
+        "until nobody has it, and it is empty",
+        "the entries of a tenant, where several use the lane: `p1~1` … `p1~15`; one tenant has the lane itself. Beside the "
+        "lane are `p1~`, `p1~tenants`, `p1~seen` and `p1~leads`: which shares there are, whose they are, when a tenant asked "
+        "for its own last, and whose turn it is",
+        suffix="~<n>",
     ),
     Row(
         keys.payload,
@@ -366,6 +375,13 @@ ROWS = (
             (keys.resource_line, "sorted set", "the units that workers wait for, by since when"),
             (keys.resource_news, "stream", "tells workers of units that were freed, or that others wait for"),
         )
+    ),
+    Row(
+        keys.quota,
+        "hash",
+        "until its bucket is full again, and a minute",
+        "what is left of a tenant's quota, and what each gateway holds of it",
+        ({"tenant": "<tenant>"},),
     ),
     Row(keys.counts_asked, "stream", "permanent", "reads of statistics, the last 256: workers add their counts then"),
     Row(keys.counts_added, "stream", "permanent", "the workers' answers to them, the last 256"),

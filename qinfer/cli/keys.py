@@ -63,8 +63,8 @@ def new_key(
 ) -> None:
     """Create an API key: print it once, and keep its hash in the file.
 
-    Quotas are edited in the file: `rate_per_s`, `burst` and `max_in_flight`, where 0 means no limit; they are the
-    same for all keys of a tenant. Gateways follow the file within 2 seconds.
+    Quotas are edited in the file: `rate_per_s`, `burst` and `max_in_flight`, where 0 means no limit, and `weight`, the
+    tenant's share; they are the same for all keys of a tenant. Gateways follow the file within 2 seconds.
     """
     from qinfer.core.api_keys import Scope, add_key
 

@@ -55,7 +55,7 @@ def queues(
     """Show every lane: depth, requests in flight, age of the oldest, and the work of each model version.
 
     Bulk lanes exist while a model has jobs; their depth and in-flight counts are shards. Work is the seconds that one
-    worker needs, as in `GET /v1/models/MODEL/backlog`.
+    worker needs, as in `GET /v1/models/MODEL/backlog`. Lanes that several tenants use are shown with their shares.
     """
     import msgspec
 
