@@ -44,7 +44,7 @@ NOISE = 0.98
 """Goodput of no less than this share of Triton's counts as no less."""
 WORK, OUT = environments.HERE / ".work" / "overload", environments.HERE / "OVERLOAD.md"
 
-_MODEL = f"""
+_MODEL = """
 import os
 import sys
 import time
@@ -58,7 +58,7 @@ import triton_python_backend_utils as pb_utils
 class TritonPythonModel:
     def execute(self, requests):
         arrays = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
-        time.sleep({BASE_S} + {ROW_S} * sum(len(array) for array in arrays))
+        time.sleep(BASE_S + ROW_S * sum(len(array) for array in arrays))
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", array)]) for array in arrays]
 """
 
@@ -89,11 +89,15 @@ class Case:
         name: Its name, the model's too.
         batching: The contents of `dynamic_batching`.
         kinds: The requests, sent in turn.
+        base_s: What a batch takes, and besides
+        row_s: each of its rows.
     """
 
     name: str
     batching: str
     kinds: Sequence[Kind]
+    base_s: float = BASE_S
+    row_s: float = ROW_S
 
 
 def _policy(timeout_ms: int, *, own: bool = False) -> str:
@@ -130,7 +134,7 @@ def write_repository(root: Path, cases: Iterable[Case]) -> None:
     for case in cases:
         path = root / case.name / "1" / "model.py"
         path.parent.mkdir(parents=True)
-        path.write_text(_MODEL)
+        path.write_text(_MODEL.replace("BASE_S", str(case.base_s)).replace("ROW_S", str(case.row_s)))
         tensors = "".join(
             f'{side} {{ name: "{name}" data_type: TYPE_FP32 dims: [ 4 ] }}\n'
             for side, name in (("input", "x"), ("output", "y"))

@@ -28,8 +28,8 @@ format, 1), `name` (of the object, below `QINFER_LIMITS__PAYLOAD_URL`) and `size
 `object`, `object_size` and `v`.
 
 `XLEN` of a lane is the number of waiting entries plus those in flight, because entries are deleted when they are
-finished; its shares, `<lane>~<n>`, count too. Scale workers by this number, which is also in the metrics; do not use the `lag` of the consumer group: Redis
-cannot compute it after entries were deleted in the middle.
+finished; its shares, `<lane>~<n>`, count too. Scale workers by this number, which is also in the metrics; do not use
+the `lag` of the consumer group: Redis cannot compute it after entries were deleted in the middle.
 
 The keys beside a Redis list that a bridge reads are in [its guide](../how-to/bridge-a-queue.md#redis-lists).
 """
@@ -95,9 +95,9 @@ ROWS = (
         keys.lane,
         "stream, like its lane",
         "until nobody has it, and it is empty",
-        "the entries of a tenant, where several use the lane: `p1~1` … `p1~15`; one tenant has the lane itself. Beside the "
-        "lane are `p1~`, `p1~tenants`, `p1~seen` and `p1~leads`: which shares there are, whose they are, when a tenant asked "
-        "for its own last, and whose turn it is",
+        "the entries of a tenant, where several use the lane: `p1~1` … `p1~15`; one tenant has the lane itself. Beside "
+        "the lane are `p1~`, `p1~tenants`, `p1~seen` and `p1~leads`: which shares there are, whose they are, when a "
+        "tenant asked for its own last, and whose turn it is",
         suffix="~<n>",
     ),
     Row(
