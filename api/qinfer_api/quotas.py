@@ -55,13 +55,13 @@ class Quota:
         self._leased_until_s = -math.inf
         self.limit(key)
         self._tokens = self._burst
-        self._places = self._max_in_flight
 
     def limit(self, key: ApiKey) -> None:
         """Applies the limits of a key from now on."""
         self._rate = key.rate_per_s
         self._burst = float(key.burst or max(key.rate_per_s, 1.0))
-        self._max_in_flight = self._places = key.max_in_flight
+        self._max_in_flight: int = key.max_in_flight
+        self._places = self._max_in_flight
         self.weight = key.weight
 
     @property

@@ -103,7 +103,8 @@ def test_what_nobody_waits_for_leaves_half_of_the_burst_over_all_gateways() -> N
 
 def test_a_lease_is_asked_for_by_the_first_and_by_who_is_refused() -> None:
     """Not by each request."""
-    clock, woken = FakeClock(), []
+    clock = FakeClock()
+    woken: list[Quota] = []
     quota = quota_of(clock, rate_per_s=0.01, burst=3)
     quota.wake = woken.append
 

@@ -1,19 +1,20 @@
 """What `qinfer status` reads."""
 
+import asyncio
 import re
 from pathlib import Path
 
 from rich.console import Console, RenderableType
 
 from qinfer.cli.local.runfile import RunFile, read, remove, write
-from qinfer.cli.overview import ModelRow, SequencesRow, read_overview
-from qinfer.cli.tables import models_tables, overview_tables
+from qinfer.cli.overview import ModelRow, SequencesRow, ShareRow, read_overview
+from qinfer.cli.tables import models_tables, overview_tables, queues_tables
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.models.pins import Pin
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.entries import Lane
+from qinfer.queue.entries import Entry, Lane
 from qinfer.queue.lanes import Queue
 from tests.support.sequences import SEVEN, STATEFUL, first, stored
 
@@ -168,3 +169,37 @@ def test_torn_run_file_counts_as_none(tmp_path: Path) -> None:
     (tmp_path / "up.json").write_text('{"pid": ')
 
     assert read(tmp_path) is None
+
+
+async def test_shares_of_tenants_are_shown_where_a_lane_has_several(store: ControlStore, delivery: Queue) -> None:
+    """With weight, part and depth, the fullest first; a lane of one tenant has no line."""
+    await put(store, "digits", 1)
+    await put(store, "other", 1)
+    lane, alone = Lane("digits", 1), Lane("other", 1)
+    await delivery.ensure([lane, alone])
+    delivery.places.weigh = {"acme": 1, "globex": 3}.__getitem__
+    for tenant, count in (("acme", 5), ("globex", 2)):
+        for _ in range(count):
+            await submitted(delivery, lane, tenant)
+    await submitted(delivery, alone, "acme")
+
+    overview = await read_overview(store, delivery)
+    shown = text_of(queues_tables(overview.lanes, overview.work))
+
+    shares = {row.model: row.shares for row in overview.lanes}
+    assert shares["digits"] == (
+        ShareRow(tenants=("acme",), weight=1, part=0.25, depth=5),
+        ShareRow(tenants=("globex",), weight=3, part=0.75, depth=2),
+    )
+    assert [share.tenants for share in shares["other"]] == [("acme",)]
+    table = shown.partition("Shares of tenants")[2]
+    assert re.search(r"digits +1 +p1 +acme +1 +25% +5\b", table)
+    assert re.search(r"digits +1 +p1 +globex +3 +75% +2\b", table)
+    assert "other" not in table
+
+
+async def submitted(delivery: Queue, lane: Lane, tenant: str) -> None:
+    """Submits an entry of a tenant, and waits until it is in the queue."""
+    future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    delivery.submit(lane, b"frame", future.set_result, tenant=tenant)
+    assert isinstance(await future, Entry)

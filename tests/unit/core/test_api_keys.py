@@ -86,8 +86,9 @@ def test_what_is_wrong_is_named_and_never_shown(tmp_path: Path, changes: dict[st
         (entry(sha256="0" * 64), r"keys\[1\]\.id 'k1' is taken"),
         (entry(id="k2"), r"keys\[1\]\.sha256 is that of another entry"),
         (entry(id="k2", sha256="0" * 64, rate_per_s=5), r"keys\[1\] has other quotas than tenant 'acme' has before"),
+        (entry(id="k2", sha256="0" * 64, weight=2), r"max_in_flight and weight$"),
     ],
-    ids=["same id", "same key", "other quotas"],
+    ids=["same id", "same key", "other quotas", "other weight"],
 )
 def test_entries_must_agree(tmp_path: Path, second: dict[str, Any], message: str) -> None:
     """An id and a key are one entry's; a quota is the tenant's."""
@@ -224,13 +225,13 @@ def test_a_file_that_others_may_read_stays_so(tmp_path: Path) -> None:
 
 def test_further_keys_of_a_tenant_get_its_quotas(tmp_path: Path) -> None:
     """To change a key without a gap, two are valid for a while."""
-    file = write(tmp_path, entry(rate_per_s=5, max_in_flight=7))
+    file = write(tmp_path, entry(rate_per_s=5, max_in_flight=7, weight=3))
 
     second, _ = add_key(file, "acme", (Scope.ADMIN,), "spare")
     other, _ = add_key(file, "other", (Scope.INFER,))
 
-    assert (second.id, second.rate_per_s, second.max_in_flight) == ("spare", 5.0, 7)
-    assert other.rate_per_s == 0
+    assert (second.id, second.rate_per_s, second.max_in_flight, second.weight) == ("spare", 5.0, 7, 3)
+    assert (other.rate_per_s, other.weight) == (0, 1)
     assert len(read_keys(file)) == 3
 
 
