@@ -188,7 +188,7 @@ class Dispatcher:
     def choose(self, context: Context, request: InferRequest, header: Header = no_header) -> bool:
         """Chooses the target of a request that names an endpoint; returns whether it names one.
 
-        `submit` does it by itself, for requests without headers.
+        To be called before `submit`, which knows models only. A gateway without endpoints looks at an empty dictionary.
 
         Args:
             context: Who asks, authorized.
@@ -198,16 +198,16 @@ class Dispatcher:
         Raises:
             ModelNotFound: It names a version that no target has.
         """
-        return self.endpoints.choose(request, context.tenant, header)
+        return bool(self.endpoints.by_name) and self.endpoints.choose(request, context.tenant, header)
 
-    def chosen(self, request: InferRequest) -> Served:
-        """Finds where the target of a request is served that was chosen.
+    def of_model(self, model: str, version: int) -> Served:
+        """Does what `resolve` does, for who names models only: such as a request whose target was chosen.
 
         Raises:
-            ModelNotFound: The stable target is no model version, or not loaded.
-            ModelNotReady: It can't be served, and is not worth waiting for.
+            ModelNotFound: No such model or version.
+            ModelNotReady: It is known, can't be served, and is not worth waiting for.
         """
-        return self._catalog.asked(request.model, request.version)
+        return self._catalog.asked(model, version)
 
     def submit(
         self,
@@ -240,7 +240,6 @@ class Dispatcher:
                 quota = context.principal.quota
         if self.draining and not is_taken:
             raise Overloaded("Server exiting")
-        self.endpoints.choose(request, context.tenant)
         served = self._catalog.asked(request.model, request.version)
         request.tenant, request.trace = context.tenant, context.trace
         timeout_s = served.spec.default_timeout_s

@@ -121,7 +121,7 @@ class Call:
         request, plan = self._codec.decode(head.target, body, head.json_length, served)
         with_headers(request, head.forwarded)
         if dispatcher.choose(context, request, head.header):
-            served, plan = dispatcher.chosen(request), self._codec.routed(request, plan)
+            served, plan = dispatcher.of_model(request.model, request.version), self._codec.routed(request, plan)
         dispatcher.check(request, served)
         self.request, self._plan = request, plan
 

@@ -349,7 +349,11 @@ class InferCodec:
             QinferError: The target can't be asked.
         """
         plan = msgspec.structs.replace(plan, endpoint=request.endpoint)
-        return plan if plan.special is None else bound(plan, served or self._dispatcher.chosen(request))
+        return (
+            plan
+            if plan.special is None
+            else bound(plan, served or self._dispatcher.of_model(request.model, request.version))
+        )
 
     def reads_memory(self, body: Bytes) -> bool:
         """Tells whether decoding a body may copy inputs from shared memory, however small the body is."""

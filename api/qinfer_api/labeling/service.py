@@ -256,7 +256,7 @@ class Labeling:
         mapping = await self._book.for_tenant(model, project, context.tenant, is_shared=is_shared)
         if mapping.mode == PUSH:
             return mapping, self._requests.of_model(model, mapping.version)
-        served = self._dispatcher.resolve(model, mapping.version)
+        served = self._dispatcher.of_model(model, mapping.version)
         check_stateless(served)
         return mapping, served
 

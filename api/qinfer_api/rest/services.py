@@ -444,7 +444,7 @@ def choose(services: Services, request: Request, decoded: InferRequest, served: 
     services.dispatcher.choose(_caller(request), decoded, request.headers.get)
     if not decoded.endpoint or (served.spec.name, served.version) == (decoded.model, decoded.version):
         return served
-    return services.dispatcher.chosen(decoded)
+    return services.dispatcher.of_model(decoded.model, decoded.version)
 
 
 async def off_loop(nbytes: float, work: Callable[[*Ts], T], *arguments: *Ts) -> T:

@@ -249,7 +249,7 @@ class Infer:
     def _decode_and_check(self, message: Message, call: Call) -> Decoded:
         decoded = self._routed(self._completed(self._decode(message), call), call)
         request = decoded.request
-        self.dispatcher.check(request, self.dispatcher.chosen(request))
+        self.dispatcher.check(request, self.dispatcher.of_model(request.model, request.version))
         return decoded
 
     def _routed(self, decoded: Decoded, call: Call) -> Decoded:
@@ -262,7 +262,7 @@ class Infer:
         decoded = self._routed(decoded, call)
         request, plan = decoded.request, decoded.plan
         if plan.special is not None:
-            plan = bound(plan, self.dispatcher.chosen(request))
+            plan = bound(plan, self.dispatcher.of_model(request.model, request.version))
         sink.plan, sink.empty_final = plan, decoded.empty_final
         # Whoever comes too late finds no stream open: all that was let in by its head is answered.
         pending = self.dispatcher.submit(call.context, request, sink, call.time_remaining(), is_taken=True)
