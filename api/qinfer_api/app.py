@@ -208,10 +208,8 @@ class Gateway:
         self._pending.unclaimed = self.requests.waits.wake
         self.memory = SharedMemory(allowed=settings.allow_client_shm)
         restrictions = Restrictions.for_http(settings.http.restricted)
-        codec = InferCodec(self.dispatcher, self.memory, settings)
         self.receiving = ReceivingBudget(settings.limits.max_receiving_bytes)
-        fast = FastPath(self.dispatcher, settings, codec, restrictions, self.receiving)
-        fast.call_type = self._tracing.call_type
+        fast = self._open_fast_path(settings, restrictions)
         services = self._services(settings, fast, restrictions)
         self.started, self._stopping = asyncio.Event(), asyncio.Event()
         scheme = "https" if settings.http.tls_certfile else "http"
@@ -224,6 +222,13 @@ class Gateway:
         self.metrics: MetricsPort | None = None
         self._reloading = self._reloading_of(settings, auth)
         self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self._owner))
+
+    def _open_fast_path(self, settings: Settings, restrictions: Restrictions) -> FastPath:
+        """Creates what all connections of HTTP share."""
+        codec = InferCodec(self.dispatcher, self.memory, settings)
+        fast = FastPath(self.dispatcher, settings, codec, restrictions, self.receiving)
+        fast.call_type = self._tracing.call_type
+        return fast
 
     def _open_dispatcher(self, settings: Settings, tally: GatewayTally, auth: Auth | None) -> Dispatcher:
         """Creates the dispatcher, with the response cache if there is to be one."""
