@@ -211,6 +211,7 @@ class EndpointWatch:
         self._now_s = now_s
         self._pinned: dict[str, Endpoint] = {}
         self._pinned_s = 0.0
+        self._looking = asyncio.Lock()  # of two at once the later one must not be overtaken
 
     async def look(self) -> None:
         """Reads the declarations; writes them again where Redis has lost them.
@@ -218,13 +219,15 @@ class EndpointWatch:
         Raises:
             BrokerUnavailable: Redis can't be reached.
         """
-        declared = await self.store.read()
-        if declared.revision < self.view.revision:
-            declared = await self._restored(declared)
-        if declared.revision != self.view.revision:
-            logger.info("endpoints read", extra={"revision": declared.revision, "endpoints": len(declared.endpoints)})
-        self.view.show(declared)
-        await self._pin(declared.endpoints)
+        async with self._looking:
+            declared = await self.store.read()
+            if declared.revision < self.view.revision:
+                declared = await self._restored(declared)
+            if declared.revision != self.view.revision:
+                about = {"revision": declared.revision, "endpoints": len(declared.endpoints)}
+                logger.info("endpoints read", extra=about)
+            self.view.show(declared)
+            await self._pin(declared.endpoints)
 
     async def run(self) -> None:
         """Follows the declarations until cancelled."""

@@ -12,7 +12,7 @@ from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer.traffic.endpoints import Endpoint, Role, Target, read_endpoint
 from qinfer.traffic.routing import DEAF_AFTER_S, Endpoints, EndpointWatch
-from qinfer.traffic.store import EndpointStore, Kept, KeptTargets, names_of
+from qinfer.traffic.store import Declared, EndpointStore, Kept, KeptTargets, names_of
 from tests.contract.conftest import ControlPair, RedisQueue
 from tests.support.servers.servers import Database
 
@@ -174,6 +174,36 @@ async def test_a_target_is_kept_for_its_time(queue: RedisQueue) -> None:
         return await kept.find("e", "t", names_of("id")) is None
 
     await eventually(is_gone, description="the end of its time")
+
+
+async def test_looks_at_once_do_not_overtake_one_another(
+    stores: ControlPair, queue: RedisQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that has read less never replaces what the other has shown, nor takes it for lost."""
+    reading, may_end = asyncio.Event(), asyncio.Event()
+
+    class Slow(EndpointStore):
+        async def read(self) -> Declared:
+            found = await super().read()
+            if not reading.is_set():
+                reading.set()
+                await may_end.wait()
+            return found
+
+    view = Endpoints(Catalog(stores.one, LimitSettings()))
+    watch = EndpointWatch(Slow(stores.one), view, (await queue.connect()).clock.now_s)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(watch.look())
+        await reading.wait()
+        written = await EndpointStore(stores.other).put(endpoint(), 0)
+        group.create_task(watch.look())
+        for _ in range(20):  # time for the second one to be done
+            await EndpointStore(stores.other).read()
+        may_end.set()
+
+    assert view.revision == written.revision == (await watch.store.read()).revision
+    assert set(view.by_name) == {"e"}
+    assert "endpoints written again, Redis had lost them" not in caplog.messages
 
 
 async def test_a_gateway_that_hears_nothing_uses_stable_targets_only() -> None:

@@ -4,6 +4,8 @@ from collections import Counter
 
 import httpx
 
+from qinfer.models.state import State
+from qinfer.testing import eventually
 from tests.support.endpoints import canary, split
 from tests.support.sequences_served import SequencesServed, sequences_served, sum_of
 
@@ -44,3 +46,36 @@ async def test_all_steps_of_a_sequence_have_one_target() -> None:
 
 def told(reply: httpx.Response) -> str:
     return str(reply.headers["qinfer-target"])
+
+
+async def test_a_target_stays_loaded_when_its_model_has_a_newer_version() -> None:
+    """The version policy has dropped it; it goes once it is no target any more."""
+    async with sequences_served(versions=(1,)) as served:
+        await served.start(heartbeat_every_s=0.05)
+        stable = split(stable="stub:1")
+        assert (await served.client.put("/v1/endpoints/sums", json=stable)).status_code == 200
+        await served.sums.model(versions=(2,))
+
+        async def loaded() -> set[int]:
+            records = await served.scene.store.workers()
+            return {
+                v
+                for record in records
+                for v, state in record.models.get("stub", {}).items()
+                if state.state is State.READY
+            }
+
+        async def are_both() -> bool:
+            return await loaded() == {1, 2}
+
+        async def is_newer() -> bool:
+            return await loaded() == {2}
+
+        await eventually(are_both, description="the newer version beside the target")
+        await served.gateway.catalog.refresh()
+        reply = await served.post(1, 7, model="sums", start=True, end=True)
+        assert (sum_of(reply), told(reply)) == (1, "stub:1")
+
+        assert (await served.client.put("/v1/endpoints/sums", json=split(stable="stub:2"))).status_code == 200
+        await eventually(is_newer, description="the end of the old version")
+        assert told(await served.post(1, 7, model="sums", start=True, end=True)) == "stub:2"
