@@ -78,7 +78,7 @@ class Split:
             return f"{asked.tenant}\0{asked.sequence.id!r}"
         match self._kind:
             case "tenant":
-                return asked.tenant
+                return asked.tenant or None  # a server without keys has no tenants
             case "header":
                 return asked.header(self._of)
             case "parameter" if self._of in asked.parameters:
