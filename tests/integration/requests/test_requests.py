@@ -330,7 +330,9 @@ async def test_a_repetition_is_answered_however_full_the_lane_is(
     headers = {name: f"full-{name}"}
     first = await client.post(model, json=BODY, headers=headers)
     monkeypatch.setattr(
-        running.gateway.dispatcher.submission.backlog, "judge", lambda *_, **__: QueueFull("Exceeds maximum queue size")
+        running.gateway.dispatcher.submission.backlog,
+        "judge",
+        lambda *_, **__: QueueFull("Exceeds maximum queue size"),
     )
 
     again = await client.post(model, json=BODY, headers=headers)
