@@ -1,4 +1,4 @@
-"""Two tenants of one model: `python -m benchmarks.tenants` (4 minutes; `--help` for the length of a round).
+"""Two tenants of one model: `python -m benchmarks.tenants` (6 minutes; `--help` for the length of a round).
 
 The model takes 10 ms and 0.1 ms a row, in batches of 16: a full batch takes hardly longer than one request, else none
 could be as fast beside others as alone, however they are scheduled. A *light* tenant asks it alone, and then beside a
