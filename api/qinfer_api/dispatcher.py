@@ -326,7 +326,8 @@ class Dispatcher:
             served = self.resolve(model, version)
         except QinferError as first:
             self._tally.failed(*self.named(model, version), first.code)
-            return first
+            # Its frames lead to whoever holds it: a cycle, which would keep the message until the collector comes.
+            return first.with_traceback(None)
         self._tally.failed(served.spec.name, served.version, error.code)
         if isinstance(error, Overloaded):
             self._tally.ended(served.spec.name, served.version, error.code)
