@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from qinfer.queue import keys
 from qinfer.queue.connection import Template
-from qinfer.queue.entries import Lane, share_of
+from qinfer.queue.entries import Lane, divided_of, share_of
 
 KNOWN_S = 30.0
 """How long a place is remembered: half of the time after which Redis may give it to others."""
@@ -79,6 +79,11 @@ def adding(lane: Lane) -> tuple[int, Template]:
 def adding_to_share(stream: Lane) -> tuple[int, Template]:
     """Returns the slot of a share's stream, and the command that adds a frame to it unless it was given up."""
     return keys.lane_slot(stream), Template(b"XADD", keys.lane(stream), b"NOMKSTREAM", b"*", b"f")
+
+
+def is_placed(stream: Lane) -> bool:
+    """Tells whether a stream is one: `Places.last` names none where a tenant's place is not known."""
+    return divided_of(stream)[1] != _NOT_KNOWN
 
 
 def _unknown(_: str) -> int:

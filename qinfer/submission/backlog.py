@@ -21,6 +21,7 @@ from qinfer.models.routes import Route
 from qinfer.models.spec import ModelSpec, QueuePolicy
 from qinfer.queue.entries import FULL, Lane, Share, is_of, undivided
 from qinfer.queue.lanes import Queue
+from qinfer.queue.shares import is_placed
 from qinfer.submission.pending import Load
 
 POLL_S = 0.1
@@ -128,6 +129,8 @@ class Backlog:
 
     async def _look(self, group: _Group) -> None:
         own = [load.own for load in group.loads]
+        # Requests of tenants whose places are not known yet are in some share of their lane, and not others'.
+        unplaced = {undivided(load.lane.name): load.own for load in group.loads if not is_placed(load.lane)}
         # Workers finish entries a little after they have answered: until then they are in the lane, and nobody's.
         unfinished = [min(load.left, self._unfinished(group.served)) for load in group.loads]
         now_s = asyncio.get_running_loop().time()
@@ -142,7 +145,8 @@ class Backlog:
         most = self._most(group.served)
         of_lane = {each[0].lane.name: each for each in shares}
         for load, mine, nobodys in zip(group.loads, own, unfinished, strict=True):
-            _note(load, of_lane[undivided(load.lane.name)], mine + nobodys)
+            lane = undivided(load.lane.name)
+            _note(load, of_lane[lane], mine + nobodys, unplaced.get(lane, 0))
             load.most = most
 
     def _begin(self, served: Served, lane: Lane) -> tuple[Load, _Group]:
@@ -168,17 +172,19 @@ class Backlog:
         return self._catalog.capacity(served.spec.name, served.version)
 
 
-def _note(load: Load, shares: Sequence[Share], known: int) -> None:
+def _note(load: Load, shares: Sequence[Share], known: int, unplaced: int) -> None:
     """Takes note of what a look has shown.
 
     Args:
         load: That of a lane, or of a share; a share that is not among those seen holds nothing.
         shares: Those of its lane.
         known: How many of its entries are not others'.
+        unplaced: This process's requests of which it is not known in which of the shares they are.
     """
+    total = sum(share.entries for share in shares)
     share = next((each for each in shares if each.lane == load.lane), None) or Share(load.lane, 0)
-    load.others = max(share.entries - known, 0)
-    load.beside = sum(other.entries for other in shares) - share.entries
+    load.others = max(share.entries - known - unplaced, 0)
+    load.beside = max(total - share.entries - (unplaced if not is_placed(load.lane) else 0), 0)
     weights = sum(other.weight for other in shares if other.entries and other is not share)
     load.part = share.weight / (share.weight + weights)
 

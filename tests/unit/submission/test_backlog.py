@@ -320,3 +320,16 @@ async def test_a_tenant_whose_share_is_not_known_yet_has_an_empty_one() -> None:
 
     assert (first, later) == (None, None)
     assert isinstance(world.backlog.judge(SERVED, SERVED.routes.of(1), 2.0, tenant="heavy"), QueueFull)
+
+
+async def test_requests_whose_place_was_not_known_are_counted_once() -> None:
+    """They are in the lane when it is looked at, and are neither others' nor beside themselves."""
+    world = World()
+    unknown = world.places.last(P1, "new")
+    load, lane = world.backlog.load(SERVED, unknown), world.backlog.load(SERVED, P1)
+    load.own, world.depths[P1] = 40, 40
+
+    await world.backlog.poll()
+
+    assert (load.others, load.beside, lane.others) == (0, 0, 0)
+    assert world.backlog.judge(SERVED, SERVED.routes.of(1), 60.0, tenant="new") is None
