@@ -1,8 +1,4 @@
-"""`reshape` of a configuration: what the client sees as `dims`, the model sees as another shape (reference §3.2).
-
-A wrapper around any backend, so that none has to know of it. Elements stay in place: only shapes change. Variable
-dimensions of the one shape become those of the other in their order: `[-1, 4, -1]` and `[-1, 2, 2, -1]`.
-"""
+"""A wrapper around any backend that applies `reshape` (`qinfer/models/reshapes.py`), so that no backend knows of it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,13 +8,10 @@ import msgspec
 from qinfer.backends.base import Backend, Batch, Context, memory_of
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import OutputMismatch, QinferError
+from qinfer.models.reshapes import Reshape, inward, outward
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
 from qinfer.tensors import Tensor, element_count
-
-Dims = tuple[int, ...]
-Shapes = dict[str, tuple[Dims, Dims]]
-"""Tensor → its dimensions before and after, without the batch dimension; -1 is variable."""
 
 
 def reshaped(backend: Backend, spec: ModelSpec) -> Backend:
@@ -35,20 +28,18 @@ class _Reshaped:
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Loads the model."""
-        self._lead = 1 if spec.max_batch_size else 0
-        self._model_shapes: Shapes = {i.name: (i.dims, i.reshape) for i in spec.inputs if i.reshape is not None}
-        self._client_shapes: Shapes = {o.name: (o.reshape, o.dims) for o in spec.outputs if o.reshape is not None}
+        self._inward, self._outward = inward(spec), outward(spec)
         self._backend.load(spec, version_dir, device)
         self.short_on_loop = self._backend.short_on_loop  # some know it only by then
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         """Runs the batch with the model's shapes, and answers with the client's."""
         inputs = dict(batch.inputs)
-        for name, dims in self._model_shapes.items():
+        for name, reshape in self._inward.items():
             if name in inputs:
-                inputs[name] = inputs[name].reshape(_shape(inputs[name].shape, *dims, self._lead))
+                inputs[name] = inputs[name].reshape(reshape.of(inputs[name].shape))
         seen = msgspec.structs.replace(batch, inputs=inputs)
-        self._backend.execute(seen, _Answers(ctx, self._client_shapes, self._lead, len(batch.states)))
+        self._backend.execute(seen, _Answers(ctx, self._outward, len(batch.states)))
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns what the model holds."""
@@ -62,10 +53,9 @@ class _Reshaped:
 class _Answers:
     """A context that gives outputs the shapes that clients expect, and leaves states as they are."""
 
-    def __init__(self, ctx: Context, shapes: Shapes, lead: int, states: int) -> None:
+    def __init__(self, ctx: Context, outward: Mapping[str, Reshape], states: int) -> None:
         self._ctx = ctx
-        self._shapes = shapes
-        self._lead = lead
+        self._outward = outward
         self._states = states
 
     def respond(
@@ -126,22 +116,13 @@ class _Answers:
         return self._ctx.stream(request)
 
     def _reshaped(self, tensor: Tensor) -> Tensor:
-        dims = self._shapes.get(tensor.name)
-        if dims is None:
+        reshape = self._outward.get(tensor.name)
+        if reshape is None:
             return tensor
-        shape = _shape(tensor.shape, *dims, self._lead)
+        shape = reshape.of(tensor.shape)
         if element_count(shape) != element_count(tensor.shape):
             raise OutputMismatch(
                 f"the model returned output '{tensor.name}' as {tensor.datatype}{list(tensor.shape)}; "
                 f"its configuration reshapes it to {list(shape)}"
             )
         return Tensor(tensor.name, tensor.datatype, shape, tensor.data)
-
-
-def _shape(shape: Dims, before: Dims, after: Dims, lead: int) -> Dims:
-    """Returns a shape with the dimensions `after` in the place of `before`, behind `lead` others.
-
-    A variable dimension that the shape lacks has no elements, so that the shapes differ in size.
-    """
-    sizes = iter([size for size, dim in zip(shape[lead:], before, strict=False) if dim == -1])
-    return shape[:lead] + tuple([next(sizes, 0) if dim == -1 else dim for dim in after])

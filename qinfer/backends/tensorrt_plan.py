@@ -153,7 +153,7 @@ def _lead(spec: ModelSpec, rows: int) -> Shape:
 
 def _merged(spec: ModelSpec, tensor: TensorSpec, file: Shape | None) -> Shape:
     """Returns a tensor's dimensions without the batch's: the configuration's, the file's where that has -1."""
-    dims = tensor.dims if tensor.reshape is None else tensor.reshape
+    dims = tensor.seen_dims
     rest = (file or ())[1 if spec.max_batch_size else 0 :]
     if len(rest) != len(dims):
         return dims

@@ -35,6 +35,11 @@ class TensorSpec:
     reshape: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()
 
+    @property
+    def seen_dims(self) -> tuple[int, ...]:
+        """The dimensions that the model sees, without the batch dimension; -1 is variable."""
+        return self.dims if self.reshape is None else self.reshape
+
     def file_shape(self, *, batched: bool) -> tuple[int, ...]:
         """Returns the shape that the model file has it as; -1 is variable.
 
@@ -43,8 +48,7 @@ class TensorSpec:
         """
         if self.ragged:
             return (-1,)
-        dims = self.dims if self.reshape is None else self.reshape
-        return (-1, *dims) if batched else dims
+        return (-1, *self.seen_dims) if batched else self.seen_dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
