@@ -33,7 +33,7 @@ def check_steps(ensemble: ModelSpec, models: Sequence[ModelSpec]) -> None:
     """
     tensors: dict[str, _Node] = {}
     for tensor in (*ensemble.inputs, *ensemble.outputs):
-        tensors[tensor.name] = _node(ensemble, tensor)
+        tensors[tensor.name] = _node(ensemble, tensor, tensor.seen_dims)
     for step, model in zip(ensemble.steps, models, strict=True):
         if model.max_batch_size and model.max_batch_size < ensemble.max_batch_size:
             raise ModelLoadFailed(
@@ -115,7 +115,7 @@ def _check_inputs(ensemble: ModelSpec, step: EnsembleStep, model: ModelSpec, ten
     for expected in model.inputs:
         mapped = step.inputs.get(expected.name)
         if mapped is not None:
-            _compare(ensemble, mapped, _node(model, expected), tensors)
+            _compare(ensemble, mapped, _node(model, expected, expected.dims), tensors)
         elif not expected.optional:
             raise ModelLoadFailed(
                 f"in ensemble {ensemble.name}, input {expected.name} in model {model.name} is not mapped to any "
@@ -131,7 +131,7 @@ def _check_outputs(ensemble: ModelSpec, step: EnsembleStep, model: ModelSpec, te
                 f"in ensemble {ensemble.name}, ensemble tensor {tensor} is mapped from non-existing output {name} in "
                 f"model {model.name}"
             )
-        _compare(ensemble, tensor, _node(model, known[name]), tensors)
+        _compare(ensemble, tensor, _node(model, known[name], known[name].dims), tensors)
 
 
 def _compare(ensemble: ModelSpec, tensor: str, node: _Node, tensors: dict[str, _Node]) -> None:
@@ -150,9 +150,10 @@ def _compare(ensemble: ModelSpec, tensor: str, node: _Node, tensors: dict[str, _
         )
 
 
-def _node(model: ModelSpec, tensor: TensorSpec) -> _Node:
+def _node(model: ModelSpec, tensor: TensorSpec, dims: tuple[int, ...]) -> _Node:
+    """Returns what a model says of a tensor whose dimensions within the ensemble are these."""
     batch = (-1,) if model.max_batch_size else ()
-    return _Node(model.name, tensor.datatype, tensor.dims, (*batch, *tensor.dims))
+    return _Node(model.name, tensor.datatype, dims, (*batch, *dims))
 
 
 def _config_type(node: _Node) -> str:

@@ -17,7 +17,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.ensembles import runnable
-from qinfer.models.ensemble_checks import check_settings, check_steps, is_like, origin_of
+from qinfer.models.ensemble_checks import check_settings, check_steps, origin_of
+from qinfer.models.reshapes import Reshape, inward, outward
 from qinfer.models.sequence_spec import of_ensemble
 from qinfer.models.spec import EnsembleStep, ModelSpec
 
@@ -58,6 +59,7 @@ class PlanStep:
         outputs: Output of the model → tensor of the plan.
         within: Positions in `Plan.nested` of the ensembles that it belongs to, outermost first.
         stage: How many decoupled steps are before it.
+        reshapes: Input of the model → what the ensembles that its tensor comes through do to its shape; few have any.
         dims: Input of the model → its dimensions, without the batch dimension.
         wanted: The outputs of the model that the plan has a tensor for.
     """
@@ -68,6 +70,7 @@ class PlanStep:
     outputs: Mapping[str, str]
     within: tuple[int, ...] = ()
     stage: int = 0
+    reshapes: Mapping[str, tuple[Reshape, ...]] = field(default_factory=dict)
     dims: Mapping[str, tuple[int, ...]] = field(init=False)
     wanted: tuple[str, ...] = field(init=False)
 
@@ -114,18 +117,20 @@ class Plan:
         nested: The ensembles within it.
         inputs: Input of the ensemble → tensor of the plan.
         absent: Tensors that never exist: optional inputs of ensembles within it that get nothing.
+        reshapes: Output of the ensemble → what it, and those within it, do to the shape of its tensor; few have any.
         last_stage: How many decoupled steps it has; their outputs go from one to the next.
     """
 
-    def __init__(self, spec: ModelSpec, planner: "_Planner", names: Mapping[str, str]) -> None:
-        self.last_stage = max([len(planner.origins[names[tensor.name]]) for tensor in spec.outputs], default=0)
+    def __init__(self, spec: ModelSpec, planner: "_Planner", views: Mapping[str, "_View"]) -> None:
+        self.last_stage = max([len(planner.origins[views[tensor.name].tensor]) for tensor in spec.outputs], default=0)
         self.steps = tuple(planner.steps)
         sequences = of_ensemble([step.model.sequences for step in self.steps if step.model.sequences is not None])
         self.spec = replace(spec, decoupled=self.last_stage > 0, sequences=sequences)
         self.nested = tuple(planner.nested)
-        self.inputs = {tensor.name: names[tensor.name] for tensor in spec.inputs}
+        self.inputs = {tensor.name: views[tensor.name].tensor for tensor in spec.inputs}
         self.absent = tuple(planner.absent)
-        self._outputs = {tensor.name: names[tensor.name] for tensor in spec.outputs}
+        self.reshapes = _reshapes({tensor.name: views[tensor.name] for tensor in spec.outputs})
+        self._outputs = {tensor.name: views[tensor.name].tensor for tensor in spec.outputs}
         self._writer = {tensor: number for number, step in enumerate(self.steps) for tensor in step.outputs.values()}
         self._ways: dict[tuple[str, ...], tuple[_Way, ...]] = {}
 
@@ -263,25 +268,6 @@ class Flow(Generic[T]):
         return ready
 
 
-def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool) -> tuple[int, ...]:
-    """Returns the shape in which a tensor goes from one model to the next, with or without a batch dimension.
-
-    As Triton's `EnsembleContext::ReshapeTensorDims`: a model without a batch dimension may take a batch as one tensor,
-    and gets a batch of one row without its first dimension where only that fits.
-
-    Args:
-        shape: Its shape.
-        rows: The rows of the request that made it; 0 = its maker has no batch dimension.
-        dims: The dimensions that are expected, without the batch dimension.
-        batched: Whether a batch dimension is expected.
-    """
-    if batched and not rows and is_like(dims, shape):
-        return (1, *shape)
-    if not batched and rows == 1 and not is_like(dims, shape):
-        return shape[1:]
-    return shape
-
-
 def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
     """Checks an ensemble and those within it, and plans it.
 
@@ -294,10 +280,26 @@ def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
         QinferError: As `resolve` raises.
     """
     planner = _Planner(resolve)
-    names = planner.add(spec, {}, (spec.name,), ())
-    made = Plan(spec, planner, names)
+    views = planner.add(spec, {}, (spec.name,), ())
+    made = Plan(spec, planner, views)
     check_settings(made.spec, made.stateful)
     return made
+
+
+class _View(NamedTuple):
+    """What a tensor of an ensemble is in the plan.
+
+    Attributes:
+        tensor: The plan's tensor.
+        reshapes: What is done to its shape on the way there from its writer, or from the request.
+    """
+
+    tensor: str
+    reshapes: tuple[Reshape, ...] = ()
+
+    def behind(self, reshape: Reshape) -> "_View":
+        """Returns what it is behind another one."""
+        return _View(self.tensor, (*self.reshapes, reshape))
 
 
 class _Planner:
@@ -318,13 +320,13 @@ class _Planner:
         self._resolve = resolve
 
     def add(
-        self, spec: ModelSpec, names: dict[str, str], path: tuple[str, ...], within: tuple[int, ...]
-    ) -> Mapping[str, str]:
-        """Adds the steps of an ensemble; returns the plan's names of its tensors.
+        self, spec: ModelSpec, views: dict[str, _View], path: tuple[str, ...], within: tuple[int, ...]
+    ) -> Mapping[str, _View]:
+        """Adds the steps of an ensemble; returns what its tensors are in the plan, as others see them.
 
         Args:
             spec: The ensemble.
-            names: The plan's names of the inputs that it gets from a step of another; the others are added.
+            views: The inputs that it gets from a step of another; the others are added.
             path: The ensembles that it is in, outermost first, and it.
             within: The same as positions in `nested`, without the outermost.
         """
@@ -338,29 +340,31 @@ class _Planner:
                 )
         check_steps(spec, [one.spec for one in resolved])
         prefix = f"{len(self.nested)}/"
-        origin = next((self.origins[tensor] for tensor in names.values()), ())
-        given = [_name(names, i.name, prefix) for i in spec.inputs if i.name not in names]
+        origin = next((self.origins[view.tensor] for view in views.values()), ())
+        given = [_view(views, i.name, prefix).tensor for i in spec.inputs if i.name not in views]
         self.origins.update(dict.fromkeys(given, origin))
         if within:
             self.absent += given
+        views.update({name: views[name].behind(reshape) for name, reshape in inward(spec).items()})
         # Ensembles within are added when their inputs have names, so in the order of the data.
         for step, one in _in_order(spec, resolved):
-            mapped = {name: _name(names, tensor, prefix) for name, tensor in step.inputs.items()}
-            origin = origin_of(spec.name, one.spec.name, [self.origins[tensor] for tensor in mapped.values()])
+            mapped = {name: _view(views, tensor, prefix) for name, tensor in step.inputs.items()}
+            origin = origin_of(spec.name, one.spec.name, [self.origins[view.tensor] for view in mapped.values()])
             if not one.spec.steps:
-                outputs = {name: _name(names, tensor, prefix) for name, tensor in step.outputs.items()}
+                outputs = {name: _view(views, tensor, prefix).tensor for name, tensor in step.outputs.items()}
                 self._add_step(one, mapped, outputs, within, origin)
                 continue
             self.nested.append(Nested(one.spec.name, one.version))
             inner = self.add(one.spec, mapped, (*path, one.spec.name), (*within, len(self.nested) - 1))
-            names.update((tensor, inner[output]) for output, tensor in step.outputs.items())
-        origin_of(spec.name, spec.name, [self.origins[names[output.name]] for output in spec.outputs])
-        return names
+            views.update((tensor, inner[output]) for output, tensor in step.outputs.items())
+        origin_of(spec.name, spec.name, [self.origins[views[output.name].tensor] for output in spec.outputs])
+        views.update({name: views[name].behind(reshape) for name, reshape in outward(spec).items()})
+        return views
 
     def _add_step(
         self,
         one: Resolved,
-        inputs: Mapping[str, str],
+        inputs: Mapping[str, _View],
         outputs: Mapping[str, str],
         within: tuple[int, ...],
         origin: tuple[int, ...],
@@ -377,10 +381,11 @@ class _Planner:
             PlanStep(
                 model=one.spec,
                 version=one.version,
-                inputs=tuple((i.name, inputs[i.name]) for i in one.spec.inputs if i.name in inputs),
+                inputs=tuple((i.name, inputs[i.name].tensor) for i in one.spec.inputs if i.name in inputs),
                 outputs=outputs,
                 within=within,
                 stage=len(origin),
+                reshapes=_reshapes(inputs),
             )
         )
 
@@ -394,6 +399,10 @@ def _in_order(spec: ModelSpec, resolved: Sequence[Resolved]) -> Iterator[tuple[E
         yield spec.steps[number], resolved[number]
 
 
-def _name(names: dict[str, str], tensor: str, prefix: str) -> str:
-    """Returns the plan's name of a tensor of an ensemble; makes one the first time."""
-    return names.setdefault(tensor, prefix + tensor)
+def _view(views: dict[str, _View], tensor: str, prefix: str) -> _View:
+    """Returns what a tensor of an ensemble is in the plan; makes a name the first time."""
+    return views.setdefault(tensor, _View(prefix + tensor))
+
+
+def _reshapes(views: Mapping[str, _View]) -> Mapping[str, tuple[Reshape, ...]]:
+    return {name: view.reshapes for name, view in views.items() if view.reshapes}

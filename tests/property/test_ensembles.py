@@ -1,19 +1,23 @@
-"""Random ensembles of ensembles give what a plain evaluation gives, in whatever order their steps end."""
+"""Random ensembles of ensembles, with reshapes, give what plain evaluation gives, in whatever order their steps end."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qinfer.models.ensemble_graph import Flow, Resolved, plan
+from qinfer.models.reshapes import inward, outward
 from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
 
 DEPTH = 2
 
 
-def tensors(names: list[str]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(name=name, datatype="FP32", dims=(-1,)) for name in names)
+def tensors(names: list[str], reshaped: frozenset[str] = frozenset()) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(name=name, datatype="FP32", dims=(-1,), reshape=(-1,) if name in reshaped else None)
+        for name in names
+    )
 
 
 class World:
@@ -48,12 +52,25 @@ class World:
         outputs = self.choose.sample(known, self.choose.randint(1, min(3, len(known))))
         self.choose.shuffle(steps)
         name = f"e{len(self.specs)}"
-        spec = ModelSpec(name=name, backend="", inputs=tensors(inputs), outputs=tensors(outputs), steps=tuple(steps))
+        reshaped = frozenset(one for one in inputs + outputs if self.choose.random() < 0.3)
+        spec = ModelSpec(
+            name=name,
+            backend="",
+            inputs=tensors(inputs, reshaped),
+            outputs=tensors(outputs, reshaped),
+            steps=tuple(steps),
+        )
         self.specs[name] = spec
         return spec
 
     def resolve(self, step: EnsembleStep) -> Resolved:
         return Resolved(self.specs[step.model], 1)
+
+
+def turned(values: Mapping[str, str], turns: Mapping[str, Sized]) -> dict[str, str]:
+    """Returns texts in as many brackets as they have reshapes."""
+    counts = {name: len(turns.get(name, ())) for name in values}
+    return {name: "[" * counts[name] + value + "]" * counts[name] for name, value in values.items()}
 
 
 def executed(spec: ModelSpec, given_in: Mapping[str, str]) -> dict[str, str]:
@@ -64,7 +81,8 @@ def executed(spec: ModelSpec, given_in: Mapping[str, str]) -> dict[str, str]:
 
 def evaluated(world: World, spec: ModelSpec, given_in: Mapping[str, str]) -> dict[str, str]:
     """Evaluates an ensemble step by step, and ensembles in it by themselves."""
-    values, left = dict(given_in), list(spec.steps)
+    values = turned(given_in, {name: (one,) for name, one in inward(spec).items()})
+    left = list(spec.steps)
     while left:
         step = next(step for step in left if values.keys() >= set(step.inputs.values()))
         left.remove(step)
@@ -72,7 +90,8 @@ def evaluated(world: World, spec: ModelSpec, given_in: Mapping[str, str]) -> dic
         run = evaluated if model.steps else lambda _, model, taken: executed(model, taken)
         made = run(world, model, {name: values[tensor] for name, tensor in step.inputs.items()})
         values.update((tensor, made[output]) for output, tensor in step.outputs.items())
-    return {o.name: values[o.name] for o in spec.outputs}
+    made = {o.name: values[o.name] for o in spec.outputs}
+    return turned(made, {name: (one,) for name, one in outward(spec).items()})
 
 
 @given(seed=st.integers(0, 2**32), order=st.randoms(use_true_random=False))
@@ -89,14 +108,14 @@ def test_a_flow_gives_what_plain_evaluation_gives(seed: int, order: random.Rando
     while ready or running:
         if ready and (not running or order.random() < 0.5):
             number = ready.pop(order.randrange(len(ready)))
-            running.append((number, dict(flow.take(number))))
+            running.append((number, turned(dict(flow.take(number)), made.steps[number].reshapes)))
         else:
             number, taken = running.pop(order.randrange(len(running)))
             ran.append(number)
             ready += flow.put(number, executed(made.steps[number].model, taken))
 
     expected = evaluated(world, spec, given_in)
-    assert dict(flow.outputs()) == {name: expected[name] for name in wanted or expected}
+    assert turned(dict(flow.outputs()), made.reshapes) == {name: expected[name] for name in wanted or expected}
     assert len(ran) == len(set(ran))
-    assert len(flow.held) == len({expected[name] for name in wanted or expected})
+    assert len(flow.held) == len({expected[name].strip("[]") for name in wanted or expected})
     assert not flow.running

@@ -39,13 +39,17 @@ from tests.support.servers.servers import Database
 ROW = [1.0, 2.0]
 
 
-def scale(repository: Path, name: str, factor: float, version: int = 1, width: int = 2) -> str:
+Width = int | tuple[int, ...]
+"""The elements of a row, or their dimensions."""
+
+
+def scale(repository: Path, name: str, factor: float, version: int = 1, width: Width = 2) -> str:
     """Writes a model that multiplies by a number; returns its name."""
     nodes = [
         helper.make_node("Constant", [], ["factor"], value_float=factor),
         helper.make_node("Mul", ["x", "factor"], ["y"]),
     ]
-    port = [("x", "FP32", (width,))], [("y", "FP32", (width,))]
+    port = [("x", "FP32", _dims(width))], [("y", "FP32", _dims(width))]
     models.write(repository, name, nodes, *port, version=version)
     return name
 
@@ -61,13 +65,21 @@ Step = tuple[str, Mapping[str, str], Mapping[str, str]]
 """A step: model (`name` or `name:version`), input map, output map."""
 
 
-def ensemble(repository: Path, name: str, *steps: Step, more: str = "", max_batch_size: int = 8, width: int = 2) -> str:
-    """Writes an ensemble `x` → `y` of steps, both of so many elements a row; returns its name."""
+def ensemble(
+    repository: Path,
+    name: str,
+    *steps: Step,
+    more: str = "",
+    max_batch_size: int = 8,
+    width: Width = 2,
+    reshape: Width = (),
+) -> str:
+    """Writes an ensemble `x` → `y` of steps, both of one width, and of another one to the steps; returns its name."""
     (repository / name / "1").mkdir(parents=True, exist_ok=True)
     lines = [f'name: "{name}" platform: "ensemble" max_batch_size: {max_batch_size}']
+    dims = f"dims: {list(_dims(width))}" + (f" reshape {{ shape: {list(_dims(reshape))} }}" if reshape else "")
     lines += [
-        f'{kind} {{ name: "{port}" data_type: TYPE_FP32 dims: [ {width} ] }}'
-        for kind, port in (("input", "x"), ("output", "y"))
+        f'{kind} {{ name: "{port}" data_type: TYPE_FP32 {dims} }}' for kind, port in (("input", "x"), ("output", "y"))
     ]
     lines += [more, "ensemble_scheduling {"]
     for model, inputs, outputs in steps:
@@ -78,6 +90,10 @@ def ensemble(repository: Path, name: str, *steps: Step, more: str = "", max_batc
         lines.append("  }")
     (repository / name / "config.pbtxt").write_text("\n".join([*lines, "}"]))
     return name
+
+
+def _dims(width: Width) -> tuple[int, ...]:
+    return (width,) if isinstance(width, int) else width
 
 
 def chain(repository: Path, name: str, *scales: str, more: str = "") -> str:

@@ -74,10 +74,6 @@ def _contradictions(config: ModelConfig) -> Iterator[str]:
         yield f"model_warmup can not be specified for ensemble '{name}'"
     if config.backend:
         yield f"ensemble '{name}' has no backend, and its configuration names '{config.backend}': remove it"
-    for kind, tensors in (("input", config.input), ("output", config.output)):
-        for tensor in tensors:
-            if tensor.HasField("reshape"):
-                yield f"{kind} '{tensor.name}' of ensemble '{name}' can't have 'reshape': put it into the step's model"
 
 
 def _map_problems(config: ModelConfig) -> Iterator[str]:

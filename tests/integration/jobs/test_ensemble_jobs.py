@@ -101,6 +101,19 @@ async def test_a_job_runs_the_steps_of_ensembles_in_ensembles(scene: EnsemblesSe
     assert (await scene.store.stats("twice", 1))[stats.INFERENCE_COUNT] == 3 * ROWS
 
 
+async def test_a_job_over_an_ensemble_with_reshapes(scene: EnsemblesServed, tmp_path: Path) -> None:
+    scale(scene.repository, "box", 2.0, width=(2, 1))
+    ensemble(scene.repository, "boxed", ("box", {"x": "x"}, {"y": "y"}), reshape=(2, 1))
+    work = Work(scene, tmp_path, "boxed")
+    await scene.sync()
+    await scene.worker()
+    await scene.ready("boxed")
+
+    await work.submit()
+
+    await work.check(2.0)
+
+
 async def test_steps_in_other_workers(scene: EnsemblesServed, tmp_path: Path) -> None:
     work = Work(scene, tmp_path)
     await scene.sync()

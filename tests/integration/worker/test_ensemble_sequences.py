@@ -111,6 +111,17 @@ async def test_text_as_correlation_id_and_ensembles_within_one_another(scene: En
     assert answers == [2 * number for number in expected([1, 2, 3])]
 
 
+async def test_a_reshape_before_a_step_that_keeps_state(scene: EnsemblesServed) -> None:
+    scale(scene.repository, "box", 2.0, width=(1, 1))
+    ensemble(scene.repository, "boxed", ("box", {"x": "x"}, {"y": "y"}), width=1, reshape=(1, 1), max_batch_size=4)
+    sums(scene.repository, "boxes", "boxed", "thrice")
+    await start(scene)
+
+    answers = await whole(scene, [1, 2, 3], 1, model="boxes")
+
+    assert answers == expected([1, 2, 3])
+
+
 async def test_steps_that_are_sent_ahead_stay_in_order(scene: EnsemblesServed) -> None:
     """Over one stream of gRPC, none waits for the answer to the one before it."""
     await start(scene)

@@ -160,6 +160,25 @@ async def test_responses_over_grpc(streams: Streams) -> None:
     assert (finals, len(replies[3].outputs)) == ([False, False, False, True], 0)
 
 
+async def test_each_response_is_reshaped(streams: Streams) -> None:
+    path = streams.scene.repository
+    scale(path, "box", 2.0, width=(2, 1))
+    inner = ensemble(path, "boxed", ("box", {"x": "x"}, {"y": "y"}), reshape=(2, 1))
+    steps = ("source", {"x": "x"}, {"y": "n"}), (inner, {"x": "n"}, {"y": "y"})
+    ensemble(path, "boxes", *steps, width=(1, 2, 1), reshape=2)
+    await streams.start("boxes")
+    streams.source().let(10)
+
+    call = streams.scene.stub.ModelStreamInfer()
+    request = pb.ModelInferRequest(model_name="boxes", raw_input_contents=[np.array([3, 0], "<f4").tobytes()])
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 1, 2, 1])
+    await call.write(request)
+    answers = [InferResult((await call.read()).infer_response).as_numpy("y") for _ in range(3)]
+    call.cancel()
+
+    assert [answer.tolist() for answer in answers] == [[[[[2.0 * i]] * 2]] for i in range(3)]
+
+
 async def test_an_ensemble_is_decoupled_for_its_callers(streams: Streams) -> None:
     """Though its configuration does not say so: routes of one response refuse it, and its metadata tell why."""
     await streams.start()

@@ -3,10 +3,14 @@
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
+from math import prod
 from pathlib import Path
 
+import numpy as np
 import pytest
 from onnx import TensorProto, helper
+from tritonclient.grpc import InferResult
+from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.testing import eventually
@@ -105,6 +109,86 @@ async def test_steps_that_reshape_and_variable_dimensions(scene: EnsemblesServed
 
 def row(numbers: list[float]) -> dict[str, object]:
     return {"inputs": [{"name": "x", "shape": [1, len(numbers)], "datatype": "FP32", "data": numbers}]}
+
+
+def turn(repository: Path, name: str, *dims: int, max_batch_size: int = 8) -> str:
+    """Writes a model that swaps the last two dimensions; returns its name."""
+    order = [*range(len(dims) + (max_batch_size > 0))]
+    order[-2:] = order[-1], order[-2]
+    nodes, ports = [helper.make_node("Transpose", ["x"], ["y"], perm=order)], [(port, "FP32", dims) for port in "xy"]
+    models.write(repository, name, nodes, ports[:1], ports[1:], max_batch_size=max_batch_size)
+    return name
+
+
+async def asked(scene: EnsemblesServed, model: str, *shape: int) -> list[object]:
+    """Sends 0, 1, 2, … over both protocols; returns the shape and the elements of the one answer that both give."""
+    numbers = np.arange(prod(shape), dtype="<f4")
+    tensor = {"name": "x", "shape": shape, "datatype": "FP32", "data": numbers.tolist()}
+    reply = await scene.client.post(f"/v2/models/{model}/infer", json={"inputs": [tensor]})
+    message = pb.ModelInferRequest(model_name=model, raw_input_contents=[numbers.tobytes()])
+    message.inputs.add(name="x", datatype="FP32", shape=shape)
+    answer = InferResult(await scene.stub.ModelInfer(message)).as_numpy("y")
+
+    (output,) = reply.json()["outputs"]
+    assert (output["shape"], output["data"]) == ([*answer.shape], answer.flatten().tolist())
+    return [output["shape"], output["data"]]
+
+
+async def test_an_ensemble_reshapes_its_own_tensors(scene: EnsemblesServed) -> None:
+    """Callers see `dims` and steps the other shape, of ensembles within one another, too, as in Triton."""
+    path = scene.repository
+    across: tuple[dict[str, str], dict[str, str]] = {"x": "x"}, {"y": "y"}
+    ensemble(path, "batched", (turn(path, "turn", 2, 2), *across), width=4, reshape=(2, 2))
+    one = turn(path, "turn_one", 2, 2, max_batch_size=0)
+    ensemble(path, "single", (one, *across), width=4, reshape=(2, 2), max_batch_size=0)
+    many = turn(path, "turn_many", -1, 2, 2)
+    ensemble(path, "variable", (many, *across), width=(-1, 4), reshape=(-1, 2, 2))
+    inner = ("single", {"x": "x"}, {"y": "s"}), ("batched", {"x": "s"}, {"y": "t"}), ("single", {"x": "t"}, {"y": "y"})
+    ensemble(path, "outer", *inner, width=4)
+    names = ("batched", "single", "variable", "outer")
+    await scene.sync()
+    await scene.worker()
+    await scene.ready(*names)
+
+    answers = [
+        await asked(scene, name, *shape) for name, shape in zip(names, [(2, 4), (4,), (1, 2, 4), (1, 4)], strict=True)
+    ]
+
+    turned = [0, 2, 1, 3, 4, 6, 5, 7]
+    assert answers == [[[2, 4], turned], [[4], turned[:4]], [[1, 2, 4], turned], [[1, 4], turned[:4]]]
+    shown = (await scene.client.get("/v2/models/variable")).json()
+    assert [tensor["shape"] for tensor in shown["inputs"] + shown["outputs"]] == [[-1, -1, 4]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "text"),
+    [
+        ("before", 400, "in ensemble 'before', step of model 'turn': 'x' gets FP32[1, 6], but "),
+        ("behind", 500, "in ensemble 'behind', 'y' gets FP32[1, 6], but "),
+    ],
+)
+async def test_what_a_step_makes_may_not_fit_a_reshape(
+    scene: EnsemblesServed, name: str, status: int, text: str
+) -> None:
+    """The request fails, as in Triton, and names the tensor: an input of an ensemble within, or an output."""
+    path = scene.repository
+    scale(path, "any", 1.0, width=-1)
+    within = ensemble(path, "within", (turn(path, "turn", 2, 2), {"x": "x"}, {"y": "y"}), width=4, reshape=(2, 2))
+    ensemble(path, "before", ("any", {"x": "x"}, {"y": "t"}), (within, {"x": "t"}, {"y": "y"}), width=4)
+    ensemble(path, "behind", ("any", {"x": "x"}, {"y": "y"}), width=(2, 2), reshape=4)
+    for config in (path / "before" / "config.pbtxt", path / "behind" / "config.pbtxt"):
+        lines = config.read_text().splitlines()
+        lines[1] = 'input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }'
+        config.write_text("\n".join(lines))
+    await scene.sync()
+    await scene.worker()
+    await scene.ready("before", "behind")
+
+    good = await scene.client.post(f"/v2/models/{name}/infer", json=row([1] * 4))
+    bad = await scene.client.post(f"/v2/models/{name}/infer", json=row([1] * 6))
+
+    assert good.status_code == 200, good.text
+    assert (bad.status_code, text in bad.json()["error"]) == (status, True), bad.text
 
 
 async def test_a_failure_names_the_step(scene: EnsemblesServed) -> None:

@@ -7,7 +7,9 @@ import pytest
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import from_json, normalise, parse, to_json, to_spec
-from qinfer.models.ensemble_graph import MAX_DECOUPLED, MAX_NESTING, MAX_STEPS, Plan, Resolved, fit, plan
+from qinfer.models.ensemble_graph import MAX_DECOUPLED, MAX_NESTING, MAX_STEPS, Plan, Resolved, plan
+from qinfer.models.ensemble_shapes import fit, refit
+from qinfer.models.reshapes import Reshape
 from qinfer.models.sequence_spec import ControlKind, ControlSpec, DirectSpec, SequenceSpec
 from qinfer.models.spec import EnsembleStep, ModelSpec, TensorSpec
 
@@ -135,6 +137,63 @@ def test_steps_that_do_not_fit(a: ModelSpec, message: str) -> None:
         planned(normal(scheduling(FIRST, SECOND)), a, model("b"))
 
     assert raised.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("reshape", "message"),
+    [
+        ("", "in ensemble e, ensemble tensor IN: inconsistent shape: [-1,4] is inferred from model e while [-1,2,2] "),
+        ("4, 1", "in ensemble e, ensemble tensor IN: inconsistent shape: [-1,4,1] is inferred from model e while [-1,"),
+        ("2, 3", "model input 'IN' has different size for dims and reshape: [4] and [2, 3]"),
+    ],
+)
+def test_shapes_of_an_ensemble_that_do_not_fit_as_its_steps_see_them(reshape: str, message: str) -> None:
+    matrix = (TensorSpec(name="x", datatype="FP32", dims=(2, 2)),)
+    dims = "dims: [ 4 ]" + (f" reshape {{ shape: [ {reshape} ] }}" if reshape else "")
+
+    text = scheduling(FIRST, SECOND).replace("dims: [ 2 ]", dims, 1)
+
+    with pytest.raises(ModelLoadFailed) as raised:
+        planned(normal(text), model("a", inputs=matrix), model("b"))
+
+    assert message in raised.value.message
+
+
+def test_the_reshapes_on_the_way_of_a_tensor() -> None:
+    """Each ensemble that it comes through, from the inside out and in again; readers within see the inner shape."""
+    into, out = Reshape((2,), (2, 1), batched=True), Reshape((2, 1), (2,), batched=True)
+    x, y, z = (TensorSpec(name=name, datatype="FP32", dims=(2, 1)) for name in "xyz")
+    steps = EnsembleStep("c", 0, {"x": "x"}, {"y": "y"}), EnsembleStep("c", 0, {"x": "y"}, {"y": "z"})
+    seen = [replace(tensor, dims=(2,), reshape=(2, 1)) for tensor in (x, y)]
+    inner = model("a", backend="", inputs=seen[:1], outputs=(seen[1], z), steps=steps)
+    outer = normal(scheduling(FIRST, SECOND.replace('"b" model_version: 2', '"a" model_version: -1')))
+
+    made = planned(outer, inner, model("c", inputs=(x,), outputs=(y,)))
+
+    assert [step.reshapes for step in made.steps] == [{"x": (into,)}, {}, {"x": (out, into)}, {}]
+    assert made.reshapes == {"OUT": (out,)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "batched", "expected"),
+    [
+        ((3, 5, 4), 3, True, ((3, 5, 2, 2), 3)),
+        ((5, 4), 0, True, ((1, 5, 2, 2), 1)),
+        ((5, 4), 0, False, ((5, 2, 2), 0)),
+        ((1, 5, 4), 1, False, ((5, 2, 2), 0)),
+        ((4,), 0, False, ((4, 2, 2), 0)),
+        ((), 0, True, ((0, 2, 2), 0)),
+    ],
+)
+def test_a_tensor_is_fitted_to_the_ensemble_that_reshapes_it(
+    shape: tuple[int, ...],
+    rows: int,
+    batched: bool,  # noqa: FBT001 - a parameter of the test
+    expected: tuple[tuple[int, ...], int],
+) -> None:
+    """As to a model; what has no place in it has another number of elements then."""
+    assert refit(shape, rows, [Reshape((-1, 4), (-1, 2, 2), batched)]) == expected
+    assert refit(shape, rows, []) == (shape, rows)
 
 
 def test_a_model_without_batches_may_take_a_batch() -> None:

@@ -27,7 +27,7 @@ def value(number: float, name: str = "y") -> Tensor:
 
 def number_of(tensors: Sequence[Tensor]) -> float:
     (tensor,) = tensors
-    return float(to_numpy(tensor)[0, 0])
+    return float(to_numpy(tensor).flat[0])
 
 
 class Open:
@@ -62,18 +62,22 @@ class Open:
 class Scene:
     """A run of a chain of models `x` → `y`, with steps that the test answers; names with an `s` are decoupled."""
 
-    def __init__(self, *models: str, most: int = 0) -> None:
+    def __init__(self, *models: str, most: int = 0, dims: tuple[int, ...] | None = None) -> None:
         specs = {name: self._model(name) for name in models}
         tensors = ["x", *[f"t{index}" for index in range(1, len(models))], "y"]
         steps = tuple(
             EnsembleStep(name, 0, {"x": tensors[index]}, {"y": tensors[index + 1]}) for index, name in enumerate(models)
         )
         spec = replace(self._model("e"), steps=steps, max_inflight=most)
+        if dims is not None:
+            outputs = tuple(replace(output, dims=dims, reshape=output.dims) for output in spec.outputs)
+            spec = replace(spec, outputs=outputs)
         self.plan: Plan = plan(spec, lambda step: Resolved(specs[step.model], 1))
         self.opened: list[Open] = []
         self.refused: set[str] = set()
         self.room = 10**6
         self.sent: list[tuple[float, bool]] = []
+        self.shapes: list[tuple[int, ...]] = []
         self.outcome: Outcome | None = None
         request = InferRequest(model="e", inputs=(value(7, "x"),))
         lease = Lease(Entry(Lane("e", 1), "1-0"), "", b"")
@@ -95,6 +99,7 @@ class Scene:
         if len(self.sent) >= self.room:
             return False
         self.sent.append((number_of(outputs), final))
+        self.shapes.append(outputs[0].shape)
         return True
 
     def open(self, model: str) -> list[Open]:
@@ -240,6 +245,20 @@ def test_the_failure_of_a_decoupled_step(scene: Scene, final: bool) -> None:  # 
     assert scene.sent == [(1, False)]
     assert failure_of(scene) == "in ensemble 'e', step of model 'source': no"
     assert source.is_cancelled is not final
+
+
+def test_a_response_that_does_not_fit_the_reshape_of_the_output() -> None:
+    """Those before it have left in their new shape; it ends the run."""
+    scene = Scene("source", dims=(1, 1))
+    (source,) = scene.opened
+    source.give(1)
+
+    source.sink.deliver(Response(request_id="s", outputs=(from_numpy("y", np.ones((1, 3), "<f4")),), final=False))
+
+    assert (scene.sent, scene.shapes) == ([(1, False)], [(1, 1, 1)])
+    expected = "in ensemble 'e', 'y' gets FP32[1, 3], but an ensemble's configuration reshapes it to [1, 1, 1]"
+    assert failure_of(scene) == expected
+    assert source.is_cancelled
 
 
 def test_a_step_that_is_refused(scene: Scene) -> None:

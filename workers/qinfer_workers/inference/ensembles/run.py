@@ -21,10 +21,11 @@ import msgspec
 from qinfer.batching.execution import Pending
 from qinfer.core.call_chain import extended
 from qinfer.core.messages import Failure, Holder, InferRequest, Response, Timing
-from qinfer.errors import TIMED_OUT, DeadlineExceeded, InferenceFailed, QinferError
-from qinfer.models.ensemble_graph import Flow, Plan, PlanStep, fit
+from qinfer.errors import TIMED_OUT, DeadlineExceeded, InferenceFailed, InvalidRequest, OutputMismatch, QinferError
+from qinfer.models.ensemble_graph import Flow, Plan, PlanStep
 from qinfer.submission.pending import Sink
 from qinfer.tensors import Tensor
+from qinfer_workers.inference.ensembles.values import Value, renamed, reshaped
 
 MAX_BRANCHES = 16
 """By default, so many responses of a decoupled step are in the steps behind it at once (`max_inflight_requests`)."""
@@ -75,13 +76,6 @@ Outcome = tuple[Tensor, ...] | Failure
 """What a request ends with; no outputs where it is decoupled."""
 
 
-class _Value(msgspec.Struct, frozen=True):
-    """A tensor, and the rows of the request that made it; 0 = its maker has no batch dimension."""
-
-    tensor: Tensor
-    rows: int
-
-
 class Spent(msgspec.Struct):
     """The time that steps have taken, from the beginning of the first to the end of the last one."""
 
@@ -121,7 +115,7 @@ class _Branch:
 
     __slots__ = ("came", "failure", "flow", "is_last", "nbytes", "open", "parts", "source")
 
-    def __init__(self, flow: Flow[_Value], nbytes: int = 0, *, is_last: bool = True) -> None:
+    def __init__(self, flow: Flow[Value], nbytes: int = 0, *, is_last: bool = True) -> None:
         self.flow = flow
         self.open: dict[int, Submitted] = {}
         self.failure: tuple[Failure, tuple[int, ...]] | None = None
@@ -195,7 +189,7 @@ class Run:
         """Submits the first steps."""
         spec = self.plan.spec
         rows = self._item.rows if spec.max_batch_size else 0
-        given = {tensor.name: _Value(tensor, rows) for tensor in self._item.request.inputs}
+        given = {tensor.name: Value(tensor, rows) for tensor in self._item.request.inputs}
         self._submit_all(self._root, self._root.flow.start(given))
         self.go_on()
 
@@ -218,7 +212,7 @@ class Run:
             self._fail(branch, step, response.failure)
         else:
             self._spend(step, response.timing)
-            made = {tensor.name: _Value(tensor, rows) for tensor in response.outputs}
+            made = {tensor.name: Value(tensor, rows) for tensor in response.outputs}
             self._submit_all(branch, branch.flow.put(number, made))
         self.go_on()
 
@@ -272,11 +266,11 @@ class Run:
             assert branch.source is not None, "it is its response"
             number, _ = branch.source
             step = self.plan.steps[number]
-            flow: Flow[_Value] = self.plan.flow(self._item.request.outputs, step.stage + 1)
+            flow: Flow[Value] = self.plan.flow(self._item.request.outputs, step.stage + 1)
             part = _Branch(flow, response.nbytes, is_last=branch.is_last and response.final)
             branch.parts.append(part)
             is_batched = step.model.max_batch_size > 0
-            made = {t.name: _Value(t, t.shape[0] if is_batched and t.shape else 0) for t in response.outputs}
+            made = {t.name: Value(t, t.shape[0] if is_batched and t.shape else 0) for t in response.outputs}
             self._submit_all(part, flow.receive(number, made))
 
     def _submit_all(self, branch: _Branch, ready: list[int]) -> None:
@@ -298,7 +292,10 @@ class Run:
             raise DeadlineExceeded(TIMED_OUT)
         asked, model, dims = self._item.request, step.model, step.dims
         batched = model.max_batch_size > 0
-        inputs = tuple([_renamed(value, name, dims[name], batched=batched) for name, value in branch.flow.take(number)])
+        taken = branch.flow.take(number)
+        if step.reshapes:
+            taken = reshaped(taken, step.reshapes)
+        inputs = tuple([renamed(value, name, dims[name], batched=batched) for name, value in taken])
         rows = inputs[0].shape[0] if batched and inputs and inputs[0].shape else 0
         request = InferRequest(
             model=model.name,
@@ -324,8 +321,14 @@ class Run:
         """Ends with the outputs of a branch that is through, or sends them; returns whether it goes on."""
         spec, flow = self.plan.spec, branch.flow
         dims = {output.name: output.dims for output in spec.outputs}
-        batched = spec.max_batch_size > 0
-        outputs = tuple(_renamed(value, name, dims[name], batched=batched) for name, value in flow.outputs())
+        batched, made = spec.max_batch_size > 0, flow.outputs()
+        if self.plan.reshapes:
+            try:
+                made = reshaped(made, self.plan.reshapes)
+            except InvalidRequest as mismatch:
+                self._over(Failure.of(OutputMismatch(f"in ensemble '{spec.name}', {mismatch}")))
+                return False
+        outputs = tuple(renamed(value, name, dims[name], batched=batched) for name, value in made)
         if self._responses is not None:
             return self._responses.send(outputs, final=branch.is_last)
         if missing := flow.missing():
@@ -363,9 +366,3 @@ class _StepSink:
     def deliver(self, response: Response) -> None:
         """See `Sink`."""
         self._take(response, self._rows)
-
-
-def _renamed(value: _Value, name: str, dims: tuple[int, ...], *, batched: bool) -> Tensor:
-    """Returns a tensor as a model's input, or as the ensemble's output; its bytes are not copied."""
-    tensor = value.tensor
-    return Tensor(name, tensor.datatype, fit(tensor.shape, value.rows, dims, batched=batched), tensor.data)

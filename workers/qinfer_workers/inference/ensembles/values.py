@@ -1,0 +1,46 @@
+"""Tensors between the steps of an ensemble: their names and shapes change, and their bytes are never copied."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from qinfer.errors import InvalidRequest
+from qinfer.models.ensemble_shapes import fit, refit
+from qinfer.models.reshapes import Reshape
+from qinfer.tensors import Tensor, element_count
+
+
+class Value(msgspec.Struct, frozen=True):
+    """A tensor, and the rows of the request that made it; 0 = its maker has no batch dimension."""
+
+    tensor: Tensor
+    rows: int
+
+
+def renamed(value: Value, name: str, dims: tuple[int, ...], *, batched: bool) -> Tensor:
+    """Returns a tensor as a model's input, or as the ensemble's output."""
+    tensor = value.tensor
+    return Tensor(name, tensor.datatype, fit(tensor.shape, value.rows, dims, batched=batched), tensor.data)
+
+
+def reshaped(values: list[tuple[str, Value]], reshapes: Mapping[str, tuple[Reshape, ...]]) -> list[tuple[str, Value]]:
+    """Returns tensors as the ensembles that they come through reshape them.
+
+    Args:
+        values: (name, tensor).
+        reshapes: Name → what is done to the tensor's shape, in order.
+
+    Raises:
+        InvalidRequest: A step has made another number of elements than an ensemble's configuration says.
+    """
+    found = []
+    for name, value in values:
+        tensor = value.tensor
+        shape, rows = refit(tensor.shape, value.rows, reshapes.get(name, ()))
+        if element_count(shape) != element_count(tensor.shape):
+            raise InvalidRequest(
+                f"'{name}' gets {tensor.datatype}{list(tensor.shape)}, but an ensemble's configuration reshapes it to "
+                f"{list(shape)}"
+            )
+        found.append((name, Value(Tensor(tensor.name, tensor.datatype, shape, tensor.data), rows)))
+    return found
