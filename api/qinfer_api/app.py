@@ -43,8 +43,10 @@ from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.queue.quotas import Quotas
 from qinfer.submission.response_cache import ResponseCache
+from qinfer.traffic.controller import CanaryController
 from qinfer.traffic.routing import EndpointWatch
 from qinfer.traffic.store import EndpointStore, KeptTargets
+from qinfer.traffic.trial_store import TrialStore
 from qinfer_api.access_log import AccessLog
 from qinfer_api.audit import RefusedKeys
 from qinfer_api.auth import Auth, Restrictions, load_auth
@@ -197,6 +199,7 @@ class Gateway:
         self.dispatcher = self._open_dispatcher(settings, tally, auth)
         tally.in_flight = lambda: self.dispatcher.in_flight
         self._endpoints = EndpointWatch(EndpointStore(store), self.dispatcher.endpoints, delivery.clock.now_s)
+        self._trials = TrialStore(store)
         self._files = EndpointFiles(self._endpoints, declared_here(settings))
         self._reporting = self._open_reporting(settings, tally)
         self._tasks = BulkTasks(settings)
@@ -214,7 +217,7 @@ class Gateway:
         self.started, self._stopping = asyncio.Event(), asyncio.Event()
         scheme = "https" if settings.http.tls_certfile else "http"
         self.url = f"{scheme}://{netloc(*listener.getsockname()[:2])}"
-        app = build_app(services, self.jobs, self._labeling, EndpointService(self._endpoints, self.dispatcher.targets))
+        app = build_app(services, self.jobs, self._labeling, self._endpoint_service())
         self._server = HttpServer(settings.http, app, fast, self._serving)
         self.rpc = rpc
         if rpc is not None:
@@ -254,6 +257,16 @@ class Gateway:
         reporting.tenants, reporting.targets = self.dispatcher.tenants, self.dispatcher.targets
         reporting.statistics.endpoints = self.dispatcher.endpoints
         return reporting
+
+    def _endpoint_service(self) -> EndpointService:
+        """Creates the use case behind `/v1/endpoints`."""
+        return EndpointService(self._endpoints, self._trials, self.dispatcher.targets, self._delivery.clock.now_s)
+
+    def _canaries(self) -> CanaryController:
+        """Creates this gateway's part in the trials of canaries."""
+        view, observed = self.dispatcher.endpoints, self.dispatcher.targets.observed
+        now_s = self._delivery.clock.now_s
+        return CanaryController(self._endpoints.store, self._trials, view, observed, self._owner, now_s)
 
     def _reloading_of(self, settings: Settings, auth: Auth | None) -> Reloading:
         """Creates what reads files again."""
@@ -340,6 +353,7 @@ class Gateway:
                     group.create_task(self.catalog.run()),
                     group.create_task(self._endpoints.run()),
                     group.create_task(self._files.run()),
+                    group.create_task(self._canaries().run()),
                     group.create_task(self.dispatcher.submission.run()),
                     group.create_task(self._janitor.run()),
                     group.create_task(self._reporting.run()),

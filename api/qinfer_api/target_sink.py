@@ -34,7 +34,7 @@ class TargetSink:
         """Hands a response on; with the last one the request has ended."""
         if response.final:
             if response.failure is None:
-                self._tally.answered(self._key, time.monotonic() - self._began_s)
+                self._tally.answered(self._key, time.monotonic() - self._began_s, response)
             else:
                 self._tally.failed(self._key, response.failure.code)
         self.inner.deliver(response)

@@ -59,6 +59,10 @@ class GatewayClient(Client):
         """Declares an endpoint; returns it and its state."""
         return self._on_endpoint("PUT", name, json.dumps(declaration).encode())
 
+    def decide_endpoint(self, name: str, decision: str) -> dict[str, Any]:
+        """Decides `promote`, `rollback`, `pause` or `resume` about a canary on trial; returns the endpoint's state."""
+        return self._on_endpoint("POST", name, suffix=f"/{decision}")
+
     def delete_endpoint(self, name: str, revision: int | None) -> None:
         """Removes an endpoint.
 
@@ -69,8 +73,9 @@ class GatewayClient(Client):
         path = f"{_ENDPOINTS}/{quote(name, safe='')}{query}"
         self._run(call(self._policy, Send("DELETE", path, {}), not_found=EndpointNotFound))
 
-    def _on_endpoint(self, method: str, name: str, body: bytes = b"") -> dict[str, Any]:
-        send = Send(method, f"{_ENDPOINTS}/{quote(name, safe='')}", {"content-type": "application/json"}, body)
+    def _on_endpoint(self, method: str, name: str, body: bytes = b"", suffix: str = "") -> dict[str, Any]:
+        path = f"{_ENDPOINTS}/{quote(name, safe='')}{suffix}"
+        send = Send(method, path, {"content-type": "application/json"}, body)
         reply = self._run(call(self._policy, send, not_found=EndpointNotFound))
         return decode_json(reply.content, dict[str, Any])
 

@@ -1,6 +1,7 @@
 """`qinfer endpoints`: names that stand for several models or versions."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +12,18 @@ from qinfer.cli.console import DEFAULT_URL, Commands, JsonOption, UrlOption, sho
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-app = Commands(help="Manage endpoints: list, show, put, delete.", no_args_is_help=True)
+app = Commands(help="Manage endpoints and the trials of their canaries.", no_args_is_help=True)
 
 LIST_EXAMPLE = "Example: qinfer endpoints list"
 SHOW_EXAMPLE = "Example: qinfer endpoints show digit-reader"
 PUT_EXAMPLE = "Example: qinfer endpoints put digit-reader.yaml"
 DELETE_EXAMPLE = "Example: qinfer endpoints delete digit-reader"
+PROMOTE_EXAMPLE = "Example: qinfer endpoints promote digit-reader"
+ROLLBACK_EXAMPLE = "Example: qinfer endpoints rollback digit-reader"
+PAUSE_EXAMPLE = "Example: qinfer endpoints pause digit-reader"
+RESUME_EXAMPLE = "Example: qinfer endpoints resume digit-reader"
+
+_EVENTS = 8  # of the latest ones
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The endpoint's name.")]
 RevisionOption = Annotated[
@@ -39,7 +46,8 @@ def list_endpoints(*, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False)
 def show_endpoint(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Show an endpoint: its targets with the shares that they are to get and have got, and what is wrong with it.
 
-    The requests are those that the gateway at the URL has passed on since it started.
+    Of a canary it shows the step, the numbers of the checks, and what happened. The requests are those that the
+    gateway at the URL has passed on since it started.
     """
     from qinfer.cli.client import GatewayClient
 
@@ -89,6 +97,44 @@ def delete_endpoint(
     show({"deleted": name}, f"{name} is removed", as_json=as_json)
 
 
+@app.command("promote", epilog=PROMOTE_EXAMPLE, short_help="Promote a canary to its next step.")
+def promote(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
+    """Promote a canary to its next step, whatever the checks say; after the last one it becomes the stable target.
+
+    Requires the scope admin.
+    """
+    _decide(name, "promote", url, as_json=as_json)
+
+
+@app.command("rollback", epilog=ROLLBACK_EXAMPLE, short_help="Roll a canary back.")
+def rollback(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
+    """Roll a canary back: it gets no requests any more. `show` tells when every gateway has confirmed it.
+
+    Requires the scope admin.
+    """
+    _decide(name, "rollback", url, as_json=as_json)
+
+
+@app.command("pause", epilog=PAUSE_EXAMPLE, short_help="Keep a canary in its step.")
+def pause(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
+    """Keep a canary in its step, with its share; the checks go on, and may roll it back. Requires the scope admin."""
+    _decide(name, "pause", url, as_json=as_json)
+
+
+@app.command("resume", epilog=RESUME_EXAMPLE, short_help="Let a paused canary go on, or try it again.")
+def resume(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
+    """Let a paused canary go on, or try again from the first step what was rolled back. Requires the scope admin."""
+    _decide(name, "resume", url, as_json=as_json)
+
+
+def _decide(name: str, decision: str, url: str, *, as_json: bool) -> None:
+    from qinfer.cli.client import GatewayClient
+
+    with GatewayClient(url) as client:
+        state = client.decide_endpoint(name, decision)
+    show(state, lambda: _details(state), as_json=as_json)
+
+
 def _table(states: "list[dict[str, Any]]") -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
@@ -118,7 +164,43 @@ def _details(state: "Mapping[str, Any]") -> "RenderableType":
         version, ready = str(one["version"] or "-"), "yes" if one["ready"] else "no"
         row = (one["target"], one["role"], version, ready, _percent(one["weight"]), str(one["requests"]), got)
         table.add_row(*map(Text, row))
-    return Group(table, *(Text(f"Problem: {problem}", style="red") for problem in state["problems"]))
+    parts: list[RenderableType] = [table, *(Text(f"Problem: {one}", style="red") for one in state["problems"])]
+    if canary := state.get("canary"):
+        parts += _canary(canary)
+    parts += [Text(f"{_instant(one['at_s'])}  {_sentence(one)}") for one in state.get("events", [])[:_EVENTS]]
+    return Group(*parts)
+
+
+def _canary(canary: "Mapping[str, Any]") -> "Iterator[RenderableType]":
+    from rich.table import Table
+    from rich.text import Text
+
+    step = f"step {canary['step']} of {canary['steps']}, {canary['requests']} requests in it"
+    title = f"Canary: version {canary['version']}, {canary['state']}, {step}"
+    table = Table("check", "canary", "stable", "evidence", "decides", title=title)
+    table.title_justify = "left"
+    for one in canary["checks"]:
+        tried = _share(one["canary_bad"], one["canary_requests"])
+        stable = _share(one["stable_bad"], one["stable_requests"])
+        if one.get("allowed") is not None:
+            stable = f"{_percent(one['allowed'])} allowed"
+        table.add_row(*map(Text, (one["check"], tried, stable, f"{one['evidence']:.3g}", f"{one['decides']:.4g}")))
+    yield table
+    yield Text(f"Why: {canary['reason']}")
+    if canary["done_s"]:
+        yield Text(f"Done: every gateway had confirmed the rollback at {_instant(canary['done_s'])}")
+
+
+def _sentence(event: "Mapping[str, Any]") -> str:
+    return f"{event['event']}: version {event['version']}, step {event['step']}: {event['reason']}"
+
+
+def _instant(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _share(bad: int, requests: int) -> str:
+    return f"{bad} of {requests} ({_percent(bad / requests)})" if requests else "-"
 
 
 def _percent(share: float) -> str:

@@ -25,6 +25,7 @@ EXECUTING = b"/executing"
 _BRIDGES = "qinfer:{bridges}:"
 _RESOURCES = "qinfer:{resources}:"
 _COUNTS = "qinfer:{counts}:"
+_ENDPOINTS = "qinfer:{endpoints}:"
 
 
 @lru_cache(maxsize=65536)  # one call per request
@@ -236,8 +237,41 @@ def route_counts(route: str) -> str:
 
 
 def endpoints() -> str:
-    """Returns the hash of the declarations of endpoints by name, and of their latest revision under no name."""
-    return "qinfer:endpoints"
+    """Returns the hash of the declarations of endpoints by name, and of their latest revision under no name.
+
+    It and the keys of the trials of their canaries share a hash tag, so that one script may touch them.
+    """
+    return f"{_ENDPOINTS}declared"
+
+
+def trials() -> str:
+    """Returns the hash of the trials of canaries by endpoint: the revision that each belongs to, and its record."""
+    return f"{_ENDPOINTS}trials"
+
+
+def trial_counts(endpoint: str, revision: int) -> str:
+    """Returns the hash of what gateways have counted of a trial while the endpoint had a revision."""
+    return f"{_ENDPOINTS}counts:{revision}:{endpoint}"
+
+
+def trial_latencies(endpoint: str, revision: int) -> str:
+    """Returns the list of the latest latencies of the stable target, for limits that are missing yet."""
+    return f"{_ENDPOINTS}latencies:{revision}:{endpoint}"
+
+
+def trial_events(endpoint: str) -> str:
+    """Returns the list of the latest events of an endpoint's canaries, the newest first."""
+    return f"{_ENDPOINTS}events:{endpoint}"
+
+
+def trial_lease() -> str:
+    """Returns the string that names the gateway that decides about canaries, for as long as its lease lasts."""
+    return f"{_ENDPOINTS}lease"
+
+
+def heard_revisions() -> str:
+    """Returns the hash of the revisions of endpoints that gateways go by: the expiry of each, and the revision."""
+    return f"{_ENDPOINTS}heard"
 
 
 def kept_target(endpoint: str, tenant: str, name: str) -> str:

@@ -25,7 +25,6 @@ from msgspec.structs import replace
 
 from qinfer.errors import InvalidRequest
 from qinfer.traffic.evidence import Block, Evidence
-from qinfer.wire.versions import Record
 
 LEAST_LATENCIES = 100
 """Latencies of stable that a limit needs."""
@@ -36,7 +35,7 @@ BY_HAND, NO_DATA = "by hand", "no data"
 """Why a canary is paused; one without data goes on by itself when there are some."""
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A step of a canary.
 
     Attributes:
@@ -52,7 +51,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     least_requests: int = 100
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A share of the canary's requests that is compared.
 
     Attributes:
@@ -83,7 +82,7 @@ CHECKS = (
 )
 
 
-class CanaryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CanaryPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is declared for the canaries of an endpoint; to be checked by `checked`.
 
     Attributes:
@@ -134,9 +133,6 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     limits: dict[str, dict[str, float]] = {}
     paused: str = ""
     ended: str = ""
-
-
-CANARY_STATES = Record(CanaryState, "the state of a canary")
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from random import random
 from typing import NamedTuple
 
 from qinfer.core.messages import Scalar, Sequence
-from qinfer.traffic.endpoints import Condition, Endpoint, Role, Target, read_sticky
+from qinfer.traffic.endpoints import Condition, Endpoint, Target, read_sticky
 
 Header = Callable[[str], str | None]
 """Returns the value of a header by its name in lower case; `None` = it was not sent."""
@@ -55,7 +55,7 @@ class Split:
     def __init__(self, endpoint: Endpoint, chance: Callable[[], float] = random) -> None:
         self._name = endpoint.name
         self._stable = endpoint.stable
-        online = [target for target in endpoint.targets if target.role is not Role.SHADOW]
+        online = endpoint.answering
         self._weights = tuple((target, endpoint.weight_of(target)) for target in online)
         self._has_shares = any(weight > 0 for target, weight in self._weights if target is not self._stable)
         self._conditions = tuple((condition, target) for target in online for condition in target.when)

@@ -14,11 +14,13 @@ from enum import StrEnum
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from qinfer.core.messages import Scalar
 from qinfer.errors import InvalidRequest
 from qinfer.models.repository.reader import is_model_name
 from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.traffic.canary import CanaryPlan, Check, Step, checked
 
 LATEST = "latest"
 """The version of a canary that is the newest READY one of its model."""
@@ -68,6 +70,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         role: Its part: one target is the stable one.
         weight: The share of the requests, from 0 to 1. The stable target gets the rest, and needs none.
         when: A canary also gets every request that meets one of these, whatever its weight.
+        trial: The version that is on trial, where the endpoint plans its canaries; 0 = none. The server sets it.
     """
 
     model: str
@@ -75,6 +78,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: Role = Role.CANARY
     weight: float | None = None
     when: tuple[Condition, ...] = ()
+    trial: int = 0
 
     @property
     def label(self) -> str:
@@ -89,7 +93,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def number(self) -> int:
         """The version; 0 = the latest."""
-        return self.version if isinstance(self.version, int) else 0
+        return self.version if isinstance(self.version, int) else self.trial
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -101,6 +105,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         sticky: What keeps its target: `tenant`, `header:<name>` or `parameter:<name>`; empty = each request is shared
             out by itself. A sequence always keeps its own.
         hides_model: A model of the same name can't be asked any more but through the endpoint.
+        canary: The steps and checks by which the canary is promoted or rolled back; `None` = people decide.
         revision: The number of the change that made it so, over all endpoints; as written by a person, the revision
             that the change is made to: 0 = whatever is there.
         file: The digest of the file that it was declared by; empty = none.
@@ -114,6 +119,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     targets: tuple[Target, ...]
     sticky: str = ""
     hides_model: bool = False
+    canary: CanaryPlan | None = None
     revision: int = 0
     file: str = ""
 
@@ -121,6 +127,26 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def stable(self) -> Target:
         """The target that stands for the endpoint."""
         return next(target for target in self.targets if target.role is Role.STABLE)
+
+    @property
+    def answering(self) -> tuple[Target, ...]:
+        """The targets that may answer: no shadow, and no canary before or after its trial."""
+        return tuple(
+            target
+            for target in self.targets
+            if target.role is Role.STABLE or (target.role is Role.CANARY and (self.canary is None or target.trial))
+        )
+
+    def at_rest(self) -> "Endpoint":
+        """Returns the endpoint without a canary on trial; the weights are the steps' where there is a plan."""
+        kept = [target for target in self.targets if not (target.role is Role.SHADOW and target.trial)]
+        if self.canary is None:
+            rested = (replace(target, trial=0) for target in kept)
+        else:
+            rested = (
+                target if target.role is Role.SHADOW else replace(target, trial=0, weight=None) for target in kept
+            )
+        return replace(self, targets=tuple(rested))
 
     def weight_of(self, target: Target) -> float:
         """Returns the share of the requests that a target gets by its weight, or executes once more as a shadow."""
@@ -165,7 +191,7 @@ def read_endpoint(document: Any, name: str = "") -> Endpoint:
         raise InvalidRequest(
             f"the declaration names '{endpoint.name[:MAX_NAME]}', but it is for '{name}'; leave it out"
         )
-    endpoint = msgspec.structs.replace(endpoint, name=endpoint.name or name)
+    endpoint = replace(endpoint, name=endpoint.name or name).at_rest()
     check(endpoint)
     return endpoint
 
@@ -177,6 +203,12 @@ def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
         yield "a target", target, Target
         for condition in target.get("when", ()):
             yield "a condition", condition, Condition
+    if plan := document.get("canary"):
+        yield "the canary's plan", plan, CanaryPlan
+        for step in plan["steps"]:
+            yield "a step", step, Step
+        for one in plan.get("checks", ()):
+            yield "a check", one, Check
 
 
 def check(endpoint: Endpoint) -> None:
@@ -207,10 +239,25 @@ def _problems(endpoint: Endpoint) -> Iterator[str]:
         yield from _problems_of(target)
     if len(stable) == 1:
         yield from _problems_of_weights(endpoint, stable[0])
+    if endpoint.canary is not None and len(stable) == 1:
+        yield from _problems_of_plan(endpoint, endpoint.canary)
     try:
         read_sticky(endpoint.sticky)
     except ValueError as error:
         yield str(error)
+
+
+def _problems_of_plan(endpoint: Endpoint, plan: CanaryPlan) -> Iterator[str]:
+    canaries = [target for target in endpoint.targets if target.role is Role.CANARY]
+    if len(canaries) > 1:
+        yield f"the plan is for one canary, not {len(canaries)}; keep one, or leave out `canary`"
+    for target in canaries:
+        if target.model != endpoint.stable.model:
+            yield f"target '{target.label}': a plan promotes versions of '{endpoint.stable.model}', the stable model"
+    try:
+        checked(plan)
+    except InvalidRequest as error:
+        yield error.message
 
 
 def _problems_of(target: Target) -> Iterator[str]:

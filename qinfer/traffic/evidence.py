@@ -34,7 +34,7 @@ Array = npt.NDArray[np.float64]
 ODDS_RATIOS: Array = np.geomspace(1.2, 3000.0, 16)
 """How much worse a canary may be: the ratio of the odds of its bad requests to those of stable's.
 
-Stored evidence has a part for each: another grid needs another wire version of `CANARY_STATES`.
+Stored evidence has a part for each: another grid needs another wire version of `TRIALS`.
 """
 _LOG_ODDS = np.log(ODDS_RATIOS)
 _LARGEST_LOG = 700.0

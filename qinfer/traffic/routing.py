@@ -17,6 +17,7 @@ from qinfer.models.spec import ModelSpec
 from qinfer.traffic.choice import Asked, Header, Split, no_header
 from qinfer.traffic.endpoints import Endpoint, Role, Target, misfit
 from qinfer.traffic.store import PIN_TTL_S, Declared, EndpointStore
+from qinfer.traffic.trials import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Endpoints:
         by_name: The endpoints.
         revision: The last change that is in the view; -1 = nothing was read yet.
         is_deaf: The store can't be heard: only stable targets are used.
+        trials: The last trial of the canary of each endpoint that has had one.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -54,6 +56,7 @@ class Endpoints:
         self.by_name: Mapping[str, Routed] = {}
         self.revision = -1
         self.is_deaf = False
+        self.trials: Mapping[str, Trial] = {}
         self._fits: dict[tuple[str, str], tuple[ModelSpec, ModelSpec, bool]] = {}
 
     def show(self, declared: Declared) -> None:
@@ -114,9 +117,7 @@ class Endpoints:
         """Tells whether requests to an endpoint may go to a model version now."""
         routed = self.by_name.get(name)
         return routed is not None and any(
-            (target.model, self.resolved(target)) == (model, version)
-            for target in routed.endpoint.targets
-            if target.role is not Role.SHADOW
+            (target.model, self.resolved(target)) == (model, version) for target in routed.endpoint.answering
         )
 
     def resolved(self, target: Target) -> int:
@@ -158,7 +159,7 @@ class Endpoints:
 
     def _version_of(self, routed: Routed, version: int) -> tuple[str, int]:
         """Finds the target of an endpoint that has a version."""
-        online = [target for target in routed.endpoint.targets if target.role is not Role.SHADOW]
+        online = routed.endpoint.answering
         for target in (routed.stable, *online):
             if self.resolved(target) == version:
                 return target.model, version

@@ -93,7 +93,7 @@ class EndpointStore:
     async def _change(self, name: str, seen: int | None, document: bytes, least: int = 0) -> int:
         words = (name, "" if seen is None else seen, document, least)
         with translated():
-            is_done, revision = await self._control.client.eval(_PUT.text, 1, keys.endpoints(), *words)
+            is_done, revision = await self._control.client.eval(_PUT.text, 2, keys.endpoints(), keys.trials(), *words)
         if not is_done:
             if not revision:
                 raise unknown(name)

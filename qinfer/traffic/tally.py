@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import InferRequest, Response
 from qinfer.observe import catalogue
 from qinfer.observe.exposition import Family, family
 from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations
+from qinfer.traffic.observed import Observed
 from qinfer.traffic.routing import Endpoints
 
 Key = tuple[str, str]
@@ -21,6 +22,9 @@ class TargetTally:
     Args:
         endpoints: The endpoints as the gateway knows them.
         process: The gateway's name.
+
+    Attributes:
+        observed: What is counted of canaries on trial.
     """
 
     def __init__(self, endpoints: Endpoints, process: str = "") -> None:
@@ -29,6 +33,7 @@ class TargetTally:
         self._requests: Counter[Key] = Counter()
         self._failures: Counter[tuple[Key, str]] = Counter()
         self._durations: dict[Key, Durations] = {}
+        self.observed = Observed()
 
     def accepted(self, request: InferRequest) -> None:
         """Counts a request that was stored, to be executed later."""
@@ -38,9 +43,11 @@ class TargetTally:
         """Counts a request that its target's queue did not take, by `ErrorCode` value."""
         self.failed(key_of(request), reason)
 
-    def answered(self, key: Key, seconds: float) -> None:
-        """Counts a request that was answered with outputs, `seconds` after it was received."""
+    def answered(self, key: Key, seconds: float, response: Response) -> None:
+        """Counts a request that was answered with outputs, `seconds` after it was received; of a stream the last."""
         self._requests[key] += 1
+        if (on_trial := self.observed.by_target.get(key)) is not None:
+            on_trial.answered(seconds, response)
         series = self._durations.get(key)
         if series is None:
             series = self._durations[key] = Durations()
@@ -51,6 +58,8 @@ class TargetTally:
         """Counts a request that ended without outputs, by `ErrorCode` value."""
         self._requests[key] += 1
         self._failures[key, reason] += 1
+        if (on_trial := self.observed.by_target.get(key)) is not None:
+            on_trial.failed(reason)
 
     def requests(self, endpoint: str, model: str, version: int) -> int:
         """Returns how many requests to an endpoint a model version has got."""

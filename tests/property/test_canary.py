@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qinfer.traffic.canary import (
-    CANARY_STATES,
     Action,
     CanaryPlan,
     CanaryState,
@@ -25,6 +24,7 @@ from qinfer.traffic.canary import (
     with_limits,
 )
 from qinfer.traffic.evidence import Block, Counts
+from qinfer.traffic.trials import TRIALS, Trial
 
 CANARIES = 200
 FALSE_ROLLBACKS = 0.05
@@ -185,7 +185,7 @@ def test_every_state_can_be_stored_and_leads_to_another(seen: list[tuple[float, 
             PLAN, state, Seen(now_s=now_s, revision=state.revision, step=state.step, blocks=blocks)
         )
 
-        assert CANARY_STATES.decode(CANARY_STATES.encode(after)) == after
+        assert TRIALS.decode(TRIALS.encode(Trial(state=after))).state == after
         assert after.revision == state.revision + (decision.action != Action.HOLD)
         assert after.step == state.step + (decision.action == Action.PROMOTE)
         assert bool(after.ended) == bool(state.ended or decision.action in (Action.FINISH, Action.ROLL_BACK))

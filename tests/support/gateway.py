@@ -7,7 +7,7 @@ default 2 refuses what has waited for 50 ms, and 3 is delayed), `asleep` (no liv
 `flow` and `resuming` (FP32[-1], decoupled; the latter with `qinfer.stream_resume`), `stateful` (with sequences).
 Without a batch dimension: `one` (BYTES[1]), `vary` (INT32[2, -1]), `wide` (FP32[-1, -1]). The output of `echo` has the
 labels zero, one and two. A request's parameters whose names begin with `told_` come back with its response, and one
-named `responses` says how many responses it gets.
+named `responses` says how many responses it gets; `fails_in` names the version that fails it.
 """
 
 import asyncio
@@ -263,7 +263,7 @@ def _answers(request: InferRequest) -> list[Response]:
 
 
 def _answer(request: InferRequest) -> Response:
-    if request.model == "fails":
+    if request.model == "fails" or request.parameters.get("fails_in") == request.version:
         failure = Failure("inference_failed", "the model raised: boom")
         return Response(request_id=request.id, model=request.model, version=request.version, failure=failure)
     outputs = tuple(

@@ -12,6 +12,7 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest
+from qinfer.traffic.canary import Action
 from qinfer.traffic.endpoints import Endpoint, read_endpoint
 from qinfer_api.endpoints.service import EndpointService, EndpointState
 from qinfer_api.http.infer import Reply
@@ -26,6 +27,8 @@ _LIST = operation(
 _SHOW = operation("Look at an endpoint", {200: _STATE, **errors(401, 403, 404, 503)})
 _PUT = operation("Declare an endpoint", {200: _STATE, **errors(400, 401, 403, 404, 409, 503)}, takes=body(Endpoint))
 _DELETE = operation("Remove an endpoint", {200: answer("Done."), **errors(400, 401, 403, 404, 409, 503)}, _REVISION)
+_DECIDE = operation("Decide about a canary on trial", {200: _STATE, **errors(400, 401, 403, 404, 409, 503)})
+_ACTIONS = {"promote": Action.PROMOTE, "rollback": Action.ROLL_BACK, "pause": Action.PAUSE, "resume": Action.RESUME}
 
 
 def endpoint_routes(services: Services, endpoints: EndpointService) -> APIRouter:
@@ -55,6 +58,18 @@ def endpoint_routes(services: Services, endpoints: EndpointService) -> APIRouter
         """Removes an endpoint; its name then means the model of that name, if there is one."""
         await endpoints.delete(endpoint, _revision(request))
         return send(Reply(200, b""))
+
+    @router.post("/v1/endpoints/{endpoint}/{decision}", name="decide_endpoint", **changing, **_DECIDE)
+    async def decide_endpoint(endpoint: str, decision: str) -> HttpResponse:
+        """Decides `promote`, `rollback`, `pause` or `resume`.
+
+        `promote` goes on to the next step, and after the last one makes the canary the stable target; `resume` also
+        tries again what was rolled back.
+        """
+        action = _ACTIONS.get(decision)
+        if action is None:
+            raise InvalidRequest(f"'{decision[:60]}' can't be done to a canary; use {', '.join(_ACTIONS)}")
+        return send_json(await endpoints.decide(endpoint, action, "by hand"))
 
     return router
 

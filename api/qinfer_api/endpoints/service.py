@@ -1,14 +1,22 @@
-"""Declaring endpoints: checked against the models, written by compare-and-set, and seen here before the reply."""
+"""Declaring endpoints: checked against the models, written by compare-and-set, and seen here before the reply.
 
-from collections.abc import Mapping
+So are the decisions of people about canaries on trial.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from qinfer.errors import InvalidRequest
+from qinfer.errors import Conflict, InvalidRequest
+from qinfer.traffic.canary import Action
 from qinfer.traffic.endpoints import Endpoint, Role
 from qinfer.traffic.routing import EndpointWatch
 from qinfer.traffic.store import unknown
 from qinfer.traffic.tally import TargetTally
+from qinfer.traffic.trial_store import TrialStore
+from qinfer.traffic.trials import CheckNumbers, Event, Trial, by_hand, numbers_of
+
+_TRIES = 5  # the controller writes once a second, too
 
 
 class TargetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +39,35 @@ class TargetState(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
 
 
+class CanaryView(msgspec.Struct, frozen=True, kw_only=True):
+    """The last trial of a canary.
+
+    Attributes:
+        version: The version that is or was on trial.
+        stable: The stable version, after a promotion the same.
+        step: The number of its step, from 1.
+        steps: How many steps there are.
+        requests: The canary's requests in this step.
+        state: running | paused | promoted | rolling back | rolled back | replaced; what is rolling back has not been
+            confirmed by every gateway, and what is replaced begins anew as the endpoint was declared since.
+        reason: Why it is so.
+        since_s: The time of the last transition, in seconds since the epoch.
+        done_s: The time at which every gateway had confirmed the rollback; 0 = there is none, or not yet.
+        checks: The numbers of the checks.
+    """
+
+    version: int
+    stable: int
+    step: int
+    steps: int
+    requests: int
+    state: str
+    reason: str
+    since_s: float
+    done_s: float
+    checks: list[CheckNumbers]
+
+
 class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
     """An endpoint as it was declared, and as it is now.
 
@@ -38,11 +75,15 @@ class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
         endpoint: The declaration, with its revision.
         targets: Its targets, in the order of the declaration.
         problems: What keeps it or a target from being used as declared.
+        canary: The last trial of its canary; `null` = there was none.
+        events: What happened to its canaries, the newest first; of one endpoint only.
     """
 
     endpoint: Endpoint
     targets: list[TargetState]
     problems: list[str]
+    canary: CanaryView | None = None
+    events: list[Event] = []
 
 
 class EndpointService:
@@ -50,12 +91,18 @@ class EndpointService:
 
     Args:
         watch: Reads and writes the declarations, and has this gateway see what was written.
+        trials: The trials of their canaries.
         tally: What this gateway counts.
+        now_s: Tells the broker's time.
     """
 
-    def __init__(self, watch: EndpointWatch, tally: TargetTally) -> None:
+    def __init__(
+        self, watch: EndpointWatch, trials: TrialStore, tally: TargetTally, now_s: Callable[[], float]
+    ) -> None:
         self._watch = watch
+        self._trials = trials
         self._tally = tally
+        self._now_s = now_s
         self._store, self._view = watch.store, watch.view
 
     async def list(self) -> list[EndpointState]:
@@ -64,8 +111,9 @@ class EndpointService:
         Raises:
             BrokerUnavailable: Redis can't be reached.
         """
+        trials = await self._trials.read()
         found = (await self._store.read()).endpoints
-        return [self._state(found[name]) for name in sorted(found)]
+        return [self._state(found[name], trials[name].trial if name in trials else None) for name in sorted(found)]
 
     async def find(self, name: str) -> EndpointState:
         """Returns an endpoint.
@@ -74,7 +122,33 @@ class EndpointService:
             EndpointNotFound: There is none of that name.
             BrokerUnavailable: Redis can't be reached.
         """
-        return self._state(_of((await self._store.read()).endpoints, name))
+        stored = await self._trials.find(name)
+        endpoint = _of((await self._store.read()).endpoints, name)
+        return self._state(endpoint, None if stored is None else stored.trial, await self._trials.events(name))
+
+    async def decide(self, name: str, action: Action, reason: str) -> EndpointState:
+        """Promotes, rolls back, pauses or resumes the canary on trial; this gateway goes by it when it returns.
+
+        Args:
+            name: The endpoint.
+            action: What to do; `RESUME` also tries again what was rolled back.
+            reason: Why, for the events.
+
+        Raises:
+            EndpointNotFound: There is none of that name.
+            Conflict: There is no trial that this could be done to.
+            BrokerUnavailable: Redis can't be reached.
+        """
+        for _ in range(_TRIES):
+            stored = await self._trials.find(name)
+            endpoint = _of((await self._store.read()).endpoints, name)
+            trial = None if stored is None else stored.trial
+            ready = self._view.catalog.ready_versions(endpoint.stable.model)
+            change = by_hand(endpoint, trial, action, reason, ready, self._now_s())
+            if await self._trials.change(endpoint, stored, change):
+                await self._watch.look()
+                return await self.find(name)
+        raise Conflict(f"endpoint '{name}' is being changed by others; try again")
 
     async def put(self, endpoint: Endpoint) -> EndpointState:
         """Writes a declaration that was checked by itself; this gateway goes by it when it returns.
@@ -93,7 +167,7 @@ class EndpointService:
         declared_by = "" if before is None else before.file
         written = await self._store.put(msgspec.structs.replace(endpoint, file=declared_by), endpoint.revision or None)
         await self._watch.look()
-        return self._state(written)
+        return self._state(written, None)
 
     async def delete(self, name: str, seen: int | None) -> None:
         """Removes an endpoint; callers of its name ask the model of that name then, if there is one.
@@ -110,7 +184,7 @@ class EndpointService:
         if reasons := [*self._view.refusals(endpoint)]:
             raise InvalidRequest(f"endpoint '{endpoint.name}': {'; '.join(reasons)}")
 
-    def _state(self, endpoint: Endpoint) -> EndpointState:
+    def _state(self, endpoint: Endpoint, trial: Trial | None, events: Sequence[Event] = ()) -> EndpointState:
         view = self._view
         targets = [
             TargetState(
@@ -123,7 +197,39 @@ class EndpointService:
             )
             for target in endpoint.targets
         ]
-        return EndpointState(endpoint=endpoint, targets=targets, problems=[*view.problems(endpoint)])
+        return EndpointState(
+            endpoint=endpoint,
+            targets=targets,
+            problems=[*view.problems(endpoint)],
+            canary=None if trial is None else _canary_of(endpoint, trial),
+            events=[*events],
+        )
+
+
+def _canary_of(endpoint: Endpoint, trial: Trial) -> CanaryView:
+    state, plan = trial.state, endpoint.canary
+    return CanaryView(
+        version=state.canary,
+        stable=state.stable,
+        step=state.step + 1,
+        steps=0 if plan is None else len(plan.steps),
+        requests=state.requests,
+        state=_word(endpoint, trial),
+        reason=trial.reason,
+        since_s=trial.at_s,
+        done_s=trial.done_s,
+        checks=[*numbers_of(plan, state)],
+    )
+
+
+def _word(endpoint: Endpoint, trial: Trial) -> str:
+    if trial.is_rolled_back:
+        return "rolled back" if trial.done_s else "rolling back"
+    if trial.state.ended:
+        return "promoted"
+    if trial.state.revision != endpoint.revision:
+        return "replaced"
+    return "paused" if trial.state.paused else "running"
 
 
 def _of(endpoints: Mapping[str, Endpoint], name: str) -> Endpoint:

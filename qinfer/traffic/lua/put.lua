@@ -1,6 +1,6 @@
 -- Writes or removes the declaration of an endpoint, if it still is as the caller has seen it. Each change gets the next
 -- revision, over all endpoints, so that the latest revision says whether a reader has seen them all.
--- KEYS: endpoints. ARGV: name, revision that was seen ('' = any, 0 = there was none), document without a revision
+-- KEYS: endpoints, trials of their canaries. ARGV: name, revision that was seen ('' = any, 0 = there was none), document without a revision
 --   ('' = remove it), least revision to go on from.
 -- Returns {1, the new revision}, or {0, the revision that is there, 0 = there is none}.
 local name, seen, document = ARGV[1], ARGV[2], ARGV[3]
@@ -12,6 +12,7 @@ if tonumber(redis.call('HGET', KEYS[1], '') or '0') < least then redis.call('HSE
 local revision = redis.call('HINCRBY', KEYS[1], '', 1)
 if document == '' then
   redis.call('HDEL', KEYS[1], name)
+  redis.call('HDEL', KEYS[2], name)
 else
   redis.call('HSET', KEYS[1], name, '{"revision":' .. revision .. ',' .. string.sub(document, 2))
 end

@@ -10,6 +10,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from qinfer.bridge.reports import BridgeCollector, RouteTally, RouteTotals, families
+from qinfer.core.messages import Response
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import MetricScope
@@ -486,7 +487,7 @@ def counted_targets() -> TargetTally:
     endpoints = Endpoints(Mock())
     endpoints.show(Declared({"e": Endpoint(name="e", targets=(stable,))}, 7))
     tally = TargetTally(endpoints, "g")
-    tally.answered(("e", "m:1"), 0.1)
+    tally.answered(("e", "m:1"), 0.1, Response(request_id="r"))
     tally.failed(("e", "m:1"), ErrorCode.QUEUE_FULL)
     return tally
 

@@ -1,0 +1,107 @@
+"""The controller of canaries: a role of every gateway, of which one is at work, by a lease.
+
+Once a second each gateway adds what it has counted, and confirms the revision that it goes by. The one with the lease
+reads the counts of all, has `qinfer.traffic.canary` decide, and stores what follows. What it writes is compared with
+what it has read, so a gateway whose lease went to another meanwhile changes nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from qinfer.core.retry import OutageLog
+from qinfer.errors import BrokerUnavailable
+from qinfer.traffic.endpoints import Endpoint
+from qinfer.traffic.observed import Observed
+from qinfer.traffic.routing import Endpoints
+from qinfer.traffic.store import EndpointStore
+from qinfer.traffic.trial_store import StoredTrial, TrialStore
+from qinfer.traffic.trials import Change, advanced, begun, confirmed
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+"""Seconds between two rounds."""
+
+
+class CanaryController:
+    """See the module docstring.
+
+    Args:
+        store: The declarations.
+        trials: The trials of their canaries.
+        view: The endpoints as this gateway has them.
+        observed: What this gateway counts.
+        owner: The gateway's name.
+        now_s: Tells the broker's time.
+    """
+
+    def __init__(
+        self,
+        store: EndpointStore,
+        trials: TrialStore,
+        view: Endpoints,
+        observed: Observed,
+        owner: str,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._trials = trials
+        self._view = view
+        self._observed = observed
+        self._owner = owner
+        self._now_s = now_s
+
+    async def run(self) -> None:
+        """Works once a second until cancelled."""
+        outage = OutageLog(logger, "canaries not looked after", "canaries looked after again")
+        while True:
+            try:
+                await self.round()
+            except BrokerUnavailable as error:
+                outage.failed(error.message)
+            else:
+                outage.over()
+            await asyncio.sleep(EVERY_S)
+
+    async def round(self) -> None:
+        """Confirms, counts, and decides if this gateway has the lease.
+
+        Raises:
+            BrokerUnavailable: Redis can't be reached.
+        """
+        if not self._view.is_deaf:
+            await self._trials.confirm(self._owner, self._view.revision)
+        stored = await self._trials.read()
+        self._view.trials = {name: one.trial for name, one in stored.items()}
+        for name, revision, counts, latencies in self._observed.take():
+            await self._trials.count(name, revision, counts, latencies)
+        declared = {name: routed.endpoint for name, routed in self._view.by_name.items()}
+        self._observed.follow(declared, self._view.trials)
+        if any(endpoint.canary for endpoint in declared.values()) and await self._trials.lead(self._owner):
+            for name, endpoint in (await self._store.read()).endpoints.items():
+                await self._look_after(endpoint, stored.get(name))
+
+    async def _look_after(self, endpoint: Endpoint, stored: StoredTrial | None) -> None:
+        change = await self._change_of(endpoint, stored)
+        if change is None or not await self._trials.change(endpoint, stored, change):
+            return  # nothing to do, or somebody else was first: the next round sees what they did
+        if change.event is not None:
+            event = change.event
+            about = {"endpoint": endpoint.name, "version": event.version, "step": event.step, "reason": event.reason}
+            logger.info("canary: %s", event.event, extra=about)
+
+    async def _change_of(self, endpoint: Endpoint, stored: StoredTrial | None) -> Change | None:
+        trial, name, revision = None if stored is None else stored.trial, endpoint.name, endpoint.revision
+        if endpoint.canary is None:
+            return None
+        if trial is not None and trial.is_on and trial.state.revision == revision:
+            counted = await self._trials.counted(name, revision)
+            latencies = await self._trials.latencies(name, revision)
+            return advanced(endpoint, trial, counted, latencies, self._now_s())
+        if trial is not None and trial.is_rolled_back and not trial.done_s:
+            heard = (await self._trials.heard()).values()
+            if (change := confirmed(endpoint, trial, heard, self._now_s())) is not None:
+                return change
+        ready = self._view.catalog.ready_versions(endpoint.stable.model)
+        return begun(endpoint, trial, ready, self._now_s())

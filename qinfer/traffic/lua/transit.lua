@@ -1,0 +1,19 @@
+-- Writes the trial of an endpoint's canary, and the endpoint with it, if both still are as the caller has seen them.
+-- KEYS: endpoints, trials, events of the endpoint. ARGV: name, revision that was seen, trial that was seen ('' = none),
+--   trial, endpoint without a revision ('' = it stays as it is), event ('' = none), events to keep, ms to keep them.
+-- Returns the endpoint's revision, or 0 if something has changed meanwhile.
+local name, seen, document, event = ARGV[1], ARGV[2], ARGV[5], ARGV[6]
+local current = redis.call('HGET', KEYS[1], name)
+local revision = current and string.match(current, '^{"revision":(%d+),') or ''
+if revision ~= seen or (redis.call('HGET', KEYS[2], name) or '') ~= ARGV[3] then return 0 end
+if document ~= '' then
+  revision = redis.call('HINCRBY', KEYS[1], '', 1)
+  redis.call('HSET', KEYS[1], name, '{"revision":' .. revision .. ',' .. string.sub(document, 2))
+end
+redis.call('HSET', KEYS[2], name, revision .. ':' .. ARGV[4])
+if event ~= '' then
+  redis.call('LPUSH', KEYS[3], event)
+  redis.call('LTRIM', KEYS[3], 0, ARGV[7] - 1)
+  redis.call('PEXPIRE', KEYS[3], ARGV[8])
+end
+return tonumber(revision)

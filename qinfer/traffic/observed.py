@@ -1,0 +1,188 @@
+"""What one gateway counts of canaries on trial: integer adds for each request, and one script a second.
+
+For each trial there is a `TargetCounts` for the stable target and one for the canary. Counts belong to the endpoint's
+revision; those of an older one are dropped. A request is counted when it ends, by the revision of that moment:
+
+- errors: the server's failures only; a caller's mistake, or a caller who went away, is no request of either kind.
+- execution: of the batch that a request was in, once for each batch, among batches of exactly the same size: a target
+  with more load has larger batches.
+- latency: from the request to its answer, as the gateway sees it.
+- disagreements: of a request that both targets executed, counted by whoever compares.
+
+A request that the response cache answered was executed by neither target, and says nothing about time.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from qinfer.core.messages import Response
+from qinfer.errors import ErrorCode
+from qinfer.traffic.canary import CanaryPlan
+from qinfer.traffic.endpoints import Endpoint
+from qinfer.traffic.trial_store import written_latency
+from qinfer.traffic.trials import Trial, count_names
+
+MOST_LATENCIES = 200
+"""Latencies that are kept until the next push."""
+
+SERVER_FAILURES = frozenset(
+    {
+        ErrorCode.BACKEND_UNAVAILABLE,
+        ErrorCode.CORRUPT_ENTRY,
+        ErrorCode.DEADLINE_EXCEEDED,
+        ErrorCode.DEADLINE_INFEASIBLE,
+        ErrorCode.INFERENCE_FAILED,
+        ErrorCode.LEASE_LOST,
+        ErrorCode.MODEL_LOAD_FAILED,
+        ErrorCode.MODEL_NOT_READY,
+        ErrorCode.OUTPUT_MISMATCH,
+        ErrorCode.QUEUE_FULL,
+        ErrorCode.SEQUENCE_LOST,
+        ErrorCode.STREAM_BROKEN,
+    }
+)
+"""Failures that count against the target that was asked."""
+
+_EXECUTION, _LATENCY = "execution", "latency"
+_WHOLE = 0  # the stratum of what is not divided
+
+
+class _Timed(NamedTuple):
+    """A check of a time, and its limits in seconds by stratum."""
+
+    check: str
+    limits: dict[int, float]
+
+
+class TargetCounts:
+    """The counts of a target; used by its event loop only.
+
+    Args:
+        version: Its version.
+        plan: The checks.
+        is_stable: Whether limits are taken from its latencies.
+    """
+
+    def __init__(self, version: int, plan: CanaryPlan, *, is_stable: bool) -> None:
+        self._version = version
+        self._timed: dict[str, list[_Timed]] = {_EXECUTION: [], _LATENCY: []}
+        for check in plan.checks:
+            if check.quantile:
+                self._timed[check.of].append(_Timed(check.name, {}))
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._bad: Counter[tuple[str, int]] = Counter()
+        self._sample: deque[tuple[str, int, float]] | None = deque(maxlen=MOST_LATENCIES) if is_stable else None
+        self._last_ns = -1
+
+    def use(self, limits: Mapping[str, Mapping[str, float]]) -> None:
+        """Takes over the limits of a trial's state."""
+        for timed in self._timed.values():
+            for one in timed:
+                one.limits.update({int(stratum or _WHOLE): at for stratum, at in limits.get(one.check, {}).items()})
+
+    def answered(self, seconds: float, response: Response) -> None:
+        """Counts a request that was answered with outputs, `seconds` after it was received."""
+        self._requests["errors", _WHOLE] += 1
+        if response.cache == "hit":
+            return
+        self._time(_LATENCY, _WHOLE, seconds)
+        timing = response.timing
+        if timing is not None and timing.batch_size and timing.infer_ns != self._last_ns:
+            self._last_ns = timing.infer_ns  # the others of its batch come right behind it
+            self._time(_EXECUTION, timing.batch_size, timing.infer_ns * 1e-9)
+
+    def failed(self, reason: str) -> None:
+        """Counts a request that ended without outputs, by `ErrorCode` value."""
+        if reason in SERVER_FAILURES:
+            self._requests["errors", _WHOLE] += 1
+            self._bad["errors", _WHOLE] += 1
+
+    def compared(self, *, disagrees: bool) -> None:
+        """Counts a request whose answers of both targets were compared; of the canary only."""
+        self._requests["disagreements", _WHOLE] += 1
+        self._bad["disagreements", _WHOLE] += disagrees
+
+    def take(self) -> tuple[dict[str, int], list[str]]:
+        """Returns what was counted since the last time, by `count_names`, and the latencies that limits lack."""
+        counts: dict[str, int] = {}
+        for (check, stratum), requests in self._requests.items():
+            of_all, of_bad = count_names(self._version, check, _text(stratum))
+            counts[of_all] = requests
+            if bad := self._bad[check, stratum]:
+                counts[of_bad] = bad
+        self._requests.clear()
+        self._bad.clear()
+        latencies = [written_latency(of, _text(stratum), seconds) for of, stratum, seconds in self._sample or ()]
+        if self._sample:
+            self._sample.clear()
+        return counts, latencies
+
+    def _time(self, of: str, stratum: int, seconds: float) -> None:
+        lacks_limit = False
+        for one in self._timed[of]:
+            limit = one.limits.get(stratum)
+            if limit is None:
+                lacks_limit = True
+            else:
+                self._requests[one.check, stratum] += 1
+                self._bad[one.check, stratum] += seconds > limit
+        if lacks_limit and self._sample is not None:
+            self._sample.append((of, stratum, seconds))
+
+
+def _text(stratum: int) -> str:
+    return str(stratum) if stratum else ""
+
+
+class Observation(NamedTuple):
+    """What is counted of one trial.
+
+    Attributes:
+        revision: The endpoint's revision.
+        stable: The counts of the stable target.
+        canary: Those of the canary.
+    """
+
+    revision: int
+    stable: TargetCounts
+    canary: TargetCounts
+
+
+class Observed:
+    """All trials that this gateway counts.
+
+    Attributes:
+        by_target: The counts by endpoint and target, as `key_of` names them.
+    """
+
+    def __init__(self) -> None:
+        self.by_target: dict[tuple[str, str], TargetCounts] = {}
+        self._known: dict[str, Observation] = {}
+
+    def follow(self, endpoints: Mapping[str, Endpoint], trials: Mapping[str, Trial]) -> None:
+        """Counts what is on trial now, by the limits of its step."""
+        known: dict[str, Observation] = {}
+        by_target: dict[tuple[str, str], TargetCounts] = {}
+        for name, trial in trials.items():
+            endpoint, state = endpoints.get(name), trial.state
+            if endpoint is None or endpoint.canary is None or state.ended or state.revision != endpoint.revision:
+                continue
+            observation = self._known.get(name)
+            if observation is None or observation.revision != state.revision:
+                stable = TargetCounts(state.stable, endpoint.canary, is_stable=True)
+                tried = TargetCounts(state.canary, endpoint.canary, is_stable=False)
+                observation = Observation(state.revision, stable, tried)
+            for version, counts in ((state.stable, observation.stable), (state.canary, observation.canary)):
+                counts.use(state.limits)
+                by_target[name, f"{endpoint.stable.model}:{version}"] = counts
+            known[name] = observation
+        self._known, self.by_target = known, by_target
+
+    def take(self) -> Iterator[tuple[str, int, dict[str, int], list[str]]]:
+        """Yields what was counted since the last time: endpoint, revision, counts and latencies."""
+        for name, observation in self._known.items():
+            counts, latencies = observation.stable.take()
+            counts |= observation.canary.take()[0]
+            if counts or latencies:
+                yield name, observation.revision, counts, latencies

@@ -1,0 +1,165 @@
+"""Trials of canaries in Redis: their records, what gateways have counted, who decides, and which revisions are heard.
+
+A trial is written by compare-and-set on its whole record and on its endpoint's revision, in the script that changes the
+endpoint. So of two controllers at work at a time, one that has lost its lease among them, one at most changes anything,
+and nothing is counted twice.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from qinfer.errors import CorruptEntry
+from qinfer.models.store import ControlStore, translated
+from qinfer.queue import keys
+from qinfer.queue.router import load_script, ttl_ms
+from qinfer.traffic.endpoints import Endpoint
+from qinfer.traffic.routing import DEAF_AFTER_S
+from qinfer.traffic.trials import TRIALS, Change, Event, Latencies, Trial
+from qinfer.wire.versions import encode_document
+
+LEASE_S = 5.0
+"""Seconds after which another gateway decides about canaries, if the one at work is not heard of."""
+
+HEARD_S = DEAF_AFTER_S + 1.0
+"""Seconds for which a gateway's confirmation of a revision counts; one that hears nothing uses stable only by then."""
+
+_KEEP_COUNTS_S = 3600.0
+_KEEP_EVENTS_S = 90 * 86400.0
+_MOST_EVENTS = 100
+_MOST_LATENCIES = 2000
+
+_TRANSIT = load_script("transit", package="qinfer.traffic").text
+_COUNT = load_script("count", package="qinfer.traffic").text
+_LEAD = load_script("lead", package="qinfer.traffic").text
+_EXPIRING = load_script("expiring", "now_ms", package="qinfer.models").text
+
+
+class StoredTrial(NamedTuple):
+    """A trial as it was read.
+
+    Attributes:
+        trial: The trial.
+        raw: Its record, to be compared with what is there by then.
+    """
+
+    trial: Trial
+    raw: bytes
+
+
+class TrialStore:
+    """The trials of all endpoints; coroutines raise `BrokerUnavailable` when Redis can't be reached.
+
+    Args:
+        control: Where they are kept.
+    """
+
+    def __init__(self, control: ControlStore) -> None:
+        self._control = control
+
+    async def read(self) -> dict[str, StoredTrial]:
+        """Returns the last trial of each endpoint that has had one; one that can't be read is left out."""
+        with translated():
+            found = await self._control.client.hgetall(keys.trials())
+        read = {name.decode(errors="replace"): _read(raw) for name, raw in found.items()}
+        return {name: stored for name, stored in read.items() if stored is not None}
+
+    async def find(self, name: str) -> StoredTrial | None:
+        """Returns the last trial of an endpoint; `None` = it has had none."""
+        with translated():
+            raw = await self._control.client.hget(keys.trials(), name)
+        return None if raw is None else _read(raw)
+
+    async def change(self, endpoint: Endpoint, seen: StoredTrial | None, change: Change) -> bool:
+        """Writes a change; `False` = endpoint or trial are not as they were any more, and nothing was written.
+
+        Args:
+            endpoint: The endpoint as it was read.
+            seen: Its trial as it was read; `None` = it had none.
+            change: What to write.
+        """
+        name, document, event = endpoint.name, b"", b""
+        if change.endpoint is not None:
+            document = encode_document(replace(change.endpoint, revision=0))
+        if change.event is not None:
+            event = msgspec.json.encode(change.event)
+        names = (keys.endpoints(), keys.trials(), keys.trial_events(name))
+        before = b"" if seen is None else seen.raw
+        words = (name, endpoint.revision, before, TRIALS.encode(change.trial), document, event)
+        with translated():
+            written = await self._control.client.eval(
+                _TRANSIT, len(names), *names, *words, _MOST_EVENTS, ttl_ms(_KEEP_EVENTS_S)
+            )
+        if written and change.endpoint is not None:
+            await self._control.wake()
+        return bool(written)
+
+    async def events(self, name: str, count: int = _MOST_EVENTS) -> list[Event]:
+        """Returns the latest events of an endpoint, the newest first."""
+        with translated():
+            found = await self._control.client.lrange(keys.trial_events(name), 0, count - 1)
+        return [msgspec.json.decode(event, type=Event) for event in found]
+
+    async def count(self, name: str, revision: int, counts: Mapping[str, int], latencies: Sequence[str]) -> None:
+        """Adds what a gateway has counted of a trial.
+
+        Args:
+            name: The endpoint.
+            revision: Its revision.
+            counts: What to add, by `count_names`.
+            latencies: Stable's, as `written_latency` has them.
+        """
+        names = (keys.trial_counts(name, revision), keys.trial_latencies(name, revision))
+        pairs = [word for pair in counts.items() for word in pair]
+        words = (ttl_ms(_KEEP_COUNTS_S), _MOST_LATENCIES, len(counts), *pairs, *latencies)
+        with translated():
+            await self._control.client.eval(_COUNT, len(names), *names, *words)
+
+    async def counted(self, name: str, revision: int) -> dict[str, int]:
+        """Returns all that gateways have counted of a trial at a revision."""
+        with translated():
+            found = await self._control.client.hgetall(keys.trial_counts(name, revision))
+        return {field.decode(): int(count) for field, count in found.items()}
+
+    async def latencies(self, name: str, revision: int) -> Latencies:
+        """Returns the latest latencies of the stable target, as far as gateways lack limits for their strata."""
+        with translated():
+            found = await self._control.client.lrange(keys.trial_latencies(name, revision), 0, -1)
+        read: dict[str, dict[str, list[float]]] = {}
+        for of, stratum, seconds in (text.decode().split("|") for text in found):
+            read.setdefault(of, {}).setdefault(stratum, []).append(float(seconds))
+        return read
+
+    async def lead(self, owner: str) -> bool:
+        """Takes the lease of the controller, or renews it; returns whether `owner` has it."""
+        with translated():
+            return bool(await self._control.client.eval(_LEAD, 1, keys.trial_lease(), owner, ttl_ms(LEASE_S)))
+
+    async def confirm(self, gateway: str, revision: int) -> None:
+        """Reports the revision of endpoints that a gateway goes by."""
+        with translated():
+            await self._control.client.eval(
+                _EXPIRING, 1, keys.heard_revisions(), gateway, ttl_ms(HEARD_S), str(revision)
+            )
+
+    async def heard(self) -> dict[str, int]:
+        """Returns the revision that each live gateway goes by; one that is not here uses stable targets only."""
+        with translated():
+            words = iter(await self._control.client.eval(_EXPIRING, 1, keys.heard_revisions()))
+        return {gateway.decode(): int(revision) for gateway, revision in zip(words, words, strict=True)}
+
+
+def written_latency(of: str, stratum: str, seconds: float) -> str:
+    """Returns a latency as `TrialStore.count` takes it."""
+    return f"{of}|{stratum}|{seconds:.9f}"
+
+
+def _read(raw: bytes) -> StoredTrial | None:
+    revision, _, record = raw.partition(b":")
+    try:
+        trial = TRIALS.decode(record)
+    except CorruptEntry:
+        return None
+    return StoredTrial(replace(trial, state=replace(trial.state, revision=int(revision))), raw)

@@ -1,0 +1,322 @@
+"""The trial of a canary: what is stored beside its endpoint, and what each transition makes of the endpoint. Pure.
+
+A trial begins when the canary target has a READY version that is not the stable one: that of its number, or for
+`latest` the newest. Its steps are written into the endpoint: the canary's weight and version, a shadow target if the step has
+one. So gateways know nothing of steps; they go by the endpoint. `qinfer.traffic.canary` decides; here its decisions
+become a `Change`, which is stored as a whole or not at all.
+
+A version that was rolled back stays out, also when the endpoint is declared again, until `resume` tries it again. A
+declaration that is put while a trial goes on begins it anew.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from qinfer.errors import Conflict
+from qinfer.traffic import canary
+from qinfer.traffic.canary import Action, CanaryPlan, CanaryState, Decision, Seen, Verdict
+from qinfer.traffic.endpoints import LATEST, Endpoint, Role, Target
+from qinfer.traffic.evidence import Block, Counts
+from qinfer.wire.versions import Record
+
+BEGIN, CONFIRMED = "begin", "rolled back everywhere"
+"""Events beside those of `Action`."""
+
+Latencies = Mapping[str, Mapping[str, Sequence[float]]]
+"""`execution` and `latency` → stratum → seconds."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The trial of a canary, as it is stored.
+
+    Attributes:
+        state: Its state; its revision is that of the endpoint that it belongs to.
+        counted: What was counted at that revision up to now, by the name of the count.
+        reason: Why the last transition was made, or else why there was none.
+        at_s: The time of the last transition.
+        done_s: The time at which all gateways had confirmed its rollback; 0 = there is nothing to confirm, or not yet.
+    """
+
+    state: CanaryState
+    counted: dict[str, int] = {}
+    reason: str = ""
+    at_s: float = 0.0
+    done_s: float = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it goes on."""
+        return not self.state.ended
+
+    @property
+    def is_rolled_back(self) -> bool:
+        """Whether it was rolled back."""
+        return self.state.ended == Action.ROLL_BACK.value
+
+
+TRIALS = Record(Trial, "the trial of a canary")
+
+
+class CheckNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of a check, as they are shown.
+
+    Attributes:
+        check: The check's name.
+        canary_requests: The canary's requests.
+        canary_bad: How many of them are bad.
+        stable_requests: Stable's requests.
+        stable_bad: How many of them are bad.
+        evidence: The evidence that the canary is worse: 1 at the beginning.
+        decides: The evidence that rolls back.
+        allowed: The share that the canary's is compared with; `null` = stable's.
+    """
+
+    check: str
+    canary_requests: int
+    canary_bad: int
+    stable_requests: int
+    stable_bad: int
+    evidence: float
+    decides: float
+    allowed: float | None = None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to a canary.
+
+    Attributes:
+        at_s: When, in seconds since the epoch.
+        event: begin | promote | finish | pause | resume | roll back | rolled back everywhere
+        version: The canary's version.
+        step: The number of the step, from 1, after it.
+        reason: Why.
+        checks: The numbers of all checks then.
+    """
+
+    at_s: float
+    event: str
+    version: int
+    step: int
+    reason: str
+    checks: tuple[CheckNumbers, ...] = ()
+
+
+class Change(NamedTuple):
+    """What is to be stored.
+
+    Attributes:
+        trial: The trial.
+        endpoint: The endpoint, if it is to be changed, too: a transition.
+        event: What is to be told of it.
+    """
+
+    trial: Trial
+    endpoint: Endpoint | None = None
+    event: Event | None = None
+
+
+def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
+    """Returns the version that is to be tried; 0 = none.
+
+    Args:
+        endpoint: The endpoint.
+        ready: The READY versions of its model.
+    """
+    for target in endpoint.targets:
+        if target.role is Role.CANARY:
+            version = max(ready, default=0) if target.version == LATEST else target.number
+            is_new = version > endpoint.stable.number or target.version != LATEST
+            return version if version in ready and is_new and version != endpoint.stable.number else 0
+    return 0
+
+
+def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s: float) -> Change | None:
+    """Returns the beginning of the trial that is due; `None` = none is.
+
+    Args:
+        endpoint: The endpoint.
+        trial: Its last trial.
+        ready: The READY versions of its model.
+        now_s: The time.
+    """
+    version = candidate(endpoint, ready)
+    if endpoint.canary is None or not version:
+        return None
+    if trial is not None and version == trial.state.canary and trial.is_rolled_back:
+        return None
+    return _begin(endpoint, endpoint.canary, version, f"version {version} is ready", now_s)
+
+
+def _begin(endpoint: Endpoint, plan: CanaryPlan, version: int, reason: str, now_s: float) -> Change:
+    state = canary.begin(plan, endpoint.stable.number, version, endpoint.revision, now_s)
+    return _change(endpoint, plan, state, BEGIN, reason, now_s)
+
+
+def advanced(
+    endpoint: Endpoint, trial: Trial, counted: Mapping[str, int], latencies: Latencies, now_s: float
+) -> Change:
+    """Returns what becomes of a trial that goes on.
+
+    Args:
+        endpoint: The endpoint, which has a plan.
+        trial: The trial of the endpoint's revision.
+        counted: All that was counted at this revision.
+        latencies: Stable's, for limits that are missing.
+        now_s: The time.
+    """
+    assert endpoint.canary is not None
+    plan, state = endpoint.canary, canary.with_limits(endpoint.canary, trial.state, latencies)
+    blocks = blocks_of(state, _since(counted, trial.counted))
+    seen = Seen(now_s=now_s, revision=state.revision, step=state.step, blocks=blocks)
+    decision, after = canary.decide(plan, state, seen)
+    if decision.action is Action.HOLD:
+        return Change(replace(trial, state=after, counted=dict(counted), reason=decision.reason))
+    return _change(endpoint, plan, after, decision.action.value, decision.reason, now_s)
+
+
+def by_hand(
+    endpoint: Endpoint, trial: Trial | None, action: Action, reason: str, ready: Collection[int], now_s: float
+) -> Change:
+    """Returns what a person makes of a trial.
+
+    Args:
+        endpoint: The endpoint.
+        trial: Its last trial.
+        action: `PROMOTE`, `ROLL_BACK`, `PAUSE` or `RESUME`; the last one also tries again what was rolled back.
+        reason: Why.
+        ready: The READY versions of its model.
+        now_s: The time.
+
+    Raises:
+        Conflict: There is no trial that this could be done to.
+    """
+    plan = endpoint.canary
+    if plan is None:
+        raise Conflict(f"endpoint '{endpoint.name}' has no plan for canaries; declare `canary` with steps")
+    if trial is None or not trial.is_on or trial.state.revision != endpoint.revision:
+        version = candidate(endpoint, ready)
+        if action is Action.RESUME and version and trial is not None and trial.is_rolled_back:
+            return _begin(endpoint, plan, version, reason, now_s)
+        raise Conflict(f"endpoint '{endpoint.name}' has no canary on trial; GET /v1/endpoints/<name> tells more")
+    decision, after = _decided_by_hand(plan, trial.state, action, reason, now_s)
+    return _change(endpoint, plan, after, decision.action.value, decision.reason, now_s)
+
+
+def _decided_by_hand(
+    plan: CanaryPlan, state: CanaryState, action: Action, reason: str, now_s: float
+) -> tuple[Decision, CanaryState]:
+    match action:
+        case Action.PROMOTE:
+            return canary.promote(plan, state, now_s, reason)
+        case Action.ROLL_BACK:
+            return canary.roll_back(plan, state, reason)
+        case Action.PAUSE if not state.paused:
+            return canary.pause(plan, state, canary.BY_HAND, reason)
+        case Action.RESUME if state.paused:
+            return canary.resume(plan, state, reason)
+    raise Conflict(f"the canary is {'paused' if state.paused else 'not paused'} already")
+
+
+def confirmed(endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: float) -> Change | None:
+    """Returns the end of a rollback once no gateway goes by the time before it; `None` = not yet, or it was told.
+
+    Args:
+        endpoint: The endpoint.
+        trial: Its last trial.
+        heard: The revision that each live gateway goes by.
+        now_s: The time.
+    """
+    if not trial.is_rolled_back or trial.done_s or any(revision < trial.state.revision for revision in heard):
+        return None
+    done = replace(trial, done_s=now_s)
+    reason = f"every gateway confirmed it {now_s - trial.at_s:.1f} s after the rollback"
+    return Change(done, None, _event(endpoint.canary, trial.state, CONFIRMED, reason, now_s))
+
+
+def _change(endpoint: Endpoint, plan: CanaryPlan, state: CanaryState, event: str, reason: str, now_s: float) -> Change:
+    trial = Trial(state=state, reason=reason, at_s=now_s)
+    return Change(trial, shaped(endpoint, plan, state), _event(plan, state, event, reason, now_s))
+
+
+def shaped(endpoint: Endpoint, plan: CanaryPlan, state: CanaryState) -> Endpoint:
+    """Returns the endpoint as a state of its canary has it."""
+    rest = endpoint.at_rest()
+    match state.ended:
+        case Action.FINISH.value:
+            targets: Iterable[Target] = _finished(rest, state.canary)
+        case "":
+            targets = _at_step(rest, plan.steps[state.step], state.canary)
+        case _:
+            return rest
+    return replace(rest, targets=tuple(targets))
+
+
+def _finished(rest: Endpoint, version: int) -> Iterator[Target]:
+    for target in rest.targets:
+        if target.role is Role.STABLE:
+            yield replace(target, version=version)
+        elif target.role is not Role.CANARY or target.version == LATEST:
+            yield target  # a canary by number has become the stable target
+
+
+def _at_step(rest: Endpoint, step: canary.Step, version: int) -> Iterator[Target]:
+    for target in rest.targets:
+        yield replace(target, weight=step.weight, trial=version) if target.role is Role.CANARY else target
+    if step.shadow:
+        yield Target(model=rest.stable.model, version=version, role=Role.SHADOW, weight=step.shadow, trial=version)
+
+
+def _event(plan: CanaryPlan | None, state: CanaryState, event: str, reason: str, now_s: float) -> Event:
+    numbers = tuple(numbers_of(plan, state))
+    return Event(at_s=now_s, event=event, version=state.canary, step=state.step + 1, reason=reason, checks=numbers)
+
+
+def numbers_of(plan: CanaryPlan | None, state: CanaryState) -> Iterator[CheckNumbers]:
+    """Yields the numbers of the checks; none where the plan has been given others since."""
+    if plan is None or {check.name for check in plan.checks} != state.evidence.keys():
+        return
+    for verdict in canary.verdicts_of(plan, state):
+        yield _numbers(verdict)
+
+
+def _numbers(verdict: Verdict) -> CheckNumbers:
+    stable, tried = verdict.seen.stable, verdict.seen.canary
+    return CheckNumbers(
+        check=verdict.check,
+        canary_requests=tried.requests,
+        canary_bad=tried.bad,
+        stable_requests=stable.requests,
+        stable_bad=stable.bad,
+        evidence=verdict.evidence,
+        decides=verdict.decides,
+        allowed=verdict.allowed,
+    )
+
+
+def count_names(version: int, check: str, stratum: str) -> tuple[str, str]:
+    """Returns the names of two counts: the requests of a version in a stratum of a check, and the bad ones of them."""
+    return f"{version}|{check}|{stratum}|requests", f"{version}|{check}|{stratum}|bad"
+
+
+def blocks_of(state: CanaryState, counts: Mapping[str, int]) -> dict[str, dict[str, Block]]:
+    """Returns counts as what a decision looks at: check → stratum → requests of both targets."""
+    found: dict[str, dict[str, Block]] = {}
+    for check, stratum in {tuple(name.split("|")[1:3]) for name in counts}:
+        stable, tried = (_counts(counts, version, check, stratum) for version in (state.stable, state.canary))
+        found.setdefault(check, {})[stratum] = Block(stable, tried)
+    return found
+
+
+def _counts(counts: Mapping[str, int], version: int, check: str, stratum: str) -> Counts:
+    requests, bad = (counts.get(name, 0) for name in count_names(version, check, stratum))
+    return Counts(requests, min(bad, requests))
+
+
+def _since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """Returns what was added to counts; where Redis has lost them they begin anew."""
+    if any(now.get(name, 0) < count for name, count in before.items()):
+        before = {}
+    return {name: count - before.get(name, 0) for name, count in now.items()}

@@ -1,0 +1,164 @@
+"""Canaries on trial at gateways: promoted by themselves, rolled back by themselves, and by hand."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from qinfer.testing import eventually
+from tests.support.endpoints import BODY, gateways, split
+from tests.support.gateway import Running, settings_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CANARY = {"model": "echo", "version": 2}
+STEP = {"weight": 0.3, "least_s": 0, "least_requests": 20}
+PLAN = {"steps": [STEP, STEP | {"weight": 0.6}], "checks": [{"of": "errors"}, {"of": "latency", "quantile": 0.99}]}
+PATIENT = PLAN | {"steps": [STEP | {"least_s": 3600}, STEP]}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def both() -> AsyncIterator[list[Running]]:
+    async with gateways(2, settings_of()) as running:
+        yield running
+
+
+class Callers:
+    """Asks an endpoint at all gateways until it is left; counts the versions that answered, and the failures."""
+
+    def __init__(self, gateways: list[Running], name: str, **parameters: Any) -> None:
+        self._urls = [one.url for one in gateways]
+        self._name = name
+        self._body = {**BODY, "parameters": parameters}
+        self.answered: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self._asking: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> "Callers":
+        self._asking = [asyncio.create_task(self._ask(url)) for url in self._urls]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._asking:
+            task.cancel()
+        await asyncio.wait(self._asking)
+        for task in self._asking:
+            with contextlib.suppress(asyncio.CancelledError):
+                task.result()
+
+    async def _ask(self, url: str) -> None:
+        async with httpx.AsyncClient(base_url=url) as client:
+            while True:
+                reply = await client.post(f"/v2/models/{self._name}/infer", json=self._body)
+                counts = self.answered if reply.status_code == 200 else self.failed
+                counts[reply.headers["qinfer-target"]] += 1
+                await asyncio.sleep(0.01)  # a rate that callers have
+
+
+async def call(gateway: Running, method: str, path: str, status: int = 200, **fields: Any) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        reply = await client.request(method, f"/v1/endpoints/{path}", **fields)
+    assert reply.status_code == status, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+async def until(gateway: Running, name: str, *words: str) -> dict[str, Any]:
+    """Waits until the canary of an endpoint is in a state; returns the endpoint's."""
+    found: dict[str, Any] = {}
+
+    async def is_so() -> bool:
+        found.update(await call(gateway, "GET", name))
+        return (found.get("canary") or {}).get("state") in words
+
+    await eventually(is_so, timeout_s=60, description=f"a canary that is {' or '.join(words)}")
+    return found
+
+
+def events(state: dict[str, Any]) -> list[str]:
+    return [event["event"] for event in reversed(state["events"])]
+
+
+async def test_a_version_that_fails_is_rolled_back(both: list[Running]) -> None:
+    """Within 200 of its requests; and what came after the end of the rollback it does not answer."""
+    await call(both[0], "PUT", "bad", json=split(CANARY, canary=PLAN))
+
+    async with Callers(both, "bad", fails_in=2) as callers:
+        state = await until(both[1], "bad", "rolled back")
+        before = callers.failed.total()
+        asked = callers.answered["echo:1"]
+
+        async def went_on() -> bool:
+            return callers.answered["echo:1"] >= asked + 100
+
+        await eventually(went_on, timeout_s=60, description="requests after the rollback")
+
+    assert before <= 200
+    assert callers.failed.total() <= before + len(both)  # those that were under way
+    assert events(state) == ["begin", "roll back", "rolled back everywhere"]
+    assert "errors" in state["canary"]["reason"]
+    errors = state["canary"]["checks"][0]
+    assert errors["canary_bad"] == errors["canary_requests"] > 0 == errors["stable_bad"]
+    assert errors["evidence"] >= errors["decides"]
+    async with httpx.AsyncClient(base_url=both[0].url) as client:
+        reply = await client.post("/v2/models/bad/versions/2/infer", json=BODY)
+    assert (reply.status_code, "targets of that endpoint are echo:1" in reply.text) == (404, True)
+
+
+async def test_a_good_version_is_promoted(both: list[Running]) -> None:
+    """By itself, step by step; `latest` stays the canary, for the next version."""
+    await call(both[0], "PUT", "good", json=split(CANARY | {"version": "latest"}, canary=PLAN))
+
+    async with Callers(both, "good") as callers:
+        state = await until(both[1], "good", "promoted", "rolled back")
+
+    assert events(state) == ["begin", "promote", "finish"]
+    assert not callers.failed
+    targets = {one["role"]: one for one in state["targets"]}
+    assert targets["stable"]["target"] == "echo:2"
+    assert (targets["canary"]["target"], targets["canary"]["weight"]) == ("echo:latest", 0)
+    async with httpx.AsyncClient(base_url=both[0].url) as client:
+        reply = await client.post("/v2/models/good/infer", json=BODY)
+    assert reply.headers["qinfer-target"] == "echo:2"
+
+
+async def test_people_decide_too(both: list[Running]) -> None:
+    await call(both[0], "PUT", "hands", json=split(CANARY, canary=PATIENT))
+    await until(both[0], "hands", "running")
+
+    assert (await call(both[1], "POST", "hands/pause"))["canary"]["state"] == "paused"
+    assert "paused already" in (await call(both[1], "POST", "hands/pause", 409))["error"]
+    assert (await call(both[0], "POST", "hands/resume"))["canary"]["state"] == "running"
+    assert (await call(both[0], "POST", "hands/promote"))["canary"]["step"] == 2
+    back = await call(both[1], "POST", "hands/rollback")
+    assert back["canary"]["state"] in ("rolling back", "rolled back")
+    assert [one["weight"] for one in back["targets"]] == [1, 0]
+    state = await until(both[0], "hands", "rolled back")
+    assert events(state) == ["begin", "pause", "resume", "promote", "roll back", "rolled back everywhere"]
+    assert "no canary on trial" in (await call(both[0], "POST", "hands/promote", 409))["error"]
+    assert "use promote, rollback, pause, resume" in (await call(both[0], "POST", "hands/stop", 400))["error"]
+
+    again = await call(both[0], "POST", "hands/resume")
+    assert (again["canary"]["state"], again["canary"]["step"]) == ("running", 1)
+
+
+async def test_a_declaration_of_old_leaves_a_bad_version_out(both: list[Running]) -> None:
+    """One that is put again, as a pipeline may do: only `resume` tries again what was rolled back."""
+    declaration = split(CANARY, canary=PATIENT)
+    await call(both[0], "PUT", "again", json=declaration)
+    await until(both[0], "again", "running")
+    await call(both[0], "POST", "again/rollback")
+    await until(both[0], "again", "rolled back")
+
+    put = await call(both[0], "PUT", "again", json=declaration)
+
+    assert [one["weight"] for one in put["targets"]] == [1, 0]
+    revision = put["endpoint"]["revision"]
+    await call(both[0], "PUT", "other", json=split(CANARY, canary=PATIENT))
+    await until(both[0], "other", "running")  # the controller has been there since
+    assert (await call(both[0], "GET", "again"))["endpoint"]["revision"] == revision
