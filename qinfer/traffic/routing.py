@@ -98,12 +98,18 @@ class Endpoints:
 
         Raises:
             ModelNotFound: It names a version that no target has.
+            BrokerUnavailable: It names another version than the stable one, and the store can't be heard.
         """
         routed = self.by_name.get(request.model)
         if routed is None or request.endpoint:
             return False
         if request.version:
             model, version = self._version_of(routed, request.version)
+            if self.is_deaf and (model, version) != routed.stable.place:
+                raise BrokerUnavailable(
+                    f"no changes of endpoints were heard of for {DEAF_AFTER_S:g} s; of '{request.model}' only the "
+                    f"stable target, {routed.stable.label}, can be asked; try again"
+                )
         elif self.is_deaf:
             model, version = routed.stable.place
         else:

@@ -1,9 +1,9 @@
 """The trial of a canary: what is stored beside its endpoint, and what each transition makes of the endpoint. Pure.
 
 A trial begins when the canary target has a READY version that is not the stable one: that of its number, or for
-`latest` the newest. Its steps are written into the endpoint: the canary's weight and version, a shadow target if the step has
-one. So gateways know nothing of steps; they go by the endpoint. `qinfer.traffic.canary` decides; here its decisions
-become a `Change`, which is stored as a whole or not at all.
+`latest` the newest. Its steps are written into the endpoint: the canary's weight and version, a shadow target if the
+step has one. So gateways know nothing of steps; they go by the endpoint. `qinfer.traffic.canary` decides; here its
+decisions become a `Change`, which is stored as a whole or not at all.
 
 A version that was rolled back stays out, also when the endpoint is declared again, until `resume` tries it again. A
 declaration that is put while a trial goes on begins it anew.
