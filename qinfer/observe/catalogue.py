@@ -151,6 +151,24 @@ ENDPOINT_WEIGHT = _gauge(
 ENDPOINT_REVISION = _gauge(
     "qinfer_endpoints_revision", "The last change of any endpoint that this gateway goes by.", _OWN, _PROCESS
 )
+CANARY_STEP = _gauge(
+    "qinfer_endpoint_canary_step",
+    "The number of the step that an endpoint's canary on trial is in, as this gateway has it; 0 = none is.",
+    ("endpoint", "process"),
+    _PROCESS,
+)
+CANARY_PAUSED = _gauge(
+    "qinfer_endpoint_canary_paused",
+    "1 if an endpoint's canary on trial is paused, as this gateway has it.",
+    ("endpoint", "process"),
+    _PROCESS,
+)
+CANARY_ROLLED_BACK = _gauge(
+    "qinfer_endpoint_canary_rolled_back",
+    "1 if the last canary of an endpoint was rolled back, as this gateway has it.",
+    ("endpoint", "process"),
+    _PROCESS,
+)
 REQUESTS_IN_FLIGHT = _gauge(
     "qinfer_requests_in_flight", "Requests that this gateway has not answered yet.", _OWN, _PROCESS
 )

@@ -33,6 +33,7 @@ SERVER_FAILURES = frozenset(
         ErrorCode.DEADLINE_EXCEEDED,
         ErrorCode.DEADLINE_INFEASIBLE,
         ErrorCode.INFERENCE_FAILED,
+        ErrorCode.INTERNAL,
         ErrorCode.LEASE_LOST,
         ErrorCode.MODEL_LOAD_FAILED,
         ErrorCode.MODEL_NOT_READY,

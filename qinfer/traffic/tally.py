@@ -87,7 +87,18 @@ class TargetTally:
                 for target in one.targets
             ),
         )
+        yield from self._trials(own)
         yield family(catalogue.ENDPOINT_REVISION, [(max(self._endpoints.revision, 0), own)])
+
+    def _trials(self, own: dict[str, str]) -> Iterator[Family]:
+        trials = {name: one for name, one in self._endpoints.trials.items() if name in self._endpoints.by_name}
+        of_each = {name: {"endpoint": name, **own} for name in trials}
+        for metric, value in (
+            (catalogue.CANARY_STEP, lambda trial: (trial.state.step + 1) * trial.is_on),
+            (catalogue.CANARY_PAUSED, lambda trial: bool(trial.state.paused) * trial.is_on),
+            (catalogue.CANARY_ROLLED_BACK, lambda trial: int(trial.is_rolled_back)),
+        ):
+            yield family(metric, ((value(trial), of_each[name]) for name, trial in trials.items()))
 
 
 def key_of(request: InferRequest) -> Key:

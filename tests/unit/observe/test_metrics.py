@@ -20,10 +20,12 @@ from qinfer.observe.stats import GatewayTally, Objective, PublishTally, StatsTal
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import Wanted
 from qinfer.queue import nodes
+from qinfer.traffic.canary import CanaryPlan, Step, begin
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import Declared
 from qinfer.traffic.tally import TargetTally
+from qinfer.traffic.trials import Trial
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -486,6 +488,8 @@ def counted_targets() -> TargetTally:
     stable = Target(model="m", version=1, role=Role.STABLE)
     endpoints = Endpoints(Mock())
     endpoints.show(Declared({"e": Endpoint(name="e", targets=(stable,))}, 7))
+    plan = CanaryPlan(steps=(Step(weight=0.1),))
+    endpoints.trials = {"e": Trial(state=begin(plan, 1, 2, 7, 0.0))}
     tally = TargetTally(endpoints, "g")
     tally.answered(("e", "m:1"), 0.1, Response(request_id="r"))
     tally.failed(("e", "m:1"), ErrorCode.QUEUE_FULL)

@@ -1,0 +1,131 @@
+"""What a gateway counts of canaries on trial."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from qinfer.core.messages import Response, Timing
+from qinfer.errors import ErrorCode
+from qinfer.traffic.canary import CanaryPlan, Check, Step, begin
+from qinfer.traffic.endpoints import Endpoint, Role, Target
+from qinfer.traffic.observed import MOST_LATENCIES, Observed, TargetCounts
+from qinfer.traffic.trials import Trial
+
+P50, P99 = Check(of="execution", quantile=0.5), Check(of="execution", quantile=0.99)
+PLAN = CanaryPlan(steps=(Step(weight=0.5),), checks=(Check(of="errors"), P50, P99, Check(of="latency", quantile=0.9)))
+LIMITS = {"execution p50": {"2": 0.010}, "execution p99": {"2": 0.020}, "latency p90": {"": 0.5}}
+
+
+def answer(infer_ms: float = 0.0, batch_size: int = 2, **fields: Any) -> Response:
+    return Response(request_id="r", timing=Timing(infer_ns=int(infer_ms * 1e6), batch_size=batch_size), **fields)
+
+
+def counts_of(*, is_stable: bool = False) -> TargetCounts:
+    counts = TargetCounts(4, PLAN, is_stable=is_stable)
+    counts.use(LIMITS)
+    return counts
+
+
+def test_times_are_compared_with_the_limits_of_their_stratum() -> None:
+    """Executions with those of the same batch size; where there is no limit yet nothing is counted."""
+    counts = counts_of()
+    counts.answered(0.1, answer(5))
+    counts.answered(0.6, answer(15))
+    counts.answered(0.1, answer(25))
+    counts.answered(0.1, answer(25.5, batch_size=3))
+
+    assert counts.take()[0] == {
+        "4|errors||requests": 4,
+        "4|latency p90||requests": 4,
+        "4|latency p90||bad": 1,
+        "4|execution p50|2|requests": 3,
+        "4|execution p50|2|bad": 2,
+        "4|execution p99|2|requests": 3,
+        "4|execution p99|2|bad": 1,
+    }
+    assert counts.take() == ({}, [])
+
+
+def test_a_batch_counts_once() -> None:
+    """Its requests were executed in the same time to the nanosecond, and come one behind the other."""
+    counts = counts_of()
+    for _ in range(3):
+        counts.answered(0.1, answer(15))
+
+    found, _ = counts.take()
+
+    assert (found["4|errors||requests"], found["4|execution p50|2|requests"]) == (3, 1)
+
+
+def test_what_the_cache_answered_says_nothing_about_time() -> None:
+    counts = counts_of()
+    counts.answered(0.1, answer(15, cache="hit"))
+
+    assert counts.take()[0] == {"4|errors||requests": 1}
+
+
+@pytest.mark.parametrize(
+    ("code", "bad"),
+    [
+        (ErrorCode.INFERENCE_FAILED, 1),
+        (ErrorCode.INTERNAL, 1),
+        (ErrorCode.DEADLINE_EXCEEDED, 1),
+        (ErrorCode.INVALID_REQUEST, None),
+        (ErrorCode.QUOTA_EXCEEDED, None),
+        (ErrorCode.CANCELLED, None),
+        (ErrorCode.BROKER_UNAVAILABLE, None),
+    ],
+)
+def test_failures_are_the_servers_only(code: ErrorCode, bad: int | None) -> None:
+    counts = counts_of()
+    counts.failed(code.value)
+
+    assert counts.take()[0].get("4|errors||bad") == bad
+
+
+def test_disagreements_are_counted_apart() -> None:
+    counts = counts_of()
+    counts.compared(disagrees=True)
+    counts.compared(disagrees=False)
+
+    assert counts.take()[0] == {"4|disagreements||requests": 2, "4|disagreements||bad": 1}
+
+
+def test_stable_lends_a_bounded_sample_where_limits_lack() -> None:
+    counts = counts_of(is_stable=True)
+    for number in range(2 * MOST_LATENCIES):
+        counts.answered(0.1, answer(number + 1, batch_size=5))
+    counts.answered(0.1, answer(7, batch_size=2))
+
+    latencies = counts.take()[1]
+
+    assert len(latencies) == MOST_LATENCIES
+    assert latencies[-1] == f"execution|5|{2 * MOST_LATENCIES / 1000:.9f}"
+    assert counts.take() == ({}, [])
+
+
+def test_counts_belong_to_a_revision() -> None:
+    """With the next one they begin anew; what has ended is not counted."""
+    stable = Target(model="m", version=3, role=Role.STABLE)
+    endpoint = Endpoint(name="e", targets=(stable, Target(model="m", version=4, trial=4)), canary=PLAN, revision=7)
+    trial = Trial(state=begin(PLAN, 3, 4, 7, 0.0))
+    observed = Observed()
+    observed.follow({"e": endpoint}, {"e": trial})
+    assert set(observed.by_target) == {("e", "m:3"), ("e", "m:4")}
+    observed.by_target["e", "m:4"].failed(ErrorCode.INTERNAL)
+    observed.by_target["e", "m:3"].answered(0.1, answer())
+
+    [(name, revision, found, latencies)] = observed.take()
+    assert (name, revision, len(latencies)) == ("e", 7, 2)
+    assert found == {"3|errors||requests": 1, "4|errors||requests": 1, "4|errors||bad": 1}
+
+    observed.by_target["e", "m:4"].failed(ErrorCode.INTERNAL)
+    later = replace(trial, state=replace(trial.state, revision=8))
+    observed.follow({"e": endpoint}, {"e": later})  # the endpoint of that revision was not read yet
+    assert not observed.by_target
+    observed.follow({"e": replace(endpoint, revision=8)}, {"e": later})
+    assert [*observed.take()] == []
+    ended = replace(later, state=replace(later.state, ended="finish"))
+    observed.follow({"e": replace(endpoint, revision=8)}, {"e": ended})
+    assert not observed.by_target
