@@ -84,10 +84,15 @@ class TargetCounts:
 
     def answered(self, seconds: float, response: Response) -> None:
         """Counts a request that was answered with outputs, `seconds` after it was received."""
+        if response.cache != "hit":
+            self._time(_LATENCY, _WHOLE, seconds)
+        self.executed(response)
+
+    def executed(self, response: Response) -> None:
+        """Counts a request that was executed with outputs; of a shadow, which nobody waits for, it is called alone."""
         self._requests["errors", _WHOLE] += 1
         if response.cache == "hit":
             return
-        self._time(_LATENCY, _WHOLE, seconds)
         timing = response.timing
         if timing is not None and timing.batch_size and timing.infer_ns != self._last_ns:
             self._last_ns = timing.infer_ns  # the others of its batch come right behind it

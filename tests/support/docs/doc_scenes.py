@@ -80,13 +80,18 @@ def digits_model(directory: Path) -> None:
     np.save(directory / "digit.npy", data.images[:1])
 
 
-def versions(directory: Path) -> None:
+def versions(directory: Path, iterations: int = 8) -> None:
     """Makes `models/digits` with versions 3 and 4, of which the second was trained badly, and files to score."""
     digits_model(directory)
     shutil.move(directory / "models" / "digits" / "1", directory / "models" / "digits" / "3")
-    digits.build(directory / "models", version=4, iterations=8)
+    digits.build(directory / "models", version=4, iterations=iterations)
     config = directory / "models" / "digits" / "config.pbtxt"
     config.write_text(f"{config.read_text()}version_policy: {{ all {{ }} }}\n")
+
+
+def successors(directory: Path) -> None:
+    """Makes `models/digits` with versions 3 and 4, which are equally good."""
+    versions(directory, iterations=400)
 
 
 def demo(directory: Path) -> None:
@@ -128,6 +133,7 @@ SCENES = {
     "docs/how-to/autoscale.md": Scene(prepare=digits_model),
     "docs/how-to/bulk-jobs.md": Scene(prepare=digits_model),
     "docs/how-to/call-from-python.md": Scene(prepare=digits_model, serves=UP),
+    "docs/how-to/canaries.md": Scene(prepare=successors),
     "docs/how-to/compare-versions.md": Scene(prepare=versions),
     "docs/how-to/control-models.md": Scene(prepare=replacements),
     "docs/how-to/model-repositories.md": Scene(prepare=digits_model, bucket="bucket", upload=another_model),

@@ -94,7 +94,7 @@ def test_alerts_say_what_to_do(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     assert set(rule["annotations"]) == {"summary", "description", "runbook", "runbook_url"}
     for command in re.findall(r"`(qinfer [a-z ]+[a-z])", rule["annotations"]["runbook"]):
-        if command.split()[1] not in ("bridge", "dlq", "jobs"):  # which need an argument
+        if command.split()[1] not in ("bridge", "dlq", "endpoints", "jobs"):  # which need an argument
             assert_runs(command.split())
     assert rule["annotations"]["runbook_url"] == f"http://127.0.0.1:8080/reference/alerts/{rule['alert']}.html"
     assert (PAGES / f"{rule['alert']}.md").exists()
