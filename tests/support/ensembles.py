@@ -77,7 +77,7 @@ def ensemble(
     """Writes an ensemble `x` → `y` of steps, both of one width, and of another one to the steps; returns its name."""
     (repository / name / "1").mkdir(parents=True, exist_ok=True)
     lines = [f'name: "{name}" platform: "ensemble" max_batch_size: {max_batch_size}']
-    dims = f"dims: {list(_dims(width))}" + (f" reshape {{ shape: {list(_dims(reshape))} }}" if reshape else "")
+    dims = f"dims: {_listed(width)}" + (f" reshape {{ shape: {_listed(reshape)} }}" if reshape else "")
     lines += [
         f'{kind} {{ name: "{port}" data_type: TYPE_FP32 {dims} }}' for kind, port in (("input", "x"), ("output", "y"))
     ]
@@ -94,6 +94,10 @@ def ensemble(
 
 def _dims(width: Width) -> tuple[int, ...]:
     return (width,) if isinstance(width, int) else width
+
+
+def _listed(width: Width) -> str:
+    return f"[ {', '.join(map(str, _dims(width)))} ]"
 
 
 def chain(repository: Path, name: str, *scales: str, more: str = "") -> str:
