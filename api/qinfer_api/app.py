@@ -170,6 +170,7 @@ class Gateway:
         receiving: The memory of bodies that have not come in whole.
         memory: What clients on this host share with this process.
         url: Where it serves.
+        name: Its name, as leases and replies have it.
         rpc: As given.
         metrics: The server on the metrics' own port; `None` = there is none.
         started: Set once connections are accepted.
@@ -188,14 +189,14 @@ class Gateway:
         self._store = store
         self._listener = listener
         self._drain_s = settings.http.drain_s
-        self._owner = f"gateway-{IdFactory().ulid()}"
+        self.name = f"gateway-{IdFactory().ulid()}"
         self.catalog = Catalog(store, settings.limits, delivery)
         self.catalog.missed = self._missed
         self.models = ModelControl(source, store, delivery, settings.repository, self.catalog.refresh)
         self._watch = self._watch_of(source, settings.repository)
-        tally = GatewayTally(self._owner)
+        tally = GatewayTally(self.name)
         auth = load_auth(settings.auth, settings.http.host)
-        self._tracing = Tracing(settings.trace, open_tracer(os.environ, GATEWAY, self._owner))
+        self._tracing = Tracing(settings.trace, open_tracer(os.environ, GATEWAY, self.name))
         self.dispatcher = self._open_dispatcher(settings, tally, auth)
         tally.in_flight = lambda: self.dispatcher.in_flight
         self._endpoints = EndpointWatch(EndpointStore(store), self.dispatcher.endpoints, delivery.clock.now_s)
@@ -224,7 +225,7 @@ class Gateway:
             rpc.use(services)
         self.metrics: MetricsPort | None = None
         self._reloading = self._reloading_of(settings, auth)
-        self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self._owner))
+        self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self.name))
 
     def _open_fast_path(self, settings: Settings, restrictions: Restrictions) -> FastPath:
         """Creates what all connections of HTTP share."""
@@ -236,14 +237,14 @@ class Gateway:
     def _open_dispatcher(self, settings: Settings, tally: GatewayTally, auth: Auth | None) -> Dispatcher:
         """Creates the dispatcher, with the response cache if there is to be one."""
         limits, queue = settings.limits, self._delivery
-        dispatcher = self._tracing.dispatcher_type(queue, self.catalog, tally, limits, self._owner, auth)
+        dispatcher = self._tracing.dispatcher_type(queue, self.catalog, tally, limits, self.name, auth)
         if auth is not None:
             auth.refused = RefusedKeys().note
             queue.places.weigh = auth.weight
         if settings.log.access:
             dispatcher.access = AccessLog(settings.log.access)
         if settings.metrics.tenants and auth is not None:
-            dispatcher.tenants = TenantTally(settings.metrics.tenants, self._owner)
+            dispatcher.tenants = TenantTally(settings.metrics.tenants, self.name)
             dispatcher.tenants.in_flight = auth.in_flight
         if (plan := settings.cache.plan) is not None:
             summaries = settings.metrics.summary_latencies
@@ -266,7 +267,7 @@ class Gateway:
         """Creates this gateway's part in the trials of canaries."""
         view, observed = self.dispatcher.endpoints, self.dispatcher.targets.observed
         now_s = self._delivery.clock.now_s
-        return CanaryController(self._endpoints.store, self._trials, view, observed, self._owner, now_s)
+        return CanaryController(self._endpoints.store, self._trials, view, observed, self.name, now_s)
 
     def _reloading_of(self, settings: Settings, auth: Auth | None) -> Reloading:
         """Creates what reads files again."""
@@ -297,7 +298,7 @@ class Gateway:
             settings=settings.requests,
             inline_max_bytes=settings.limits.inline_max_bytes,
             targets=targets,
-            waits=Waits(self._delivery.requests, reply_address(self._owner)),
+            waits=Waits(self._delivery.requests, reply_address(self.name)),
             kept=KeptTargets(self._delivery),
         )
         return requests, janitor
@@ -359,7 +360,7 @@ class Gateway:
                     group.create_task(self._reporting.run()),
                     group.create_task(self._examiners.run(self.started)),
                     group.create_task(self._reloading.run()),
-                    group.create_task(report_liveness(self._store, f"{self._owner}@{socket.gethostname()}", PROGRAM)),
+                    group.create_task(report_liveness(self._store, f"{self.name}@{socket.gethostname()}", PROGRAM)),
                 ]
                 if self._quotas is not None:
                     tasks.append(group.create_task(self._quotas.run()))
@@ -393,7 +394,7 @@ class Gateway:
 
     async def _listen(self, listening: asyncio.Event) -> None:
         pending = self._pending
-        await self._delivery.listen(self._owner, pending.receive, listening.set, pending.lose_all)
+        await self._delivery.listen(self.name, pending.receive, listening.set, pending.lose_all)
 
     async def _serve_all(self) -> None:
         if self._stopping.is_set():

@@ -2,7 +2,8 @@
 
 Once a second each gateway adds what it has counted, and confirms the revision that it goes by. The one with the lease
 reads the counts of all, has `qinfer.traffic.canary` decide, and stores what follows. What it writes is compared with
-what it has read, so a gateway whose lease went to another meanwhile changes nothing.
+what it has read, so a gateway whose lease went to another meanwhile changes nothing. It also writes again the trials
+that Redis has lost: else a version that was rolled back would be tried again.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from qinfer.traffic.observed import Observed
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import EndpointStore
 from qinfer.traffic.trial_store import StoredTrial, TrialStore
-from qinfer.traffic.trials import Change, advanced, begun, confirmed
+from qinfer.traffic.trials import Change, advanced, begun, belongs, confirmed
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +74,19 @@ class CanaryController:
         if not self._view.is_deaf:
             await self._trials.confirm(self._owner, self._view.revision)
         stored = await self._trials.read()
-        self._view.trials = {name: one.trial for name, one in stored.items()}
+        known = {name: trial for name, trial in self._view.trials.items() if name in self._view.by_name}
+        lost = {name: trial for name, trial in known.items() if name not in stored}
+        self._view.trials = lost | {name: one.trial for name, one in stored.items()}
         for name, revision, counts, latencies in self._observed.take():
             await self._trials.count(name, revision, counts, latencies)
         declared = {name: routed.endpoint for name, routed in self._view.by_name.items()}
         self._observed.follow(declared, self._view.trials)
         if any(endpoint.canary for endpoint in declared.values()) and await self._trials.lead(self._owner):
             for name, endpoint in (await self._store.read()).endpoints.items():
-                await self._look_after(endpoint, stored.get(name))
+                if name in lost and belongs(lost[name], endpoint):
+                    await self._trials.change(endpoint, None, Change(lost[name]))
+                else:
+                    await self._look_after(endpoint, stored.get(name))
 
     async def _look_after(self, endpoint: Endpoint, stored: StoredTrial | None) -> None:
         change = await self._change_of(endpoint, stored)

@@ -133,6 +133,11 @@ def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
     return 0
 
 
+def belongs(trial: Trial, endpoint: Endpoint) -> bool:
+    """Tells whether a trial that Redis has lost is to be written again: the endpoint is as the trial has left it."""
+    return trial.is_rolled_back or any(target.trial == trial.state.canary for target in endpoint.targets)
+
+
 def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s: float) -> Change | None:
     """Returns the beginning of the trial that is due; `None` = none is.
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from qinfer.queue import keys
 from qinfer.testing import eventually
 from tests.support.endpoints import BODY, gateways, split
 from tests.support.gateway import Running, settings_of
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CANARY = {"model": "echo", "version": 2}
 STEP = {"weight": 0.3, "least_s": 0, "least_requests": 20}
 PLAN = {"steps": [STEP, STEP | {"weight": 0.6}], "checks": [{"of": "errors"}, {"of": "latency", "quantile": 0.99}]}
+LONGER = PLAN | {"steps": [STEP | {"least_s": 4}, STEP]}
 PATIENT = PLAN | {"steps": [STEP | {"least_s": 3600}, STEP]}
 
 
@@ -68,12 +70,15 @@ async def call(gateway: Running, method: str, path: str, status: int = 200, **fi
     return found
 
 
-async def until(gateway: Running, name: str, *words: str) -> dict[str, Any]:
+async def until(gateway: Running, name: str, *words: str, also_missing: bool = False) -> dict[str, Any]:
     """Waits until the canary of an endpoint is in a state; returns the endpoint's."""
     found: dict[str, Any] = {}
 
     async def is_so() -> bool:
-        found.update(await call(gateway, "GET", name))
+        async with httpx.AsyncClient(base_url=gateway.url) as client:
+            reply = await client.get(f"/v1/endpoints/{name}")
+        assert reply.status_code == 200 or also_missing, reply.text
+        found.update(reply.json())
         return (found.get("canary") or {}).get("state") in words
 
     await eventually(is_so, timeout_s=60, description=f"a canary that is {' or '.join(words)}")
@@ -162,3 +167,42 @@ async def test_a_declaration_of_old_leaves_a_bad_version_out(both: list[Running]
     await call(both[0], "PUT", "other", json=split(CANARY, canary=PATIENT))
     await until(both[0], "other", "running")  # the controller has been there since
     assert (await call(both[0], "GET", "again"))["endpoint"]["revision"] == revision
+
+
+async def test_what_redis_has_lost_is_written_again(both: list[Running]) -> None:
+    """A trial goes on where it was, and what was rolled back stays out."""
+    await call(both[0], "PUT", "lost", json=split(CANARY, canary=PATIENT))
+    await call(both[0], "PUT", "out", json=split(CANARY, canary=PATIENT))
+    await until(both[0], "lost", "running")
+    await until(both[0], "out", "running")
+    await call(both[0], "POST", "lost/promote")
+    await call(both[0], "POST", "out/rollback")
+    await until(both[0], "out", "rolled back")
+
+    async def are_known() -> bool:
+        trials = [one.gateway.dispatcher.endpoints.trials for one in both]
+        return all(each["lost"].state.step == 1 and each["out"].done_s for each in trials)
+
+    await eventually(are_known, timeout_s=60, description="the trials at both gateways")
+    await both[0].store.client.unlink(keys.trials(), keys.endpoints())
+
+    state = await until(both[1], "lost", "running", also_missing=True)
+    assert (state["canary"]["step"], [one["weight"] for one in state["targets"]]) == (2, [0.7, 0.3])
+    state = await until(both[1], "out", "rolled back", also_missing=True)
+    assert [one["weight"] for one in state["targets"]] == [1, 0]
+
+
+async def test_another_gateway_decides_when_one_is_gone() -> None:
+    async with gateways(2, settings_of()) as running:
+        await call(running[0], "PUT", "e", json=split(CANARY, canary=LONGER))
+        left, gone = running
+        await left.store.client.set(keys.trial_lease(), gone.gateway.name, px=10_000)
+        await until(left, "e", "running")
+        assert await left.store.client.get(keys.trial_lease()) == gone.gateway.name.encode()
+
+        gone.gateway.stop()
+        async with Callers([left], "e") as callers:
+            state = await until(left, "e", "promoted", "rolled back")
+
+    assert events(state)[-1] == "finish"
+    assert not callers.failed
