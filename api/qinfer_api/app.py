@@ -261,7 +261,8 @@ class Gateway:
 
     def _endpoint_service(self) -> EndpointService:
         """Creates the use case behind `/v1/endpoints`."""
-        return EndpointService(self._endpoints, self._trials, self.dispatcher.targets, self._delivery.clock.now_s)
+        now_s, check = self._delivery.clock.now_s, self.requests.targets.check
+        return EndpointService(self._endpoints, self._trials, self.dispatcher.targets, now_s, check)
 
     def _canaries(self) -> CanaryController:
         """Creates this gateway's part in the trials of canaries."""

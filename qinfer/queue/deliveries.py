@@ -44,7 +44,7 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 WEBHOOKS = "webhooks"
-"""The kind of webhooks; an item is `request:<id>` or `job:<id>`. How patient it is the settings say."""
+"""The kind of webhooks; an item is `request:<id>`, `job:<id>` or `endpoint:<name>`. Settings say how patient it is."""
 
 JOBS = Kind("jobs", 2.0, 60.0)
 """Bulk jobs to be looked at: planned, settled, stopped, or with too many failed rows; an item is a job's id."""

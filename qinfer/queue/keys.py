@@ -25,7 +25,11 @@ EXECUTING = b"/executing"
 _BRIDGES = "qinfer:{bridges}:"
 _RESOURCES = "qinfer:{resources}:"
 _COUNTS = "qinfer:{counts}:"
-_ENDPOINTS = "qinfer:{endpoints}:"
+
+ENDPOINTS = ".endpoints"
+"""Stands for a model where endpoints have deliveries of their own; no model has such a name."""
+
+_ENDPOINTS = f"qinfer:{{{ENDPOINTS}#0}}:"
 
 
 @lru_cache(maxsize=65536)  # one call per request

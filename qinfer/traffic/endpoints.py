@@ -106,6 +106,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             out by itself. A sequence always keeps its own.
         hides_model: A model of the same name can't be asked any more but through the endpoint.
         canary: The steps and checks by which the canary is promoted or rolled back; `None` = people decide.
+        webhook: The URL that is told of each event of its canaries; empty = none is.
         revision: The number of the change that made it so, over all endpoints; as written by a person, the revision
             that the change is made to: 0 = whatever is there.
         file: The digest of the file that it was declared by; empty = none.
@@ -120,6 +121,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sticky: str = ""
     hides_model: bool = False
     canary: CanaryPlan | None = None
+    webhook: str = ""
     revision: int = 0
     file: str = ""
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from qinfer.errors import CorruptEntry
 from qinfer.models.store import ControlStore, translated
 from qinfer.queue import keys
+from qinfer.queue.deliveries import WEBHOOKS
 from qinfer.queue.router import load_script, ttl_ms
 from qinfer.traffic.endpoints import Endpoint
 from qinfer.traffic.routing import DEAF_AFTER_S
@@ -28,13 +29,28 @@ HEARD_S = DEAF_AFTER_S + 1.0
 
 _KEEP_COUNTS_S = 3600.0
 _KEEP_EVENTS_S = 90 * 86400.0
+_KEEP_WEBHOOKS_S = 2 * 86400.0
 _MOST_EVENTS = 100
 _MOST_LATENCIES = 2000
 
-_TRANSIT = load_script("transit", package="qinfer.traffic").text
+_TRANSIT = load_script("transit", "now_ms", "deliveries", package="qinfer.traffic").text
 _COUNT = load_script("count", package="qinfer.traffic").text
 _LEAD = load_script("lead", package="qinfer.traffic").text
 _EXPIRING = load_script("expiring", "now_ms", package="qinfer.models").text
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What a webhook is to tell.
+
+    Attributes:
+        url: Whom.
+        endpoint: The endpoint.
+        event: What happened.
+    """
+
+    url: str
+    endpoint: str
+    event: Event
 
 
 class StoredTrial(NamedTuple):
@@ -80,18 +96,20 @@ class TrialStore:
             seen: Its trial as it was read; `None` = it had none.
             change: What to write.
         """
-        name, document, event = endpoint.name, b"", b""
+        name, document, event, told = endpoint.name, b"", b"", b""
         if change.endpoint is not None:
             document = encode_document(replace(change.endpoint, revision=0))
         if change.event is not None:
             event = msgspec.json.encode(change.event)
-        names = (keys.endpoints(), keys.trials(), keys.trial_events(name))
+            if endpoint.webhook:
+                told = msgspec.json.encode(Told(url=endpoint.webhook, endpoint=name, event=change.event))
+        webhooks = keys.deliveries(keys.ENDPOINTS, 0, WEBHOOKS)
+        names = (keys.endpoints(), keys.trials(), keys.trial_events(name), webhooks)
         before = b"" if seen is None else seen.raw
         words = (name, endpoint.revision, before, TRIALS.encode(change.trial), document, event)
+        limits = (_MOST_EVENTS, ttl_ms(_KEEP_EVENTS_S), told, ttl_ms(_KEEP_WEBHOOKS_S))
         with translated():
-            written = await self._control.client.eval(
-                _TRANSIT, len(names), *names, *words, _MOST_EVENTS, ttl_ms(_KEEP_EVENTS_S)
-            )
+            written = await self._control.client.eval(_TRANSIT, len(names), *names, *words, *limits)
         if written and change.endpoint is not None:
             await self._control.wake()
         return bool(written)

@@ -3,7 +3,7 @@
 So are the decisions of people about canaries on trial.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -94,15 +94,22 @@ class EndpointService:
         trials: The trials of their canaries.
         tally: What this gateway counts.
         now_s: Tells the broker's time.
+        check_url: Checks that a webhook may go to a URL.
     """
 
     def __init__(
-        self, watch: EndpointWatch, trials: TrialStore, tally: TargetTally, now_s: Callable[[], float]
+        self,
+        watch: EndpointWatch,
+        trials: TrialStore,
+        tally: TargetTally,
+        now_s: Callable[[], float],
+        check_url: Callable[[str], Awaitable[object]],
     ) -> None:
         self._watch = watch
         self._trials = trials
         self._tally = tally
         self._now_s = now_s
+        self._check_url = check_url
         self._store, self._view = watch.store, watch.view
 
     async def list(self) -> list[EndpointState]:
@@ -157,12 +164,15 @@ class EndpointService:
             endpoint: The declaration; with a revision it replaces that, without one whatever is there.
 
         Raises:
-            InvalidRequest: A target is no model, or does not fit the stable one; or it hides a model unsaid.
+            InvalidRequest: A target is no model, or does not fit the stable one; it hides a model unsaid; or its
+                webhook may not go there.
             Conflict: Another revision is there by now.
             EndpointNotFound: It has a revision, and is not there any more.
             BrokerUnavailable: Redis can't be reached.
         """
         self._check(endpoint)
+        if endpoint.webhook:
+            await self._check_url(endpoint.webhook)
         before = (await self._store.read()).endpoints.get(endpoint.name)
         declared_by = "" if before is None else before.file
         written = await self._store.put(msgspec.structs.replace(endpoint, file=declared_by), endpoint.revision or None)

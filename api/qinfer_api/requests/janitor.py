@@ -22,6 +22,7 @@ from qinfer.errors import TIMED_OUT, DeadlineExceeded, DeliveryError, QinferErro
 from qinfer.models.catalog import Catalog
 from qinfer.models.routes import NAMES
 from qinfer.observe.stats import GatewayTally
+from qinfer.queue import keys
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.deliveries import DeliveryItem
 from qinfer.queue.entries import Entry, Lane, RequestState, Settlement
@@ -161,8 +162,8 @@ class Janitor:
     async def take_webhooks(self) -> list[DeliveryItem]:
         """Takes as many webhooks as can be delivered now; which model is asked first changes from round to round."""
         taken: list[DeliveryItem] = []
-        names = [model for model in self._known() if model not in self._away]
-        start = random.randrange(len(names)) if names else 0  # noqa: S311 - fairness
+        names = [keys.ENDPOINTS, *(model for model in self._known() if model not in self._away)]
+        start = random.randrange(len(names))  # noqa: S311 - fairness
         for model in (*names[start:], *names[:start]):
             room = self._webhooks.free - len(taken)
             if room <= 0:

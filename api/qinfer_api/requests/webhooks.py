@@ -1,7 +1,10 @@
 """Webhooks: inform other servers that a request or a bulk job has ended, signed as standardwebhooks.com asks.
 
+They also tell what happens to the canary of an endpoint.
+
     POST <the request's Webhook-Url>        {"type": "request.succeeded", "timestamp": …, "data": {the record}}
     POST <the job's webhook>                {"type": "job.completed", "timestamp": …, "data": {the job}}
+    POST <the endpoint's webhook>           {"type": "canary.promote", "timestamp": …, "data": {the event}}
     webhook-id · webhook-timestamp · webhook-signature: v1,<base64 of HMAC-SHA256(secret, "id.timestamp.body")>
 
 A 2xx reply is a delivery; after anything else, a redirect too, the webhook comes again, with the same `webhook-id`,
@@ -29,6 +32,7 @@ from qinfer.queue import keys
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
 from qinfer.queue.entries import Address, RequestRecord
 from qinfer.queue.lanes import Queue
+from qinfer.traffic.trial_store import Told
 from qinfer_api.requests.records import instant, path_of, shown_record
 from qinfer_api.requests.targets import Target, Targets
 
@@ -44,7 +48,7 @@ _ENCODED = "whsec_"
 _SECRET = "QINFER_WEBHOOKS__SECRET"  # noqa: S105 - the name of the setting
 _LONGEST_PAUSE_S = 900.0
 _MARGIN_S = 1.0
-_JOB = "job:"
+_JOB, _ENDPOINT = "job:", "endpoint:"
 
 
 class Message(NamedTuple):
@@ -154,6 +158,8 @@ class Webhooks:
 
     async def _message(self, item: DeliveryItem) -> Message | None:
         """Renders a webhook; `None` where there is nothing to report any more."""
+        if item.text.startswith(_ENDPOINT):
+            return message_of_canary(item.notes)
         if item.text.startswith(_JOB):
             return await self._message_of_job(_about(item).id)
         record = await self._delivery.requests.record(_about(item))
@@ -177,11 +183,15 @@ class Webhooks:
             return reply.status_code
 
     async def _done(self, item: DeliveryItem, *, delivered: bool) -> None:
-        """Removes a webhook, and stores its outcome in the record of its request or job."""
+        """Removes a webhook, and stores its outcome in the record of its request or job, if it is about one."""
+        done = partial(self._delivery.deliveries.done, item.model, item.partition, self.kind, [item.id])
+        if item.text.startswith(_ENDPOINT):
+            await done()
+            return
         spell = keys.job if item.text.startswith(_JOB) else keys.request
         record = spell(item.model, item.partition, _about(item).id).encode()
         note = (record, "webhook_state", "delivered" if delivered else "failed")
-        await self._delivery.deliveries.done(item.model, item.partition, self.kind, [item.id], note=note)
+        await done(note=note)
 
 
 def read_secret(settings: WebhookSettings) -> bytes:
@@ -222,6 +232,14 @@ def body_of(record: RequestRecord, now_s: float) -> bytes:
     """Returns the body that reports a request's end."""
     data = msgspec.to_builtins(shown_record(record, now_s)) | {"result_url": f"{path_of(record.address)}/result"}
     return envelope(f"request.{record.state.value}", instant(record.finished_at), record.tenant, data)
+
+
+def message_of_canary(notes: bytes) -> Message:
+    """Returns the webhook that tells of an event of a canary."""
+    told = msgspec.json.decode(notes, type=Told)
+    event = told.event.event.replace(" ", "_")
+    data = {"endpoint": told.endpoint, **msgspec.to_builtins(told.event)}
+    return Message(told.url, lambda _: envelope(f"canary.{event}", instant(told.event.at_s), "", data))
 
 
 def envelope(event: str, at: str | None, tenant: str, data: object) -> bytes:

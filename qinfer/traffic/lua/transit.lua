@@ -1,6 +1,7 @@
 -- Writes the trial of an endpoint's canary, and the endpoint with it, if both still are as the caller has seen them.
--- KEYS: endpoints, trials, events of the endpoint. ARGV: name, revision that was seen, trial that was seen ('' = none),
---   trial, endpoint without a revision ('' = it stays as it is), event ('' = none), events to keep, ms to keep them.
+-- KEYS: endpoints, trials, events of the endpoint, queue of the webhooks. ARGV: name, revision that was seen, trial that was seen ('' = none),
+--   trial, endpoint without a revision ('' = it stays as it is), event ('' = none), events to keep, ms to keep them,
+--   what a webhook is to tell ('' = there is none), ms to try it.
 -- Returns the endpoint's revision, or 0 if something has changed meanwhile.
 local name, seen, document, event = ARGV[1], ARGV[2], ARGV[5], ARGV[6]
 local current = redis.call('HGET', KEYS[1], name)
@@ -16,4 +17,5 @@ if event ~= '' then
   redis.call('LTRIM', KEYS[3], 0, ARGV[7] - 1)
   redis.call('PEXPIRE', KEYS[3], ARGV[8])
 end
+if ARGV[9] ~= '' then deliver(KEYS[4], 'endpoint:' .. name, ARGV[9], tonumber(ARGV[10])) end
 return tonumber(revision)

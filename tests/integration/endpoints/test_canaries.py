@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,10 +11,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from qinfer.core.settings import RequestSettings, WebhookSettings
 from qinfer.queue import keys
 from qinfer.testing import eventually
+from qinfer_api.requests.webhooks import sign
 from tests.support.endpoints import BODY, gateways, split
 from tests.support.gateway import Running, settings_of
+from tests.support.servers.receiver import receiving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -206,3 +210,26 @@ async def test_another_gateway_decides_when_one_is_gone() -> None:
 
     assert events(state)[-1] == "finish"
     assert not callers.failed
+
+
+async def test_each_event_is_told_by_a_webhook() -> None:
+    """Signed, once; a URL that webhooks may not go to is refused when it is declared."""
+    async with receiving() as receiver:
+        webhooks = WebhookSettings.model_validate(
+            {"allow": [f"127.0.0.1:{receiver.port}"], "secret": "s", "allow_private": True}
+        )
+        changes = {"webhooks": webhooks, "requests": RequestSettings(sweep_every_s=0.05)}
+        async with gateways(1, settings_of().model_copy(update=changes)) as running:
+            declared = split(CANARY, canary=PATIENT, webhook="http://127.0.0.1:1/")
+            assert "127.0.0.1" in (await call(running[0], "PUT", "told", 400, json=declared))["error"]
+            await call(running[0], "PUT", "told", json=declared | {"webhook": receiver.url()})
+            await until(running[0], "told", "running")
+            await call(running[0], "POST", "told/rollback")
+            await until(running[0], "told", "rolled back")
+            await eventually(lambda: len(receiver.received) == 3, timeout_s=60)
+
+    about = sorted((json.loads(body) for _, _, body in receiver.received), key=lambda one: one["data"]["at_s"])
+    assert [one["type"] for one in about] == ["canary.begin", "canary.roll_back", "canary.rolled_back_everywhere"]
+    assert (about[0]["data"]["endpoint"], about[0]["data"]["version"]) == ("told", 2)
+    _, told, body = receiver.received[0]
+    assert told["webhook-signature"] == sign(b"s", told["webhook-id"], int(told["webhook-timestamp"]), body)
