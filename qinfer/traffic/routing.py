@@ -6,6 +6,8 @@ that could not look for two seconds gives every request to the stable targets, f
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -47,7 +49,7 @@ class Endpoints:
     Attributes:
         by_name: The endpoints.
         revision: The last change that is in the view; -1 = nothing was read yet.
-        is_deaf: The store can't be heard: only stable targets are used.
+        heard_s: The time of the last look that succeeded, on the monotonic clock; infinite = nobody follows the store.
         trials: The last trial of the canary of each endpoint that has had one.
     """
 
@@ -55,7 +57,7 @@ class Endpoints:
         self.catalog = catalog
         self.by_name: Mapping[str, Routed] = {}
         self.revision = -1
-        self.is_deaf = False
+        self.heard_s = math.inf
         self.trials: Mapping[str, Trial] = {}
         self._fits: dict[tuple[str, str], tuple[ModelSpec, ModelSpec, bool]] = {}
 
@@ -68,11 +70,15 @@ class Endpoints:
             else Routed(endpoint, endpoint.stable, Split(endpoint))
             for name, endpoint in declared.endpoints.items()
         }
-        self.revision, self.is_deaf = declared.revision, False
+        self.revision = declared.revision
 
-    def deafen(self) -> None:
-        """Has only stable targets used until the view is shown again."""
-        self.is_deaf = True
+    @property
+    def is_deaf(self) -> bool:
+        """Whether changes may have been missed: only stable targets are used.
+
+        It is told by the clock, for a process that was stopped for long reads requests before it reads anything else.
+        """
+        return time.monotonic() - self.heard_s >= DEAF_AFTER_S
 
     def stable(self, name: str, version: int) -> tuple[str, int]:
         """Returns the model and version that stand for an endpoint; those of a model itself are as they were.
@@ -239,22 +245,18 @@ class EndpointWatch:
     async def run(self) -> None:
         """Follows the declarations until cancelled."""
         outage = OutageLog(logger, "endpoints not heard of", "endpoints heard of again")
-        call_later = asyncio.get_running_loop().call_later
-        timer = call_later(DEAF_AFTER_S, self.view.deafen)
-        try:
-            while True:
-                try:
-                    await self.store.wait(LOOK_EVERY_S)
-                    await self.look()
-                except BrokerUnavailable as error:
-                    outage.failed(error.message)
-                    await asyncio.sleep(_RETRY_S)  # nothing can wake the gateway while the store is away
-                else:
-                    outage.over()
-                    timer.cancel()
-                    timer = call_later(DEAF_AFTER_S, self.view.deafen)
-        finally:
-            timer.cancel()
+        self.view.heard_s = time.monotonic()
+        while True:
+            try:
+                await self.store.wait(LOOK_EVERY_S)
+                began_s = time.monotonic()  # what changes during the look may not be seen by it
+                await self.look()
+            except BrokerUnavailable as error:
+                outage.failed(error.message)
+                await asyncio.sleep(_RETRY_S)  # nothing can wake the gateway while the store is away
+            else:
+                outage.over()
+                self.view.heard_s = began_s
 
     async def _restored(self, declared: Declared) -> Declared:
         """Writes what Redis has lost: of several gateways the first one does."""

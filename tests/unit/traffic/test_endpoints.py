@@ -1,13 +1,18 @@
 """Declarations of endpoints: what is read, and what is wrong with others."""
 
+import time
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
-from qinfer.errors import InvalidRequest
+from qinfer.core.messages import InferRequest
+from qinfer.errors import BrokerUnavailable, InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.traffic.endpoints import Endpoint, Role, misfit, read_endpoint, read_sticky
+from qinfer.traffic.routing import DEAF_AFTER_S, Endpoints
+from qinfer.traffic.store import Declared
 from qinfer.wire.versions import decode_document, encode_document
 
 STABLE = {"model": "m", "version": 3, "role": "stable"}
@@ -99,3 +104,21 @@ def test_a_stored_declaration_may_have_what_a_newer_server_writes() -> None:
 def test_models_fit_that_have_the_same_inputs_and_outputs(other: ModelSpec, why: str) -> None:
     assert misfit(spec_of("a"), other) == why
     assert misfit(other, other) == ""
+
+
+def test_a_process_that_was_stopped_asks_no_canary() -> None:
+    """It has missed what was changed meanwhile, and reads requests before it hears of that."""
+    catalog = Mock(find=Mock(return_value=Mock()), ready_versions=Mock(return_value=(3, 4)))
+    view = Endpoints(catalog)
+    view.show(Declared({"e": read_endpoint({"name": "e", "targets": [STABLE, target(weight=1)]})}, 1))
+    view.heard_s = time.monotonic()
+    request = InferRequest(id="r", model="e", inputs=())
+    assert view.choose(request, "")
+    assert request.version == 4
+
+    view.heard_s -= DEAF_AFTER_S
+    request = InferRequest(id="r", model="e", inputs=())
+    assert view.choose(request, "")
+    assert request.version == 3
+    with pytest.raises(BrokerUnavailable, match="only the stable target, m:3, can be asked"):
+        view.choose(InferRequest(id="r", model="e", inputs=(), version=4), "")
