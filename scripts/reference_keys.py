@@ -86,8 +86,9 @@ ROWS = (
         "permanent",
         "one entry per request, with a field for the frame; consumer group `workers`, where `<worker>/executing` owns "
         "what the worker executes of a level with a `max_queue_size`. Lanes `p1` … `p8`, each with one for delayed "
-        "requests, are for requests; `bulk1`, `bulk2`, `bulk3` are for shards of bulk jobs of high, normal and low "
-        "priority. Without the group: `seq` and `seq.handed`, the sequences that wait for an owner; "
+        "requests, are for requests; `shadow` is for those that a target executes as a shadow; `bulk1`, `bulk2`, "
+        "`bulk3` are for shards of bulk jobs of high, normal and low priority. Without the group: `seq` and "
+        "`seq.handed`, the sequences that wait for an owner; "
         "`seq@<worker>`, the steps that a worker is told of, until four times its lease is over; `0:steps:<name>`, the "
         "steps of a sequence, until a day after they expire",
     ),

@@ -87,6 +87,7 @@ from qinfer_api.rest.management import (
 from qinfer_api.rest.openapi import document_of
 from qinfer_api.rest.services import ERROR_HANDLERS, Services, guarded
 from qinfer_api.scaling.routes import backlog_routes
+from qinfer_api.shadows import Shadows
 from qinfer_api.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -246,6 +247,8 @@ class Gateway:
         if settings.metrics.tenants and auth is not None:
             dispatcher.tenants = TenantTally(settings.metrics.tenants, self.name)
             dispatcher.tenants.in_flight = auth.in_flight
+        of_endpoints = settings.endpoints, limits.max_in_flight
+        dispatcher.shadows = Shadows(dispatcher.submission, dispatcher.endpoints, dispatcher.targets, *of_endpoints)
         if (plan := settings.cache.plan) is not None:
             summaries = settings.metrics.summary_latencies
             cache = ResponseCache(plan, queue, tally.refusals, limits.max_in_flight, summaries=summaries)
@@ -261,8 +264,8 @@ class Gateway:
 
     def _endpoint_service(self) -> EndpointService:
         """Creates the use case behind `/v1/endpoints`."""
-        now_s, check = self._delivery.clock.now_s, self.requests.targets.check
-        return EndpointService(self._endpoints, self._trials, self.dispatcher.targets, now_s, check)
+        dispatcher, now_s, check = self.dispatcher, self._delivery.clock.now_s, self.requests.targets.check
+        return EndpointService(self._endpoints, self._trials, dispatcher.targets, now_s, check, dispatcher.shadows)
 
     def _canaries(self) -> CanaryController:
         """Creates this gateway's part in the trials of canaries."""
@@ -439,6 +442,8 @@ class Gateway:
     def _give_up(self) -> None:
         self.models.end()
         self._pending.fail_all(Overloaded("Server exiting"))
+        if self.dispatcher.shadows is not None:
+            self.dispatcher.shadows.close()
 
     def _serving(self) -> None:
         where = {"url": self.url} if self.rpc is None else {"url": self.url, "grpc": self.rpc.url}

@@ -5,7 +5,7 @@ raised; what goes wrong later arrives at the sink as a `Response` with a failure
 """
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -39,6 +39,7 @@ from qinfer.traffic.tally import TargetTally
 from qinfer_api.access_log import AccessLog, wrappers_of
 from qinfer_api.auth import ANONYMOUS, Auth, Context
 from qinfer_api.quotas import Quota
+from qinfer_api.shadows import Shadow, Shadows
 from qinfer_api.status import of_request
 from qinfer_api.target_sink import TargetSink
 
@@ -62,6 +63,7 @@ class Dispatcher:
         draining: The gateway is shutting down.
         endpoints: The names that stand for several models or versions.
         targets: Counts by their targets.
+        shadows: Those of endpoints; `None` = none are executed.
         submission: The way into the queue.
     """
 
@@ -83,12 +85,13 @@ class Dispatcher:
         self.targets = TargetTally(self.endpoints, owner)
         self.access: AccessLog | None = None
         self.tenants: TenantTally | None = None
+        self.shadows: Shadows | None = None
         self.draining = False
 
     @property
     def in_flight(self) -> int:
         """Requests that wait for an answer."""
-        return len(self.submission.pending)
+        return len(self.submission.pending) - (0 if self.shadows is None else self.shadows.waiting)
 
     @property
     def has_tenants(self) -> bool:
@@ -249,20 +252,31 @@ class Dispatcher:
             timeout_s = served.spec.max_timeout_s
         if within_s < timeout_s:
             timeout_s = max(within_s, _SHORTEST_S)
+        shadows = self.shadows.drawn(request) if request.endpoint and self.shadows is not None else ()
         if request.endpoint or self.access is not None:
-            sink = self._noted(sink, context, request)
+            sink = self._noted(sink, context, request, shadows)
         try:
-            return self.submission.submit(served, request, sink, timeout_s, quota)
-        except (InvalidRequest, Overloaded) as error:
+            pending = self.submission.submit(served, request, sink, timeout_s, quota)
+        except QinferError as error:
+            self._refused(request, error, shadows)
+            raise
+        for shadow in shadows:
+            shadow.start(request)
+        return pending
+
+    def _refused(self, request: InferRequest, error: QinferError, shadows: Sequence[Shadow]) -> None:
+        """Ends the shadows of a request that came not into the queue, and counts it if it was its caller's to know."""
+        for shadow in shadows:
+            shadow.left()
+        if isinstance(error, InvalidRequest | Overloaded):
             if request.endpoint:
                 self.targets.refused(request, error.code)
             error.args = (of_request(request.client_id) + error.message,)
-            raise
 
-    def _noted(self, sink: Sink, context: Context, request: InferRequest) -> Sink:
+    def _noted(self, sink: Sink, context: Context, request: InferRequest, shadows: Sequence[Shadow]) -> Sink:
         """Returns a sink in place of a request's own, which takes note of its end."""
         if request.endpoint:
-            sink = TargetSink(self.targets, sink, request)
+            sink = TargetSink(self.targets, sink, request, shadows)
         return sink if self.access is None else self.access.noted(sink, context, request)
 
     def check(self, request: InferRequest, served: Served) -> None:

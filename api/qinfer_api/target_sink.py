@@ -1,11 +1,13 @@
 """The sink of a request to an endpoint, which counts how it ends, by its target."""
 
 import time
+from collections.abc import Sequence
 
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import ErrorCode
 from qinfer.submission.pending import Sink
 from qinfer.traffic.tally import TargetTally, key_of
+from qinfer_api.shadows import Shadow
 
 
 class TargetSink:
@@ -15,15 +17,17 @@ class TargetSink:
         tally: Counts.
         inner: The request's own sink.
         request: The request, whose target was chosen.
+        shadows: Those who get the same answer as the caller, after the caller.
 
     Attributes:
         inner: As given.
     """
 
-    __slots__ = ("_began_s", "_key", "_tally", "frontend", "inner", "no_stream")
+    __slots__ = ("_began_s", "_key", "_shadows", "_tally", "frontend", "inner", "no_stream")
 
-    def __init__(self, tally: TargetTally, inner: Sink, request: InferRequest) -> None:
+    def __init__(self, tally: TargetTally, inner: Sink, request: InferRequest, shadows: Sequence[Shadow] = ()) -> None:
         self._tally = tally
+        self._shadows = shadows
         self._key = key_of(request)
         self._began_s = time.monotonic()
         self.inner = inner
@@ -38,7 +42,12 @@ class TargetSink:
             else:
                 self._tally.failed(self._key, response.failure.code)
         self.inner.deliver(response)
+        if response.final:
+            for shadow in self._shadows:
+                shadow.stable_answered(response)
 
     def left(self, *_: object) -> None:
         """Takes note that the caller went away."""
         self._tally.failed(self._key, ErrorCode.CANCELLED)
+        for shadow in self._shadows:
+            shadow.left()

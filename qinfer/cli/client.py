@@ -55,6 +55,14 @@ class GatewayClient(Client):
         """
         return self._on_endpoint("GET", name)
 
+    def endpoint_differences(self, name: str) -> dict[str, Any]:
+        """Returns how the answers of an endpoint's shadows differ from its stable target's.
+
+        Raises:
+            EndpointNotFound: There is none of that name.
+        """
+        return self._on_endpoint("GET", name, suffix="/differences")
+
     def put_endpoint(self, name: str, declaration: Mapping[str, Any]) -> dict[str, Any]:
         """Declares an endpoint; returns it and its state."""
         return self._on_endpoint("PUT", name, json.dumps(declaration).encode())

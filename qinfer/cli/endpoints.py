@@ -12,10 +12,11 @@ from qinfer.cli.console import DEFAULT_URL, Commands, JsonOption, UrlOption, sho
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-app = Commands(help="Manage endpoints and the trials of their canaries.", no_args_is_help=True)
+app = Commands(help="Manage endpoints, their shadows, and the trials of their canaries.", no_args_is_help=True)
 
 LIST_EXAMPLE = "Example: qinfer endpoints list"
 SHOW_EXAMPLE = "Example: qinfer endpoints show digit-reader"
+DIFFERENCES_EXAMPLE = "Example: qinfer endpoints differences digit-reader"
 PUT_EXAMPLE = "Example: qinfer endpoints put digit-reader.yaml"
 DELETE_EXAMPLE = "Example: qinfer endpoints delete digit-reader"
 PROMOTE_EXAMPLE = "Example: qinfer endpoints promote digit-reader"
@@ -54,6 +55,19 @@ def show_endpoint(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: 
     with GatewayClient(url) as client:
         state = client.endpoint(name)
     show(state, lambda: _details(state), as_json=as_json)
+
+
+@app.command("differences", epilog=DIFFERENCES_EXAMPLE, short_help="Show how a shadow's answers differ.")
+def show_differences(name: NameArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
+    """Show how the answers of an endpoint's shadows differ from those that callers got, with the most different rows.
+
+    They are those that the gateway at the URL has compared since it started. Requires the scope admin.
+    """
+    from qinfer.cli.client import GatewayClient
+
+    with GatewayClient(url) as client:
+        found = client.endpoint_differences(name)
+    show(found, lambda: _differences(found), as_json=as_json)
 
 
 @app.command("put", epilog=PUT_EXAMPLE, short_help="Declare an endpoint, or change it, as a file says.")
@@ -147,6 +161,39 @@ def _table(states: "list[dict[str, Any]]") -> "RenderableType":
     return table
 
 
+def _differences(found: "Mapping[str, Any]") -> "RenderableType":
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for one in found["targets"]:
+        parts.append(Text(f"{one['target']}: {_shadows(one['shadows'])}"))
+        if one["outputs"]:
+            outputs = Table("output", "rows", "agree", "mean distance", "largest", "not measured")
+            for each in one["outputs"]:
+                distances = f"{each['mean_distance']:.4g}", f"{each['largest_distance']:.4g}"
+                row = (
+                    each["output"],
+                    str(each["rows"]),
+                    _percent(each["agreement"]),
+                    *distances,
+                    str(each["unmeasured"]),
+                )
+                outputs.add_row(*map(Text, row))
+            parts.append(outputs)
+        if one["samples"]:
+            samples = Table("row", "output", "stable", "shadow", title="The most different rows", title_justify="left")
+            for each in one["samples"]:
+                samples.add_row(*map(Text, (each["row"], each["output"], each["stable"] or "-", each["canary"] or "-")))
+            parts.append(samples)
+    return Group(*parts) if parts else Text(f"{found['endpoint']} has no shadow")
+
+
+def _shadows(counts: "Mapping[str, int]") -> str:
+    return ", ".join(f"{counts[name]} {name}" for name in ("compared", "disagreed", "failed", "dropped"))
+
+
 def _details(state: "Mapping[str, Any]") -> "RenderableType":
     from rich.console import Group
     from rich.table import Table
@@ -165,6 +212,7 @@ def _details(state: "Mapping[str, Any]") -> "RenderableType":
         row = (one["target"], one["role"], version, ready, _percent(one["weight"]), str(one["requests"]), got)
         table.add_row(*map(Text, row))
     parts: list[RenderableType] = [table, *(Text(f"Problem: {one}", style="red") for one in state["problems"])]
+    parts += [Text(f"{one['target']}: {_shadows(one['shadows'])}") for one in targets if one.get("shadows")]
     if canary := state.get("canary"):
         parts += _canary(canary)
     parts += [Text(f"{_instant(one['at_s'])}  {_sentence(one)}") for one in state.get("events", [])[:_EVENTS]]

@@ -136,6 +136,12 @@ ENDPOINT_FAILURES = _counter(
     ("endpoint", "process", "reason", "target"),
     _PROCESS,
 )
+ENDPOINT_SHADOWS = _counter(
+    "qinfer_endpoint_shadows_total",
+    "Requests of an endpoint that a shadow target was to execute, too, by outcome: agreed, disagreed, failed, dropped.",
+    ("endpoint", "outcome", "process", "target"),
+    _PROCESS,
+)
 ENDPOINT_DURATION = _histogram(
     "qinfer_endpoint_request_duration_seconds",
     "Seconds from submitting a request of an endpoint to the outputs of its target, in this gateway.",

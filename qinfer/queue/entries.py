@@ -28,6 +28,9 @@ STORED_TTL_S = 120.0
 BULK_LANES = ("bulk1", "bulk2", "bulk3")
 """The lanes of shards in the order in which they are read: jobs of high, normal and low priority."""
 
+SHADOW_LANE = "shadow"
+"""The lane of shadows, which are executed while the device has nothing else to do."""
+
 _SHARE = "~"
 """Goes before the number of a share in the name of its stream."""
 
@@ -38,8 +41,8 @@ class Lane(msgspec.Struct, frozen=True, cache_hash=True):
     Attributes:
         model: The model's name.
         version: Its version, > 0; 0 = the steps of a sequence, of whichever version.
-        name: An opaque lane name: `p1` … `p8`, `p2.delayed`, `bulk1` … `bulk3`, `seq`, `seq@<worker>`; of a share of
-            one, the stream of some of its tenants, such as `p1~3`.
+        name: An opaque lane name: `p1` … `p8`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; of a
+            share of one, the stream of some of its tenants, such as `p1~3`.
         partition: The queue partition; the lanes of one partition share a cluster slot.
     """
 
@@ -132,6 +135,11 @@ def reply_address(owner: str) -> str:
 def bulk_lanes(model: str, version: int, partition: int = 0) -> tuple[Lane, ...]:
     """Returns the bulk lanes of a model version in the order in which they are read."""
     return tuple(Lane(model, version, name, partition) for name in BULK_LANES)
+
+
+def shadow_lane(model: str, version: int, partition: int = 0) -> Lane:
+    """Returns the lane of the shadows of a model version."""
+    return Lane(model, version, SHADOW_LANE, partition)
 
 
 @lru_cache(maxsize=65536)  # one call per request

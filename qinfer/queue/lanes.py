@@ -53,6 +53,7 @@ from qinfer.queue.deliveries import Deliveries
 from qinfer.queue.durability import Durability
 from qinfer.queue.entries import (
     BULK_LANES,
+    SHADOW_LANE,
     Entry,
     Lane,
     LaneSize,
@@ -131,7 +132,7 @@ class Queue:
         self.marks = StreamMarks(router)
         parts = (router, self._values, self.durability)
         self.sequences = cache(partial(Sequences, *parts, is_fragile=may_lose(settings)))
-        self._readers: dict[tuple[str, int, int, bool], LaneReader] = {}
+        self._readers: dict[tuple[str, int, int, str], LaneReader] = {}
         self._clock_timer: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -199,7 +200,8 @@ class Queue:
         """Takes up to `count` entries, lanes in the order given; of each lane, its tenants' shares in turn.
 
         Waits up to `wait_s` seconds for the first when there is none, and then may return fewer than there are. Reads
-        of one model version share a connection, those of its bulk lanes another one: call it for either one at a time.
+        of one model version share a connection; those of its bulk lanes have another one, and those of its shadows a
+        third: call it for each one at a time.
         """
         if count <= 0:
             return []
@@ -529,10 +531,11 @@ class Queue:
             self.clock.observe(int(seconds) + int(microseconds) / 1e6, sent_s, self._monotonic_s())
 
 
-def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, bool]:
+def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, str]:
     """Returns the identity of a reader of lanes."""
     first = lanes[0]
-    return first.model, first.version, first.partition, first.name in BULK_LANES
+    kind = "bulk" if first.name in BULK_LANES else SHADOW_LANE if first.name == SHADOW_LANE else "online"
+    return first.model, first.version, first.partition, kind
 
 
 def _share(lane: Lane, number: int, entries: int, weight: int, tenants: Sequence[bytes] = ()) -> Share:

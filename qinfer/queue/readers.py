@@ -40,7 +40,7 @@ RELEASED_EVERY_S = 0.1
 
 
 class LaneReader:
-    """The fetching half of `Queue`, one for each (model, version, partition), and one for its bulk lanes.
+    """The fetching half of `Queue`, one for each (model, version, partition), one for its bulk lanes, one for shadows.
 
     Args:
         router: The way to Redis.

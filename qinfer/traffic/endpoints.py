@@ -21,6 +21,7 @@ from qinfer.errors import InvalidRequest
 from qinfer.models.repository.reader import is_model_name
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.traffic.canary import CanaryPlan, Check, Step, checked
+from qinfer.traffic.differences import Rule
 
 LATEST = "latest"
 """The version of a canary that is the newest READY one of its model."""
@@ -107,6 +108,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         hides_model: A model of the same name can't be asked any more but through the endpoint.
         canary: The steps and checks by which the canary is promoted or rolled back; `None` = people decide.
         webhook: The URL that is told of each event of its canaries; empty = none is.
+        compare: Output → when a row of a shadow's agrees with the stable target's; others by their datatype.
         revision: The number of the change that made it so, over all endpoints; as written by a person, the revision
             that the change is made to: 0 = whatever is there.
         file: The digest of the file that it was declared by; empty = none.
@@ -122,6 +124,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hides_model: bool = False
     canary: CanaryPlan | None = None
     webhook: str = ""
+    compare: Mapping[str, Rule] = {}
     revision: int = 0
     file: str = ""
 
@@ -211,6 +214,8 @@ def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
             yield "a step", step, Step
         for one in plan.get("checks", ()):
             yield "a check", one, Check
+    for rule in document.get("compare", {}).values():
+        yield "a rule of `compare`", rule, Rule
 
 
 def check(endpoint: Endpoint) -> None:
@@ -306,6 +311,27 @@ def misfit(stable: ModelSpec, other: ModelSpec) -> str:
             only = ", ".join(sorted({name for name, *_ in mine ^ its}))
             return f"they differ in {kind} {only}"
     return ""
+
+
+def why_no_shadow(spec: ModelSpec) -> str:
+    """Says why a model can't be a shadow; empty = it can."""
+    if spec.sequences is not None:
+        return "a model with sequences can't be a shadow: a share of its requests has no meaning"
+    if spec.decoupled:
+        return "a decoupled model can't be a shadow: its streams of responses can't be compared"
+    if spec.steps:
+        return "an ensemble can't be a shadow: its steps would go before online requests; shadow the model of a step"
+    return ""
+
+
+def wrong_rules(endpoint: Endpoint, stable: ModelSpec) -> Iterator[str]:
+    """Yields what is wrong with the rules by which the outputs of shadows are compared."""
+    outputs = {output.name: output for output in stable.outputs}
+    for name, rule in endpoint.compare.items():
+        if name not in outputs:
+            yield f"compare: '{stable.name}' has no output '{name[:MAX_NAME]}'; it has {', '.join(outputs)}"
+        elif outputs[name].datatype == "BYTES" and rule.agree in ("argmax", "within"):
+            yield f"compare: output '{name}' has texts, which can't be compared by '{rule.agree}'; say 'equal'"
 
 
 def _shape(tensor: TensorSpec) -> tuple[str, str, tuple[int, ...], bool]:

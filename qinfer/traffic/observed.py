@@ -7,7 +7,8 @@ revision; those of an older one are dropped. A request is counted when it ends, 
 - execution: of the batch that a request was in, once for each batch, among batches of exactly the same size: a target
   with more load has larger batches.
 - latency: from the request to its answer, as the gateway sees it.
-- disagreements: of a request that both targets executed, counted by whoever compares.
+- disagreements: of a request that the canary executed as a shadow, counted by whoever compares; it is one of the
+  canary's requests, among `errors` too.
 
 A request that the response cache answered was executed by neither target, and says nothing about time.
 """
@@ -105,7 +106,8 @@ class TargetCounts:
             self._bad["errors", _WHOLE] += 1
 
     def compared(self, *, disagrees: bool) -> None:
-        """Counts a request whose answers of both targets were compared; of the canary only."""
+        """Counts a request that it executed as a shadow, whose answers were compared; of the canary only."""
+        self._requests["errors", _WHOLE] += 1
         self._requests["disagreements", _WHOLE] += 1
         self._bad["disagreements", _WHOLE] += disagrees
 

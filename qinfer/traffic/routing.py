@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from random import random
 from typing import NamedTuple
 
 from qinfer.core.messages import InferRequest
@@ -17,7 +18,7 @@ from qinfer.errors import BrokerUnavailable, Conflict, EndpointNotFound, ModelNo
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.spec import ModelSpec
 from qinfer.traffic.choice import Asked, Header, Split, no_header
-from qinfer.traffic.endpoints import Endpoint, Role, Target, misfit
+from qinfer.traffic.endpoints import Endpoint, Role, Target, misfit, why_no_shadow, wrong_rules
 from qinfer.traffic.store import PIN_TTL_S, Declared, EndpointStore
 from qinfer.traffic.trials import Trial
 
@@ -38,6 +39,7 @@ class Routed(NamedTuple):
     endpoint: Endpoint
     stable: Target
     split: Split
+    shadows: tuple[tuple[Target, float], ...]
 
 
 class Endpoints:
@@ -65,9 +67,7 @@ class Endpoints:
         """Replaces the view."""
         known = self.by_name
         self.by_name = {
-            name: known[name]
-            if name in known and known[name].endpoint == endpoint
-            else Routed(endpoint, endpoint.stable, Split(endpoint))
+            name: known[name] if name in known and known[name].endpoint == endpoint else _routed(endpoint)
             for name, endpoint in declared.endpoints.items()
         }
         self.revision = declared.revision
@@ -125,6 +125,15 @@ class Endpoints:
         request.generation = 0  # it may have been checked against another model
         return True
 
+    def shadows(self, request: InferRequest) -> list[Target]:
+        """Draws the targets that execute a request, whose target was chosen, once more: of stable's requests only."""
+        routed = self.by_name.get(request.endpoint)
+        if routed is None or not routed.shadows or self.is_deaf:
+            return []
+        if (request.model, request.version) != routed.stable.place or request.sequence is not None:
+            return []
+        return [target for target, weight in routed.shadows if random() < weight]  # noqa: S311  a share, no secret
+
     def has(self, name: str, model: str, version: int) -> bool:
         """Tells whether requests to an endpoint may go to a model version now."""
         routed = self.by_name.get(name)
@@ -150,6 +159,13 @@ class Endpoints:
                 yield f"target '{target.label}': the model has no such version; its versions are {there}"
             elif stable is not None and spec is not None and (why := misfit(stable, spec)):
                 yield f"target '{target.label}' does not fit '{endpoint.stable.label}': {why}"
+            elif target.role is Role.SHADOW and spec is not None and (why := why_no_shadow(spec)):
+                yield f"target '{target.label}': {why}"
+        if stable is not None:
+            yield from wrong_rules(endpoint, stable)
+            has_shadows = endpoint.canary is not None and any(step.shadow for step in endpoint.canary.steps)
+            if has_shadows and (why := why_no_shadow(stable)):
+                yield f"a step of the canary has a shadow: {why}"
 
     def problems(self, endpoint: Endpoint) -> Iterator[str]:
         """Yields what keeps an endpoint or a target from being used as it was declared."""
@@ -203,6 +219,12 @@ class Endpoints:
         if known is None or known[0] is not stable.spec or known[1] is not other.spec:
             known = self._fits[key] = stable.spec, other.spec, not misfit(stable.spec, other.spec)
         return known[2]
+
+
+def _routed(endpoint: Endpoint) -> Routed:
+    shadows = [target for target in endpoint.targets if target.role is Role.SHADOW]
+    weights = tuple((target, endpoint.weight_of(target)) for target in shadows)
+    return Routed(endpoint, endpoint.stable, Split(endpoint), tuple(each for each in weights if each[1] > 0))
 
 
 class EndpointWatch:

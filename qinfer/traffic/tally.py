@@ -3,17 +3,29 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
+from enum import StrEnum
 from itertools import accumulate
 
 from qinfer.core.messages import InferRequest, Response
+from qinfer.errors import ErrorCode
 from qinfer.observe import catalogue
 from qinfer.observe.exposition import Family, family
 from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations
 from qinfer.traffic.observed import Observed
 from qinfer.traffic.routing import Endpoints
+from qinfer.traffic.shadows import ShadowCounts
 
 Key = tuple[str, str]
 """An endpoint and a target."""
+
+
+class ShadowOutcome(StrEnum):
+    """The end of a shadow; see `ShadowCounts`."""
+
+    AGREED = "agreed"
+    DISAGREED = "disagreed"
+    FAILED = "failed"
+    DROPPED = "dropped"
 
 
 class TargetTally:
@@ -24,16 +36,18 @@ class TargetTally:
         process: The gateway's name.
 
     Attributes:
+        process: The same.
         observed: What is counted of canaries on trial.
     """
 
     def __init__(self, endpoints: Endpoints, process: str = "") -> None:
         self._endpoints = endpoints
-        self._process = process
+        self.process = process
         self._requests: Counter[Key] = Counter()
         self._failures: Counter[tuple[Key, str]] = Counter()
         self._durations: dict[Key, Durations] = {}
         self.observed = Observed()
+        self._shadows: Counter[tuple[Key, ShadowOutcome]] = Counter()
 
     def accepted(self, request: InferRequest) -> None:
         """Counts a request that was stored, to be executed later."""
@@ -65,14 +79,43 @@ class TargetTally:
         """Returns how many requests to an endpoint a model version has got."""
         return self._requests[endpoint, f"{model}:{version}"]
 
+    def shadow(self, key: Key, outcome: ShadowOutcome) -> None:
+        """Counts a shadow that has ended."""
+        self._shadows[key, outcome] += 1
+        if (on_trial := self.observed.by_target.get(key)) is None:
+            return
+        if outcome is ShadowOutcome.FAILED:
+            on_trial.failed(ErrorCode.INFERENCE_FAILED)
+        elif outcome is not ShadowOutcome.DROPPED:
+            on_trial.compared(disagrees=outcome is ShadowOutcome.DISAGREED)
+
+    def shadows(self, endpoint: str, target: str) -> ShadowCounts:
+        """Returns the shadows that a target has executed for an endpoint.
+
+        Args:
+            endpoint: The endpoint.
+            target: The target with its version, such as `digits:4`.
+        """
+        of = {outcome: self._shadows[(endpoint, target), outcome] for outcome in ShadowOutcome}
+        return ShadowCounts(
+            compared=of[ShadowOutcome.AGREED] + of[ShadowOutcome.DISAGREED],
+            disagreed=of[ShadowOutcome.DISAGREED],
+            failed=of[ShadowOutcome.FAILED],
+            dropped=of[ShadowOutcome.DROPPED],
+        )
+
     def families(self) -> Iterator[Family]:
         """Yields the metrics."""
-        own = {"process": self._process}
+        own = {"process": self.process}
         shown = {name: routed.endpoint for name, routed in self._endpoints.by_name.items()}
         yield family(catalogue.ENDPOINT_REQUESTS, ((n, _labels(key, **own)) for key, n in self._requests.items()))
         yield family(
             catalogue.ENDPOINT_FAILURES,
             ((n, _labels(key, reason=reason, **own)) for (key, reason), n in self._failures.items()),
+        )
+        yield family(
+            catalogue.ENDPOINT_SHADOWS,
+            ((n, _labels(key, outcome=outcome.value, **own)) for (key, outcome), n in self._shadows.items()),
         )
         durations = Family(catalogue.ENDPOINT_DURATION)
         for key, series in self._durations.items():

@@ -56,6 +56,12 @@ def canary(weight: float, target: str = "echo:2", **fields: Any) -> dict[str, An
     return {"model": model, "version": version if version == "latest" else int(version), "weight": weight, **fields}
 
 
+def shadow(target: str, weight: float = 1.0) -> dict[str, Any]:
+    """Returns the declaration of a shadow."""
+    model, _, version = target.rpartition(":")
+    return {"model": model, "version": int(version), "role": "shadow", "weight": weight}
+
+
 async def declare(gateways: list[Running], name: str, declaration: dict[str, Any]) -> int:
     """Declares an endpoint at the first gateway; returns its revision once all have seen it."""
     async with httpx.AsyncClient(base_url=gateways[0].url) as client:

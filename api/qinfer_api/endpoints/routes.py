@@ -14,7 +14,7 @@ from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest
 from qinfer.traffic.canary import Action
 from qinfer.traffic.endpoints import Endpoint, read_endpoint
-from qinfer_api.endpoints.service import EndpointService, EndpointState
+from qinfer_api.endpoints.service import EndpointDifferences, EndpointService, EndpointState
 from qinfer_api.http.infer import Reply
 from qinfer_api.rest.openapi import answer, body, errors, operation, query
 from qinfer_api.rest.services import Services, guarded, read_json, send, send_json
@@ -25,6 +25,10 @@ _LIST = operation(
     "List the endpoints", {200: answer("The endpoints, by name.", list[EndpointState]), **errors(401, 403, 503)}
 )
 _SHOW = operation("Look at an endpoint", {200: _STATE, **errors(401, 403, 404, 503)})
+_DIFFERENCES = operation(
+    "Look at the differences of shadows",
+    {200: answer("What this gateway has found.", EndpointDifferences), **errors(401, 403, 404, 503)},
+)
 _PUT = operation("Declare an endpoint", {200: _STATE, **errors(400, 401, 403, 404, 409, 503)}, takes=body(Endpoint))
 _DELETE = operation("Remove an endpoint", {200: answer("Done."), **errors(400, 401, 403, 404, 409, 503)}, _REVISION)
 _DECIDE = operation("Decide about a canary on trial", {200: _STATE, **errors(400, 401, 403, 404, 409, 503)})
@@ -35,6 +39,7 @@ def endpoint_routes(services: Services, endpoints: EndpointService) -> APIRouter
     """Returns the routes of endpoints."""
     router = APIRouter(tags=["endpoints"])
     reading: Any = {"dependencies": guarded(services, "model-config", Scope.INFER)}
+    secret: Any = {"dependencies": guarded(services, "model-config", Scope.ADMIN)}
     changing: Any = {"dependencies": guarded(services, "model-repository", Scope.ADMIN)}
 
     @router.get("/v1/endpoints", name="endpoints", **reading, **_LIST)
@@ -46,6 +51,11 @@ def endpoint_routes(services: Services, endpoints: EndpointService) -> APIRouter
     async def show_endpoint(endpoint: str) -> HttpResponse:
         """Shows an endpoint, with the state of its targets."""
         return send_json(await endpoints.find(endpoint))
+
+    @router.get("/v1/endpoints/{endpoint}/differences", name="endpoint_differences", **secret, **_DIFFERENCES)
+    async def show_differences(endpoint: str) -> HttpResponse:
+        """Shows how the answers of an endpoint's shadows differ from its stable target's, with samples of values."""
+        return send_json(await endpoints.differences(endpoint))
 
     @router.put("/v1/endpoints/{endpoint}", name="put_endpoint", **changing, **_PUT)
     async def put_endpoint(endpoint: str, request: Request) -> HttpResponse:

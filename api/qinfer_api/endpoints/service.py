@@ -9,12 +9,15 @@ import msgspec
 
 from qinfer.errors import Conflict, InvalidRequest
 from qinfer.traffic.canary import Action
-from qinfer.traffic.endpoints import Endpoint, Role
+from qinfer.traffic.differences import Sample
+from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.routing import EndpointWatch
+from qinfer.traffic.shadows import OutputDifference, ShadowCounts
 from qinfer.traffic.store import unknown
 from qinfer.traffic.tally import TargetTally
 from qinfer.traffic.trial_store import TrialStore
 from qinfer.traffic.trials import CheckNumbers, Event, Trial, by_hand, numbers_of
+from qinfer_api.shadows import Shadows
 
 _TRIES = 5  # the controller writes once a second, too
 
@@ -29,6 +32,7 @@ class TargetState(msgspec.Struct, frozen=True, kw_only=True):
         version: The version that it has now; 0 = `latest`, and none is READY.
         ready: Whether it can be asked; requests for a canary that can't go to the stable target.
         requests: Requests that the gateway that was asked has given to this version since it started.
+        shadows: Requests that this version has executed as a shadow, counted alike; only of a shadow.
     """
 
     target: str
@@ -37,6 +41,37 @@ class TargetState(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     ready: bool
     requests: int
+    shadows: ShadowCounts | None = None
+
+
+class ShadowDifferences(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answers of a shadow differ from those that callers have got.
+
+    Attributes:
+        target: The model and version, such as `digits:4`.
+        shadows: How many there were.
+        outputs: Each output.
+        samples: The most different rows that disagree, of a bounded size.
+    """
+
+    target: str
+    shadows: ShadowCounts
+    outputs: list[OutputDifference]
+    samples: list[Sample]
+
+
+class EndpointDifferences(msgspec.Struct, frozen=True, kw_only=True):
+    """What the gateway that was asked has found about an endpoint's shadows since it started.
+
+    Attributes:
+        endpoint: The endpoint.
+        gateway: The gateway.
+        targets: Its shadows, those included that are none any more.
+    """
+
+    endpoint: str
+    gateway: str
+    targets: list[ShadowDifferences]
 
 
 class CanaryView(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +130,7 @@ class EndpointService:
         tally: What this gateway counts.
         now_s: Tells the broker's time.
         check_url: Checks that a webhook may go to a URL.
+        shadows: What it finds out about shadows; `None` = it executes none.
     """
 
     def __init__(
@@ -104,9 +140,11 @@ class EndpointService:
         tally: TargetTally,
         now_s: Callable[[], float],
         check_url: Callable[[str], Awaitable[object]],
+        shadows: Shadows | None = None,
     ) -> None:
         self._watch = watch
         self._trials = trials
+        self._shadows = shadows
         self._tally = tally
         self._now_s = now_s
         self._check_url = check_url
@@ -157,6 +195,30 @@ class EndpointService:
                 return await self.find(name)
         raise Conflict(f"endpoint '{name}' is being changed by others; try again")
 
+    async def differences(self, name: str) -> EndpointDifferences:
+        """Returns how the answers of an endpoint's shadows differ from those of its stable target.
+
+        Raises:
+            EndpointNotFound: There is none of that name.
+            BrokerUnavailable: Redis can't be reached.
+        """
+        endpoint = _of((await self._store.read()).endpoints, name)
+        found = {} if self._shadows is None else await self._shadows.found(name)
+        declared = [self._label(target) for target in endpoint.targets if target.role is Role.SHADOW]
+        targets = [
+            ShadowDifferences(
+                target=target,
+                shadows=self._tally.shadows(name, target),
+                outputs=found[target].outputs if target in found else [],
+                samples=found[target].samples if target in found else [],
+            )
+            for target in dict.fromkeys((*declared, *found))
+        ]
+        return EndpointDifferences(endpoint=name, gateway=self._tally.process, targets=targets)
+
+    def _label(self, target: Target) -> str:
+        return f"{target.model}:{self._view.resolved(target)}"
+
     async def put(self, endpoint: Endpoint) -> EndpointState:
         """Writes a declaration that was checked by itself; this gateway goes by it when it returns.
 
@@ -204,6 +266,7 @@ class EndpointService:
                 version=view.resolved(target),
                 ready=view.catalog.find(target.model, view.resolved(target)) is not None,
                 requests=self._tally.requests(endpoint.name, target.model, view.resolved(target)),
+                shadows=self._tally.shadows(endpoint.name, self._label(target)) if target.role is Role.SHADOW else None,
             )
             for target in endpoint.targets
         ]

@@ -15,7 +15,7 @@ import pytest_asyncio
 import tritonclient.grpc.aio as triton
 
 from qinfer.testing import eventually
-from tests.support.endpoints import BODY, canary, declare, gateways, seen, split
+from tests.support.endpoints import BODY, canary, declare, gateways, seen, shadow, split
 from tests.support.gateway import Running, settings_of
 from tests.support.rpc import infer_request, stub_of
 
@@ -228,6 +228,15 @@ async def test_an_endpoint_may_stand_in_front_of_a_model(both: list[Running], cl
         (split(canary(0.1, "stateful:1")), "a model with sequences can be mixed with its own versions only"),
         (split(canary(10)), "weight 10 is no share from 0 to 1, such as 0.1"),
         (split(typo=1), "the declaration of an endpoint has no 'typo'"),
+        (split(shadow("stateful:1"), stable="stateful:1"), "a model with sequences can't be a shadow"),
+        (split(shadow("flow:1"), stable="flow:1"), "a decoupled model can't be a shadow"),
+        (split(compare={"z": {}}), "compare: 'echo' has no output 'z'; it has y"),
+        (split(compare={"y": {"agree": "nearly"}}), "Invalid enum value 'nearly'"),
+        (split(compare={"y": {"within": 1}}), "this is no declaration of an endpoint: Object contains unknown field"),
+        (
+            split(stable="text:1", compare={"y": {"agree": "argmax"}}),
+            "compare: output 'y' has texts, which can't be compared by 'argmax'; say 'equal'",
+        ),
         ({"targets": 7}, "this is no declaration of an endpoint: Expected `array`, got `int` - at `$.targets`"),
     ],
 )

@@ -24,7 +24,7 @@ from qinfer.traffic.canary import CanaryPlan, Step, begin
 from qinfer.traffic.endpoints import Endpoint, Role, Target
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import Declared
-from qinfer.traffic.tally import TargetTally
+from qinfer.traffic.tally import ShadowOutcome, TargetTally
 from qinfer.traffic.trials import Trial
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -492,6 +492,7 @@ def counted_targets() -> TargetTally:
     endpoints.trials = {"e": Trial(state=begin(plan, 1, 2, 7, 0.0))}
     tally = TargetTally(endpoints, "g")
     tally.answered(("e", "m:1"), 0.1, Response(request_id="r"))
+    tally.shadow(("e", "m:2"), ShadowOutcome.AGREED)
     tally.failed(("e", "m:1"), ErrorCode.QUEUE_FULL)
     return tally
 

@@ -84,13 +84,16 @@ def test_failures_are_the_servers_only(code: ErrorCode, bad: int | None) -> None
     assert counts.take()[0].get("4|errors||bad") == bad
 
 
-def test_disagreements_are_counted_apart() -> None:
+def test_what_was_executed_as_a_shadow_is_a_request_too() -> None:
     counts = counts_of()
     counts.compared(disagrees=True)
     counts.compared(disagrees=False)
 
-    found, _ = counts.take()
-    assert (found["4|disagreements||requests"], found["4|disagreements||bad"]) == (2, 1)
+    assert counts.take()[0] == {
+        "4|errors||requests": 2,
+        "4|disagreements||requests": 2,
+        "4|disagreements||bad": 1,
+    }
 
 
 def test_stable_lends_a_bounded_sample_where_limits_lack() -> None:

@@ -29,6 +29,7 @@ from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
 from qinfer.submission.response_cache import ResponseCache
+from qinfer.traffic.store import EndpointStore
 from qinfer_workers.inference.caller import Caller, FarSteps
 from qinfer_workers.inference.cancels import CancelWatch
 from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
@@ -138,13 +139,14 @@ class Worker:
             cancels = tasks.create_task(CancelWatch(self._queue, self._keeper).run())
             renewals = tasks.create_task(self._keeper.run())
             bulk = self._bulk.start(tasks, EnsembleParts(self._planner, self._caller), self.spans)
+            shadows = self._bulk.start_shadows(EndpointStore(self._store), self._publisher, self._intake)
             models = tasks.create_task(self._models.run(self._heartbeat.changed))
             limits = [] if self._limiter is None else [tasks.create_task(self._limiter.shared.run())]
             heartbeat = tasks.create_task(self._heartbeat.run())
             reclaimer = tasks.create_task(self._reclaim_loop())
             try:
                 await stop.wait()
-                await end(models, reclaimer, bulk, *pins)
+                await end(models, reclaimer, bulk, shadows, *pins)
                 await self._drain(heartbeat)
             finally:
                 # First: a batch that did not end in time is not answered because its calls are ended here.

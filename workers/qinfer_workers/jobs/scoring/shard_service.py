@@ -23,14 +23,17 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue.entries import bulk_lanes
 from qinfer.queue.lanes import Queue
+from qinfer.traffic.store import EndpointStore
 from qinfer_workers.inference.executor import in_thread
+from qinfer_workers.inference.intake import Intake
 from qinfer_workers.inference.loader import Loaded
-from qinfer_workers.inference.publisher import LeaseKeeper
+from qinfer_workers.inference.publisher import LeaseKeeper, Publisher
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, JobBatcher
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
 from qinfer_workers.jobs.scoring.context import HeldShard, Served, ShardContext, Slots
 from qinfer_workers.jobs.scoring.ensembles import EnsembleParts
+from qinfer_workers.jobs.scoring.shadows import Shadows
 from qinfer_workers.jobs.scoring.shard_loop import ShardLoop
 
 if TYPE_CHECKING:
@@ -77,6 +80,7 @@ class ShardService:
         self._arbiter = DeviceArbiter()
         self._served: dict[Key, Served] = {}
         self._spool = Path(settings.bulk.spool_dir or tempfile.gettempdir())
+        self._shadows: Shadows | None = None
         self._is_paused = False
         self._is_prepared = False
 
@@ -93,6 +97,17 @@ class ShardService:
         self._tasks, self._ensembles = tasks, ensembles
         self._context = replace(self._context, spans=spans)
         return tasks.create_task(self._look())
+
+    def start_shadows(self, endpoints: EndpointStore, publisher: Publisher, intake: Intake) -> "asyncio.Task[None]":
+        """Begins to look for shadows, which have turns as jobs have; returns the task that does, to be cancelled.
+
+        Args:
+            endpoints: Tells which versions are shadows.
+            publisher: Answers.
+            intake: Makes items of leases.
+        """
+        self._shadows = Shadows(self._context, self._settings.batch_ms / 1000, endpoints, publisher, intake)
+        return self._tasks.create_task(self._shadows.look())
 
     async def _look(self) -> None:
         if not self._settings.enabled:
@@ -151,9 +166,16 @@ class ShardService:
             known.size = size
         known.loaded = loaded
         self._start(known)
+        self._serve_shadows(known)
+
+    def _serve_shadows(self, served: Served) -> None:
+        if self._shadows is not None and not self._is_paused:
+            self._shadows.serve(served.batcher, self._arbiter, self._tasks)
 
     async def retire(self, batcher: JobBatcher) -> None:
-        """Releases the shards of a model version, and fetches no more."""
+        """Releases the shards and shadows of a model version, and fetches no more."""
+        if self._shadows is not None:
+            await self._shadows.retire(batcher)
         served = self._served.pop((batcher.model.spec.name, batcher.model.version), None)
         if served is not None:
             await _ended([served])
@@ -161,8 +183,10 @@ class ShardService:
         self._arbiter.forget(batcher)
 
     async def pause(self) -> None:
-        """Releases all shards, at the next batch, and fetches none until `resume`."""
+        """Releases all shards and shadows, at the next batch, and fetches none until `resume`."""
         self._is_paused = True
+        if self._shadows is not None:
+            await self._shadows.pause()
         await _ended(self._served.values())
 
     def resume(self) -> None:
@@ -170,6 +194,7 @@ class ShardService:
         self._is_paused = False
         for served in self._served.values():
             self._start(served)
+            self._serve_shadows(served)
 
     def hurry(self) -> None:
         """Has nobody wait any longer for executions to end; what does not end is not released, and counts as tried."""
@@ -177,7 +202,8 @@ class ShardService:
 
     def loops(self) -> "list[asyncio.Task[None]]":
         """Returns the tasks of all loops."""
-        return [served.loop for served in self._served.values() if served.loop is not None]
+        shards = [served.loop for served in self._served.values() if served.loop is not None]
+        return [*shards, *(self._shadows.tasks() if self._shadows is not None else ())]
 
     def _start(self, served: Served) -> None:
         is_over = self._is_paused or self._context.hurry.is_set()

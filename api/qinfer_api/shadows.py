@@ -1,0 +1,280 @@
+"""The shadows of a gateway: drawn from the requests of endpoints, executed elsewhere, compared in a thread, counted.
+
+    request ─▶ stable target ─▶ reply to the caller, and then ─┐
+       └─────▶ shadow's lane ─▶ ………………………………………………………………………─┴─▶ thread: compared ─▶ counts, samples
+
+No reply waits for a shadow, and no caller sees one. Nothing of it is durable: it is lost with its gateway, and dropped
+where too many are in flight. It is sent together with the request, whose memory may be its caller's.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import msgspec
+
+from qinfer.core.messages import InferRequest, Response
+from qinfer.core.settings import EndpointSettings
+from qinfer.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QinferError
+from qinfer.models.catalog import Served
+from qinfer.submission.pending import Inner, Pending
+from qinfer.submission.shadows import submit_shadow
+from qinfer.submission.submit import Submission, tensor_bytes
+from qinfer.tensors import Tensor
+from qinfer.traffic.endpoints import Target
+from qinfer.traffic.routing import Endpoints
+from qinfer.traffic.shadows import Differences, Found
+from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally
+
+logger = logging.getLogger(__name__)
+
+MOST_TARGETS = 64
+"""The differences of so many targets are kept, those that were compared last."""
+
+_NOT_EXECUTED = frozenset({ErrorCode.DEADLINE_EXCEEDED.value, ErrorCode.CANCELLED.value})
+
+
+class Shadows:
+    """See the module docstring; used on the event loop.
+
+    Args:
+        submission: The way into the queue.
+        endpoints: The endpoints as the gateway knows them.
+        tally: Counts.
+        settings: What may be in flight, and what is kept.
+        max_in_flight: So many requests may be pending in this gateway; shadows leave half of that to callers.
+
+    Attributes:
+        waiting: Shadows that wait for their answers.
+    """
+
+    def __init__(
+        self,
+        submission: Submission,
+        endpoints: Endpoints,
+        tally: TargetTally,
+        settings: EndpointSettings,
+        max_in_flight: int,
+    ) -> None:
+        self.waiting = 0
+        self._submission = submission
+        self._endpoints = endpoints
+        self._tally = tally
+        self._settings = settings
+        self._max_pending = max_in_flight // 2
+        self._thread = ThreadPoolExecutor(1, "shadows")
+        self._call_soon = asyncio.get_running_loop().call_soon_threadsafe
+        self._differences: dict[Key, Differences] = {}
+        self._in_flight = self._bytes = 0
+        self._is_closed = False
+
+    def drawn(self, request: InferRequest) -> "Sequence[Shadow]":
+        """Draws the shadows of a request whose target was chosen; each is to be started, or to be told `left`."""
+        targets = self._endpoints.shadows(request)
+        return [shadow for target in targets if (shadow := self._shadow(target, request)) is not None]
+
+    def _shadow(self, target: Target, request: InferRequest) -> "Shadow | None":
+        version = self._endpoints.resolved(target)
+        key, served = (
+            (request.endpoint, f"{target.model}:{version}"),
+            self._endpoints.catalog.find(target.model, version),
+        )
+        size, settings = tensor_bytes(request), self._settings
+        is_full = self._in_flight >= settings.max_shadows or self._bytes + size > settings.max_shadow_bytes
+        if is_full or served is None or len(self._submission.pending) >= self._max_pending:
+            self._tally.shadow(key, ShadowOutcome.DROPPED)
+            return None
+        self._in_flight += 1
+        self._bytes += size
+        return Shadow(self, key, served, size)
+
+    def submit(self, shadow: "Shadow", request: InferRequest) -> Pending:
+        """Submits a shadow of a request that is submitted.
+
+        Raises:
+            QinferError: It is refused.
+        """
+        copy = msgspec.structs.replace(
+            request,
+            model=shadow.served.spec.name,
+            trace="",
+            priority=0,
+            payload=False,
+            inputs_digest=b"",
+            endpoint="",
+        )
+        pending = submit_shadow(self._submission, shadow.served, copy, shadow, time.monotonic)
+        self.waiting += 1
+        return pending
+
+    def took(self, size: int) -> bool:
+        """Counts bytes that a shadow has come to hold; returns whether it may."""
+        self._bytes += size
+        return self._bytes <= self._settings.max_shadow_bytes
+
+    def answered(self) -> None:
+        """Takes note that a shadow waits no longer."""
+        self.waiting -= 1
+
+    def cancel(self, pending: Pending) -> None:
+        """Takes a shadow out of the queue that nobody needs any more."""
+        self.waiting -= 1
+        self._submission.pending.cancel(pending)
+
+    def compare(self, shadow: "Shadow", stable: Sequence[Tensor], other: Sequence[Tensor]) -> None:
+        """Has both answers compared in the thread; `Shadow.compared` is called then."""
+        if self._is_closed:
+            shadow.left()
+            return
+        is_batched = shadow.served.spec.max_batch_size > 0
+        differences = self._of(shadow.key)
+        found = self._thread.submit(differences.add, shadow.name, stable, other, is_batched=is_batched)
+        found.add_done_callback(lambda each: self._told(shadow, each))
+
+    def _told(self, shadow: "Shadow", found: "Future[bool]") -> None:
+        with suppress(RuntimeError):  # the loop has ended, and the gateway with it
+            self._call_soon(shadow.compared, found)
+
+    def _of(self, key: Key) -> Differences:
+        """Returns what is known of a target; begins anew where the rules are others now."""
+        routed, known = self._endpoints.by_name.get(key[0]), self._differences.pop(key, None)
+        rules = {} if routed is None else routed.endpoint.compare
+        if known is None or known.rules != rules:
+            settings = self._settings
+            known = Differences(rules, settings.sample_bytes, redact=settings.redact_samples)
+        self._differences[key] = known
+        while len(self._differences) > MOST_TARGETS:
+            del self._differences[next(iter(self._differences))]
+        return known
+
+    def ended(self, shadow: "Shadow", outcome: "ShadowOutcome", size: int) -> None:
+        """Counts a shadow that has ended, and frees what it held."""
+        self._in_flight -= 1
+        self._bytes -= size
+        self._tally.shadow(shadow.key, outcome)
+
+    async def found(self, endpoint: str) -> dict[str, Found]:
+        """Returns what was found of the shadows of an endpoint, by their targets."""
+        loop = asyncio.get_running_loop()
+        known = {target: one for (name, target), one in self._differences.items() if name == endpoint}
+        return {target: await loop.run_in_executor(self._thread, one.found) for target, one in known.items()}
+
+    def close(self) -> None:
+        """Compares nothing more; what would be compared is dropped."""
+        self._is_closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class Shadow(Inner):
+    """One shadow, from the draw to its end: it takes the answers of both targets, in any order.
+
+    Args:
+        shadows: Those of the gateway.
+        key: Its endpoint and target.
+        served: The model version that executes it.
+        size: The bytes of its inputs.
+
+    Attributes:
+        key: As given, like the next.
+        served: The same.
+        name: Names the request in samples: by its caller's id, else by the shadow's own.
+    """
+
+    __slots__ = ("_has_ended", "_other", "_pending", "_shadows", "_size", "_stable", "key", "name", "served")
+
+    def __init__(self, shadows: Shadows, key: Key, served: Served, size: int) -> None:
+        self.key, self.served, self.name = key, served, ""
+        self._shadows = shadows
+        self._size = size
+        self._pending: Pending | None = None
+        self._stable: Sequence[Tensor] | None = None
+        self._other: Sequence[Tensor] | None = None
+        self._has_ended = False
+
+    def start(self, request: InferRequest) -> None:
+        """Submits it, once its request is submitted; one that is refused is dropped."""
+        if self._has_ended:
+            return
+        try:
+            self._pending = self._shadows.submit(self, request)
+        except QinferError as error:
+            logger.debug("shadow refused", extra={"target": self.key[1], "reason": error.message})
+            self._end(ShadowOutcome.DROPPED)
+        else:
+            self.name = request.client_id or self._pending.request_id
+
+    def stable_answered(self, response: Response) -> None:
+        """Takes the answer that the caller has got."""
+        if self._has_ended:
+            return
+        if response.failure is not None:
+            self._end(ShadowOutcome.DROPPED)
+            return
+        self._stable = self._kept(response)
+        self._compare()
+
+    def left(self) -> None:
+        """Takes note that the request has no answer."""
+        self._end(ShadowOutcome.DROPPED)
+
+    def deliver(self, response: Response) -> None:
+        """Takes the shadow's own answer."""
+        self._take_pending()
+        if self._has_ended:
+            return
+        if response.failure is not None:
+            self._fail(response.failure.code)
+            return
+        self._other = self._kept(response)
+        self._compare()
+
+    def fail(self, error: Exception) -> None:
+        """Takes the reason why it has no answer: the queue's, or the gateway's, for the model's is a response."""
+        self._take_pending()
+        self._fail(error.code.value if isinstance(error, DeadlineExceeded) else ErrorCode.CANCELLED.value)
+
+    def compared(self, found: "Future[bool]") -> None:
+        """Takes the outcome of the comparison."""
+        error = None if found.cancelled() else found.exception()
+        if found.cancelled():
+            self._end(ShadowOutcome.DROPPED)
+        elif error is not None:
+            if not isinstance(error, InvalidRequest):
+                logger.error("shadow not compared", exc_info=error, extra={"target": self.key[1]})
+            self._end(ShadowOutcome.FAILED)
+        else:
+            self._end(ShadowOutcome.AGREED if found.result() else ShadowOutcome.DISAGREED)
+
+    def _fail(self, code: str) -> None:
+        self._end(ShadowOutcome.DROPPED if code in _NOT_EXECUTED else ShadowOutcome.FAILED)
+
+    def _kept(self, response: Response) -> Sequence[Tensor]:
+        """Copies outputs, which would otherwise keep the answers of others in memory, too."""
+        size = sum(len(tensor.data) for tensor in response.outputs)
+        self._size += size
+        if not self._shadows.took(size):
+            self._end(ShadowOutcome.DROPPED)
+            return ()
+        return [Tensor(each.name, each.datatype, each.shape, bytes(each.data)) for each in response.outputs]
+
+    def _compare(self) -> None:
+        if self._stable is not None and self._other is not None and not self._has_ended:
+            self._shadows.compare(self, self._stable, self._other)
+
+    def _take_pending(self) -> None:
+        if self._pending is not None:
+            self._pending = None
+            self._shadows.answered()
+
+    def _end(self, outcome: ShadowOutcome) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._stable = self._other = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._shadows.cancel(pending)
+        self._shadows.ended(self, outcome, self._size)

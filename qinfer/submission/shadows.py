@@ -1,0 +1,50 @@
+"""Submission of shadows: requests that one target answers, and another one executes as well, behind online work.
+
+A shadow waits in the shadow lane of its model version, which workers read while their devices have nothing else to do.
+It bypasses the response cache and counts in no quota. Its entry lives as long as its gateway waits for it: what is
+given up is taken out of the queue, and workers drop what a dead worker held.
+"""
+
+from collections.abc import Callable
+
+from qinfer.core.messages import InferRequest
+from qinfer.errors import QinferError, UnsupportedFeature
+from qinfer.models.catalog import Served
+from qinfer.models.validate import validate
+from qinfer.queue.entries import shadow_lane
+from qinfer.submission.pending import Inner, Pending
+from qinfer.submission.submit import Submission
+from qinfer.traffic.endpoints import why_no_shadow
+
+
+def submit_shadow(
+    submission: Submission, served: Served, request: InferRequest, sink: Inner, monotonic_s: Callable[[], float]
+) -> Pending:
+    """Puts a shadow into the lane of its model version; its response, or its failure, goes to the sink.
+
+    Args:
+        submission: The way of this process into the queue.
+        served: The model version that executes it; it has the model's default timeout.
+        request: A copy of a caller's request, its tenant and trace set; it is stamped in place.
+        sink: Called on the event loop.
+        monotonic_s: The clock.
+
+    Raises:
+        QinferError: It does not fit the model, has more rows than that takes at once, or Redis is away.
+    """
+    spec = served.spec
+    if reason := why_no_shadow(spec):
+        raise UnsupportedFeature(reason)
+    validate(request, spec)
+    lane = shadow_lane(spec.name, served.version, served.lane.partition)
+    request.id, request.version, request.partition = submission.new_id(served), served.version, lane.partition
+    request.generation, request.timeout_s, request.queue_timeout_s = served.generation, spec.default_timeout_s, 0.0
+    now_s = monotonic_s()
+    pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s)
+    submission.pending.add(pending, now_s + spec.default_timeout_s)
+    try:
+        submission.enqueue(pending, request, lane)
+    except QinferError:
+        submission.pending.remove(pending)
+        raise
+    return pending

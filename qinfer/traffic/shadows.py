@@ -1,0 +1,121 @@
+"""What is found out about a shadow: whether its outputs agree with the stable target's, how far they differ, and where.
+
+Comparing takes as long as outputs are large, so one thread does it for all shadows of a gateway; nobody else uses a
+`Differences`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from qinfer.errors import InvalidRequest
+from qinfer.tensors import Tensor, to_numpy
+from qinfer.traffic.differences import Array, Rule, Sample, Samples, Summary, compared
+
+
+class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Shadows of a target, in one gateway.
+
+    Attributes:
+        compared: Both targets have answered.
+        disagreed: Of those, an output has a row that disagrees.
+        failed: The shadow target answered with an error, or outputs that can't be compared.
+        dropped: Nothing was compared: too many are in flight, the request has no answer of the stable target, or the
+            shadow was not executed in time.
+    """
+
+    compared: int = 0
+    disagreed: int = 0
+    failed: int = 0
+    dropped: int = 0
+
+
+class OutputDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """How an output of a shadow differs from the stable target's.
+
+    Attributes:
+        output: The output.
+        rows: The rows that were compared.
+        agreement: The share of rows that agree.
+        mean_distance: The mean distance of the rows that have one.
+        largest_distance: The largest distance.
+        unmeasured: Rows that have none, for one target has a NaN or another shape.
+    """
+
+    output: str
+    rows: int
+    agreement: float
+    mean_distance: float
+    largest_distance: float
+    unmeasured: int
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """The differences of a shadow at one moment."""
+
+    outputs: list[OutputDifference] = []
+    samples: list[Sample] = []
+
+
+class Differences:
+    """Compares a shadow with the stable target, and keeps what is found; see the module docstring.
+
+    Args:
+        rules: Output → when its rows agree.
+        sample_bytes: The samples take so many bytes at most.
+        redact: Keep no values.
+
+    Attributes:
+        rules: As given.
+    """
+
+    def __init__(self, rules: Mapping[str, Rule], sample_bytes: int, *, redact: bool) -> None:
+        self.rules = rules
+        self._summaries: dict[str, Summary] = {}
+        self._samples = Samples(most_bytes=sample_bytes, redact=redact)
+
+    def add(self, name: str, stable: Sequence[Tensor], shadow: Sequence[Tensor], *, is_batched: bool) -> bool:
+        """Compares the answers to one request; returns whether all rows of all outputs agree.
+
+        Args:
+            name: The request, as samples name it.
+            stable: The outputs of the stable target.
+            shadow: Those of the shadow.
+            is_batched: They have a batch dimension.
+
+        Raises:
+            InvalidRequest: They can't be compared: other outputs, other numbers of rows.
+        """
+        ours, theirs = _arrays(stable, is_batched=is_batched), _arrays(shadow, is_batched=is_batched)
+        if ours.keys() != theirs.keys():
+            raise InvalidRequest(f"the outputs differ: {', '.join(sorted(ours.keys() ^ theirs.keys()))}")
+        agrees = True
+        for output, values in ours.items():
+            rows = compared(self.rules.get(output, Rule()), values, theirs[output])
+            agrees = agrees and bool(rows.agrees.all())
+            self._summaries[output] = self._summaries.get(output, Summary()).with_rows(rows)
+            names = [name] if len(values) == 1 else [f"{name}[{row}]" for row in range(len(values))]
+            if not rows.agrees.all():
+                self._samples.take(output, names, values, theirs[output], rows)
+        return agrees
+
+    def found(self) -> Found:
+        """Returns what was found."""
+        outputs = [
+            OutputDifference(
+                output=output,
+                rows=summary.rows,
+                agreement=summary.agreement,
+                mean_distance=summary.mean,
+                largest_distance=summary.largest,
+                unmeasured=summary.unmeasured,
+            )
+            for output, summary in self._summaries.items()
+        ]
+        return Found(outputs=outputs, samples=[sample for sample in self._samples.all() if not sample.agrees])
+
+
+def _arrays(tensors: Sequence[Tensor], *, is_batched: bool) -> dict[str, Array]:
+    arrays = {tensor.name: to_numpy(tensor) for tensor in tensors}
+    return arrays if is_batched else {name: array[np.newaxis] for name, array in arrays.items()}

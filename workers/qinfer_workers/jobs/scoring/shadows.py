@@ -1,0 +1,293 @@
+"""Shadows of a worker: requests that another target has answered, executed while a device has nothing else to do.
+
+They wait in the shadow lane of their model version, which is read only while an endpoint declares that version as a
+shadow. They are executed as bulk batches are: in a turn of the arbiter (`arbiter.py`), on an instance that the batcher
+lends, in batches of at most `bulk.batch_ms`, and never in one batch with online requests. A shadow is not worth being
+executed twice: what a dead worker held is dropped.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from qinfer.backends.base import Backend
+from qinfer.batching.assemble import assemble
+from qinfer.batching.batcher import Batcher
+from qinfer.batching.execution import Execution, Pending, Responder
+from qinfer.core.retry import OutageLog
+from qinfer.errors import QinferError
+from qinfer.queue.entries import Lane, shadow_lane
+from qinfer.traffic.endpoints import Role, why_no_shadow
+from qinfer.traffic.store import EndpointStore
+from qinfer_workers.inference.executor import ThreadExecutor
+from qinfer_workers.inference.intake import Intake
+from qinfer_workers.inference.publisher import Publisher
+from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, JobBatcher, Turn
+from qinfer_workers.jobs.scoring.batch_size import BatchSize
+from qinfer_workers.jobs.scoring.context import ShardContext
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+"""How often a worker looks which versions are shadows."""
+
+_WAIT_S = 1.0
+_RETRY_S = 0.5
+_MOST_LEFT = 100
+
+Key = tuple[str, int]
+
+
+class Shadows:
+    """The shadow loops of a worker, started and stopped with its models; used on the event loop.
+
+    Args:
+        context: What they share with the shard loops.
+        batch_s: How long a batch may take.
+        endpoints: Tells which versions are shadows.
+        publisher: Answers.
+        intake: Makes items of leases.
+
+    Attributes:
+        queue: The queue.
+        publisher: As given, like the next two.
+        intake: The same.
+        context: The same.
+    """
+
+    def __init__(
+        self, context: ShardContext, batch_s: float, endpoints: EndpointStore, publisher: Publisher, intake: Intake
+    ) -> None:
+        self.queue = context.delivery
+        self.publisher, self.intake, self.context = publisher, intake, context
+        self._batch_s = batch_s
+        self._endpoints = endpoints
+        self._declared: frozenset[Key] = frozenset()
+        self._loops: dict[Key, ShadowLoop] = {}
+
+    async def look(self) -> None:
+        """Follows the declarations until cancelled."""
+        outage = OutageLog(logger, "shadows not looked for", "shadows are looked for again")
+        while True:
+            try:
+                declared = (await self._endpoints.read()).endpoints.values()
+                outage.over()
+            except QinferError as error:
+                outage.failed(error.message)
+            else:
+                targets = [target for endpoint in declared for target in endpoint.targets]
+                self._declared = frozenset(target.place for target in targets if target.role is Role.SHADOW)
+                for key, loop in self._loops.items():
+                    self._open(key, loop)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def serve(self, batcher: JobBatcher, arbiter: DeviceArbiter, tasks: asyncio.TaskGroup) -> None:
+        """Executes the shadows of a model version from now on, if it can be one and is declared."""
+        spec, key = batcher.model.spec, (batcher.model.spec.name, batcher.model.version)
+        if not isinstance(batcher, Batcher) or why_no_shadow(spec) or self.context.hurry.is_set():
+            return
+        loop = self._loops.get(key)
+        if loop is None:
+            loop = self._loops[key] = ShadowLoop(self, batcher, arbiter)
+            self._open(key, loop)
+        loop.size = BatchSize(spec.max_batch_size, self._batch_s)
+        if loop.task is None:
+            loop.task = tasks.create_task(loop.run())
+
+    async def retire(self, batcher: JobBatcher) -> None:
+        """Gives back the shadows of a model version, and fetches no more."""
+        loop = self._loops.pop((batcher.model.spec.name, batcher.model.version), None)
+        if loop is not None:
+            await _ended([loop])
+            await self.queue.leave([loop.lane])
+
+    async def pause(self) -> None:
+        """Gives back all shadows that do not execute, and returns when none does; `serve` goes on with each."""
+        await _ended(self._loops.values())
+
+    def tasks(self) -> "list[asyncio.Task[None]]":
+        """Returns the tasks of all loops."""
+        return [loop.task for loop in self._loops.values() if loop.task is not None]
+
+    def _open(self, key: Key, loop: "ShadowLoop") -> None:
+        (loop.is_open.set if key in self._declared else loop.is_open.clear)()
+
+
+class ShadowLoop:
+    """The shadow loop of a model version; its task is cancelled to stop it.
+
+    Args:
+        shadows: What it shares with the other loops.
+        batcher: Lends instances.
+        arbiter: Gives turns on its devices.
+
+    Attributes:
+        lane: What it reads.
+        size: How many rows a batch should have.
+        is_open: Set while an endpoint declares the version as a shadow.
+        task: The task that runs it; `None` = it is paused.
+    """
+
+    def __init__(self, shadows: Shadows, batcher: Batcher, arbiter: DeviceArbiter) -> None:
+        self.lane: Lane = shadow_lane(batcher.model.spec.name, batcher.model.version)
+        self.size = BatchSize(1, 1.0)
+        self.is_open = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self._shadows = shadows
+        self._batcher = batcher
+        self._arbiter = arbiter
+        self._waiting: list[Pending] = []
+        self._look_at_s = 0.0
+        self._outage = OutageLog(logger, "no shadows fetched", "shadows are fetched again")
+
+    async def run(self) -> None:
+        """Serves until cancelled; gives back what does not execute then."""
+        try:
+            while True:
+                await self.is_open.wait()
+                try:
+                    await self._step()
+                    self._outage.over()
+                except QinferError as error:  # the broker's state, or its refusal: either may pass
+                    self._outage.failed(error.message)
+                    await asyncio.sleep(_RETRY_S)
+        finally:
+            waiting, self._waiting = [item for item in self._waiting if not item.lost], []
+            if waiting:
+                self._shadows.publisher.give_back(waiting)
+
+    async def _step(self) -> None:
+        """Waits for a shadow, then for a turn, and executes a batch."""
+        keeper = self._shadows.context.keeper
+        if not keeper.can_renew([self.lane]):
+            await keeper.watch([self.lane])
+        await self._drop_leftovers()
+        if not self._waiting:
+            await self._fetch(1, _WAIT_S)
+        if self._waiting:
+            async with self._arbiter.turn(self._batcher) as turn:
+                await self._use(turn)
+
+    async def _drop_leftovers(self) -> None:
+        """Removes what dead workers held, every now and then."""
+        queue, context, now_s = self._shadows.queue, self._shadows.context, time.monotonic()
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + context.lease_s
+        left = await queue.reclaim([self.lane], context.worker_id, context.lease_s, _MOST_LEFT)
+        if left:
+            logger.info("shadows of dead workers dropped", extra={"count": len(left)})
+            await queue.finish([lease.entry for lease in left])
+
+    async def _fetch(self, count: int, wait_s: float) -> None:
+        """Fetches shadows, and takes them in: what can't be executed is answered."""
+        context, intake = self._shadows.context, self._shadows.intake
+        leases = await self._shadows.queue.fetch([self.lane], context.worker_id, count, wait_s)
+        ready, external = intake.items(self._batcher, leases)
+        context.keeper.hold([*ready, *external])
+        self._waiting += ready
+        if external:
+            self._waiting += await intake.complete(self._batcher, external)
+
+    async def _use(self, turn: Turn) -> None:
+        """Executes one batch, filled up with what else waits in the lane."""
+        self.size.share(is_shared=turn.is_shared)
+        if (room := self.size.rows - sum(item.rows for item in self._waiting)) > 0:
+            await self._fetch(room, 0.0)
+        items = self._next_batch()
+        if not items:
+            return
+        model, begin_ns = self._batcher.model, time.perf_counter_ns()
+        rows = [item.rows for item in items]
+        ragged = frozenset(tensor.name for tensor in model.spec.inputs if tensor.ragged)
+        try:
+            batch = assemble([item.request for item in items], rows, ragged)
+        except QinferError as error:
+            self._again(items, error)
+            return
+        execution = Execution(items, batch, time.perf_counter_ns() - begin_ns, model.caller, apart=len(items) == 1)
+        await self._lend(execution, Responder(model.spec, model.version, model.observer))
+        self.size.observe(sum(rows), (time.perf_counter_ns() - begin_ns) / 1e9)
+
+    def _next_batch(self) -> list[Pending]:
+        """Takes the first of those that wait, with others that can be in one batch with it and have room."""
+        model, now_s = self._batcher.model, self._shadows.queue.clock.now_s()
+        chosen: list[Pending] = []
+        waiting, self._waiting = self._waiting, []
+        for item in waiting:
+            if item.lost:
+                continue
+            if item.deadline_s <= now_s:
+                self._shadows.publisher.discard(item)
+            elif item.request.generation != model.generation and not self._shadows.intake.fits(self._batcher, item):
+                continue
+            elif not chosen or (model.spec.max_batch_size and self._joins(item, chosen)):
+                chosen.append(item)
+            else:
+                self._waiting.append(item)
+        return chosen
+
+    def _joins(self, item: Pending, chosen: list[Pending]) -> bool:
+        first = chosen[0]
+        has_room = item.rows + sum(each.rows for each in chosen) <= self.size.rows
+        return has_room and item.key == first.key and not (item.alone or first.alone)
+
+    async def _lend(self, execution: Execution, responder: Responder) -> None:
+        """Has an instance execute, and waits until it has, also when cancelled, unless there is a hurry."""
+        batcher, executor = self._batcher, self._batcher.model.executor
+        assert isinstance(executor, ThreadExecutor), "so are those of all models with lanes"
+        back = asyncio.get_running_loop().create_future()
+
+        def ended(_: object) -> None:
+            if batcher.model.executor is executor:
+                batcher.lend(-1)
+            self._answer(execution, responder)
+            back.set_result(None)
+
+        batcher.lend(1)
+        executor.lend(_Borrowed(execution), ended)
+        try:
+            await asyncio.shield(back)
+        except asyncio.CancelledError:
+            hurry = asyncio.ensure_future(self._shadows.context.hurry.wait())
+            await asyncio.wait((back, hurry), return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+            raise
+
+    def _answer(self, execution: Execution, responder: Responder) -> None:
+        shadows = self._shadows
+        begin_s = shadows.queue.clock.now_s() - (time.perf_counter_ns() - execution.begin_ns) / 1e9
+        if execution.error is not None and (again := execution.unanswered):
+            self._again(again, execution.error)
+        items, responses = responder.responses(execution, begin_s, self._batcher.tally)
+        if items:
+            shadows.publisher.answer(items, responses)
+
+    def _again(self, items: list[Pending], error: QinferError) -> None:
+        """Has the items of a batch that raised executed one by one; a single one fails."""
+        if len(items) == 1:
+            self._batcher.fail(items, error)
+            return
+        for item in items:
+            item.alone = True
+        self._waiting += items
+
+
+class _Borrowed:
+    """An instance in the hands of a shadow batch (`ThreadExecutor.lend`)."""
+
+    def __init__(self, execution: Execution) -> None:
+        self.run: Callable[[Backend], None] = partial(Execution.run, execution)
+
+
+async def _ended(loops: Iterable[ShadowLoop]) -> None:
+    """Cancels loops, and waits until they have ended."""
+    tasks = [loop.task for loop in loops if loop.task is not None]
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    for loop in loops:
+        loop.task = None
