@@ -12,7 +12,7 @@ from qinfer.cli.console import DEFAULT_URL, Commands, JsonOption, UrlOption, sho
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-app = Commands(help="Manage endpoints, their shadows, and the trials of their canaries.", no_args_is_help=True)
+app = Commands(help="Manage endpoints, their shadows and their canaries.", no_args_is_help=True)
 
 LIST_EXAMPLE = "Example: qinfer endpoints list"
 SHOW_EXAMPLE = "Example: qinfer endpoints show digit-reader"

@@ -259,8 +259,9 @@ class EndpointWatch:
             if declared.revision < self.view.revision:
                 declared = await self._restored(declared)
             if declared.revision != self.view.revision:
+                is_first = self.view.revision < 0 and not declared.endpoints
                 about = {"revision": declared.revision, "endpoints": len(declared.endpoints)}
-                logger.info("endpoints read", extra=about)
+                logger.log(logging.DEBUG if is_first else logging.INFO, "endpoints read", extra=about)
             self.view.show(declared)
             await self._pin(declared.endpoints)
 

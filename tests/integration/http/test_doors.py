@@ -29,6 +29,10 @@ CHANGES = {
     "POST /v2/logging",
     "POST /v2/trace/setting",
     "POST /v2/models/echo/trace/setting",
+    "PUT /v1/endpoints/x",
+    "DELETE /v1/endpoints/x",
+    "POST /v1/endpoints/x/x",
+    "GET /v1/endpoints/x/differences",
 }
 
 
