@@ -22,7 +22,7 @@ EVERY_S = 0.1
 """Seconds between two exchanges of an active tenant."""
 
 LEASE_S = 2.0
-"""What a gateway holds is free again after so long without an exchange, and it decides alone."""
+"""Seconds without an exchange after which what a gateway holds of a quota is free again; then it decides alone."""
 
 _IDLE_S = 2.0  # without a request a tenant is active for so long
 _PAUSE_S = 0.005  # after an exchange, however many requests are refused

@@ -287,7 +287,7 @@ def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
 
 
 class _View(NamedTuple):
-    """What a tensor of an ensemble is in the plan.
+    """The place of an ensemble's tensor in the plan.
 
     Attributes:
         tensor: The plan's tensor.

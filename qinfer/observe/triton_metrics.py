@@ -61,7 +61,7 @@ REASONS: Mapping[str, _Reasons] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is shown of models: latencies as Triton's `--metrics-config` chooses them, and what configurations say.
+    """The choice of a model's metrics: latencies by Triton's `--metrics-config`, and what configurations say.
 
     Attributes:
         counters: The cumulative durations.

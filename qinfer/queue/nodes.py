@@ -1,4 +1,4 @@
-"""What the nodes of Redis say of themselves: memory, files, replicas and connections, read by INFO, and their metrics.
+"""Nodes of Redis and their metrics: memory, files, replicas and connections, as INFO tells them.
 
 INFO is the only command that is sent. It costs a node about a tenth of a millisecond, programs need the right to it
 anyway, and a node that refuses it nevertheless has `qinfer_redis_up` and nothing else. However often `/metrics` is

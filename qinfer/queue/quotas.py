@@ -33,7 +33,7 @@ class Limits(NamedTuple):
 
 
 class Use(NamedTuple):
-    """What a gateway tells of a tenant.
+    """The use of a tenant's quota at one gateway, as it tells it in an exchange.
 
     Attributes:
         used: Tokens used since the last exchange.
@@ -47,7 +47,7 @@ class Use(NamedTuple):
 
 
 class Leased(NamedTuple):
-    """What a gateway holds of a quota.
+    """The part of a tenant's quota that one gateway holds after an exchange.
 
     Attributes:
         tokens: That it may use.

@@ -83,7 +83,7 @@ CHECKS = (
 
 
 class CanaryPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is declared for the canaries of an endpoint; to be checked by `checked`.
+    """The steps and checks that are declared for the canaries of an endpoint; `checked` checks them.
 
     Attributes:
         steps: The steps in order; promotion follows the last.
@@ -136,7 +136,7 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What gateways have counted since the last time.
+    """The counts of all gateways since the last decision about a canary.
 
     Attributes:
         now_s: The time.

@@ -31,7 +31,8 @@ class TargetState(msgspec.Struct, frozen=True, kw_only=True):
         weight: The share of the requests that it gets by its weight.
         version: The version that it has now; 0 = `latest`, and none is READY.
         ready: Whether it can be asked; requests for a canary that can't go to the stable target.
-        requests: Requests that the gateway that was asked has given to this version since it started.
+        requests: Requests that the gateway that was asked has given to this version since it started; 0 for a canary
+            that is the stable version by now, where they count.
         shadows: Requests that this version has executed as a shadow, counted alike; only of a shadow.
     """
 
@@ -61,7 +62,7 @@ class ShadowDifferences(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndpointDifferences(msgspec.Struct, frozen=True, kw_only=True):
-    """What the gateway that was asked has found about an endpoint's shadows since it started.
+    """The differences of an endpoint's shadows, as the gateway that was asked has found them since it started.
 
     Attributes:
         endpoint: The endpoint.
@@ -256,6 +257,12 @@ class EndpointService:
         if reasons := [*self._view.refusals(endpoint)]:
             raise InvalidRequest(f"endpoint '{endpoint.name}': {'; '.join(reasons)}")
 
+    def _requests(self, endpoint: Endpoint, target: Target) -> int:
+        version = self._view.resolved(target)
+        if target is not endpoint.stable and (target.model, version) == endpoint.stable.place:
+            return 0
+        return self._tally.requests(endpoint.name, target.model, version)
+
     def _state(self, endpoint: Endpoint, trial: Trial | None, events: Sequence[Event] = ()) -> EndpointState:
         view = self._view
         targets = [
@@ -265,7 +272,7 @@ class EndpointService:
                 weight=endpoint.weight_of(target),
                 version=view.resolved(target),
                 ready=view.catalog.find(target.model, view.resolved(target)) is not None,
-                requests=self._tally.requests(endpoint.name, target.model, view.resolved(target)),
+                requests=self._requests(endpoint, target),
                 shadows=self._tally.shadows(endpoint.name, self._label(target)) if target.role is Role.SHADOW else None,
             )
             for target in endpoint.targets

@@ -14,7 +14,7 @@ from qinfer.tensors import CONFIG_DATATYPES
 
 
 class _Input(NamedTuple):
-    """What an input takes: its wire datatype, and its dimensions without that of a batch."""
+    """The datatype of an input on the wire, and its dimensions without that of a batch."""
 
     datatype: str
     dims: Sequence[int]

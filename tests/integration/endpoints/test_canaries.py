@@ -131,6 +131,7 @@ async def test_a_good_version_is_promoted(both: list[Running]) -> None:
     targets = {one["role"]: one for one in state["targets"]}
     assert targets["stable"]["target"] == "echo:2"
     assert (targets["canary"]["target"], targets["canary"]["weight"]) == ("echo:latest", 0)
+    assert targets["stable"]["requests"] > 0 == targets["canary"]["requests"]  # none is shown twice
     async with httpx.AsyncClient(base_url=both[0].url) as client:
         reply = await client.post("/v2/models/good/infer", json=BODY)
     assert reply.headers["qinfer-target"] == "echo:2"
