@@ -171,6 +171,17 @@ RATE_BARS = (
             ),
         )
     ),
+    *(
+        _bar(
+            f"{what}, {_NAMES[encoding]}, 64 callers: ≥ {factor:g} x without",
+            factor,
+            (model, encoding, 64),
+            ("open", encoding, 64),
+            QINFER,
+        )
+        for model, what, factor in (("bounded", "a bounded queue", 0.9), ("split", "two weighted targets", 0.98))
+        for encoding in (JSON, GRPC)
+    ),
 )
 
 

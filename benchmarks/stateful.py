@@ -1,4 +1,4 @@
-"""Sequences, streams, pipelines: the models, what is asked of them, and the visit of a server that has all of a group.
+"""Groups of models that a server has at once: what they are, what is asked of them, and the visit of the server.
 
     sequences   `plain`      the network of `tiny`, without a state: what a step is compared with
                 `implicit`   the same with a state of 16 numbers, which the server keeps
@@ -9,11 +9,15 @@
     pipelines   `single`     the network of `tiny`, from the same callers: what a step is compared with
                 `chain`      an ensemble of three such networks, one behind the other
                 `cached`     the network of `tiny` with a response cache, always asked the same
+    traffic     `open`       the network of `tiny`, from the same callers: what the others are compared with
+                `bounded`    the same with a `max_queue_size`, which is never reached
+                `split`      an endpoint that shares out its requests between two versions of that network
 
 Triton's Python backend has no implicit state, and its wheel no response cache: `explicit`, `direct`, `stream`,
 `single` and `chain` are measured there, too.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +92,7 @@ class Case:
         steps: Steps of a sequence; 0 = requests are no steps.
         responses: Responses to a request; 0 = it is not decoupled.
         parts: Networks of an ensemble, one behind the other; 0 = it is none.
+        versions: Equal versions that an endpoint of this name shares out its requests between; 0 = it is a model.
     """
 
     name: str
@@ -102,10 +107,11 @@ class Case:
     steps: int = 0
     responses: int = 0
     parts: int = 0
+    versions: int = 0
 
 
-SEQUENCES, STREAMS, PIPELINES = "sequences", "streams", "pipelines"
-GROUPS = (SEQUENCES, STREAMS, PIPELINES)
+SEQUENCES, STREAMS, PIPELINES, TRAFFIC = "sequences", "streams", "pipelines", "traffic"
+GROUPS = (SEQUENCES, STREAMS, PIPELINES, TRAFFIC)
 _BOTH = (QINFER, TRITON)
 _EXPLICIT = Case(
     name="explicit",
@@ -137,6 +143,7 @@ _PLAIN = Case(
     width=8,
 )
 _SINGLE = replace(_PLAIN, name="single", group=PIPELINES, callers=64, servers=_BOTH)
+_OPEN = replace(_PLAIN, name="open", group=TRAFFIC, callers=64)
 CASES = (
     _PLAIN,
     replace(_PLAIN, name="implicit", config=_SCHEDULER.format(strategy=_OLDEST, more=_STATE), steps=STEPS),
@@ -147,6 +154,9 @@ CASES = (
     _SINGLE,
     replace(_SINGLE, name="chain", parts=3),
     replace(_SINGLE, name="cached", servers=(QINFER,), config="dynamic_batching { } response_cache { enable: true }"),
+    _OPEN,
+    replace(_OPEN, name="bounded", config="dynamic_batching { default_queue_policy { max_queue_size: 1024 } }"),
+    replace(_OPEN, name="split", versions=2),
 )
 
 
@@ -190,7 +200,9 @@ def visit(one: Visit, directory: Path, keep: Callable[[Sample], None]) -> None:
         LoadFailed: A load generator did not run.
     """
     repository = directory / "models" / f"{one.group}-{one.server}"
-    shutil.rmtree(repository, ignore_errors=True)
+    for written in (repository, _endpoints(repository)):
+        shutil.rmtree(written, ignore_errors=True)
+        written.mkdir(parents=True)
     for case in one.cases:
         write_model(case, repository, one.server)
     launch = servers.Launch(
@@ -222,7 +234,11 @@ def _command(server: str, launch: servers.Launch, directory: Path) -> servers.Co
         return servers.triton_command(launch, launch.repository)
     [command] = servers.KINDS[server].commands(launch)
     command = replace(command, argv=(*command.argv, "--cache-config", f"local,size={_CACHE_BYTES}"))
-    return replace(command, env={**command.env, "PYTHONPATH": _install_backend(directory / "packages")})
+    more = {
+        "PYTHONPATH": _install_backend(directory / "packages"),
+        "QINFER_ENDPOINTS__PATH": str(_endpoints(launch.repository)),
+    }
+    return replace(command, env={**command.env, **more})
 
 
 def _install_backend(packages: Path) -> str:
@@ -239,6 +255,9 @@ def write_model(case: Case, repository: Path, server: str) -> None:
     """Writes the model of a case into a repository for a server."""
     if case.parts:
         _write_ensemble(case, repository, server)
+        return
+    if case.versions:
+        _write_endpoint(case, repository, server)
         return
     version = repository / case.name / "1"
     version.mkdir(parents=True)
@@ -281,6 +300,30 @@ def _write_ensemble(case: Case, repository: Path, server: str) -> None:
     )
     text = f'platform: "ensemble"\n{_tensors(case)}ensemble_scheduling {{\n{flow}\n}}\n'
     (repository / case.name / "config.pbtxt").write_text(text)
+
+
+def _write_endpoint(case: Case, repository: Path, server: str) -> None:
+    """Writes a model with equal versions, and the endpoint that shares out its requests between them evenly."""
+    model = _of_endpoint(case)
+    write_model(model, repository, server)
+    for version in range(2, case.versions + 1):
+        shutil.copytree(repository / model.name / "1", repository / model.name / str(version))
+    roles = ["stable", *["canary"] * (case.versions - 1)]
+    targets = [
+        {"model": model.name, "version": version, "role": role, "weight": 1 / case.versions}
+        for version, role in enumerate(roles, 1)
+    ]
+    (_endpoints(repository) / f"{case.name}.json").write_text(json.dumps({"targets": targets}))
+
+
+def _of_endpoint(case: Case) -> Case:
+    """Returns the model whose versions an endpoint shares out its requests between."""
+    return replace(case, name=f"{case.name}_model", versions=0, config=f"{case.config} version_policy {{ all {{ }} }}")
+
+
+def _endpoints(repository: Path) -> Path:
+    """Returns the directory of the endpoints' declarations, beside the models."""
+    return repository.with_name(f"{repository.name}-endpoints")
 
 
 def _steps(case: Case) -> list[Case]:
@@ -344,7 +387,7 @@ def expected_outputs(case: Case, repository: Path) -> Iterator[FloatArray]:
             (y,) = inprocess.session(_model_file(step, repository)).run(None, {"x": y})
         yield y
         return
-    session = inprocess.session(_model_file(case, repository))
+    session = inprocess.session(_model_file(_of_endpoint(case) if case.versions else case, repository))
     state = np.zeros((1, WIDTH), np.float32)
     for _ in range(_CHECKED_STEPS if case.steps else 1):
         y, *states = session.run(None, {"x": _EXAMPLE, **({"s": state} if case.steps else {})})
