@@ -27,6 +27,11 @@ class Route(NamedTuple):
     policy: QueuePolicy
     ahead: tuple[Lane, ...]
 
+    @property
+    def is_usual(self) -> bool:
+        """True where requests wait as without a policy, but for its limit: in one lane, until their deadline."""
+        return not self.policy.timeout_s and len(self.ahead) == 1
+
 
 class Routes:
     """The routes of one model version.
@@ -41,15 +46,20 @@ class Routes:
 
     def __init__(self, spec: ModelSpec, version: int) -> None:
         lanes = lanes_of(spec, version)
-        self._batching = spec.batching
+        self._batching: BatchingSpec | None = spec.batching
         self._ahead = {lane.name: lanes[:number] for number, lane in enumerate(lanes, start=1)}
         self.are_plain = spec.batching is None or spec.batching.may_prefetch
-        self.default = self.of(0)
+        self.default = self._of_level(0 if spec.batching is None else spec.batching.default_priority)
 
     def of(self, priority: int) -> Route:
         """Returns the route of a request that asks for this priority."""
-        batching: BatchingSpec | None = self._batching
-        level = 0 if batching is None else batching.level(priority)
+        batching = self._batching
+        if batching is None or not batching.priority_levels:
+            return self.default
+        return self._of_level(batching.level(priority))
+
+    def _of_level(self, level: int) -> Route:
+        batching = self._batching
         ahead = self._ahead[lane_name(0 if batching is None else batching.priority_levels, level)]
         return Route(ahead[-1], _NO_POLICY if batching is None else batching.policy(level), ahead)
 

@@ -15,6 +15,9 @@ from qinfer.queue.connection import Argument, Refused, pack
 from qinfer.queue.entries import Entry, Lane, Lease, by_lane, grouped, owner_of
 from qinfer.queue.router import Router, load_script, ttl_ms
 
+_MOST_AT_ONCE = 1000
+"""Entries of one call of a script: Lua passes so many words to a command."""
+
 _BEGIN = load_script("lanes/begin", "holder")
 
 
@@ -34,14 +37,19 @@ class StreamMarks:
         Leases are on what they were. What can't be noted, because the connection is down, counts until it is finished.
         """
         for (lane, consumer, _), group in grouped(leases, owner_of):
-            slot, ids = keys.lane_slot(lane), [lease.entry.entry_id for lease in group]
-            words: tuple[Argument, ...] = (1, keys.lane(lane), keys.GROUP, consumer, *ids)
+            ids = sorted((lease.entry.entry_id for lease in group), key=_order)
+            for start in range(0, len(ids), _MOST_AT_ONCE):
+                self._begin(lane, consumer, ids[start : start + _MOST_AT_ONCE])
 
-            def answered(reply: Any, slot: int = slot, words: tuple[Argument, ...] = words) -> None:
-                if type(reply) is Refused and reply.kind == "NOSCRIPT":
-                    self._send(slot, (b"EVAL", _BEGIN.text, *words), lambda _: None)
+    def _begin(self, lane: Lane, consumer: str, ids: Sequence[str]) -> None:
+        slot = keys.lane_slot(lane)
+        words: tuple[Argument, ...] = (1, keys.lane(lane), keys.GROUP, consumer, *ids)
 
-            self._send(slot, (b"EVALSHA", _BEGIN.sha, *words), answered)
+        def answered(reply: Any) -> None:
+            if type(reply) is Refused and reply.kind == "NOSCRIPT":
+                self._send(slot, (b"EVAL", _BEGIN.text, *words), lambda _: None)
+
+        self._send(slot, (b"EVALSHA", _BEGIN.sha, *words), answered)
 
     def _send(self, slot: int, words: tuple[Argument, ...], answered: Callable[[Any], None]) -> None:
         with suppress(BrokerUnavailable):
@@ -76,6 +84,12 @@ class StreamMarks:
         key = keys.cancels(model, partition)
         found = await self._router.call(keys.slot(key), b"XRANGE", key, f"({after}", b"+")
         return [_cancelled(model, partition, mark, fields) for mark, fields in found]
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    """Returns what entries of a stream are in order by."""
+    instant_ms, _, number = entry_id.partition("-")
+    return int(instant_ms), int(number)
 
 
 def _cancelled(model: str, partition: int, mark: bytes, fields: Sequence[bytes]) -> tuple[str, Lane, str]:

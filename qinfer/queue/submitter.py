@@ -2,13 +2,15 @@
 
 plain                XADD to the lane, in one write with the others of the tick
 of a known tenant    XADD to the stream that the tenant has of the lane, where it still exists
-of a new tenant, with a payload, with a limit    submit.lua, which knows each tenant's stream
+with a limit         submit.lua, once for those of the tick that have lane, tenant and limit in common
+of a new tenant, or with a payload    submit.lua, which knows each tenant's stream
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
@@ -25,6 +27,10 @@ Done = Callable[[Entry | QinferError], None]
 PLACING = ("now_ms", "shares", "holder", "waiting", "places")
 """The files that a script needs which appends an entry of a tenant to a lane."""
 
+_MOST_AT_ONCE = 64
+"""Entries of one call of the script: others wait for Redis meanwhile."""
+
+_NO_PAYLOAD: tuple[Argument, ...] = ("", 0, b"")
 _CLOSED = "the connection to the queue was closed while the request's tensors were sent; it may have been enqueued"
 _SUBMIT = load_script("lanes/submit", *PLACING)
 
@@ -43,16 +49,19 @@ class Submitter:
         self._values = values
         self._places = places
         self._large: set[asyncio.Task[None]] = set()
+        self._gathered: dict[tuple[Lane, str, int], list[tuple[Bytes, Done]]] = {}
 
     def submit(self, lane: Lane, frame: Bytes, done: Done, *, payload: Payload | None, limit: int, tenant: str) -> None:
         """See `Queue.submit`."""
-        if limit or payload is not None:
-            self._submit_by_script(lane, frame, done, payload, limit, tenant)
+        if payload is not None:
+            self._submit_with_payload(lane, frame, done, payload, limit, tenant)
+        elif limit:
+            self._gather(lane, frame, done, limit, tenant)
         elif not tenant:
             slot, command = adding(lane)
             self._router.send(slot, command.pack(frame), partial(_added, lane, done))
         elif (stream := self._places.find(lane, tenant)) is None:
-            self._run(lane, tenant, frame, done)
+            self._run(lane, tenant, [(frame, done)])
         elif stream is lane:
             slot, command = adding(lane)
             self._router.send(slot, command.pack(frame), partial(_added, lane, done))
@@ -74,20 +83,35 @@ class Submitter:
             _added(stream, done, reply)
             return
         self._places.forget(lane, tenant)
-        try:
-            self._run(lane, tenant, frame, done)
-        except BrokerUnavailable as error:
-            done(error)
+        self._run_later(lane, tenant, [(frame, done)])
 
-    def _submit_by_script(
-        self, lane: Lane, frame: Bytes, done: Done, payload: Payload | None, limit: int, tenant: str
+    def _gather(self, lane: Lane, frame: Bytes, done: Done, limit: int, tenant: str) -> None:
+        """Submits with a limit, together with others of this tick."""
+        if not self._gathered:
+            asyncio.get_running_loop().call_soon(self._submit_gathered)
+        self._gathered.setdefault((lane, tenant, limit), []).append((frame, done))
+
+    def _submit_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, {}
+        for (lane, tenant, limit), entries in gathered.items():
+            for start in range(0, len(entries), _MOST_AT_ONCE):
+                self._run_later(lane, tenant, entries[start : start + _MOST_AT_ONCE], limit)
+
+    def _run_later(self, lane: Lane, tenant: str, entries: Sequence[tuple[Bytes, Done]], limit: int = 0) -> None:
+        """Runs the script when submitters have gone on: that there is no connection is told like a reply."""
+        try:
+            self._run(lane, tenant, entries, limit)
+        except BrokerUnavailable as error:
+            for _, done in entries:
+                done(error)
+
+    def _submit_with_payload(
+        self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int, tenant: str
     ) -> None:
-        """Submits with a limit or a payload; a payload too large for the script is sent before."""
-        if payload is None:
-            self._run(lane, tenant, frame, done, limit)
-        elif not self._values.is_apart(len(payload.data)):
+        """Submits with a payload; one that is too large for the script is sent before."""
+        if not self._values.is_apart(len(payload.data)):
             about = (payload.request_id, max(1, int(payload.ttl_s * 1000)), packable(payload.data))
-            self._run(lane, tenant, frame, done, limit, about)
+            self._run(lane, tenant, [(frame, done)], limit, about)
         else:
             storing = self._submit_large(lane, frame, done, payload, limit, tenant)
             task = asyncio.create_task(storing, name="large submit")
@@ -98,33 +122,37 @@ class Submitter:
         self,
         lane: Lane,
         tenant: str,
-        frame: Bytes,
-        done: Done,
+        entries: Sequence[tuple[Bytes, Done]],
         limit: int = 0,
-        payload: tuple[Argument, ...] = (),
+        payload: tuple[Argument, ...] = _NO_PAYLOAD,
     ) -> None:
-        """Runs the script; `payload` is its request id, time to live and bytes, empty without one."""
-        payload_id = str(payload[0]) if payload else ""
+        """Runs the script; `payload` is its request id, time to live and bytes, which one entry alone can have."""
+        payload_id = str(payload[0])
         names = _keys(lane, payload_id)
         weight = self._places.weigh(tenant) if tenant else 0
-        words = (len(names), *names, keys.GROUP, limit, tenant, weight, packable(frame), *payload)
+        frames = [packable(frame) for frame, _ in entries]
+        words = (len(names), *names, keys.GROUP, limit, tenant, weight, *payload, *frames)
         slot = keys.lane_slot(lane)
 
         def answered(reply: Any) -> None:
             if type(reply) is list:
-                entry_id, number, share, is_shared = reply
+                share, is_shared, *appended = reply
                 if tenant:
                     self._places.learn(lane, tenant, share, is_shared=bool(is_shared))
-                done(Entry(share_of(lane, number), entry_id.decode(), payload_id=payload_id))
-            elif reply is None:
-                done(QueueFull(FULL))
+                found = [
+                    Entry(share_of(lane, number), entry_id.decode(), payload_id=payload_id)
+                    for entry_id, number in zip(appended[::2], appended[1::2], strict=True)
+                ]
+                for (_, done), entry in zip_longest(entries, found):
+                    done(entry or QueueFull(FULL))
             elif type(reply) is Refused and reply.kind == "NOSCRIPT":
                 try:
                     self._router.send(slot, pack((b"EVAL", _SUBMIT.text, *words)), answered)
                 except BrokerUnavailable as error:
-                    done(error)
+                    answered(error)
             else:
-                done(reply)
+                for _, done in entries:
+                    done(reply)
 
         self._router.send(slot, pack((b"EVALSHA", _SUBMIT.sha, *words)), answered)
 
@@ -136,7 +164,7 @@ class Submitter:
         future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
         try:
             await self._values.set(slot, key, payload.data, payload.ttl_s)
-            self._run(lane, tenant, frame, future.set_result, limit, (payload.request_id, 0))
+            self._run(lane, tenant, [(frame, future.set_result)], limit, (payload.request_id, 0, b""))
             answer = await asyncio.shield(future)
         except QinferError as error:
             answer = error

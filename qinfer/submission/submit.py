@@ -145,10 +145,11 @@ class Submission:
             return special
         route = None if served.routes.are_plain else served.routes.of(request.priority)
         lane = served.lane if route is None else route.lane
+        is_usual = route is None or route.is_usual
         if len(self.pending) >= self._max_in_flight:
             raise QueueFull(FULL)
         kind = form = None
-        if route is None and not served.wait_s and not spec.decoupled and not (spec.steps and request.timeout_s):
+        if is_usual and not served.wait_s and not spec.decoupled and not (spec.steps and request.timeout_s):
             kind = kind_of(request, lane, served.generation, timeout_s)
             form = None if kind is None else self._layouts.find(kind)
         if form is None and (not request.generation or request.generation != served.generation):
@@ -157,7 +158,7 @@ class Submission:
         load = self.backlog.load(served, self._queue.places.last(lane, tenant) if tenant else lane)
         waiting, default_s = load.own + load.others + load.beside, spec.default_timeout_s
         # A shorter timeout is met with fewer ahead, in proportion.
-        if route is not None or waiting * default_s >= load.most * min(timeout_s, default_s):
+        if not is_usual or waiting * default_s >= load.most * min(timeout_s, default_s):
             worth_s = min(timeout_s, default_s) if spec.decoupled else timeout_s
             self.admit(served, route or served.routes.default, worth_s, request.timeout_s, tenant=tenant)
         request.id = self._new_id(spec.name, lane.partition)
@@ -170,7 +171,9 @@ class Submission:
             else:
                 request.timeout_s = timeout_s
                 self.pending.add(pending, now_s + timeout_s)
-                self._queue.submit(lane, form.fill(request), partial(self.pending.submitted, pending), tenant=tenant)
+                limit = 0 if route is None else route.policy.max_queue_size
+                done = partial(self.pending.submitted, pending)
+                self._queue.submit(lane, form.fill(request), done, limit=limit, tenant=tenant)
         except QinferError:
             self.pending.remove(pending)
             raise

@@ -78,6 +78,18 @@ async def test_a_limit_refuses_what_is_beyond_it(queue: RedisQueue) -> None:
     assert frames(await fetch(delivery)) == [b"1", b"2"]
 
 
+@pytest.mark.parametrize("limit", [3, 100])
+async def test_of_those_submitted_at_once_the_first_find_room(queue: RedisQueue, limit: int) -> None:
+    """In their order; also where they are more than one script appends."""
+    delivery = await ready(queue, b"there")
+    given = [b"%d" % number for number in range(130)]
+
+    answers = await asyncio.gather(*(offer(delivery, frame, limit=limit) for frame in given))
+
+    assert [isinstance(answer, Entry) for answer in answers] == [True] * (limit - 1) + [False] * (131 - limit)
+    assert frames(await fetch(delivery, count=200)) == [b"there", *given[: limit - 1]]
+
+
 async def test_entries_that_execute_do_not_count_against_a_limit(queue: RedisQueue) -> None:
     """Only what waits does, fetched or not; what was given back waits again, suspects too."""
     delivery = await ready(queue, b"1", b"2")
@@ -105,7 +117,7 @@ async def test_what_executes_is_its_workers_as_before(queue: RedisQueue) -> None
     await delivery.release(leases[:1])
     assert await delivery.bury(leases[1], "2", "internal", "why")
     (again,) = await fetch(delivery, "b")
-    await begin(delivery, leases)  # of which one is another's by now, and one is gone
+    await begin(delivery, leases[::-1])  # of which one is another's by now, and one is gone
 
     assert (again.frame, again.deliveries) == (b"1", 1)
     assert renew(delivery, leases) == leases[:2]

@@ -347,6 +347,20 @@ async def test_a_full_lane_lets_in_who_has_less_than_its_share(queue: RedisQueue
     assert await delivery.depth([HIGH]) == [15]
 
 
+async def test_the_first_entries_of_a_tenant_may_be_submitted_at_once(queue: RedisQueue) -> None:
+    """One is in the lane itself, for those who do not know of the share yet, and the others are in the share."""
+    delivery = await ready(queue)
+    await submit(delivery, "heavy", b"heavy", limit=10)
+    await delivery.finish([lease.entry for lease in await fetch(delivery)])
+
+    answers = await asyncio.gather(*(offer(delivery, "light", b"light", limit=3) for _ in range(5)))
+
+    assert [isinstance(answer, Entry) for answer in answers] == [True] * 3 + [False] * 2
+    leases = await fetch(delivery)
+    assert sorted(lease.entry.lane.name for lease in leases) == ["p1", "p1~1", "p1~1"]
+    assert {lease.frame for lease in leases} == {b"light"}
+
+
 async def test_a_lane_of_one_tenant_has_its_whole_limit(queue: RedisQueue) -> None:
     """Another's empty share takes nothing away."""
     delivery = await ready(queue)

@@ -12,20 +12,23 @@ local function waiting(stream, group, is_told)
   return count
 end
 
--- Tells whether so many entries as `limit` (0 = none) wait in a lane and its lane for the delayed, and in the share with the
--- number given at least its part of them: who has less than that is let in where others have filled the lane.
-local function is_full(lane, number, delayed, limit, group, is_told)
-  if limit == 0 then return false end
+-- Returns how many of `count` further entries find room: until so many as `limit` (0 = none) wait in a lane and its lane for the
+-- delayed, and in the share with the number given at least its part of them. Who has less than that is let in where others have
+-- filled the lane.
+local function room(lane, number, delayed, limit, group, is_told, count)
+  if limit == 0 then return count end
   local streams, held = streams_of(lane), redis.call('XLEN', delayed)
   for _, stream in ipairs(streams) do held = held + redis.call('XLEN', stream[2]) end
-  if held < limit then return false end
+  if held + count <= limit then return count end
 
   local all, own, weight, weights = waiting(delayed, group, is_told), 0, 1, 0
   for _, stream in ipairs(streams) do
-    local count = waiting(stream[2], group, is_told)
-    all = all + count
-    if stream[1] == number then own, weight = count, stream[3] end
-    if stream[1] == number or count > 0 then weights = weights + stream[3] end
+    local its = waiting(stream[2], group, is_told)
+    all = all + its
+    if stream[1] == number then own, weight = its, stream[3] end
+    if stream[1] == number or its > 0 then weights = weights + stream[3] end
   end
-  return all >= limit and (#streams == 1 or own * weights >= limit * weight)
+  local let = 0
+  while let < count and (all + let < limit or #streams > 1 and (own + let) * weights < limit * weight) do let = let + 1 end
+  return let
 end

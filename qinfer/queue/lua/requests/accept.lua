@@ -22,7 +22,7 @@ end
 local known_id, known_hash = known(record, key_ttl ~= '0' and key, id, body_hash, outbox ~= '' and notes or nil)
 if known_id then return refuse('known', known_id, known_hash) end -- a repetition changes nothing
 local route = route_of(lane, group, tenant, tonumber(weight))
-if is_full(lane, route.share, delayed, limit, group, is_told) then return refuse('full') end
+if room(lane, route.share, delayed, limit, group, is_told, 1) == 0 then return refuse('full') end
 
 -- Where memory is full the first of these writes raises, and nothing is stored.
 local lifetime = timeout + result_ttl + tombstone_ttl + margin
