@@ -73,9 +73,10 @@ async def kill_bridge(scene: Scene) -> None:
 
 
 async def roll(scene: Scene) -> None:
-    """No outage: every ten minutes all workers and gateways are replaced, and one worker more comes and goes."""
-    for _ in range(6):
+    """No outage: every ten minutes a job, all workers and gateways are replaced, one worker more comes and goes."""
+    for turn in range(6):
         more = scene.worker()
+        await asyncio.to_thread(_complete, scene, f"turn{turn}")
         for number, worker in enumerate(scene.workers):
             await asyncio.sleep(90)
             new = scene.worker()
@@ -112,14 +113,26 @@ async def jobs(scene: Scene) -> AsyncIterator[None]:
     def first_job() -> None:
         faulty_backend.write_model(scene.models, JOB_MODEL, hold_s=24 * 3600)
         wait_until(lambda: answers(f"{scene.gateways[0].url}/v2/models/{JOB_MODEL}/ready"), 60, JOB_MODEL)
-        with Client(scene.gateways[0].url) as client:
-            ended = _submit(scene, client, "ends", range(JOB_ROWS)).wait(timeout_s=60)
-        if ended.state != "completed":
-            raise RuntimeError(f"the first job is {ended.state}: {ended.error}")
+        _complete(scene, "first")
 
     scene.start("qinfer_workers.jobs")
     await asyncio.to_thread(first_job)
     yield
+
+
+@asynccontextmanager
+async def jobs_and_messages(scene: Scene) -> AsyncIterator[None]:
+    """Runs a bulk worker and a bridge."""
+    async with jobs(scene), messages(scene):
+        yield
+
+
+def _complete(scene: Scene, name: str) -> None:
+    """Runs a job to its end."""
+    with Client(scene.gateways[0].url) as client:
+        ended = _submit(scene, client, name, range(JOB_ROWS)).wait(timeout_s=60)
+    if ended.state != "completed":
+        raise RuntimeError(f"the job {name!r} is {ended.state}: {ended.error}")
 
 
 def _submit(scene: Scene, client: Client, name: str, values: Iterable[float]) -> Job:
@@ -175,5 +188,5 @@ OUTAGES = {
     "redis_gone": Outage(kill_redis),
     "stuck_job": Outage(hang_job, 1140.0, beside=jobs),
     "dead_bridge": Outage(kill_bridge, beside=messages),
-    "healthy": Outage(roll, 3600.0),
+    "healthy": Outage(roll, 3600.0, beside=jobs_and_messages),
 }
