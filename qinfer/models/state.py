@@ -59,6 +59,7 @@ class StoredModel(msgspec.Struct, frozen=True):
         uses: The models that it uses, if it is an ensemble.
         override: The configuration in JSON that it was loaded with, in place of its file; empty = none. Later loads
             without one keep it.
+        files_of: The model whose files it uses (`qinfer.files_of`); empty = its own.
     """
 
     model: str
@@ -73,6 +74,12 @@ class StoredModel(msgspec.Struct, frozen=True):
     pending: str = ""
     uses: tuple[Use, ...] = ()
     override: str = ""
+    files_of: str = ""
+
+    @property
+    def files(self) -> str:
+        """The name of the model whose files it uses."""
+        return self.files_of or self.model
 
 
 class State(StrEnum):

@@ -14,7 +14,7 @@ from qinfer.errors import InvalidRequest, ModelLoadFailed, OutputMismatch, Qinfe
 from qinfer.models.config.config import from_json
 from qinfer.models.repository.files import LocalFiles
 from qinfer.models.repository.open import open_repositories
-from qinfer.models.repository.reader import Reading, read_model
+from qinfer.models.repository.reader import ModelFiles, Reading, read_model
 from qinfer.tensors import Tensor
 from qinfer.wire.frame import encode_request
 from qinfer.wire.kserve_grpc import decode_infer, parse_infer
@@ -55,6 +55,11 @@ CONTENTS = (
 )
 
 
+def no_other_model(name: str) -> ModelFiles:
+    """Stands for the other models of a repository that has one only."""
+    raise ModelLoadFailed(f"there is no model '{name}'")
+
+
 @patient
 @given(st.dictionaries(PATHS, CONTENTS, max_size=4), st.sampled_from(["", "a", "../a"]))
 def test_model_directories(tmp_path_factory: Any, contents: dict[str, bytes], config_name: str) -> None:
@@ -67,7 +72,7 @@ def test_model_directories(tmp_path_factory: Any, contents: dict[str, bytes], co
     listing = files.listing("m")
     assert listing is not None
 
-    model = read_model(files, "m", listing, Reading(config_name=config_name))
+    model = read_model(ModelFiles(files, "m", listing), Reading(config_name=config_name), no_other_model)
 
     assert model.error or model.config
     assert str(root) not in model.error

@@ -36,6 +36,7 @@ CACHE_SCOPE = "qinfer.cache_scope"
 SPLIT = "qinfer.split"
 SLO_LATENCY = "qinfer.slo_latency_s"
 SLO_TARGET = "qinfer.slo_target"
+FILES_OF = "qinfer.files_of"
 KNOWN_PARAMETERS = (
     DEFAULT_TIMEOUT,
     MAX_TIMEOUT,
@@ -49,6 +50,7 @@ KNOWN_PARAMETERS = (
     SPLIT,
     SLO_LATENCY,
     SLO_TARGET,
+    FILES_OF,
 )
 _USUAL = LimitSettings()
 
@@ -152,6 +154,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     SPLIT: ("'true' or 'false'", lambda text: text in ("true", "false")),
     SLO_LATENCY: ("a positive number of seconds", _is_positive),
     SLO_TARGET: ("a number above 0 and below 1", lambda text: _is_positive(text) and float(text) < 1),
+    FILES_OF: ("the name of a model", bool),
 }
 
 PARAMETERS = {
@@ -170,6 +173,8 @@ PARAMETERS = {
     "being refused; not for decoupled models, those with sequences and ragged batches.",
     SLO_LATENCY: "The time within which a request is to be answered, for [alerts](../how-to/monitor.md#objectives).",
     SLO_TARGET: "The share of requests that is to be answered well and in that time, such as `0.999`.",
+    FILES_OF: "The model whose versions and other files are used with this configuration: "
+    "[two configurations of one model](../how-to/model-repositories.md#serve-a-model-with-two-configurations).",
 }
 """The meaning of each of `KNOWN_PARAMETERS`, for the reference page."""
 

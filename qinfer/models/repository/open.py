@@ -24,9 +24,11 @@ from qinfer.errors import (
     UnsupportedFeature,
 )
 from qinfer.models.config.check import is_inside
+from qinfer.models.config.config import from_json
+from qinfer.models.config.to_spec import FILES_OF
 from qinfer.models.repository.cache import FilesCache
 from qinfer.models.repository.files import Files, Listing, LocalFiles, RemoteFiles
-from qinfer.models.repository.reader import UNREADABLE, Reading, is_model_name, read_model
+from qinfer.models.repository.reader import UNREADABLE, ModelFiles, Reading, is_model_name, read_model
 from qinfer.models.state import StoredModel
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 _LOCATION = re.compile(r"([^/]+)/[0-9A-HJKMNP-TV-Z]{26}")
 _NAME = re.compile(r"[\w.-]+")
 _LOCAL = ("file", "local")
+_NOTHING = Listing({}, ())
 _NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024  # what file systems and object stores take
 _THREADS = 8
 _SETTLED_NS = 2_000_000_000
@@ -90,7 +93,8 @@ class Repositories:
 
         Args:
             name: The model's name.
-            override: A configuration in JSON that is used in place of the model's `config.pbtxt`; empty = none.
+            override: A configuration in JSON that is used in place of the model's `config.pbtxt`; empty = none. If it
+                is for the files of another model, no repository need have the name.
             location: A directory of the overlay whose files are used in place of the repositories'; empty = none.
 
         Raises:
@@ -103,16 +107,19 @@ class Repositories:
                 listing = files.listing(location)
                 if listing is None:
                     raise ModelNotFound(f"the files that model '{name}' was loaded with are gone")
+                own = ModelFiles(files, location, listing)
                 return msgspec.structs.replace(
-                    read_model(files, location, listing, self._how, override, name), location=location
+                    read_model(own, self._how, self._lend, override, name), location=location
                 )
             holders = self._holders(name)
+            if not holders and _is_for_others_files(override):
+                holders = [(self._places[0], _NOTHING)]
             if not holders:
                 raise ModelNotFound(f"no model repository has a model '{name}'")
             if len(holders) > 1:
                 return StoredModel(name, error=NOT_UNIQUE)
             place, listing = holders[0]
-            return read_model(place.files, name, listing, self._how, override)
+            return read_model(ModelFiles(place.files, name, listing), self._how, self._lend, override)
         except SettingsError as error:
             raise _unreadable(name, error) from None
         except OSError as error:
@@ -122,7 +129,7 @@ class Repositories:
         """Returns a directory on this machine with the files of a model version; fetches them if they are remote.
 
         Args:
-            stored_name: The model's name.
+            stored_name: The name of the model whose files they are.
             version: Its version.
             location: Where its files are within the overlay; empty = in the repositories.
             content_hash: The hash of the content that is wanted: what was fetched for it before is used again.
@@ -207,10 +214,25 @@ class Repositories:
         known = self._read.get(key)
         if known is not None and known[0] == digest:
             return known[1]
-        model = read_model(place.files, name, listing, self._how)
-        if not model.error.startswith(UNREADABLE) and (place.files.is_remote or _is_settled(listing)):
+        model = read_model(ModelFiles(place.files, name, listing), self._how, self._lend)
+        if model.files_of:  # its listing does not tell whether they have changed
+            self._read.pop(key, None)
+        elif not model.error.startswith(UNREADABLE) and (place.files.is_remote or _is_settled(listing)):
             self._read[key] = (digest, model)
         return model
+
+    def _lend(self, owner: str) -> ModelFiles:
+        """Returns the files of a model, for another that is to use them.
+
+        Raises:
+            ModelLoadFailed: No repository has it, or several have.
+        """
+        holders = self._holders(owner) if is_model_name(owner) else []
+        if len(holders) != 1:
+            why = NOT_UNIQUE if holders else "no model repository has a model of that name"
+            raise ModelLoadFailed(f"{FILES_OF} names '{owner}': {why}")
+        place, listing = holders[0]
+        return ModelFiles(place.files, owner, listing)
 
     def _holders(self, name: str) -> list[tuple[_Place, Listing]]:
         """Returns the repositories that have a model."""
@@ -285,6 +307,14 @@ def _open(url: str) -> Files:
     if protocol in _LOCAL:
         return LocalFiles(Path(unquote(rest)))
     return RemoteFiles(url)
+
+
+def _is_for_others_files(override: str) -> bool:
+    """Tells whether a configuration is for the files of another model."""
+    try:
+        return bool(override) and FILES_OF in from_json(override).parameters
+    except ModelLoadFailed:
+        return False
 
 
 def _is_settled(listing: Listing) -> bool:

@@ -5,15 +5,18 @@ Models are in Triton's layout: `<model>/config.pbtxt` and `<model>/<version>/mod
 
 import ast
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
+
+import msgspec
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.check import is_inside
 from qinfer.models.config.config import from_json, identify, normalise, parse, place, to_json
 from qinfer.models.config.file_tensors import OPENVINO_MAX_BYTES, FileTensors, read_onnx, read_openvino
 from qinfer.models.config.message import ModelConfig
+from qinfer.models.config.to_spec import FILES_OF
 from qinfer.models.config.warmup import executed_samples
 from qinfer.models.dependents import uses_of
 from qinfer.models.repository.files import Files, Listing, TooFarSpreadError
@@ -55,34 +58,76 @@ class Reading(NamedTuple):
     gpus: int = 0
 
 
-def read_model(
-    files: Files, directory: str, listing: Listing, how: Reading, override: str = "", name: str = ""
-) -> StoredModel:
+class ModelFiles(NamedTuple):
+    """The files of a model.
+
+    Attributes:
+        files: Where they are.
+        directory: Its directory there.
+        listing: What the directory holds.
+    """
+
+    files: Files
+    directory: str
+    listing: Listing
+
+    def digest(self, config: str) -> str:
+        """Returns a hash of a configuration's text, and of the stamps of all files but configurations."""
+        return self.listing.digest(config, without=[path for path in self.listing.files if _is_config(path)])
+
+
+Lend = Callable[[str], ModelFiles]
+"""Finds the files of another model by its name; raises `ModelLoadFailed` where there are none."""
+
+
+def read_model(own: ModelFiles, how: Reading, lend: Lend, override: str = "", name: str = "") -> StoredModel:
     """Reads a model; one that can't be used carries its error.
 
     Args:
-        files: Where it is.
-        directory: Its directory there.
-        listing: What the directory holds.
+        own: Its files; all but the configuration are another model's if that says so (`qinfer.files_of`).
         how: How to read it.
+        lend: Finds the files of that other model.
         override: A configuration in JSON in place of the one that is there; empty = none.
         name: Its name, where that is not the directory's.
 
     Raises:
         SettingsError: The storage can't be reached.
     """
-    name, digest = name or directory, ""
+    name, digest, owner = name or own.directory, "", ""
     try:
         if not is_model_name(name):
             raise ModelLoadFailed("a model name is printable, and has none of / \\ { }")
-        one = _Reader(files, directory, listing, how, name)
-        source, text = ("", override) if override else one.config_text()
-        digest = listing.digest(text, without=[path for path in listing.files if _is_config(path)])
-        return one.model(from_json(text) if override else parse(text, source), digest)
+        source, text = ("", override) if override else _Reader(*own, how, name).config_text()
+        digest = own.digest(text)
+        config = from_json(text) if override else parse(text, source)
+        used = own
+        if FILES_OF in config.parameters:
+            owner = config.parameters[FILES_OF].string_value
+            used = _borrowed(name, owner, own.listing, lend)
+            digest = used.digest(text)
+        model = _Reader(*used, how, name).model(config, digest)
+        return msgspec.structs.replace(model, files_of=owner)
     except ModelLoadFailed as error:
-        return StoredModel(name, content_hash=digest, error=error.message)
+        return StoredModel(name, content_hash=digest, error=error.message, files_of=owner)
     except OSError as error:  # removed or changed while it was read
-        return StoredModel(name, content_hash=digest, error=f"{UNREADABLE}: {error.strerror or 'a file is gone'}")
+        reason = f"{UNREADABLE}: {error.strerror or 'a file is gone'}"
+        return StoredModel(name, content_hash=digest, error=reason, files_of=owner)
+
+
+def _borrowed(name: str, owner: str, own: Listing, lend: Lend) -> ModelFiles:
+    """Returns the files of another model, for a model that has none itself.
+
+    Raises:
+        ModelLoadFailed: Both have versions, or neither has.
+    """
+    if versions := own.versions():
+        raise ModelLoadFailed(
+            f"model '{name}' has a version {versions[-1]} of its own, and {FILES_OF} '{owner}'; remove one of both"
+        )
+    lent = lend(owner)
+    if not lent.listing.versions():
+        raise ModelLoadFailed(f"{FILES_OF} of model '{name}' names '{owner}', which has no versions of its own")
+    return lent
 
 
 def _is_config(path: str) -> bool:

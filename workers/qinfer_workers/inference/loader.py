@@ -30,7 +30,7 @@ from qinfer_workers.inference.warmup import warm_up, warm_up_with_zeros
 logger = logging.getLogger(__name__)
 
 VersionDir = Callable[[str, int, str, str], Path]
-"""`Repositories.version_dir`: model, version, location, content hash → directory; blocking."""
+"""`Repositories.version_dir`: model whose files they are, version, location, content hash → directory; blocking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class Loader:
             QinferError: An instance could not be loaded, or would not execute what is pinned; none stays loaded but
                 what is served.
         """
-        directory = self._version_dir(spec.name, version, stored.location, stored.content_hash)
+        directory = self._version_dir(stored.files, version, stored.location, stored.content_hash)
         try:
             files = VersionFiles(stored, directory)
             executed_hash = files.executed_hash(self._read.setdefault((spec.name, version), {}))
@@ -213,7 +213,7 @@ class Loader:
         """
         if self._completers is None:
             raise ModelLoadFailed(f"this worker can't complete configurations of backend '{stored.pending}'")
-        directory = self._version_dir(stored.model, stored.versions[-1], stored.location, stored.content_hash)
+        directory = self._version_dir(stored.files, stored.versions[-1], stored.location, stored.content_hash)
         try:
             config = self._completers(stored.pending)(from_json(stored.config), directory)
             names = [path.name for path in directory.iterdir()]

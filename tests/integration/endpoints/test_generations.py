@@ -1,0 +1,124 @@
+"""Endpoints whose targets are one version with two configurations: `digits`, and `quick` for the files of `digits`."""
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from onnx import helper
+
+from qinfer.testing import eventually
+from tests.support.endpoints import canary, shadow, split
+from tests.support.models import write
+from tests.support.served_models import ServedModels, models_served
+
+FILES_OF = 'parameters { key: "qinfer.files_of" value { string_value: "digits" } }'
+OVERRIDE = {"parameters": {"qinfer.files_of": {"string_value": "digits"}}}
+BODY = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
+QUICK = "quick:3"
+
+
+def digits(repository: Path, operator: str = "Neg") -> None:
+    """Writes version 3 of `digits`."""
+    nodes = [helper.make_node(operator, ["x"], ["y"])]
+    write(repository, "digits", nodes, [("x", "FP32", (4,))], [("y", "FP32", (4,))], version=3)
+
+
+@asynccontextmanager
+async def served(repository: Path, config: str = FILES_OF, **sections: Any) -> AsyncIterator[tuple[Any, ServedModels]]:
+    """Serves `digits` and `quick`; yields an HTTP client and the scene."""
+    digits(repository)
+    (repository / "quick").mkdir()
+    (repository / "quick" / "config.pbtxt").write_text(config)
+    async with models_served(repository, sections) as scene, httpx.AsyncClient(base_url=scene.gateway.url) as client:
+        await scene.http.load_model("digits")
+        await scene.http.load_model("quick")
+        yield client, scene
+
+
+async def declared(client: httpx.AsyncClient, declaration: dict[str, Any]) -> None:
+    reply = await client.put("/v1/endpoints/reader", json=declaration)
+    assert reply.status_code == 200, reply.text
+
+
+async def ask(client: httpx.AsyncClient, path: str = "/v2/models/reader") -> tuple[str, str, str, list[float]]:
+    """Returns who answered, and what: model, version, target, output."""
+    reply = await client.post(f"{path}/infer", json=BODY)
+    assert reply.status_code == 200, reply.text
+    found = reply.json()
+    target = reply.headers.get("qinfer-target", "")
+    return found["model_name"], found["model_version"], target, found["outputs"][0]["data"]
+
+
+async def executions(client: httpx.AsyncClient, model: str) -> int:
+    reply = await client.get(f"/v2/models/{model}/versions/3/stats")
+    count: int = reply.json()["model_stats"][0]["inference_count"]
+    return count
+
+
+async def test_another_configuration_answers_a_share(tmp_path: Path) -> None:
+    async with served(tmp_path, f"max_batch_size: 2 {FILES_OF}") as (client, _):
+        await declared(client, split(canary(0.5, QUICK), stable="digits:3"))
+
+        answers = [await ask(client) for _ in range(40)]
+
+        expected = [-1.0, -2.0, -3.0, -4.0]
+        assert {answer[2] for answer in answers} == {"digits:3", QUICK}
+        assert {(name, version) for name, version, *_ in answers} == {("reader", "3")}
+        assert all(answer[3] == expected for answer in answers)
+        config = (await client.get("/v2/models/quick/config")).json()
+        assert (config["max_batch_size"], config["parameters"]["qinfer.files_of"]["string_value"]) == (2, "digits")
+        shown = (await client.get("/v1/endpoints/reader")).json()
+        assert [target["target"] for target in shown["targets"]] == ["digits:3", QUICK]
+        assert not shown["problems"]
+
+
+async def test_another_configuration_is_a_shadow(tmp_path: Path) -> None:
+    async with served(tmp_path) as (client, _):
+        await declared(client, split(shadow(QUICK), stable="digits:3"))
+
+        for _ in range(5):
+            assert (await ask(client))[2] == "digits:3"
+
+        async def are_compared() -> bool:
+            found.update((await client.get("/v1/endpoints/reader/differences")).json()["targets"][0])
+            return bool(found["shadows"].get("compared", 0) == 5)
+
+        found: dict[str, Any] = {}
+        await eventually(are_compared, description="five shadows that were compared")
+        assert await executions(client, "quick") == 5
+
+
+async def test_a_load_request_is_all_that_it_takes(tmp_path: Path) -> None:
+    """No directory and no file: the configuration comes with the request, and lasts as loads do."""
+    digits(tmp_path)
+    async with models_served(tmp_path) as scene, httpx.AsyncClient(base_url=scene.gateway.url) as client:
+        await scene.http.load_model("digits")
+        await scene.http.load_model("quick", config=json.dumps({**OVERRIDE, "max_batch_size": 2}))
+        await declared(client, split(canary(1, QUICK), stable="digits:3"))
+        assert (await ask(client))[2] == QUICK
+
+        shutil.rmtree(tmp_path / "digits" / "3")
+        digits(tmp_path, "Identity")
+        await scene.http.load_model("quick")
+
+        async def has_new_files() -> bool:
+            return (await ask(client))[3] == [1.0, 2.0, 3.0, 4.0]
+
+        await eventually(has_new_files, description="an answer by the new files")
+        assert (await ask(client, "/v2/models/digits"))[3] == [-1.0, -2.0, -3.0, -4.0]
+
+
+async def test_a_load_request_for_files_that_are_not_there_is_refused(tmp_path: Path) -> None:
+    async with models_served(tmp_path) as scene, httpx.AsyncClient(base_url=scene.gateway.url) as client:
+        (tmp_path / "other").mkdir()
+        body = {"parameters": {"config": json.dumps(OVERRIDE)}}
+
+        reply = await client.post("/v2/repository/models/quick/load", json=body)
+
+        assert reply.status_code == 500
+        assert "qinfer.files_of names 'digits': no model repository has a model of that name" in reply.json()["error"]
+        assert not await scene.store.desired()
