@@ -224,7 +224,7 @@ def _canary(canary: "Mapping[str, Any]") -> "Iterator[RenderableType]":
     from rich.text import Text
 
     step = f"step {canary['step']} of {canary['steps']}, {canary['requests']} requests in it"
-    title = f"Canary: version {canary['version']}, {canary['state']}, {step}"
+    title = f"Canary: {_tried(canary)}, {canary['state']}, {step}"
     table = Table("check", "canary", "stable", "evidence", "decides", title=title)
     table.title_justify = "left"
     for one in canary["checks"]:
@@ -240,7 +240,12 @@ def _canary(canary: "Mapping[str, Any]") -> "Iterator[RenderableType]":
 
 
 def _sentence(event: "Mapping[str, Any]") -> str:
-    return f"{event['event']}: version {event['version']}, step {event['step']}: {event['reason']}"
+    return f"{event['event']}: {_tried(event)}, step {event['step']}: {event['reason']}"
+
+
+def _tried(one: "Mapping[str, Any]") -> str:
+    """Names what is on trial: a version, or where it is another model's, both."""
+    return f"{one['model']}:{one['version']}" if one.get("model") else f"version {one['version']}"
 
 
 def _instant(seconds: float) -> str:

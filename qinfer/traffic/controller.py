@@ -109,5 +109,4 @@ class CanaryController:
             heard = (await self._trials.heard()).values()
             if (change := confirmed(endpoint, trial, heard, self._now_s())) is not None:
                 return change
-        ready = self._view.catalog.ready_versions(endpoint.stable.model)
-        return begun(endpoint, trial, ready, self._now_s())
+        return begun(endpoint, trial, self._view.ready_to_try(endpoint), self._now_s())

@@ -134,6 +134,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return next(target for target in self.targets if target.role is Role.STABLE)
 
     @property
+    def tried(self) -> Target | None:
+        """The target that a plan tries: its canary; `None` = there is none."""
+        return next((target for target in self.targets if target.role is Role.CANARY), None)
+
+    @property
     def answering(self) -> tuple[Target, ...]:
         """The targets that may answer: no shadow, and no canary before or after its trial."""
         return tuple(
@@ -258,9 +263,10 @@ def _problems_of_plan(endpoint: Endpoint, plan: CanaryPlan) -> Iterator[str]:
     canaries = [target for target in endpoint.targets if target.role is Role.CANARY]
     if len(canaries) > 1:
         yield f"the plan is for one canary, not {len(canaries)}; keep one, or leave out `canary`"
+    stable = endpoint.stable.model
     for target in canaries:
-        if target.model != endpoint.stable.model:
-            yield f"target '{target.label}': a plan promotes versions of '{endpoint.stable.model}', the stable model"
+        if target.version == LATEST and target.model != stable:
+            yield f"target '{target.label}': a plan follows the latest version of '{stable}' only; write a number"
     try:
         checked(plan)
     except InvalidRequest as error:

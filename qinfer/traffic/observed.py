@@ -20,7 +20,7 @@ from typing import NamedTuple
 from qinfer.core.messages import Response
 from qinfer.errors import ErrorCode
 from qinfer.traffic.canary import CanaryPlan
-from qinfer.traffic.endpoints import Endpoint
+from qinfer.traffic.endpoints import Endpoint, Role
 from qinfer.traffic.trial_store import written_latency
 from qinfer.traffic.trials import Trial, count_names
 
@@ -61,20 +61,20 @@ class TargetCounts:
     """The counts of a target; used by its event loop only.
 
     Args:
-        version: Its version.
+        role: `STABLE`, from whose latencies limits are taken, or `CANARY`.
         plan: The checks.
-        is_stable: Whether limits are taken from its latencies.
     """
 
-    def __init__(self, version: int, plan: CanaryPlan, *, is_stable: bool) -> None:
-        self._version = version
+    def __init__(self, role: Role, plan: CanaryPlan) -> None:
+        self._role = role
         self._timed: dict[str, list[_Timed]] = {_EXECUTION: [], _LATENCY: []}
         for check in plan.checks:
             if check.quantile:
                 self._timed[check.of].append(_Timed(check.name, {}))
         self._requests: Counter[tuple[str, int]] = Counter()
         self._bad: Counter[tuple[str, int]] = Counter()
-        self._sample: deque[tuple[str, int, float]] | None = deque(maxlen=MOST_LATENCIES) if is_stable else None
+        keeps = role is Role.STABLE
+        self._sample: deque[tuple[str, int, float]] | None = deque(maxlen=MOST_LATENCIES) if keeps else None
         self._last_ns = -1
 
     def use(self, limits: Mapping[str, Mapping[str, float]]) -> None:
@@ -115,7 +115,7 @@ class TargetCounts:
         """Returns what was counted since the last time, by `count_names`, and the latencies that limits lack."""
         counts: dict[str, int] = {}
         for (check, stratum), requests in self._requests.items():
-            of_all, of_bad = count_names(self._version, check, _text(stratum))
+            of_all, of_bad = count_names(self._role, check, _text(stratum))
             counts[of_all] = requests
             if bad := self._bad[check, stratum]:
                 counts[of_bad] = bad
@@ -178,12 +178,13 @@ class Observed:
                 continue
             observation = self._known.get(name)
             if observation is None or observation.revision != state.revision:
-                stable = TargetCounts(state.stable, endpoint.canary, is_stable=True)
-                tried = TargetCounts(state.canary, endpoint.canary, is_stable=False)
+                stable, tried = (TargetCounts(role, endpoint.canary) for role in (Role.STABLE, Role.CANARY))
                 observation = Observation(state.revision, stable, tried)
-            for version, counts in ((state.stable, observation.stable), (state.canary, observation.canary)):
+            model, (_, *both) = endpoint.stable.model, observation
+            labels = f"{model}:{state.stable}", f"{trial.model or model}:{state.canary}"
+            for label, counts in zip(labels, both, strict=True):
                 counts.use(state.limits)
-                by_target[name, f"{endpoint.stable.model}:{version}"] = counts
+                by_target[name, label] = counts
             known[name] = observation
         self._known, self.by_target = known, by_target
 

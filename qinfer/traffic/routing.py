@@ -145,6 +145,10 @@ class Endpoints:
         """Returns the version that a target has now; 0 = none of its model is READY."""
         return target.number or max(self.catalog.ready_versions(target.model), default=0)
 
+    def ready_to_try(self, endpoint: Endpoint) -> tuple[int, ...]:
+        """Returns the READY versions of the model that an endpoint's plan tries."""
+        return () if endpoint.tried is None else self.catalog.ready_versions(endpoint.tried.model)
+
     def refusals(self, endpoint: Endpoint) -> Iterator[str]:
         """Yields the reasons why an endpoint can't be: no such models, models that do not fit, or one that it hides."""
         if not endpoint.hides_model and self._is_model(endpoint.name):
@@ -164,7 +168,8 @@ class Endpoints:
         if stable is not None:
             yield from wrong_rules(endpoint, stable)
             has_shadows = endpoint.canary is not None and any(step.shadow for step in endpoint.canary.steps)
-            if has_shadows and (why := why_no_shadow(stable)):
+            tried = self._spec(endpoint.tried or endpoint.stable) or stable
+            if has_shadows and (why := why_no_shadow(tried)):
                 yield f"a step of the canary has a shadow: {why}"
 
     def problems(self, endpoint: Endpoint) -> Iterator[str]:

@@ -1,9 +1,10 @@
 """The trial of a canary: what is stored beside its endpoint, and what each transition makes of the endpoint. Pure.
 
 A trial begins when the canary target has a READY version that is not the stable one: that of its number, or for
-`latest` the newest. Its steps are written into the endpoint: the canary's weight and version, a shadow target if the
-step has one. So gateways know nothing of steps; they go by the endpoint. `qinfer.traffic.canary` decides; here its
-decisions become a `Change`, which is stored as a whole or not at all.
+`latest` the newest. Named by number it may be another model's, such as one with another configuration for the same
+files. Its steps are written into the endpoint: the canary's weight and version, a shadow target if the step has one. So
+gateways know nothing of steps; they go by the endpoint. `qinfer.traffic.canary` decides; here its decisions become a
+`Change`, which is stored as a whole or not at all.
 
 A version that was rolled back stays out, also when the endpoint is declared again, until `resume` tries it again. A
 declaration that is put while a trial goes on begins it anew.
@@ -38,6 +39,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         reason: Why the last transition was made, or else why there was none.
         at_s: The time of the last transition.
         done_s: The time at which all gateways had confirmed its rollback; 0 = there is nothing to confirm, or not yet.
+        model: The canary's model, where that is not the stable target's; else empty.
     """
 
     state: CanaryState
@@ -45,6 +47,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     reason: str = ""
     at_s: float = 0.0
     done_s: float = 0.0
+    model: str = ""
 
     @property
     def is_on(self) -> bool:
@@ -94,6 +97,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
         step: The number of the step, from 1, after it.
         reason: Why.
         checks: The numbers of all checks then.
+        model: The canary's model, where that is not the stable target's; else empty.
     """
 
     at_s: float
@@ -102,6 +106,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     reason: str
     checks: tuple[CheckNumbers, ...] = ()
+    model: str = ""
 
 
 class Change(NamedTuple):
@@ -123,14 +128,20 @@ def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
 
     Args:
         endpoint: The endpoint.
-        ready: The READY versions of its model.
+        ready: The READY versions of the canary's model.
     """
-    for target in endpoint.targets:
-        if target.role is Role.CANARY:
-            version = max(ready, default=0) if target.version == LATEST else target.number
-            is_new = version > endpoint.stable.number or target.version != LATEST
-            return version if version in ready and is_new and version != endpoint.stable.number else 0
-    return 0
+    target, stable = endpoint.tried, endpoint.stable
+    if target is None:
+        return 0
+    version = max(ready, default=0) if target.version == LATEST else target.number
+    is_new = version > stable.number or target.version != LATEST
+    return version if version in ready and is_new and (target.model, version) != stable.place else 0
+
+
+def _other_model(endpoint: Endpoint) -> str:
+    """Returns the canary's model, where that is not the stable target's; else an empty text."""
+    tried = endpoint.tried
+    return "" if tried is None or tried.model == endpoint.stable.model else tried.model
 
 
 def belongs(trial: Trial, endpoint: Endpoint) -> bool:
@@ -144,15 +155,16 @@ def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s
     Args:
         endpoint: The endpoint.
         trial: Its last trial.
-        ready: The READY versions of its model.
+        ready: The READY versions of the canary's model.
         now_s: The time.
     """
     version = candidate(endpoint, ready)
     if endpoint.canary is None or not version:
         return None
-    if trial is not None and version == trial.state.canary and trial.is_rolled_back:
+    model = _other_model(endpoint)
+    if trial is not None and (model, version) == (trial.model, trial.state.canary) and trial.is_rolled_back:
         return None
-    return _begin(endpoint, endpoint.canary, version, f"version {version} is ready", now_s)
+    return _begin(endpoint, endpoint.canary, version, f"{_shown(model, version)} is ready", now_s)
 
 
 def _begin(endpoint: Endpoint, plan: CanaryPlan, version: int, reason: str, now_s: float) -> Change:
@@ -174,7 +186,7 @@ def advanced(
     """
     assert endpoint.canary is not None
     plan, state = endpoint.canary, canary.with_limits(endpoint.canary, trial.state, latencies)
-    blocks = blocks_of(state, _since(counted, trial.counted))
+    blocks = blocks_of(_since(counted, trial.counted))
     seen = Seen(now_s=now_s, revision=state.revision, step=state.step, blocks=blocks)
     decision, after = canary.decide(plan, state, seen)
     if decision.action is Action.HOLD:
@@ -192,7 +204,7 @@ def by_hand(
         trial: Its last trial.
         action: `PROMOTE`, `ROLL_BACK`, `PAUSE` or `RESUME`; the last one also tries again what was rolled back.
         reason: Why.
-        ready: The READY versions of its model.
+        ready: The READY versions of the canary's model.
         now_s: The time.
 
     Raises:
@@ -238,12 +250,12 @@ def confirmed(endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: flo
         return None
     done = replace(trial, done_s=now_s)
     reason = f"every gateway confirmed it {now_s - trial.at_s:.1f} s after the rollback"
-    return Change(done, None, _event(endpoint.canary, trial.state, CONFIRMED, reason, now_s))
+    return Change(done, None, _event(endpoint.canary, done, CONFIRMED, reason, now_s))
 
 
 def _change(endpoint: Endpoint, plan: CanaryPlan, state: CanaryState, event: str, reason: str, now_s: float) -> Change:
-    trial = Trial(state=state, reason=reason, at_s=now_s)
-    return Change(trial, shaped(endpoint, plan, state), _event(plan, state, event, reason, now_s))
+    trial = Trial(state=state, reason=reason, at_s=now_s, model=_other_model(endpoint))
+    return Change(trial, shaped(endpoint, plan, state), _event(plan, trial, event, reason, now_s))
 
 
 def shaped(endpoint: Endpoint, plan: CanaryPlan, state: CanaryState) -> Endpoint:
@@ -262,7 +274,7 @@ def shaped(endpoint: Endpoint, plan: CanaryPlan, state: CanaryState) -> Endpoint
 def _finished(rest: Endpoint, version: int) -> Iterator[Target]:
     for target in rest.targets:
         if target.role is Role.STABLE:
-            yield replace(target, version=version)
+            yield replace(target, model=_other_model(rest) or target.model, version=version)
         elif target.role is not Role.CANARY or target.version == LATEST:
             yield target  # a canary by number has become the stable target
 
@@ -271,12 +283,18 @@ def _at_step(rest: Endpoint, step: canary.Step, version: int) -> Iterator[Target
     for target in rest.targets:
         yield replace(target, weight=step.weight, trial=version) if target.role is Role.CANARY else target
     if step.shadow:
-        yield Target(model=rest.stable.model, version=version, role=Role.SHADOW, weight=step.shadow, trial=version)
+        model = _other_model(rest) or rest.stable.model
+        yield Target(model=model, version=version, role=Role.SHADOW, weight=step.shadow, trial=version)
 
 
-def _event(plan: CanaryPlan | None, state: CanaryState, event: str, reason: str, now_s: float) -> Event:
-    numbers = tuple(numbers_of(plan, state))
-    return Event(at_s=now_s, event=event, version=state.canary, step=state.step + 1, reason=reason, checks=numbers)
+def _event(plan: CanaryPlan | None, trial: Trial, event: str, reason: str, now_s: float) -> Event:
+    state, model = trial.state, trial.model
+    numbers, step = tuple(numbers_of(plan, state)), state.step + 1
+    return Event(at_s=now_s, event=event, version=state.canary, step=step, reason=reason, checks=numbers, model=model)
+
+
+def _shown(model: str, version: int) -> str:
+    return f"{model}:{version}" if model else f"version {version}"
 
 
 def numbers_of(plan: CanaryPlan | None, state: CanaryState) -> Iterator[CheckNumbers]:
@@ -301,22 +319,22 @@ def _numbers(verdict: Verdict) -> CheckNumbers:
     )
 
 
-def count_names(version: int, check: str, stratum: str) -> tuple[str, str]:
-    """Returns the names of two counts: the requests of a version in a stratum of a check, and the bad ones of them."""
-    return f"{version}|{check}|{stratum}|requests", f"{version}|{check}|{stratum}|bad"
+def count_names(role: Role, check: str, stratum: str) -> tuple[str, str]:
+    """Returns the names of two counts: the requests of a target in a stratum of a check, and the bad ones of them."""
+    return f"{role}|{check}|{stratum}|requests", f"{role}|{check}|{stratum}|bad"
 
 
-def blocks_of(state: CanaryState, counts: Mapping[str, int]) -> dict[str, dict[str, Block]]:
+def blocks_of(counts: Mapping[str, int]) -> dict[str, dict[str, Block]]:
     """Returns counts as what a decision looks at: check → stratum → requests of both targets."""
     found: dict[str, dict[str, Block]] = {}
     for check, stratum in {tuple(name.split("|")[1:3]) for name in counts}:
-        stable, tried = (_counts(counts, version, check, stratum) for version in (state.stable, state.canary))
+        stable, tried = (_counts(counts, role, check, stratum) for role in (Role.STABLE, Role.CANARY))
         found.setdefault(check, {})[stratum] = Block(stable, tried)
     return found
 
 
-def _counts(counts: Mapping[str, int], version: int, check: str, stratum: str) -> Counts:
-    requests, bad = (counts.get(name, 0) for name in count_names(version, check, stratum))
+def _counts(counts: Mapping[str, int], role: Role, check: str, stratum: str) -> Counts:
+    requests, bad = (counts.get(name, 0) for name in count_names(role, check, stratum))
     return Counts(requests, min(bad, requests))
 
 

@@ -80,6 +80,7 @@ class CanaryView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: The version that is or was on trial.
+        model: Its model, where that is not the stable target's; else empty.
         stable: The stable version, after a promotion the same.
         step: The number of its step, from 1.
         steps: How many steps there are.
@@ -102,6 +103,7 @@ class CanaryView(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float
     done_s: float
     checks: list[CheckNumbers]
+    model: str = ""
 
 
 class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,7 +191,7 @@ class EndpointService:
             stored = await self._trials.find(name)
             endpoint = _of((await self._store.read()).endpoints, name)
             trial = None if stored is None else stored.trial
-            ready = self._view.catalog.ready_versions(endpoint.stable.model)
+            ready = self._view.ready_to_try(endpoint)
             change = by_hand(endpoint, trial, action, reason, ready, self._now_s())
             if await self._trials.change(endpoint, stored, change):
                 await self._watch.look()
@@ -299,6 +301,7 @@ def _canary_of(endpoint: Endpoint, trial: Trial) -> CanaryView:
         since_s=trial.at_s,
         done_s=trial.done_s,
         checks=[*numbers_of(plan, state)],
+        model=trial.model,
     )
 
 

@@ -1,5 +1,6 @@
 """Endpoints whose targets are one version with two configurations: `digits`, and `quick` for the files of `digits`."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -8,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from onnx import helper
+from typer.testing import CliRunner
 
+from qinfer.cli.main import app
 from qinfer.testing import eventually
 from tests.support.endpoints import canary, shadow, split
 from tests.support.models import write
@@ -90,6 +94,45 @@ async def test_another_configuration_is_a_shadow(tmp_path: Path) -> None:
         found: dict[str, Any] = {}
         await eventually(are_compared, description="five shadows that were compared")
         assert await executions(client, "quick") == 5
+
+
+SHADOW = {"shadow": 1.0, "least_s": 0, "least_requests": 5}
+HALF = {"weight": 0.5, "least_s": 0, "least_requests": 20}
+CHECKS = [{"of": "errors"}, {"of": "disagreements", "allowed": 0.01}]
+HASTY = 'parameters { key: "qinfer.default_timeout_s" value { string_value: "0.000001" } }'
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "ends"), [("", [SHADOW, HALF], "promoted"), (HASTY, [HALF], "rolled back")], ids=["good", "bad"]
+)
+async def test_another_configuration_proves_itself(tmp_path: Path, config: str, steps: list[Any], ends: str) -> None:
+    """One that is as good becomes the stable target; one that lets every request expire is rolled back."""
+    plan, target = {"steps": steps, "checks": CHECKS}, {"model": "quick", "version": 3}
+    async with served(tmp_path, f"{FILES_OF} {config}") as (client, _):
+        await declared(client, split(target, stable="digits:3", canary=plan))
+
+        async def has_ended() -> bool:
+            for _ in range(5):
+                reply = await client.post("/v2/models/reader/infer", json=BODY)
+                answered.add((reply.headers["qinfer-target"], reply.status_code))
+            found.update((await client.get("/v1/endpoints/reader")).json())
+            return bool(found["canary"] and found["canary"]["state"] == ends)
+
+        answered: set[tuple[str, int]] = set()
+        found: dict[str, Any] = {}
+        await eventually(has_ended, timeout_s=60, description=f"a canary that is {ends}")
+
+        canary, stable = found["canary"], found["targets"][0]
+        assert (canary["model"], canary["version"]) == ("quick", 3)
+        assert stable["target"] == (QUICK if ends == "promoted" else "digits:3")
+        assert {model for model, status in answered if status == 200} == (
+            {"digits:3", QUICK} if ends == "promoted" else {"digits:3"}
+        )
+        assert (await ask(client))[:3] == ("reader", "3", stable["target"])
+        shown = await asyncio.to_thread(
+            CliRunner().invoke, app, ["endpoints", "show", "reader", "--url", str(client.base_url)]
+        )
+        assert f"Canary: {QUICK}, {ends}" in shown.stdout
 
 
 async def test_a_load_request_is_all_that_it_takes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def answer(infer_ms: float = 0.0, batch_size: int = 2, **fields: Any) -> Respons
 
 
 def counts_of(*, is_stable: bool = False) -> TargetCounts:
-    counts = TargetCounts(4, PLAN, is_stable=is_stable)
+    counts = TargetCounts(Role.STABLE if is_stable else Role.CANARY, PLAN)
     counts.use(LIMITS)
     return counts
 
@@ -36,13 +36,13 @@ def test_times_are_compared_with_the_limits_of_their_stratum() -> None:
     counts.answered(0.1, answer(25.5, batch_size=3))
 
     assert counts.take()[0] == {
-        "4|errors||requests": 4,
-        "4|latency p90||requests": 4,
-        "4|latency p90||bad": 1,
-        "4|execution p50|2|requests": 3,
-        "4|execution p50|2|bad": 2,
-        "4|execution p99|2|requests": 3,
-        "4|execution p99|2|bad": 1,
+        "canary|errors||requests": 4,
+        "canary|latency p90||requests": 4,
+        "canary|latency p90||bad": 1,
+        "canary|execution p50|2|requests": 3,
+        "canary|execution p50|2|bad": 2,
+        "canary|execution p99|2|requests": 3,
+        "canary|execution p99|2|bad": 1,
     }
     assert counts.take() == ({}, [])
 
@@ -55,14 +55,14 @@ def test_a_batch_counts_once() -> None:
 
     found, _ = counts.take()
 
-    assert (found["4|errors||requests"], found["4|execution p50|2|requests"]) == (3, 1)
+    assert (found["canary|errors||requests"], found["canary|execution p50|2|requests"]) == (3, 1)
 
 
 def test_what_the_cache_answered_says_nothing_about_time() -> None:
     counts = counts_of()
     counts.answered(0.1, answer(15, cache="hit"))
 
-    assert counts.take()[0] == {"4|errors||requests": 1}
+    assert counts.take()[0] == {"canary|errors||requests": 1}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_failures_are_the_servers_only(code: ErrorCode, bad: int | None) -> None
     counts = counts_of()
     counts.failed(code.value)
 
-    assert counts.take()[0].get("4|errors||bad") == bad
+    assert counts.take()[0].get("canary|errors||bad") == bad
 
 
 def test_what_was_executed_as_a_shadow_is_a_request_too() -> None:
@@ -90,9 +90,9 @@ def test_what_was_executed_as_a_shadow_is_a_request_too() -> None:
     counts.compared(disagrees=False)
 
     assert counts.take()[0] == {
-        "4|errors||requests": 2,
-        "4|disagreements||requests": 2,
-        "4|disagreements||bad": 1,
+        "canary|errors||requests": 2,
+        "canary|disagreements||requests": 2,
+        "canary|disagreements||bad": 1,
     }
 
 
@@ -109,6 +109,19 @@ def test_stable_lends_a_bounded_sample_where_limits_lack() -> None:
     assert counts.take() == ({}, [])
 
 
+def test_targets_of_the_same_version_are_told_apart() -> None:
+    stable = Target(model="m", version=3, role=Role.STABLE)
+    endpoint = Endpoint(name="e", targets=(stable, Target(model="quick", version=3, trial=3)), canary=PLAN, revision=7)
+    observed = Observed()
+    observed.follow({"e": endpoint}, {"e": Trial(state=begin(PLAN, 3, 3, 7, 0.0), model="quick")})
+
+    observed.by_target["e", "m:3"].answered(0.1, answer())
+    observed.by_target["e", "quick:3"].failed(ErrorCode.INTERNAL)
+
+    [(_, _, found, _)] = observed.take()
+    assert found == {"stable|errors||requests": 1, "canary|errors||requests": 1, "canary|errors||bad": 1}
+
+
 def test_counts_belong_to_a_revision() -> None:
     """With the next one they begin anew; what has ended is not counted."""
     stable = Target(model="m", version=3, role=Role.STABLE)
@@ -122,7 +135,7 @@ def test_counts_belong_to_a_revision() -> None:
 
     [(name, revision, found, latencies)] = observed.take()
     assert (name, revision, len(latencies)) == ("e", 7, 2)
-    assert found == {"3|errors||requests": 1, "4|errors||requests": 1, "4|errors||bad": 1}
+    assert found == {"stable|errors||requests": 1, "canary|errors||requests": 1, "canary|errors||bad": 1}
 
     observed.by_target["e", "m:4"].failed(ErrorCode.INTERNAL)
     later = replace(trial, state=replace(trial.state, revision=8))

@@ -36,8 +36,8 @@ def on_trial(endpoint: Endpoint, *ready: int) -> tuple[Endpoint, Trial]:
     return stored(endpoint, begun(endpoint, None, ready or (3, 4), NOW_S))
 
 
-def counts(stable: int, tried: int, tried_bad: int = 0, version: int = 4) -> dict[str, int]:
-    of_stable, of_tried = count_names(3, "errors", ""), count_names(version, "errors", "")
+def counts(stable: int, tried: int, tried_bad: int = 0) -> dict[str, int]:
+    of_stable, of_tried = count_names(Role.STABLE, "errors", ""), count_names(Role.CANARY, "errors", "")
     return {of_stable[0]: stable, of_tried[0]: tried, of_tried[1]: tried_bad}
 
 
@@ -91,6 +91,36 @@ def test_a_canary_by_number_becomes_the_stable_target() -> None:
     assert shares(change.endpoint) == [("stable", 4, 1)]
     assert change.event is not None
     assert change.event.event == "finish"
+
+
+def test_another_model_of_the_same_version_is_tried_too() -> None:
+    """Such as one with another configuration: a shadow first, then a share, and in the end the stable target."""
+    endpoint = declared(version=3, model="quick")
+    assert begun(endpoint, None, (), NOW_S) is None
+    endpoint, trial = on_trial(endpoint, 3)
+    assert [target.label for target in endpoint.targets] == ["m:3", "quick:3", "quick:3"]
+    assert trial.reason == "quick:3 is ready"
+
+    endpoint, trial = stored(endpoint, advanced(endpoint, trial, counts(50, 10), {}, NOW_S))
+    change = advanced(endpoint, trial, counts(50, 10), {}, NOW_S)
+
+    assert change.endpoint is not None
+    assert [(target.label, target.role) for target in change.endpoint.targets] == [("quick:3", Role.STABLE)]
+    assert change.event is not None
+    assert (change.event.event, change.event.model, change.event.version) == ("finish", "quick", 3)
+
+
+def test_what_stays_out_is_the_model_that_was_rolled_back() -> None:
+    """And not the same version of another."""
+    endpoint, trial = on_trial(declared(version=4, model="quick"))
+    endpoint, trial = stored(endpoint, advanced(endpoint, trial, counts(50, 50, 50), {}, NOW_S))
+    assert (trial.is_rolled_back, trial.model) == (True, "quick")
+
+    assert begun(declared(version=4, model="quick"), trial, (4,), NOW_S) is None
+    assert begun(declared(version=4), trial, (4,), NOW_S) is not None
+    assert begun(declared(version=4, model="quicker"), trial, (4,), NOW_S) is not None
+    again = by_hand(endpoint, trial, Action.RESUME, "by hand", (4,), NOW_S)
+    assert (again.trial.is_on, again.trial.model) == (True, "quick")
 
 
 def test_a_newer_version_waits_for_the_end_of_a_trial() -> None:
@@ -160,7 +190,7 @@ def test_a_declaration_that_was_read_can_be_put_back() -> None:
     ("targets", "plan", "text"),
     [
         ([{"model": "m", "version": 4}, {"model": "m", "version": 5}], PLAN, "the plan is for one canary, not 2"),
-        ([{"model": "n", "version": 4}], PLAN, "a plan promotes versions of 'm'"),
+        ([{"model": "n", "version": "latest"}], PLAN, "a plan follows the latest version of 'm' only; write a number"),
         ([], {"steps": []}, "a canary has no steps"),
         ([], {"steps": [{"weight": 2}]}, "step 1 has weight 2"),
         ([], {"steps": [{"wieght": 0.1}]}, "a step of an endpoint has no 'wieght'"),
