@@ -17,6 +17,7 @@ from qinfer.cli.main import app
 from qinfer.testing import eventually
 from tests.support.endpoints import canary, shadow, split
 from tests.support.models import write
+from tests.support.python_models import HEADER
 from tests.support.served_models import ServedModels, models_served
 
 FILES_OF = 'parameters { key: "qinfer.files_of" value { string_value: "digits" } }'
@@ -153,6 +154,45 @@ async def test_a_load_request_is_all_that_it_takes(tmp_path: Path) -> None:
 
         await eventually(has_new_files, description="an answer by the new files")
         assert (await ask(client, "/v2/models/digits"))[3] == [-1.0, -2.0, -3.0, -4.0]
+
+
+SCALES = (
+    HEADER
+    + """
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [4]})
+        config.add_output({"name": "y", "data_type": "TYPE_FP32", "dims": [4]})
+        config.set_max_batch_size(8)
+        return config
+
+    def initialize(self, args):
+        self.factor = float(json.loads(args["model_config"])["parameters"]["factor"]["string_value"])
+
+    def execute(self, requests):
+        return [reply(x(request) * np.float32(self.factor)) for request in requests]
+"""
+)
+
+
+async def test_a_python_model_is_told_its_own_parameters(tmp_path: Path) -> None:
+    """Also where it completes its configuration itself, which a worker has it do."""
+    (tmp_path / "digits" / "3").mkdir(parents=True)
+    (tmp_path / "digits" / "3" / "model.py").write_text(SCALES)
+    async with models_served(tmp_path) as scene, httpx.AsyncClient(base_url=scene.gateway.url) as client:
+        factors = {name: {"factor": {"string_value": str(by)}} for name, by in (("digits", 2), ("quick", 3))}
+        quick = {**OVERRIDE["parameters"], **factors["quick"]}
+        await scene.http.load_model("digits", config=json.dumps({"backend": "python", "parameters": factors["digits"]}))
+        await scene.http.load_model("quick", config=json.dumps({"backend": "python", "parameters": quick}))
+        await declared(client, split(canary(0.5, QUICK), stable="digits:3"))
+
+        answers = [await ask(client) for _ in range(30)]
+
+        assert {(target, *outputs) for *_, target, outputs in answers} == {
+            ("digits:3", 2.0, 4.0, 6.0, 8.0),
+            (QUICK, 3.0, 6.0, 9.0, 12.0),
+        }
 
 
 async def test_a_load_request_for_files_that_are_not_there_is_refused(tmp_path: Path) -> None:
