@@ -97,45 +97,6 @@ async def test_another_configuration_is_a_shadow(tmp_path: Path) -> None:
         assert await executions(client, "quick") == 5
 
 
-SHADOW = {"shadow": 1.0, "least_s": 0, "least_requests": 5}
-HALF = {"weight": 0.5, "least_s": 0, "least_requests": 20}
-CHECKS = [{"of": "errors"}, {"of": "disagreements", "allowed": 0.01}]
-HASTY = 'parameters { key: "qinfer.default_timeout_s" value { string_value: "0.000001" } }'
-
-
-@pytest.mark.parametrize(
-    ("config", "steps", "ends"), [("", [SHADOW, HALF], "promoted"), (HASTY, [HALF], "rolled back")], ids=["good", "bad"]
-)
-async def test_another_configuration_proves_itself(tmp_path: Path, config: str, steps: list[Any], ends: str) -> None:
-    """One that is as good becomes the stable target; one that lets every request expire is rolled back."""
-    plan, target = {"steps": steps, "checks": CHECKS}, {"model": "quick", "version": 3}
-    async with served(tmp_path, f"{FILES_OF} {config}") as (client, _):
-        await declared(client, split(target, stable="digits:3", canary=plan))
-
-        async def has_ended() -> bool:
-            for _ in range(5):
-                reply = await client.post("/v2/models/reader/infer", json=BODY)
-                answered.add((reply.headers["qinfer-target"], reply.status_code))
-            found.update((await client.get("/v1/endpoints/reader")).json())
-            return bool(found["canary"] and found["canary"]["state"] == ends)
-
-        answered: set[tuple[str, int]] = set()
-        found: dict[str, Any] = {}
-        await eventually(has_ended, timeout_s=60, description=f"a canary that is {ends}")
-
-        canary, stable = found["canary"], found["targets"][0]
-        assert (canary["model"], canary["version"]) == ("quick", 3)
-        assert stable["target"] == (QUICK if ends == "promoted" else "digits:3")
-        assert {model for model, status in answered if status == 200} == (
-            {"digits:3", QUICK} if ends == "promoted" else {"digits:3"}
-        )
-        assert (await ask(client))[:3] == ("reader", "3", stable["target"])
-        shown = await asyncio.to_thread(
-            CliRunner().invoke, app, ["endpoints", "show", "reader", "--url", str(client.base_url)]
-        )
-        assert f"Canary: {QUICK}, {ends}" in shown.stdout
-
-
 async def test_a_load_request_is_all_that_it_takes(tmp_path: Path) -> None:
     """No directory and no file: the configuration comes with the request, and lasts as loads do."""
     digits(tmp_path)
@@ -171,20 +132,28 @@ class TritonPythonModel:
         self.factor = float(json.loads(args["model_config"])["parameters"]["factor"]["string_value"])
 
     def execute(self, requests):
+        if not self.factor:
+            raise ValueError("the factor is 0")
         return [reply(x(request) * np.float32(self.factor)) for request in requests]
 """
 )
 
 
+@asynccontextmanager
+async def scaled(repository: Path, factor: int) -> AsyncIterator[httpx.AsyncClient]:
+    """Serves one Python model with two factors: 2 as `digits`, another one as `quick`."""
+    (repository / "digits" / "3").mkdir(parents=True)
+    (repository / "digits" / "3" / "model.py").write_text(SCALES)
+    async with models_served(repository) as scene, httpx.AsyncClient(base_url=scene.gateway.url) as client:
+        for name, more, by in (("digits", {}, 2), ("quick", OVERRIDE["parameters"], factor)):
+            parameters = {**more, "factor": {"string_value": str(by)}}
+            await scene.http.load_model(name, config=json.dumps({"backend": "python", "parameters": parameters}))
+        yield client
+
+
 async def test_a_python_model_is_told_its_own_parameters(tmp_path: Path) -> None:
     """Also where it completes its configuration itself, which a worker has it do."""
-    (tmp_path / "digits" / "3").mkdir(parents=True)
-    (tmp_path / "digits" / "3" / "model.py").write_text(SCALES)
-    async with models_served(tmp_path) as scene, httpx.AsyncClient(base_url=scene.gateway.url) as client:
-        factors = {name: {"factor": {"string_value": str(by)}} for name, by in (("digits", 2), ("quick", 3))}
-        quick = {**OVERRIDE["parameters"], **factors["quick"]}
-        await scene.http.load_model("digits", config=json.dumps({"backend": "python", "parameters": factors["digits"]}))
-        await scene.http.load_model("quick", config=json.dumps({"backend": "python", "parameters": quick}))
+    async with scaled(tmp_path, 3) as client:
         await declared(client, split(canary(0.5, QUICK), stable="digits:3"))
 
         answers = [await ask(client) for _ in range(30)]
@@ -193,6 +162,49 @@ async def test_a_python_model_is_told_its_own_parameters(tmp_path: Path) -> None
             ("digits:3", 2.0, 4.0, 6.0, 8.0),
             (QUICK, 3.0, 6.0, 9.0, 12.0),
         }
+
+
+SHADOW = {"shadow": 1.0, "least_s": 0, "least_requests": 5}
+HALF = {"weight": 0.5, "least_s": 0, "least_requests": 20}
+CHECKS = [{"of": "errors"}, {"of": "disagreements", "allowed": 0.01}]
+
+
+@pytest.mark.parametrize(
+    ("factor", "steps", "ends", "answered_by"),
+    [
+        (2, [SHADOW, HALF], "promoted", {"digits:3", QUICK}),
+        (-1, [SHADOW | {"least_requests": 1000}, HALF], "rolled back", {"digits:3"}),
+        (0, [HALF], "rolled back", {"digits:3"}),
+    ],
+    ids=["good", "wrong", "failing"],
+)
+async def test_another_configuration_proves_itself(
+    tmp_path: Path, factor: int, steps: list[Any], ends: str, answered_by: set[str]
+) -> None:
+    """One as good becomes the stable target; one that answers otherwise, or fails, is rolled back."""
+    plan, target = {"steps": steps, "checks": CHECKS}, {"model": "quick", "version": 3}
+    async with scaled(tmp_path, factor) as client:
+        await declared(client, split(target, stable="digits:3", canary=plan))
+
+        async def has_ended() -> bool:
+            for _ in range(5):
+                reply = await client.post("/v2/models/reader/infer", json=BODY)
+                if reply.status_code == 200:
+                    answered.add(reply.headers["qinfer-target"])
+            found.update((await client.get("/v1/endpoints/reader")).json())
+            return bool(found["canary"] and found["canary"]["state"] == ends)
+
+        answered: set[str] = set()
+        found: dict[str, Any] = {}
+        await eventually(has_ended, timeout_s=60, description=f"a canary that is {ends}")
+
+        trial, stable = found["canary"], found["targets"][0]
+        assert (trial["model"], trial["version"], answered) == ("quick", 3, answered_by)
+        assert stable["target"] == (QUICK if ends == "promoted" else "digits:3")
+        assert (await ask(client))[:3] == ("reader", "3", stable["target"])
+        arguments = ["endpoints", "show", "reader", "--url", str(client.base_url)]
+        shown = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+        assert f"Canary: {QUICK}, {ends}" in shown.stdout
 
 
 async def test_a_load_request_for_files_that_are_not_there_is_refused(tmp_path: Path) -> None:
