@@ -77,19 +77,25 @@ class Shadows:
         return [shadow for target in targets if (shadow := self._shadow(target, request)) is not None]
 
     def _shadow(self, target: Target, request: InferRequest) -> "Shadow | None":
-        version = self._endpoints.resolved(target)
-        key, served = (
-            (request.endpoint, f"{target.model}:{version}"),
-            self._endpoints.catalog.find(target.model, version),
+        key = request.endpoint, target.label
+        try:
+            served, size = self._endpoints.catalog.find(*target.place), tensor_bytes(request)
+            if served is not None and self._has_room(size):
+                self._in_flight += 1
+                self._bytes += size
+                return Shadow(self, key, served, size)
+        except Exception:  # the boundary of shadows: their request goes on, whatever it is
+            logger.exception("shadow not drawn", extra={"target": key[1]})
+        self._tally.shadow(key, ShadowOutcome.DROPPED)
+        return None
+
+    def _has_room(self, size: int) -> bool:
+        settings = self._settings
+        return (
+            self._in_flight < settings.max_shadows
+            and self._bytes + size <= settings.max_shadow_bytes
+            and len(self._submission.pending) < self._max_pending
         )
-        size, settings = tensor_bytes(request), self._settings
-        is_full = self._in_flight >= settings.max_shadows or self._bytes + size > settings.max_shadow_bytes
-        if is_full or served is None or len(self._submission.pending) >= self._max_pending:
-            self._tally.shadow(key, ShadowOutcome.DROPPED)
-            return None
-        self._in_flight += 1
-        self._bytes += size
-        return Shadow(self, key, served, size)
 
     def submit(self, shadow: "Shadow", request: InferRequest) -> Pending:
         """Submits a shadow of a request that is submitted.
@@ -203,6 +209,9 @@ class Shadow(Inner):
         except QinferError as error:
             logger.debug("shadow refused", extra={"target": self.key[1], "reason": error.message})
             self._end(ShadowOutcome.DROPPED)
+        except Exception:  # as in `Shadows._shadow`
+            logger.exception("shadow not submitted", extra={"target": self.key[1]})
+            self._end(ShadowOutcome.DROPPED)
         else:
             self.name = request.client_id or self._pending.request_id
 
@@ -213,8 +222,12 @@ class Shadow(Inner):
         if response.failure is not None:
             self._end(ShadowOutcome.DROPPED)
             return
-        self._stable = self._kept(response)
-        self._compare()
+        try:
+            self._stable = self._kept(response)
+            self._compare()
+        except Exception:  # as above: its caller has the answer already, and gets no other
+            logger.exception("shadow not compared", extra={"target": self.key[1]})
+            self._end(ShadowOutcome.DROPPED)
 
     def left(self) -> None:
         """Takes note that the request has no answer."""

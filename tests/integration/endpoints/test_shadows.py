@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -345,6 +346,28 @@ async def test_a_request_without_an_answer_takes_its_shadow_along(tmp_path: Path
             return await depth(scene, 1) == 0
 
         await eventually(is_empty, description="an empty shadow lane")
+
+
+@pytest.mark.parametrize("broken", ["tensor_bytes", "submit_shadow", "Differences"])
+async def test_a_defect_of_shadows_is_logged_and_counted_and_nothing_to_callers(
+    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the draw, as one is submitted, and as both answers are there."""
+    monkeypatch.setattr(f"qinfer_api.shadows.{broken}", Mock(side_effect=RuntimeError("defect")))
+    digits(tmp_path, {1: "Identity", 2: "Neg"})
+    async with models_served(tmp_path) as scene, httpx.AsyncClient(base_url=scene.gateway.url) as client:
+        await scene.http.load_model("digits")
+        await declared(client, "reader", split(shadow("digits:2"), stable="digits:1"))
+
+        for _ in range(3):
+            assert await ask(client, "reader", [1, 2, 3, 4]) == [1, 2, 3, 4]
+
+        found = await counted(client, "reader", dropped=3)
+        assert found["shadows"] == {"compared": 0, "disagreed": 0, "failed": 0, "dropped": 3}
+        assert "defect" in caplog.text
+        shadows = scene.gateway.dispatcher.shadows
+        assert shadows is not None
+        assert (shadows.waiting, shadows._in_flight, shadows._bytes) == (0, 0, 0)
 
 
 async def depth(scene: ServedModels, version: int = 2) -> int:
