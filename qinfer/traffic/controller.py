@@ -9,6 +9,7 @@ that Redis has lost: else a version that was rolled back would be tried again.
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable
@@ -54,7 +55,15 @@ class CanaryController:
         self._now_s = now_s
 
     async def run(self) -> None:
-        """Works once a second until cancelled."""
+        """Works once a second until cancelled; then another gateway may decide at once."""
+        try:
+            await self._work()
+        finally:
+            with suppress(BrokerUnavailable, TimeoutError):  # the lease ends by itself
+                async with asyncio.timeout(EVERY_S):
+                    await self._trials.leave(self._owner)
+
+    async def _work(self) -> None:
         outage = OutageLog(logger, "canaries not looked after", "canaries looked after again")
         while True:
             try:

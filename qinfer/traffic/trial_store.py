@@ -36,6 +36,7 @@ _MOST_LATENCIES = 2000
 _TRANSIT = load_script("transit", "now_ms", "deliveries", package="qinfer.traffic").text
 _COUNT = load_script("count", package="qinfer.traffic").text
 _LEAD = load_script("lead", package="qinfer.traffic").text
+_LEAVE = load_script("leave", package="qinfer.traffic").text
 _EXPIRING = load_script("expiring", "now_ms", package="qinfer.models").text
 
 
@@ -154,6 +155,11 @@ class TrialStore:
         """Takes the lease of the controller, or renews it; returns whether `owner` has it."""
         with translated():
             return bool(await self._control.client.eval(_LEAD, 1, keys.trial_lease(), owner, ttl_ms(LEASE_S)))
+
+    async def leave(self, owner: str) -> None:
+        """Gives the lease of the controller back, if `owner` has it."""
+        with translated():
+            await self._control.client.eval(_LEAVE, 1, keys.trial_lease(), owner)
 
     async def confirm(self, gateway: str, revision: int) -> None:
         """Reports the revision of endpoints that a gateway goes by."""

@@ -106,6 +106,32 @@ async def test_one_gateway_decides(pair: Pair) -> None:
     assert [await pair.one.lead("a"), await pair.other.lead("b"), await pair.one.lead("a")] == [True, False, True]
 
 
+async def test_a_gateway_that_stops_leaves_the_lease_to_the_next(pair: Pair, stores: ControlPair) -> None:
+    view = Endpoints(Catalog(stores.one, LimitSettings()))
+    controller = CanaryController(pair.endpoints, pair.one, view, Observed(), "a", lambda: NOW_S)
+    assert await pair.one.lead("a")
+    running = asyncio.create_task(controller.run())
+
+    async def works() -> bool:
+        return "a" in await pair.other.heard()
+
+    await eventually(works, description="a controller at work")
+    assert not await pair.other.lead("b")
+    running.cancel()
+    await asyncio.wait([running])
+
+    assert running.cancelled()
+    assert await pair.other.lead("b")
+
+
+async def test_a_lease_that_went_to_another_stays_with_it(pair: Pair) -> None:
+    assert await pair.one.lead("a")
+
+    await pair.other.leave("b")
+
+    assert not await pair.other.lead("b")
+
+
 async def test_gateways_confirm_their_revisions(pair: Pair) -> None:
     await pair.one.confirm("a", 7)
     await pair.other.confirm("b", 8)
