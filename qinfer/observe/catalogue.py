@@ -165,8 +165,8 @@ CANARY_STEP = _gauge(
 )
 CANARY_PAUSED = _gauge(
     "qinfer_endpoint_canary_paused",
-    "1 if an endpoint's canary on trial is paused, as this gateway has it.",
-    ("endpoint", "process"),
+    "1 if an endpoint's canary on trial is paused for this reason, no_data or by_hand, as this gateway has it.",
+    ("endpoint", "process", "reason"),
     _PROCESS,
 )
 CANARY_ROLLED_BACK = _gauge(

@@ -11,6 +11,7 @@ from qinfer.errors import ErrorCode
 from qinfer.observe import catalogue
 from qinfer.observe.exposition import Family, family
 from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations
+from qinfer.traffic.canary import BY_HAND, NO_DATA
 from qinfer.traffic.observed import Observed
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.shadows import ShadowCounts
@@ -134,14 +135,29 @@ class TargetTally:
         yield family(catalogue.ENDPOINT_REVISION, [(max(self._endpoints.revision, 0), own)])
 
     def _trials(self, own: dict[str, str]) -> Iterator[Family]:
-        trials = {name: one for name, one in self._endpoints.trials.items() if name in self._endpoints.by_name}
+        """Yields the metrics of the trials of those endpoints that plan canaries."""
+        planned = {name: routed.endpoint for name, routed in self._endpoints.by_name.items() if routed.endpoint.canary}
+        trials = {name: trial for name, trial in self._endpoints.trials.items() if name in planned}
+        on = {
+            name: trial.state
+            for name, trial in trials.items()
+            if trial.is_on and trial.state.revision == planned[name].revision
+        }
         of_each = {name: {"endpoint": name, **own} for name in trials}
-        for metric, value in (
-            (catalogue.CANARY_STEP, lambda trial: (trial.state.step + 1) * trial.is_on),
-            (catalogue.CANARY_PAUSED, lambda trial: bool(trial.state.paused) * trial.is_on),
-            (catalogue.CANARY_ROLLED_BACK, lambda trial: int(trial.is_rolled_back)),
-        ):
-            yield family(metric, ((value(trial), of_each[name]) for name, trial in trials.items()))
+        yield family(
+            catalogue.CANARY_STEP, ((on[name].step + 1 if name in on else 0, of_each[name]) for name in trials)
+        )
+        yield family(
+            catalogue.CANARY_PAUSED,
+            (
+                (int(name in on and on[name].paused == why), {"reason": why.replace(" ", "_"), **of_each[name]})
+                for name in trials
+                for why in (BY_HAND, NO_DATA)
+            ),
+        )
+        yield family(
+            catalogue.CANARY_ROLLED_BACK, ((int(trial.is_rolled_back), of_each[name]) for name, trial in trials.items())
+        )
 
 
 def key_of(request: InferRequest) -> Key:

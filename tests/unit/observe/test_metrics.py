@@ -487,8 +487,8 @@ def counted_targets() -> TargetTally:
     """Returns counts of everything that is counted by endpoint."""
     stable = Target(model="m", version=1, role=Role.STABLE)
     endpoints = Endpoints(Mock())
-    endpoints.show(Declared({"e": Endpoint(name="e", targets=(stable,))}, 7))
     plan = CanaryPlan(steps=(Step(weight=0.1),))
+    endpoints.show(Declared({"e": Endpoint(name="e", targets=(stable,), canary=plan, revision=7)}, 7))
     endpoints.trials = {"e": Trial(state=begin(plan, 1, 2, 7, 0.0))}
     tally = TargetTally(endpoints, "g")
     tally.answered(("e", "m:1"), 0.1, Response(request_id="r"))
