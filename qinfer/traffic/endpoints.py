@@ -9,9 +9,10 @@
 The stable target answers what no other target gets; here that is nine of ten users, but none of the testers.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
@@ -31,6 +32,7 @@ MAX_NAME = 128
 
 _MAX_CONDITIONS = 64
 _DIGITS = 9  # of a weight: sums of decimal fractions are not exact
+_MAX_SHOWN = 60  # characters of a wrong value
 _STICKY_WORDS = ("header", "parameter")
 _TENANT = "tenant"
 
@@ -192,10 +194,10 @@ def read_endpoint(document: Any, name: str = "") -> Endpoint:
     try:
         endpoint = msgspec.convert(document, Endpoint)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"this is no declaration of an endpoint: {error}") from None
+        raise InvalidRequest(f"this is no declaration of an endpoint: {_explained(error, document)}") from None
     for where, part, kind in _parts(document):
         if unknown := set(part) - set(kind.__struct_fields__):
-            known = ", ".join(kind.__struct_fields__)
+            known = ", ".join(name for name in kind.__struct_fields__ if name not in _SET_BY_SERVER)
             raise InvalidRequest(f"{where} of an endpoint has no '{min(unknown, key=str)[:60]}'; it has {known}")
     if name and endpoint.name not in ("", name):
         raise InvalidRequest(
@@ -204,6 +206,41 @@ def read_endpoint(document: Any, name: str = "") -> Endpoint:
     endpoint = replace(endpoint, name=endpoint.name or name).at_rest()
     check(endpoint)
     return endpoint
+
+
+_SET_BY_SERVER = ("trial", "file")
+
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "role": tuple(Role),
+    "version": ("a number", LATEST),
+    "of": get_args(get_type_hints(Check)["of"]),
+    "agree": get_args(get_type_hints(Rule)["agree"]),
+    "nan": get_args(get_type_hints(Rule)["nan"]),
+}
+"""Field → what it may be, which msgspec does not tell."""
+
+
+def _explained(error: msgspec.ValidationError, document: Any) -> str:
+    """Returns what is wrong with a declaration: the place, the value there, and what it may be."""
+    what, _, place = str(error).partition(" - at `$")
+    place = place.strip(".`")
+    if not place:
+        return what
+    words = _WORDS.get(place.rpartition(".")[2], ())
+    wanted = f"it may be {' or '.join(filter(None, words))}" if words else ""
+    said = what[0].lower() + what[1:]
+    try:
+        value = _value_at(document, place)
+    except (KeyError, IndexError, TypeError, ValueError):  # below a name that msgspec does not tell
+        return f"`{place}`: {said}" + (f"; {wanted}" if wanted else "")
+    return f"`{place}` is '{str(value)[:_MAX_SHOWN]}'; {wanted or said}"
+
+
+def _value_at(document: Any, place: str) -> Any:
+    """Returns what is at a place such as `targets[1].weight`."""
+    for step in re.findall(r"\w+|\.{3}", place):
+        document = document[int(step) if isinstance(document, list) else step]
+    return document
 
 
 def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
@@ -315,7 +352,7 @@ def misfit(stable: ModelSpec, other: ModelSpec) -> str:
         mine, its = {_shape(one) for one in ours}, {_shape(one) for one in theirs}
         if mine != its:
             only = ", ".join(sorted({name for name, *_ in mine ^ its}))
-            return f"they differ in {kind} {only}"
+            return f"they differ in {kind} {only}; all targets need the same inputs and outputs"
     return ""
 
 

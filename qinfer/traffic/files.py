@@ -51,10 +51,10 @@ def read_file(path: Path) -> Endpoint:
         named = {"name": path.stem, **document} if isinstance(document, dict) else document
         endpoint = read_endpoint(named)
     except OSError as error:
-        raise SettingsError(f"the endpoint '{path}' can't be read: {error.strerror}") from None
+        raise SettingsError(f"the file '{path}' can't be read: {error.strerror}") from None
     except Unreadable as error:
-        raise SettingsError(f"the endpoint '{path}': {error}") from None
+        raise SettingsError(f"the file '{path}': {error}") from None
     except InvalidRequest as error:
-        raise SettingsError(f"the endpoint '{path}': {error.message}") from None
+        raise SettingsError(f"the file '{path}': {error.message}") from None
     digest = hashlib.sha256(msgspec.json.encode(endpoint)).hexdigest()
     return msgspec.structs.replace(endpoint, file=digest[:_DIGITS])

@@ -31,6 +31,7 @@ DEAF_AFTER_S = 2.0
 """Seconds without a look after which only stable targets are used."""
 
 _RETRY_S = 0.25
+_MOST_NAMED = 10  # models in an error text
 
 
 class Routed(NamedTuple):
@@ -175,6 +176,8 @@ class Endpoints:
     def problems(self, endpoint: Endpoint) -> Iterator[str]:
         """Yields what keeps an endpoint or a target from being used as it was declared."""
         yield from self.refusals(endpoint)
+        if endpoint.canary is not None and endpoint.tried is None and endpoint.name not in self.trials:
+            yield "it plans canaries, and no target is one: add a target with the version latest"
         for target in endpoint.targets:
             if self._is_model(target.model) and self.catalog.find(target.model, self.resolved(target)) is None:
                 yield f"target '{target.label}' is not ready" + (
@@ -182,7 +185,12 @@ class Endpoints:
                 )
 
     def _what(self, name: str) -> str:
-        return "it is an endpoint, and targets are models" if name in self.by_name else "there is no such model"
+        return "it is an endpoint, and targets are models" if name in self.by_name else self._no_model()
+
+    def _no_model(self) -> str:
+        known = sorted(self.catalog.known())
+        more = f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
+        return f"there is no such model; there are {', '.join(known[:_MOST_NAMED]) or 'none'}{more}"
 
     def _spec(self, target: Target) -> ModelSpec | None:
         return self.catalog.spec(target.model)

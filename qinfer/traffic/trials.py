@@ -217,9 +217,21 @@ def by_hand(
         version = candidate(endpoint, ready)
         if action is Action.RESUME and version and trial is not None and trial.is_rolled_back:
             return _begin(endpoint, plan, version, reason, now_s)
-        raise Conflict(f"endpoint '{endpoint.name}' has no canary on trial; GET /v1/endpoints/<name> tells more")
+        raise Conflict(f"endpoint '{endpoint.name}' has no canary on trial: {_why_none(endpoint, trial)}")
     decision, after = _decided_by_hand(plan, trial.state, action, reason, now_s)
     return _change(endpoint, plan, after, decision.action.value, decision.reason, now_s)
+
+
+def _why_none(endpoint: Endpoint, trial: Trial | None) -> str:
+    """Returns why no canary is on trial, and what begins one."""
+    if trial is None:
+        return "its first begins when a version of the canary target is ready"
+    version = _shown(trial.model, trial.state.canary)
+    if trial.is_rolled_back:
+        return f"{version} was rolled back; resume tries it again while it is ready"
+    if trial.state.ended:
+        return f"{version} was promoted; the next begins with another version, or when the endpoint is put again"
+    return f"the endpoint was put since the trial of {version} began, which begins anew within a second or two"
 
 
 def _decided_by_hand(

@@ -220,7 +220,7 @@ async def test_an_endpoint_may_stand_in_front_of_a_model(both: list[Running], cl
 @pytest.mark.parametrize(
     ("declaration", "text"),
     [
-        (split(canary(0.1, "nothing:1")), "target 'nothing:1': there is no such model"),
+        (split(canary(0.1, "nothing:1")), "target 'nothing:1': there is no such model; there are "),
         (split(canary(0.1, "basis:1")), "target 'basis:1': it is an endpoint, and targets are models"),
         (split(canary(0.1, "echo:9")), "target 'echo:9': the model has no such version; its versions are 1, 2"),
         (split(canary(0.1, "half:1")), "target 'half:1' does not fit 'echo:1': they differ in input x"),
@@ -231,13 +231,13 @@ async def test_an_endpoint_may_stand_in_front_of_a_model(both: list[Running], cl
         (split(shadow("stateful:1"), stable="stateful:1"), "a model with sequences can't be a shadow"),
         (split(shadow("flow:1"), stable="flow:1"), "a decoupled model can't be a shadow"),
         (split(compare={"z": {}}), "compare: 'echo' has no output 'z'; it has y"),
-        (split(compare={"y": {"agree": "nearly"}}), "Invalid enum value 'nearly'"),
-        (split(compare={"y": {"within": 1}}), "this is no declaration of an endpoint: Object contains unknown field"),
+        (split(compare={"y": {"agree": "nearly"}}), "invalid enum value 'nearly'; it may be argmax or equal or within"),
+        (split(compare={"y": {"within": 1}}), "`compare[...]`: object contains unknown field `within`"),
         (
             split(stable="text:1", compare={"y": {"agree": "argmax"}}),
             "compare: output 'y' has texts, which can't be compared by 'argmax'; say 'equal'",
         ),
-        ({"targets": 7}, "this is no declaration of an endpoint: Expected `array`, got `int` - at `$.targets`"),
+        ({"targets": 7}, "this is no declaration of an endpoint: `targets` is '7'; expected `array`, got `int`"),
     ],
 )
 async def test_what_cannot_be_declared(
@@ -249,6 +249,14 @@ async def test_what_cannot_be_declared(
 
     assert (reply.status_code, text in reply.json()["error"]) == (400, True), reply.text
     assert (await client.get("/v1/endpoints/refused")).status_code == 404
+
+
+async def test_a_plan_without_a_canary_is_a_problem(both: list[Running], client: httpx.AsyncClient) -> None:
+    await declare(both, "planned", split(canary={"steps": [{"weight": 0.5}]}))
+
+    state = (await client.get("/v1/endpoints/planned")).json()
+
+    assert state["problems"] == ["it plans canaries, and no target is one: add a target with the version latest"]
 
 
 async def test_a_change_to_another_revision_is_refused(both: list[Running], client: httpx.AsyncClient) -> None:

@@ -155,12 +155,25 @@ def test_people_decide_too() -> None:
     with pytest.raises(Conflict, match="not paused already"):
         by_hand(endpoint, trial, Action.RESUME, "by hand", (), NOW_S)
     endpoint, trial = stored(endpoint, by_hand(endpoint, trial, Action.ROLL_BACK, "by hand", (), NOW_S))
-    with pytest.raises(Conflict, match="no canary on trial"):
+    with pytest.raises(Conflict, match="version 4 was rolled back; resume tries it again"):
         by_hand(endpoint, trial, Action.PROMOTE, "by hand", (3, 4), NOW_S)
     again = by_hand(endpoint, trial, Action.RESUME, "by hand", (3, 4), NOW_S)
     assert (again.trial.is_on, again.trial.state.step) == (True, 0)
     with pytest.raises(Conflict, match="has no plan"):
         by_hand(replace(endpoint, canary=None), trial, Action.PROMOTE, "", (), NOW_S)
+
+
+def test_people_are_told_why_there_is_nothing_to_decide() -> None:
+    endpoint, trial = on_trial(declared())
+
+    def refused(trial: Trial | None) -> str:
+        with pytest.raises(Conflict, match="endpoint 'e' has no canary on trial: ") as raised:
+            by_hand(endpoint, trial, Action.PAUSE, "by hand", (3, 4), NOW_S)
+        return str(raised.value)
+
+    assert "its first begins when a version of the canary target is ready" in refused(None)
+    assert "version 4 was promoted" in refused(replace(trial, state=replace(trial.state, ended="finish")))
+    assert "the endpoint was put since" in refused(replace(trial, state=replace(trial.state, revision=1)))
 
 
 def test_a_rollback_is_done_when_every_gateway_has_confirmed_it() -> None:
