@@ -156,6 +156,13 @@ ROWS = (
         "an hour after the last",
         "the entries that were cancelled while a worker held them, the last thousand",
     ),
+    Row(
+        keys.moved,
+        "hash",
+        "an hour after the last",
+        "of the entries that were moved from the lane of one version to that of another where each was, and where it "
+        "is now: `<version>:<lane>:<entry>`; the record of an asynchronous request tells it instead",
+    ),
     Row(keys.due, "sorted set", "permanent", "asynchronous requests that have not ended, by deadline"),
     Row(
         keys.deliveries,

@@ -57,18 +57,22 @@ def _is_large(command: Sequence[Argument]) -> bool:
 
 
 class Template:
-    """A command whose last word varies: the words before it are encoded once.
+    """A command of which one word varies: all others are encoded once.
 
     Args:
-        words: All words but the last.
+        words: The words before it.
+        after: The words after it.
     """
 
-    def __init__(self, *words: Argument) -> None:
-        self._begin = pack((*words, b"")).removesuffix(b"0\r\n\r\n")  # all but the empty last word's length
+    def __init__(self, *words: Argument, after: Sequence[Argument] = ()) -> None:
+        end = pack(tuple(after)).partition(b"\r\n")[2] if after else b""  # all but the number of words
+        begin = pack((*words, b"", *after)).removesuffix(end)
+        self._begin = begin.removesuffix(b"0\r\n\r\n")  # all but the empty word's length
+        self._end = b"\r\n" + end
 
-    def pack(self, last: Bytes) -> bytes:
-        """Encodes the command with its last word, which is copied once."""
-        return b"".join((self._begin, b"%d\r\n" % len(last), last, b"\r\n"))
+    def pack(self, word: Bytes) -> bytes:
+        """Encodes the command with its word, which is copied once."""
+        return b"".join((self._begin, b"%d\r\n" % len(word), word, self._end))
 
 
 Reply = Callable[[Any], None]

@@ -257,6 +257,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         watcher: A reply address that is notified of its end, so that its reader reads the outbox. Empty = none.
         limit: The lane takes no more when so many entries wait in it; 0 = no limit.
         is_told: The model's workers say which entries execute: those that they hold besides wait, too.
+        endpoint: The endpoint that it came by, if `Moves` may move it while it waits.
     """
 
     address: Address
@@ -279,6 +280,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     watcher: str = ""
     limit: int = 0
     is_told: bool = False
+    endpoint: str = ""
 
 
 class Accepted(msgspec.Struct, frozen=True):

@@ -102,6 +102,11 @@ def cancels(model: str, partition: int = 0) -> str:
     return f"{_partition(model, partition)}cancels"
 
 
+def moved(model: str, partition: int = 0) -> str:
+    """Returns the hash of where entries of a partition are now that were moved to the lane of another version."""
+    return f"{_partition(model, partition)}moved"
+
+
 def due(model: str, partition: int = 0) -> str:
     """Returns the sorted set of the deadlines of asynchronous requests."""
     return f"{_partition(model, partition)}due"

@@ -25,6 +25,8 @@ The promises, each a test in `tests/contract/`:
 13. `oldest` shows what has been in a lane for so long, and changes nothing.
 14. Tenants of a lane have shares of it, by weight: `fetch` takes of each in turn, and what one does not use the others
     have. A tenant waits for no more entries of others than its share allows, however many these have submitted.
+15. `moves.move` moves what waits, and came by an endpoint, to the lanes of another version, each entry in one step: it
+    is executed once, and found there by whoever cancels or withdraws it.
 
 Asynchronous requests, whose terminal step does more, are in `requests`; dead letters in `dead_letters`.
 
@@ -33,8 +35,8 @@ renew    renew.lua, run by a worker's renewer             release, reclaim, fini
 publish  XADD NOMKSTREAM                              listen   `readers`
 
 An entry is a stream entry with the field `f`, the frame, and where they apply `p`, the id of the request whose payload
-is stored with it, `o`, the id that the entry had in its first lane, and `d`, which says that the lane has just got
-another share. Readers skip fields that they do not know.
+is stored with it, `o`, the id that the entry had in its first lane, `d`, which says that the lane has just got
+another share, and those of `moves`. Readers skip fields that they do not know.
 """
 
 import asyncio
@@ -65,6 +67,7 @@ from qinfer.queue.entries import (
     owner_of,
     share_of,
 )
+from qinfer.queue.moves import Moves
 from qinfer.queue.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
 from qinfer.queue.requests import Requests
 from qinfer.queue.router import Router, Script, load_script, run_script
@@ -86,11 +89,11 @@ _TIME = pack((b"TIME",))
 
 _RECLAIM = load_script("lanes/reclaim", "ready", *PLACING)
 _RELEASE = load_script("lanes/release", "ready", "holder")
-_WITHDRAW = load_script("lanes/withdraw", "drop")
+_WITHDRAW = load_script("lanes/withdraw", "drop", "moved_to")
 _DELAY = load_script("lanes/delay", "holder")
 _BURY = load_script("lanes/bury", "holder", "trim_letters")
 _FINISH = load_script("lanes/finish", "drop")
-_CANCEL = load_script("lanes/cancel", "drop", "note_cancel")
+_CANCEL = load_script("lanes/cancel", "drop", "note_cancel", "moved_to")
 _SIZES = load_script("lanes/sizes", "shares")
 _SHARES = load_script("lanes/shares", "shares")
 _TENANTS = load_script("lanes/tenants", "shares")
@@ -115,6 +118,7 @@ class Queue:
         dead_letters: What `bury` has put away.
         deliveries: The queue of deliveries beside the lanes.
         marks: What workers tell one another of entries.
+        moves: Moves what waits for a version to another one.
         sequences: Makes the `Sequences` of a model and partition; the same one each time.
     """
 
@@ -130,6 +134,7 @@ class Queue:
         self.dead_letters = DeadLetters(router, self._values)
         self.deliveries = Deliveries(router)
         self.marks = StreamMarks(router)
+        self.moves = Moves(router)
         parts = (router, self._values, self.durability)
         self.sequences = cache(partial(Sequences, *parts, is_fragile=may_lose(settings)))
         self._readers: dict[tuple[str, int, int, str], LaneReader] = {}
@@ -166,7 +171,7 @@ class Queue:
         queue._ask_time()
         return queue
 
-    def submit(
+    def submit(  # noqa: PLR0913 - keywords: what is to be known of an entry
         self,
         lane: Lane,
         frame: Bytes,
@@ -175,6 +180,7 @@ class Queue:
         payload: Payload | None = None,
         limit: int = 0,
         tenant: str = "",
+        endpoint: str = "",
     ) -> None:
         """Appends an entry; never blocks. All submits of one event-loop tick leave in one write.
 
@@ -186,11 +192,12 @@ class Queue:
             payload: Tensors that do not travel in the frame; stored first, removed with the entry.
             limit: Refuse it when so many entries wait in the lane and its `.delayed` lane; 0 = no limit.
             tenant: Whose it is: it goes to that tenant's share of the lane. Empty = nobody's.
+            endpoint: The endpoint that it came by, if `moves` may move it while it waits.
 
         Raises:
             BrokerUnavailable: At once, when the connection is down or its buffer full.
         """
-        self._submitter.submit(lane, frame, done, payload=payload, limit=limit, tenant=tenant)
+        self._submitter.submit(lane, frame, done, payload=payload, limit=limit, tenant=tenant, endpoint=endpoint)
 
     async def ensure(self, lanes: Sequence[Lane]) -> None:
         """Creates the lanes and their consumer group where they do not exist, starting at their first entry."""
@@ -256,14 +263,18 @@ class Queue:
         )
 
     async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
-        """Removes the waiting entries, undelivered or released, with their payloads; returns which were removed."""
+        """Removes the waiting entries, undelivered or released, with their payloads; returns which were removed.
+
+        Like `cancel`, it finds those that `moves` has moved.
+        """
         removed: set[Entry] = set()
 
         async def run(lane: Lane, group: list[Entry]) -> None:
             group.sort(key=lambda entry: not entry.payload_id)
             for part in _parts(group):
-                names = [keys.lane(lane), *_payloads(part)]
-                counts, gone = await self._script(lane, _WITHDRAW, names, (keys.RELEASED, keys.SUSPECTS), part)
+                names = [keys.lane(lane), _moved(lane), *_payloads(part)]
+                words = (keys.RELEASED, keys.SUSPECTS, f"{lane.version}:{lane.name}")
+                counts, gone = await self._script(lane, _WITHDRAW, names, words, part)
                 self._values.forget(gone)
                 removed.update(entry for entry, count in zip(part, counts, strict=True) if count)
 
@@ -486,6 +497,7 @@ class Queue:
             is_end = script in (_FINISH, _CANCEL)
             names = [keys.lane(lane), *(_payloads(part) if is_end else ())]
             if script is _CANCEL:
+                names.insert(1, _moved(lane))
                 names.append(keys.cancels(lane.model, lane.partition).encode())
             gone = await self._script(lane, script, names, arguments, part)
             if gone and is_end:
@@ -541,6 +553,11 @@ def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, str]:
 def _share(lane: Lane, number: int, entries: int, weight: int, tenants: Sequence[bytes] = ()) -> Share:
     """Reads a share as scripts return it."""
     return Share(share_of(lane, number), entries, weight, tuple(sorted(name.decode() for name in tenants)))
+
+
+def _moved(lane: Lane) -> bytes:
+    """Returns the key of the notes of what was moved from the lanes of a partition."""
+    return keys.moved(lane.model, lane.partition).encode()
 
 
 def _payloads(entries: Sequence[Entry]) -> list[bytes]:

@@ -71,7 +71,7 @@ _RECORD_FIELDS = (
 )
 """The fields that `_record_of` reads, in its order; the state is the first."""
 
-_ACCEPT = load_script("each", *PLACING, "drop", "deliveries", "requests/known", "requests/accept")
+_ACCEPT = load_script("each", *PLACING, "origin", "drop", "deliveries", "requests/known", "requests/accept")
 _SETTLE = load_script("each", "now_ms", "drop", "deliveries", "note_cancel", "requests/settle")
 _FIND = load_script("requests/find", "now_ms", "deliveries", "requests/known")
 _RECORD = load_script("requests/record")
@@ -519,7 +519,7 @@ def _acceptance(acceptance: Acceptance, payload: StagedValue, weight: int) -> Wo
         *(acceptance.body_hash, acceptance.lane.version, acceptance.lane.name),
         _ACCEPTED.encode(_Accepted(acceptance.tenant, acceptance.client_id, acceptance.plan, acceptance.decoupled)),
         *(acceptance.webhook, acceptance.outbox, acceptance.notes, acceptance.watcher),
-        *(acceptance.tenant, weight),
+        *(acceptance.tenant, weight, acceptance.endpoint),
     ]
     return Words(names, arguments)
 

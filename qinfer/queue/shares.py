@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from qinfer.queue import keys
-from qinfer.queue.connection import Template
+from qinfer.queue.connection import Argument, Template
 from qinfer.queue.entries import Lane, divided_of, share_of
 
 KNOWN_S = 30.0
@@ -70,15 +70,23 @@ class Places:
 
 
 @lru_cache(maxsize=65536)  # one call per request
-def adding(lane: Lane) -> tuple[int, Template]:
-    """Returns a lane's slot, and the command that adds a frame to it."""
-    return keys.lane_slot(lane), Template(b"XADD", keys.lane(lane), b"*", b"f")
+def adding(lane: Lane, endpoint: str = "", tenant: str = "") -> tuple[int, Template]:
+    """Returns a lane's slot, and the command that adds a frame to it, with its endpoint if it came by one."""
+    return keys.lane_slot(lane), Template(b"XADD", keys.lane(lane), b"*", b"f", after=_mark(endpoint, tenant))
 
 
 @lru_cache(maxsize=65536)  # one call per request
-def adding_to_share(stream: Lane) -> tuple[int, Template]:
+def adding_to_share(stream: Lane, endpoint: str, tenant: str) -> tuple[int, Template]:
     """Returns the slot of a share's stream, and the command that adds a frame to it unless it was given up."""
-    return keys.lane_slot(stream), Template(b"XADD", keys.lane(stream), b"NOMKSTREAM", b"*", b"f")
+    words = (b"XADD", keys.lane(stream), b"NOMKSTREAM", b"*", b"f")
+    return keys.lane_slot(stream), Template(*words, after=_mark(endpoint, tenant))
+
+
+def _mark(endpoint: str, tenant: str) -> tuple[Argument, ...]:
+    """Returns the fields by which `moves` finds an entry."""
+    if not endpoint:
+        return ()
+    return (b"e", endpoint, b"t", tenant) if tenant else (b"e", endpoint)
 
 
 def is_placed(stream: Lane) -> bool:

@@ -2,7 +2,7 @@
 
 plain                XADD to the lane, in one write with the others of the tick
 of a known tenant    XADD to the stream that the tenant has of the lane, where it still exists
-with a limit         submit.lua, once for those of the tick that have lane, tenant and limit in common
+with a limit         submit.lua, once for those of the tick that have lane, sender and limit in common
 of a new tenant, or with a payload    submit.lua, which knows each tenant's stream
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
 from qinfer.queue import keys
@@ -32,7 +32,14 @@ _MOST_AT_ONCE = 64
 
 _NO_PAYLOAD: tuple[Argument, ...] = ("", 0, b"")
 _CLOSED = "the connection to the queue was closed while the request's tensors were sent; it may have been enqueued"
-_SUBMIT = load_script("lanes/submit", *PLACING)
+_SUBMIT = load_script("lanes/submit", *PLACING, "origin")
+
+
+class _Sender(NamedTuple):
+    """Whose entry it is, and the endpoint that it came by, if `Moves` may move it; both may be empty."""
+
+    tenant: str
+    endpoint: str
 
 
 class Submitter:
@@ -49,25 +56,35 @@ class Submitter:
         self._values = values
         self._places = places
         self._large: set[asyncio.Task[None]] = set()
-        self._gathered: dict[tuple[Lane, str, int], list[tuple[Bytes, Done]]] = {}
+        self._gathered: dict[tuple[Lane, _Sender, int], list[tuple[Bytes, Done]]] = {}
 
-    def submit(self, lane: Lane, frame: Bytes, done: Done, *, payload: Payload | None, limit: int, tenant: str) -> None:
+    def submit(  # noqa: PLR0913 - keywords: what is to be known of an entry
+        self,
+        lane: Lane,
+        frame: Bytes,
+        done: Done,
+        *,
+        payload: Payload | None,
+        limit: int,
+        tenant: str,
+        endpoint: str,
+    ) -> None:
         """See `Queue.submit`."""
         if payload is not None:
-            self._submit_with_payload(lane, frame, done, payload, limit, tenant)
+            self._submit_with_payload(lane, frame, done, payload, limit, _Sender(tenant, endpoint))
         elif limit:
-            self._gather(lane, frame, done, limit, tenant)
+            self._gather(lane, frame, done, limit, _Sender(tenant, endpoint))
         elif not tenant:
-            slot, command = adding(lane)
+            slot, command = adding(lane, endpoint)
             self._router.send(slot, command.pack(frame), partial(_added, lane, done))
         elif (stream := self._places.find(lane, tenant)) is None:
-            self._run(lane, tenant, [(frame, done)])
+            self._run(lane, _Sender(tenant, endpoint), [(frame, done)])
         elif stream is lane:
-            slot, command = adding(lane)
+            slot, command = adding(lane, endpoint, tenant if endpoint else "")
             self._router.send(slot, command.pack(frame), partial(_added, lane, done))
         else:
-            slot, command = adding_to_share(stream)
-            added = partial(self._added_to_share, lane, stream, tenant, frame, done)
+            slot, command = adding_to_share(stream, endpoint, tenant if endpoint else "")
+            added = partial(self._added_to_share, lane, stream, _Sender(tenant, endpoint), frame, done)
             self._router.send(slot, command.pack(frame), added)
 
     async def close(self) -> None:
@@ -77,43 +94,43 @@ class Submitter:
         if self._large:
             await asyncio.wait(list(self._large))
 
-    def _added_to_share(self, lane: Lane, stream: Lane, tenant: str, frame: Bytes, done: Done, reply: Any) -> None:
+    def _added_to_share(self, lane: Lane, stream: Lane, sender: _Sender, frame: Bytes, done: Done, reply: Any) -> None:
         """Takes the reply to an XADD to a share; where its stream was given up, the script finds another."""
         if reply is not None:
             _added(stream, done, reply)
             return
-        self._places.forget(lane, tenant)
-        self._run_later(lane, tenant, [(frame, done)])
+        self._places.forget(lane, sender.tenant)
+        self._run_later(lane, sender, [(frame, done)])
 
-    def _gather(self, lane: Lane, frame: Bytes, done: Done, limit: int, tenant: str) -> None:
+    def _gather(self, lane: Lane, frame: Bytes, done: Done, limit: int, sender: _Sender) -> None:
         """Submits with a limit, together with others of this tick."""
         if not self._gathered:
             asyncio.get_running_loop().call_soon(self._submit_gathered)
-        self._gathered.setdefault((lane, tenant, limit), []).append((frame, done))
+        self._gathered.setdefault((lane, sender, limit), []).append((frame, done))
 
     def _submit_gathered(self) -> None:
         gathered, self._gathered = self._gathered, {}
-        for (lane, tenant, limit), entries in gathered.items():
+        for (lane, sender, limit), entries in gathered.items():
             for start in range(0, len(entries), _MOST_AT_ONCE):
-                self._run_later(lane, tenant, entries[start : start + _MOST_AT_ONCE], limit)
+                self._run_later(lane, sender, entries[start : start + _MOST_AT_ONCE], limit)
 
-    def _run_later(self, lane: Lane, tenant: str, entries: Sequence[tuple[Bytes, Done]], limit: int = 0) -> None:
+    def _run_later(self, lane: Lane, sender: _Sender, entries: Sequence[tuple[Bytes, Done]], limit: int = 0) -> None:
         """Runs the script when submitters have gone on: that there is no connection is told like a reply."""
         try:
-            self._run(lane, tenant, entries, limit)
+            self._run(lane, sender, entries, limit)
         except BrokerUnavailable as error:
             for _, done in entries:
                 done(error)
 
     def _submit_with_payload(
-        self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int, tenant: str
+        self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int, sender: _Sender
     ) -> None:
         """Submits with a payload; one that is too large for the script is sent before."""
         if not self._values.is_apart(len(payload.data)):
             about = (payload.request_id, max(1, int(payload.ttl_s * 1000)), packable(payload.data))
-            self._run(lane, tenant, [(frame, done)], limit, about)
+            self._run(lane, sender, [(frame, done)], limit, about)
         else:
-            storing = self._submit_large(lane, frame, done, payload, limit, tenant)
+            storing = self._submit_large(lane, frame, done, payload, limit, sender)
             task = asyncio.create_task(storing, name="large submit")
             self._large.add(task)
             task.add_done_callback(self._large.discard)
@@ -121,7 +138,7 @@ class Submitter:
     def _run(
         self,
         lane: Lane,
-        tenant: str,
+        sender: _Sender,
         entries: Sequence[tuple[Bytes, Done]],
         limit: int = 0,
         payload: tuple[Argument, ...] = _NO_PAYLOAD,
@@ -129,9 +146,10 @@ class Submitter:
         """Runs the script; `payload` is its request id, time to live and bytes, which one entry alone can have."""
         payload_id = str(payload[0])
         names = _keys(lane, payload_id)
+        tenant, endpoint = sender
         weight = self._places.weigh(tenant) if tenant else 0
         frames = [packable(frame) for frame, _ in entries]
-        words = (len(names), *names, keys.GROUP, limit, tenant, weight, *payload, *frames)
+        words = (len(names), *names, keys.GROUP, limit, tenant, weight, endpoint, *payload, *frames)
         slot = keys.lane_slot(lane)
 
         def answered(reply: Any) -> None:
@@ -157,14 +175,14 @@ class Submitter:
         self._router.send(slot, pack((b"EVALSHA", _SUBMIT.sha, *words)), answered)
 
     async def _submit_large(
-        self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int, tenant: str
+        self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int, sender: _Sender
     ) -> None:
         """Stores the payload before the entry, where it holds nothing up; removes it where the lane is full."""
         slot, key = keys.lane_slot(lane), keys.payload(lane.model, lane.partition, payload.request_id)
         future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
         try:
             await self._values.set(slot, key, payload.data, payload.ttl_s)
-            self._run(lane, tenant, [(frame, future.set_result)], limit, (payload.request_id, 0, b""))
+            self._run(lane, sender, [(frame, future.set_result)], limit, (payload.request_id, 0, b""))
             answer = await asyncio.shield(future)
         except QinferError as error:
             answer = error

@@ -1,17 +1,30 @@
--- Removes entries from their lane, delivered or not, whoever owns them, with their payloads, and notes those that were delivered.
--- KEYS: the lane, then payloads, the notes. ARGV: group, the lane without what the partition's keys begin with, entry ids.
+-- Removes entries from their lane, or from where they were moved, delivered or not, whoever owns them, with their payloads, and notes those
+-- that were delivered.
+-- KEYS: the lane, the notes of what was moved, then payloads, the notes of what was cancelled. ARGV: group, the lane without what the
+-- partition's keys begin with, entry ids.
 -- Returns the names of the objects that the payloads referred to.
-local lane, notes = KEYS[1], KEYS[#KEYS]
+local lane, moved, notes = KEYS[1], KEYS[2], KEYS[#KEYS]
 local group, place = ARGV[1], ARGV[2]
-local delivered, gone = {}, {}
+local gone = {}
 
-for i = 3, #ARGV do
-  local pending = redis.pcall('XPENDING', lane, group, ARGV[i], ARGV[i], 1) -- NOGROUP: nothing was ever delivered
-  if pending[1] then delivered[#delivered + 1] = ARGV[i] end
+local function remove(from, its_place, ids)
+  local delivered = {}
+  for _, id in ipairs(ids) do
+    local pending = redis.pcall('XPENDING', from, group, id, id, 1) -- NOGROUP: nothing was ever delivered
+    if pending[1] then delivered[#delivered + 1] = id end
+  end
+  redis.pcall('XACK', from, group, unpack(ids))
+  redis.call('XDEL', from, unpack(ids))
+  return function() note_cancel(notes, its_place, delivered) end
 end
 
-redis.pcall('XACK', lane, group, unpack(ARGV, 3))
-redis.call('XDEL', lane, unpack(ARGV, 3))
-for i = 2, #KEYS - 1 do drop(KEYS[i], gone) end
-note_cancel(notes, place, delivered)
+local noting = {remove(lane, place, {unpack(ARGV, 3)})}
+if redis.call('EXISTS', moved) == 1 then
+  for i = 3, #ARGV do
+    local its_place, id = moved_to(moved, place, ARGV[i])
+    if id then noting[#noting + 1] = remove(string.sub(lane, 1, -#place - 1) .. its_place, its_place, {id}) end
+  end
+end
+for i = 3, #KEYS - 1 do drop(KEYS[i], gone) end
+for _, note in ipairs(noting) do note() end
 return gone

@@ -1,23 +1,24 @@
 -- Appends entries, or one with its payload, until so many as `limit` wait; a tenant's to the stream that it has of the lane.
 -- KEYS: the lane, its `.delayed` lane, the payload (none without).
--- ARGV: group, limit (0 = none), the tenant ('' = none), its weight (0 = not known), of the payload the request's id, the time to live in
--- ms (0 = it is stored already) and the bytes ('' each without one), then the frames.
+-- ARGV: group, limit (0 = none), the tenant ('' = none), its weight (0 = not known), the endpoint that they came by ('' = none), of the payload
+-- the request's id, the time to live in ms (0 = it is stored already) and the bytes ('' each without one), then the frames.
 -- Returns {the number of the tenant's share, whether others have that, too, then of each entry that found room its id and the number
 -- of its share}: the frames without are the last ones.
 local lane, delayed, payload = KEYS[1], KEYS[2], KEYS[3]
 local group, limit, tenant, weight = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
-local before = 7
+local endpoint, request, ttl, before = ARGV[5], ARGV[6], ARGV[7], 8
 
 local route = route_of(lane, group, tenant, weight)
 local count = room(lane, route.share, delayed, limit, group, true, #ARGV - before)
-if count > 0 and payload and ARGV[6] ~= '0' then redis.call('SET', payload, ARGV[7], 'PX', ARGV[6]) end
+if count > 0 and payload and ttl ~= '0' then redis.call('SET', payload, ARGV[8], 'PX', ttl) end
 
 local reply = {route.share, route.is_shared and 1 or 0}
 for i = before + 1, before + count do
   local fields = {'f', ARGV[i]}
   if payload then
-    fields[3], fields[4] = 'p', ARGV[5]
+    fields[3], fields[4] = 'p', request
   end
+  mark_origin(fields, endpoint, tenant, '')
   if route.is_marked then fields[#fields + 1], fields[#fields + 2] = 'd', '1' end
   reply[#reply + 1] = redis.call('XADD', route.stream, '*', unpack(fields))
   reply[#reply + 1] = route.number

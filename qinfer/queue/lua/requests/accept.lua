@@ -3,7 +3,8 @@
 -- ARGV: group, id, frame, payload's place (none | given | staged), payload,
 --   limit (0 = none), whether workers say what executes (1), ms: timeout, result's time to live, tombstone's, margin, idempotency key's (0 = there is no key),
 --   body hash, version and name of the lane, what the record keeps besides, webhook, outbox, notes, who wants to be told of the
---   end ('' = none, nobody), the tenant ('' = none) and its weight (0 = not known): the entry goes to the stream that it has of the lane.
+--   end ('' = none, nobody), the tenant ('' = none) and its weight (0 = not known): the entry goes to the stream that it has of the lane,
+--   the endpoint that it came by ('' = none).
 -- Returns {what, id, body hash, names of objects that nothing refers to now}: what is new | known | full | gone (the staged
 --   payload).
 local function one(KEYS, ARGV)
@@ -11,7 +12,7 @@ local lane, delayed, record, due, payload, staged, key = unpack(KEYS)
 local group, id, frame, place, body = unpack(ARGV, 1, 5)
 local limit, is_told = tonumber(ARGV[6]), ARGV[7] == '1'
 local timeout, result_ttl, tombstone_ttl, margin, key_ttl, body_hash = unpack(ARGV, 8, 13)
-local version, name, accepted, webhook, outbox, notes, watcher, tenant, weight = unpack(ARGV, 14)
+local version, name, accepted, webhook, outbox, notes, watcher, tenant, weight, endpoint = unpack(ARGV, 14)
 
 local function refuse(what, known_id, known_hash)
   local objects = {}
@@ -37,6 +38,7 @@ end
 if place ~= 'none' then
   fields[3], fields[4] = 'p', id
 end
+mark_origin(fields, endpoint, tenant, id)
 if route.is_marked then fields[#fields + 1], fields[#fields + 2] = 'd', '1' end
 
 local entry = redis.call('XADD', route.stream, '*', unpack(fields))

@@ -82,6 +82,7 @@ class Refusing(Queue):
         payload: Payload | None = None,
         limit: int = 0,
         tenant: str = "",
+        endpoint: str = "",
     ) -> None:
         asyncio.get_running_loop().call_soon(done, BrokerUnavailable("the connection broke"))
 
@@ -323,9 +324,7 @@ async def test_large_inputs_travel_beside_the_stream() -> None:
     async with scene(limits=LimitSettings(inline_max_bytes=7)) as one:  # there are 8
         submit, apart = one.delivery.submit, []
 
-        def spied(
-            lane: Lane, frame: Bytes, done: Any, *, payload: Payload | None = None, limit: int = 0, tenant: str = ""
-        ) -> None:
+        def spied(lane: Lane, frame: Bytes, done: Any, *, payload: Payload | None = None, **_: object) -> None:
             assert len(frame) < 1000
             assert payload is not None
             apart.append((payload.request_id, decode_request(frame, payload.data).inputs, payload.ttl_s))
