@@ -270,8 +270,7 @@ class Gateway:
     def _canaries(self) -> CanaryController:
         """Creates this gateway's part in the trials of canaries."""
         view, observed = self.dispatcher.endpoints, self.dispatcher.targets.observed
-        now_s = self._delivery.clock.now_s
-        return CanaryController(self._endpoints.store, self._trials, view, observed, self.name, now_s)
+        return CanaryController(self._endpoints.store, self._trials, view, observed, self.name, self._delivery)
 
     def _reloading_of(self, settings: Settings, auth: Auth | None) -> Reloading:
         """Creates what reads files again."""

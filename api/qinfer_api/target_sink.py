@@ -1,4 +1,4 @@
-"""The sink of a request to an endpoint, which counts how it ends, by its target."""
+"""The sink of a request to an endpoint, which counts how it ends, by the target that answered."""
 
 import time
 from collections.abc import Sequence
@@ -23,12 +23,13 @@ class TargetSink:
         inner: As given.
     """
 
-    __slots__ = ("_began_s", "_key", "_shadows", "_tally", "frontend", "inner", "no_stream")
+    __slots__ = ("_began_s", "_key", "_shadows", "_tally", "_version", "frontend", "inner", "no_stream")
 
     def __init__(self, tally: TargetTally, inner: Sink, request: InferRequest, shadows: Sequence[Shadow] = ()) -> None:
         self._tally = tally
         self._shadows = shadows
         self._key = key_of(request)
+        self._version = request.version
         self._began_s = time.monotonic()
         self.inner = inner
         self.no_stream = inner.no_stream
@@ -37,7 +38,10 @@ class TargetSink:
     def deliver(self, response: Response) -> None:
         """Hands a response on; with the last one the request has ended."""
         if response.final:
-            if response.failure is None:
+            if response.version not in (self._version, 0):
+                answered_by = self._key[0], f"{response.model}:{response.version}"
+                self._tally.moved(answered_by, time.monotonic() - self._began_s, response)
+            elif response.failure is None:
                 self._tally.answered(self._key, time.monotonic() - self._began_s, response)
             else:
                 self._tally.failed(self._key, response.failure.code)

@@ -83,6 +83,8 @@ class InferRequest(msgspec.Struct, kw_only=True):
             that is executed again, it is the same. It does not travel.
         endpoint: The endpoint that it named, once its target was chosen: model and version are the target's then. It
             does not travel.
+        moves: The endpoint's stable target may answer it, if its own target is rolled back while it waits. It does not
+            travel in the frame.
     """
 
     model: str
@@ -107,6 +109,12 @@ class InferRequest(msgspec.Struct, kw_only=True):
     inputs_digest: bytes = b""
     step_key: str = ""
     endpoint: str = ""
+    moves: bool = False
+
+    @property
+    def moves_by(self) -> str:
+        """The endpoint that may have it moved to another version while it waits; empty = none may."""
+        return self.endpoint if self.moves else ""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

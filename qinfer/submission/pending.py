@@ -151,7 +151,7 @@ class Pending(msgspec.Struct, eq=False):
         request_id: qinfer's id of it.
         client_id: The id its client gave; may be empty.
         model: The model it is for.
-        version: The version it is for.
+        version: The version it is for, or by which it was answered.
         sink: Who gets its responses.
         started_s: When it was submitted, on the monotonic clock.
         entry: Its place in the queue, once the broker confirmed it.
@@ -486,6 +486,8 @@ class PendingRequests:
 
     def answer(self, pending: Pending, response: Response) -> None:
         """Hands on the response of a request, which is not in the table any more if it is the last."""
+        if response.version != pending.version and response.version:
+            pending.version = response.version  # that one executed it: it was moved while it waited
         try:
             if isinstance(pending.sink, Inner):
                 pending.sink.deliver(response)

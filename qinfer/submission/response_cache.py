@@ -260,7 +260,8 @@ class ResponseCache:
             QinferError: It is refused.
         """
         spec, submission = served.spec, self._submission
-        flight = Flight(self, place, served, msgspec.structs.replace(request), pending)
+        # Its response is cached for the version that was asked, and serves those who asked for that by its number.
+        flight = Flight(self, place, served, msgspec.structs.replace(request, moves=False), pending)
         flight.ends_s = pending.started_s + max(timeout_s, min(2 * spec.default_timeout_s, spec.max_timeout_s))
         submission.prepare(flight.request, served)
         # By its caller's time, and not by the longer one of the execution.

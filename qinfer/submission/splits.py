@@ -165,13 +165,18 @@ def check_whole(request: InferRequest, spec: ModelSpec) -> None:
 
 
 def parts_of(request: InferRequest, max_rows: int) -> list[InferRequest]:
-    """Cuts a checked request into parts of `max_rows` rows, the last of which may have fewer; the bytes are shared."""
+    """Cuts a checked request into parts of `max_rows` rows, the last of which may have fewer; the bytes are shared.
+
+    One version executes all of them.
+    """
     rows = request.inputs[0].shape[0]
     starts = range(0, rows, max_rows)
     assert len(starts) <= MAX_PARTS, "the request was checked"
     columns = [_cut(tensor, max_rows) for tensor in request.inputs]
     return [
-        msgspec.structs.replace(request, inputs=tuple(column[place] for column in columns), inputs_digest=b"")
+        msgspec.structs.replace(
+            request, inputs=tuple(column[place] for column in columns), inputs_digest=b"", moves=False
+        )
         for place in range(len(starts))
     ]
 

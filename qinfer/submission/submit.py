@@ -171,9 +171,9 @@ class Submission:
             else:
                 request.timeout_s = timeout_s
                 self.pending.add(pending, now_s + timeout_s)
-                limit = 0 if route is None else route.policy.max_queue_size
+                limit, by = 0 if route is None else route.policy.max_queue_size, request.moves_by
                 done = partial(self.pending.submitted, pending)
-                self._queue.submit(lane, form.fill(request), done, limit=limit, tenant=tenant)
+                self._queue.submit(lane, form.fill(request), done, limit=limit, tenant=tenant, endpoint=by)
         except QinferError:
             self.pending.remove(pending)
             raise
@@ -252,7 +252,7 @@ class Submission:
         request.reply_to = self._reply_to
         frame, payload = self._layouts.lay_out(request, None)
         done = partial(self.pending.submitted, waiting)
-        self._queue.submit(lane, frame, done, payload=payload, tenant=request.tenant)
+        self._queue.submit(lane, frame, done, payload=payload, tenant=request.tenant, endpoint=request.moves_by)
 
     def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float, *, tenant: str = "") -> None:
         """Decides whether a request may wait.
@@ -315,8 +315,8 @@ class Submission:
             pending.deadline_s, timeout_s = pending.started_s + timeout_s, first_s
         self.pending.add(pending, pending.started_s + timeout_s)
         done = partial(self.pending.submitted, pending)
-        limit = policy.max_queue_size
-        self._queue.submit(route.lane, frame, done, payload=payload, limit=limit, tenant=request.tenant)
+        limit, tenant, endpoint = policy.max_queue_size, request.tenant, request.moves_by
+        self._queue.submit(route.lane, frame, done, payload=payload, limit=limit, tenant=tenant, endpoint=endpoint)
 
     def _submit_special(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None
@@ -414,6 +414,7 @@ class Stamped(NamedTuple):
         payload: Its tensors, where they are too large for the frame; empty otherwise.
         limit: The lane takes no more when so many entries wait in it.
         is_told: The model's workers say which entries execute.
+        endpoint: The endpoint that may have it moved to another version while it waits; empty = none may.
     """
 
     lane: Lane
@@ -421,6 +422,7 @@ class Stamped(NamedTuple):
     payload: Bytes
     limit: int
     is_told: bool
+    endpoint: str
 
 
 def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
@@ -471,7 +473,7 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
     limits = (route.policy.max_queue_size, served.spec.lane_capacity, max_waiting)
     limit = min((limit for limit in limits if limit), default=0)
     is_told = served.spec.batching is not None and served.spec.batching.is_bounded
-    return Stamped(route.lane, frame, payload.data if payload is not None else b"", limit, is_told)
+    return Stamped(route.lane, frame, payload.data if payload is not None else b"", limit, is_told, request.moves_by)
 
 
 def _stamp(request: InferRequest, served: Served, route: Route, timeout_s: float, reply_to: str = "") -> None:

@@ -4,26 +4,33 @@ Once a second each gateway adds what it has counted, and confirms the revision t
 reads the counts of all, has `qinfer.traffic.canary` decide, and stores what follows. What it writes is compared with
 what it has read, so a gateway whose lease went to another meanwhile changes nothing. It also writes again the trials
 that Redis has lost: else a version that was rolled back would be tried again.
+
+At a rollback it moves what waits for the bad version to the lanes of the stable one, in each round until a while
+after every gateway has confirmed the rollback: what was chosen before may be enqueued a little later.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import Counter
 from contextlib import suppress
 
 from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable
+from qinfer.queue.lanes import Queue
 from qinfer.traffic.endpoints import Endpoint
 from qinfer.traffic.observed import Observed
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import EndpointStore
 from qinfer.traffic.trial_store import StoredTrial, TrialStore
-from qinfer.traffic.trials import Change, advanced, begun, belongs, confirmed
+from qinfer.traffic.trials import Change, Trial, advanced, begun, belongs, confirmed
 
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 """Seconds between two rounds."""
+
+MOVES_S = 10.0
+"""Seconds after the end of a rollback for which what waits for the bad version is still moved."""
 
 
 class CanaryController:
@@ -35,7 +42,7 @@ class CanaryController:
         view: The endpoints as this gateway has them.
         observed: What this gateway counts.
         owner: The gateway's name.
-        now_s: Tells the broker's time.
+        queue: The queue that requests wait in.
     """
 
     def __init__(
@@ -45,14 +52,16 @@ class CanaryController:
         view: Endpoints,
         observed: Observed,
         owner: str,
-        now_s: Callable[[], float],
+        queue: Queue,
     ) -> None:
         self._store = store
         self._trials = trials
         self._view = view
         self._observed = observed
         self._owner = owner
-        self._now_s = now_s
+        self._now_s = queue.clock.now_s
+        self._moves = queue.moves
+        self._moved: Counter[tuple[str, int]] = Counter()
 
     async def run(self) -> None:
         """Works once a second until cancelled; then another gateway may decide at once."""
@@ -114,8 +123,26 @@ class CanaryController:
             counted = await self._trials.counted(name, revision)
             latencies = await self._trials.latencies(name, revision)
             return advanced(endpoint, trial, counted, latencies, self._now_s())
-        if trial is not None and trial.is_rolled_back and not trial.done_s:
+        if trial is not None and trial.is_rolled_back and (not trial.done_s or self._now_s() < trial.done_s + MOVES_S):
             heard = (await self._trials.heard()).values()
-            if (change := confirmed(endpoint, trial, heard, self._now_s())) is not None:
+            moved = await self._move(endpoint, trial)  # after that: what they enqueued before is there by now
+            if (change := confirmed(endpoint, trial, heard, self._now_s(), moved)) is not None:
                 return change
         return begun(endpoint, trial, self._view.ready_to_try(endpoint), self._now_s())
+
+    async def _move(self, endpoint: Endpoint, trial: Trial) -> int:
+        """Moves what waits for a version that was rolled back to the stable one; returns how many it has moved so far.
+
+        Where the stable version is not READY, or is another model's, they are left to the bad one: a late answer is
+        better than none, and lanes of two models may be on two nodes.
+        """
+        bad, stable, catalog = trial.state.canary, endpoint.stable, self._view.catalog
+        key = endpoint.name, trial.state.revision
+        if trial.model or bad == stable.number or catalog.find(*stable.place) is None:
+            return self._moved[key]
+        moved = await self._moves.move(catalog.lanes(stable.model, bad), stable.number, endpoint.name)
+        if moved:
+            self._moved[key] += moved
+            about = {"endpoint": endpoint.name, "version": bad, "to": stable.number, "requests": moved}
+            logger.info("canary: waiting requests moved", extra=about)
+        return self._moved[key]

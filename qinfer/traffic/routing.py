@@ -122,6 +122,7 @@ class Endpoints:
         else:
             asked = Asked(tenant, header, request.parameters, request.sequence)
             model, version = self._usable(routed, routed.split.choose(asked))
+            request.moves = model == routed.stable.model and version != routed.stable.number
         request.endpoint, request.model, request.version = request.model, model, version
         request.generation = 0  # it may have been checked against another model
         return True

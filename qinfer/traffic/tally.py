@@ -63,11 +63,7 @@ class TargetTally:
         self._requests[key] += 1
         if (on_trial := self.observed.by_target.get(key)) is not None:
             on_trial.answered(seconds, response)
-        series = self._durations.get(key)
-        if series is None:
-            series = self._durations[key] = Durations()
-        series.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
-        series.total_s += seconds
+        self._time(key, seconds)
 
     def failed(self, key: Key, reason: str) -> None:
         """Counts a request that ended without outputs, by `ErrorCode` value."""
@@ -75,6 +71,27 @@ class TargetTally:
         self._failures[key, reason] += 1
         if (on_trial := self.observed.by_target.get(key)) is not None:
             on_trial.failed(reason)
+
+    def moved(self, key: Key, seconds: float, response: Response) -> None:
+        """Counts the end of a request that had waited for another target: it is no evidence of how either answers.
+
+        Args:
+            key: The endpoint, and the target that answered.
+            seconds: From when it was received.
+            response: Its last response.
+        """
+        self._requests[key] += 1
+        if response.failure is None:
+            self._time(key, seconds)
+        else:
+            self._failures[key, response.failure.code] += 1
+
+    def _time(self, key: Key, seconds: float) -> None:
+        series = self._durations.get(key)
+        if series is None:
+            series = self._durations[key] = Durations()
+        series.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
+        series.total_s += seconds
 
     def requests(self, endpoint: str, model: str, version: int) -> int:
         """Returns how many requests to an endpoint a model version has got."""

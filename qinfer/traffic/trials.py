@@ -249,7 +249,7 @@ def _decided_by_hand(
     raise Conflict(f"the canary is {'paused' if state.paused else 'not paused'} already")
 
 
-def confirmed(endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: float) -> Change | None:
+def confirmed(endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: float, moved: int = 0) -> Change | None:
     """Returns the end of a rollback once no gateway goes by the time before it; `None` = not yet, or it was told.
 
     Args:
@@ -257,11 +257,14 @@ def confirmed(endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: flo
         trial: Its last trial.
         heard: The revision that each live gateway goes by.
         now_s: The time.
+        moved: How many requests that waited for the canary were moved to the stable version.
     """
     if not trial.is_rolled_back or trial.done_s or any(revision < trial.state.revision for revision in heard):
         return None
     done = replace(trial, done_s=now_s)
     reason = f"every gateway confirmed it {now_s - trial.at_s:.1f} s after the rollback"
+    if moved:
+        reason += f"; {moved} requests that waited for it were moved to version {trial.state.stable}"
     return Change(done, None, _event(endpoint.canary, done, CONFIRMED, reason, now_s))
 
 

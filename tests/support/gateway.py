@@ -185,9 +185,14 @@ async def declare_models(store: ControlStore, delivery: Queue) -> None:
     await store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=ready), ttl_s=3600)
 
 
-async def declare_more(running: Running, name: str) -> None:
-    """Writes a model like `echo`, with one version, that nobody serves."""
-    await _declare(running.store, running.delivery, name, (_FP32, (1,)))
+async def declare_more(
+    running: Running, name: str, *, versions: tuple[int, ...] = (1,), is_ready: bool = False
+) -> None:
+    """Writes a model like `echo` that nobody serves, unless it is said to be READY."""
+    await _declare(running.store, running.delivery, name, (_FP32, versions))
+    if is_ready:
+        states = {version: VersionState(State.READY, 1) for version in versions}
+        await running.store.heartbeat(WorkerRecord(id=f"of {name}", started_at=0.0, models={name: states}), ttl_s=3600)
     await running.store.wake()
 
 
@@ -246,11 +251,13 @@ def _settlement(lease: Lease, request: InferRequest) -> Settlement:
 
 
 async def _read(running: Running, lease: Lease) -> InferRequest:
-    """Decodes a request, with its tensors from beside the stream if they are there."""
+    """Decodes a request, with its tensors from beside the stream if they are there, for the version of its lane."""
     try:
-        return decode_request(lease.frame)
+        request = decode_request(lease.frame)
     except PayloadApart as apart:
-        return decode_request(lease.frame, await running.delivery.payload(lease.entry, apart.request.id))
+        request = decode_request(lease.frame, await running.delivery.payload(lease.entry, apart.request.id))
+    request.version = lease.entry.lane.version
+    return request
 
 
 def _answers(request: InferRequest) -> list[Response]:

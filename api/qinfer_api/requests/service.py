@@ -238,6 +238,7 @@ class AsyncRequests:
         if kept == chosen:
             return plan
         request.model, request.version, request.generation = kept.model, kept.version, 0
+        request.moves = True  # what was chosen then may be rolled back as what is chosen now
         return bound(plan, self.of_model(*kept)) if plan.special is not None else plan
 
     async def record(self, context: Context, address: Address) -> RequestRecord:

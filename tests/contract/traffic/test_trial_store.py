@@ -1,12 +1,14 @@
 """The contract of the trials of canaries, on each server."""
 
 import asyncio
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
 
 from qinfer.core.settings import LimitSettings
 from qinfer.models.catalog import Catalog
+from qinfer.queue.entries import Lane
 from qinfer.testing import eventually
 from qinfer.traffic.canary import Action
 from qinfer.traffic.controller import CanaryController
@@ -16,7 +18,7 @@ from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.store import EndpointStore
 from qinfer.traffic.trial_store import StoredTrial, TrialStore, written_latency
 from qinfer.traffic.trials import Change, begun, by_hand
-from tests.contract.conftest import ControlPair
+from tests.contract.conftest import ControlPair, RedisQueue
 
 NOW_S = 1000.0
 PLAN = {"steps": [{"weight": 0.5}], "checks": [{"of": "errors"}]}
@@ -145,10 +147,13 @@ async def test_gateways_confirm_their_revisions(pair: Pair) -> None:
     await eventually(are_forgotten, timeout_s=30, description="gateways that are not heard of")
 
 
-async def test_a_rollback_waits_for_the_gateway_that_lags(pair: Pair, stores: ControlPair) -> None:
+async def test_a_rollback_waits_for_the_gateway_that_lags(pair: Pair, stores: ControlPair, queue: RedisQueue) -> None:
     declared, stored = await pair.begin()
     view = Endpoints(Catalog(stores.one, LimitSettings()))
-    controller = CanaryController(pair.endpoints, pair.one, view, Observed(), "a", lambda: NOW_S)
+    delivery, waiting = await queue.connect(), asyncio.get_running_loop().create_future()
+    delivery.submit(Lane("m", 4), b"waits", waiting.set_result, endpoint="é")
+    await waiting
+    controller = CanaryController(pair.endpoints, pair.one, view, Observed(), "a", delivery)
     assert await pair.one.change(declared, stored, rollback(declared, stored))
     view.show(await pair.endpoints.read())
 
@@ -158,5 +163,26 @@ async def test_a_rollback_waits_for_the_gateway_that_lags(pair: Pair, stores: Co
 
     await pair.other.confirm("b", declared.revision + 1)
     await controller.round()
-    assert (await pair.read())[1].trial.done_s == NOW_S
+    assert (await pair.read())[1].trial.done_s > NOW_S
+    assert await delivery.depth([Lane("m", 4), Lane("m", 3)]) == [1, 0]  # nobody else is READY to answer it
     assert [event.event for event in await pair.one.events("é")] == ["rolled back everywhere", "roll back", "begin"]
+
+
+@pytest.mark.parametrize(("model", "waiting"), [("", [0, 1]), ("other", [1, 0])], ids=["same model", "another model"])
+async def test_what_waits_is_moved_within_a_model(
+    pair: Pair, queue: RedisQueue, model: str, waiting: list[int]
+) -> None:
+    """Lanes of another model are elsewhere, and a version of that number in the stable one's is none of the trial's."""
+    declared, stored = await pair.begin()
+    lanes = [Lane("m", 4), Lane("m", 3)]
+    delivery, submitted = await queue.connect(), asyncio.get_running_loop().create_future()
+    delivery.submit(lanes[0], b"waits", submitted.set_result, endpoint="é")
+    await submitted
+    view = Endpoints(Mock(lanes=Mock(return_value=lanes[:1]), ready_versions=Mock(return_value=())))
+    view.show(await pair.endpoints.read())
+    back = rollback(declared, stored)
+    assert await pair.one.change(declared, stored, back._replace(trial=replace(back.trial, model=model)))
+
+    await CanaryController(pair.endpoints, pair.one, view, Observed(), "a", delivery).round()
+
+    assert await delivery.depth(lanes) == waiting

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,10 +14,11 @@ import pytest_asyncio
 
 from qinfer.core.settings import RequestSettings, WebhookSettings
 from qinfer.queue import keys
+from qinfer.queue.entries import Lane
 from qinfer.testing import eventually
 from qinfer_api.requests.webhooks import sign
-from tests.support.endpoints import BODY, gateways, split
-from tests.support.gateway import Running, settings_of
+from tests.support.endpoints import BODY, gateways, seen, split
+from tests.support.gateway import Running, declare_more, settings_of, work
 from tests.support.servers.receiver import receiving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -195,6 +197,49 @@ async def test_what_redis_has_lost_is_written_again(both: list[Running]) -> None
     assert (state["canary"]["step"], [one["weight"] for one in state["targets"]]) == (2, [0.7, 0.3])
     state = await until(both[1], "out", "rolled back", also_missing=True)
     assert [one["weight"] for one in state["targets"]] == [1, 0]
+
+
+async def test_what_waits_is_moved_for_every_gateway(both: list[Running]) -> None:
+    """By the one that decides; each tells its callers who has answered, and counts that."""
+    await declare_more(both[0], "waits", versions=(1, 2), is_ready=True)  # nobody executes anything yet
+    for gateway in both:
+        await gateway.refresh()
+    canary = {"model": "waits", "version": 2, "when": [{"headers": {"x-try": "new"}}]}
+    await call(both[0], "PUT", "moved", json=split(canary, stable="waits:1", canary=PATIENT))
+    await until(both[0], "moved", "running")
+    await seen(both, (await call(both[0], "GET", "moved"))["endpoint"]["revision"])
+    lanes = [Lane("waits", 1), Lane("waits", 2)]
+
+    async def ask(gateway: Running) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+            return await client.post("/v2/models/moved/infer", json=BODY, headers={"X-Try": "new"})
+
+    async def are_there(*depths: int) -> None:
+        async def is_so() -> bool:
+            return await both[0].delivery.depth(lanes) == list(depths)
+
+        await eventually(is_so, timeout_s=60, description=f"{depths} requests")
+
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(ask(both[number % 2])) for number in range(20)]
+        await are_there(0, 20)
+        await call(both[1], "POST", "moved/rollback")
+        await are_there(20, 0)
+        working = group.create_task(work(both[0], "waits"))
+        state = await until(both[0], "moved", "rolled back")
+        replies = await asyncio.gather(*asked)
+        working.cancel()
+
+    assert {(one.status_code, one.headers["qinfer-target"]) for one in replies} == {(200, "waits:1")}
+    assert {one.json()["model_version"] for one in replies} == {"1"}
+    assert "; 20 requests that waited for it were moved to version 1" in state["events"][0]["reason"]
+    for gateway in both:
+        state = await call(gateway, "GET", "moved")
+        assert [one["requests"] for one in state["targets"]] == [10, 0]
+        async with httpx.AsyncClient(base_url=gateway.url) as client:
+            page = (await client.get("/metrics")).text
+        counts = re.findall(r'^qinfer_requests_total\{model="waits",[^}]*version="(.)"\} (\d+)', page, re.M)
+        assert sorted(counts) == [("1", "10"), ("2", "0")]
 
 
 async def test_another_gateway_decides_when_one_is_gone() -> None:

@@ -44,13 +44,18 @@ def stamped(of: InferRequest, by: Served, max_waiting: int = 0, inline_max_bytes
 
 def test_the_frame_tells_whose_it_is_and_until_when() -> None:
     """Everything that a worker needs; nobody waits at a reply address."""
-    lane, frame, payload, limit, is_told = stamped(request(client_id="mine"), served())
+    lane, frame, payload, limit, is_told, _ = stamped(request(client_id="mine"), served())
 
     found = decode_request(frame)
     assert (lane, payload, limit, is_told) == (Lane("m", 3), b"", 50, False)
     assert (found.id, found.partition, found.version, found.timeout_s) == ("r1", 2, 3, 60.0)
     assert (found.client_id, found.tenant, found.trace, found.reply_to) == ("mine", "t", "00-1", "")
     assert bytes(found.inputs[0].data) == bytes(8)
+
+
+def test_what_may_be_moved_says_by_which_endpoint() -> None:
+    assert stamped(request(endpoint="e", moves=True), served()).endpoint == "e"
+    assert stamped(request(endpoint="e"), served()).endpoint == ""
 
 
 def test_models_that_keep_state_take_no_stored_requests() -> None:

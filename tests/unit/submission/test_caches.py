@@ -1,6 +1,7 @@
 """The caches of responses by themselves, their keys, and calls between models that are cached."""
 
 import asyncio
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -167,6 +168,25 @@ async def test_calls_between_models_are_cached() -> None:
         assert len({each.request_id for each in (first, *others, other, *at_once)}) == 9
         assert counts.drain()["back", 1][CACHE_HIT_COUNT] == 6
     assert np.frombuffer(first.outputs[0].data, "<f4").tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("is_cached", "by"), [(True, ""), (False, "e")])
+async def test_what_may_be_cached_is_not_moved_to_another_version(by: str, *, is_cached: bool) -> None:
+    """Its response is the version's that was asked, also for those who named that."""
+    async with scene() as one:
+        submit, endpoints = one.delivery.submit, []
+
+        def spied(*entry: Any, endpoint: str, **about: Any) -> None:
+            endpoints.append(endpoint)
+            submit(*entry, endpoint=endpoint, **about)
+
+        one.delivery.submit = spied  # type: ignore[assignment]
+        if is_cached:
+            one.caller.use(ResponseCache(CachePlan("local", 10**6), one.delivery, ModelCounts(), 100, at_once=False))
+            await enable(one)
+        await one.call(asked(endpoint="e", moves=True))
+
+    assert endpoints == [by]
 
 
 @pytest.mark.parametrize(

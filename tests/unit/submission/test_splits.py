@@ -48,6 +48,13 @@ def test_parts_are_the_request_again(texts: list[list[bytes]], max_rows: int) ->
         assert (tensor.name, tensor.shape, bytes(tensor.data)) == (original.name, original.shape, bytes(original.data))
 
 
+def test_all_parts_are_one_versions() -> None:
+    """None is moved to another one while it waits."""
+    request = InferRequest(model="m", inputs=(from_numpy("n", np.zeros((3, 1))),), endpoint="e", moves=True)
+
+    assert [part.moves_by for part in parts_of(request, 1)] == ["", "", ""]
+
+
 def test_the_number_of_parts_is_bounded() -> None:
     most = SPEC.max_request_rows
 

@@ -113,6 +113,20 @@ def test_models_fit_that_have_the_same_inputs_and_outputs(other: ModelSpec, why:
     assert misfit(other, other) == ""
 
 
+@pytest.mark.parametrize(
+    ("weight", "version", "moves_by"), [(1, 0, "e"), (0, 0, ""), (1, 4, "")], ids=["canary", "stable", "by version"]
+)
+def test_what_a_canary_was_chosen_for_may_be_moved(weight: float, version: int, moves_by: str) -> None:
+    """Not what stable gets anyway, and not what names the version whose answer it wants."""
+    view = Endpoints(Mock(find=Mock(return_value=Mock()), ready_versions=Mock(return_value=(3, 4))))
+    view.show(Declared({"e": read_endpoint({"name": "e", "targets": [STABLE, target(weight=weight)]})}, 1))
+    request = InferRequest(id="r", model="e", inputs=(), version=version)
+
+    assert view.choose(request, "")
+
+    assert request.moves_by == moves_by
+
+
 def test_a_process_that_was_stopped_asks_no_canary() -> None:
     """It has missed what was changed meanwhile, and reads requests before it hears of that."""
     catalog = Mock(find=Mock(return_value=Mock()), ready_versions=Mock(return_value=(3, 4)))

@@ -107,6 +107,7 @@ class Reader:
             payload=stamped.payload,
             limit=stamped.limit,
             is_told=stamped.is_told,
+            endpoint=stamped.endpoint,
             timeout_s=route.timeout_s,
             body_hash=body_hash(message),
             result_ttl_s=self._result_ttl_s,

@@ -172,6 +172,7 @@ class Intake:
 
     def _pending(self, batcher: LaneBatcher, lease: Lease, request: InferRequest) -> Pending:
         enqueued_s = lease.entry.enqueued_s
+        request.version = batcher.model.version  # another than it was submitted to, if it was moved while it waited
         return Pending(
             rows=1,
             key=None,
@@ -219,6 +220,7 @@ class Intake:
     def _complete(self, batcher: LaneBatcher, item: Pending, payload: bytes) -> bool:
         try:
             item.request = decode_request(item.lease.frame, payload)
+            item.request.version = batcher.model.version
         except CorruptEntry as error:
             self._bury(batcher, item, error)
             return False
