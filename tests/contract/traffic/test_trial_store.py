@@ -108,9 +108,11 @@ async def test_one_gateway_decides(pair: Pair) -> None:
     assert [await pair.one.lead("a"), await pair.other.lead("b"), await pair.one.lead("a")] == [True, False, True]
 
 
-async def test_a_gateway_that_stops_leaves_the_lease_to_the_next(pair: Pair, stores: ControlPair) -> None:
+async def test_a_gateway_that_stops_leaves_the_lease_to_the_next(
+    pair: Pair, stores: ControlPair, queue: RedisQueue
+) -> None:
     view = Endpoints(Catalog(stores.one, LimitSettings()))
-    controller = CanaryController(pair.endpoints, pair.one, view, Observed(), "a", lambda: NOW_S)
+    controller = CanaryController(pair.endpoints, pair.one, view, Observed(), "a", await queue.connect())
     assert await pair.one.lead("a")
     running = asyncio.create_task(controller.run())
 
