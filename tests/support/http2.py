@@ -87,6 +87,9 @@ class Wire(Requests):
         self.is_closed = self.is_aborted = True
         self.connection.connection_lost(None)
 
+    def get_extra_info(self, name: str) -> object:
+        return None
+
     def get_write_buffer_size(self) -> int:
         return 0
 
@@ -166,16 +169,20 @@ def _busy(call: Call, _: Any) -> None:
     call.fail(DeadlineInfeasible("the requests ahead take about 9.5 s", 8.5))
 
 
-def _refuse(_: Any) -> None:
+def _admit(*_: Any) -> None:
+    """Lets a call in."""
+
+
+def _refuse(*_: Any) -> None:
     raise Abort("UNAUTHENTICATED", "100 % no «key»")
 
 
 METHODS = {
-    "/t.T/Echo": Method(lambda _: None, _echo, False, MAX_MESSAGE_BYTES),
-    "/t.T/Hang": Method(lambda _: None, _hang, False, MAX_MESSAGE_BYTES),
-    "/t.T/Busy": Method(lambda _: None, _busy, False, MAX_MESSAGE_BYTES),
+    "/t.T/Echo": Method(_admit, _echo, False, MAX_MESSAGE_BYTES),
+    "/t.T/Hang": Method(_admit, _hang, False, MAX_MESSAGE_BYTES),
+    "/t.T/Busy": Method(_admit, _busy, False, MAX_MESSAGE_BYTES),
     "/t.T/Deny": Method(_refuse, _echo, False, MAX_MESSAGE_BYTES),
-    "/t.T/Chat": Method(lambda _: None, lambda call, _: call.run(_chat(call)), True, MAX_MESSAGE_BYTES),
+    "/t.T/Chat": Method(_admit, lambda call, _: call.run(_chat(call)), True, MAX_MESSAGE_BYTES),
 }
 
 

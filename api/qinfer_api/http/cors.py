@@ -51,11 +51,16 @@ class Cors:
         """Returns what every reply to an origin has besides its own headers; an empty origin is none."""
         return self._of.get(origin, self._others)
 
-    def writer(self, head: Head | None) -> Writer:
-        """Returns what renders the reply on the fast path to a request with this head; `None` = it has none."""
-        if self._is_open or head is None:
+    def writer(self, head: Head | None, read: Headers) -> Writer:
+        """Returns what renders the reply on the fast path.
+
+        Args:
+            head: The request's; `None` = it was refused while it was read.
+            read: The headers that had been read by then.
+        """
+        if self._is_open:
             return self._others_writer
-        return self._writers.get(head.origin(), self._others_writer)
+        return self._writers.get(origin_in(read) if head is None else head.origin(), self._others_writer)
 
     def preflight(self, origin: bytes) -> Headers | None:
         """Returns what a browser is told that asks what a page of an origin may send; `None` = nothing."""

@@ -122,6 +122,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._fast = fast
+        self.headers = []  # of the request that the parser reads
         self._calls: deque[Call] = deque()
         self._call: Call | None = None  # the call whose body is being read
         self._memory: Reservation | None = None  # of that body, unless it came with its head
@@ -311,7 +312,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
                 break
             call = calls.popleft()
             close = self._closing and not calls and self._held is None
-            writer = fast.writer if fast.cors is None else fast.cors.writer(call.head)
+            writer = fast.writer if fast.cors is None else fast.cors.writer(call.head, self.headers)
             common, request_id = self.server_state.default_headers, call.request.id or fast.new_id()
             self.transport.write(writer.render(reply, common, request_id, close=close))
             self.server_state.total_requests += 1

@@ -52,13 +52,14 @@ class Guard:
         self._forward = compile_forward("QINFER_GRPC__HEADER_FORWARD_PATTERN", rpc.header_forward_pattern)
         self._max_message_bytes = rpc.max_message_bytes
 
-    def admit(self, group: str, scope: Scope | None, head: Head) -> Context:
+    def admit(self, group: str, scope: Scope | None, head: Head, peer: str) -> Context:
         """Decides by a call's head whether it may be made.
 
         Args:
             group: The group of calls that it belongs to.
             scope: What its key must allow; `None` = it needs none.
             head: The head.
+            peer: The address that it came from.
 
         Returns:
             Who asks.
@@ -69,9 +70,9 @@ class Guard:
         """
         if self._dispatcher.draining:
             raise Abort("UNAVAILABLE", SHUTTING_DOWN)
-        return self.admit_even_draining(group, scope, head)
+        return self.admit_even_draining(group, scope, head, peer)
 
-    def admit_even_draining(self, group: str, scope: Scope | None, head: Head) -> Context:
+    def admit_even_draining(self, group: str, scope: Scope | None, head: Head, peer: str) -> Context:
         """Decides as `admit` does, for a call that is served while the gateway shuts down, too."""
         try:
             if self._restrictions.covers(group):
@@ -79,7 +80,7 @@ class Guard:
             context: Context | None = head.memo
             if context is None:
                 context = head.memo = caller_of(head.first, head.every)
-            return context if scope is None else self._dispatcher.authorize(context, scope)
+            return context if scope is None else self._dispatcher.authorize(context, scope, peer)
         except (Unauthorized, Forbidden) as error:
             raise self._dispatcher.refuse("", 0, error) if group == INFERENCE else error from None
 
@@ -135,15 +136,13 @@ class Guard:
 
         async def serve(blob: Bytes, call: Call) -> Bytes:
             message = await read(request, blob)
-            context = call.context
+            context, peer = call.context, call.connection.peer
             is_act = scope is Scope.ADMIN
             if is_change is not None and is_change(message):
-                is_act, context = (
-                    True,
-                    self._dispatcher.authorize(caller_of(call.head.first, call.head.every), Scope.ADMIN),
-                )
+                is_act, caller = True, caller_of(call.head.first, call.head.every)
+                context = self._dispatcher.authorize(caller, Scope.ADMIN, peer)
             what = f"{name}/{message.model_name}" if hasattr(message, "model_name") else name
-            with administrative(context, "gRPC", what, "") if is_act else nullcontext():
+            with administrative(context, "gRPC", what, peer) if is_act else nullcontext():
                 reply = await use_case(message)
             return bytes(reply.SerializeToString())
 

@@ -57,14 +57,15 @@ class Method(NamedTuple):
     """A method of a service.
 
     Attributes:
-        admit: Decides by the head whether the call may be made, and raises if not; its result is `Call.context`.
+        admit: Decides by the head, and the address that it came from, whether the call may be made, and raises if not;
+            its result is `Call.context`.
         start: Begins the call, with its message; with b"" where the client sends a stream of them.
         takes_stream: The client sends a stream of messages.
         max_message_bytes: The largest message, decompressed.
         is_awaited: A shutdown waits for its calls; `False` where they last as long as their clients like.
     """
 
-    admit: Callable[["Head"], Any]
+    admit: Callable[["Head", str], Any]
     start: Callable[["Call", Bytes], None]
     takes_stream: bool
     max_message_bytes: int

@@ -69,11 +69,13 @@ class Connection(asyncio.Protocol):
     Attributes:
         service: As given.
         output: What leaves the connection.
+        peer: The address of the client; empty = not known.
     """
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self.output = Output()
+        self.peer = ""
         self._decoder = Decoder(service.limits.header_bytes)
         self._heads: dict[bytes, Any] = {}  # by header block, as long as the decoder's table does not change
         self._generation = 0
@@ -97,6 +99,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Waits for the preface: the server's settings, sent before, would hide the answer to HTTP/1.1."""
         self.output.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        address = transport.get_extra_info("peername")
+        self.peer = address[0] if isinstance(address, tuple) else ""
         self._made_s = self._busy_s = self._heard_s = asyncio.get_running_loop().time()
         if self.service.is_closing:  # it was accepted while the port was closed
             self.close()

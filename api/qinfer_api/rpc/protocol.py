@@ -154,7 +154,7 @@ class Call(Stream):
         if head.timeout_s < math.inf:
             self._until_s = asyncio.get_running_loop().time() + head.timeout_s
         try:
-            self.context = head.method.admit(head)
+            self.context = head.method.admit(head, self.connection.peer)
             if head.method.takes_stream:
                 self._begin(b"")
             if self.is_ended:

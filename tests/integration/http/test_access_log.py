@@ -179,7 +179,7 @@ async def test_administrative_acts_have_a_line(scene: Scene, client: httpx.Async
     assert odd["path"] == "/v2/repository/models/ec\nho/load"
     assert (load["act"], load["path"], load["outcome"]) == ("gRPC", "RepositoryModelLoad/m", "control_disabled")
     assert {(line["tenant"], line["key"]) for line in (logging_, unload, load)} == {("acme", "the-admin")}
-    assert unload["peer"] == "127.0.0.1"
+    assert {line["peer"] for line in (unload, load)} == {"127.0.0.1"}
 
 
 async def test_refused_keys_have_lines_up_to_a_number(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
@@ -204,7 +204,16 @@ async def test_why_a_key_is_refused(scene: Scene, client: httpx.AsyncClient) -> 
     await client.get("/v2/models/echo", headers={"x-api-key": "wrong"})
     await client.get("/v2/models/echo", headers={"x-api-key": ""})
     await client.post("/v2/logging", json={"log_info": True})
+    stub, wrong = scene.server.stub, (("x-api-key", "wrong"),)
+    for method, request, metadata in (
+        (stub.ModelInfer, infer_request(), wrong),
+        (stub.LogSettings, pb.LogSettingsRequest(), wrong),
+        (stub.LogSettings, pb.LogSettingsRequest(), None),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await method(request, metadata=metadata)
 
     told = [(line["reason"], line["key"]) for line in scene.lines(AUDIT)]
-    assert told == [("unknown", "")] * 3 + [("missing", ""), ("scope", "the-infer")]
+    over_grpc = [("unknown", ""), ("unknown", ""), ("missing", "")]
+    assert told == [("unknown", "")] * 3 + [("missing", ""), ("scope", "the-infer"), *over_grpc]
     assert {line["peer"] for line in scene.lines(AUDIT)} == {"127.0.0.1"}

@@ -3,6 +3,7 @@
 `Page` keeps the rules of the Fetch standard that browsers keep; `test_browsers.py` asks a real one.
 """
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -151,6 +152,22 @@ async def test_errors_can_be_read_too(scene: Scene, method: str, path: str, stat
 
     assert found == status
     assert "qinfer-request-id" in headers
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [(f"x-long: {'x' * 1_000_000}", 431), ("transfer-encoding: gzip, chunked", 501)],
+)
+async def test_what_is_refused_while_it_is_read_can_be_read_too(scene: Scene, header: str, status: int) -> None:
+    """The origin is known by then: it is among the headers that were read."""
+    url = scene.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    with contextlib.closing(writer):
+        writer.write(f"POST {INFER} HTTP/1.1\r\nhost: a\r\norigin: {APP}\r\n{header}\r\n\r\n".encode())
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+
+    assert int(head.split()[1]) == status
+    assert f"access-control-allow-origin: {APP}\r\n" in head
 
 
 async def test_a_refusal_says_when_to_try_again(scene: Scene) -> None:

@@ -44,9 +44,9 @@ async def _watch(_: Call) -> None:
 
 
 METHODS = {
-    PATH: Method(lambda _: None, lambda call, _: call.run(_echo_all(call)), True, MAX_MESSAGE_BYTES),
-    MANY: Method(lambda _: None, lambda call, _: call.run(_many(call)), False, MAX_MESSAGE_BYTES),
-    WATCH: Method(lambda _: None, lambda call, _: call.run(_watch(call)), False, MAX_MESSAGE_BYTES, is_awaited=False),
+    PATH: Method(lambda *_: None, lambda call, _: call.run(_echo_all(call)), True, MAX_MESSAGE_BYTES),
+    MANY: Method(lambda *_: None, lambda call, _: call.run(_many(call)), False, MAX_MESSAGE_BYTES),
+    WATCH: Method(lambda *_: None, lambda call, _: call.run(_watch(call)), False, MAX_MESSAGE_BYTES, is_awaited=False),
 }
 
 
@@ -105,7 +105,7 @@ async def test_a_client_that_opens_its_windows_byte_by_byte_is_not_served_for_lo
 
 
 async def test_a_shutdown_waits_for_no_call_that_lasts_as_long_as_its_client_likes() -> None:
-    wire = wire_of(METHODS | {"/t.T/Hang": Method(lambda _: None, lambda *_: None, False, MAX_MESSAGE_BYTES)}).greet()
+    wire = wire_of(METHODS | {"/t.T/Hang": Method(lambda *_: None, lambda *_: None, False, MAX_MESSAGE_BYTES)}).greet()
     wire.send(wire.call(1, b"", WATCH))
     await asyncio.wait_for(wire.server.ended(), 5)
     wire.send(wire.call(3, b"", "/t.T/Hang"))
