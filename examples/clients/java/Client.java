@@ -21,7 +21,7 @@ import java.util.UUID;
  *
  * <pre>java -cp '/usr/share/java/*' Client.java http://127.0.0.1:8000</pre>
  *
- * Where the gateway asks for an API key, QINFER_API_KEY has it. Needs Java 17 or newer, and Jackson on the class path.
+ * Where the gateway asks for an API key, QINFER_API_KEY has it. Needs Java 17 or newer, and Jackson, which pom.xml names.
  */
 public final class Client {
     private static final String LENGTH = "Inference-Header-Content-Length";

@@ -5,6 +5,7 @@ Each program has a key of its own tenant, whose rate lets one request pass: the 
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -147,6 +148,20 @@ async def test_an_example_without_a_key_says_so(client: Client) -> None:
 
     assert ended.status != 0
     assert "this server asks for an API key" in ended.errors
+
+
+def test_maven_compiles_the_java_example(tmp_path: Path) -> None:
+    """With what is in Maven's own repository on this machine; nothing is fetched."""
+    there = tmp_path / "java"
+    shutil.copytree(CLIENTS / "java", there)
+
+    command = [program("mvn"), "--offline", "--batch-mode", "--file", str(there), "compile"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    if "in offline mode" in done.stdout:
+        pytest.skip("Maven has not its plugins or Jackson here; `mvn compile` in examples/clients/java fetches them")
+    assert done.returncode == 0, done.stdout
+    assert (there / "target" / "classes" / "Client.class").exists()
 
 
 def fields_of(message: DescriptorProto) -> dict[str, set[str]]:
