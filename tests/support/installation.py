@@ -59,6 +59,12 @@ class Installation:
         with self._program("qinfer_workers.inference", checkout, {}) as process:
             yield process
 
+    @contextmanager
+    def bulk_worker(self, checkout: Path = ROOT) -> Iterator["subprocess.Popen[bytes]"]:
+        """Runs a bulk worker."""
+        with self._program("qinfer_workers.jobs", checkout, {}) as process:
+            yield process
+
     def serves(self, url: str, models: Sequence[str]) -> None:
         """Waits until models are ready at a gateway."""
         for model in models:
