@@ -20,7 +20,7 @@ from fastapi import FastAPI
 import qinfer
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.messages import IdFactory
-from qinfer.core.retry import PATIENCE_S
+from qinfer.core.retry import PATIENCE_S, OutageLog
 from qinfer.core.settings import BulkSettings, HttpSettings, RepositorySettings, Settings
 from qinfer.errors import Overloaded, QinferError
 from qinfer.jobs.examiner_pool import ExaminerPool
@@ -491,6 +491,7 @@ class RepositoryWatch:
         self._every_s = every_s
         self._min_workers = min_workers
         self._errors: dict[str, str] = {}
+        self._outage = OutageLog(logger, "model repository not looked through", "model repository looked through again")
 
     async def run(self) -> None:
         """Polls every few seconds until cancelled; failures are retried at the next poll."""
@@ -501,11 +502,14 @@ class RepositoryWatch:
     async def look(self) -> None:
         """Writes the changes since the last poll to the desired state."""
         try:
-            self.note(await sync(self._source, self._store, self._delivery, min_workers=self._min_workers))
+            found = await sync(self._source, self._store, self._delivery, min_workers=self._min_workers)
         except QinferError as error:
-            logger.warning("model repository not looked through", extra={"reason": error.message})
-        except Exception:  # the loop boundary: one odd file must not end the gateway
-            logger.exception("model repository not looked through")
+            self._outage.failed(error.message)
+        except Exception as error:  # noqa: BLE001 - the loop boundary: one odd file must not end the gateway
+            self._outage.failed(repr(error), error)
+        else:
+            self._outage.over()
+            self.note(found)
 
     def note(self, models: Sequence[SyncedModel]) -> None:
         """Logs the changes of a sync, and each error once."""

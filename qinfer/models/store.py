@@ -8,6 +8,7 @@ and every 10 s; `wake` only shortens the wait.
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -330,12 +331,26 @@ def translated() -> Iterator[None]:
     try:
         yield
     except (RedisError, RedisClusterException, OSError) as error:  # redis-py lets some socket errors through
-        raise BrokerUnavailable(f"the control store can't be reached: {type(error).__name__}") from error
+        raise _unreachable(error) from error
+    except (AttributeError, RuntimeError) as error:
+        if not _is_raised_by_redis_py(error):
+            raise
+        raise _unreachable(error) from error
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         # redis-py awaits each send in `asyncio.wait_for`, which on Python 3.11 loses a cancellation that arrives while
         # the send completes (https://github.com/python/cpython/issues/86296): without this a loop would never end.
         raise asyncio.CancelledError
+
+
+def _unreachable(error: Exception) -> BrokerUnavailable:
+    return BrokerUnavailable(f"the control store can't be reached: {type(error).__name__}")
+
+
+def _is_raised_by_redis_py(error: Exception) -> bool:
+    """Tells whether redis-py was at work: when nodes go, one call of its cluster client closes connections of others."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__", "").startswith("redis.") for frame, _ in frames)
 
 
 class StoredRecords:

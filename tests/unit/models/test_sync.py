@@ -205,9 +205,10 @@ async def test_the_watch_follows_changes(scene: Scene, caplog: pytest.LogCapture
         await eventually(scene.is_b_gone)
         running.cancel()
 
-    assert [(record.message, record.__dict__.get("model")) for record in caplog.records][:4] == [
+    assert [(record.message, record.__dict__.get("model")) for record in caplog.records][:5] == [
         ("model changed", "a"),
         ("model repository not looked through", None),
+        ("model repository looked through again", None),
         ("model changed", "b"),
         ("model can't be read", "bad"),
     ]

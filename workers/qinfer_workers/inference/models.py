@@ -139,16 +139,18 @@ class Models:
     async def run(self, changed: Callable[[], None]) -> None:
         """Follows the desired state until cancelled; calls `changed` whenever a state changed."""
         self._changed = changed
+        outage = OutageLog(logger, "desired state unknown", "desired state known again")
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
                     is_whole = await self._read()
+                    outage.over()
                     self._looked.set()
                     self._looked = asyncio.Event()
                     self._start(tasks)
                     await self._store.wait(REREAD_S if is_whole else _RETRY_S)
                 except BrokerUnavailable as error:
-                    logger.warning("desired state unknown", extra={"reason": error.message})
+                    outage.failed(error.message)
                     await asyncio.sleep(_RETRY_S)
 
     async def _read(self) -> bool:
