@@ -340,6 +340,11 @@ REDIS_CLIENTS_BLOCKED = _gauge(
 REDIS_REJECTED = _counter(
     "qinfer_redis_rejected_connections_total", "Connections that a node refused because of `maxclients`.", _NODE
 )
+REDIS_REFUSED = _counter(
+    "qinfer_redis_refused_writes_total",
+    "Writes that a node refused: its files can't be written (MISCONF), no memory (OOM), too few replicas (NOREPLICAS).",
+    ("error", "node"),
+)
 NV_SUCCESS = _counter("nv_inference_request_success", "Number of successful inference requests, all batch sizes")
 NV_FAILURE = _counter("nv_inference_request_failure", "Number of failed inference requests, all batch sizes", _REASON)
 NV_COUNT = _counter("nv_inference_count", f"Number of inferences performed {_NOT_CACHED}")

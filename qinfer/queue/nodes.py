@@ -151,6 +151,14 @@ def families(nodes: Iterable[Node]) -> Iterator[Family]:
         for file, has_failed in failed_files(fields).items():
             failed.add(int(has_failed), file=file, node=label)
     yield failed
+    yield family(
+        catalogue.REDIS_REFUSED,
+        (
+            (_refusals(fields, error), {"error": error, "node": label})
+            for label, fields in known
+            for error in _REFUSALS
+        ),
+    )
 
 
 def _words(info: Fields) -> dict[str, str]:
@@ -166,6 +174,12 @@ def _number(info: Fields, name: str) -> float | None:
         return None
 
 
+def _refusals(info: Fields, error: str) -> float:
+    """Returns how many commands a node has answered with an error; errors that it has not had are not in INFO."""
+    about = info.get(f"errorstat_{error}", "count=0")
+    return float(about["count"] if isinstance(about, dict) else about.rpartition("=")[2])
+
+
 def _field(name: str) -> Callable[[Fields], float | None]:
     return lambda info: _number(info, name)
 
@@ -174,6 +188,7 @@ def _online(info: Fields) -> list[Replica]:
     return [replica for replica in replicas_of(info) if replica.is_online]
 
 
+_REFUSALS = ("MISCONF", "NOREPLICAS", "OOM")
 _FILES = (
     ("aof", "aof_last_write_status"),
     ("aof_rewrite", "aof_last_bgrewrite_status"),
