@@ -22,6 +22,7 @@ from qinfer.models.pins import Pin
 from qinfer.models.state import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.observe.stats import LATEST
 from qinfer.queue import keys
+from qinfer.queue.connection import mapped
 from qinfer.queue.router import load_script
 from qinfer.wire.versions import NewerVersion, decode_document, encode_document
 
@@ -344,6 +345,8 @@ def translated() -> Iterator[None]:
 
 
 def _unreachable(error: Exception) -> BrokerUnavailable:
+    if isinstance(meant := mapped(error), BrokerUnavailable):
+        return meant
     return BrokerUnavailable(f"the control store can't be reached: {type(error).__name__}")
 
 

@@ -83,6 +83,7 @@ DOWN = "the connection to the queue is down; try again"
 _FAILING_OVER = "the queue is failing over (read-only replica); try again"
 _FULL = "too much is waiting to be written to the queue; try again"
 _TOO_FEW_REPLICAS = "the queue has too few replicas; try again"
+_NO_DISK = "the queue can't write to its disk; try again"
 _LEAVE = {_FAILING_OVER, _TOO_FEW_REPLICAS}
 """Replies of a node that may be a primary no longer: look its address up again."""
 _LOST = "the connection to the queue broke before it answered; try again"
@@ -95,7 +96,7 @@ _REFUSALS: dict[str, Callable[[], QinferError]] = {
     "TRYAGAIN": lambda: BrokerUnavailable("the queue is moving this model's keys; try again"),
     "BUSY": lambda: BrokerUnavailable("the queue is busy with a script; try again"),
     "NOREPLICAS": lambda: BrokerUnavailable(_TOO_FEW_REPLICAS),
-    "MISCONF": lambda: BrokerUnavailable("the queue can't write to its disk; try again"),
+    "MISCONF": lambda: BrokerUnavailable(_NO_DISK),
     "OOM": lambda: QueueFull("the queue's memory is full; try again"),
     "NOAUTH": lambda: SettingsError("QINFER_REDIS__URL: Redis asks for a password; put it into the URL"),
     "WRONGPASS": lambda: SettingsError("QINFER_REDIS__URL: Redis refuses this user name and password"),
@@ -116,7 +117,7 @@ class Refused(DeliveryError):
         self.kind = kind
 
 
-def mapped(error: ReplyError) -> QinferError:
+def mapped(error: Exception) -> QinferError:
     """Returns what an error reply means; in a script's error of Redis 6.2, that of the command that failed in it."""
     text = str(error)
     kind = text.partition(" ")[0]
@@ -485,7 +486,11 @@ class Link:
             await connection.call(b"SELECT", address.db)
         if not is_cluster:
             await _check_role(connection)
-        await connection.call(b"PING")  # refused while it loads its data, which HELLO and ROLE are not
+        try:
+            await connection.call(b"PING")  # refused while it loads its data, which HELLO and ROLE are not
+        except BrokerUnavailable as error:
+            if error.message != _NO_DISK:  # it still answers reads, such as those of `qinfer status`
+                raise
         self.client_id = about[b"id"]
 
 

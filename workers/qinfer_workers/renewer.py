@@ -130,7 +130,7 @@ class Renewer:
                     report.lost += [(lane, entry_id) for entry_id in gone]
                     report.renewed += len(page) - len(gone)
             except (RedisError, RedisClusterException, OSError) as error:  # of this lane's node: the others may be well
-                report.failed[lane] = type(error).__name__
+                report.failed[lane] = f"{type(error).__name__}: {error}"
         for owner, names in self._reported.owners.items():
             try:
                 self._client = self._client or blocking_client(self._hello.redis)
@@ -138,7 +138,7 @@ class Renewer:
                 # One whose lease has ended is told so by whatever it asks next.
                 self._client.eval(self._hello.owner_script, len(names), *names, owner, lease_ms, 0)
             except (RedisError, RedisClusterException, OSError) as error:
-                report.failed[owner.encode()] = type(error).__name__
+                report.failed[owner.encode()] = f"{type(error).__name__}: {error}"
         self._failed = set(report.failed)
         return report
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import redis
 
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
+from qinfer.models.store import ControlStore
 from qinfer.queue import keys
 from qinfer.queue.address import Sentinels, parse_place
 from qinfer.queue.clients import Login, admin_client, blocking_client
@@ -29,6 +31,15 @@ async def connected(url: str, **changes: Any) -> AsyncIterator[Router]:
         yield router
     finally:
         await router.close()
+
+
+@contextlib.asynccontextmanager
+async def store_of(server: RedisServer) -> AsyncIterator[ControlStore]:
+    store = ControlStore(admin_client(RedisSettings.model_validate({"url": server.url})))
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 async def until_it_answers(router: Router, *words: Any) -> Any:
@@ -55,6 +66,22 @@ async def test_a_replica_is_not_taken_for_the_queue(tmp_path: Path) -> None:
     refused = pytest.raises(BrokerUnavailable, match="it is a replica, which takes no writes; see QINFER_REDIS__URL")
     with RedisServer(system_redis(), tmp_path, "--replicaof", "127.0.0.1 1") as server, refused:
         await Router.connect(RedisSettings.model_validate({"url": server.url, **SHORT}))
+
+
+async def test_a_full_disk_leaves_reads(tmp_path: Path) -> None:
+    """Redis refuses PING, too, then: whoever connects may read nevertheless, and every refusal tells why."""
+    refused = pytest.raises(BrokerUnavailable, match="the queue can't write to its disk")
+    with RedisServer(system_redis(), tmp_path, "--appendonly", "yes") as server:
+        async with connected(server.url, **SHORT) as router:
+            await router.call(0, b"SET", b"x", b"1")
+            resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+            with refused:
+                while True:
+                    await router.call(0, b"SET", b"x", b"2")
+        async with connected(server.url, **SHORT) as router, store_of(server) as store:
+            assert await router.call(0, b"GET", b"x") is not None
+            with refused:
+                await store.wake()
 
 
 async def test_a_primary_that_becomes_a_replica_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

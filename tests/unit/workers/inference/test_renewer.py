@@ -16,7 +16,7 @@ from qinfer.core.settings import RedisSettings
 from qinfer.queue.clients import Login
 from qinfer.testing import wait_until
 from qinfer_workers import renewer
-from qinfer_workers.renewer import Held, Hello, Renewer
+from qinfer_workers.renewer import Held, Hello, Renewer, Report
 
 LANE, OTHER = b"qinfer:{a#0}:1:p1", b"qinfer:{b#0}:1:p1"
 HELLO = Hello(Login("redis://127.0.0.1:1", "", False, 1.0, 1.0), b"workers", b"w", b"the script", 3.0, 100.0)
@@ -71,6 +71,11 @@ def redis(monkeypatch: pytest.MonkeyPatch) -> FakeRedis:
     monkeypatch.setattr(renewer, "time", Time)
     monkeypatch.setattr(Time, "now_s", 1000.0)
     return FakeRedis()
+
+
+def kinds(report: Report) -> dict[bytes, str]:
+    """Returns what failed, without the words of each failure."""
+    return {what: text.partition(":")[0] for what, text in report.failed.items()}
 
 
 def test_what_was_told_is_renewed_until_its_end(redis: FakeRedis) -> None:
@@ -139,7 +144,7 @@ def test_a_node_that_is_away_is_told_and_the_others_renewed(redis: FakeRedis) ->
     report = one.renew()
 
     assert redis.renewed == [(OTHER, [b"2-0"])]
-    assert report.failed == {LANE: "ConnectionError"}
+    assert kinds(report) == {LANE: "ConnectionError"}
 
 
 def test_a_node_that_was_away_is_told_until_it_is_there_again(redis: FakeRedis) -> None:
@@ -153,7 +158,7 @@ def test_a_node_that_was_away_is_told_until_it_is_there_again(redis: FakeRedis) 
     still = one.renew()
     del redis.errors[LANE]
 
-    assert still.failed == {LANE: "ConnectionError"}
+    assert kinds(still) == {LANE: "ConnectionError"}
     assert [one.renew().failed for _ in range(2)] == [{}, {}]
     assert redis.renewed == [(LANE, [])]
 
@@ -217,7 +222,7 @@ def test_owners_of_sequences_are_renewed_while_the_worker_is_silent() -> None:
     one.report(Held({}, owners={"w.1": [b"owners", b"orphans", b"lane"]}))
 
     assert one.renew().failed == {}
-    assert one.renew().failed == {b"w.1": "ConnectionError"}
+    assert kinds(one.renew()) == {b"w.1": "ConnectionError"}
     assert calls[0] == (b"the owners' script", 3, b"owners", b"orphans", b"lane", "w.1", 10000, 0)
 
 
