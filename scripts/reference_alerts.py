@@ -30,7 +30,7 @@ OUTAGES_HEAD = """
 ## What fires when
 
 Each outage was brought about under load, with two gateways and two workers, for jobs and messages with a bulk worker or
-a bridge, and watched by Prometheus with these rules, scraping every 15 seconds. `tests/support/record_outages.py`
+a bridge, for replicas and nodes with those, and watched by Prometheus with these rules, scraping every 15 seconds. `tests/support/record_outages.py`
 repeats it; the tests of the rules run on what it recorded. The installation had been healthy for a minute and a half:
 after hours of health QinferObjectiveBurnsFast takes longer, nine minutes where every request fails at a target of 0.99.
 
@@ -45,6 +45,15 @@ OUTAGES = {
     "slow_model": "a new configuration takes two seconds",
     "redis_full": "Redis has no memory left",
     "redis_gone": "Redis is killed",
+    "redis_disk_full": "the disk of Redis' append-only file is full",
+    "redis_save_fails": "the folder of Redis' snapshots is gone, and `save` lines ask for them",
+    "redis_rewrite_fails": "the folder of Redis' files is gone, and a rewrite of the append-only file begins",
+    "redis_memory_high": "another program fills 87 % of Redis' memory",
+    "redis_evicts": "Redis is made a cache (`allkeys-lru`) with less memory than it uses",
+    "redis_replica_lost": "the only replica of Redis is killed",
+    "redis_replica_hangs": "the only replica of Redis hangs, its connections open",
+    "redis_connections": "another program takes all connections of Redis (`maxclients`)",
+    "redis_node_down": "one of three nodes of a Redis cluster is killed, and has no replica",
     "stuck_job": "a bulk job comes to a row at which its model hangs",
     "dead_bridge": "the only bridge is killed, messages keep coming",
     "healthy": "none, for an hour: six times all workers and gateways are replaced, and one worker more comes and goes",

@@ -345,7 +345,8 @@ def translated() -> Iterator[None]:
 
 
 def _unreachable(error: Exception) -> BrokerUnavailable:
-    if isinstance(meant := mapped(error), BrokerUnavailable):
+    text = str(error).rpartition("caused error: ")[2]  # before it, a pipeline has the command
+    if isinstance(meant := mapped(ResponseError(text)), BrokerUnavailable):
         return meant
     return BrokerUnavailable(f"the control store can't be reached: {type(error).__name__}")
 

@@ -489,7 +489,7 @@ class Link:
         try:
             await connection.call(b"PING")  # refused while it loads its data, which HELLO and ROLE are not
         except BrokerUnavailable as error:
-            if error.message != _NO_DISK:  # it still answers reads, such as those of `qinfer status`
+            if error.message != _NO_DISK:  # it still answers reads, such as those of `qinfer dlq list`
                 raise
         self.client_id = about[b"id"]
 

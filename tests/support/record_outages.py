@@ -3,7 +3,7 @@
     python -m tests.support.record_outages workers_killed tests/data/outages/workers_killed.json
 
 Everything is a process of its own on this machine: Redis, two gateways, two workers, Prometheus (`scripts/tools
-promtool`), and callers; for some outages a bulk worker or a bridge, too. After a while of health the outage
+promtool`), and callers; for some outages a bulk worker or a bridge, a replica or a cluster, too. After a while of health the outage
 is brought about; what is recorded are the series that the rules read, sample by sample, and how many seconds after it
 each alert fired.
 """
@@ -92,7 +92,7 @@ async def watch(scene: Scene, outage: Outage) -> tuple[float, float, list[int]]:
 def record(name: str, path: Path) -> None:
     """Records one outage."""
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
-        scene = Scene(Path(place), stack)
+        scene = Scene(Path(place), stack, is_cluster=OUTAGES[name].is_cluster)
         began_s, outage_s, statuses = asyncio.run(watch(scene, OUTAGES[name]))
         recorded = Recorded(scene.prometheus, began_s, time.time())
         found = {

@@ -18,6 +18,7 @@ from qinfer.testing import wait_until
 from tests.support import faulty_backend
 from tests.support.bridge_scene import PREDICTIONS, TASKS, Broker, routes
 from tests.support.jobs.job_proof import parquet
+from tests.support.outages import redis
 from tests.support.outages.scene import MODELS, Scene, answers
 
 JOB_MODEL = "faulty"
@@ -171,12 +172,14 @@ class Outage(NamedTuple):
         lasts_s: How long it is watched.
         models: What callers ask for meanwhile.
         beside: What runs beside the callers, from before the health to the end.
+        is_cluster: Redis is a cluster.
     """
 
     begin: Callable[[Scene], Awaitable[None]]
     lasts_s: float = 240.0
     models: tuple[str, ...] = MODELS
     beside: Callable[[Scene], AbstractAsyncContextManager[None]] = nullcontext  # type: ignore[assignment]
+    is_cluster: bool = False
 
 
 OUTAGES = {
@@ -186,6 +189,15 @@ OUTAGES = {
     "slow_model": Outage(slow_down, 480.0),
     "redis_full": Outage(fill_redis),
     "redis_gone": Outage(kill_redis),
+    "redis_disk_full": Outage(redis.fill_disk, beside=redis.append_only),
+    "redis_rewrite_fails": Outage(redis.lose_folder, 480.0, beside=redis.append_only),
+    "redis_save_fails": Outage(redis.lose_folder_of_snapshots, 480.0, beside=redis.saves),
+    "redis_evicts": Outage(redis.evict),
+    "redis_memory_high": Outage(redis.share_memory, 420.0),
+    "redis_replica_lost": Outage(redis.kill_replica, 420.0, beside=redis.replicated),
+    "redis_replica_hangs": Outage(redis.hang_replica, 480.0, beside=redis.replicated),
+    "redis_connections": Outage(redis.leak_connections),
+    "redis_node_down": Outage(redis.kill_node, is_cluster=True),
     "stuck_job": Outage(hang_job, 1140.0, beside=jobs),
     "dead_bridge": Outage(kill_bridge, beside=messages),
     "healthy": Outage(roll, 3600.0, beside=jobs_and_messages),

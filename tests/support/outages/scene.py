@@ -18,7 +18,7 @@ from tests.chaos.repository import write_stub
 from tests.e2e.conftest import EVERY_MODEL, clean_environment
 from tests.support import faulty_backend
 from tests.support.deploy.deployments import DEPLOY, TOOLS
-from tests.support.servers.servers import RedisServer, free_port, system_redis
+from tests.support.servers.servers import RedisCluster, RedisServer, free_port, system_redis
 
 MODELS = ("digits", "words")
 
@@ -29,16 +29,25 @@ class Scene:
     Args:
         directory: For models, logs and data.
         stack: Ends what was started.
+        is_cluster: Redis is a cluster of three nodes instead of one node.
+
+    Attributes:
+        redis: Redis, or the node of the cluster that programs are given.
+        nodes: All that there are, replicas too.
+        redis_home: The folder of Redis' files.
     """
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, stack: ExitStack, *, is_cluster: bool = False) -> None:
         self.directory, self.models = directory, directory / "models"
-        self._stack = stack
+        self.stack = stack
         for name in MODELS:
             write_stub(self.models, name, delay_s=0.01)
-        self.redis = stack.enter_context(RedisServer(system_redis(), directory, "--maxmemory-policy", "noeviction"))
+        self.redis_home = directory / "redis"
+        self.nodes = self._start_redis(is_cluster=is_cluster)
+        self.redis = self.nodes[0]
         self._env = clean_environment() | {
             "QINFER_REDIS__URL": self.redis.url,
+            "QINFER_REDIS__CLUSTER": str(is_cluster).lower(),
             "QINFER_REPOSITORY__PATH": str(self.models),
             "QINFER_REPOSITORY__CONTROL_MODE": "poll",
             "QINFER_REPOSITORY__POLL_S": "1",
@@ -51,6 +60,18 @@ class Scene:
         self.gateways = [self.gateway(free_port(), free_port()) for _ in range(2)]
         self.prometheus = free_port()
         self._watch()
+
+    def _start_redis(self, *, is_cluster: bool) -> list[RedisServer]:
+        """Starts Redis in a folder of its own."""
+        home = self.redis_home
+        home.mkdir()
+        if is_cluster:
+            cluster = RedisCluster(system_redis(), home)
+            self.stack.callback(cluster.stop)
+            return cluster.nodes
+        node = self.stack.enter_context(RedisServer(system_redis(), home, "--maxmemory-policy", "noeviction"))
+        self.stack.callback(_end, node.process)  # one that can't save does not end by itself
+        return [node]
 
     def worker(self) -> subprocess.Popen[bytes]:
         """Starts a worker."""
@@ -70,7 +91,7 @@ class Scene:
         with (self.directory / f"{module}.log").open("ab") as log:
             command = [sys.executable, "-m", module, *words]
             process = subprocess.Popen(command, env=self._env | dict(more), stdout=log, stderr=log)
-        self._stack.callback(_end, process)
+        self.stack.callback(_end, process)
         return process
 
     def _watch(self) -> None:
@@ -89,7 +110,7 @@ class Scene:
         command += [f"--storage.tsdb.path={self.directory / 'tsdb'}"]
         command += [f"--web.listen-address=127.0.0.1:{self.prometheus}"]
         with (self.directory / "prometheus.log").open("wb") as log:
-            self._stack.callback(_end, subprocess.Popen(command, stdout=log, stderr=log))
+            self.stack.callback(_end, subprocess.Popen(command, stdout=log, stderr=log))
         wait_until(lambda: answers(f"http://127.0.0.1:{self.prometheus}/-/ready"), 60, "Prometheus")
 
 

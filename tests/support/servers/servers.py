@@ -162,7 +162,8 @@ class RedisServer:
             wait_until(lambda: _has_loaded(client))
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        # SIGXFSZ stays ignored, as in Python: a test that limits the size of its files shows it a full disk.
+        process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, restore_signals=False)
         try:
             wait_until(lambda: process.poll() is not None or is_listening(self.port))
             assert process.poll() is None, f"redis-server ended at once: {self._command}"

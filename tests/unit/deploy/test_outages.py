@@ -37,6 +37,20 @@ EXPECTED = {
     "redis_full": Expected(
         frozenset(("QinferMostRefused", "QinferRedisMemoryFull", BURNS)), frozenset(("QinferRequestsRefused",))
     ),
+    "redis_disk_full": Expected(frozenset(("QinferRedisCannotWrite", "QinferErrorRate", BURNS))),
+    "redis_save_fails": Expected(
+        frozenset(("QinferRedisCannotWrite", "QinferErrorRate", BURNS)), frozenset(("QinferRedisSaveFailed",))
+    ),
+    "redis_rewrite_fails": Expected(later=frozenset(("QinferRedisSaveFailed",))),
+    "redis_memory_high": Expected(later=frozenset(("QinferRedisMemoryHigh",))),
+    "redis_evicts": Expected(
+        frozenset(("QinferRedisEvicts", "QinferRedisMemoryFull", "QinferMostRefused", BURNS)),
+        frozenset(("QinferRequestsRefused",)),
+    ),
+    "redis_replica_lost": Expected(later=frozenset(("QinferRedisReplicaLost",))),
+    "redis_replica_hangs": Expected(frozenset(("QinferRedisReplicaLags",)), frozenset(("QinferRedisReplicaLost",))),
+    "redis_connections": Expected(frozenset(("QinferRedisConnections",))),
+    "redis_node_down": Expected(frozenset(("QinferRedisNodeDown", "QinferStoreDown", "QinferErrorRate", BURNS))),
     "stuck_job": Expected(later=frozenset(("QinferJobStuck",))),
     "dead_bridge": Expected(frozenset(("QinferNoBridge",))),
     "healthy": Expected(),
