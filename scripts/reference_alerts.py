@@ -30,9 +30,10 @@ OUTAGES_HEAD = """
 ## What fires when
 
 Each outage was brought about under load, with two gateways and two workers, for jobs and messages with a bulk worker or
-a bridge, for replicas and nodes with those, and watched by Prometheus with these rules, scraping every 15 seconds. `tests/support/record_outages.py`
-repeats it; the tests of the rules run on what it recorded. The installation had been healthy for a minute and a half:
-after hours of health QinferObjectiveBurnsFast takes longer, nine minutes where every request fails at a target of 0.99.
+a bridge, for replicas and nodes with those, and watched by Prometheus with these rules, scraping every 15 seconds.
+`tests/support/record_outages.py` repeats it; the tests of the rules run on what it recorded. The installation had been
+healthy for a minute and a half: after hours of health QinferObjectiveBurnsFast takes longer, nine minutes where every
+request fails at a target of 0.99.
 
 | outage | callers got | alerts, and after how many seconds each fired |
 |---|---|---|
@@ -85,7 +86,8 @@ def _index(rules: list[dict[str, Any]]) -> str:
 
 
 def _statuses(statuses: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} times {status if status != '0' else 'nothing'}" for status, count in statuses.items())
+    told = {status if status != "0" else "nothing": count for status, count in statuses.items()}
+    return ", ".join(f"{'once' if count == 1 else f'{count:,} times'} {status}" for status, count in told.items())
 
 
 def _page(rule: dict[str, Any], names: list[str]) -> str:

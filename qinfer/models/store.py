@@ -352,7 +352,7 @@ def _unreachable(error: Exception) -> BrokerUnavailable:
 
 
 def _is_raised_by_redis_py(error: Exception) -> bool:
-    """Tells whether redis-py was at work: when nodes go, one call of its cluster client closes connections of others."""
+    """Tells whether redis-py raised it: its cluster client closes connections under other calls when nodes go."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__", "").startswith("redis.") for frame, _ in frames)
 

@@ -153,11 +153,7 @@ def families(nodes: Iterable[Node]) -> Iterator[Family]:
     yield failed
     yield family(
         catalogue.REDIS_REFUSED,
-        (
-            (_refusals(fields, error), {"error": error, "node": label})
-            for label, fields in known
-            for error in _REFUSALS
-        ),
+        ((_refusals(fields, error), {"error": error, "node": label}) for label, fields in known for error in _REFUSALS),
     )
 
 

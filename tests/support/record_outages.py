@@ -3,9 +3,9 @@
     python -m tests.support.record_outages workers_killed tests/data/outages/workers_killed.json
 
 Everything is a process of its own on this machine: Redis, two gateways, two workers, Prometheus (`scripts/tools
-promtool`), and callers; for some outages a bulk worker or a bridge, a replica or a cluster, too. After a while of health the outage
-is brought about; what is recorded are the series that the rules read, sample by sample, and how many seconds after it
-each alert fired.
+promtool`), and callers; for some outages a bulk worker or a bridge, a replica or a cluster, too. After a
+while of health the outage is brought about; what is recorded are the series that the rules read, sample by sample, and
+how many seconds after it each alert fired.
 """
 
 import argparse

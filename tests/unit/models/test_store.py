@@ -10,7 +10,7 @@ from qinfer.models.store import translated
 
 
 async def test_a_connection_that_is_closed_under_a_call_is_an_outage() -> None:
-    """The cluster client does so while it looks for other nodes: redis-py then writes to a connection without a writer."""
+    """The cluster client does so while it looks for other nodes: redis-py then writes without a writer."""
     connection: Any = Connection()
 
     with pytest.raises(BrokerUnavailable, match="can't be reached: AttributeError"), translated():
