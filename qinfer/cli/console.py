@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from qinfer.errors import (
+    BrokerUnavailable,
     DeadlineExceeded,
     Forbidden,
     QinferError,
@@ -49,6 +50,7 @@ RedisOption = Annotated[
 DataDirOption = Annotated[Path, typer.Option("--data-dir", help="The data directory of a running `qinfer up`.")]
 
 _KEY_REMEDY = "; the command line sends the key in QINFER_API_KEY"
+_TRY_AGAIN, _REDIS_REMEDY = "; try again", "; `qinfer doctor` tells what is wrong with Redis"
 _REFUSALS = (SettingsError, RequestError, Unauthorized, Forbidden, Restricted)
 _WORDS = (
     ("Value error, ", ""),
@@ -140,8 +142,7 @@ class ErrorsAsText(TyperGroup):
         try:
             code = super().main(arguments, prog_name, **extra) or 0
         except QinferError as error:
-            remedy = _KEY_REMEDY if isinstance(error, Unauthorized) else ""
-            code = fail(error.message + remedy, error.code, exit_code(error), as_json=as_json)
+            code = fail(_with_remedy(error), error.code, exit_code(error), as_json=as_json)
         except ModuleNotFoundError as error:
             package = (error.name or "qinfer").partition(".")[0]
             if package.startswith("qinfer"):
@@ -160,6 +161,13 @@ class ErrorsAsText(TyperGroup):
         except typer.Abort:
             code = fail("aborted", "aborted", FAILED, as_json=as_json)
         sys.exit(code)
+
+
+def _with_remedy(error: QinferError) -> str:
+    """Returns an error's message, with what to do about it at a command line."""
+    if isinstance(error, BrokerUnavailable) and error.message.endswith(_TRY_AGAIN):  # Redis answers, and refuses
+        return error.message.removesuffix(_TRY_AGAIN) + _REDIS_REMEDY
+    return error.message + (_KEY_REMEDY if isinstance(error, Unauthorized) else "")
 
 
 def in_words(message: str) -> str:

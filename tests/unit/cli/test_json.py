@@ -10,8 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from qinfer.cli import overview
 from qinfer.cli.console import model_names
 from qinfer.cli.main import app
+from qinfer.errors import BrokerUnavailable
 
 RUNS_ON = {"up", "bridge"}
 """Programs: they run until they are stopped, and log."""
@@ -107,3 +109,16 @@ def test_a_wrong_option_of_up_is_a_line_of_its_log(words: tuple[str, ...], monke
             assert "No such option: --nonsense" in json.loads(ended.stderr)["error"]
         else:
             assert ended.stderr.startswith("Usage: ")
+
+
+def test_a_redis_that_refuses_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads the line can do more than try again."""
+
+    def refuse(*_: object) -> None:
+        raise BrokerUnavailable("the queue can't write to its disk; try again")
+
+    monkeypatch.setattr(overview, "run_overview", refuse)
+    shown = CliRunner().invoke(app, ["queues", "--redis", "redis://127.0.0.1:1/0"])
+
+    assert shown.exit_code == 69
+    assert "can't write to its disk; `qinfer doctor` tells what is wrong with Redis" in " ".join(shown.stderr.split())
