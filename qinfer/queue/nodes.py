@@ -151,10 +151,11 @@ def families(nodes: Iterable[Node]) -> Iterator[Family]:
         for file, has_failed in failed_files(fields).items():
             failed.add(int(has_failed), file=file, node=label)
     yield failed
-    yield family(
-        catalogue.REDIS_REFUSED,
-        ((_refusals(fields, error), {"error": error, "node": label}) for label, fields in known for error in _REFUSALS),
-    )
+    refused = Family(catalogue.REDIS_REFUSED)
+    for label, fields in known:
+        for error in _REFUSALS if "total_error_replies" in fields else ():  # the server counts errors by their kinds
+            refused.add(_refusals(fields, error), error=error, node=label)
+    yield refused
 
 
 def _words(info: Fields) -> dict[str, str]:

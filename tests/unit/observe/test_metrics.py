@@ -34,7 +34,7 @@ NODE = nodes.parse_info(
     b"# Server\r\nredis_version:7.0.15\r\nrole:master\r\nloading:0\r\nmaxmemory:100\r\nmaxmemory_policy:noeviction\r\n"
     b"used_memory:90\r\nmem_not_counted_for_evict:10\r\nevicted_keys:3\r\naof_last_write_status:err\r\n"
     b"rdb_last_bgsave_status:ok\r\nconnected_clients:7\r\nmaxclients:50\r\nblocked_clients:2\r\nrejected_connections:4\r\n"
-    b"errorstat_MISCONF:count=6\r\nconnected_slaves:3\r\nslave0:ip=10.0.0.2,port=6379,state=online,offset=990,lag=0\r\n"
+    b"total_error_replies:9\r\nerrorstat_MISCONF:count=6\r\nconnected_slaves:3\r\nslave0:ip=10.0.0.2,port=6379,state=online,offset=990,lag=0\r\n"
     b"slave1:ip=10.0.0.3,port=6379,state=online,offset=400,lag=5\r\n"
     b"slave2:ip=10.0.0.4,port=6379,state=send_bulk,offset=0,lag=0\r\nmaster_repl_offset:1000\r\n"
 )
