@@ -8,6 +8,8 @@ from benchmarks import stateful
 from benchmarks.results import Sample
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("group", stateful.GROUPS)
 def test_a_visit_measures_every_case(group: str, tmp_path: Path) -> None:
     visit = stateful.Visit(
