@@ -100,6 +100,23 @@ class GrpcSettings(Section):
     max_connection_idle_s: float = Field(
         0.0, ge=0, description="Seconds without a call after which a connection ends; 0 = never."
     )
+    keepalive_s: float = Field(
+        7200.0,
+        gt=0,
+        description="Seconds without a byte from a client after which it is asked for a sign of life "
+        "(Triton's --grpc-keepalive-time).",
+    )
+    keepalive_timeout_s: float = Field(
+        20.0,
+        gt=0,
+        description="Seconds that the sign of life may take before the connection is closed "
+        "(Triton's --grpc-keepalive-timeout).",
+    )
+    infer_response_compression: Literal["none", "low", "medium", "high"] = Field(
+        "none",
+        description="How hard infer responses are compressed for clients that accept gzip or deflate "
+        "(Triton's --grpc-infer-response-compression-level).",
+    )
     tls_certfile: str = Field("", description="PEM certificate chain; with `tls_keyfile` serves TLS.")
     tls_keyfile: str = Field("", description="PEM private key.")
     tls_client_ca_file: str = Field(

@@ -76,9 +76,9 @@ def response_encoding(header: str | None) -> Encoding | None:
     return best if best in _WINDOW_BITS and weights[best] > 0 else None
 
 
-def compress(body: bytes, encoding: Encoding) -> bytes:
-    """Compresses a reply at the fastest level: floats shrink little, and latency counts."""
-    compressor = zlib.compressobj(level=1, wbits=_WINDOW_BITS[encoding])
+def compress(body: bytes, encoding: Encoding, level: int = 1) -> bytes:
+    """Compresses a reply, at the fastest level unless told otherwise: floats shrink little, and latency counts."""
+    compressor = zlib.compressobj(level=level, wbits=_WINDOW_BITS[encoding])
     return compressor.compress(body) + compressor.flush()
 
 

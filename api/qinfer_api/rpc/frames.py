@@ -57,7 +57,7 @@ class Limits(NamedTuple):
         idle_s: Seconds without a request after which the connection ends; 0 = never.
         age_s: Seconds after which it takes no more requests; 0 = never.
         ping_s: Seconds of silence after which the client is asked for a sign of life.
-        pong_s: Seconds that its answer, or room for one's own replies, may take.
+        pong_s: Seconds that its answer may take.
     """
 
     streams: int = 1000

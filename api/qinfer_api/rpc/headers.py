@@ -53,6 +53,18 @@ class Abort(Exception):
         self.again_s = again_s
 
 
+class Packing(NamedTuple):
+    """How the messages of replies are compressed.
+
+    Attributes:
+        encoding: The format.
+        level: The level of zlib.
+    """
+
+    encoding: Encoding
+    level: int
+
+
 class Method(NamedTuple):
     """A method of a service.
 
@@ -63,6 +75,7 @@ class Method(NamedTuple):
         takes_stream: The client sends a stream of messages.
         max_message_bytes: The largest message, decompressed.
         is_awaited: A shutdown waits for its calls; `False` where they last as long as their clients like.
+        compression: The level of zlib at which its replies are compressed for clients that accept it; 0 = none is.
     """
 
     admit: Callable[["Head", str], Any]
@@ -70,6 +83,7 @@ class Method(NamedTuple):
     takes_stream: bool
     max_message_bytes: int
     is_awaited: bool = True
+    compression: int = 0
 
 
 class Head:
@@ -81,10 +95,11 @@ class Head:
         fields: The headers.
         timeout_s: Seconds until the client gives up; infinite = never.
         encoding: How its compressed messages are compressed.
+        packing: How those of its reply are; `None` = they are not.
         memo: What methods have worked out from the metadata.
     """
 
-    __slots__ = ("_places", "_values", "encoding", "fields", "memo", "method", "refusal", "timeout_s")
+    __slots__ = ("_places", "_values", "encoding", "fields", "memo", "method", "packing", "refusal", "timeout_s")
 
     def __init__(
         self,
@@ -100,6 +115,7 @@ class Head:
         self._values = values
         self.timeout_s = math.inf
         self.encoding: Encoding | None = None
+        self.packing: Packing | None = None
         self.memo: Any = None
 
     @property
@@ -147,6 +163,13 @@ def read_encoding(text: bytes) -> Encoding | None:
         raise Abort(
             "UNIMPLEMENTED", f"grpc-encoding '{shown}' is not supported; use one of {_ACCEPTED.decode()}"
         ) from None
+
+
+def choose_packing(accepted: str, level: int) -> Packing | None:
+    """Chooses how replies are compressed, at a level of zlib (0 = not), for a client that accepts these encodings."""
+    known = {name.strip() for name in accepted.split(",")}
+    encoding: Encoding | None = "gzip" if "gzip" in known else "deflate" if "deflate" in known else None
+    return Packing(encoding, level) if level and encoding is not None else None
 
 
 def trailers_only(abort: Abort, status: int = 200, initial: bytes = b"") -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from qinfer.core.messages import IdFactory
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rpc import frames, hpack
-from qinfer_api.rpc.headers import Abort, Head, Method, read_encoding, read_timeout, trailers_only
+from qinfer_api.rpc.headers import Abort, Head, Method, choose_packing, read_encoding, read_timeout, trailers_only
 from qinfer_api.rpc.http2 import Connection
 from qinfer_api.rpc.protocol import Call
 
@@ -70,6 +70,7 @@ class Server:
                 head.encoding = read_encoding(values[places["grpc-encoding"]])
         except Abort as abort:
             return Head(None, trailers_only(abort))
+        head.packing = choose_packing(head.first("grpc-accept-encoding") or "", method.compression)
         head.fields = fields
         return head
 

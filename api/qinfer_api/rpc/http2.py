@@ -92,6 +92,7 @@ class Connection(asyncio.Protocol):
         self._age_s = service.limits.age_s * random.uniform(0.9, 1.1)  # noqa: S311 - else all would reconnect at once
         self._made_s = self._busy_s = self._heard_s = 0.0
         self._pinged_s = self._goes_s = self._stuck_s = 0.0  # 0 = it is not so
+        self._is_heard = False  # since the last check
         self._takes_no_more = asyncio.Event()
 
     # -- asyncio's calls -----------------------------------------------------------------------------------------------
@@ -111,6 +112,7 @@ class Connection(asyncio.Protocol):
         """Reads the frames that are complete."""
         if self.output.is_closed:
             return
+        self._is_heard = True
         if self._rest:
             data = self._rest + data
         try:
@@ -378,7 +380,6 @@ class Connection(asyncio.Protocol):
             self.output.write(frames.PING, frames.ACK, 0, payload)
         elif payload == _SHUTDOWN and self._goes_s:
             self._take_no_more()
-        self._pinged_s = 0.0
 
     def _read_reset(self, number: int, payload: bytes) -> None:
         frames.word(payload, "RST_STREAM")
@@ -501,6 +502,8 @@ class Connection(asyncio.Protocol):
         self._allowance = min(self._allowance + limits.idle_frames_per_s, limits.idle_frames)
         if self._streams:
             self._busy_s = now_s
+        if self._is_heard or self.output.is_paused:  # while it is paused, nothing is read
+            self._is_heard, self._heard_s, self._pinged_s = False, now_s, 0.0
         for stream in list(self._streams.values()):
             stream.check(now_s)
         if not self._has_settings and now_s - self._made_s > limits.preface_s:
@@ -514,6 +517,6 @@ class Connection(asyncio.Protocol):
                 self._take_no_more()
         elif 0 < self._age_s < now_s - self._made_s or 0 < limits.idle_s < now_s - self._busy_s:
             self.shutdown()
-        elif not self._pinged_s and now_s - max(self._busy_s, self._heard_s) > limits.ping_s:
-            self._pinged_s = self._heard_s = now_s
+        elif not self._pinged_s and now_s - self._heard_s > limits.ping_s:
+            self._pinged_s = now_s
             self.output.write(frames.PING, 0, 0, _SIGN_OF_LIFE)

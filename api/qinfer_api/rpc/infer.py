@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _NO_PLAN = OutputPlan()
+
+LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
+"""The levels of zlib that the setting stands for."""
 
 
 class InferSink:
@@ -101,7 +105,7 @@ class _Answer(InferSink):
         try:
             if response.failure is not None:
                 call.fail(call.status_of(response.failure))
-            elif response.nbytes > LARGE_BYTES:
+            elif response.nbytes > LARGE_BYTES or call.head.packing is not None:
                 call.run(self._finish(response))
                 return
             else:
@@ -112,9 +116,13 @@ class _Answer(InferSink):
 
     async def _finish(self, response: Response) -> None:
         try:
-            self.call.finish(await asyncio.to_thread(self.infer.encode, response, self))
+            parts, is_compressed = await asyncio.to_thread(self._packed, response)
+            self.call.finish(parts, is_compressed=is_compressed)
         finally:
             self.plan = _NO_PLAN
+
+    def _packed(self, response: Response) -> tuple[Sequence[Bytes], bool]:
+        return self.call.packed(self.infer.encode(response, self))
 
 
 class Infer:
@@ -135,15 +143,17 @@ class Infer:
         self._memory = services.codec.memory
         self._reads_memory = services.codec.reads_memory
         self._max_input_bytes = services.settings.http.max_input_bytes
+        self._compression = LEVELS[services.settings.grpc.infer_response_compression]
         self._repetitions = Repetitions()
         self.streams: set[_Stream] = set()
 
     def methods(self) -> dict[str, Method]:
         """Returns the methods: name → method."""
-        method = self._guard.method
+        one = self._guard.method(self._start_infer, INFERENCE, Scope.INFER)
+        stream = self._guard.method(self._start_stream, INFERENCE, Scope.INFER, takes_stream=True)
         return {
-            "ModelInfer": method(self._start_infer, INFERENCE, Scope.INFER),
-            "ModelStreamInfer": method(self._start_stream, INFERENCE, Scope.INFER, takes_stream=True),
+            "ModelInfer": one._replace(compression=self._compression),
+            "ModelStreamInfer": stream._replace(compression=self._compression),
         }
 
     def _start_infer(self, call: Call, blob: Bytes) -> None:
@@ -421,7 +431,8 @@ class _Stream:
                 slot, response = self._ready.popleft()
                 message = await self._message(slot, response)
                 if message is not None:
-                    await self._call.write(message)
+                    parts, is_compressed = message
+                    await self._call.write(parts, is_compressed=is_compressed)
                 nbytes = response.nbytes
                 self._unwritten_bytes -= nbytes
                 self._written.set()
@@ -436,18 +447,19 @@ class _Stream:
             self._change.clear()
             await self._change.wait()
 
-    async def _message(self, slot: _Slot, response: Response) -> list[Bytes] | None:
-        """Returns the message for a response, in pieces; `None` = none is sent."""
+    def _packed(self, slot: _Slot, response: Response) -> tuple[Sequence[Bytes], bool]:
+        return self._call.packed(encode_streamed(self._infer.encode(response, slot), final=response.final))
+
+    async def _message(self, slot: _Slot, response: Response) -> tuple[Sequence[Bytes], bool] | None:
+        """Returns the message for a response, as `Call.packed` does; `None` = none is sent."""
         failure = response.failure
         if failure is None:
             if response.final and not (response.says_something or slot.is_ordered or slot.empty_final):
                 return None
             try:
-                if response.nbytes > LARGE_BYTES:
-                    parts = await asyncio.to_thread(self._infer.encode, response, slot)
-                else:
-                    parts = self._infer.encode(response, slot)
-                return encode_streamed(parts, final=response.final)
+                if response.nbytes > LARGE_BYTES or self._call.head.packing is not None:
+                    return await asyncio.to_thread(self._packed, slot, response)
+                return self._packed(slot, response)
             except QinferError as error:
                 failure = Failure.of(error)
             except Exception as error:  # the boundary of a request, as in `_submit`
@@ -455,4 +467,4 @@ class _Stream:
                 failure = Failure.of(error)
         if self._is_strict:
             raise self._call.status_of(failure)
-        return [encode_streamed_error(failure.message, slot.client_id)]
+        return [encode_streamed_error(failure.message, slot.client_id)], False

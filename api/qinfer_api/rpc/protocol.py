@@ -19,6 +19,7 @@ from qinfer_api.http.infer import (
     ID_HEADER,
     TARGET_HEADER,
     Encoding,
+    compress,
     decompress,
     header_value,
     room_of,
@@ -442,12 +443,24 @@ class Call(Stream):
             await self._change.wait()
         return await self._opened(self._messages.popleft())
 
-    async def write(self, parts: Sequence[Bytes]) -> None:
+    def packed(self, parts: Sequence[Bytes]) -> tuple[Sequence[Bytes], bool]:
+        """Compresses a message of the reply, given in pieces, where the call's replies are and that makes it smaller.
+
+        Returns:
+            The message for `finish` or `write`, and whether it is compressed.
+        """
+        packing = self.head.packing
+        if packing is None:
+            return parts, False
+        content = compress(b"".join(parts), packing.encoding, packing.level)
+        return ((content,), True) if len(content) < sum(map(len, parts)) else (parts, False)
+
+    async def write(self, parts: Sequence[Bytes], *, is_compressed: bool = False) -> None:
         """Writes a message of a stream, given in pieces; waits while its client does not take what was written."""
         if not self._is_headed:
             self._is_headed = True
             self.send_headers(self._initial())
-        self.send((_prefix(parts), *parts))
+        self.send((_prefix(parts, is_compressed), *parts))
         while self.unsent_bytes > MAX_UNSENT_BYTES and not self.is_closed:
             if self._change is None:
                 self._change = asyncio.Event()
@@ -459,11 +472,11 @@ class Call(Stream):
         if self._change is not None:
             self._change.set()
 
-    def finish(self, parts: Sequence[Bytes]) -> None:
+    def finish(self, parts: Sequence[Bytes], *, is_compressed: bool = False) -> None:
         """Answers a call that takes one message, with one, given in pieces."""
         self._release()
         try:
-            self.reply(self._initial(), b"".join((_prefix(parts), *parts)), _OK)
+            self.reply(self._initial(), b"".join((_prefix(parts, is_compressed), *parts)), _OK)
         except Abort as abort:
             self.fail(abort)
 
@@ -471,6 +484,8 @@ class Call(Stream):
         """Returns the header block of the reply."""
         name = header_value(self.request_id or self._server.new_id())
         block = b"".join((_HEAD_WITH_ID, hpack.length(len(name)), name))
+        if self.head.packing is not None:
+            block += hpack.field(b"grpc-encoding", self.head.packing.encoding.encode())
         if self.target:
             block += hpack.field(TARGET_HEADER, header_value(self.target))
         return block + hpack.field(CACHE_HEADER, self.cache.encode()) if self.cache else block
@@ -516,8 +531,8 @@ class Call(Stream):
             self._timer = None
 
 
-def _prefix(parts: Sequence[Bytes]) -> bytes:
+def _prefix(parts: Sequence[Bytes], is_compressed: bool) -> bytes:  # noqa: FBT001 - the first byte
     size = sum([len(part) for part in parts])
     if size > MAX_MESSAGE_BYTES:
         raise Abort("RESOURCE_EXHAUSTED", f"the reply has {size} bytes; a message may have {MAX_MESSAGE_BYTES}")
-    return size.to_bytes(_PREFIX_BYTES)
+    return is_compressed.to_bytes() + size.to_bytes(_PREFIX_BYTES - 1)

@@ -108,7 +108,12 @@ class RpcServer:
         methods |= {f"/{HEALTH_SERVICE}/{name}": method for name, method in health_calls(guard, services).items()}
         methods |= reflection_methods(guard, (SERVICE, HEALTH_SERVICE))
         rpc = services.settings.grpc
-        limits = Limits(age_s=rpc.max_connection_age_s, idle_s=rpc.max_connection_idle_s)
+        limits = Limits(
+            age_s=rpc.max_connection_age_s,
+            idle_s=rpc.max_connection_idle_s,
+            ping_s=rpc.keepalive_s,
+            pong_s=rpc.keepalive_timeout_s,
+        )
         self._calls = Server(methods, limits, services.receiving)
 
     async def start(self) -> None:

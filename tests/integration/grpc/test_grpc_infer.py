@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
+import zlib
 from typing import Any, cast
 
 import grpc
+import hpack
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2 as pb
@@ -13,7 +15,8 @@ from tritonclient.utils import InferenceServerException
 
 from qinfer.testing import eventually
 from qinfer.wire.kserve_grpc import parse_infer
-from qinfer_api.rpc import infer
+from qinfer_api.rpc import frames, infer
+from tests.support.http2 import DATA, HEADERS, Requests, data_frame, settings_frame
 from tests.support.rpc import ROW, Rpc, infer_request, rpc, value_of
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -42,6 +45,66 @@ async def test_compressed_calls_are_answered(server: Rpc, algorithm: str) -> Non
         result = await client.infer("echo", [x], compression_algorithm=algorithm)
 
     assert np.array_equal(result.as_numpy("y"), ROW)
+
+
+@pytest.mark.parametrize("level", ["low", "medium", "high"])
+@pytest.mark.parametrize("accepted", ["identity, deflate, gzip", "deflate", "identity"])
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+async def test_infer_responses_are_compressed_for_those_who_accept_it(level: str, accepted: str, method: str) -> None:
+    """What does not become smaller is sent as it is."""
+    long, short = text_request(b"x" * 10_000), text_request(b"x")
+    async with rpc({"infer_response_compression": level}) as server:
+        encoding, is_compressed, message = await raw_call(server, method, long, accepted)
+        *_, is_short_compressed, short_message = await raw_call(server, method, short, accepted)
+        (answer,) = [reply async for reply in server.stub.ModelStreamInfer(iter([long]))]
+
+    algorithm = accepted.rpartition(" ")[2]
+    assert (encoding, is_compressed) == ((None, 0) if algorithm == "identity" else (algorithm, 1))
+    if is_compressed:
+        assert len(message) < 200
+        message = zlib.decompress(message, wbits=zlib.MAX_WBITS | 32)
+    kind = pb.ModelInferResponse if method == "ModelInfer" else pb.ModelStreamInferResponse
+    reply = kind.FromString(message)
+    reply = reply if method == "ModelInfer" else reply.infer_response
+    assert reply.raw_output_contents == answer.infer_response.raw_output_contents == long.raw_input_contents
+    assert is_short_compressed == 0
+    assert b"x" in short_message
+
+
+async def test_infer_responses_are_not_compressed_unless_told(server: Rpc) -> None:
+    encoding, is_compressed, _ = await raw_call(server, "ModelInfer", text_request(b"x" * 10_000), "gzip")
+
+    assert (encoding, is_compressed) == (None, 0)
+
+
+def text_request(text: bytes) -> Any:
+    request = pb.ModelInferRequest(model_name="text")
+    request.inputs.add(name="x", datatype="BYTES", shape=[1, 1])
+    request.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
+    return request
+
+
+async def raw_call(server: Rpc, method: str, request: Any, accepted: str) -> tuple[str | None, int, bytes]:
+    """Calls without a library that decompresses; returns the reply's encoding, its first byte, and its message."""
+    client, decoder = Requests(), hpack.Decoder()
+    head = client.block(INFER.replace("ModelInfer", method), ("grpc-accept-encoding", accepted))
+    host, _, port = server.running.grpc_target.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(frames.PREFACE + settings_frame() + client.headers(1, head))
+    writer.write(data_frame(1, request.SerializeToString()))
+    fields: dict[str, str] = {}
+    body = b""
+    while "grpc-status" not in fields:
+        word, _, number = frames.HEAD.unpack(await reader.readexactly(frames.HEAD_BYTES))
+        payload = await reader.readexactly(word >> 8)
+        if number and word & 0xFF == HEADERS:
+            fields |= {str(name): str(value) for name, value in decoder.decode(payload)}
+        elif number and word & 0xFF == DATA:
+            body += payload
+    writer.close()
+    assert fields["grpc-status"] == "0"
+    assert len(body) == 5 + int.from_bytes(body[1:5])
+    return fields.get("grpc-encoding"), body[0], body[5:]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

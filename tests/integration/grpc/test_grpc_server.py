@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from qinfer.testing import eventually
 from qinfer.wire.frame import decode_request, encode_responses
 from qinfer_api.app import Gateway, bind, build
 from qinfer_api.rpc import frames
+from qinfer_api.rpc.http2 import Connection
 from qinfer_api.rpc.server import open_port
 from tests.support.certificates import write_certificate
 from tests.support.gateway import MODELS, settings_of
@@ -41,6 +43,8 @@ from tests.support.http2 import (
 )
 from tests.support.rpc import Rpc, infer_request, rpc, stub_of, value_of
 from tests.support.servers.servers import Database
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 
 def _health(server: Rpc) -> Any:
@@ -161,6 +165,80 @@ async def _read_until(reader: asyncio.StreamReader, number: int, kind: int = DAT
             found = one
         if found is not None and (kind != DATA or (one.flags & frames.END_STREAM and one.number == number)):
             return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_call", [True, False])
+async def test_clients_may_ask_for_signs_of_life_as_often_as_they_like(
+    monkeypatch: pytest.MonkeyPatch, *, has_call: bool
+) -> None:
+    """A gRPC server of Google's ends a connection at the third ping within five minutes: `too_many_pings`."""
+    pings, read = 0, Connection._read_ping
+
+    def counted(self: Connection, flags: int, number: int, payload: bytes) -> None:
+        nonlocal pings
+        pings += 1
+        read(self, flags, number, payload)
+
+    monkeypatch.setattr(Connection, "_read_ping", counted)
+    options = [
+        ("grpc.keepalive_time_ms", 20),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    async with rpc() as server, grpc.aio.insecure_channel(server.running.grpc_target, options) as channel:
+        stub = stub_of(channel)
+        await stub.ModelInfer(infer_request())
+        connections = set(_connections(server))
+        call = stub.ModelInfer(infer_request("stuck"), timeout=60) if has_call else None
+        await eventually(lambda: pings >= 5, 50.0)  # the client sends one a second at most
+
+        await stub.ModelInfer(infer_request())
+        assert connections == set(_connections(server))
+        assert channel.get_state() is grpc.ChannelConnectivity.READY
+        if call is not None:
+            assert not call.done()
+            call.cancel()
+
+
+async def test_a_client_that_is_gone_gives_up_its_call() -> None:
+    """One that does not answer within the time that is set; one that does is waited for."""
+    settings = {"keepalive_s": 1.0, "keepalive_timeout_s": 1.0}
+    async with rpc(settings) as server:
+        alive = server.stub.ModelInfer(infer_request("stuck"), timeout=60)
+        await eventually(lambda: len(_connections(server)) == 1)
+        client = Requests()
+        reader, writer = await asyncio.open_connection(*server.running.grpc_target.rsplit(":", 1))
+        call = client.call(1, infer_request("stuck").SerializeToString(), INFER)
+        writer.write(frames.PREFACE + settings_frame() + call)
+        await eventually(partial(_is_depth, server, "stuck", 2))
+
+        received = await reader.read()  # up to the connection's end
+        writer.close()
+
+        await eventually(partial(_is_depth, server, "stuck", 1))
+        assert PING in [frame.kind for frame in frames_of(received)]
+        assert not alive.done()
+        alive.cancel()
+
+
+def frames_of(data: bytes) -> list[Frame]:
+    """Reads the frames that a server has sent."""
+    found, position = [], 0
+    while position < len(data):
+        word, flags, number = frames.HEAD.unpack_from(data, position)
+        position += frames.HEAD_BYTES + (word >> 8)
+        found.append(Frame(word & 0xFF, flags, number, data[position - (word >> 8) : position]))
+    return found
+
+
+def _connections(server: Rpc) -> set[Connection]:
+    assert server.running.gateway.rpc is not None
+    return server.running.gateway.rpc._calls.connections
+
+
+async def _is_depth(server: Rpc, model: str, count: int) -> bool:
+    return await server.running.depth(model) == count
 
 
 async def test_a_load_under_way_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:

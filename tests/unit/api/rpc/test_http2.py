@@ -268,6 +268,7 @@ async def test_limits_of_time() -> None:
     silent.read()
     stuck.send(stuck.headers(1, stuck.block()) + frames.frame(DATA, 0, 1, b"\0\0\0\0\5ab"))
 
+    deaf.connection.check(now_s)
     for each in (mute, silent, stuck, idle, deaf):
         each.connection.check(now_s + 2)
     stuck.connection.check(now_s + 4)
@@ -280,3 +281,22 @@ async def test_limits_of_time() -> None:
     assert idle.read()[0].kind == GOAWAY
     assert [frame.kind for frame in asked] == [PING]
     assert deaf.is_closed
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+async def test_a_client_that_waits_is_asked_for_a_sign_of_life(*, is_alive: bool) -> None:
+    """One that is gone has its call cancelled; any frame is a sign."""
+    now_s = asyncio.get_running_loop().time()
+    wire = Wire(Limits(ping_s=1, pong_s=1)).greet()
+    wire.send(wire.call(1, b"a", "/t.T/Hang"))
+    wire.connection.check(now_s)
+    wire.connection.check(now_s + 2)
+    (asked,) = wire.read()
+
+    if is_alive:
+        wire.send(window(0, 1))
+    wire.connection.check(now_s + 4)
+
+    assert asked.kind == PING
+    assert wire.is_closed is not is_alive
+    assert cancelled == ([] if is_alive else [1])
