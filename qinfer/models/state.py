@@ -10,6 +10,9 @@ GATEWAY, BULK, BEAT, BRIDGE = "gateway", "bulk", "beat", "bridge"
 """The programs whose processes report liveness as `<name>@<host>`: gateway, bulk worker, process with Celery's beat,
 bridge."""
 
+CALLERS = (GATEWAY, BULK, BRIDGE)
+"""Those that bring requests."""
+
 
 class Desired(msgspec.Struct, frozen=True):
     """The desired state of one model.

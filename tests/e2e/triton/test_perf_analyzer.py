@@ -1,6 +1,6 @@
 """NVIDIA's `perf_analyzer`, unchanged, against the whole server: it ends well, and reads the server's statistics.
 
-It measures window by window, until three of them agree, however many that takes on a busy machine; the load is tiny, and
+It measures window by window until three of them agree, however many that takes on a busy machine. The load is tiny, and
 what it measures is not judged.
 """
 

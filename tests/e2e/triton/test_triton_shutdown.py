@@ -44,7 +44,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     python_models.write_model(repository, held, "held", dims=1, max_batch_size=1, scheduling="")
     python_models.write_model(repository, held, "steps", dims=1, max_batch_size=4, scheduling=batching)
     python_models.write_model(repository, stream, "stream", dims=1, more=python_models.DECOUPLED)
-    with running(repository, tmp_path) as one:
+    with running(repository, tmp_path, QINFER_WORKER__DRAIN_S="200") as one:
         yield one
 
 
@@ -89,6 +89,18 @@ async def test_what_is_in_flight_is_answered(stack: Stack, tmp_path: Path) -> No
     assert refused.value.status() == "StatusCode.UNAVAILABLE"
     assert answers == [[[1]], [[1]], [[2]]]
     assert numbers == [0, 1, 2]
+
+
+async def test_an_open_sequence_holds_up_no_stop(stack: Stack, tmp_path: Path) -> None:
+    """Its next step can't come once the gateway has ended: the worker does not wait until `drain_s` is half over.
+
+    The end of `stack` fails if that takes 40 s.
+    """
+    (tmp_path / "gate").touch()
+    async with connected("grpc.aio", stack) as grpc:
+        answer = await grpc.infer("steps", {"x": ONE}, sequence_id=7, sequence_start=True)
+
+    assert answer.array("y").tolist() == [[1]]
 
 
 async def pending(stack: Stack, model: str, count: int) -> bool:

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from qinfer.core.settings import LimitSettings
+from qinfer.errors import SequenceLost
+from qinfer.models.state import GATEWAY
 from qinfer.queue import keys
 from qinfer.queue import sequences as sequence_queue
 from qinfer.queue.lanes import Queue
@@ -71,7 +73,13 @@ async def lose_lease(sums: Sequencing, worker_id: str) -> None:
 # --- drain ---
 
 
+async def a_gateway_is_live(sums: Sequencing) -> None:
+    """Somebody may send further steps."""
+    await sums.scene.store.report_liveness(GATEWAY, "g@host", 60.0)
+
+
 async def test_a_drain_waits_for_the_end_of_a_sequence_whose_state_is_in_memory(explicit: Sequencing) -> None:
+    await a_gateway_is_live(explicit)
     await explicit.scene.worker("w1", drain_s=60.0)
     await (await explicit.send(1, start=True))
 
@@ -85,7 +93,25 @@ async def test_a_drain_waits_for_the_end_of_a_sequence_whose_state_is_in_memory(
     assert (await explicit.sequences.sizes([1])).lost == 0
 
 
+async def test_nobody_waits_for_sequences_once_the_last_gateway_has_ended(explicit: Sequencing) -> None:
+    """What was answered stays so; a caller who comes back by a new gateway is told that the sequence is lost."""
+    await a_gateway_is_live(explicit)
+    await explicit.scene.worker("w1", drain_s=100.0)
+    first = await (await explicit.send(1, start=True))
+    ending = asyncio.create_task(explicit.scene.stop("w1"))
+    await is_draining(explicit, "w1")
+
+    await explicit.scene.store.report_liveness(GATEWAY, "g@host", 0.0)
+    async with asyncio.timeout(40.0):  # half of the drain's time is 50 s
+        await ending
+
+    assert value(first) == 1
+    with pytest.raises(SequenceLost, match="begin it again"):
+        await explicit.send(2)
+
+
 async def test_a_worker_that_drains_owns_no_new_sequence(explicit: Sequencing) -> None:
+    await a_gateway_is_live(explicit)
     await explicit.scene.worker("w1", drain_s=60.0)
     await (await explicit.send(1, start=True))
     ending = asyncio.create_task(explicit.scene.stop("w1"))
@@ -103,6 +129,7 @@ async def test_a_worker_that_drains_owns_no_new_sequence(explicit: Sequencing) -
 
 async def test_a_sequence_whose_state_is_in_memory_is_lost_when_the_drain_has_waited(explicit: Sequencing) -> None:
     """A step behind the one that executes at the end of the wait is answered; a later one is refused."""
+    await a_gateway_is_live(explicit)
     worker = await explicit.scene.worker("w1", drain_s=3.0)
     (batcher,) = worker._sequences.batchers()
     await (await explicit.send(1, start=True))

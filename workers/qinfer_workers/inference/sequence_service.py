@@ -23,7 +23,8 @@ from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
 from qinfer.core.settings_metrics import MetricsSettings
-from qinfer.errors import CorruptEntry, InferenceFailed, QinferError, RequestError, SequenceLost
+from qinfer.errors import BrokerUnavailable, CorruptEntry, InferenceFailed, QinferError, RequestError, SequenceLost
+from qinfer.models.state import CALLERS
 from qinfer.models.store import ControlStore
 from qinfer.models.validate import validate
 from qinfer.queue.entries import Lease
@@ -180,7 +181,8 @@ class SequenceService:
         Args:
             limit_s: How long to wait for sequences to end by themselves.
             is_wanted: Tells whether the version is wanted again, and goes on.
-            hands_over: Others have the version: only sequences whose state is in memory are waited for.
+            hands_over: Others have the version: only sequences whose state is in memory are waited for, and only while
+                a program is live that brings requests.
 
         Returns:
             Whether it has ended; it goes on otherwise.
@@ -189,7 +191,7 @@ class SequenceService:
         if self._is_explicit or not hands_over:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
-                    while self._held and not is_wanted():
+                    while self._held and not (is_wanted() or (hands_over and await self._is_deserted())):
                         self._changed.clear()
                         with suppress(TimeoutError):
                             async with asyncio.timeout(_LOOK_S):
@@ -207,6 +209,12 @@ class SequenceService:
             await self._sequences.reap()
         await self.close()
         return True
+
+    async def _is_deserted(self) -> bool:
+        """Tells whether no program is live that brings requests: no sequence gets another step."""
+        with suppress(BrokerUnavailable):
+            return not any([await self._parts.store.live_processes(program) for program in CALLERS])
+        return False
 
     async def close(self) -> None:
         """Stops at once; the lease ends by itself."""

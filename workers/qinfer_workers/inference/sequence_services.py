@@ -92,7 +92,10 @@ class SequenceServices:
         await self._drain([one for one in self._all() if isinstance(one.batcher, EnsembleSteps)])
 
     async def drain(self) -> None:
-        """Gives back all others; those whose state is in memory have half of the drain's time to end before."""
+        """Gives back all others; those whose state is in memory have half of the drain's time to end before.
+
+        They are not waited for where no gateway is left: nobody sends their next steps.
+        """
         await self._drain([one for one in self._all() if not isinstance(one.batcher, EnsembleSteps)])
 
     async def _drain(self, services: Sequence[SequenceService]) -> None:

@@ -16,13 +16,13 @@ class Shaky(ControlStore):
     def __init__(self) -> None:
         super().__init__(None)
         self.asked = 0
-        self.live: set[tuple[str, str]] = set()
+        self.live: dict[tuple[str, str], float] = {}
 
     async def report_liveness(self, program: str, process: str, ttl_s: float) -> None:
         self.asked += 1
         if self.asked == 1:
             raise BrokerUnavailable("away")
-        self.live.add((program, process))
+        self.live[program, process] = ttl_s
 
 
 def test_liveness_is_reported_for_as_long_as_the_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,8 +33,9 @@ def test_liveness_is_reported_for_as_long_as_the_loop_runs(monkeypatch: pytest.M
 
     loop.start(liveness.report_liveness(store, "b@host", BULK))
     wait_until(lambda: store.asked >= 3, 10.0, lambda: "three reports")
-    running, quiet_s = loop.running, loop.quiet_s()
+    running, quiet_s, live = loop.running, loop.quiet_s(), dict(store.live)
     loop.close()
 
-    assert store.live == {(BULK, "b@host")}
+    assert live == {(BULK, "b@host"): liveness.HOLDS_S}
+    assert store.live == {(BULK, "b@host"): 0.0}
     assert (running, quiet_s > quiet_since_s) == (0, True)
