@@ -140,6 +140,7 @@ SCENES = {
     "docs/how-to/move-from-triton.md": Scene(prepare=digits_model),
     "docs/how-to/pre-annotations.md": Scene(prepare=reviews, serves=UP),
     "docs/how-to/python-models.md": Scene(prepare=digits_model),
+    "docs/how-to/split-traffic.md": Scene(prepare=successors, serves=UP),
     "docs/how-to/store-on-s3.md": Scene(prepare=digits_model, bucket="my-bucket"),
 }
 """The scenes of pages that need one; the others begin in a directory with a copy of the examples and documents."""
