@@ -535,4 +535,4 @@ def _prefix(parts: Sequence[Bytes], is_compressed: bool) -> bytes:  # noqa: FBT0
     size = sum([len(part) for part in parts])
     if size > MAX_MESSAGE_BYTES:
         raise Abort("RESOURCE_EXHAUSTED", f"the reply has {size} bytes; a message may have {MAX_MESSAGE_BYTES}")
-    return is_compressed.to_bytes() + size.to_bytes(_PREFIX_BYTES - 1)
+    return (is_compressed << 32 | size).to_bytes(_PREFIX_BYTES)
