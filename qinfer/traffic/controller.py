@@ -7,6 +7,9 @@ that Redis has lost: else a version that was rolled back would be tried again.
 
 At a rollback it moves what waits for the bad version to the lanes of the stable one, in each round until a while
 after every gateway has confirmed the rollback: what was chosen before may be enqueued a little later.
+
+`EndpointFollower` is the part of it that other programs have, those that choose targets: they count and confirm as
+gateways do, and decide nothing.
 """
 
 import asyncio
@@ -16,10 +19,12 @@ from contextlib import suppress
 
 from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable
+from qinfer.models.catalog import Catalog
+from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.endpoints import Endpoint
 from qinfer.traffic.observed import Observed
-from qinfer.traffic.routing import Endpoints
+from qinfer.traffic.routing import Endpoints, EndpointWatch
 from qinfer.traffic.store import EndpointStore
 from qinfer.traffic.trial_store import StoredTrial, TrialStore
 from qinfer.traffic.trials import Change, Trial, advanced, begun, belongs, confirmed
@@ -43,9 +48,10 @@ class CanaryController:
         observed: What this gateway counts.
         owner: The gateway's name.
         queue: The queue that requests wait in.
+        decides: Whether it takes part in deciding; else it counts and confirms only.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a round reads and writes
         self,
         store: EndpointStore,
         trials: TrialStore,
@@ -53,6 +59,8 @@ class CanaryController:
         observed: Observed,
         owner: str,
         queue: Queue,
+        *,
+        decides: bool = True,
     ) -> None:
         self._store = store
         self._trials = trials
@@ -62,15 +70,17 @@ class CanaryController:
         self._now_s = queue.clock.now_s
         self._moves = queue.moves
         self._moved: Counter[tuple[str, int]] = Counter()
+        self._decides = decides
 
     async def run(self) -> None:
         """Works once a second until cancelled; then another gateway may decide at once."""
         try:
             await self._work()
         finally:
-            with suppress(BrokerUnavailable, TimeoutError):  # the lease ends by itself
-                async with asyncio.timeout(EVERY_S):
-                    await self._trials.leave(self._owner)
+            if self._decides:
+                with suppress(BrokerUnavailable, TimeoutError):  # the lease ends by itself
+                    async with asyncio.timeout(EVERY_S):
+                        await self._trials.leave(self._owner)
 
     async def _work(self) -> None:
         outage = OutageLog(logger, "canaries not looked after", "canaries looked after again")
@@ -99,7 +109,8 @@ class CanaryController:
             await self._trials.count(name, revision, counts, latencies)
         declared = {name: routed.endpoint for name, routed in self._view.by_name.items()}
         self._observed.follow(declared, self._view.trials)
-        if any(endpoint.canary for endpoint in declared.values()) and await self._trials.lead(self._owner):
+        has_canaries = self._decides and any(endpoint.canary for endpoint in declared.values())
+        if has_canaries and await self._trials.lead(self._owner):
             for name, endpoint in (await self._store.read()).endpoints.items():
                 if name in lost and belongs(lost[name], endpoint):
                     await self._trials.change(endpoint, None, Change(lost[name]))
@@ -146,3 +157,45 @@ class CanaryController:
             about = {"endpoint": endpoint.name, "version": bad, "to": stable.number, "requests": moved}
             logger.info("canary: waiting requests moved", extra=about)
         return self._moved[key]
+
+
+class EndpointFollower:
+    """The endpoints in a program that is no gateway and chooses targets: a bridge, a worker whose models call others.
+
+    It goes by the declarations as a gateway does: by stable targets only while it hears of no changes, and a rollback
+    is done when it has confirmed it, too.
+
+    Args:
+        catalog: Knows the models.
+        control: Where the declarations are.
+        owner: The name of the process.
+        queue: The queue that requests wait in.
+
+    Attributes:
+        owner: As given, like the catalog.
+        catalog: The same.
+        view: The endpoints; any thread may choose by them.
+        observed: Counts what canaries on trial have executed for this process.
+    """
+
+    def __init__(self, catalog: Catalog, control: ControlStore, owner: str, queue: Queue) -> None:
+        self.owner, self.catalog = owner, catalog
+        self.view = Endpoints(catalog)
+        self.observed = Observed()
+        store, trials = EndpointStore(control), TrialStore(control)
+        self._watch = EndpointWatch(store, self.view, queue.clock.now_s)
+        self._canaries = CanaryController(store, trials, self.view, self.observed, owner, queue, decides=False)
+
+    async def look(self) -> None:
+        """Reads the declarations for the first time.
+
+        Raises:
+            BrokerUnavailable: Redis can't be reached.
+        """
+        await self._watch.look()
+
+    async def run(self) -> None:
+        """Follows the declarations until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch.run())
+            group.create_task(self._canaries.run())

@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 from kombu import Connection
 
+from qinfer.core.messages import IdFactory
 from qinfer.core.settings import LimitSettings, Settings
 from qinfer.models.catalog import Catalog
+from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.config import BridgeConfig, parse_config
 from qinfer_workers.bridge.program import Bridge
 from tests.support.inline_workers import InlineWorkers
@@ -131,7 +133,9 @@ async def bridge(scene: InlineWorkers | WorkerProcesses, document: Mapping[str, 
     config: BridgeConfig = parse_config(dict(document), {})
     catalog = Catalog(scene.store, LimitSettings())
     await catalog.refresh()
-    one = Bridge(config, scene.delivery, catalog, Settings())
+    endpoints = EndpointFollower(catalog, scene.store, f"bridge-{IdFactory().ulid()}", scene.delivery)
+    await endpoints.look()
+    one = Bridge(config, scene.delivery, endpoints, Settings())
     stop = asyncio.Event()
     running = asyncio.create_task(one.run(stop))
     try:

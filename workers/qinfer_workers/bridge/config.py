@@ -201,8 +201,8 @@ class RouteOptions(_Part):
 
     Attributes:
         name: Of the route; in metrics, logs, and the ids of requests.
-        model: The model.
-        version: Its version; 0 = the newest.
+        model: The model, or an endpoint.
+        version: Its version; 0 = the newest, or the one that the endpoint chooses.
         priority: The priority level of the requests; 0 = the model's default.
         tenant: Whose requests they are, where keys of several tenants can look at them.
         timeout_s: How long a message's prediction is worth waiting for, from its acceptance.

@@ -22,10 +22,12 @@ from qinfer.models.state import BRIDGE
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
+from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.reading import body_codec
 from qinfer_workers.bridge.route import Route
 from qinfer_workers.bridge.transports.kombu import look
+from qinfer_workers.bridge.versions import RouteVersions
 
 logger = logging.getLogger("qinfer_workers.bridge")
 
@@ -117,7 +119,7 @@ class Bridge:
     Args:
         config: What it does.
         delivery: The queue.
-        catalog: The models.
+        endpoints: The endpoints, which were looked at, and the models.
         settings: Limits.
 
     Attributes:
@@ -125,19 +127,18 @@ class Bridge:
         routes: Its routes.
     """
 
-    def __init__(self, config: BridgeConfig, delivery: Queue, catalog: Catalog, settings: Settings) -> None:
+    def __init__(self, config: BridgeConfig, delivery: Queue, endpoints: EndpointFollower, settings: Settings) -> None:
         self._config = config
         self._delivery = delivery
-        self._catalog = catalog
-        self.process = f"bridge-{IdFactory().ulid()}"
+        self._endpoints = endpoints
+        self.process = endpoints.owner
         inline_max_bytes = settings.limits.inline_max_bytes
         self.routes = [
             Route(
                 options=options,
                 config=config,
                 delivery=delivery,
-                catalog=catalog,
-                owner=self.process,
+                endpoints=endpoints,
                 inline_max_bytes=inline_max_bytes,
             )
             for options in config.routes
@@ -149,7 +150,8 @@ class Bridge:
         async with asyncio.TaskGroup() as group:
             background = [
                 group.create_task(self._delivery.listen(self.process, self._on_hint)),
-                group.create_task(self._catalog.run()),
+                group.create_task(self._endpoints.catalog.run()),
+                group.create_task(self._endpoints.run()),
                 group.create_task(self._refresh_tallies()),
             ]
             running = [group.create_task(route.run()) for route in self.routes]
@@ -198,8 +200,8 @@ async def serve(config: BridgeConfig, settings: Settings, stop: asyncio.Event) -
         SettingsError: Redis refuses, or the port of the metrics can't be had.
     """
     async with AsyncExitStack() as opened:
-        delivery, store, catalog = await _open(settings, opened)
-        bridge = Bridge(config, delivery, catalog, settings)
+        delivery, store, endpoints = await _open(settings, opened)
+        bridge = Bridge(config, delivery, endpoints, settings)
         tallies = [route.tally for route in bridge.routes]
         reporter = Reporter(bridge.process, tallies, lambda: BridgeReports(admin_client(settings.redis)))
         reporter.start()
@@ -232,28 +234,34 @@ async def check(config: BridgeConfig, settings: Settings, say: Callable[[str], N
         SettingsError: Redis refuses.
     """
     async with AsyncExitStack() as opened:
-        _, _, catalog = await _open(settings, opened)
-        results = [await _check_route(route, catalog, say) for route in config.routes]
+        _, _, endpoints = await _open(settings, opened)
+        results = [await _check_route(route, endpoints, say) for route in config.routes]
     return all(results)
 
 
-async def _open(settings: Settings, opened: AsyncExitStack) -> tuple[Queue, ControlStore, Catalog]:
+async def _open(settings: Settings, opened: AsyncExitStack) -> tuple[Queue, ControlStore, EndpointFollower]:
     delivery = await Queue.connect(settings.redis, settings.limits)
     opened.push_async_callback(delivery.close)
     store = ControlStore(admin_client(settings.redis))
     opened.push_async_callback(store.close)
     catalog = Catalog(store, settings.limits)
     await catalog.refresh()
-    return delivery, store, catalog
+    endpoints = EndpointFollower(catalog, store, f"bridge-{IdFactory().ulid()}", delivery)
+    await endpoints.look()
+    return delivery, store, endpoints
 
 
-async def _check_route(route: RouteOptions, catalog: Catalog, say: Callable[[str], None]) -> bool:
-    """Checks the model and the brokers of a route."""
+async def _check_route(route: RouteOptions, endpoints: EndpointFollower, say: Callable[[str], None]) -> bool:
+    """Checks the model, or the endpoint, and the brokers of a route."""
     is_well = True
     try:
-        served = catalog.accepting(route.model, route.version)
+        versions = RouteVersions(route, endpoints.view)
+        served = versions.resolve()
         body_codec(route, served)
-        say(f"route '{route.name}': model '{route.model}' version {served.version}: well")
+        what = "endpoint" if route.model in endpoints.view.by_name else "model"
+        say(f"route '{route.name}': {what} '{route.model}' version {served.version}: well")
+        for other in versions.left_out():
+            say(f"route '{route.name}': endpoint '{route.model}': {other}")
     except QinferError as error:
         is_well = False
         say(f"route '{route.name}': {error.message}")

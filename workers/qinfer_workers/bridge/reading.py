@@ -1,5 +1,7 @@
 """A message → an acceptance: decoded, checked, stamped, encoded. Pure except for new ids."""
 
+from functools import partial
+
 import msgspec
 
 from qinfer.core.messages import IdFactory
@@ -9,10 +11,12 @@ from qinfer.models.spec import ModelSpec
 from qinfer.observe.tracing import context_text
 from qinfer.queue.entries import MAX_NOTES_BYTES, Acceptance, Address
 from qinfer.submission.submit import prepare
+from qinfer.wire.outputs import OutputPlan
 from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import RouteOptions
 from qinfer_workers.bridge.messages import Delivered, Note, body_hash, identity, request_id
 from qinfer_workers.bridge.replies import ReplyEncoding
+from qinfer_workers.bridge.versions import RouteVersions
 
 PARTITION = 0
 """The partition that requests of bridges go to."""
@@ -46,13 +50,17 @@ class Reader:
         result_ttl_s: How long answers are kept.
         watcher: The reply address that is told when a request ends.
         inline_max_bytes: Larger tensors travel beside the stream.
+        versions: Chooses the version that executes a message.
     """
 
-    def __init__(self, route: RouteOptions, result_ttl_s: float, watcher: str, inline_max_bytes: int) -> None:
+    def __init__(
+        self, route: RouteOptions, result_ttl_s: float, watcher: str, inline_max_bytes: int, versions: RouteVersions
+    ) -> None:
         self._route = route
         self._result_ttl_s = result_ttl_s
         self._watcher = watcher
         self._inline_max_bytes = inline_max_bytes
+        self._versions = versions
         self._ids = IdFactory()
         self._served: Served | None = None
         self._codec: BodyCodec | None = None
@@ -82,11 +90,15 @@ class Reader:
         if _is_list(route, served.spec) and decoded.reply.form.startswith("arrow"):
             raise InvalidRequest(_NO_ARROW_LIST)
         message_id = identity(message, route.source.id_header)
-        notes = self._notes(message, message_id, decoded.reply)
+        request, reply = decoded.request, decoded.reply
+        if self._versions.is_endpoint:
+            served = self._versions.choose(request, partial(_header_in_any_case, message), served)
+            plan = msgspec.structs.replace(reply.plan or OutputPlan(), endpoint=route.model)
+            reply = msgspec.structs.replace(reply, plan=plan)
+        notes = self._notes(message, message_id, reply)
         model = served.spec.name
         name = request_id(route.name, message_id, model) if message_id else self._ids.request_id(model, PARTITION)
         address = Address(model, PARTITION, name)
-        request = decoded.request
         request.generation = served.generation
         request.priority = request.priority or route.priority
         most_waiting = route.max_waiting or max(served.spec.lane_capacity // 2, 1)
@@ -113,7 +125,7 @@ class Reader:
             result_ttl_s=self._result_ttl_s,
             tombstone_ttl_s=self._result_ttl_s,
             tenant=route.tenant,
-            client_id=decoded.reply.client_id,
+            client_id=reply.client_id,
             outbox=route.outbox,
             notes=notes,
             watcher=self._watcher,
@@ -147,6 +159,12 @@ class Reader:
                 "make them shorter"
             )
         return notes
+
+
+def _header_in_any_case(message: Delivered, name: str) -> str | None:
+    """Returns a header as text, by its name in lower case."""
+    named = (key for key in message.headers if isinstance(key, str) and key.lower() == name)
+    return next((_header(message, key) for key in named), None)
 
 
 def body_codec(route: RouteOptions, served: Served) -> BodyCodec:

@@ -58,11 +58,15 @@ class Rendered(NamedTuple):
         state: How it ended.
         group: Confirmed when all of its messages are.
         messages: What is published.
+        ending: The end.
+        final: The last response; `None` = there is none, or it is gone.
     """
 
     state: str
     group: PublishGroup
     messages: Sequence[Outgoing]
+    ending: Ending
+    final: Response | None
 
 
 def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) -> Rendered | None:
@@ -83,12 +87,11 @@ def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) ->
     headers = {REQUEST_ID_HEADER: ending.request_id, STATE_HEADER: state, ROUTE_HEADER: route.name, **note.headers}
     messages: Sequence[Outgoing] = ()
     if responses:
-        final = responses[-1]
-        headers[MODEL_HEADER], headers[VERSION_HEADER] = final.model or route.model, str(final.version)
+        headers[MODEL_HEADER], headers[VERSION_HEADER] = route.model, str(responses[-1].version)
         if failure is None:
             is_stream = ending.record is not None and ending.record.decoupled
             try:
-                encoded = _encoded_stream(route, note, responses) if is_stream else [encode(note.reply, final)]
+                encoded = _encoded_stream(route, note, responses) if is_stream else [encode(note.reply, responses[-1])]
                 messages = [_reply(route, note, each, headers, group) for each in encoded]
             except QinferError as error:
                 failure = Failure.of(error)
@@ -96,7 +99,7 @@ def render(route: RouteOptions, ending: Ending, stored: Sequence[bytes] = ()) ->
     if failure is not None:
         messages = _failed(route, note, failure, headers, group)
     group.left = len(messages)
-    return Rendered(state, group, messages)
+    return Rendered(state, group, messages, ending, responses[-1] if responses else None)
 
 
 def refusal(route: RouteOptions, message: Delivered, error: QinferError) -> Iterator[Outgoing]:

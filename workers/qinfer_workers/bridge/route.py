@@ -21,10 +21,10 @@ from typing import Any
 
 from qinfer.bridge.reports import RouteTally, count
 from qinfer.core.retry import REMIND_S, OutageLog
-from qinfer.models.catalog import Catalog, Served
 from qinfer.queue.deliveries import outbox
-from qinfer.queue.entries import reply_address
+from qinfer.queue.entries import RequestState, reply_address
 from qinfer.queue.lanes import Queue
+from qinfer.traffic.controller import EndpointFollower
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.endings import Endings
 from qinfer_workers.bridge.intake import Intake
@@ -34,6 +34,7 @@ from qinfer_workers.bridge.reading import Reader
 from qinfer_workers.bridge.rendering import Rendered, refusal, render
 from qinfer_workers.bridge.transports.base import Settled, Sink, Source
 from qinfer_workers.bridge.transports.kombu import open_sink, open_source
+from qinfer_workers.bridge.versions import RouteVersions
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,13 @@ class Route:
         options: The route.
         config: The rest of the file.
         delivery: The queue.
-        catalog: The models.
-        owner: This process's name.
+        endpoints: The endpoints, and the models.
         inline_max_bytes: Larger tensors travel beside the stream.
 
     Attributes:
         options: As given.
         tally: Its counts.
+        versions: The version that messages go to.
     """
 
     def __init__(
@@ -67,13 +68,12 @@ class Route:
         options: RouteOptions,
         config: BridgeConfig,
         delivery: Queue,
-        catalog: Catalog,
-        owner: str,
+        endpoints: EndpointFollower,
         inline_max_bytes: int,
     ) -> None:
         self.options = options
         self.tally = RouteTally(options.name)
-        self._catalog = catalog
+        self._observed = endpoints.observed
         self._loop = asyncio.get_running_loop()
         self._states: dict[str, str] = {}  # publish groups of ends in hand, by id → how they ended
         self._lost = OutageLog(logger, "no queue takes what is published", remind_s=REMIND_S, route=options.name)
@@ -87,34 +87,26 @@ class Route:
             epoch=lambda: self._consumer.epoch,
             tally=self.tally,
         )
+        self.versions = RouteVersions(options, endpoints.view)
         self._endings = Endings(
             delivery=delivery,
-            model=options.model,
+            model=self.versions.model,
             kind=outbox(options.outbox, config.retry_s),
             render=partial(render, options),
             post=self._publish_rendered,
             took=self._intake.room,
         )
-        reader = Reader(options, config.result_ttl_s, reply_address(owner), inline_max_bytes)
+        reader = Reader(options, config.result_ttl_s, reply_address(endpoints.owner), inline_max_bytes, self.versions)
         connect: Callable[[int], Source] = partial(open_source, options.source, options.body.max_bytes)
         self._consumer = Consumer(
             name=options.name,
             connect=connect,
             reader=reader,
-            resolve=self.resolve,
+            resolve=self.versions.resolve,
             accept=self._intake.add,
             refuse=self._refuse,
             tally=self.tally,
         )
-
-    def resolve(self) -> Served:
-        """Finds the model version that messages are for; safe in any thread.
-
-        Raises:
-            ModelNotFound: There is none.
-            ModelNotReady: It can't be loaded.
-        """
-        return self._catalog.accepting(self.options.model, self.options.version)
 
     def wake(self) -> None:
         """Notes that a request of this process has ended; on the loop."""
@@ -183,7 +175,21 @@ class Route:
     def _publish_rendered(self, rendered: Sequence[Rendered]) -> None:
         for each in rendered:
             self._states[each.group.ending_id] = each.state
+            self._observe(each)
         self._publish([message for each in rendered for message in each.messages])
+
+    def _observe(self, rendered: Rendered) -> None:
+        """Counts the end of a request for a canary on trial, once; how long messages wait says nothing about it."""
+        ending, record = rendered.ending, rendered.ending.record
+        if ending.attempts > 1 or record is None or not self._observed.by_target:
+            return
+        key = self.options.model, f"{record.address.model}:{record.version}"
+        if (on_trial := self._observed.by_target.get(key)) is None:
+            return
+        if record.state is not RequestState.SUCCEEDED:
+            on_trial.failed(record.code)
+        elif rendered.final is not None:
+            on_trial.executed(rendered.final)
 
     def _publish(self, messages: Sequence[Outgoing]) -> None:
         for is_dead_letter in (False, True):

@@ -47,7 +47,7 @@ class Outbox:
 
     def rendered(self, ending: Ending, stored: Sequence[bytes]) -> Rendered:
         self.stored[ending.request_id] = list(stored)
-        return Rendered("succeeded", PublishGroup(ending_id=ending.id), [])
+        return Rendered("succeeded", PublishGroup(ending_id=ending.id), [], ending, None)
 
     def stream(self, number: int, count: int) -> None:
         """Makes an end that of a stream, with so many responses before it."""

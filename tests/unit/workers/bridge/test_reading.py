@@ -11,9 +11,11 @@ from qinfer.models.catalog import Served
 from qinfer.models.routes import Routes
 from qinfer.queue.entries import Lane
 from qinfer.testing import stub_spec
+from qinfer.traffic.routing import Endpoints
 from qinfer_workers.bridge.config import RouteOptions
 from qinfer_workers.bridge.messages import Delivered, Receipt
 from qinfer_workers.bridge.reading import Reader
+from qinfer_workers.bridge.versions import RouteVersions
 
 KSERVE = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}'
 
@@ -22,7 +24,9 @@ def reader(*, decoupled: bool = True, **options: Any) -> Reader:
     source = {"url": "amqp://broker//", "queue": "tasks"}
     route = {"name": "r", "model": "stub", "source": source, "sink": {"routing_key": "done"}, **options}
     spec = replace(stub_spec(), decoupled=decoupled)
-    one = Reader(RouteOptions.model_validate(route), 60.0, "reply:bridge", 1000)
+    parsed = RouteOptions.model_validate(route)
+    versions = RouteVersions(parsed, Endpoints(None))  # type: ignore[arg-type]  # without endpoints nobody looks at models
+    one = Reader(parsed, 60.0, "reply:bridge", 1000, versions)
     one.use(Served(spec=spec, version=1, generation=1, lane=Lane("stub", 1), routes=Routes(spec, 1)))
     return one
 

@@ -1,0 +1,88 @@
+"""The model version that a route's messages go to: the one that it names, or the one that its endpoint chooses.
+
+The endpoint of a route answers with versions of one model. Requests, their ids and the route's outbox belong to a
+model, whatever the version: so a message that is delivered again finds its request, however the weights have changed
+meanwhile, and is not executed again. A target in another model gets no messages of bridges; the stable one has them.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from qinfer.core.messages import InferRequest
+from qinfer.errors import ModelNotReady, QinferError
+from qinfer.models.catalog import Served
+from qinfer.traffic.choice import Header
+from qinfer.traffic.routing import Endpoints
+from qinfer_workers.bridge.config import RouteOptions
+
+
+class RouteVersions:
+    """See the module docstring; for any thread.
+
+    Args:
+        route: The route.
+        endpoints: The endpoints, and the models.
+
+    Attributes:
+        model: The model whose versions answer, for as long as the bridge runs.
+    """
+
+    def __init__(self, route: RouteOptions, endpoints: Endpoints) -> None:
+        self._route = route
+        self._endpoints = endpoints
+        routed = endpoints.by_name.get(route.model)
+        self.model = route.model if routed is None else routed.stable.model
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether the route names an endpoint now."""
+        return self._route.model in self._endpoints.by_name
+
+    def resolve(self) -> Served:
+        """Finds the version that messages are read for: the one that the route names, the newest, or the stable one.
+
+        Raises:
+            ModelNotFound: There is none.
+            ModelNotReady: It can't be loaded, or the endpoint's stable target is in another model by now.
+            BrokerUnavailable: The route names a canary's version, and no changes of endpoints are heard of.
+        """
+        route, endpoints = self._route, self._endpoints
+        asked = InferRequest(model=route.model, version=route.version, inputs=())
+        if route.version:
+            endpoints.choose(asked, route.tenant)
+        else:
+            asked.model, asked.version = endpoints.stable(route.model, 0)
+        if asked.model != self.model:
+            raise ModelNotReady(
+                f"'{route.model}' is answered by model '{asked.model}' now, and by '{self.model}' when the bridge "
+                "started; restart the bridge once all its messages are answered"
+            )
+        return endpoints.catalog.accepting(asked.model, asked.version)
+
+    def choose(self, request: InferRequest, header: Header, stable: Served) -> Served:
+        """Chooses the version that executes a message to an endpoint; the one that the route names, if it does.
+
+        Args:
+            request: The message as a request.
+            header: Its headers.
+            stable: What it was read for, which executes it where what is chosen can't.
+        """
+        route, endpoints = self._route, self._endpoints
+        if route.version:
+            return stable
+        request.model, request.version = route.model, 0
+        endpoints.choose(request, route.tenant, header)
+        model, version = request.model, request.version
+        request.model, request.version = self.model, stable.version
+        if model != self.model:
+            return stable
+        with suppress(QinferError):  # it was READY a moment ago
+            return endpoints.catalog.accepting(model, version)
+        return stable
+
+    def left_out(self) -> Iterator[str]:
+        """Yields which targets of the endpoint get no messages of the route, in words."""
+        routed = self._endpoints.by_name.get(self._route.model)
+        for target in () if routed is None else routed.endpoint.answering:
+            if target.model != self.model:
+                yield f"target '{target.label}' gets no messages: bridges use the versions of '{self.model}' only"
