@@ -93,8 +93,7 @@ class Reader:
         request, reply = decoded.request, decoded.reply
         if self._versions.is_endpoint:
             served = self._versions.choose(request, partial(_header_in_any_case, message), served)
-            plan = msgspec.structs.replace(reply.plan or OutputPlan(), endpoint=route.model)
-            reply = msgspec.structs.replace(reply, plan=plan)
+            reply = self._named(reply)
         notes = self._notes(message, message_id, reply)
         model = served.spec.name
         name = request_id(route.name, message_id, model) if message_id else self._ids.request_id(model, PARTITION)
@@ -132,6 +131,11 @@ class Reader:
             decoupled=served.spec.decoupled,
         )
         return Work(message, acceptance, bool(message_id))
+
+    def _named(self, reply: ReplyEncoding) -> ReplyEncoding:
+        """Returns the encoding of a reply that has the endpoint's name in place of the model's."""
+        plan = msgspec.structs.replace(reply.plan or OutputPlan(), endpoint=self._route.model)
+        return msgspec.structs.replace(reply, plan=plan)
 
     def _notes(self, message: Delivered, message_id: bytes, reply: ReplyEncoding) -> bytes:
         """Returns the data that is kept for the reply.

@@ -6,6 +6,9 @@
 
 The worker is a client of the queue here, as a gateway is: it calls models that it does not host. Until the first call
 it has no reply stream and reads no catalog. The credits of its own streams come by that stream, too.
+
+A call may name an endpoint; its target is chosen here, by the declarations that gateways go by. Steps of ensembles name
+models only.
 """
 
 import asyncio
@@ -15,7 +18,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -29,13 +31,9 @@ from qinfer.errors import (
     CorruptEntry,
     DeadlineExceeded,
     InferenceFailed,
-    InvalidRequest,
     ModelNotFound,
     ModelNotReady,
     QinferError,
-    QueueFull,
-    RequestError,
-    StreamBroken,
 )
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.ensemble_graph import PlanStep
@@ -45,7 +43,9 @@ from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, PendingRequests, Sink
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.submission.submit import Submission, check
+from qinfer.traffic.controller import EndpointFollower
 from qinfer.wire.frame import decode_credits, is_credits
+from qinfer_workers.inference.call_answers import EXPIRED, GRACE_S, Answer, Inbox, Responses, raised
 from qinfer_workers.inference.ensembles.local import LocalSteps
 
 logger = logging.getLogger(__name__)
@@ -56,144 +56,12 @@ FRESH_S = 2.0
 RECHECK_S = 0.25
 """A refusal by a view that is older counts only when another look confirms it."""
 
-_GRACE_S = 1.0  # for the event loop to report a deadline; a thread that outlives the loop waits no longer
 _ENDING = "the worker ends"
-_EXPIRED = "Request timeout expired"
 _DECOUPLED = (
     "Model {model} is using the decoupled. The current BLS request call doesn't support models using the decoupled "
     "transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models."
 )
-_ALSO_HERE = (BrokerUnavailable, Cancelled, DeadlineExceeded, InvalidRequest, ModelNotReady, QueueFull, StreamBroken)
-_RAISED: dict[str, type[QinferError]] = {error.code: error for error in _ALSO_HERE}
-
 T = TypeVar("T")
-
-
-class _Answer:
-    """The sink of a call: a future that a thread waits for."""
-
-    no_stream = ""
-
-    def __init__(self) -> None:
-        self.future: Future[Response] = Future()
-
-    def submitted(self, pending: Pending) -> None:
-        """Needs no more: the answer comes by itself."""
-
-    def fail(self, error: QinferError) -> None:
-        """Ends the call, which did not come into the queue."""
-        self.future.set_exception(error)
-
-    def deliver(self, response: Response) -> None:
-        """Delivers the final response."""
-        if response.final and not self.future.done():
-            self.future.set_result(response)
-
-
-class _Inbox:
-    """The sink of a call to a decoupled model, of the event loop; a thread takes from it what came.
-
-    Args:
-        cancel: Takes a request that somebody waited for out of the queue.
-    """
-
-    no_stream = ""
-
-    def __init__(self, cancel: Callable[[Pending], object]) -> None:
-        self.came: SimpleQueue[Response | QinferError] = SimpleQueue()
-        self._cancel = cancel
-        self._pending: Pending | None = None
-        self._is_left = False
-
-    def submitted(self, pending: Pending) -> None:
-        """Takes note of the request."""
-        self._pending = pending
-        if self._is_left:
-            self.leave()
-
-    def fail(self, error: QinferError) -> None:
-        """Ends the call, which did not come into the queue."""
-        self.came.put(error)
-
-    def deliver(self, response: Response) -> None:
-        """Delivers a response."""
-        self.came.put(response)
-
-    def took(self, nbytes: int) -> None:
-        """Takes note of what the thread has taken."""
-        if self._pending is not None and self._pending.stream is not None:
-            self._pending.stream.took(nbytes)
-
-    def leave(self) -> None:
-        """Cancels the request, which nobody waits for."""
-        self._is_left = True
-        if self._pending is not None:
-            self._cancel(self._pending)
-
-
-class Responses:
-    """The responses of a call to a decoupled model, as a thread of the calling model takes them; made by `Caller`.
-
-    The model that is called sends on as this one takes: a window of responses is held here. The last response is the
-    one that is `final`; it may be empty. An iterator that is closed, or forgotten, before it cancels the call.
-
-    Args:
-        loop: The worker's event loop.
-        inbox: What the event loop delivers to.
-        model: The model that is called.
-        left_s: Returns the seconds to the deadline.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, inbox: _Inbox, model: str, left_s: Callable[[], float]) -> None:
-        self._loop = loop
-        self._inbox = inbox
-        self._model = model
-        self._left_s = left_s
-        self._untaken_bytes = 0
-        self._has_ended = False
-
-    def __iter__(self) -> "Responses":
-        return self
-
-    def __next__(self) -> Response:
-        """Waits for the next response; blocks this thread.
-
-        Raises:
-            StopIteration: The last one was the final one, or the call was closed.
-            QinferError: The call failed, as `Caller.call` does.
-        """
-        if self._has_ended:
-            raise StopIteration
-        if self._untaken_bytes:
-            self._on_loop(self._inbox.took, self._untaken_bytes)
-            self._untaken_bytes = 0
-        try:
-            came = self._inbox.came.get(timeout=max(self._left_s(), 0.0) + _GRACE_S)
-        except Empty:
-            self.close()
-            raise DeadlineExceeded(_EXPIRED) from None
-        if not isinstance(came, QinferError) and came.final and came.failure is not None:
-            came = _raised(came.failure, self._model)
-        if isinstance(came, QinferError):
-            self._has_ended = True
-            # The calling model's client has sent nothing wrong.
-            raise InferenceFailed(f"a call failed: {came.message}") if isinstance(came, RequestError) else came
-        self._has_ended = came.final
-        self._untaken_bytes = came.nbytes
-        return came
-
-    def close(self) -> None:
-        """Cancels the call, unless it has ended."""
-        if not self._has_ended:
-            self._has_ended = True
-            self._on_loop(self._inbox.leave)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _on_loop(self, callback: Callable[..., None], *args: int) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and all that was in progress ended
-            self._loop.call_soon_threadsafe(callback, *args)
 
 
 class CallLimits(Protocol):
@@ -224,10 +92,12 @@ class Caller:
         credited: Told the credits that came, on the event loop.
         local: The short cut of steps of ensembles.
         limiter: Tells which calls hold resources of the rate limiter; `None` = it is off.
+        endpoints: The endpoints that calls may name, followed from the first call on; `None` = there are none.
     """
 
     local: LocalSteps
     limiter: CallLimits | None = None
+    endpoints: EndpointFollower | None = None
 
     def __init__(
         self,
@@ -243,6 +113,7 @@ class Caller:
         self._owner = f"worker-{worker_id}"
         self._tasks = tasks
         self._called = called
+        self._is_following_endpoints = False
         self.address = reply_address(self._owner)
         self.credited: Callable[[list[Credit]], None] = lambda _: None
         self._loop = asyncio.get_running_loop()
@@ -269,14 +140,15 @@ class Caller:
     def call(self, request: InferRequest, deadline_s: float) -> Response:
         """See `qinfer.batching.execution.Caller.call`."""
         deadline_s = self._deadline_s(request, deadline_s)
+        request = self._aimed(request, deadline_s)
         served = self._checked(request, deadline_s)
         if served.spec.decoupled:
             raise InferenceFailed(_DECOUPLED.format(model=request.model))
-        answer = _Answer()
+        answer = Answer()
         self._send(served, request, answer, deadline_s)
         response = self._outcome(answer.future, deadline_s)
         if response.failure is not None:
-            raise _raised(response.failure, request.model)
+            raise raised(response.failure, request.model)
         if response.index:
             raise InferenceFailed(f"model '{request.model}' gave several responses; a call takes one")
         return response
@@ -284,8 +156,9 @@ class Caller:
     def stream(self, request: InferRequest, deadline_s: float) -> Responses:
         """See `qinfer.batching.execution.Caller.stream`."""
         deadline_s = self._deadline_s(request, deadline_s)
+        request = self._aimed(request, deadline_s)
         served = self._checked(request, deadline_s)
-        inbox = _Inbox(self._submission.pending.cancel)
+        inbox = Inbox(self._submission.pending.cancel)
         self._send(served, request, inbox, deadline_s)
         return Responses(self._loop, inbox, request.model, lambda: deadline_s - self._now_s())
 
@@ -372,11 +245,11 @@ class Caller:
             raise InferenceFailed("a batch that the event loop executes can't call another model")
         return min(deadline_s, self._now_s() + request.timeout_s) if request.timeout_s else deadline_s
 
-    def _send(self, served: Served, request: InferRequest, answer: _Answer | _Inbox, deadline_s: float) -> None:
+    def _send(self, served: Served, request: InferRequest, answer: Answer | Inbox, deadline_s: float) -> None:
         """Has the event loop submit a request."""
         timeout_s = min(deadline_s - self._now_s(), served.spec.max_timeout_s)
         if timeout_s <= 0:
-            raise DeadlineExceeded(_EXPIRED)
+            raise DeadlineExceeded(EXPIRED)
         # The submission writes to it. Its own timeout is part of the deadline, and none for the queue.
         request = msgspec.structs.replace(request, generation=0, attempt=0, timeout_s=0.0, payload=False)
         check(request, served)
@@ -384,6 +257,24 @@ class Caller:
             self._loop.call_soon_threadsafe(self._submit, served, request, answer, timeout_s)
         except RuntimeError:  # the loop is closed
             raise Cancelled(_ENDING) from None
+
+    def _aimed(self, request: InferRequest, deadline_s: float) -> InferRequest:
+        """Returns a request for the target that was chosen, if it names an endpoint; blocks this thread.
+
+        Raises:
+            ModelNotFound: It names a version that no target has.
+            BrokerUnavailable: It names another version than the stable one, and no changes of endpoints are heard of.
+        """
+        endpoints = self.endpoints
+        if endpoints is None:
+            return request
+        if not self._is_following_endpoints or self._now_s() - self._refreshed_at > FRESH_S:
+            self._outcome(self._on_loop(self._within(self._look(), deadline_s)), deadline_s)
+        if request.model not in endpoints.view.by_name:
+            return request
+        aimed = msgspec.structs.replace(request)
+        endpoints.view.choose(aimed, aimed.tenant)
+        return aimed
 
     def _checked(self, request: InferRequest, deadline_s: float) -> Served:
         """Finds the model of a call, and makes sure that the call does not wait for itself; blocks this thread.
@@ -419,7 +310,7 @@ class Caller:
         if self._now_s() - self._refreshed_at <= FRESH_S:
             with suppress(ModelNotFound, ModelNotReady):
                 return self._catalog.resolve(model, version)
-        return self._outcome(self._on_loop(self._resolve(model, version, deadline_s)), deadline_s)
+        return self._outcome(self._on_loop(self._within(self._resolve(model, version), deadline_s)), deadline_s)
 
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         """Has the event loop run a coroutine."""
@@ -429,7 +320,7 @@ class Caller:
             work.close()
             raise Cancelled(_ENDING) from None
 
-    def _submit(self, served: Served, request: InferRequest, answer: _Answer | _Inbox, timeout_s: float) -> None:
+    def _submit(self, served: Served, request: InferRequest, answer: Answer | Inbox, timeout_s: float) -> None:
         """Submits a request; on the event loop."""
         if self._is_closed:
             answer.fail(Cancelled(_ENDING))
@@ -466,29 +357,44 @@ class Caller:
     def _outcome(self, outcome: "Future[T]", deadline_s: float) -> T:
         """Waits for a result of the event loop; blocks this thread."""
         try:
-            return outcome.result(max(deadline_s - self._now_s(), 0.0) + _GRACE_S)
+            return outcome.result(max(deadline_s - self._now_s(), 0.0) + GRACE_S)
         except TimeoutError:
-            raise DeadlineExceeded(_EXPIRED) from None
+            raise DeadlineExceeded(EXPIRED) from None
         except CancelledError:  # `close` ended it
             raise Cancelled(_ENDING) from None
 
-    async def _resolve(self, model: str, version: int, deadline_s: float) -> Served:
+    async def _look(self) -> None:
+        """Reads models and endpoints, and follows the endpoints from the first time on."""
+        await self.listen()
+        await self._refresh(FRESH_S)
+        if self.endpoints is not None and not self._is_following_endpoints:
+            await self.endpoints.look()
+            if not self._is_following_endpoints:  # by another call meanwhile
+                self._is_following_endpoints = True
+                self._background.append(self._tasks.create_task(self.endpoints.run()))
+
+    async def _resolve(self, model: str, version: int) -> Served:
         """Finds the model on the event loop, after reading the view again if necessary."""
+        await self.listen()
+        await self._refresh(FRESH_S)
+        with suppress(ModelNotFound, ModelNotReady):
+            return self._catalog.resolve(model, version)
+        await self._refresh(RECHECK_S)
+        return self._catalog.asked(model, version)
+
+    async def _within(self, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
+        """Does work for a call on the event loop until the call's deadline, or the worker's end."""
         if self._is_closed:
+            work.close()
             raise Cancelled(_ENDING)
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
         try:
             async with asyncio.timeout(max(deadline_s - self._now_s(), 0.0)):
-                await self.listen()
-                await self._refresh(FRESH_S)
-                with suppress(ModelNotFound, ModelNotReady):
-                    return self._catalog.resolve(model, version)
-                await self._refresh(RECHECK_S)
-                return self._catalog.asked(model, version)
+                return await work
         except TimeoutError:
-            raise DeadlineExceeded(_EXPIRED) from None
+            raise DeadlineExceeded(EXPIRED) from None
         except QinferError:
             raise
         except Exception:  # the boundary, as in `_submit`
@@ -572,12 +478,6 @@ def _answered(pending: Pending, response: Response) -> None:
 
 def _failed(pending: Pending, error: Exception) -> None:
     pending.sink.deliver(Response(request_id=pending.request_id, failure=Failure.of(error)))
-
-
-def _raised(failure: Failure, model: str) -> QinferError:
-    """Returns the error that the calling model gets for a failure of the one that it called."""
-    raised = _RAISED.get(failure.code)
-    return raised(failure.message) if raised else InferenceFailed(f"model '{model}' failed: {failure.message}")
 
 
 def _unexpected() -> InferenceFailed:

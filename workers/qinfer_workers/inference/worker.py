@@ -29,6 +29,7 @@ from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
 from qinfer.submission.response_cache import ResponseCache
+from qinfer.traffic.controller import EndpointFollower
 from qinfer.traffic.store import EndpointStore
 from qinfer_workers.inference.caller import Caller, FarSteps
 from qinfer_workers.inference.cancels import CancelWatch
@@ -167,6 +168,7 @@ class Worker:
     def _open_caller(self, tasks: asyncio.TaskGroup) -> Caller:
         """Makes what calls other models, with the response cache if there is one."""
         caller = Caller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)
+        caller.endpoints = EndpointFollower(self.catalog, self._store, f"worker-{self._id}", self._queue.clock.now_s)
         if self._cache is not None:
             most = self._limits.max_in_flight
             summaries = self._metrics.summary_latencies

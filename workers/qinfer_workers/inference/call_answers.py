@@ -1,0 +1,163 @@
+"""The answers of calls between models, on their way from the event loop to the thread that waits: one, or a stream."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from qinfer.core.messages import Failure, Response
+from qinfer.errors import (
+    BrokerUnavailable,
+    Cancelled,
+    DeadlineExceeded,
+    InferenceFailed,
+    InvalidRequest,
+    ModelNotReady,
+    QinferError,
+    QueueFull,
+    RequestError,
+    StreamBroken,
+)
+from qinfer.submission.pending import Pending
+
+GRACE_S = 1.0
+"""Seconds for the event loop to report a deadline; a thread that outlives the loop waits no longer."""
+
+EXPIRED = "Request timeout expired"
+
+_ALSO_HERE = (BrokerUnavailable, Cancelled, DeadlineExceeded, InvalidRequest, ModelNotReady, QueueFull, StreamBroken)
+_RAISED: dict[str, type[QinferError]] = {error.code: error for error in _ALSO_HERE}
+
+
+class Answer:
+    """The sink of a call: a future that a thread waits for."""
+
+    no_stream = ""
+
+    def __init__(self) -> None:
+        self.future: Future[Response] = Future()
+
+    def submitted(self, pending: Pending) -> None:
+        """Needs no more: the answer comes by itself."""
+
+    def fail(self, error: QinferError) -> None:
+        """Ends the call, which did not come into the queue."""
+        self.future.set_exception(error)
+
+    def deliver(self, response: Response) -> None:
+        """Delivers the final response."""
+        if response.final and not self.future.done():
+            self.future.set_result(response)
+
+
+class Inbox:
+    """The sink of a call to a decoupled model, of the event loop; a thread takes from it what came.
+
+    Args:
+        cancel: Takes a request that somebody waited for out of the queue.
+    """
+
+    no_stream = ""
+
+    def __init__(self, cancel: Callable[[Pending], object]) -> None:
+        self.came: SimpleQueue[Response | QinferError] = SimpleQueue()
+        self._cancel = cancel
+        self._pending: Pending | None = None
+        self._is_left = False
+
+    def submitted(self, pending: Pending) -> None:
+        """Takes note of the request."""
+        self._pending = pending
+        if self._is_left:
+            self.leave()
+
+    def fail(self, error: QinferError) -> None:
+        """Ends the call, which did not come into the queue."""
+        self.came.put(error)
+
+    def deliver(self, response: Response) -> None:
+        """Delivers a response."""
+        self.came.put(response)
+
+    def took(self, nbytes: int) -> None:
+        """Takes note of what the thread has taken."""
+        if self._pending is not None and self._pending.stream is not None:
+            self._pending.stream.took(nbytes)
+
+    def leave(self) -> None:
+        """Cancels the request, which nobody waits for."""
+        self._is_left = True
+        if self._pending is not None:
+            self._cancel(self._pending)
+
+
+class Responses:
+    """The responses of a call to a decoupled model, as a thread of the calling model takes them; made by `Caller`.
+
+    The model that is called sends on as this one takes: a window of responses is held here. The last response is the
+    one that is `final`; it may be empty. An iterator that is closed, or forgotten, before it cancels the call.
+
+    Args:
+        loop: The worker's event loop.
+        inbox: What the event loop delivers to.
+        model: The model that is called.
+        left_s: Returns the seconds to the deadline.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, model: str, left_s: Callable[[], float]) -> None:
+        self._loop = loop
+        self._inbox = inbox
+        self._model = model
+        self._left_s = left_s
+        self._untaken_bytes = 0
+        self._has_ended = False
+
+    def __iter__(self) -> "Responses":
+        return self
+
+    def __next__(self) -> Response:
+        """Waits for the next response; blocks this thread.
+
+        Raises:
+            StopIteration: The last one was the final one, or the call was closed.
+            QinferError: The call failed, as `Caller.call` does.
+        """
+        if self._has_ended:
+            raise StopIteration
+        if self._untaken_bytes:
+            self._on_loop(self._inbox.took, self._untaken_bytes)
+            self._untaken_bytes = 0
+        try:
+            came = self._inbox.came.get(timeout=max(self._left_s(), 0.0) + GRACE_S)
+        except Empty:
+            self.close()
+            raise DeadlineExceeded(EXPIRED) from None
+        if not isinstance(came, QinferError) and came.final and came.failure is not None:
+            came = raised(came.failure, self._model)
+        if isinstance(came, QinferError):
+            self._has_ended = True
+            # The calling model's client has sent nothing wrong.
+            raise InferenceFailed(f"a call failed: {came.message}") if isinstance(came, RequestError) else came
+        self._has_ended = came.final
+        self._untaken_bytes = came.nbytes
+        return came
+
+    def close(self) -> None:
+        """Cancels the call, unless it has ended."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._on_loop(self._inbox.leave)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _on_loop(self, callback: Callable[..., None], *args: int) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and all that was in progress ended
+            self._loop.call_soon_threadsafe(callback, *args)
+
+
+def raised(failure: Failure, model: str) -> QinferError:
+    """Returns the error that the calling model gets for a failure of the one that it called."""
+    known = _RAISED.get(failure.code)
+    return known(failure.message) if known else InferenceFailed(f"model '{model}' failed: {failure.message}")
