@@ -228,8 +228,10 @@ class ModelControl:
                 except ModelNotFound:
                     if name == model:  # its files come with the request, or its load says what is wrong
                         return []
+                    hint = await self._store.hint_of_endpoint(name)
                     raise ModelLoadFailed(
-                        f"failed to load '{model}', it contains models that are not available or ambiguous: {name}"
+                        f"failed to load '{model}', it contains models that are not available or ambiguous: "
+                        f"{name}{hint}"
                     ) from None
                 except QinferError:  # the load says so
                     found[name] = StoredModel(name)

@@ -122,6 +122,7 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     """A bulk job; instants are RFC 3339 in UTC, null before they occur.
 
     Attributes:
+        endpoint: The endpoint that was asked, of which model and version were the stable target; null = a model was.
         state: validating | planning | running | finalizing | completed | failed | cancelling | cancelled | expired;
             after completed, failed, cancelled and expired it is over
         skipped_files: Input files that were left out because they can't be read; null before it is planned.
@@ -133,7 +134,8 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
         spec: The requested job, with its version resolved and its URLs normalized.
 
     Example:
-        {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F", "model": "digits", "version": 1, "state": "running", "priority": "normal",
+        {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F", "model": "digits", "version": 1, "endpoint": null, "state": "running",
+         "priority": "normal",
          "created_at": "2026-01-31T12:00:00.000Z", "started_at": "2026-01-31T12:00:00.500Z", "ended_at": null,
          "deadline_at": null, "rows": {"total": 1000, "done": 374, "failed": 1, "scored": 125},
          "shards": {"total": 4, "done": 2, "failed": 0, "active": 2}, "skipped_files": {"total": 0, "first": []},
@@ -149,6 +151,7 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     model: str
     version: int
+    endpoint: str | None
     state: JobState
     priority: Priority
     created_at: str
@@ -367,6 +370,7 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
         id=shown_job_id(record),
         model=record.model,
         version=record.version,
+        endpoint=record.endpoint or None,
         state=state,
         priority=_PRIORITY_NAMES.get(record.priority, "normal"),
         created_at=written(record.created_at),
@@ -469,6 +473,8 @@ def check_same(tenant: str, known: JobRecord, asked: JobSpec, *, any_limits: boo
     """
     there, here = (_flat(spec) for spec in (spec_of(known), asked))
     here["version"] = asked.version or known.version
+    if known.endpoint and asked.model == known.endpoint:
+        here["model"] = known.model
     free = ("overwrite", *(Changes.__struct_fields__ if any_limits else ()))
     differing = [name for name in there if there[name] != here[name] and name not in free]
     if known.tenant != tenant or differing:

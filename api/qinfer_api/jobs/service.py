@@ -149,7 +149,7 @@ class BulkJobs:
         is_anew = known is not None and resume and bool(spec.overwrite) and known.state == JobState.COMPLETED
         if known is not None and not is_anew:
             return await self._again(context, known, spec, resume=resume)
-        served = self.resolve(spec.model, spec.version)
+        spec, served, endpoint = self._pinned(spec)
         self.dispatcher.charge(context)
         await _in_thread(self._check_tasks)
         await self._check_count(context, spec)
@@ -158,7 +158,6 @@ class BulkJobs:
         await self._in_turn(context, spec, lambda: self.check(spec, served.spec, grant))
         if is_anew:
             await self.jobs.delete(job_id)
-        spec = msgspec.structs.replace(spec, version=served.version)
         job_id = job_id or self.ids.ulid()
         record = new_record(
             job_id,
@@ -168,9 +167,12 @@ class BulkJobs:
             kept_s=self.settings.bulk.record_ttl_s,
             trace=self.dispatcher.trace_of(context, served, {JOB_ID: job_id}),
         )
-        if not await self.jobs.create(msgspec.structs.replace(record, grant=msgspec.json.encode(grant))):
+        if not await self.jobs.create(
+            msgspec.structs.replace(record, grant=msgspec.json.encode(grant), endpoint=endpoint)
+        ):
             return await self._again(context, await self._known(record.id), spec, resume=resume)
-        await self.jobs.note(record.id, f"created; {_WAITS}")
+        stands_for = f" for endpoint '{endpoint}', which is {spec.model}:{spec.version} now" if endpoint else ""
+        await self.jobs.note(record.id, f"created{stands_for}; {_WAITS}")
         await self._planned(record.id)
         return Ticket(await self._known(record.id), is_new=True)
 
@@ -183,12 +185,12 @@ class BulkJobs:
         self._check_enabled()
         grant = self._grant_of(context)
         spec, _ = await asyncio.to_thread(decode_job, body, grant)
-        served = self.resolve(spec.model, spec.version)
+        spec, served, _ = self._pinned(spec)
         self.dispatcher.charge(context)
         if spec.webhook:
             await self.targets.check(spec.webhook)
-        pace = await self.pace(spec.model, served.version)
-        job = Unplanned("", msgspec.structs.replace(spec, version=served.version), served.spec, "", grant)
+        pace = await self.pace(spec.model, spec.version)
+        job = Unplanned("", spec, served.spec, "", grant)
         found = await self._in_turn(context, spec, lambda: self.estimate(job, pace))
         return shown_estimate(job.spec, found, pace)
 
@@ -322,6 +324,23 @@ class BulkJobs:
             raise Overloaded("Server exiting")
         if self.watchers >= MAX_WATCHERS:
             raise Overloaded("too many clients follow jobs at this server; ask now and then, or try again later")
+
+    def _pinned(self, spec: JobSpec) -> tuple[JobSpec, Served, str]:
+        """Returns a job with the version that scores all of it, where that is served, and the endpoint that it named.
+
+        An endpoint stands for its stable target as that is now: shares of several versions would make no output that
+        could be made again. A version of a hidden model that is named is that version, whether it is a target or not:
+        versions are compared before they get requests.
+
+        Raises:
+            QinferError: There is no such model or version, or it takes no jobs.
+        """
+        endpoints = self.dispatcher.endpoints
+        routed = endpoints.by_name.get(spec.model)
+        endpoint = "" if routed is None or (spec.version and routed.endpoint.hides_model) else spec.model
+        place = endpoints.stable(endpoint, spec.version) if endpoint else (spec.model, spec.version)
+        served = self.resolve(*place)
+        return msgspec.structs.replace(spec, model=served.spec.name, version=served.version), served, endpoint
 
     def _check_enabled(self) -> None:
         if not self.settings.bulk.enabled:

@@ -40,7 +40,7 @@ _COUNTS = (
     *("max_parallel", "max_errors", "revision"),
 )
 _INSTANTS = ("started_at", "ended_at", "resumed_at", "deadline_at", "updated_at")
-_TEXTS = ("state", "error", "waiting", "webhook", "webhook_state")
+_TEXTS = ("state", "error", "waiting", "webhook", "webhook_state", "endpoint")
 _BYTES = ("spec", "head", "grant")
 _SCORED = "scored:"  # and the index of a shard that is being run: how many of its rows are scored
 
@@ -85,6 +85,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         trace: W3C `traceparent` of what created it; empty = nobody records it.
         webhook: Where its end is told; empty = nowhere.
         webhook_state: `` | pending | delivered | failed.
+        endpoint: The endpoint that it named, whose stable target it was given then; empty = it named the model.
         revision: Raised by each change.
     """
 
@@ -121,6 +122,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     trace: str = ""
     webhook: str = ""
     webhook_state: str = ""
+    endpoint: str = ""
     revision: int = 0
 
     @property

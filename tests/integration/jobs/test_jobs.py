@@ -25,6 +25,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.jobs import routes
 from qinfer_api.jobs import service as use_case
+from tests.support.endpoints import canary, declare, split
 from tests.support.gateway import Running, running_gateway, settings_of
 from tests.support.servers.servers import RedisServer
 
@@ -306,6 +307,43 @@ async def test_the_same_job_twice_is_one(client: httpx.AsyncClient, place: Place
     assert second.headers["idempotent-replayed"] == "true"
     assert second.headers["location"] == first.headers["location"]
     assert 'another job, which differs in \'key\': "", now "id"; repeat' in other.json()["error"]
+
+
+async def test_a_job_on_an_endpoint_keeps_the_version_that_was_stable(
+    client: httpx.AsyncClient, running: Running, place: Place
+) -> None:
+    """It is scored by one version, whatever the weights are; the same job again is the same, whatever is stable then."""
+    weights = split(canary(0.9))
+    await declare([running], "scorer", weights)
+    body = place.job(model="scorer", output_url=f"{place.url}/scored")
+
+    estimate = (await client.post(f"{JOBS}/validate", json=body)).json()
+    job = await created(client, body | {"id": "of-endpoint"})
+    await declare([running], "scorer", split(stable="echo:2"))
+    again = await client.post(JOBS, json=body | {"id": "of-endpoint"})
+    later = await created(client, body)
+
+    assert (estimate["model"], estimate["version"]) == ("echo", 1)
+    assert (job["endpoint"], job["model"], job["version"]) == ("scorer", "echo", 1)
+    assert (job["spec"]["model"], job["spec"]["version"]) == ("echo", 1)
+    assert (again.status_code, again.json()["version"]) == (200, 1)
+    assert (later["endpoint"], later["version"]) == ("scorer", 2)
+    log = (await client.get(job["links"]["log"])).json()["log"]
+    assert log[0]["text"].startswith("created for endpoint 'scorer', which is echo:1 now; ")
+
+
+async def test_a_job_may_name_any_version_of_a_hidden_model(
+    client: httpx.AsyncClient, running: Running, place: Place
+) -> None:
+    """Versions are compared before they are targets."""
+    await declare([running], "echo", split(stable="echo:1", hides_model=True))
+
+    by_name = await created(client, place.job(output_url=f"{place.url}/hidden"))
+    by_version = await created(client, place.job(version=2, output_url=f"{place.url}/hidden-2"))
+    await client.delete("/v1/endpoints/echo")
+
+    assert (by_name["endpoint"], by_name["version"]) == ("echo", 1)
+    assert (by_version["endpoint"], by_version["version"]) == (None, 2)
 
 
 async def test_an_id_and_a_key(client: httpx.AsyncClient, place: Place) -> None:

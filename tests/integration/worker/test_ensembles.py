@@ -14,6 +14,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.testing import eventually
+from qinfer.traffic.endpoints import Endpoint, Role, Target
+from qinfer.traffic.store import EndpointStore
 from tests.support import models, python_models
 from tests.support.ensembles import EnsemblesServed, add, chain, ensemble, ensembles_served, scale
 
@@ -325,6 +327,16 @@ async def test_models_that_are_not_there(scene: EnsemblesServed) -> None:
 
     with pytest.raises(ModelLoadFailed, match="contains models that are not available or ambiguous: nobody"):
         await scene.control.load("lost")
+
+
+async def test_steps_name_no_endpoints(scene: EnsemblesServed) -> None:
+    chain(scene.repository, "indirect", "twice", "reader")
+    await scene.worker()
+    stable = Target(model="twice", version=1, role=Role.STABLE)
+    await EndpointStore(scene.store).put(Endpoint(name="reader", targets=(stable,)), None)
+
+    with pytest.raises(ModelLoadFailed, match="'reader' is an endpoint, and steps name models"):
+        await scene.control.load("indirect")
 
 
 async def test_a_reload_of_a_step_is_a_reload_of_its_ensembles(scene: EnsemblesServed) -> None:

@@ -73,6 +73,9 @@ class Planner:
         if spec.name in stored:
             last = next(user for user in users_of([spec.name], stored))
             raise ModelLoadFailed(f"circular dependency between ensembles: {spec.name} -> ... -> {last} -> {spec.name}")
+        for step in spec.steps:
+            if step.model not in stored and (hint := await self._store.hint_of_endpoint(step.model)):
+                raise ModelLoadFailed(f"{_unknown(spec.name, step.model)}{hint}")
         statuses = assess({name: wish for name, wish in desired.items() if name in stored}, stored, workers)
         view = _View(spec, stored, statuses, workers, self._limits)
         steps: dict[StepVersion, None] = {}
@@ -143,9 +146,7 @@ class _View(NamedTuple):
         """Returns the version that a step runs: the highest that is READY, but for those that only pins keep."""
         stored, status = self.stored.get(step.model), self.statuses.get(step.model)
         if stored is None or status is None:
-            raise ModelLoadFailed(
-                f"ensemble {self.ensemble.name} contains models that are not available or ambiguous: {step.model}"
-            )
+            raise ModelLoadFailed(_unknown(self.ensemble.name, step.model))
         progress, reason = outcome(stored, self.workers)
         if progress is Progress.WAITING:
             raise NotYet(f"ensemble '{self.ensemble.name}' waits for '{step.model}': {reason}")
@@ -154,6 +155,10 @@ class _View(NamedTuple):
             raise ModelLoadFailed(lack + why)
         ready = [version for version in status.ready_versions if not status.versions[version].pinned]
         return Resolved(_spec_of(stored, self.limits), step.version or max(ready or status.ready_versions))
+
+
+def _unknown(ensemble: str, model: str) -> str:
+    return f"ensemble {ensemble} contains models that are not available or ambiguous: {model}"
 
 
 def _spec_of(stored: StoredModel, limits: LimitSettings) -> ModelSpec:
