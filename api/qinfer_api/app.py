@@ -68,6 +68,7 @@ from qinfer_api.observe.reporting import Reporting
 from qinfer_api.observe.tracing import Tracing
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.reloading import KeyFile, Reloading
+from qinfer_api.requests.ends import StoredEnds
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.routes import request_routes
 from qinfer_api.requests.service import AsyncRequests
@@ -303,6 +304,7 @@ class Gateway:
             targets=targets,
             waits=Waits(self._delivery.requests, reply_address(self.name)),
             kept=KeptTargets(self._delivery),
+            ends=StoredEnds(self.dispatcher),
         )
         return requests, janitor
 
@@ -391,6 +393,7 @@ class Gateway:
             self.memory.close()
             self._tasks.close()
             await self._tracing.close()
+            await self.requests.ends.close()
             await self._labeling.close()
             await self._delivery.close()
             await self._store.close()

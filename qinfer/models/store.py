@@ -258,14 +258,11 @@ class ControlStore:
                 return
 
     async def hint_of_endpoint(self, name: str) -> str:
-        """Returns what the error about a step without a model adds where an endpoint has that name; empty = none has."""
+        """Returns what the error about an unknown model of a step adds if an endpoint has its name; empty = none has."""
         with translated():
             is_one = await self.client.hexists(keys.endpoints(), name)
-        return (
-            f"; '{name}' is an endpoint, and steps name models: write the model and version of a target"
-            if is_one
-            else ""
-        )
+        why = f"; '{name}' is an endpoint, and steps name models: write the model and version of a target"
+        return why if is_one else ""
 
     async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
         """Adds to the statistics of a model version; they only grow.

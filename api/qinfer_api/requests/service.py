@@ -36,6 +36,7 @@ from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import ANONYMOUS, Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import bound
+from qinfer_api.requests.ends import StoredEnds
 from qinfer_api.requests.records import (
     chosen_address,
     conflict,
@@ -101,6 +102,7 @@ class AsyncRequests:
         targets: Where webhooks may go.
         waits: Those that wait here for a request's end.
         kept: The targets of requests to endpoints that may be repeated.
+        ends: Those of requests to endpoints that tell of a version on trial.
         ids: Makes ids.
     """
 
@@ -113,6 +115,7 @@ class AsyncRequests:
     targets: Targets
     waits: Waits
     kept: KeptTargets
+    ends: StoredEnds
     ids: IdFactory = field(default_factory=IdFactory)
 
     def now_s(self) -> float:
@@ -383,6 +386,8 @@ class AsyncRequests:
         if accepted.is_new:
             ending = functools.partial(self._ending, acceptance.address, acceptance.timeout_s)
             self.dispatcher.trace_stored(request, began_s, ending)
+            if request.endpoint and not self.waits.is_full:
+                self.ends.accepted(request, ending)
         return accepted
 
     async def _ending(self, address: Address, timeout_s: float) -> tuple[RequestRecord | None, Response | None]:

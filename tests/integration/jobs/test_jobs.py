@@ -312,9 +312,8 @@ async def test_the_same_job_twice_is_one(client: httpx.AsyncClient, place: Place
 async def test_a_job_on_an_endpoint_keeps_the_version_that_was_stable(
     client: httpx.AsyncClient, running: Running, place: Place
 ) -> None:
-    """It is scored by one version, whatever the weights are; the same job again is the same, whatever is stable then."""
-    weights = split(canary(0.9))
-    await declare([running], "scorer", weights)
+    """It is scored by one version, whatever the weights are; and the same job again is the same one."""
+    await declare([running], "scorer", split(canary(0.9)))
     body = place.job(model="scorer", output_url=f"{place.url}/scored")
 
     estimate = (await client.post(f"{JOBS}/validate", json=body)).json()

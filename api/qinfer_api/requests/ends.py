@@ -1,0 +1,90 @@
+"""The ends of stored requests to endpoints, which nobody need wait for: evidence of canaries on trial, and shadows.
+
+A gateway waits for the ends of some of the requests that it has stored, while their target is on trial or a shadow was
+drawn. It counts failures and the time of executions as of any request; how long a stored request has waited for its
+turn says nothing about its version, and is no latency. What the gateway does not see, because it ends or because too
+many are waited for, is no evidence: which requests these are does not depend on how they end.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+from qinfer.core.messages import InferRequest, Response
+from qinfer.errors import QinferError
+from qinfer.queue.entries import RequestRecord, RequestState
+from qinfer.traffic.tally import Key, key_of
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.shadows import Shadow
+
+logger = logging.getLogger(__name__)
+
+MOST = 128
+"""The requests of one target that are waited for at a time: each costs a read a second. One that is slow to answer must
+not leave the others without evidence, so each has its own."""
+
+SHADOW_WAIT_S = 60.0
+"""A shadow waits so long for the answer of its request: its own is in memory meanwhile, and others want its place."""
+
+Ending = Callable[[], Awaitable[tuple[RequestRecord | None, Response | None]]]
+"""Waits for the end of a request, and returns its record then and its last response."""
+
+
+class StoredEnds:
+    """See the module docstring; one per gateway, used on its event loop.
+
+    Args:
+        dispatcher: Has the counts, and the shadows.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._waiting: Counter[Key] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def accepted(self, request: InferRequest, ending: Ending) -> None:
+        """Takes note of a request to an endpoint that was stored just now, its memory still there for a shadow."""
+        key, shadows = key_of(request), self._dispatcher.shadows
+        if self._waiting[key] >= MOST:
+            return
+        drawn = shadows.drawn(request) if shadows is not None else ()
+        if not drawn and key not in self._dispatcher.targets.observed.by_target:
+            return
+        loop = asyncio.get_running_loop()
+        for shadow in drawn:
+            shadow.start(request)
+            loop.call_later(SHADOW_WAIT_S, shadow.left)
+        self._waiting[key] += 1
+        task = loop.create_task(self._follow(key, drawn, ending))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Waits for no end any more."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _follow(self, key: Key, shadows: Sequence[Shadow], ending: Ending) -> None:
+        record, response = None, None
+        try:
+            record, response = await ending()
+        except QinferError as error:
+            logger.debug("end of a stored request not seen", extra={"reason": error.message})
+        except Exception:  # the boundary: what is only watched must not end anything
+            logger.exception("end of a stored request not seen")
+        finally:
+            self._waiting[key] -= 1
+            if record is None or record.state is not RequestState.SUCCEEDED:
+                response = None
+            for shadow in shadows:
+                shadow.left() if response is None else shadow.stable_answered(response)
+        on_trial = self._dispatcher.targets.observed.by_target.get(key)
+        if on_trial is None or record is None or not record.state.is_terminal:
+            return
+        if response is not None:
+            on_trial.executed(response)
+        elif record.state is not RequestState.SUCCEEDED:
+            on_trial.failed(record.code)
