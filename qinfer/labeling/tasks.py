@@ -78,13 +78,14 @@ class LabelTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         task: Its id.
         request_id: Its request, as `records.chosen_address` takes it; another one for other data or another version.
-        version: The model version that it is for.
+        version: The model version that it is for; of an endpoint, the stable target's until its request is made.
         state: Where it is.
         attempt: How often it was asked for again after it had ended, 1 for the first time.
         error: Why it failed, or why it is not sent yet.
         score: The prediction's confidence, once it is done.
         created_at: When this was asked for, in seconds of the broker's time.
         updated_at: When this was written, in seconds of the broker's time.
+        model: The model that its request went to, where the board is an endpoint's; empty = the board's.
         data: The task's data as JSON; empty once it is over, or where it is larger than `MAX_DATA_BYTES`.
     """
 
@@ -97,6 +98,7 @@ class LabelTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     score: float | None = None
     created_at: float = 0.0
     updated_at: float = 0.0
+    model: str = ""
     data: bytes = b""
 
 

@@ -258,7 +258,7 @@ class ControlStore:
                 return
 
     async def hint_of_endpoint(self, name: str) -> str:
-        """Returns what the error about an unknown model of a step adds if an endpoint has its name; empty = none has."""
+        """Returns what the error about an unknown model of a step adds if it is an endpoint; empty = it is none."""
         with translated():
             is_one = await self.client.hexists(keys.endpoints(), name)
         why = f"; '{name}' is an endpoint, and steps name models: write the model and version of a target"

@@ -127,11 +127,12 @@ _COUNTED = {LabelState.DONE: LABEL_PUSHED, LabelState.SENDING: LABEL_RETRIES}
 
 
 class Notes(msgspec.Struct, frozen=True, array_like=True):
-    """The notes of a request, for the pusher: the task that it is about."""
+    """The notes of a request, for the pusher: the task that it is about, and the endpoint of its board, if it is of one."""
 
     tenant: str
     project: int
     task: int
+    endpoint: str = ""
 
 
 class Reason(Enum):
@@ -217,7 +218,7 @@ class Intake:
         taken = Taken(placed.count(Placed.STORED), placed.count(Placed.REFUSED))
         if taken.queued:
             self.arrived.set()
-            self._counts.add(board.model, served.version, LABEL_QUEUED, taken.queued)
+            self._counts.add(served.spec.name, served.version, LABEL_QUEUED, taken.queued)
         return taken
 
     def full(self, board: Board, taken: Taken) -> QueueFull:
@@ -285,7 +286,7 @@ class Intake:
         """Makes the request of a task; returns whether there may be room for more."""
         try:
             async with asyncio.timeout(_SUBMIT_S):
-                await self._submit(board, entry)
+                made = await self._submit(board, entry)
         except DeliveryError:
             raise
         except TimeoutError:
@@ -305,27 +306,38 @@ class Intake:
             logger.exception("task can't be queued", extra={"model": board.model, "request_id": entry.request_id})
             await self.fail(board, entry, InferenceFailed(Failure.of(error).message).message)
         else:
-            await self.move(board, entry, LabelState.OPEN)
+            await self.move(board, made, LabelState.OPEN)
         return True
 
-    async def _submit(self, board: Board, entry: LabelTask) -> None:
+    async def _submit(self, board: Board, entry: LabelTask) -> LabelTask:
+        """Makes the request of a task; returns its entry, which names the version that executes it."""
         is_shared = self._requests.dispatcher.has_tenants
         mapping = await self._book.for_tenant(board.model, board.project, board.tenant, is_shared=is_shared)
-        served = self._requests.of_model(board.model, entry.version)
+        is_endpoint = board.model in self._requests.dispatcher.endpoints.by_name
+        served = self._requests.resolve(board.model, mapping.version if is_endpoint else entry.version)
         task = await self.task_of(board, entry)
         request = await request_of(mapping, served, task, self._files.of(board.tenant, mapping.project))
-        request.version = entry.version
+        context = Context(board.tenant)
+        if not self._requests.dispatcher.choose(context, request):
+            request.version = entry.version
         longest_s = float(served.spec.parameters.get(MAX_TIMEOUT, self._limits.max_timeout_s))
         submission = SubmitOptions(
             body_hash=entry.request_id,
             timeout_s=min(self._settings.task_timeout_s, longest_s),
             request_id=entry.request_id,
             outbox=OUTBOX,
-            notes=msgspec.msgpack.encode(Notes(board.tenant, board.project, entry.task)),
+            notes=msgspec.msgpack.encode(Notes(board.tenant, board.project, entry.task, request.endpoint)),
             result_ttl_s=self._settings.result_ttl_s,
         )
         with self._pace.charged(board.tenant):
-            await self._requests.submit(Context(board.tenant), request, OutputPlan(), submission)
+            await self._requests.submit(context, request, OutputPlan(), submission)
+        model = request.model if request.endpoint else ""
+        return msgspec.structs.replace(entry, model=model, version=request.version)
+
+    def outboxes(self, model: str) -> set[str]:
+        """Returns the models whose outboxes may have ends of a mapping's requests: of an endpoint, its targets'."""
+        routed = self._requests.dispatcher.endpoints.by_name.get(model)
+        return {model} | ({target.model for target in routed.endpoint.answering} if routed is not None else set())
 
     async def task_of(self, board: Board, entry: LabelTask) -> dict[str, Any]:
         """Returns a task with its data: as it was stored, or as Label Studio has it.
@@ -376,7 +388,7 @@ class Intake:
         if field := field or _COUNTED.get(state, ""):
             for each, is_stored in zip(entries, stored, strict=True):
                 if is_stored and each.version and not each.state.is_over:
-                    self._counts.add(board.model, each.version, field)
+                    self._counts.add(each.model or board.model, each.version, field)
 
     def _pause_s(self, entry: LabelTask) -> float:
         """Returns how long to wait with a task: as long as it is tried already, within bounds."""

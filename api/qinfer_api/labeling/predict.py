@@ -57,7 +57,7 @@ class Call(NamedTuple):
     Attributes:
         context: Who asks, authorized.
         mapping: How tasks become requests, and responses predictions.
-        served: The model.
+        served: The model; of an endpoint, its stable target.
         label_config: The project's; `None` = it was not said.
     """
 
@@ -159,6 +159,8 @@ class _Run:
         mapping, context = self._call.mapping, self._call.context
         fetch = self._files.of(context.tenant, mapping.project)
         request = await request_of(mapping, self._call.served, task, fetch)
+        if not self._dispatcher.choose(context, request):
+            request.version = self._call.served.version
         while True:
             left_s = self._left_s()
             if left_s <= 0:
@@ -194,7 +196,6 @@ async def request_of(
         request = await asyncio.to_thread(mapping.request, task, served.spec, contents)
     else:
         request = mapping.request(task, served.spec, contents)
-    request.version = request.version or served.version
     request.client_id = str(task.get("id", ""))[:40]
     return request
 

@@ -89,6 +89,8 @@ class Pusher:
         self._kind = outbox(OUTBOX, 2 * settings.labeling.call_timeout_s + 10.0)
         self._step_s = self._kind.pause_s / 2  # no push begins later: others may take over by the time that it is over
         self._models: dict[str, None] = {}  # all that were ever mapped: a mapping that is gone may have tasks left
+        self._outboxes: dict[str, None] = {}  # the models of which there may be endings: of an endpoint, its targets'
+        self._outbox = ""  # that of the present step
         self._finished: set[str] = set()  # endings of the present step that need nothing more
         self._failures: Counter[str] = Counter()  # endings that Label Studio failed on, how often
 
@@ -119,7 +121,10 @@ class Pusher:
             DeliveryError: The queue can't be reached.
         """
         count = 0
-        for model in await self._mapped():
+        for mapped in await self._mapped():
+            self._outboxes |= dict.fromkeys(self._intake.outboxes(mapped))
+        for model in list(self._outboxes):
+            self._outbox = model
             while endings := await self._requests.endings(model, _PARTITION, self._kind, self._settings.push_batch):
                 count += len(endings)
                 await self._push(model, endings)
@@ -166,8 +171,9 @@ class Pusher:
                 logger.error("an ending without notes is dropped", extra={"request_id": ending.request_id})
                 unread.append(ending.id)
                 continue
-            by_board.setdefault(Board(model, notes.tenant, notes.project), []).append((ending, notes))
-        await self._confirm(model, unread)
+            board = Board(notes.endpoint or model, notes.tenant, notes.project)
+            by_board.setdefault(board, []).append((ending, notes))
+        await self._confirm(unread)
         self._finished.clear()
         ends_s = time.monotonic() + self._step_s
         for board, found in by_board.items():
@@ -192,7 +198,7 @@ class Pusher:
                 pairs.append((ending, entry))
             else:
                 late.append(ending.id)
-        await self._confirm(board.model, late)
+        await self._confirm(late)
         return pairs
 
     async def _made(self, board: Board, pairs: Sequence[tuple[Ending, LabelTask]], ends_s: float) -> list[Made]:
@@ -315,11 +321,11 @@ class Pusher:
             return
         entries = [msgspec.structs.replace(each.entry, error="", score=each.item["score"]) for each in made]
         await self._intake.move_all(board, entries, LabelState.DONE)
-        await self._confirm(board.model, [each.ending.id for each in made])
+        await self._confirm([each.ending.id for each in made])
 
     async def _fail(self, board: Board, ending: Ending, entry: LabelTask, error: str, why: LabelFailure) -> None:
         await self._intake.fail(board, entry, error, why)
-        await self._confirm(board.model, [ending.id])
+        await self._confirm([ending.id])
 
     async def _try_later(self, board: Board, ending: Ending, entry: LabelTask, error: StudioFailed) -> None:
         if len(self._failures) >= _REMEMBERED:
@@ -331,9 +337,9 @@ class Pusher:
             self._finished.add(ending.id)
             await self._intake.move(board, entry, LabelState.SENDING, error=error.message)
 
-    async def _confirm(self, model: str, ids: Sequence[str]) -> None:
+    async def _confirm(self, ids: Sequence[str]) -> None:
         if ids:
             self._finished.update(ids)
             for each in ids:
                 self._failures.pop(each, None)
-            await self._deliveries.done(model, _PARTITION, self._kind, ids)
+            await self._deliveries.done(self._outbox, _PARTITION, self._kind, ids)

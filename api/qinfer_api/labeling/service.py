@@ -110,7 +110,7 @@ class Labeling:
             QinferError: It does not, or there is no such model or Label Studio is not served.
         """
         await self._book.current()
-        self._requests.of_model(model, 0)
+        self._requests.resolve(model, 0)
         return LabelHealth("UP", model)
 
     async def setup(self, context: Context, model: str, asked: SetupCall) -> LabelSetup:
@@ -124,7 +124,7 @@ class Labeling:
             self._check_studio(model)
         config = _parsed(asked.label_config)
         mapping.check(served.spec, config)
-        return LabelSetup(model_version(model, served.version))
+        return LabelSetup(model_version(served.spec.name, served.version))
 
     async def versions(self, model: str) -> LabelVersions:
         """Returns the versions that are ready, the newest first.
@@ -132,8 +132,7 @@ class Labeling:
         Raises:
             QinferError: There is no such model, or Label Studio is not served.
         """
-        await self._book.current()
-        self._requests.catalog.status(model)
+        model = await self._known(model)
         ready = sorted(self._requests.catalog.ready_versions(model), reverse=True)
         return LabelVersions([model_version(model, version) for version in ready])
 
@@ -144,7 +143,7 @@ class Labeling:
             QinferError: Nothing of it can be done.
         """
         mapping, served = await self._found(context, model, asked.project)
-        version = model_version(model, served.version)
+        version = model_version(served.spec.name, served.version)
         if mapping.mode == PUSH:
             project = asked.project or _project_of(asked)
             await self._take(self._board(context, model, project), mapping, served, asked.tasks, Reason.ASKED)
@@ -245,9 +244,16 @@ class Labeling:
             raise self._requests.refuse(board.model, served.version, self.intake.full(board, taken))
         return taken.queued
 
-    async def _known(self, model: str) -> None:
+    async def _known(self, name: str) -> str:
+        """Returns a model by its name, and that of the stable target by an endpoint's.
+
+        Raises:
+            QinferError: There is no such model, or Label Studio is not served.
+        """
         await self._book.current()
+        model, _ = self._dispatcher.endpoints.stable(name, 0)
         self._requests.catalog.status(model)
+        return model
 
     async def _found(self, context: Context, model: str, project: int | None) -> tuple[TaskMapping, Served]:
         """Finds the mapping for a model and project, and the version that it asks."""
@@ -255,8 +261,8 @@ class Labeling:
         is_shared = self._dispatcher.has_tenants
         mapping = await self._book.for_tenant(model, project, context.tenant, is_shared=is_shared)
         if mapping.mode == PUSH:
-            return mapping, self._requests.of_model(model, mapping.version)
-        served = self._dispatcher.of_model(model, mapping.version)
+            return mapping, self._requests.resolve(model, mapping.version)
+        served = self._dispatcher.resolve(model, mapping.version)
         check_stateless(served)
         return mapping, served
 

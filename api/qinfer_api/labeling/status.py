@@ -155,7 +155,7 @@ class Statuses:
 
     async def _shown(self, board: Board, entries: Sequence[LabelTask]) -> list[LabelTaskBody]:
         opened = {entry.task for entry in entries if entry.state is LabelState.OPEN}
-        addresses = [chosen_address(board.model, entry.request_id, board.tenant) for entry in entries]
+        addresses = [chosen_address(entry.model or board.model, entry.request_id, board.tenant) for entry in entries]
         asked = [address for address, entry in zip(addresses, entries, strict=True) if entry.task in opened]
         records = iter(await asyncio.gather(*map(self._requests.record, asked)))
         shown = []
@@ -169,7 +169,7 @@ class Statuses:
                     state=state,
                     error=error or None,
                     score=entry.score,
-                    model_version=model_version(board.model, entry.version),
+                    model_version=model_version(entry.model or board.model, entry.version),
                     attempt=entry.attempt,
                     updated_at=instant(entry.updated_at),
                     request=path_of(address),
