@@ -127,7 +127,7 @@ _COUNTED = {LabelState.DONE: LABEL_PUSHED, LabelState.SENDING: LABEL_RETRIES}
 
 
 class Notes(msgspec.Struct, frozen=True, array_like=True):
-    """The notes of a request, for the pusher: the task that it is about, and the endpoint of its board, if it is of one."""
+    """The notes of a request, for the pusher: its task, and the endpoint of the board, where that is one's."""
 
     tenant: str
     project: int

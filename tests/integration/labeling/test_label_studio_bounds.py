@@ -138,11 +138,11 @@ async def test_projects_take_turns(tmp_path: Path, studio: LabelStudioServer, mo
     order: list[int] = []
     submit = Intake._submit
 
-    async def noted(self: Intake, board: Board, entry: LabelTask) -> None:
+    async def noted(self: Intake, board: Board, entry: LabelTask) -> LabelTask:
         order.append(board.project)
         if len(order) == 1:
             await other_is_told.wait()
-        await submit(self, board, entry)
+        return await submit(self, board, entry)
 
     other_is_told = asyncio.Event()
     monkeypatch.setattr(Intake, "_submit", noted)

@@ -1,4 +1,4 @@
-"""Mappings that name an endpoint: each task is given to a target, and one that is pushed is scored once all the same."""
+"""Mappings that name an endpoint: each task is given to a target, and one that is pushed is scored once."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
