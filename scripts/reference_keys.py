@@ -305,7 +305,7 @@ ROWS = (
         keys.trial_counts,
         "hash",
         "an hour after the last",
-        "what gateways have counted of a trial at a revision of its endpoint",
+        "what gateways and bridges have counted of a trial at a revision of its endpoint",
         ({"endpoint": "<endpoint>", "revision": 7},),
     ),
     Row(
@@ -323,7 +323,12 @@ ROWS = (
         ({"endpoint": "<endpoint>"},),
     ),
     Row(keys.trial_lease, "string", "5 s after the last renewal", "the gateway that decides about canaries"),
-    Row(keys.heard_revisions, "hash", "3 s after the last", "the revision of endpoints that each gateway goes by"),
+    Row(
+        keys.heard_revisions,
+        "hash",
+        "3 s after the last",
+        "the revision of endpoints that each gateway goes by, each bridge, and each worker whose models call others",
+    ),
     Row(
         keys.kept_target,
         "string",
