@@ -168,7 +168,7 @@ class Worker:
     def _open_caller(self, tasks: asyncio.TaskGroup) -> Caller:
         """Makes what calls other models, with the response cache if there is one."""
         caller = Caller(self._queue, self.catalog, self._id, tasks, self._limits, self._called)
-        caller.endpoints = EndpointFollower(self.catalog, self._store, f"worker-{self._id}", self._queue.clock.now_s)
+        caller.endpoints = EndpointFollower(self.catalog, self._store, f"worker-{self._id}", self._queue)
         if self._cache is not None:
             most = self._limits.max_in_flight
             summaries = self._metrics.summary_latencies
