@@ -157,6 +157,12 @@ ENDPOINT_WEIGHT = _gauge(
 ENDPOINT_REVISION = _gauge(
     "qinfer_endpoints_revision", "The last change of any endpoint that this gateway goes by.", _OWN, _PROCESS
 )
+ENDPOINTS_UNHEARD = _counter(
+    "qinfer_endpoints_unheard_total",
+    "Requests that this gateway gave to a stable target because it had heard of no changes of endpoints for 2 seconds.",
+    _OWN,
+    _PROCESS,
+)
 CANARY_STEP = _gauge(
     "qinfer_endpoint_canary_step",
     "The number of the step that an endpoint's canary on trial is in, as this gateway has it; 0 = none is.",

@@ -1,7 +1,7 @@
 """Endpoints in Redis: their declarations, by revision, and the targets of requests that may be repeated.
 
 Values are JSON, so that `redis-cli` shows what the state is. Every change is compared and set by one script, and wakes
-the gateways; one that slept reads all of them again within a second.
+the gateways; one that slept reads all of them again half a second later.
 """
 
 from collections.abc import Mapping, Sequence

@@ -150,6 +150,7 @@ class TargetTally:
         )
         yield from self._trials(own)
         yield family(catalogue.ENDPOINT_REVISION, [(max(self._endpoints.revision, 0), own)])
+        yield family(catalogue.ENDPOINTS_UNHEARD, [(self._endpoints.unheard, own)])
 
     def _trials(self, own: dict[str, str]) -> Iterator[Family]:
         """Yields the metrics of the trials of those endpoints that plan canaries."""

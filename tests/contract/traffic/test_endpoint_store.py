@@ -1,6 +1,8 @@
 """The contract of the declarations of endpoints, and of the targets of requests, on each server."""
 
 import asyncio
+import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -231,4 +233,28 @@ async def test_a_gateway_that_hears_nothing_uses_stable_targets_only() -> None:
                 await eventually(lambda: asyncio.sleep(0, view.is_deaf), description="deafness")
             may_hear.set()
             await eventually(lambda: asyncio.sleep(0, not view.is_deaf), description="hearing again")
+            running.cancel()
+
+
+async def test_a_gateway_that_was_stopped_before_it_follows_uses_stable_targets_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first look counts from when it was made: a rollback may be done since."""
+    async with Database() as database:
+        view = Endpoints(Catalog(database.store(), LimitSettings()))
+        waits = asyncio.Event()
+
+        class Silent(EndpointStore):
+            async def wait(self, timeout_s: float) -> None:
+                waits.set()
+                await asyncio.Event().wait()
+
+        watch = EndpointWatch(Silent(database.store()), view, (await database.delivery()).clock.now_s)
+        await watch.look()
+        resumed_s = time.monotonic() + DEAF_AFTER_S
+        monkeypatch.setattr("qinfer.traffic.routing.time", SimpleNamespace(monotonic=lambda: resumed_s))
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(watch.run())
+            await waits.wait()
+            assert view.is_deaf
             running.cancel()
