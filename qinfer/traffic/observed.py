@@ -6,7 +6,8 @@ revision; those of an older one are dropped. A request is counted when it ends, 
 - errors: the server's failures only; a caller's mistake, or a caller who went away, is no request of either kind.
 - execution: of the batch that a request was in, once for each batch, among batches of exactly the same size: a target
   with more load has larger batches.
-- latency: from the request to its answer, as the gateway sees it.
+- latency: from the request to its answer, as the gateway sees it; of the first request of a batch only. What holds a
+  batch up makes all of its requests late: counted one by one they would roll back canaries as good as stable.
 - disagreements: of a request that the canary executed as a shadow, counted by whoever compares; it is one of the
   canary's requests, among `errors` too.
 
@@ -85,19 +86,16 @@ class TargetCounts:
 
     def answered(self, seconds: float, response: Response) -> None:
         """Counts a request that was answered with outputs, `seconds` after it was received."""
-        if response.cache != "hit":
-            self._time(_LATENCY, _WHOLE, seconds)
-        self.executed(response)
-
-    def executed(self, response: Response) -> None:
-        """Counts a request that was executed with outputs; of a shadow, which nobody waits for, it is called alone."""
         self._requests["errors", _WHOLE] += 1
         if response.cache == "hit":
             return
         timing = response.timing
-        if timing is not None and timing.batch_size and timing.infer_ns != self._last_ns:
-            self._last_ns = timing.infer_ns  # the others of its batch come right behind it
+        if timing is not None and timing.batch_size:
+            if timing.infer_ns == self._last_ns:
+                return  # the others of its batch come right behind it, and are late together
+            self._last_ns = timing.infer_ns
             self._time(_EXECUTION, timing.batch_size, timing.infer_ns * 1e-9)
+        self._time(_LATENCY, _WHOLE, seconds)
 
     def failed(self, reason: str) -> None:
         """Counts a request that ended without outputs, by `ErrorCode` value."""

@@ -48,14 +48,15 @@ def test_times_are_compared_with_the_limits_of_their_stratum() -> None:
 
 
 def test_a_batch_counts_once() -> None:
-    """Its requests were executed in the same time to the nanosecond, and come one behind the other."""
+    """Its requests are late together; they have the same time to the nanosecond, and come one behind the other."""
     counts = counts_of()
     for _ in range(3):
-        counts.answered(0.1, answer(15))
+        counts.answered(0.6, answer(15))
 
     found, _ = counts.take()
 
     assert (found["canary|errors||requests"], found["canary|execution p50|2|requests"]) == (3, 1)
+    assert (found["canary|latency p90||requests"], found["canary|latency p90||bad"]) == (1, 1)
 
 
 def test_what_the_cache_answered_says_nothing_about_time() -> None:
