@@ -26,7 +26,7 @@ from tests.chaos.verdict import Key
 from tests.e2e.conftest import clean_environment
 from tests.support.servers.servers import command, is_listening
 
-READY_WITHIN_S = 60.0
+READY_WITHIN_S = 180.0
 QUIET_WITHIN_S = 90.0
 
 _STARTS_IN_S = 3.0  # about; a worker that only begins to start is not worth killing
