@@ -292,7 +292,10 @@ class CanaryCallers:
 
     async def _submit(self, stored: Stored) -> None:
         """Hands a request in, or once more; one that was accepted at the first time came then."""
-        path, headers = f"/v1/models/{stored.trial.name}/requests", {"request-id": f"{stored.number}"}
+        path, headers = (
+            f"/v1/models/{stored.trial.name}/requests",
+            {"request-id": f"{stored.trial.name}-{stored.number}"},
+        )
         reply, _ = await self.call("POST", path, body_of(stored.number), **headers)
         if reply.status_code == 202:
             stored.links.append(reply.headers["location"])
