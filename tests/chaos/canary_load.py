@@ -171,6 +171,7 @@ class CanaryCallers:
         stored: The stored requests.
         refusals: Why requests were not taken, with how often; each was sent again.
         problems: What may never happen.
+        answers: How many requests were answered.
     """
 
     def __init__(self, urls: Sequence[str], seed: int) -> None:
@@ -178,6 +179,7 @@ class CanaryCallers:
         self.stored: list[Stored] = []
         self.refusals: Counter[str] = Counter()
         self.problems: list[str] = []
+        self.answers = 0
         self._urls = itertools.cycle(urls)
         self._rng = random.Random(seed)
         self._numbers = itertools.count(1)
@@ -278,6 +280,7 @@ class CanaryCallers:
                 reply, sent_s = await self.call("POST", f"/v2/models/{trial.name}/infer", body_of(number))
                 version, _ = self._seen(trial, reply, number, sent_s)
                 trial.answered[version] += 1
+                self.answers += 1
             await asyncio.sleep(_PAUSE_S * self._rng.uniform(0.5, 1.5))
 
     async def _submit_on(self) -> None:

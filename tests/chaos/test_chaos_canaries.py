@@ -6,6 +6,7 @@ the gateways mostly the one that decides about canaries. `make chaos` runs it as
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from qinfer.queue import keys
+from qinfer.testing import eventually
 from tests.chaos import canary_load
 from tests.chaos.canary_load import MODEL, STEPS, WITHOUT_SHADOW, CanaryCallers, Trial, Version
 from tests.chaos.cluster import Cluster, running_cluster
@@ -37,19 +39,36 @@ TRIED = (
 )
 WITHIN_S = 300.0
 """For one trial; some faults take several seconds, and the load has but one part of the machine."""
+ANSWERS, ANSWERS_WITHIN_S = 50, 20.0
+"""Between two faults."""
 
 # Whatever is killed, no request is given up.
 SETTINGS = {"QINFER_WORKER__MAX_DELIVERIES": "1000"}
 
-pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(SECONDS * 1.5 + 5 * WITHIN_S)]
+pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(SECONDS * 3 + 5 * WITHIN_S)]
 
 
 class LeaderChaos(Chaos):
-    """Faults of which most kills of gateways are those of the gateway that decides about canaries."""
+    """Faults of which most kills of gateways are those of the gateway that decides about canaries.
 
-    leaders = 0
+    Each waits until callers have got some answers since the last: where processes take long to start, nothing but
+    starts would be hurt.
+
+    Args:
+        cluster: Whose processes.
+        faults: What to do, in the order of time.
+        callers: The callers.
+    """
+
+    def __init__(self, cluster: Cluster, faults: list[Fault], callers: CanaryCallers) -> None:
+        super().__init__(cluster, faults)
+        self._callers = callers
+        self.leaders = 0
 
     async def _do(self, fault: Fault, stops: asyncio.TaskGroup) -> None:
+        wanted = self._callers.answers + ANSWERS
+        with contextlib.suppress(TimeoutError):
+            await eventually(lambda: self._callers.answers >= wanted, ANSWERS_WITHIN_S)
         is_for_leader = fault.kind is Kind.KILL and fault.role is Role.GATEWAY and fault.pick % 3
         leader = await leader_of(self._cluster) if is_for_leader else None
         if leader is None:
@@ -82,7 +101,7 @@ async def test_canaries_end_as_they_should(tmp_path: Path, capsys: pytest.Captur
     ) as cluster:
         await cluster.ready((MODEL,))
         callers = CanaryCallers(cluster.urls, SEED)
-        chaos = LeaderChaos(cluster, plan(SEED, SECONDS, KILLS))
+        chaos = LeaderChaos(cluster, plan(SEED, SECONDS, KILLS), callers)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(callers.run())
