@@ -15,6 +15,7 @@ from qinfer.core.messages import Response, Timing
 from qinfer.errors import ErrorCode
 from qinfer.models.store import ControlStore
 from qinfer.queue import keys
+from qinfer.queue.lanes import Queue
 from qinfer.traffic.canary import Action, CanaryPlan, Step
 from qinfer.traffic.controller import CanaryController
 from qinfer.traffic.endpoints import Endpoint, Role, Target
@@ -36,9 +37,9 @@ SEED = 20
 
 PLAN = CanaryPlan(
     steps=(
-        Step(shadow=0.3, least_s=3, least_requests=200),
-        Step(weight=0.2, least_s=3, least_requests=300),
-        Step(weight=0.5, least_s=3, least_requests=500),
+        Step(shadow=0.3, least_s=0, least_requests=200),
+        Step(weight=0.2, least_s=0, least_requests=300),
+        Step(weight=0.5, least_s=0, least_requests=500),
     ),
     false_rollbacks=RATE,
 )
@@ -95,19 +96,19 @@ class Load:
 class GatewayPart:
     """What a gateway has to do with canaries."""
 
-    def __init__(self, store: ControlStore, view: Endpoints, name: str, random: np.random.Generator) -> None:
-        self.now_s = 1000.0
+    def __init__(
+        self, store: ControlStore, queue: Queue, view: Endpoints, name: str, random: np.random.Generator
+    ) -> None:
         endpoints = EndpointStore(store)
         self.view = view
         self.trials = TrialStore(store)
-        self.watch = EndpointWatch(endpoints, view, lambda: self.now_s)
+        self.watch = EndpointWatch(endpoints, view, queue.clock.now_s)
         tally = TargetTally(view, name)
         self.load = Load(tally, view, random)
-        self.controller = CanaryController(endpoints, self.trials, view, tally.observed, name, lambda: self.now_s)
+        self.controller = CanaryController(endpoints, self.trials, view, tally.observed, name, queue)
 
     async def round(self) -> None:
         """Is what a gateway does once a second."""
-        self.now_s += 1.0
         await self.watch.look()
         await self.controller.round()
 
@@ -133,9 +134,9 @@ class Trials:
     async def open(self) -> None:
         """Makes the gateways, and declares the endpoints."""
         for number in range(GATEWAYS):
-            store = self._database.store()
+            store, queue = self._database.store(), await self._database.delivery()
             view = Endpoints(await stub_catalog(store, {"m": {1: True, 2: True}}))
-            self._gateways.append(GatewayPart(store, view, f"g{number}", self._random))
+            self._gateways.append(GatewayPart(store, queue, view, f"g{number}", self._random))
         targets = Target(model="m", version=1, role=Role.STABLE), Target(model="m", version=2)
         for number in range(CANARIES):
             await EndpointStore(self._store).put(Endpoint(name=f"e{number}", targets=targets, canary=PLAN), 0)
