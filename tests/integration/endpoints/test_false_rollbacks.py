@@ -150,7 +150,7 @@ class Trials:
             for number in self._random.permutation(GATEWAYS):
                 await self._gateways[number].round()
             load = float(self._random.uniform(0.7, 1.5))
-            for name in on_trial:
+            for name in sorted(on_trial):
                 for gateway in self._gateways:
                     gateway.load.second(name, load)
             ended = {name for name, one in (await trials.read()).items() if one.trial.state.ended} & on_trial
