@@ -86,16 +86,21 @@ class TargetCounts:
 
     def answered(self, seconds: float, response: Response) -> None:
         """Counts a request that was answered with outputs, `seconds` after it was received."""
+        if self.executed(response):
+            self._time(_LATENCY, _WHOLE, seconds)
+
+    def executed(self, response: Response) -> bool:
+        """Counts a request that was answered with outputs, however late; returns whether its latency counts, too."""
         self._requests["errors", _WHOLE] += 1
         if response.cache == "hit":
-            return
+            return False
         timing = response.timing
         if timing is not None and timing.batch_size:
             if timing.infer_ns == self._last_ns:
-                return  # the others of its batch come right behind it, and are late together
+                return False  # the others of its batch come right behind it, and are late together
             self._last_ns = timing.infer_ns
             self._time(_EXECUTION, timing.batch_size, timing.infer_ns * 1e-9)
-        self._time(_LATENCY, _WHOLE, seconds)
+        return True
 
     def failed(self, reason: str) -> None:
         """Counts a request that ended without outputs, by `ErrorCode` value."""

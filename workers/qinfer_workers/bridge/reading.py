@@ -100,7 +100,6 @@ class Reader:
         address = Address(model, PARTITION, name)
         request.generation = served.generation
         request.priority = request.priority or route.priority
-        most_waiting = route.max_waiting or max(served.spec.lane_capacity // 2, 1)
         stamped = prepare(
             request,
             served,
@@ -109,7 +108,7 @@ class Reader:
             inline_max_bytes=self._inline_max_bytes,
             tenant=route.tenant,
             trace=context_text(_header(message, "traceparent"), _header(message, "tracestate")),
-            max_waiting=most_waiting,
+            max_waiting=route.max_waiting or max(served.spec.lane_capacity // 2, 1),
         )
         acceptance = Acceptance(
             address=address,
