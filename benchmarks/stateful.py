@@ -50,6 +50,8 @@ STEPS = 50
 """Steps of a sequence."""
 RESPONSES = 100
 """Responses of a stream."""
+TURNS = 4
+"""Each case is measured so many times in a visit, by turns, for the machine's speed may change meanwhile."""
 WIDTH = 16
 _HERE = environments.HERE / "stateful_models"
 _BACKEND = "bench_counting"
@@ -220,13 +222,14 @@ def visit(one: Visit, directory: Path, keep: Callable[[Sample], None]) -> None:
 
     kind = replace(servers.KINDS[one.server], commands=lambda launch: [_command(one.server, launch, directory)])
     with servers.started(kind, launch, check_all) as server:
-        for case in one.cases:
-            for encoding in (encoding for encoding in case.encodings if encoding in one.encodings):
-                calls = _calls(launch, case, encoding, check(launch, case, encoding, repository))
-                load.run_callers(calls, one.warm_up_s)
-                setting = Setting(model=case.name, encoding=encoding, connections=case.callers, server=one.server)
-                keep(measure(server, setting, one.number, lambda c=calls: load.run_callers(c, one.seconds)))
-                check(launch, case, encoding, repository)
+        for turn in range(TURNS):
+            for case in one.cases:
+                for encoding in (encoding for encoding in case.encodings if encoding in one.encodings):
+                    calls = _calls(launch, case, encoding, check(launch, case, encoding, repository))
+                    load.run_callers(calls, one.warm_up_s if turn == 0 else 0.2)
+                    setting = Setting(model=case.name, encoding=encoding, connections=case.callers, server=one.server)
+                    keep(measure(server, setting, one.number, lambda c=calls: load.run_callers(c, one.seconds / TURNS)))
+                    check(launch, case, encoding, repository)
 
 
 def _command(server: str, launch: servers.Launch, directory: Path) -> servers.Command:

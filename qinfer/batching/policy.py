@@ -184,7 +184,7 @@ class Rules:
         delay_s: How long the oldest request may wait for its batch to fill; 0 = send what is there.
         merge: False for the default scheduler, which runs each request alone.
         prefetch: Requests run in the order in which they came, until their deadlines. False where the model has
-            priority levels or a queue policy.
+            priority levels or a queue policy with a timeout.
         ahead: A batch may be formed before an instance waits for it: no request can come that goes before it.
         levels: The model has priority levels: the last request to come may be the first to run.
     """

@@ -48,7 +48,7 @@ class Routes:
         lanes = lanes_of(spec, version)
         self._batching: BatchingSpec | None = spec.batching
         self._ahead = {lane.name: lanes[:number] for number, lane in enumerate(lanes, start=1)}
-        self.are_plain = spec.batching is None or spec.batching.may_prefetch
+        self.are_plain = spec.batching is None or spec.batching.is_plain
         self.default = self._of_level(0 if spec.batching is None else spec.batching.default_priority)
 
     def of(self, priority: int) -> Route:

@@ -102,9 +102,14 @@ class BatchingSpec:
         return any(policy.max_queue_size for policy in (self.default_policy, *self.policies.values()))
 
     @property
-    def may_prefetch(self) -> bool:
-        """True where requests wait by no policy, so that only deadlines end a wait (reference §3.3 step 3)."""
+    def is_plain(self) -> bool:
+        """True where all requests are alike, and wait by no policy (reference §3.3 step 3)."""
         return not self.priority_levels and self.default_policy == QueuePolicy()
+
+    @property
+    def may_prefetch(self) -> bool:
+        """True where requests run in the order in which they came, and only deadlines end a wait."""
+        return not self.priority_levels and not self.default_policy.timeout_s
 
     @property
     def is_in_order(self) -> bool:

@@ -244,7 +244,7 @@ def _batching(config: ModelConfig) -> BatchingSpec | None:
         if levels
         else {},
     )
-    return None if config.max_batch_size == 0 and spec.may_prefetch else spec
+    return None if config.max_batch_size == 0 and spec.is_plain else spec
 
 
 def _policy(policy: Any) -> QueuePolicy:
