@@ -331,7 +331,8 @@ def test_priorities_and_queue_policies() -> None:
     assert batching.policy(1) == QueuePolicy()
     assert batching.policy(2) == QueuePolicy(max_queue_size=7, timeout_s=0.25, allow_override=True)
     assert batching.policy(3) == QueuePolicy(timeout_s=1.0, delay=True)
-    assert not (batching.is_plain or batching.may_prefetch)
+    assert not batching.is_plain
+    assert not batching.may_prefetch
 
 
 def test_priorities_need_no_batch_dimension() -> None:
