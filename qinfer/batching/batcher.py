@@ -420,11 +420,16 @@ class Batcher:
         if self._lent.count and not (is_idle or self.expected_ends or self.paused):
             return self._wait_for_lent(now_s)
         if not (self.paused or is_idle) and self._latency.known:
-            expected_s = min(self.expected_ends.values())
-            overdue_at_s = expected_s + max(OVERDUE_S, self._latency.estimate_s(1))
+            expected_s, last_s = min(self.expected_ends.values()), max(self.expected_ends.values())
+            margin_s = max(OVERDUE_S, self._latency.estimate_s(1))
+            overdue_at_s = expected_s + margin_s
             if now_s >= overdue_at_s:
-                # Nobody knows how long the instances stay busy: let idle workers have what waits behind them.
-                self._recall()
+                # Nobody knows how long the instances stay busy: let idle workers have what waits behind them. What an
+                # idle instance was given just now waits for none: its thread has not taken it yet.
+                if self._idle_count() < 0 or now_s >= last_s + margin_s:
+                    self._recall()
+                else:
+                    again_at_s = last_s + margin_s
                 self._give_back()
                 is_idle = self._idle_count() > 0
             else:

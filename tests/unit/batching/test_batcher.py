@@ -181,6 +181,21 @@ async def test_short_execution_is_answered_in_the_same_step(scene: Scene) -> Non
     assert scene.can_fetch()
 
 
+async def test_an_overdue_execution_takes_nothing_from_an_idle_instance() -> None:
+    """Its thread takes the batch in a moment; given back, it would come again, and again."""
+    scene = Scene(Bench(2), known_s=1.0)
+    scene.batcher.admit(scene.items(1))
+    scene.time.advance(2.0 + OVERDUE_S)
+    scene.bench.stalled = True
+
+    scene.batcher.admit(scene.items(1))
+
+    assert scene.bench.given_back == []
+    scene.bench.stalled = False
+    scene.bench.take()
+    assert len(scene.bench.running) == 2
+
+
 async def test_a_batch_that_no_instance_took_is_overdue_too(scene: Scene) -> None:
     """Threads may be starved: what was recalled frees its instance, and the batcher asks for work again."""
     scene.bench.stalled = True
