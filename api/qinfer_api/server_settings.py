@@ -164,13 +164,12 @@ class TraceSettings:
             BrokerUnavailable: The store can't be reached.
         """
         self._check(model)
-        stored = await self._store.settings()
+        traces = self._traces
+        stored = await (self._store.settings() if traces is None else traces.refresh(self._store))
         groups = groups_of(stored, self._start)
         values = groups.get(model, groups[""])
         shown = {name: values[name] for name in START}
-        traces = self._traces
         if traces is not None:
-            traces.apply(stored)
             shown["trace_count"] = str(traces.left(model))
         shown["trace_file"] = traces.name if traces is not None else ""
         return msgspec.convert(shown | {"trace_mode": "triton"}, TraceValues)

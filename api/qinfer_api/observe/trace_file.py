@@ -303,6 +303,7 @@ class TraceFile:
         self._samplings: dict[str, Sampling] = {}
         self._writing: set[asyncio.Task[None]] = set()
         self._unwritten = 0
+        self._reads = self._applied_read = 0
         self._is_behind = False
         self._one_by_one = asyncio.Lock()
 
@@ -331,11 +332,25 @@ class TraceFile:
             if model not in self._samplings:
                 self._samplings[model] = Sampling(rule, self)
 
+    async def refresh(self, store: ControlStore) -> Mapping[str, str]:
+        """Reads the stored settings, and applies them unless a read that began later has brought newer ones.
+
+        Raises:
+            BrokerUnavailable: The store can't be reached.
+        """
+        self._reads += 1
+        read = self._reads
+        stored = await store.settings()
+        if read > self._applied_read:
+            self._applied_read = read
+            self.apply(stored)
+        return stored
+
     async def follow(self, store: ControlStore) -> None:
         """Follows the settings of the store until cancelled."""
         while True:
             with suppress(BrokerUnavailable):  # others log it; the present settings hold
-                self.apply(await store.settings())
+                await self.refresh(store)
             await asyncio.sleep(FOLLOW_EVERY_S)
 
     def number(self) -> int:

@@ -63,6 +63,32 @@ def test_nothing_is_traced_before_the_settings_are_known(traces: TraceFile) -> N
     assert (traces.sample("m"), traces.left("m")) == (None, -1)
 
 
+class Held:
+    """A store whose reads are answered when the test says so, in any order."""
+
+    def __init__(self) -> None:
+        self.reads: list[asyncio.Future[dict[str, str]]] = []
+
+    async def settings(self) -> dict[str, str]:
+        self.reads.append(asyncio.get_running_loop().create_future())
+        return await self.reads[-1]
+
+
+async def test_a_late_read_undoes_no_newer_one(traces: TraceFile) -> None:
+    """Whoever switches traces on has them from then on, whatever this process was reading meanwhile."""
+    store: Any = Held()
+    early, late = (asyncio.ensure_future(traces.refresh(store)) for _ in range(2))
+    await asyncio.sleep(0)
+
+    store.reads[1].set_result(on())
+    await late
+    store.reads[0].set_result({})
+    await early
+
+    assert ask(traces)
+    await traces.close()
+
+
 @pytest.mark.parametrize(
     ("values", "traced"),
     [
