@@ -11,7 +11,7 @@ GATEWAY, BULK, BEAT, BRIDGE = "gateway", "bulk", "beat", "bridge"
 bridge."""
 
 CALLERS = (GATEWAY, BULK, BRIDGE)
-"""Those that bring requests."""
+"""The programs that bring requests."""
 
 
 class Desired(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What is found out about a shadow: whether its outputs agree with the stable target's, how far they differ, and where.
+"""The differences between shadows and the stable target: whether outputs agree, how far they differ, and where.
 
 Comparing takes as long as outputs are large, so one thread does it for all shadows of a gateway; nobody else uses a
 `Differences`.

@@ -47,11 +47,11 @@ class Version(IntEnum):
     STABLE = 1
     GOOD = 2
     WRONG = 3
-    """It answers one more, with the code of an answer."""
+    """Answers one more than the sum, with the code of an answer."""
     FAILING = 4
-    """It answers nothing but errors."""
+    """Answers nothing but errors."""
     SLOWER = 5
-    """Its executions last 30 % longer; of the model `PACED` only."""
+    """Executes 30 % longer; of the model `PACED` only."""
 
 
 _INPUTS: list[models.Port] = [(name, "FP32", (1,)) for name in "ab"]
@@ -79,7 +79,7 @@ STEPS = (
     {"weight": 0.5, "least_s": 1, "least_requests": 60},
 )
 WITHOUT_SHADOW = STEPS[1:]
-"""What fails is to be found while it answers, too."""
+"""Steps for versions that are to be found while they answer callers."""
 
 
 def write_models(repository: Path, name: str = MODEL, more: str = "") -> None:
@@ -139,7 +139,7 @@ class Trial:
 
     @property
     def declaration(self) -> dict[str, Any]:
-        """Its endpoint."""
+        """The declaration of the endpoint at which the version is tried."""
         stable = {"model": self.model, "version": int(Version.STABLE), "role": "stable"}
         compare = {"version": {"agree": "within", "tolerance": 100}}
         targets = [stable, {"model": self.model, "version": int(self.version)}]
@@ -154,7 +154,7 @@ class Stored:
     number: int
     came_s: float
     links: list[str] = field(default_factory=list)
-    """Its path as each gateway that it was sent to has told it."""
+    """The request's path, as each gateway that it was sent to has told it."""
     outcomes: list[tuple[int, int, float | None]] = field(default_factory=list)
     """Status, version and sum, each time that its result was read."""
 

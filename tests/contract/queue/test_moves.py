@@ -55,7 +55,7 @@ def frames(leases: list[Lease]) -> list[bytes]:
 
 
 async def test_what_waits_is_moved_in_order(queue: RedisQueue) -> None:
-    """It is in the other lane alone, behind what was there, as of when it was enqueued first."""
+    """Moved entries are in the other lane alone, behind what was there, as of when they were enqueued first."""
     delivery = await ready(queue)
     await submit(delivery, b"there", lane=STABLE)
     first, _ = await submit(delivery, b"1", b"2")
@@ -73,7 +73,7 @@ async def test_what_waits_is_moved_in_order(queue: RedisQueue) -> None:
 
 
 async def test_what_did_not_come_by_the_endpoint_stays(queue: RedisQueue) -> None:
-    """Who named the version wants its answer; so do those who asked another endpoint."""
+    """Callers who named the version want its answer; so do those who asked another endpoint."""
     delivery = await ready(queue)
     await submit(delivery, b"by number", endpoint="")
     await submit(delivery, b"1")

@@ -1,7 +1,7 @@
 """A route that names an endpoint: its messages are shared among versions, and each is executed once all the same."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,21 +15,10 @@ from qinfer_workers.bridge.program import Bridge
 from tests.support.bridge_scene import DEAD, TASKS, Broker, bridge, routes
 from tests.support.endpoints import BODY, canary, declare, gateways, split
 from tests.support.gateway import Running
-from tests.support.servers.servers import RedisServer
 
 pytestmark = pytest.mark.timeout(90)
 
 PLAN = {"steps": [{"weight": 0.5, "least_s": 0, "least_requests": 20}, {"weight": 0.6}], "checks": [{"of": "errors"}]}
-
-
-@pytest.fixture
-def broker(redis_server: RedisServer) -> Iterator[Broker]:
-    one = Broker(f"redis://127.0.0.1:{redis_server.port}/5")
-    with redis_server.client() as client:
-        client.select(5)
-        client.flushdb()
-    yield one
-    one.close()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The bridge over an ensemble: messages go from step to step as requests do, and are answered once after a death."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,21 +10,10 @@ import pytest
 from qinfer.testing import eventually
 from tests.support.bridge_scene import PREDICTIONS, TASKS, Broker, body_of, bridge, routes, value_of
 from tests.support.ensembles import EnsemblesServed, chain, ensembles_served, scale
-from tests.support.servers.servers import RedisServer
 
 pytestmark = pytest.mark.timeout(60)
 
 COUNT = 30
-
-
-@pytest.fixture
-def broker(redis_server: RedisServer) -> Iterator[Broker]:
-    one = Broker(f"redis://127.0.0.1:{redis_server.port}/5")
-    with redis_server.client() as client:
-        client.select(5)
-        client.flushdb()
-    yield one
-    one.close()
 
 
 @pytest.fixture

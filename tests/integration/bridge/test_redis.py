@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,6 @@ from tests.support.sequence_scene import scheduler
 from tests.support.servers.servers import RedisServer, command, free_port
 
 REPLIES = "replies"
-
-
-@pytest.fixture
-def broker(redis_server: RedisServer) -> Iterator[Broker]:
-    one = Broker(f"redis://127.0.0.1:{redis_server.port}/5")
-    with redis_server.client() as client:
-        client.select(5)
-        client.flushdb()
-    yield one
-    one.close()
 
 
 @pytest.fixture
