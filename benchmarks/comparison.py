@@ -1,7 +1,7 @@
 """Compares this checkout with another one of qinfer: both run at once, and take turns under load.
 
 A noisy machine is 40 % slower a minute later: two runs one after the other say nothing about a change of 5 %. Turns of
-two seconds do, and CPU per request says most.
+two seconds do, each compared with the one of the other checkout beside it, and CPU per request says most.
 """
 
 import os
@@ -37,9 +37,12 @@ def compare(
         str, typer.Option(help="model:encoding:connections, by commas; 4x16: 16 calls on each of 4.")
     ] = SETTINGS,
     seconds: Annotated[float, typer.Option(help="Seconds of load each turn.")] = 2.0,
-    rounds: Annotated[int, typer.Option(help="Turns of each checkout.")] = 7,
+    rounds: Annotated[int, typer.Option(help="Turns of each checkout.")] = 15,
 ) -> None:
-    """Prints rate, p50 and CPU µs per request of both checkouts, medians of their turns, and the ratios."""
+    """Prints rate, p50 and CPU µs per request of both checkouts, medians of their turns.
+
+    The ratio is the median of those of turns that follow each other; in brackets its 95 % interval.
+    """
     console = make_console()
     trees = {THIS: environments.ROOT, OTHER: other.resolve()}
     for model, loads in _by_model(settings).items():
@@ -97,12 +100,12 @@ def _commands(tree: Path) -> Callable[[servers.Launch], list[servers.Command]]:
 
 
 def _lines(samples: dict[str, list[Sample]]) -> list[str]:
-    def middle(name: str, figure: Callable[[Sample], float]) -> float:
-        return median(figure(sample) for sample in samples[name])
-
     def line(what: str, figure: Callable[[Sample], float]) -> str:
-        this, other = middle(THIS, figure), middle(OTHER, figure)
-        return f"{what:12} this {this:10,.1f}   other {other:10,.1f}   ratio {this / other if other else 0.0:.3f}"
+        this, other = ([figure(sample) for sample in samples[name]] for name in (THIS, OTHER))
+        ratios = [mine / theirs for mine, theirs in zip(this, other, strict=True) if theirs] or [0.0]
+        low, high = _interval(ratios)
+        shown = f"ratio {median(ratios):.3f} ({low:.3f} to {high:.3f})"
+        return f"{what:12} this {median(this):10,.1f}   other {median(other):10,.1f}   {shown}"
 
     def cpu(role: str) -> Callable[[Sample], float]:
         return lambda sample: sample.cpu_us.get(role, 0.0)
@@ -117,6 +120,13 @@ def _lines(samples: dict[str, list[Sample]]) -> list[str]:
         *(line(f"{role} µs", cpu(role)) for role in roles),
         f"failed       this {errors[THIS]}, other {errors[OTHER]}",
     ]
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of a median, whatever the distribution (by the signs of the differences from it)."""
+    ordered, count = sorted(values), len(values)
+    first = max(int((count - 1.96 * count**0.5) / 2), 0)
+    return ordered[first], ordered[count - 1 - first]
 
 
 if __name__ == "__main__":

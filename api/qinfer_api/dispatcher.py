@@ -191,7 +191,7 @@ class Dispatcher:
     def choose(self, context: Context, request: InferRequest, header: Header = no_header) -> bool:
         """Chooses the target of a request that names an endpoint; returns whether it names one.
 
-        To be called before `submit`, which knows models only. A gateway without endpoints looks at an empty dictionary.
+        To be called before `submit`, which knows models only.
 
         Args:
             context: Who asks, authorized.
@@ -201,7 +201,7 @@ class Dispatcher:
         Raises:
             ModelNotFound: It names a version that no target has.
         """
-        return bool(self.endpoints.by_name) and self.endpoints.choose(request, context.tenant, header)
+        return self.endpoints.choose(request, context.tenant, header)
 
     def of_model(self, model: str, version: int) -> Served:
         """Does what `resolve` does, for who names models only: such as a request whose target was chosen.

@@ -179,7 +179,10 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nbytes(self) -> int:
         """Bytes of its outputs, by which the windows of streams count."""
-        return sum([tensor.nbytes for tensor in self.outputs])
+        size = 0
+        for tensor in self.outputs:
+            size += len(tensor.data)
+        return size
 
     @property
     def says_something(self) -> bool:

@@ -197,7 +197,7 @@ class Queue:
         Raises:
             BrokerUnavailable: At once, when the connection is down or its buffer full.
         """
-        self._submitter.submit(lane, frame, done, payload=payload, limit=limit, tenant=tenant, endpoint=endpoint)
+        self._submitter.submit(lane, frame, done, payload, limit, tenant, endpoint)
 
     async def ensure(self, lanes: Sequence[Lane]) -> None:
         """Creates the lanes and their consumer group where they do not exist, starting at their first entry."""

@@ -202,10 +202,11 @@ def _read(lanes: Sequence[Lane], consumer: str, count: int, *block: Any) -> tupl
 
 def leases_of(lanes: Sequence[Lane], consumer: str, found: Any, *, suspect: bool = False) -> list[Lease]:
     """Converts the result of a script to leases: (lane's number from 1, id, fields, deliveries, share) per entry."""
-    return [
-        Lease(_entry(share_of(lanes[number - 1], share), entry_id, fields), consumer, fields[1], deliveries, suspect)
-        for number, entry_id, fields, deliveries, share in found
-    ]
+    leases: list[Lease] = []
+    for number, entry_id, fields, deliveries, share in found:
+        lane = share_of(lanes[number - 1], share) if share else lanes[number - 1]
+        leases.append(Lease(_entry(lane, entry_id, fields), consumer, fields[1], deliveries, suspect))
+    return leases
 
 
 def _entry(lane: Lane, entry_id: bytes, fields: Sequence[bytes]) -> Entry:

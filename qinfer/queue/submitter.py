@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
 from qinfer.queue import keys
-from qinfer.queue.connection import Argument, Refused, pack, packable
+from qinfer.queue.connection import Argument, Refused, Reply, pack, packable
 from qinfer.queue.entries import FULL, Entry, Lane, Payload, delayed_name, share_of
 from qinfer.queue.router import Router, load_script
 from qinfer.queue.shares import Places, adding, adding_to_share
@@ -58,12 +58,11 @@ class Submitter:
         self._large: set[asyncio.Task[None]] = set()
         self._gathered: dict[tuple[Lane, _Sender, int], list[tuple[Bytes, Done]]] = {}
 
-    def submit(  # noqa: PLR0913 - keywords: what is to be known of an entry
+    def submit(  # noqa: PLR0913, PLR0917 - what is to be known of an entry; for each request, so without keywords
         self,
         lane: Lane,
         frame: Bytes,
         done: Done,
-        *,
         payload: Payload | None,
         limit: int,
         tenant: str,
@@ -150,29 +149,36 @@ class Submitter:
         weight = self._places.weigh(tenant) if tenant else 0
         frames = [packable(frame) for frame, _ in entries]
         words = (len(names), *names, keys.GROUP, limit, tenant, weight, endpoint, *payload, *frames)
-        slot = keys.lane_slot(lane)
+        appended = partial(self._appended, lane, tenant, payload_id, [done for _, done in entries])
+        # It is sent again by what has no reference to itself: that would keep all until the garbage collector comes.
+        answered = partial(self._unless_unknown, keys.lane_slot(lane), words, appended)
+        self._router.send(keys.lane_slot(lane), pack((b"EVALSHA", _SUBMIT.sha, *words)), answered)
 
-        def answered(reply: Any) -> None:
-            if type(reply) is list:
-                share, is_shared, *appended = reply
-                if tenant:
-                    self._places.learn(lane, tenant, share, is_shared=bool(is_shared))
-                found = [
-                    Entry(share_of(lane, number), entry_id.decode(), payload_id=payload_id)
-                    for entry_id, number in zip(appended[::2], appended[1::2], strict=True)
-                ]
-                for (_, done), entry in zip_longest(entries, found):
-                    done(entry or QueueFull(FULL))
-            elif type(reply) is Refused and reply.kind == "NOSCRIPT":
-                try:
-                    self._router.send(slot, pack((b"EVAL", _SUBMIT.text, *words)), answered)
-                except BrokerUnavailable as error:
-                    answered(error)
-            else:
-                for _, done in entries:
-                    done(reply)
+    def _unless_unknown(self, slot: int, words: Sequence[Argument], appended: Reply, reply: Any) -> None:
+        """Takes the reply to the script; where Redis does not know that, sends its text."""
+        if type(reply) is not Refused or reply.kind != "NOSCRIPT":
+            appended(reply)
+            return
+        try:
+            self._router.send(slot, pack((b"EVAL", _SUBMIT.text, *words)), appended)
+        except BrokerUnavailable as error:
+            appended(error)
 
-        self._router.send(slot, pack((b"EVALSHA", _SUBMIT.sha, *words)), answered)
+    def _appended(self, lane: Lane, tenant: str, payload_id: str, dones: Sequence[Done], reply: Any) -> None:
+        """Takes the reply of the script, or the error in its place."""
+        if type(reply) is not list:
+            for done in dones:
+                done(reply)
+            return
+        number, is_shared, *ids = reply
+        if tenant:
+            self._places.learn(lane, tenant, number, is_shared=bool(is_shared))
+        found = [
+            Entry(share_of(lane, share) if share else lane, entry_id.decode(), payload_id=payload_id)
+            for entry_id, share in zip(ids[::2], ids[1::2], strict=True)
+        ]
+        for done, entry in zip_longest(dones, found):
+            done(entry or QueueFull(FULL))
 
     async def _submit_large(
         self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int, sender: _Sender

@@ -25,10 +25,8 @@ _GONE = Reply(400, b"")  # the reply of a call whose connection was lost
 class Connection(Protocol):
     """The connection of a call."""
 
-    @property
-    def peer(self) -> str:
-        """The address of the client."""
-        ...
+    peer: str
+    """The address of the client."""
 
     def answered(self) -> None:
         """Takes note that one of its calls has its reply."""
@@ -106,7 +104,7 @@ class Call:
             request, self._plan = codec.decode(head.target, body, head.json_length)
             if head.forwarded:
                 with_headers(request, head.forwarded)
-            if dispatcher.choose(context, request, head.header):
+            if dispatcher.endpoints.by_name and dispatcher.choose(context, request, head.header):
                 self._plan = codec.routed(request, self._plan)
             self.request = request
             pending = dispatcher.submit(context, request, self)

@@ -110,7 +110,11 @@ class FastPath:
 
 
 class QinferHttpProtocol(HttpToolsProtocol):
-    """One connection; uvicorn makes them with the last four arguments, `functools.partial` adds the first."""
+    """One connection; uvicorn makes them with the last four arguments, `functools.partial` adds the first.
+
+    Attributes:
+        peer: The address of the client; empty = not known.
+    """
 
     def __init__(
         self,
@@ -122,6 +126,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._fast = fast
+        self.peer = ""
         self.headers = []  # of the request that the parser reads
         self._calls: deque[Call] = deque()
         self._call: Call | None = None  # the call whose body is being read
@@ -139,11 +144,6 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._refusal: Reply | None = None  # the last reply, which waits for those of ASGI cycles
         self._unwritten_bytes = 0
         self._quiet_since_s = 0.0  # 0 = since the next look
-
-    @property
-    def peer(self) -> str:
-        """The address of the client; empty = not known."""
-        return self.client[0] if self.client else ""
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -400,6 +400,11 @@ class QinferHttpProtocol(HttpToolsProtocol):
         call.answer(reply)
 
     # -- connection ---------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes note of who connects."""
+        super().connection_made(transport)
+        self.peer = self.client[0] if self.client else ""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancels the requests of a closed connection."""

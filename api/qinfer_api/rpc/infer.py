@@ -269,7 +269,8 @@ class Infer:
         return decoded
 
     def _submit(self, decoded: Decoded, call: Call, sink: InferSink) -> Pending:
-        decoded = self._routed(decoded, call)
+        if self.dispatcher.endpoints.by_name:
+            decoded = self._routed(decoded, call)
         request, plan = decoded.request, decoded.plan
         if plan.special is not None:
             plan = bound(plan, self.dispatcher.of_model(request.model, request.version))
