@@ -84,12 +84,11 @@ ROWS = (
         keys.lane,
         "stream",
         "permanent",
-        "one entry per request, with a field for the frame; consumer group `workers`, where `<worker>/executing` owns "
-        "what the worker executes of a level with a `max_queue_size`. Lanes `p1` … `p8`, each with one for delayed "
-        "requests, are for requests; `shadow` is for those that a target executes as a shadow; `bulk1`, `bulk2`, "
-        "`bulk3` are for shards of bulk jobs of high, normal and low priority. Without the group: `seq` and "
-        "`seq.handed`, the sequences that wait for an owner; "
-        "`seq@<worker>`, the steps that a worker is told of, until four times its lease is over; `0:steps:<name>`, the "
+        "one entry per request, with a field for the frame; consumer group `workers`. Lanes `p1` … `p8`, each with "
+        "one for delayed requests, are for requests; `shadow` is for those that a target executes as a shadow; "
+        "`bulk1`, `bulk2`, `bulk3` are for shards of bulk jobs of high, normal and low priority. Without the group: "
+        "`seq` and `seq.handed`, the sequences that wait for an owner; `seq@<worker>`, the steps that a worker is "
+        "told of, until four times its lease is over; `0:steps:<name>`, the "
         "steps of a sequence, until a day after they expire",
     ),
     Row(
@@ -100,6 +99,13 @@ ROWS = (
         "the lane are `p1~`, `p1~tenants`, `p1~seen` and `p1~leads`: which shares there are, whose they are, when a "
         "tenant asked for its own last, and whose turn it is",
         suffix="~<n>",
+    ),
+    Row(
+        keys.lane,
+        "set",
+        "until nothing executes",
+        "the entries that workers execute, of a level with a `max_queue_size`: all others count against that",
+        suffix="~executing",
     ),
     Row(
         keys.payload,
@@ -451,7 +457,7 @@ def keys_page(notice: str) -> str:
         raise ValueError(f"scripts/reference_keys.py has no row for {', '.join(untold)} of qinfer/queue/keys.py")
     lines = [notice + HEAD]
     for row in ROWS:
-        names = ", ".join(f"`{_key(row.spell, given)}`" for given in row.names).replace("|", "\\|")
+        names = ", ".join(f"`{_key(row.spell, given)}{row.suffix}`" for given in row.names).replace("|", "\\|")
         lines.append(f"| {names} | {row.kind} | {row.lifetime} | {row.holds} |")
     return "\n".join([*lines, BROKER, FOOT.rstrip("\n")]) + "\n"
 

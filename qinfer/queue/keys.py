@@ -19,9 +19,6 @@ RELEASED = b"released"
 SUSPECTS = b"suspects"
 """The consumer that owns what was reclaimed and then released; `reclaim` takes it at once, `fetch` never."""
 
-EXECUTING = b"/executing"
-"""The end of the name of a worker's second consumer, which owns what executes, in lanes with a limit (`holder.lua`)."""
-
 _BRIDGES = "qinfer:{bridges}:"
 _RESOURCES = "qinfer:{resources}:"
 _COUNTS = "qinfer:{counts}:"

@@ -72,7 +72,7 @@ _RECORD_FIELDS = (
 """The fields that `_record_of` reads, in its order; the state is the first."""
 
 _ACCEPT = load_script("each", *PLACING, "origin", "drop", "deliveries", "requests/known", "requests/accept")
-_SETTLE = load_script("each", "now_ms", "drop", "deliveries", "note_cancel", "requests/settle")
+_SETTLE = load_script("each", "now_ms", "drop", "holder", "deliveries", "note_cancel", "requests/settle")
 _FIND = load_script("requests/find", "now_ms", "deliveries", "requests/known")
 _RECORD = load_script("requests/record")
 _DUE = load_script("requests/due", "now_ms")

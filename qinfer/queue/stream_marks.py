@@ -1,6 +1,6 @@
 """Marks of entries: those that execute, those that have sent a part of a stream, and those that were cancelled.
 
-their consumer          `<worker>/executing` owns the entries that do, in lanes with a limit
+<lane>~executing        the entries that do, of lanes with a limit
 …:sent:<lane>:<entry>   a response of the entry's stream has left: whoever reclaims it does not execute it
 …:cancels               the entries that `Queue.cancel` removed while a worker held them
 """
@@ -37,7 +37,7 @@ class StreamMarks:
         Leases are on what they were. What can't be noted, because the connection is down, counts until it is finished.
         """
         for (lane, consumer, _), group in grouped(leases, owner_of):
-            ids = sorted((lease.entry.entry_id for lease in group), key=_order)
+            ids = [lease.entry.entry_id for lease in group]
             for start in range(0, len(ids), _MOST_AT_ONCE):
                 self._begin(lane, consumer, ids[start : start + _MOST_AT_ONCE])
 
@@ -84,12 +84,6 @@ class StreamMarks:
         key = keys.cancels(model, partition)
         found = await self._router.call(keys.slot(key), b"XRANGE", key, f"({after}", b"+")
         return [_cancelled(model, partition, mark, fields) for mark, fields in found]
-
-
-def _order(entry_id: str) -> tuple[int, int]:
-    """Returns what entries of a stream are in order by."""
-    instant_ms, _, number = entry_id.partition("-")
-    return int(instant_ms), int(number)
 
 
 def _cancelled(model: str, partition: int, mark: bytes, fields: Sequence[bytes]) -> tuple[str, Lane, str]:

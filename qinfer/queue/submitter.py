@@ -56,7 +56,7 @@ class Submitter:
         self._values = values
         self._places = places
         self._large: set[asyncio.Task[None]] = set()
-        self._gathered: dict[tuple[Lane, _Sender, int], list[tuple[Bytes, Done]]] = {}
+        self._gathered: dict[tuple[Lane, int, str, str], list[tuple[Bytes, Done]]] = {}
 
     def submit(  # noqa: PLR0913, PLR0917 - what is to be known of an entry; for each request, so without keywords
         self,
@@ -72,7 +72,7 @@ class Submitter:
         if payload is not None:
             self._submit_with_payload(lane, frame, done, payload, limit, _Sender(tenant, endpoint))
         elif limit:
-            self._gather(lane, frame, done, limit, _Sender(tenant, endpoint))
+            self._gather((lane, limit, tenant, endpoint), (frame, done))
         elif not tenant:
             slot, command = adding(lane, endpoint)
             self._router.send(slot, command.pack(frame), partial(_added, lane, done))
@@ -101,17 +101,22 @@ class Submitter:
         self._places.forget(lane, sender.tenant)
         self._run_later(lane, sender, [(frame, done)])
 
-    def _gather(self, lane: Lane, frame: Bytes, done: Done, limit: int, sender: _Sender) -> None:
+    def _gather(self, where: tuple[Lane, int, str, str], entry: tuple[Bytes, Done]) -> None:
         """Submits with a limit, together with others of this tick."""
-        if not self._gathered:
+        gathered = self._gathered
+        if not gathered:
             asyncio.get_running_loop().call_soon(self._submit_gathered)
-        self._gathered.setdefault((lane, sender, limit), []).append((frame, done))
+        entries = gathered.get(where)
+        if entries is None:
+            gathered[where] = [entry]
+        else:
+            entries.append(entry)
 
     def _submit_gathered(self) -> None:
         gathered, self._gathered = self._gathered, {}
-        for (lane, sender, limit), entries in gathered.items():
+        for (lane, limit, tenant, endpoint), entries in gathered.items():
             for start in range(0, len(entries), _MOST_AT_ONCE):
-                self._run_later(lane, sender, entries[start : start + _MOST_AT_ONCE], limit)
+                self._run_later(lane, _Sender(tenant, endpoint), entries[start : start + _MOST_AT_ONCE], limit)
 
     def _run_later(self, lane: Lane, sender: _Sender, entries: Sequence[tuple[Bytes, Done]], limit: int = 0) -> None:
         """Runs the script when submitters have gone on: that there is no connection is told like a reply."""
@@ -170,15 +175,13 @@ class Submitter:
             for done in dones:
                 done(reply)
             return
-        number, is_shared, *ids = reply
+        share, is_shared, first, *ids = reply
         if tenant:
-            self._places.learn(lane, tenant, number, is_shared=bool(is_shared))
-        found = [
-            Entry(share_of(lane, share) if share else lane, entry_id.decode(), payload_id=payload_id)
-            for entry_id, share in zip(ids[::2], ids[1::2], strict=True)
-        ]
-        for done, entry in zip_longest(dones, found):
-            done(entry or QueueFull(FULL))
+            self._places.learn(lane, tenant, share, is_shared=bool(is_shared))
+        stream, others = share_of(lane, first), share_of(lane, share)
+        for done, entry_id in zip_longest(dones, ids):
+            done(Entry(stream, entry_id.decode(), payload_id=payload_id) if entry_id else QueueFull(FULL))
+            stream = others
 
     async def _submit_large(
         self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int, sender: _Sender

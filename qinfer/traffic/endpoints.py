@@ -155,9 +155,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.canary is None:
             rested = (replace(target, trial=0) for target in kept)
         else:
-            rested = (
-                target if target.role is Role.SHADOW else replace(target, trial=0, weight=None) for target in kept
-            )
+            rested = (replace(target, trial=0, weight=None) if target.trial else target for target in kept)
         return replace(self, targets=tuple(rested))
 
     def weight_of(self, target: Target) -> float:
@@ -304,6 +302,8 @@ def _problems_of_plan(endpoint: Endpoint, plan: CanaryPlan) -> Iterator[str]:
     for target in canaries:
         if target.version == LATEST and target.model != stable:
             yield f"target '{target.label}': a plan follows the latest version of '{stable}' only; write a number"
+        if target.weight is not None and not target.trial:
+            yield f"target '{target.label}': the plan's steps have its weights; leave its own out"
     try:
         checked(plan)
     except InvalidRequest as error:

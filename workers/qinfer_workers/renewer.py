@@ -45,7 +45,6 @@ class Hello(msgspec.Struct, array_like=True):
         longest_s: How long leases are renewed at most that were fetched and not reported.
         owner_script: The text of `sequences/renew.lua`.
         lease_s: How long the lease of an owner of sequences is.
-        executing: The worker's second consumer, of lanes with a limit.
     """
 
     redis: Login
@@ -56,7 +55,6 @@ class Hello(msgspec.Struct, array_like=True):
     longest_s: float
     owner_script: bytes = b""
     lease_s: float = 10.0
-    executing: bytes = b""
 
 
 class Held(msgspec.Struct, array_like=True):
@@ -147,10 +145,8 @@ class Renewer:
         group, consumer, known = self._hello.group, self._hello.consumer, self._reported.lanes[lane]
         unreported = self._unreported.setdefault(lane, {})
         since_s = now_s - self._reported_s + self._hello.every_s  # its reply may have been on the way then
-        rows: list[Any] = []
         try:
-            for name in filter(None, (consumer, self._hello.executing)):
-                rows += self._client.xpending_range(lane, group, "-", "+", len(known) + _PAGE, name)
+            rows = self._client.xpending_range(lane, group, "-", "+", len(known) + _PAGE, consumer)
         except ResponseError as error:
             if "NOGROUP " not in str(error):
                 raise

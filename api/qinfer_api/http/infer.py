@@ -10,6 +10,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from http import HTTPStatus
 from math import prod
 from typing import Literal, NamedTuple
@@ -203,7 +204,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
         if self.cache:
             head += b"%b: %b\r\n" % (CACHE_HEADER, self.cache.encode())
         if self.target:
-            head += b"%b: %b\r\n" % (TARGET_HEADER, header_value(self.target))
+            head += _target_line(self.target)
         if self.status == 401:
             head += b"www-authenticate: Bearer\r\n"
         return head
@@ -236,6 +237,11 @@ def error_reply(status: int, message: str, again_s: int = 0) -> Reply:
     return Reply(status, msgspec.json.encode({"error": message}), retry_after_s=again_s)
 
 
+@lru_cache(maxsize=1024)  # one call per reply of an endpoint
+def _target_line(target: str) -> bytes:
+    return b"%b: %b\r\n" % (TARGET_HEADER, header_value(target))
+
+
 class Writer:
     """Renders replies; keeps the block of headers that every reply carries, which uvicorn renews once a second.
 
@@ -259,9 +265,10 @@ class Writer:
             reply.status == 200
             and reply.json_length is None
             and reply.encoding is None
-            and not (close or reply.retry_after_s or reply.cache or reply.target)
+            and not (close or reply.retry_after_s or reply.cache)
         ):
-            return b"%b%b\r\n%b%d\r\n\r\n%b" % (self._ok, name, _JSON_BEGIN, len(body), body)
+            begin = _JSON_BEGIN if not reply.target else _target_line(reply.target) + _JSON_BEGIN
+            return b"%b%b\r\n%b%d\r\n\r\n%b" % (self._ok, name, begin, len(body), body)
         end = b"connection: close\r\n\r\n" if close else b"\r\n"
         return b"".join((_STATUS_LINES[reply.status], self._block, name, b"\r\n", reply.head(), end, body))
 

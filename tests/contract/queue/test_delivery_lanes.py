@@ -40,6 +40,11 @@ async def begin(delivery: Queue, leases: list[Lease]) -> None:
         await delivery.depth([HIGH])
 
 
+def executing(queue: RedisQueue) -> set[str]:
+    """Returns the entries that execute."""
+    return {entry_id.decode() for entry_id in queue.on_owner("SMEMBERS", keys.lane(HIGH) + b"~executing")}
+
+
 async def suspects(delivery: Queue, consumer: str = "b") -> list[Lease]:
     """Takes what another consumer holds, as if it had died."""
     return await delivery.reclaim([HIGH, LOW], consumer, idle_s=0.0, count=100)
@@ -123,6 +128,41 @@ async def test_what_executes_is_its_workers_as_before(queue: RedisQueue) -> None
     assert renew(delivery, leases) == leases[:2]
     await delivery.finish([lease.entry for lease in (again, *leases)])
     assert await delivery.depth([HIGH]) == [0]
+
+
+@pytest.mark.parametrize("way", ["finish", "cancel", "release", "delay", "bury", "reclaim"])
+async def test_what_has_ended_is_no_longer_among_those_that_execute(queue: RedisQueue, way: str) -> None:
+    """However its lease ends; the others execute on."""
+    delivery = await ready(queue, b"1", b"2")
+    leases = await fetch(delivery, "a")
+    await begin(delivery, leases)
+    first = leases[0]
+    ways = {
+        "finish": lambda: delivery.finish([first.entry]),
+        "cancel": lambda: delivery.cancel([first.entry]),
+        "release": lambda: delivery.release([first]),
+        "delay": lambda: delivery.delay([first], BEHIND.name),
+        "bury": lambda: delivery.bury(first, "1", "internal", "why"),
+        "reclaim": lambda: delivery.reclaim([HIGH], "b", idle_s=0.0, count=1),
+    }
+
+    await ways[way]()
+
+    assert executing(queue) == {leases[1].entry.entry_id}
+
+
+async def test_what_another_version_removed_is_found_not_to_execute(queue: RedisQueue) -> None:
+    """One that knows no set: whoever reclaims looks."""
+    delivery = await ready(queue, b"1", b"2")
+    leases = await fetch(delivery, "a")
+    await begin(delivery, leases)
+    gone = leases[0].entry.entry_id
+    queue.on_owner("XACK", keys.lane(HIGH), keys.GROUP, gone)
+    queue.on_owner("XDEL", keys.lane(HIGH), gone)
+
+    await delivery.reclaim([HIGH], "b", idle_s=60.0, count=1)
+
+    assert executing(queue) == {leases[1].entry.entry_id}
 
 
 async def test_what_a_dead_worker_executed_waits_once_it_is_reclaimed(queue: RedisQueue) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from qinfer.errors import QueueFull
+from qinfer.queue import keys
 from qinfer.queue.entries import Accepted, Lane, RequestState, reply_address
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
@@ -74,6 +75,7 @@ async def test_a_settled_request_has_its_outcome_and_leaves_the_queue(queue: Red
     delivery = await queue.connect()
     await accept(delivery, result_ttl_s=100.0)
     [lease] = await fetch(delivery)
+    delivery.marks.begin([lease])
 
     assert await settle(
         delivery, ended("r1", FAILED, lease.entry, code="inference_failed", message="no", attempt=1)
@@ -88,6 +90,7 @@ async def test_a_settled_request_has_its_outcome_and_leaves_the_queue(queue: Red
     assert await delivery.requests.result(address()) == b"blob of failed"
     assert await delivery.depth([LANE]) == [0]
     assert renew(delivery, [lease]) == [lease]
+    assert not queue.on_owner("EXISTS", keys.lane(LANE) + b"~executing")
 
 
 async def test_of_several_that_end_a_request_one_is_first(queue: RedisQueue) -> None:

@@ -95,20 +95,6 @@ async def test_only_the_holder_appends(queue: RedisQueue) -> None:
     assert await read(delivery) == [b"a", b"b"]
 
 
-async def test_a_holder_appends_while_its_entry_executes(queue: RedisQueue) -> None:
-    """In a lane with a limit the entry belongs to another consumer of it by then."""
-    delivery = await queue.connect()
-    await accept(delivery)
-    [lease] = await fetch(delivery)
-    delivery.marks.begin([lease])
-    for _ in range(2):  # a node that does not know the script is sent it behind the first reply
-        await delivery.depth([lease.entry.lane])
-
-    assert await append(delivery, lease, 0, b"a")
-
-    assert await read(delivery) == [b"a"]
-
-
 async def test_the_same_consumer_holds_a_later_delivery_under_another_number(queue: RedisQueue) -> None:
     """A worker that lost its lease and took the entry again: what the first execution still gives is dropped."""
     delivery = await queue.connect()

@@ -57,8 +57,8 @@ def test_a_trial_begins_with_a_ready_version(version: Any, ready: tuple[int, ...
 
 
 def test_before_its_trial_a_canary_gets_nothing() -> None:
-    """Whatever weight was declared, and whoever meets its conditions."""
-    endpoint = declared(weight=0.5, when=[{"tenant": "t"}])
+    """Whoever meets its conditions."""
+    endpoint = declared(when=[{"tenant": "t"}])
 
     assert shares(endpoint) == [("stable", 3, 1), ("canary", 4, 0)]
     assert Split(endpoint, lambda: 0.99).choose(Asked("t")).role is Role.STABLE
@@ -204,6 +204,7 @@ def test_a_declaration_that_was_read_can_be_put_back() -> None:
     [
         ([{"model": "m", "version": 4}, {"model": "m", "version": 5}], PLAN, "the plan is for one canary, not 2"),
         ([{"model": "n", "version": "latest"}], PLAN, "a plan follows the latest version of 'm' only; write a number"),
+        ([{"model": "m", "version": 4, "weight": 0.1}], PLAN, "the plan's steps have its weights; leave its own out"),
         ([], {"steps": []}, "a canary has no steps"),
         ([], {"steps": [{"weight": 2}]}, "step 1 has weight 2"),
         ([], {"steps": [{"wieght": 0.1}]}, "a step of an endpoint has no 'wieght'"),

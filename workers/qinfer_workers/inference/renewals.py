@@ -51,7 +51,6 @@ class ProcessRenewals:
             longest_s=max(settings.limits.max_timeout_s, settings.requests.max_timeout_s),
             owner_script=RENEW_OWNER.text,
             lease_s=settings.worker.lease_s,
-            executing=consumer.encode() + keys.EXECUTING,
         )
         self._lanes: dict[bytes, Lane] = {}
         self._asked = asyncio.Event()

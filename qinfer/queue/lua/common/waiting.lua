@@ -4,10 +4,10 @@
 -- those that a worker holds.
 local function waiting(stream, group, is_told)
   local count = redis.call('XLEN', stream)
+  if is_told then return count - redis.call('SCARD', stream .. EXECUTING) end
   local pending = redis.pcall('XPENDING', stream, group) -- an error where there is no group yet: nothing is held
   for _, owned in ipairs(not pending.err and pending[4] or {}) do
-    local is_out = is_executing(owned[1]) or not (is_told or is_ownerless(owned[1]))
-    if is_out then count = count - tonumber(owned[2]) end
+    if not is_ownerless(owned[1]) then count = count - tonumber(owned[2]) end
   end
   return count
 end

@@ -29,6 +29,7 @@ local letter = redis.call('XADD', letters, '*', 'lane', ARGV[4], 'request_id', A
   'deliveries', pending[4], 'size', size, 'frame', frame, 'payload', tensors, unpack(fields))
 redis.call('XACK', lane, group, id)
 redis.call('XDEL', lane, id)
+ended(lane, id)
 if payload then redis.call('UNLINK', payload) end
 
 trim_letters(letters, letter, #frame + #tensors, age, most)

@@ -15,6 +15,7 @@ local function remove(from, its_place, ids)
   end
   redis.pcall('XACK', from, group, unpack(ids))
   redis.call('XDEL', from, unpack(ids))
+  ended(from, unpack(ids))
   return function() note_cancel(notes, its_place, delivered) end
 end
 

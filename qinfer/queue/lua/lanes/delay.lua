@@ -28,6 +28,9 @@ for i = 4, #ARGV do
     redis.call('XDEL', lane, id)
     count = count + 1
   end
-  if is_owner then redis.call('XACK', lane, group, id) end
+  if is_owner then
+    redis.call('XACK', lane, group, id)
+    ended(lane, id)
+  end
 end
 return count

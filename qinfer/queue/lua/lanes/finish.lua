@@ -4,6 +4,7 @@ local lane, group = KEYS[1], ARGV[1]
 
 redis.call('XACK', lane, group, unpack(ARGV, 2))
 redis.call('XDEL', lane, unpack(ARGV, 2))
+ended(lane, unpack(ARGV, 2))
 if #KEYS == 1 then return end
 
 local gone = {}

@@ -15,6 +15,7 @@ local function look(number, share, lane)
       -- What was released waits for `fetch` and is no suspect; a suspect that was given back may have to rest.
       if left > 0 and pending[2] ~= released and (pending[2] ~= suspects or pending[3] >= READY_MS) then
         local entry = redis.call('XCLAIM', lane, group, consumer, idle, pending[1])[1]
+        ended(lane, pending[1])
         if entry then
           taken[#taken + 1] = {number, entry[1], entry[2], pending[4] + 1, share}
           left = left - 1
@@ -36,8 +37,18 @@ local function look(number, share, lane)
   end
 end
 
+-- Takes out of the set of those that execute what is nobody's any more: a qinfer of another version may have removed it.
+local function forget_ended(lane)
+  for _, id in ipairs(redis.call('SMEMBERS', lane .. EXECUTING)) do
+    if not redis.call('XPENDING', lane, group, id, id, 1)[1] then ended(lane, id) end
+  end
+end
+
 for number, lane in ipairs(KEYS) do
-  for _, stream in ipairs(streams_of(lane)) do look(number, stream[1], stream[2]) end
+  for _, stream in ipairs(streams_of(lane)) do
+    look(number, stream[1], stream[2])
+    forget_ended(stream[2])
+  end
   forget_tenants(lane)
 end
 return taken

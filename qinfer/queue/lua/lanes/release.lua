@@ -11,6 +11,7 @@ for i = 5, #ARGV do
   local pending = held(lane, group, consumer, id)
   if pending then
     redis.call('XCLAIM', lane, group, released, 0, id, 'IDLE', idle, 'RETRYCOUNT', pending[4] - 1, 'JUSTID')
+    ended(lane, id)
     count = count + 1
   end
 end

@@ -7,7 +7,7 @@ for i = 3, #ARGV do
   local id = ARGV[i]
   local pending = held(lane, group, worker, id)
   if pending then
-    redis.call('XCLAIM', lane, group, pending[2], 0, id, 'JUSTID') -- JUSTID: the delivery count stays
+    redis.call('XCLAIM', lane, group, worker, 0, id, 'JUSTID') -- JUSTID: the delivery count stays
   else
     lost[#lost + 1] = id
   end

@@ -2,8 +2,8 @@
 -- KEYS: the lane, its `.delayed` lane, the payload (none without).
 -- ARGV: group, limit (0 = none), the tenant ('' = none), its weight (0 = not known), the endpoint that they came by ('' = none), of the payload
 -- the request's id, the time to live in ms (0 = it is stored already) and the bytes ('' each without one), then the frames.
--- Returns {the number of the tenant's share, whether others have that, too, then of each entry that found room its id and the number
--- of its share}: the frames without are the last ones.
+-- Returns {the number of the tenant's share, whether others have that, too, the number of the share where the first entry is, then the
+-- ids of the entries that found room, of which all others are in the tenant's share}: the frames without are the last ones.
 local lane, delayed, payload = KEYS[1], KEYS[2], KEYS[3]
 local group, limit, tenant, weight = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local endpoint, request, ttl, before = ARGV[5], ARGV[6], ARGV[7], 8
@@ -12,16 +12,18 @@ local route = route_of(lane, group, tenant, weight)
 local count = room(lane, route.share, delayed, limit, group, true, #ARGV - before)
 if count > 0 and payload and ttl ~= '0' then redis.call('SET', payload, ARGV[8], 'PX', ttl) end
 
-local reply = {route.share, route.is_shared and 1 or 0}
-for i = before + 1, before + count do
-  local fields = {'f', ARGV[i]}
-  if payload then
-    fields[3], fields[4] = 'p', request
-  end
-  mark_origin(fields, endpoint, tenant, '')
-  if route.is_marked then fields[#fields + 1], fields[#fields + 2] = 'd', '1' end
-  reply[#reply + 1] = redis.call('XADD', route.stream, '*', unpack(fields))
-  reply[#reply + 1] = route.number
-  if route.is_marked then route = route_of(lane, group, tenant, weight) end
+local fields = payload and {'p', request} or {}
+mark_origin(fields, endpoint, tenant, '')
+local reply = {route.share, route.is_shared and 1 or 0, route.number}
+local first = before + 1
+if count > 0 and route.is_marked then
+  fields[#fields + 1], fields[#fields + 2] = 'd', '1'
+  reply[4] = redis.call('XADD', route.stream, '*', 'f', ARGV[first], unpack(fields))
+  fields[#fields], fields[#fields - 1] = nil, nil
+  first, count = first + 1, count - 1
+end
+local stream = stream_of(lane, route.share)
+for i = first, first + count - 1 do
+  reply[#reply + 1] = redis.call('XADD', stream, '*', 'f', ARGV[i], unpack(fields))
 end
 return reply

@@ -26,6 +26,7 @@ local pending = is_first and state == 'cancelled' and redis.pcall('XPENDING', la
 local function remove(from, entry_id)
   redis.call('XACK', from, group, entry_id)
   redis.call('XDEL', from, entry_id)
+  ended(from, entry_id)
 end
 if given_entry ~= '' then remove(given_lane, given_entry) end
 if is_first and (entry ~= given_entry or lane ~= given_lane) then remove(lane, entry) end -- it was moved meanwhile
