@@ -49,7 +49,8 @@ def score(url: str, data: digits.Digits, directory: Path, console: Console) -> N
     command = ["qinfer", "submit", digits.NAME, str(source), str(out), "--column", "image=pixels", "--key", "id"]
     command += ["--passthrough", "shows", "--rows-per-part", "20000", "--url", url, "--wait"]
     console.print(f"\nThe same as a job over a file of {rows:,} rows:\n")
-    shown = [str(Path(word).relative_to(Path.cwd())) if word.startswith(str(Path.cwd())) else word for word in command]
+    here = Path.cwd()
+    shown = [str(Path(word).relative_to(here)) if Path(word).is_relative_to(here) else word for word in command]
     console.print(f"    {shlex.join(shown)}", soft_wrap=True, markup=False)
     program = str(Path(sys.executable).with_name(command[0]))
     done = subprocess.run([program, *command[1:]], capture_output=True, text=True, check=False, timeout=300)

@@ -83,6 +83,11 @@ def context_text(parent: str | None, state: str | None) -> str:
     return f"{parent} {state}"
 
 
+def of_tenant(tenant: str) -> dict[str, str | int]:
+    """Returns the attribute of whose a request is; none where nobody has a key."""
+    return {TENANT: tenant} if tenant else {}
+
+
 def of_lane(model: str, version: int, lane: str, operation: str) -> dict[str, str | int]:
     """Returns the attributes of what is sent to a lane (`send`), or taken out of it (`receive`, `process`)."""
     return {MESSAGING_SYSTEM: "redis", DESTINATION: f"{model}/{version}/{lane}", OPERATION: operation}

@@ -34,12 +34,12 @@ from qinfer.observe.tracing import (
     RPC_SERVICE,
     RPC_STATUS,
     RPC_SYSTEM,
-    TENANT,
     VERSION,
     Attributes,
     Span,
     Tracer,
     of_lane,
+    of_tenant,
 )
 from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
@@ -213,7 +213,11 @@ class TracedDispatcher(Dispatcher):
         with _FENCE:  # the request is accepted without
             span = self._tracer.start("accept", context.trace, now_s)
             lane = of_lane(served.spec.name, served.version, served.lane.name, "send") if REQUEST_ID in name else {}
-            about: dict[str, str | int] = {MODEL: served.spec.name, VERSION: served.version, TENANT: context.tenant}
+            about: dict[str, str | int] = {
+                MODEL: served.spec.name,
+                VERSION: served.version,
+                **of_tenant(context.tenant),
+            }
             span.end(now_s, {**about, **lane, **name})
             return span.trace
         return context.trace
@@ -337,7 +341,7 @@ class TracedSink:
     ) -> None:
         model = request.model[:_MOST_TEXT]
         about: dict[str, str | int] = {MODEL: model, VERSION: request.version, REQUEST_ID: request.id}
-        about |= {TENANT: request.tenant, **self._of_server("" if failure is None else failure.code)}
+        about |= {**of_tenant(request.tenant), **self._of_server("" if failure is None else failure.code)}
         if response is not None:
             about[ATTEMPT] = response.attempt
             if response.timing is not None:

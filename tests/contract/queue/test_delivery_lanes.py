@@ -1,6 +1,7 @@
 """What entries do between submit and finish: limits, withdrawal, delay, suspects, payloads (promises 9 to 11)."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -137,7 +138,7 @@ async def test_what_has_ended_is_no_longer_among_those_that_execute(queue: Redis
     leases = await fetch(delivery, "a")
     await begin(delivery, leases)
     first = leases[0]
-    ways = {
+    ways: dict[str, Callable[[], Awaitable[object]]] = {
         "finish": lambda: delivery.finish([first.entry]),
         "cancel": lambda: delivery.cancel([first.entry]),
         "release": lambda: delivery.release([first]),

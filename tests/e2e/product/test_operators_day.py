@@ -143,10 +143,11 @@ def test_nothing_is_lost_from_morning_to_evening(tmp_path: Path) -> None:
             assert upgraded.wait(WITHIN_S) == 0
 
         first = operator.max_batch_size(FAST)
-        changed = httpx.get(f"{operator.url}/v2/models/{FAST}/config").json() | {"max_batch_size": first + 1}
-        operator.load(FAST, "--config", json.dumps(changed))
+        config = httpx.get(f"{operator.url}/v2/models/{FAST}/config").json()
+        operator.load(FAST, "--config", json.dumps(config | {"max_batch_size": first + 1}))
+        operator.load(FAST)  # with the configuration of the load before
         assert operator.max_batch_size(FAST) == first + 1
-        operator.load(FAST)
+        operator.load(FAST, "--config", json.dumps(config))
         assert operator.max_batch_size(FAST) == first
 
         load.stop()

@@ -97,6 +97,36 @@ def infer(stack: Stack) -> tuple[grpc.Channel, Any]:
     return channel, channel.unary_unary(INFER, None, None)
 
 
+async def test_a_thousand_connections_at_once(stack: Stack) -> None:
+    """All are open, and each is answered twice. First of all: what is large makes the estimate of the wait long."""
+    clients = [Requests() for _ in range(CONNECTIONS)]
+    message = encoded(100)
+    streams = [await asyncio.open_connection("127.0.0.1", stack.grpc_port) for _ in clients]
+    for client, (_, writer) in zip(clients, streams, strict=True):
+        writer.write(frames.PREFACE + settings_frame() + client.call(1, message, INFER))
+    first = await asyncio.gather(*[_refusal(reader, 1) for reader, _ in streams])
+    for client, (_, writer) in zip(clients, streams, strict=True):
+        writer.write(client.call(3, message, INFER))
+    second = await asyncio.gather(*[_refusal(reader, 3) for reader, _ in streams])
+    for _, writer in streams:
+        writer.close()
+    await asyncio.gather(*[writer.wait_closed() for _, writer in streams])
+
+    assert [*first, *second] == [b""] * 2 * CONNECTIONS
+
+
+async def _refusal(reader: asyncio.StreamReader, number: int) -> bytes:
+    """Returns the header block that ends a stream without a reply of 100 bytes and more; empty of one with it."""
+    size = 0
+    while True:
+        word, flags, stream = frames.HEAD.unpack(await reader.readexactly(frames.HEAD_BYTES))
+        payload = await reader.readexactly(word >> 8)
+        if stream == number and word & 0xFF == DATA:
+            size += len(payload)
+        if stream == number and word & 0xFF == HEADERS and flags & frames.END_STREAM:
+            return b"" if size > 100 else payload
+
+
 @pytest.mark.parametrize("size", [1, 1000, 65_530, 2**20 + 1, 64 * 2**20, 2**30, MAX_MESSAGE_BYTES - HEADS_BYTES])
 def test_a_message_of_any_size_comes_back(stack: Stack, size: int) -> None:
     """The largest is 2 GiB less what stands before its tensor; client, gateway and worker take 11 GiB together."""
@@ -169,33 +199,3 @@ def refusal_by_length(stack: Stack, size: int) -> bytes:
         while b"grpc-message" not in received:
             received += connection.recv(65536)
         return received
-
-
-async def test_a_thousand_connections_at_once(stack: Stack) -> None:
-    """All are open, and each is answered twice."""
-    clients = [Requests() for _ in range(CONNECTIONS)]
-    message = encoded(100)
-    streams = [await asyncio.open_connection("127.0.0.1", stack.grpc_port) for _ in clients]
-    for client, (_, writer) in zip(clients, streams, strict=True):
-        writer.write(frames.PREFACE + settings_frame() + client.call(1, message, INFER))
-    first = await asyncio.gather(*[_answered(reader, 1) for reader, _ in streams])
-    for client, (_, writer) in zip(clients, streams, strict=True):
-        writer.write(client.call(3, message, INFER))
-    second = await asyncio.gather(*[_answered(reader, 3) for reader, _ in streams])
-    for _, writer in streams:
-        writer.close()
-    await asyncio.gather(*[writer.wait_closed() for _, writer in streams])
-
-    assert first == second == [True] * CONNECTIONS
-
-
-async def _answered(reader: asyncio.StreamReader, number: int) -> bool:
-    """Returns whether a stream ends with a reply of 100 bytes and more."""
-    size = 0
-    while True:
-        word, flags, stream = frames.HEAD.unpack(await reader.readexactly(frames.HEAD_BYTES))
-        payload = await reader.readexactly(word >> 8)
-        if stream == number and word & 0xFF == DATA:
-            size += len(payload)
-        if stream == number and word & 0xFF == HEADERS and flags & frames.END_STREAM:
-            return size > 100

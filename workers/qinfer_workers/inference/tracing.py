@@ -29,13 +29,13 @@ from qinfer.observe.tracing import (
     MESSAGE_ID,
     MODEL,
     REQUEST_ID,
-    TENANT,
     VERSION,
     Attributes,
     Span,
     Tracer,
     is_sampled,
     of_lane,
+    of_tenant,
 )
 from qinfer_workers.inference.ensembles.traces import RunTrace
 
@@ -136,7 +136,7 @@ class Spans:
             VERSION: record.version,
             JOB_ID: record.id,
             ATTEMPT: place.deliveries,
-            TENANT: record.tenant,
+            **of_tenant(record.tenant),
             "qinfer.shard": place.number,
             "qinfer.rows": place.rows,
         }
@@ -189,7 +189,7 @@ def _about(item: Pending) -> Attributes:
         VERSION: lane.version,
         REQUEST_ID: item.request.id,
         ATTEMPT: item.lease.deliveries,
-        TENANT: item.request.tenant,
+        **of_tenant(item.request.tenant),
         MESSAGE_ID: item.request.id,
         **of_lane(lane.model, lane.version, lane.name, "receive"),
     }

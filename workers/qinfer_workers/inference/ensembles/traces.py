@@ -14,7 +14,7 @@ from qinfer.batching.execution import Pending
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.models.ensemble_graph import Plan, PlanStep
 from qinfer.observe.logs import Fence
-from qinfer.observe.tracing import ATTEMPT, MODEL, REQUEST_ID, TENANT, VERSION, Attributes, Span, Tracer
+from qinfer.observe.tracing import ATTEMPT, MODEL, REQUEST_ID, VERSION, Attributes, Span, Tracer, of_tenant
 from qinfer.submission.pending import Sink
 from qinfer_workers.inference.ensembles.run import Steps, Submitted
 
@@ -44,7 +44,7 @@ class RunTrace:
             VERSION: lane.version,
             REQUEST_ID: request.id,
             ATTEMPT: item.lease.deliveries,
-            TENANT: request.tenant,
+            **of_tenant(request.tenant),
         }
         queue = tracer.start("queue", request.trace, item.enqueued_s)
         self._span = tracer.start("ensemble", request.trace, max(begin_s, item.enqueued_s))
