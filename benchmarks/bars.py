@@ -47,14 +47,14 @@ class RateBar:
     factor: float
 
     def judge(self, rows: Rows) -> Verdict:
-        """Compares the medians; an invalid row is a miss, a missing one is not measured."""
+        """Compares round by round; an invalid row is a miss, a missing one is not measured."""
         ours, theirs = rows.get(self.ours), [rows[setting] for setting in self.against if setting in rows]
         if ours is None or not theirs:
             return Verdict(bar=self.bar, outcome=Outcome.UNKNOWN, figures="")
         best = max(theirs, key=lambda row: row.rate)
         if not (ours.valid and best.valid):
             return _invalid(self.bar, ours, best)
-        ratio = ours.rate / best.rate if best.rate else float("inf")
+        ratio = ours.times(best)
         figures = f"{ours.rate:,.0f}/s against {best.rate:,.0f}/s = {ratio:.2f} x"
         return Verdict(bar=self.bar, outcome=_outcome(passed=ratio >= self.factor), figures=figures)
 

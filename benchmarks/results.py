@@ -65,7 +65,7 @@ class Row:
     """The medians of one setting's rounds; `errors` counts those of all rounds, and any makes the row invalid."""
 
     setting: Setting
-    rounds: int
+    rates: tuple[float, ...]
     rate: float
     slowest: float
     fastest: float
@@ -74,6 +74,16 @@ class Row:
     errors: int
     cpu_us: dict[str, float]
     rss_bytes: dict[str, int]
+
+    def times(self, other: "Row") -> float:
+        """Returns how many times the rate of another row this one is.
+
+        It is the median of the ratios of measurements that were made one after the other: between rounds the machine's
+        speed changes more than the ratio does.
+        """
+        is_paired = len(self.rates) == len(other.rates)
+        pairs = zip(self.rates, other.rates, strict=True) if is_paired else [(self.rate, other.rate)]
+        return median(mine / theirs if theirs else float("inf") for mine, theirs in pairs)
 
     @property
     def valid(self) -> bool:
@@ -98,7 +108,7 @@ def _row(setting: Setting, samples: list[Sample]) -> Row:
     roles = {role for sample in samples for role in sample.cpu_us}
     return Row(
         setting=setting,
-        rounds=len(samples),
+        rates=tuple(s.rate for s in samples),
         rate=median(s.rate for s in samples),
         slowest=min(s.rate for s in samples),
         fastest=max(s.rate for s in samples),

@@ -113,6 +113,17 @@ def test_rate_bar_is_not_rounded(rate: float, outcome: str) -> None:
     assert verdict.outcome == outcome
 
 
+@pytest.mark.parametrize("ours", [(115.0, 55.0, 110.0), (115.0, 110.0)])
+def test_rates_are_compared_round_by_round(ours: tuple[float, ...]) -> None:
+    """A round in which the machine was half as fast changes nothing; where rounds are missing, medians are compared."""
+    samples = [_sample("qinfer", rate, number=number) for number, rate in enumerate(ours, 1)]
+    samples += [_sample("mosec", rate, number=number) for number, rate in enumerate((100.0, 50.0, 100.0), 1)]
+
+    verdict = _verdict(samples, "tiny JSON, 64 connections: ≥ 1.1")
+
+    assert verdict.figures.endswith("= 1.10 x" if len(ours) == 3 else "= 1.12 x")
+
+
 def test_bar_on_failed_requests_is_missed() -> None:
     """A rate with failed requests in it clears nothing."""
     samples = [_sample("qinfer", 1e6, errors={"status": 1}), _sample("mosec", 1.0)]
