@@ -101,7 +101,8 @@ class _Answer(InferSink):
             return
         self.pending = call.on_cancel = None
         call.request_id, call.cache = response.request_id, response.cache
-        call.target = answered_by(response, self.plan.endpoint)
+        if self.plan.endpoint:
+            call.target = answered_by(response, self.plan.endpoint)
         try:
             if response.failure is not None:
                 call.fail(call.status_of(response.failure))

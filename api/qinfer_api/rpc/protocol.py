@@ -363,10 +363,10 @@ class Call(Stream):
 
     def _forget_messages(self) -> None:
         """Drops what was received and not read, and gives its memory back."""
-        self._give_back()
-        if not self._messages and self._reservation is None:
+        if not self._messages and self._reservation is None and self._opened_memory is None:
             self._body = None
             return
+        self._give_back()
         reservations = [self._reservation, *(message.reservation for message in self._messages)]
         self._messages.clear()
         self._body = self._reservation = None
