@@ -102,7 +102,7 @@ def test_a_batch_is_recorded_for_those_who_record() -> None:
     about |= {**lane, "messaging.operation.type": "process"}
     assert execute.attributes == about
     assert batch.attributes == about | {"qinfer.requests": 3, "messaging.batch.message_count": 3}
-    own = {"qinfer.request_id": "r2", "qinfer.attempt": 2, "qinfer.tenant": "", "messaging.message.id": "r2"}
+    own = {"qinfer.request_id": "r2", "qinfer.attempt": 2, "messaging.message.id": "r2"}
     assert queues[1].attributes == about | own | {"messaging.operation.type": "receive"}
 
 
