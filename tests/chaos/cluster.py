@@ -111,7 +111,8 @@ class Cluster:
                     try:
                         await eventually(partial(_is_ready, client, url, model), READY_WITHIN_S, f"{model} is ready")
                     except TimeoutError as error:
-                        raise AssertionError(f"{error}; the logs end with\n{self.logs()}") from None
+                        seen = await _index(client, url)
+                        raise AssertionError(f"{error}; {url}: {seen}; the logs end with\n{self.logs()}") from None
 
     def logs(self) -> str:
         """Returns the last lines of every log."""
@@ -243,6 +244,14 @@ def _existing_key(client: redis.Redis, name: bytes, kind: bytes, ttl_ms: int) ->
     elif kind == b"zset":
         length = int(command(client, "ZCARD", name))
     return Key(name.decode(), kind.decode(), ttl_ms, length, pending)
+
+
+async def _index(client: httpx.AsyncClient, url: str) -> str:
+    """Returns what a gateway says of its models, or why it says nothing."""
+    try:
+        return (await client.post(f"{url}/v2/repository/index")).text
+    except httpx.HTTPError as error:
+        return repr(error)
 
 
 async def _is_ready(client: httpx.AsyncClient, url: str, model: str) -> bool:
