@@ -123,7 +123,7 @@ def _lines(samples: dict[str, list[Sample]]) -> list[str]:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of a median, whatever the distribution (by the signs of the differences from it)."""
+    """Returns the 95 % interval of a median by the sign test, for any distribution; of five and fewer the range."""
     ordered, count = sorted(values), len(values)
     first = max(int((count - 1.96 * count**0.5) / 2), 0)
     return ordered[first], ordered[count - 1 - first]

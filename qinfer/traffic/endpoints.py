@@ -302,8 +302,9 @@ def _problems_of_plan(endpoint: Endpoint, plan: CanaryPlan) -> Iterator[str]:
     for target in canaries:
         if target.version == LATEST and target.model != stable:
             yield f"target '{target.label}': a plan follows the latest version of '{stable}' only; write a number"
-        if target.weight is not None and not target.trial:
-            yield f"target '{target.label}': the plan's steps have its weights; leave its own out"
+    for target in endpoint.targets:
+        if target.role is not Role.SHADOW and target.weight is not None and not target.trial:
+            yield f"target '{target.label}': the plan's steps have the weights; leave its own out"
     try:
         checked(plan)
     except InvalidRequest as error:

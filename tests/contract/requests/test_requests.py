@@ -76,6 +76,9 @@ async def test_a_settled_request_has_its_outcome_and_leaves_the_queue(queue: Red
     await accept(delivery, result_ttl_s=100.0)
     [lease] = await fetch(delivery)
     delivery.marks.begin([lease])
+    for _ in range(2):  # a node that does not know the script is sent it behind the first reply
+        await delivery.depth([LANE])
+    assert queue.on_owner("SCARD", keys.lane(LANE) + b"~executing") == 1
 
     assert await settle(
         delivery, ended("r1", FAILED, lease.entry, code="inference_failed", message="no", attempt=1)

@@ -182,7 +182,7 @@ async def test_short_execution_is_answered_in_the_same_step(scene: Scene) -> Non
 
 
 async def test_an_overdue_execution_takes_nothing_from_an_idle_instance() -> None:
-    """Its thread takes the batch in a moment; given back, it would come again, and again."""
+    """The idle instance's thread takes its batch in a moment; a batch given back would come again, and again."""
     scene = Scene(Bench(2), known_s=1.0)
     scene.batcher.admit(scene.items(1))
     scene.time.advance(2.0 + OVERDUE_S)
