@@ -106,7 +106,7 @@ def bulk(room: Room) -> None:
 def everything(room: Room) -> None:
     """Serves, asks, and scores a file."""
     bulk(room)
-    room.python("import amqp, kombu, s3fs, sklearn, onnx")
+    room.python("import amqp, kombu, s3fs")
 
 
 def bridge(room: Room) -> None:

@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 import qinfer
 from qinfer.core.environments import PREFIX
 from qinfer.core.settings import variable_names
+from tests.support.deploy.locks import locked
 from tests.support.deploy.deployments import DEPLOY, ROOT, Instruction, assert_runs, environment_of, stages, with_bases
 
 DOCKER = DEPLOY / "docker"
@@ -36,8 +37,7 @@ PINS = {
 
 
 def pins(*names: str) -> dict[str, str]:
-    lines = [line for name in names for line in (DOCKER / name).read_text().splitlines() if not line.startswith("#")]
-    return dict(line.split("==") for line in lines)
+    return locked(*(DOCKER / name for name in names))
 
 
 def last(instructions: list[Instruction], name: str) -> str:
