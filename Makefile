@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 STAMP := .venv/.setup-stamp
+DEMO := .demo/venv/.setup-stamp
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-matrix lint e2e chaos fuzz bench bench-bulk docs test-gpu bench-gpu
@@ -9,14 +10,17 @@ STAMP := .venv/.setup-stamp
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 10
 
-$(STAMP): pyproject.toml scripts/setup
+$(STAMP): pyproject.toml requirements/dev.txt scripts/setup
 	@scripts/setup
+
+$(DEMO): pyproject.toml requirements/demo.txt scripts/setup
+	@scripts/setup demo
 
 setup: ## Make .venv and install everything for development
 	@scripts/setup
 
-demo: $(STAMP) ## Serve a digits classifier and check every answer (KEEP=1 leaves it up)
-	@$(PYTHON) -m scripts.demo $(if $(filter-out 0,$(KEEP)),--keep)
+demo: $(DEMO) ## Serve a digits classifier, kill its worker, check every answer (KEEP=1 leaves it up)
+	@.demo/venv/bin/python -m scripts.demo $(if $(filter-out 0,$(KEEP)),--keep)
 
 test: $(STAMP) ## Lint, then every test but the long ones, against one server
 	@scripts/test

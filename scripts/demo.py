@@ -1,14 +1,16 @@
 """The demo: a digits classifier behind the whole server; every answer is compared with the in-process one.
 
-    make demo            builds the model, starts `qinfer up`, sends the test images, prints the figures, stops
+    make demo            starts `qinfer up`, sends images, kills the worker, scores a file, prints the figures, stops
     make demo KEEP=1     the same, and leaves the server up
 
-Exits with 1 when an answer differs from ONNX Runtime's own, or the accuracy is below 0.95. Everything it writes is
-under `.demo/`.
+The model and its images are those of `qinfer example digits`. The demo exits with 1 when an answer is missing or
+differs from ONNX Runtime's own, or the accuracy is below 0.95. It writes below `.demo/` only.
 """
 
 import argparse
+import asyncio
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -29,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from examples import digits
+from qinfer.cli.example import example
 from qinfer.observe import catalogue
 from scripts import demo_bulk
 from scripts.load import Answer, ask_all
@@ -39,7 +41,11 @@ READY_WITHIN_S = 60.0
 STOP_WITHIN_S = 40.0
 STATISTICS_WITHIN_S = 5.0  # workers add their statistics once a second
 LEAST_ACCURACY = 0.95
-INFER_PATH = f"/v2/models/{digits.NAME}/infer"
+LEASE_S = 3.0
+"""Seconds after which another worker takes what a dead one held; 10 by default, less here to have it seen soon."""
+KILL_AFTER_S = 1.0
+MODEL = "digits"
+INFER_PATH = f"/v2/models/{MODEL}/infer"
 
 
 class DemoFailed(Exception):
@@ -55,6 +61,21 @@ class Options:
     rounds: int
     connections: int
     keep: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digits:
+    """The model's file, and images that it was not trained on.
+
+    Attributes:
+        model_path: The ONNX file.
+        images: float32[n, 64], pixels from 0 to 16.
+        labels: int64[n], the digits that the images show.
+    """
+
+    model_path: Path
+    images: npt.NDArray[np.float32]
+    labels: npt.NDArray[np.int64]
 
 
 class Server:
@@ -75,8 +96,9 @@ class Server:
     def start(self) -> None:
         """Starts it and waits until the model is ready."""
         with self.log.open("ab") as log:
+            environment = os.environ | {"QINFER_WORKER__LEASE_S": str(LEASE_S)}
             self.process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
         deadline_s = time.monotonic() + READY_WITHIN_S
         while not self._is_ready():
@@ -95,9 +117,17 @@ class Server:
             self.process.wait()
             raise DemoFailed(f"the server did not stop within {STOP_WITHIN_S:.0f} s; it was killed") from None
 
+    @property
+    def worker(self) -> int:
+        """The process id of its only worker."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        (worker,) = (pid for pid, command in commands.items() if b"qinfer_workers.inference" in command)
+        return int(worker)
+
     def _is_ready(self) -> bool:
         try:
-            fetch(f"{self.url}/v2/models/{digits.NAME}/ready")
+            fetch(f"{self.url}/v2/models/{MODEL}/ready")
         except OSError:
             return False
         return True
@@ -123,7 +153,7 @@ def parse_options() -> Options:
     parser = argparse.ArgumentParser(description="Serve a digits classifier and check every answer.")
     parser.add_argument("--directory", type=Path, default=ROOT / ".demo", help="where models, data and log go")
     parser.add_argument("--port", type=int, default=8000, help="HTTP port; another is picked when it is taken")
-    parser.add_argument("--rounds", type=int, default=12, help="how often the 450 test images are sent")
+    parser.add_argument("--rounds", type=int, default=50, help="how often the 100 images are sent")
     parser.add_argument("--connections", type=int, default=32, help="concurrent connections")
     parser.add_argument("--keep", action="store_true", help="leave the server up at the end")
     return Options(**vars(parser.parse_args()))
@@ -132,8 +162,7 @@ def parse_options() -> Options:
 def run(options: Options, console: Console) -> None:
     """Builds, serves, asks, checks, prints."""
     options.directory.mkdir(parents=True, exist_ok=True)
-    with console.status("training a classifier of handwritten digits"):
-        data = digits.build(options.directory / "models")
+    data = write_example(options.directory)
     console.print(f"model    {shown(data.model_path)}")
     port, grpc_port, metrics_port = (free_port(options.port and options.port + offset) for offset in range(3))
     if port != options.port:
@@ -145,13 +174,14 @@ def run(options: Options, console: Console) -> None:
         console.print(f"server   {server.url}  (log: {shown(server.log)})")
         console.print(f"gRPC     127.0.0.1:{grpc_port}\n")
         measure(server, data, options, console)
-        show_curl(server, data, options.directory, console)
-        demo_bulk.score(server.url, data, options.directory, console)
+        show_curl(server, options.directory, console)
+        uvloop.run(kill_the_worker(server, data, options, console))
+        demo_bulk.score(server.url, data.images, data.labels, options.directory, console)
     except BaseException:
         server.stop()
         raise
     if options.keep:
-        console.print("\nThe server stays up. For the command line: source .venv/bin/activate, then for instance")
+        console.print("\nThe server stays up. For the command line: source .demo/venv/bin/activate, then for instance")
         console.print(f"    qinfer status --data-dir {shown(options.directory / 'data')}", soft_wrap=True, markup=False)
         console.print(f"To stop it: kill {server.process.pid}")
     else:
@@ -159,8 +189,19 @@ def run(options: Options, console: Console) -> None:
         console.print("\nStopped; the queue is empty. make demo KEEP=1 leaves it up.")
 
 
-def measure(server: Server, data: digits.Digits, options: Options, console: Console) -> None:
-    """Sends the test images, prints the figures, and checks the answers."""
+def write_example(directory: Path) -> Digits:
+    """Writes the files of `qinfer example digits`; returns where the model is, and the images."""
+    example.write(example.Name.digits, directory)
+    rows = [json.loads(line) for line in (directory / "digits.jsonl").read_text().splitlines()]
+    return Digits(
+        model_path=directory / "models" / MODEL / "1" / "model.onnx",
+        images=np.array([row["pixels"] for row in rows], np.float32),
+        labels=np.array([row["digit"] for row in rows]),
+    )
+
+
+def measure(server: Server, data: Digits, options: Options, console: Console) -> None:
+    """Sends the images, prints the figures, and checks the answers."""
     bodies = [request_body(image) for image in data.images]
     total = len(bodies) * options.rounds
     before = read_metrics(server)
@@ -192,17 +233,37 @@ def measure(server: Server, data: digits.Digits, options: Options, console: Cons
         raise DemoFailed("requests stayed behind in the queue")
 
 
-def request_body(image: npt.NDArray[np.float32], outputs: Sequence[str] = ()) -> bytes:
+async def kill_the_worker(server: Server, data: Digits, options: Options, console: Console) -> None:
+    """Kills the only worker while all connections ask; every request is answered all the same.
+
+    Raises:
+        DemoFailed: A request was not answered, or wrongly.
+    """
+    bodies, worker = [request_body(image) for image in data.images], server.worker
+    console.print(f"\n    kill -9 {worker}", markup=False)
+    asking = asyncio.create_task(
+        ask_all(server.port, INFER_PATH, bodies, rounds=options.rounds * 2, connections=options.connections)
+    )
+    await asyncio.wait([asking], timeout=KILL_AFTER_S)
+    os.kill(worker, signal.SIGKILL)
+    killed_s = time.perf_counter()
+    answers = await asking
+    _, differing = compare(answers, data)
+    later = sum(answer.began_s + answer.latency_s > killed_s for answer in answers)
+    longest_s = max(answer.latency_s for answer in answers)
+    console.print(f"    {len(answers)} requests: every one answered, {later} of them after the kill")
+    console.print(f"    longest wait {longest_s:.1f} s: the dead worker held it, and its lease is {LEASE_S:g} s")
+    if differing or not later:
+        raise DemoFailed(f"{differing} answers differ from ONNX Runtime's own; {later} came after the kill")
+
+
+def request_body(image: npt.NDArray[np.float32]) -> bytes:
     """Encodes one image as the protocol's JSON."""
-    request: dict[str, object] = {
-        "inputs": [{"name": "image", "shape": [1, 64], "datatype": "FP32", "data": image.tolist()}]
-    }
-    if outputs:
-        request["outputs"] = [{"name": name} for name in outputs]
-    return json.dumps(request).encode()
+    inputs = [{"name": "image", "shape": [1, 64], "datatype": "FP32", "data": image.tolist()}]
+    return json.dumps({"inputs": inputs}).encode()
 
 
-def compare(answers: Sequence[Answer], data: digits.Digits) -> tuple[float, int]:
+def compare(answers: Sequence[Answer], data: Digits) -> tuple[float, int]:
     """Returns the accuracy, and how many answers are not what ONNX Runtime says in this process."""
     session = onnxruntime.InferenceSession(data.model_path, providers=["CPUExecutionProvider"])
     labels, probabilities = session.run(["label", "probabilities"], {"image": data.images})
@@ -220,13 +281,13 @@ def compare(answers: Sequence[Answer], data: digits.Digits) -> tuple[float, int]
     return right / len(answers), differing
 
 
-def show_curl(server: Server, data: digits.Digits, directory: Path, console: Console) -> None:
+def show_curl(server: Server, directory: Path, console: Console) -> None:
     """Prints the line that asks about one digit, and what it answers."""
     path = directory / "digit.json"
-    path.write_bytes(request_body(data.images[0], ["label"]))
+    image = json.loads(path.read_text())["inputs"][0]["data"]
     command = ["curl", "-s", f"{server.url}{INFER_PATH}", "-d", f"@{shown(path)}"]
     console.print("\nOne of the images, and the line that asks what it is:\n")
-    for row in data.images[0].reshape(8, 8):
+    for row in np.reshape(image, (8, 8)):
         console.print("    " + "".join(" ░▒▓█"[int(pixel) // 4] * 2 for pixel in row))
     console.print(f"\n    {shlex.join(command)}", soft_wrap=True, markup=False)
     if shutil.which("curl"):
@@ -246,7 +307,7 @@ def read_metrics(server: Server) -> dict[str, float]:
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(fetch(f"{server.url}/metrics")):
         for sample in family.samples:
-            if sample.labels.get("model") == digits.NAME:
+            if sample.labels.get("model") == MODEL:
                 samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
     return samples
 

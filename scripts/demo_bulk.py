@@ -7,37 +7,38 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from examples import digits
-
-COPIES = 200
-"""The images so many times over: 90,000 rows, each with an id of its own."""
+COPIES = 900
+"""The 100 images so many times over: 90,000 rows, each with an id of its own."""
 
 
 class BulkDemoFailed(Exception):
     """The output is not what it should be; the message says why."""
 
 
-def write_input(data: digits.Digits, path: Path) -> int:
+def write_input(images: npt.NDArray[np.float32], labels: npt.NDArray[np.int64], path: Path) -> int:
     """Writes the images, what they show and an id to a Parquet file; returns its rows."""
-    count = len(data.images)
-    pixels = pa.array(np.tile(data.images.reshape(-1), COPIES))
+    count = len(images)
+    pixels = pa.array(np.tile(images.reshape(-1), COPIES))
     table = pa.table(
         {
             "id": pa.array(np.arange(count * COPIES)),
             "pixels": pa.FixedSizeListArray.from_arrays(pixels, 64),
-            "shows": pa.array(np.tile(data.labels, COPIES)),
+            "shows": pa.array(np.tile(labels, COPIES)),
         }
     )
     pq.write_table(table, path, row_group_size=10_000)
     return count * COPIES
 
 
-def score(url: str, data: digits.Digits, directory: Path, console: Console) -> None:
+def score(
+    url: str, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int64], directory: Path, console: Console
+) -> None:
     """Runs the command that a user would type, checks its output and prints the accuracy.
 
     Raises:
@@ -45,8 +46,8 @@ def score(url: str, data: digits.Digits, directory: Path, console: Console) -> N
     """
     source, out = directory / "digits.parquet", directory / "scored"
     shutil.rmtree(out, ignore_errors=True)
-    rows = write_input(data, source)
-    command = ["qinfer", "submit", digits.NAME, str(source), str(out), "--column", "image=pixels", "--key", "id"]
+    rows = write_input(images, labels, source)
+    command = ["qinfer", "submit", "digits", str(source), str(out), "--column", "image=pixels", "--key", "id"]
     command += ["--passthrough", "shows", "--rows-per-part", "20000", "--url", url, "--wait"]
     console.print(f"\nThe same as a job over a file of {rows:,} rows:\n")
     here = Path.cwd()

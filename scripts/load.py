@@ -16,12 +16,14 @@ class Answer:
         item: The position in `bodies` of the request that was asked.
         status: The HTTP status.
         reply: The parsed JSON body.
+        began_s: When the first byte was sent, by `time.perf_counter`.
         latency_s: From the first byte sent to the last byte received.
     """
 
     item: int
     status: int
     reply: dict[str, Any]
+    began_s: float
     latency_s: float
 
 
@@ -51,9 +53,8 @@ async def _connection(port: int, requests: Sequence[bytes], items: Iterator[int]
             head = await reader.readuntil(b"\r\n\r\n")
             body = await reader.readexactly(_content_length(head))
             latency_s = time.perf_counter() - began_s
-            answers.append(
-                Answer(item=item, status=int(head[9:12]), reply=json.loads(body or b"{}"), latency_s=latency_s)
-            )
+            status, reply = int(head[9:12]), json.loads(body or b"{}")
+            answers.append(Answer(item=item, status=status, reply=reply, began_s=began_s, latency_s=latency_s))
     finally:
         writer.close()
 
