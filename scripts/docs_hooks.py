@@ -24,10 +24,10 @@ FETCHED = re.compile(
 )
 
 PROJECT = {
-    "ARCHITECTURE.md": "explanation/architecture.md",
+    "ARCHITECTURE.md": "builders/architecture.md",
     "README.md": "project/readme.md",
     "CHANGELOG.md": "project/changelog.md",
-    "CONTRIBUTING.md": "project/contributing.md",
+    "CONTRIBUTING.md": "builders/contributing.md",
     "SECURITY.md": "project/security.md",
 }
 """Documents outside docs/ that the navigation names: path in the repository → path in the site."""
@@ -58,6 +58,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         files: All files of the site.
     """
     here = page.file.src_uri
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]  # its list of pages has one row: the cards need the room
     return relinked(markdown, source_path(here), here)
 
 

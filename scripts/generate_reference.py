@@ -112,18 +112,18 @@ def main() -> None:
     for name, text in pages().items():
         (REFERENCE / name).parent.mkdir(exist_ok=True)
         (REFERENCE / name).write_text(text)
-        print(f"docs: wrote docs/reference/{name}")
+        print(f"docs: wrote {(REFERENCE / name).resolve()}")
 
 
 def pages() -> dict[str, str]:
-    """Returns file name and text of every generated page."""
+    """Returns path from docs/reference/, and text, of every generated page."""
     return {
         "settings.md": settings_page(),
         "cli.md": cli_page(),
         "metrics.md": metrics_page(NOTICE),
         "model-config.md": model_config_page(),
         "http-operations.md": http_page(NOTICE),
-        "redis-keys.md": keys_page(NOTICE),
+        "../builders/redis-keys.md": keys_page(NOTICE),
         **alert_pages(NOTICE),
     }
 

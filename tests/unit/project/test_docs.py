@@ -33,7 +33,7 @@ GENERATED = [
     "metrics.md",
     "model-config.md",
     "http-operations.md",
-    "redis-keys.md",
+    "../builders/redis-keys.md",
     "alerts.md",
 ]
 GENERATED += [str(page.relative_to(REFERENCE)) for page in sorted((REFERENCE / "alerts").iterdir())]

@@ -16,6 +16,8 @@ from scripts import docs_hooks
 
 ROOT = docs_hooks.ROOT
 CONFIG: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+INDEXES = {"reference/alerts/": "reference/alerts.md", "explanation/decisions/": "explanation/decisions/README.md"}
+"""Folders whose pages are in no navigation, and the pages that list them."""
 
 
 def named(part: Any) -> Iterator[str]:
@@ -26,22 +28,36 @@ def named(part: Any) -> Iterator[str]:
         yield from named(inner)
 
 
-def test_the_navigation_names_every_page_once_and_nothing_else() -> None:
-    """Pages of docs/, and the project's documents outside it."""
-    pages = {str(page.relative_to(docs_hooks.DOCS)) for page in docs_hooks.DOCS.rglob("*.md")}
+def pages() -> set[str]:
+    return {str(page.relative_to(docs_hooks.DOCS)) for page in docs_hooks.DOCS.rglob("*.md")}
 
-    assert sorted(named(CONFIG["nav"])) == sorted(pages | set(docs_hooks.PROJECT.values()))
+
+def listed(index: str) -> set[str]:
+    """Returns the pages of docs/ that a page links to."""
+    return {target.removeprefix("docs/") for target in docs_hooks._targets(f"docs/{index}")}
+
+
+def test_the_navigation_names_every_page_once_and_nothing_else() -> None:
+    """Pages of docs/, and the project's documents outside it; single alerts and decisions have their indexes."""
+    indexed = {page for page in pages() if page.startswith(tuple(INDEXES)) and not page.endswith("README.md")}
+
+    assert sorted(named(CONFIG["nav"])) == sorted(pages() - indexed | set(docs_hooks.PROJECT.values()))
+
+
+@pytest.mark.parametrize("folder", [*INDEXES, "builders/"])
+def test_an_index_lists_every_page_of_its_folder(folder: str) -> None:
+    index = INDEXES.get(folder, f"{folder}README.md")
+
+    assert {page for page in pages() if page.startswith(folder)} - {index} <= listed(index)
 
 
 def test_the_first_page_links_to_every_guide() -> None:
-    """docs/README.md, which is what people see who have no site, names all but single decisions and alerts."""
-    text = (docs_hooks.DOCS / "README.md").read_text()
-    pages = [str(page.relative_to(docs_hooks.DOCS)) for page in docs_hooks.DOCS.rglob("*.md")]
+    """docs/README.md, which is what people see who have no site, names all that has no index of its own."""
+    indexed = tuple([*INDEXES, "builders/"])
 
-    single = ("explanation/decisions/", "reference/alerts/")
-
-    unnamed = [page for page in pages if page != "README.md" and f"({page})" not in text]
-    assert [page for page in unnamed if not page.startswith(single)] == []
+    unnamed = pages() - listed("README.md") - {"README.md"}
+    assert sorted(page for page in unnamed if not page.startswith(indexed)) == []
+    assert {"builders/README.md", *INDEXES.values()} <= listed("README.md")
 
 
 def test_nothing_is_fetched() -> None:
@@ -81,7 +97,7 @@ def test_links_lead_out_of_docs_and_back() -> None:
         "reference/cli.md",
     )
     assert changed == (
-        "[a](../explanation/architecture.md#layers) [b](../files/examples/digits.py) [c](settings.md#log) "
+        "[a](../builders/architecture.md#layers) [b](../files/examples/digits.py) [c](settings.md#log) "
         "[d](https://example.org/x)"
     )
     back = docs_hooks.relinked("[a](docs/how-to/bulk-jobs.md) [b](examples)", "README.md", "project/readme.md")

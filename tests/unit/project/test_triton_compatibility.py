@@ -1,4 +1,4 @@
-"""The compatibility page answers every row of the feature table, and each answer names tests that exist."""
+"""The compatibility page answers every row of the feature table, and a page for builders names tests for each answer."""
 
 import ast
 import re
@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs/reference/triton-compatibility.md"
-SURFACE = ROOT / "docs/reference/triton-surface.md"
+TESTS = ROOT / "docs/builders/triton-tests.md"
+SURFACE = ROOT / "docs/builders/triton-protocol.md"
 
 PROVED = {"supported", "partly", "refused"}
 STATUSES = PROVED | {"not yet", "not planned"}
@@ -28,10 +29,15 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
+    tests = dict(ROW.findall(TESTS.read_text()))
     return [
-        Row(int(number), *(cell.strip() for cell in cells.split("|")))
+        Row(int(number), *cells_of(cells), cells_of(tests.get(number, "||"))[1])
         for number, cells in ROW.findall(PAGE.read_text())
     ]
+
+
+def cells_of(row: str) -> list[str]:
+    return [cell.strip() for cell in row.split("|")]
 
 
 @cache
@@ -48,6 +54,12 @@ def test_every_feature_is_answered_once() -> None:
 
     assert [row.number for row in rows()] == [int(number) for number, _ in ROW.findall(table)]
     assert len(rows()) == 62
+
+
+def test_every_row_of_tests_is_a_feature() -> None:
+    features = {(row.number, row.feature) for row in rows()}
+
+    assert {(int(number), cells_of(row)[0]) for number, row in ROW.findall(TESTS.read_text())} <= features
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.feature)

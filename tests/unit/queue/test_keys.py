@@ -1,4 +1,4 @@
-"""The keys of docs/reference/redis-keys.md, and the meaning of Redis's error replies."""
+"""The keys of docs/builders/redis-keys.md, and the meaning of Redis's error replies."""
 
 import pytest
 from hiredis import ReplyError
