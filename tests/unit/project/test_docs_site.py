@@ -53,7 +53,7 @@ def test_an_index_lists_every_page_of_its_folder(folder: str) -> None:
 
 def test_the_first_page_links_to_every_guide() -> None:
     """docs/README.md, which is what people see who have no site, names all that has no index of its own."""
-    indexed = tuple([*INDEXES, "builders/"])
+    indexed = (*INDEXES, "builders/")
 
     unnamed = pages() - listed("README.md") - {"README.md"}
     assert sorted(page for page in unnamed if not page.startswith(indexed)) == []

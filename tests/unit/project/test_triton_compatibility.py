@@ -1,4 +1,4 @@
-"""The compatibility page answers every row of the feature table, and a page for builders names tests for each answer."""
+"""The compatibility page answers every row of the feature table, and another page names tests for each answer."""
 
 import ast
 import re
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 def rows() -> list[Row]:
     tests = dict(ROW.findall(TESTS.read_text()))
     return [
-        Row(int(number), *cells_of(cells), cells_of(tests.get(number, "||"))[1])
+        Row(int(number), *[*cells_of(cells), cells_of(tests.get(number, "||"))[1]])
         for number, cells in ROW.findall(PAGE.read_text())
     ]
 
