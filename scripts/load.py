@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,26 +16,42 @@ class Answer:
         item: The position in `bodies` of the request that was asked.
         status: The HTTP status.
         reply: The parsed JSON body.
-        began_s: When the first byte was sent, by `time.perf_counter`.
         latency_s: From the first byte sent to the last byte received.
     """
 
     item: int
     status: int
     reply: dict[str, Any]
-    began_s: float
     latency_s: float
 
 
-async def ask_all(port: int, path: str, bodies: Sequence[bytes], *, rounds: int, connections: int) -> list[Answer]:
-    """Posts every body `rounds` times over `connections` connections; answers come in no particular order."""
+async def ask_all(
+    port: int,
+    path: str,
+    bodies: Sequence[bytes],
+    *,
+    rounds: int,
+    connections: int,
+    halfway: Callable[[], None] = lambda: None,
+) -> list[Answer]:
+    """Posts every body `rounds` times over `connections` connections; answers come in no particular order.
+
+    `halfway` is called once, before the second half of the requests is sent.
+    """
     requests = [_request(path, body) for body in bodies]
-    items = iter([item for _ in range(rounds) for item in range(len(requests))])
+    items = _all_items(len(requests), rounds, halfway)
     answers: list[Answer] = []
     async with asyncio.TaskGroup() as group:
         for _ in range(connections):
             group.create_task(_connection(port, requests, items, answers))
     return answers
+
+
+def _all_items(count: int, rounds: int, halfway: Callable[[], None]) -> Iterator[int]:
+    for number in range(rounds * count):
+        if number == rounds * count // 2:
+            halfway()
+        yield number % count
 
 
 def _request(path: str, body: bytes) -> bytes:
@@ -54,7 +70,7 @@ async def _connection(port: int, requests: Sequence[bytes], items: Iterator[int]
             body = await reader.readexactly(_content_length(head))
             latency_s = time.perf_counter() - began_s
             status, reply = int(head[9:12]), json.loads(body or b"{}")
-            answers.append(Answer(item=item, status=status, reply=reply, began_s=began_s, latency_s=latency_s))
+            answers.append(Answer(item=item, status=status, reply=reply, latency_s=latency_s))
     finally:
         writer.close()
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from examples import digits
+from qinfer.cli.example.example import Name, write
 from tests.support.servers import object_stores
 
 UP = "qinfer up --model-repository models --allow-store ."
@@ -94,12 +95,9 @@ def successors(directory: Path) -> None:
     versions(directory, iterations=400)
 
 
-def demo(directory: Path) -> None:
-    """Makes what `make demo` leaves."""
-    (directory / ".demo").mkdir()
-    digits_model(directory / ".demo")
-    body = json.loads((directory / ".demo" / "digit.json").read_text()) | {"outputs": [{"name": "label"}]}
-    (directory / ".demo" / "digit.json").write_text(json.dumps(body))
+def example(directory: Path) -> None:
+    """Makes what `qinfer example digits` makes."""
+    write(Name.digits, directory)
 
 
 def replacements(directory: Path) -> None:
@@ -128,7 +126,7 @@ def another_model(store: object_stores.ObjectStore, directory: Path) -> None:
 
 
 SCENES = {
-    "README.md": Scene(prepare=demo, serves=UP.replace("models", ".demo/models --data-dir .demo/data")),
+    "README.md": Scene(prepare=example, serves=UP),
     "docs/how-to/asynchronous-requests.md": Scene(prepare=digits_model, serves=UP),
     "docs/how-to/autoscale.md": Scene(prepare=digits_model),
     "docs/how-to/bulk-jobs.md": Scene(prepare=digits_model),

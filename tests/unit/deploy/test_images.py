@@ -15,8 +15,8 @@ from packaging.utils import canonicalize_name
 import qinfer
 from qinfer.core.environments import PREFIX
 from qinfer.core.settings import variable_names
-from tests.support.deploy.locks import locked
 from tests.support.deploy.deployments import DEPLOY, ROOT, Instruction, assert_runs, environment_of, stages, with_bases
+from tests.support.deploy.locks import locked
 
 DOCKER = DEPLOY / "docker"
 FILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cuda"]

@@ -22,6 +22,7 @@ READS_ENVIRONMENT = {
     "qinfer/core/settings.py",
     # Programs.
     "qinfer/jobs/examiner.py",
+    "scripts/demo.py",
     "workers/qinfer_workers/jobs/beat.py",
     "workers/qinfer_workers/renewer.py",
     # A store is opened anew when the variables of its driver have changed.
