@@ -1,6 +1,6 @@
 """What every `Store` promises (`qinfer/storage/store.py`).
 
-`s3-501` is a store that knows no conditional writes. Google's is a stand-in that does what its documentation says.
+`s3-501` is a store that knows no conditional writes. `gcs` is fake-gcs-server, behind a proxy that adds a condition.
 """
 
 import os
@@ -22,7 +22,7 @@ from qinfer.storage import fsspec as fsspec_store
 from qinfer.storage.fsspec import FsspecStore
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Outcome, Store
-from tests.support.servers import gcs_server, object_stores, s3_server
+from tests.support.servers import object_stores, s3_server
 from tests.support.servers.s3_server import S3Server
 from tests.support.servers.servers import matrix
 
@@ -67,8 +67,8 @@ def _started(kind: str, directory: Path, stack: ExitStack) -> tuple[str, dict[st
         found = stack.enter_context(object_stores.azure(directory, "contract"))
         return found.url, dict(found.environment)
     if kind == "gcs":
-        google = stack.enter_context(gcs_server.GcsServer("contract"))
-        return "gs://contract", dict(google.environment)
+        google = stack.enter_context(object_stores.gcs("contract"))
+        return google.url, dict(google.environment)
     return (f"file://{directory}" if kind == "file" else "memory://contract"), {}
 
 

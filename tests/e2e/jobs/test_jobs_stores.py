@@ -1,6 +1,6 @@
 """Bulk jobs through the whole server on real object stores: complete, exact, in order, readable with common tools.
 
-The same suite on a directory, moto's and LocalStack's S3, and Azurite.
+The same suite on a directory, moto's and LocalStack's S3, Azurite, and fake-gcs-server.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning"),  # aiohttp, of adlfs
 ]
 
-KINDS = ["file", *matrix("s3", "s3-localstack", "azure")]
+KINDS = ["file", *matrix("s3", "s3-localstack", "azure", "gcs")]
 BUCKET = "jobs"
 ROWS = 1600
 FILES = {"a": [137] * 7 + [41], "b": [1], "c": [1, 0, 333, 166], "d": [0], "e": [99]}
@@ -67,6 +67,9 @@ def _store(kind: str, folder: Path, stack: ExitStack) -> tuple[Place, dict[str, 
             pytest.skip(object_stores.NO_AZURITE)
         azure = stack.enter_context(object_stores.azure(folder / "azure", BUCKET))
         return Place(azure.url, dict(azure.options)), dict(azure.environment)
+    if kind == "gcs":
+        google = stack.enter_context(object_stores.gcs(BUCKET))
+        return Place(google.url, dict(google.options)), dict(google.environment)
     if kind == "s3":
         endpoint = stack.enter_context(S3Server()).endpoint
     else:

@@ -1,10 +1,11 @@
-"""Model repositories on real object stores: moto's server for S3, azurite for Azure; `gs://` has none here."""
+"""Model repositories on real object stores: moto's server for S3, azurite for Azure, fake-gcs-server for Google."""
 
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from qinfer.core.settings import RepositorySettings
@@ -33,14 +34,21 @@ def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
         yield store
 
 
-@pytest.fixture(params=["s3", *matrix("azure")])
+@pytest.fixture(scope="module")
+def gcs() -> Iterator[ObjectStore]:
+    with object_stores.gcs() as store:
+        yield store
+
+
+@pytest.fixture(params=["s3", *matrix("azure", "gcs")])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     found: ObjectStore = request.getfixturevalue(request.param)
     for name in list(os.environ):
-        if name.startswith(("AWS_", "AZURE_")):
+        if name.startswith(("AWS_", "AZURE_", "STORAGE_")):
             monkeypatch.delenv(name)
     for name, value in found.environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setitem(fsspec.config.conf, "gcs", {"token": "anon"})  # FSSPEC_GCS_TOKEN, which it reads once
     return found
 
 

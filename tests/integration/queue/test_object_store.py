@@ -1,4 +1,7 @@
-"""Payloads and results in a store that speaks S3's protocol: written, copied, swept, away, and under dying workers."""
+"""Payloads and results in a store that speaks S3's protocol: written, copied, swept, away, and under dying workers.
+
+On a store that speaks Google's, they are written, copied and swept.
+"""
 
 import asyncio
 import contextlib
@@ -6,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -18,6 +22,7 @@ from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request_apart
 from tests.support.faulty_backend import SLOW, executed, write_model
+from tests.support.servers import object_stores
 from tests.support.servers.object_storage import BUCKET, ObjectStorage
 from tests.support.servers.servers import free_port
 from tests.support.worker_processes import Process, WorkerProcesses, resume, worker_processes
@@ -71,6 +76,32 @@ async def test_the_sweep_lists_by_expiry(storage: ObjectStorage) -> None:
     assert await store.sweep() == 20
     assert storage.names() == [f"qinfer/{young.name}"]
     await store.close()
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # aiohttp, of gcsfs
+async def test_google_keeps_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small and large ones are written, read and copied; the sweep removes what is old."""
+    now_s = NOW_S
+    monkeypatch.setitem(fsspec.config.conf, "gcs", {"token": "anon"})  # FSSPEC_GCS_TOKEN, which it reads once
+    with object_stores.gcs(BUCKET) as google:
+        for name, value in google.environment.items():
+            monkeypatch.setenv(name, value)
+        limits = LIMITS.model_copy(update={"payload_url": f"{google.url}/qinfer"})
+        store = await ObjectStore.open(limits, RedisSettings(), lambda: now_s)
+        small, large = b"x" * 1000, bytes(51 * 2**20)
+
+        references = [await store.write("m", data, 60.0) for data in (small, large)]
+        copy = await store.copy(references[0], "m", 7200.0)
+
+        assert [await store.read(one) == data for one, data in zip(references, (small, large), strict=True)] == [
+            True
+        ] * 2
+        assert copy is not None
+        now_s += 61 + SWEEP_MARGIN_S
+        assert await store.sweep() == 2
+        assert await store.read(copy) == small
+        await store.close()
 
 
 async def test_a_bucket_that_does_not_exist_is_told_at_the_start(storage: ObjectStorage) -> None:

