@@ -85,7 +85,7 @@ class Room:
             options: What `qinfer up` is called with, besides ports.
             program: The `qinfer` to run; default: that of the environment.
         """
-        ports = {name: _free_port() for name in PORTS}
+        ports = {name: free_port() for name in PORTS}
         command = [str(program or self.bin / "qinfer"), "up", *options]
         command += [word for name in PORTS for word in (f"--{name}-port", str(ports[name]))]
         log = self.work / "up.log"
@@ -147,7 +147,8 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fsspec
-from gcsfs.core import GCSFileSystem
+from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]  # it has no types
 from moto.server import ThreadedMotoServer
 
 from qinfer.testing import wait_until

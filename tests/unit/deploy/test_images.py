@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,7 @@ from packaging.utils import canonicalize_name
 import qinfer
 from qinfer.core.environments import PREFIX
 from qinfer.core.settings import variable_names
+from scripts import try_images
 from tests.support.deploy.deployments import DEPLOY, ROOT, Instruction, assert_runs, environment_of, stages, with_bases
 from tests.support.deploy.locks import locked
 
@@ -81,6 +83,41 @@ def test_programs_run_without_root_and_end_on_sigterm(path: Path, stage: str) ->
             assert_runs(json.loads(check.text[check.text.index("[") :]))
     assert bool(checks) == (stage != "runtime")
     assert {name for name in environment_of(instructions) if name.startswith(PREFIX)} <= set(variable_names())
+
+
+@pytest.mark.parametrize(("path", "stage"), PROGRAMS, ids=lambda value: getattr(value, "name", value))
+def test_an_image_holds_one_environment(path: Path, stage: str) -> None:
+    """A second one above it would hide the first, which stays in a layer."""
+    instructions = with_bases(stages(path), stage)
+
+    assert [each.text.split()[1:] for each in instructions if each.name == "COPY"] == [["/opt/qinfer", "/opt/qinfer"]]
+
+
+@pytest.mark.parametrize(("path", "stage"), PROGRAMS, ids=lambda value: getattr(value, "name", value))
+def test_labels_say_what_an_image_is(path: Path, stage: str) -> None:
+    """The names are OCI's; the version is that of the package."""
+    instructions = with_bases(stages(path), stage)
+    words = [word for each in instructions if each.name == "LABEL" for word in shlex.split(each.text)]
+    labels = dict(word.removeprefix("org.opencontainers.image.").split("=", 1) for word in words)
+
+    assert labels.keys() == {"title", "description", "version", "licenses"}
+    assert (labels["version"], labels["licenses"]) == (qinfer.__version__, "Apache-2.0")
+    assert ("flower" in labels["title"]) == (stage == "flower")
+
+
+def test_every_target_is_tried() -> None:
+    """`scripts/images` runs those of the Dockerfile for CPUs."""
+    assert {*try_images.TARGETS} == {stage for path, stage in PROGRAMS if path.name == "Dockerfile"}
+    assert {target for needed in try_images.USES for target in needed} <= {*try_images.TARGETS}
+
+
+@pytest.mark.parametrize(("name", "python"), [("Dockerfile", "3.11"), ("Dockerfile.cuda", "3.12")])
+def test_what_no_program_reads_is_removed(name: str, python: str) -> None:
+    """From the packages of the environment's Python, before it is compiled."""
+    (command,) = [each.text for each in stages(DOCKER / name)["build"] if "sh slim" in each.text]
+
+    assert f"sh slim /opt/qinfer/lib/python{python}/site-packages" in command
+    assert command.index("slim") < command.index("compileall")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
