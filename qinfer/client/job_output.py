@@ -19,7 +19,7 @@ import msgspec
 from qinfer.client.job_flows import JobStatus, polls
 from qinfer.errors import InvalidRequest, QinferError, ResultNotFound, StoreError, UnsupportedFeature
 from qinfer.storage.hive import Values, number_columns, partition_values
-from qinfer.storage.open import remedy
+from qinfer.storage.open import remedy, url_to_fs
 
 if TYPE_CHECKING:
     import pandas
@@ -169,14 +169,12 @@ def _remedy(status: JobStatus) -> str:
 
 def open_folder(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """Returns the file system of a folder, and the folder's path in it."""
-    try:
-        import fsspec
-    except ImportError:
-        raise UnsupportedFeature("reading the output needs fsspec: pip install 'qinfer-ml[bulk]'") from None
     scheme = url.partition("://")[0]
     try:
-        files, path = fsspec.core.url_to_fs(url, **options)
-    except ImportError:
+        files, path = url_to_fs(url, options)
+    except ImportError as error:
+        if error.name == "fsspec":
+            raise UnsupportedFeature("reading the output needs fsspec: pip install 'qinfer-ml[bulk]'") from None
         raise UnsupportedFeature(f"reading {scheme}:// needs a library: {remedy(scheme)}") from None
     except ValueError as error:
         raise StoreError(f"the output at {url} can't be opened: {error}") from None

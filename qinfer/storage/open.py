@@ -92,13 +92,32 @@ def open_store(
         from qinfer.storage.local import LocalStore
 
         return LocalStore(), url.rstrip("/")
-    files, path = _file_system(kind, url, options or {})
+    files, path = _file_system(url, options or {})
     from qinfer.storage import fsspec
 
     if kind == "s3":
         files.retries = _S3_TRIES
     stores = {"s3": fsspec.S3Store, "gcs": fsspec.GcsStore, "azure": fsspec.AzureStore, "memory": fsspec.MemoryStore}
     return stores.get(kind, fsspec.FsspecStore)(files, listing_timeout_s), url.rstrip("/") if kind else path
+
+
+def url_to_fs(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Returns the driver of a URL, and the URL's path there, as fsspec's function of this name.
+
+    Args:
+        url: The URL, of any kind that fsspec knows.
+        options: What the driver is opened with.
+    """
+    import fsspec
+
+    if _KINDS.get(url.partition("://")[0].lower()) != "gcs":
+        files, path = fsspec.core.url_to_fs(url, **options)
+        return files, str(path)
+    # Not fsspec's choice, which asks a second API for the kind of a bucket, for a minute where that is not reached, and
+    # writes to zonal ones in a way that shows a file while it grows.
+    from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]  # it has no types
+
+    return GCSFileSystem(**options), str(GCSFileSystem._strip_protocol(url))
 
 
 def driver_options(scheme: str) -> dict[str, Any]:
@@ -125,19 +144,13 @@ def remedy(scheme: str) -> str:
     )
 
 
-def _file_system(kind: str, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """Opens fsspec's file system of a URL; returns it, and the URL's path there."""
     scheme = url.partition("://")[0]
     try:
         import fsspec
 
-        if kind == "gcs":
-            # Not fsspec's choice, which asks a second API for the kind of a bucket, and writes to zonal ones in a way
-            # that shows a file while it grows.
-            from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]  # it has no types
-
-            return GCSFileSystem(**driver_options(scheme), **options), ""
-        files, path = fsspec.core.url_to_fs(url, **{**driver_options(scheme), **options})
+        files, path = url_to_fs(url, {**driver_options(scheme), **options})
     except ImportError:
         raise UnsupportedFeature(
             f"this server has no driver for {scheme}://; its operator installs it with {remedy(scheme)}"
@@ -146,4 +159,4 @@ def _file_system(kind: str, url: str, options: Mapping[str, Any]) -> tuple[Any, 
         if isinstance(error, ValueError) and scheme not in fsspec.available_protocols():
             raise InvalidRequest(f"'{scheme[:20]}://' is no kind of store that fsspec knows") from None
         fail(error, url)
-    return files, str(path).rstrip("/")
+    return files, path.rstrip("/")

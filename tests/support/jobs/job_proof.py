@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import duckdb
-import fsspec
 import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 from onnx import helper
 
 from qinfer.jobs.manifest import decode_manifest, decode_success
+from qinfer.storage.open import url_to_fs
 from tests.support import models
 
 MODEL = "twice"
@@ -68,11 +68,11 @@ class Place:
 
     @property
     def files(self) -> Any:
-        return fsspec.core.url_to_fs(self.url, **self.options)[0]
+        return url_to_fs(self.url, self.options)[0]
 
     def path(self, name: str) -> str:
         """Returns the path of something below, as the file system wants it."""
-        return f"{fsspec.core.url_to_fs(self.url, **self.options)[1].rstrip('/')}/{name}"
+        return f"{url_to_fs(self.url, self.options)[1].rstrip('/')}/{name}"
 
     def put(self, name: str, content: bytes) -> None:
         self.files.makedirs(self.path(name).rpartition("/")[0], exist_ok=True)

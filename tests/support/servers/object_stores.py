@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fsspec
-from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]  # it has no types
 from moto.server import ThreadedMotoServer
 
+from qinfer.storage.open import url_to_fs
 from qinfer.testing import wait_until
 from tests.support.servers.gcs_server import GcsServer
 
@@ -47,12 +47,12 @@ class ObjectStore:
 
     def put(self, path: str, content: bytes) -> None:
         """Writes one object."""
-        files, root = fsspec.core.url_to_fs(self.url, **self.options)
+        files, root = url_to_fs(self.url, self.options)
         files.pipe_file(f"{root}/{path}", content)
 
     def remove(self, path: str) -> None:
         """Removes one object."""
-        files, root = fsspec.core.url_to_fs(self.url, **self.options)
+        files, root = url_to_fs(self.url, self.options)
         files.rm(f"{root}/{path}")
 
 
@@ -107,8 +107,6 @@ def azure(directory: Path, container: str = "models") -> Iterator[ObjectStore]:
 @contextmanager
 def gcs(bucket: str = "models") -> Iterator[ObjectStore]:
     """Runs a server that speaks the JSON API of Google Cloud Storage."""
-    # The driver that qinfer uses; fsspec's choice asks a gRPC service that this server has not got, for a minute.
-    fsspec.register_implementation("gs", GCSFileSystem, clobber=True)
     with GcsServer(bucket) as server:
         options = {"endpoint_url": server.endpoint, "token": "anon", "use_listings_cache": False}
         yield ObjectStore(url=f"gs://{bucket}", environment=server.environment, options=options)

@@ -5,9 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import pytest
+from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]  # it has no types
 
+from qinfer.client.job_output import open_folder
 from qinfer.storage import open as opening
-from qinfer.storage.open import driver_options, store_for
+from qinfer.storage.open import driver_options, store_for, url_to_fs
 from qinfer.storage.store import Store
 
 LONG_S = 30.0
@@ -16,6 +18,14 @@ LONG_S = 30.0
 @pytest.fixture(autouse=True)
 def nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "_opened", {})
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/out", "gcs://bucket/out"])
+def test_output_on_google_is_read_by_the_driver_that_wrote_it(url: str) -> None:
+    """The choice of fsspec asks a second API about the bucket first."""
+    for files, path in (open_folder(url, {"token": "anon"}), url_to_fs(url, {"token": "anon"})):
+        assert type(files) is GCSFileSystem
+        assert path == "bucket/out"
 
 
 def test_a_driver_that_takes_long_does_not_delay_other_stores(monkeypatch: pytest.MonkeyPatch) -> None:
