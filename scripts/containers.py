@@ -136,12 +136,16 @@ class Docker(Engine):
     def build(self, target: str) -> str:
         """Implements `Engine.build`."""
         image = f"qinfer-{target}:test"
-        _checked([self._program, "build", "-f", str(DOCKERFILE), "--target", target, "-t", image, str(ROOT)])
+        # podman's own format has no health checks.
+        options = ["--format", "docker"] if self._program == "podman" else []
+        _checked([self._program, "build", *options, "-f", str(DOCKERFILE), "--target", target, "-t", image, str(ROOT)])
         return image
 
     def config(self, image: str) -> Config:
         """Implements `Engine.config`."""
-        return _config_of(self._inspect(image)["Config"])
+        found = self._inspect(image)
+        health = {"Healthcheck": found["Healthcheck"]} if found.get("Healthcheck") else {}  # where podman has it
+        return _config_of(found["Config"] | health)
 
     def size(self, image: str) -> str:
         """Implements `Engine.size`."""
@@ -151,7 +155,7 @@ class Docker(Engine):
         self, image: str, command: Sequence[str], environment: Mapping[str, str], volumes: Sequence[str]
     ) -> Container:
         """Implements `Engine.start`."""
-        options = ["--detach", "--network", "host", *_options(environment, volumes)]
+        options = ["--detach", "--network", "host", "--no-healthcheck", *_options(environment, volumes)]
         return _DockerContainer(self._program, _checked([self._program, "run", *options, image, *command]).strip())
 
     def _inspect(self, image: str) -> dict[str, Any]:
