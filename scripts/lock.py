@@ -74,8 +74,7 @@ LOCKS = (
     Lock(
         path=f"{IMAGES}-flower.txt",
         purpose="Celery's monitor, in an image of its own",
-        wanted=(IMAGE, "flower>=2.0"),
-        after=f"{IMAGES}.txt",
+        wanted=("celery[redis]>=5.7,<6", "flower>=2.0"),
     ),
     Lock(path=f"{IMAGES}-build.txt", purpose="tools that build the wheel; no image contains them", wanted=BUILD),
 )

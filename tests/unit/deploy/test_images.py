@@ -176,6 +176,15 @@ def test_pins_are_complete_and_fit_one_another() -> None:
             assert requirement.specifier.contains(version, prereleases=True), f"{name} needs {requirement}"
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_further_packages_are_installed_apart_from_the_locks(path: Path) -> None:
+    """Beside hashes, pip refuses a package without one."""
+    commands = [each.text for each in stages(path)["build"] if each.name == "RUN" and "pip install" in each.text]
+
+    assert any("EXTRA_PACKAGES" in text for text in commands)
+    assert not [text for text in commands if "EXTRA_PACKAGES" in text and "-r " in text]
+
+
 def test_both_images_have_the_same_runtime() -> None:
     """What is tested on CPUs is what runs on GPUs."""
     assert pins("requirements-cpu.txt")["onnxruntime"] == pins("requirements-cuda.txt")["onnxruntime-gpu"]
