@@ -40,7 +40,6 @@ def main() -> int:
     try:
         settings = load_settings()
         logs.configure(settings.log, "gateway")
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its start-up lines repeat ours
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(settings))
     except SettingsError as error:

@@ -144,7 +144,7 @@ def bind(http: HttpSettings) -> socket.socket:
     Raises:
         SettingsError: The address is taken or not ours, or a TLS file can't be used.
     """
-    read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)  # uvicorn reads them itself, when it is too late
+    read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)  # the server reads them again, when it is too late
     listener = bound_socket("HTTP", http.host, http.port, "choose another, 0 is any")
     # Its connections have it too. asyncio sets it for sockets whose protocol is named only; without it the body of a
     # route's reply, which is a write of its own, waits for the acknowledgement of the head: up to 40 ms.
@@ -409,7 +409,7 @@ class Gateway:
             if self.rpc is not None:
                 await self.rpc.start()
                 group.create_task(self._serve_rpc(self.rpc))
-            await self._server.serve(sockets=[self._listener])
+            await self._server.serve(self._listener)
 
     async def _serve_rpc(self, rpc: "RpcServer") -> None:
         await self._stopping.wait()
@@ -432,7 +432,6 @@ class Gateway:
         """Health answers 503, no connection and no request is accepted any more."""
         self.dispatcher.draining = True
         self.requests.waits.end()
-        self._server.should_exit = True
         self._server.turn_away()
         asyncio.get_running_loop().call_later(self._drain_s, self._give_up)
 

@@ -1,7 +1,7 @@
 """Logs: one JSON object per line on stderr, or text for people.
 
 `{"at": "2026-01-31T09:00:00.123Z", "level": "INFO", "logger": "…", "event": "…", "process": "gateway", …extra}`: the
-event is a short constant, its data are the record's `extra`. Warnings and uvicorn's loggers come out the same way.
+event is a short constant, its data are the record's `extra`. Warnings come out the same way.
 
 The switches that clients set while the server is running (`Switches`) hold for the programs' own lines and those of
 libraries, but for the verbose ones: those of other libraries come only when the process was started with level DEBUG.
@@ -20,14 +20,13 @@ import msgspec
 
 from qinfer.core.settings import LogSettings
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _OURS = ("qinfer", "qinfer_api", "qinfer_workers")
 ACCESS, AUDIT = "qinfer.access", "qinfer.audit"
 """Loggers whose lines are wanted whatever the level: who asks for them asks by settings of their own."""
 EXCEPTION = "exception"
 """The field of a traceback; as `extra`, that of an exception of another process."""
 _ALWAYS = frozenset((ACCESS, AUDIT))
-_UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
 
 def configure(log: LogSettings, process: str, stream: TextIO | None = None) -> None:
@@ -46,10 +45,6 @@ def configure(log: LogSettings, process: str, stream: TextIO | None = None) -> N
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(log.level)
-    for name in _UVICORN:  # uvicorn's own handlers would print every line again, in another format
-        logger = logging.getLogger(name)
-        logger.handlers.clear()
-        logger.propagate = True
     for name in _ALWAYS:
         logging.getLogger(name).setLevel(logging.INFO)
     if log.format == "json":

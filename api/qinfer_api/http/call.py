@@ -1,4 +1,4 @@
-"""A request on the fast path: from its head to its reply. The connection that it came by is in `fast.py`."""
+"""A request on the fast path: from its head to its reply. The connection that it came by is in `connection.py`."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ class Call:
     """One request on the fast path, from its head to its reply; the sink of its own response.
 
     Attributes:
-        head: Its head; `None` for one that was refused while it was read.
+        head: Its head.
         parts: The body, in the pieces in which it arrives.
         reply: Its answer, once there is one.
         request: The request that it became; one without an id until then.
@@ -47,7 +47,7 @@ class Call:
     no_stream = DECOUPLED
     __slots__ = ("_codec", "_connection", "_pending", "_plan", "head", "parts", "reply", "request")
 
-    def __init__(self, connection: Connection, head: Head | None) -> None:
+    def __init__(self, connection: Connection, head: Head) -> None:
         self._connection = connection
         self._pending: Pending | None = None
         self._codec: InferCodec
@@ -56,6 +56,15 @@ class Call:
         self.parts: list[bytes] = []
         self.reply: Reply | None = None
         self.request = _NO_REQUEST
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request that it became; empty until then."""
+        return self.request.id
+
+    def feed(self, body: bytes) -> None:
+        """Takes a piece of the body."""
+        self.parts.append(body)
 
     def deliver(self, response: Response) -> None:
         """Takes the response; a large one takes milliseconds to encode, and is encoded off the loop."""
@@ -71,7 +80,7 @@ class Call:
 
     def _encoded(self, response: Response) -> Reply:
         reply = self._codec.encode(response, self.request.client_id, self._plan)
-        encoding = self.head.encoding if self.head is not None else None
+        encoding = self.head.encoding
         return reply if encoding is None or reply.status != 200 else reply.compressed(encoding)
 
     def _encoded_in_thread(self, done: "asyncio.Future[Reply]") -> None:
@@ -90,7 +99,6 @@ class Call:
     def start(self, dispatcher: Dispatcher, codec: InferCodec) -> None:
         """Decodes and submits the request whose body is complete; answers an invalid one with its error."""
         head = self.head
-        assert head is not None
         body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
         self.parts = []
         self._codec = codec

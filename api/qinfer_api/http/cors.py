@@ -7,7 +7,7 @@ Only browsers obey these headers: they keep pages apart, and are no access contr
 from collections.abc import Iterable
 
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qinfer.core.settings_cors import ANY, CorsSettings
 from qinfer_api.http.head import Head, origin_in
@@ -33,9 +33,8 @@ class Cors:
         self._of: dict[bytes, Headers] = {}
         for origin in () if self._is_open else settings.allow_origins:
             self._of[origin.encode()] = [(b"access-control-allow-origin", origin.encode()), *told, _VARIES]
-        self._others: Headers = [(b"access-control-allow-origin", b"*"), *told] if self._is_open else [_VARIES]
         self._writers = {origin: Writer(headers) for origin, headers in self._of.items()}
-        self._others_writer = Writer(self._others)
+        self._others = Writer([(b"access-control-allow-origin", b"*"), *told] if self._is_open else [_VARIES])
         self._preflight: Headers = [
             (b"access-control-allow-methods", _listed(settings.allow_methods)),
             (b"access-control-allow-headers", _listed(settings.allow_headers)),
@@ -47,10 +46,6 @@ class Cors:
         """Returns what the settings ask for; `None` where CORS is off."""
         return cls(settings) if settings.allow_origins else None
 
-    def headers(self, origin: bytes) -> Headers:
-        """Returns what every reply to an origin has besides its own headers; an empty origin is none."""
-        return self._of.get(origin, self._others)
-
     def writer(self, head: Head | None, read: Headers) -> Writer:
         """Returns what renders the reply on the fast path.
 
@@ -59,8 +54,8 @@ class Cors:
             read: The headers that had been read by then.
         """
         if self._is_open:
-            return self._others_writer
-        return self._writers.get(origin_in(read) if head is None else head.origin(), self._others_writer)
+            return self._others
+        return self._writers.get(origin_in(read) if head is None else head.origin(), self._others)
 
     def preflight(self, origin: bytes) -> Headers | None:
         """Returns what a browser is told that asks what a page of an origin may send; `None` = nothing."""
@@ -68,7 +63,7 @@ class Cors:
 
 
 class CorsApp:
-    """An ASGI application whose replies tell browsers what pages of other origins may do.
+    """An ASGI application that answers preflights: what pages of other origins may do.
 
     Args:
         app: The application.
@@ -82,17 +77,10 @@ class CorsApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a preflight; passes any other request on."""
         origin = origin_in(scope["headers"])
-        told = self._cors.headers(origin)
-
-        async def send_told(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *told]
-            await send(message)
-
         if scope["method"] == "OPTIONS" and origin and _asks_for_a_method(scope["headers"]):
-            await _answer(self._cors.preflight(origin), origin)(scope, receive, send_told)
+            await _answer(self._cors.preflight(origin), origin)(scope, receive, send)
         else:
-            await self._app(scope, receive, send_told)
+            await self._app(scope, receive, send)
 
 
 def _asks_for_a_method(headers: Headers) -> bool:

@@ -243,7 +243,7 @@ def _target_line(target: str) -> bytes:
 
 
 class Writer:
-    """Renders replies; keeps the block of headers that every reply carries, which uvicorn renews once a second.
+    """Renders replies; keeps the block of headers that every reply carries, which the server renews once a second.
 
     Args:
         own: Headers that every reply of this writer has besides.
@@ -256,10 +256,7 @@ class Writer:
 
     def render(self, reply: Reply, common: Headers, request_id: str, *, close: bool) -> bytes:
         """Returns the whole reply: status line, common headers, the request's id, its own headers, body."""
-        if common is not self._common:
-            lines = [b"%b: %b\r\n" % pair for pair in (*common, *self._own)]
-            self._common, self._block = common, b"".join((*lines, ID_HEADER, b": "))
-            self._ok = _STATUS_LINES[200] + self._block
+        self._renew(common)
         body, name = reply.body, header_value(request_id)
         if (
             reply.status == 200
@@ -271,6 +268,17 @@ class Writer:
             return b"%b%b\r\n%b%d\r\n\r\n%b" % (self._ok, name, begin, len(body), body)
         end = b"connection: close\r\n\r\n" if close else b"\r\n"
         return b"".join((_STATUS_LINES[reply.status], self._block, name, b"\r\n", reply.head(), end, body))
+
+    def begin(self, status: int, common: Headers, request_id: str) -> bytes:
+        """Returns the begin of a reply: status line, common headers, the request's id."""
+        self._renew(common)
+        return b"%b%b%b\r\n" % (_STATUS_LINES[status], self._block, header_value(request_id))
+
+    def _renew(self, common: Headers) -> None:
+        if common is not self._common:
+            lines = [b"%b: %b\r\n" % pair for pair in (*common, *self._own)]
+            self._common, self._block = common, b"".join((*lines, ID_HEADER, b": "))
+            self._ok = _STATUS_LINES[200] + self._block
 
 
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"

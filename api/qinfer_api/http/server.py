@@ -1,4 +1,4 @@
-"""uvicorn's server with the connections of `fast.py`, the sockets it listens on, and the certificate that it shows."""
+"""The HTTP server: the sockets it listens on, the certificate that it shows, and its end."""
 
 import asyncio
 import contextlib
@@ -6,20 +6,15 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
 
-import uvicorn
-import uvicorn.config
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from qinfer.core.settings import HttpSettings
 from qinfer.errors import SettingsError
+from qinfer_api.http.connection import Port
 from qinfer_api.http.cors import CorsApp
-from qinfer_api.http.fast import IN_REPLY_TO, FastPath, QinferHttpProtocol
-from qinfer_api.http.infer import ID_HEADER, header_value
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
@@ -130,64 +125,72 @@ def read_tls_file(variable: str, path: str) -> bytes:
         raise SettingsError(f"{variable}={path}: there is no such file, or it can't be read") from None
 
 
-class QuietServer(uvicorn.Server):
-    """Captures no signals: uvicorn would raise them again at the end, and the exit code would be the signal's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
-        yield
-
-
-class _Named:
-    """An ASGI application whose replies name the id of their request, as those of the fast path do.
-
-    Args:
-        app: The application.
-        new_id: Makes the ids of replies to what became no request.
-    """
-
-    def __init__(self, app: ASGIApp, new_id: Callable[[], str]) -> None:
-        self._app = app
-        self._new_id = new_id
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on."""
-
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                request = scope["state"].get(IN_REPLY_TO)
-                request_id = (request.id if request is not None else "") or self._new_id()
-                message["headers"] = [(ID_HEADER, header_value(request_id)), *message["headers"]]
-            await send(message)
-
-        await self._app(scope, receive, send_named)
-
-
-_TICKS_PER_S = 10  # of uvicorn's main loop
 _LAST_REPLIES_S = 1.0  # to write the refusals of what was not answered within the drain time
 
 
-class HttpServer(QuietServer):
-    """uvicorn's server, with its signal handling left to the program and its tick used for timeouts.
+class HttpServer:
+    """Serves an ASGI application, and what the connections of a port answer below it.
 
     Args:
-        http: Timeouts and TLS.
-        app: The ASGI application, for what does not take the fast path.
-        fast: What its connections share.
+        http: The drain time, and TLS.
+        app: The application.
+        port: What its connections share.
         serving: Called once connections are accepted.
+
+    Attributes:
+        port: As given.
     """
 
-    def __init__(self, http: HttpSettings, app: Any, fast: FastPath, serving: Callable[[], None]) -> None:
-        app = app if fast.cors is None else CorsApp(app, fast.cors)
-        super().__init__(_config(http, _Named(app, fast.new_id), fast))
+    def __init__(self, http: HttpSettings, app: ASGIApp, port: Port, serving: Callable[[], None] | None = None) -> None:
+        self.port = port
+        port.app = app if port.cors is None else CorsApp(app, port.cors)
         self._http = http
         self._serving = serving
+        self._server: asyncio.Server | None = None
+        self._ends = asyncio.Event()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Tells when connections are accepted."""
-        await super().startup(sockets)
-        self._serving()
+    async def serve(self, listener: socket.socket) -> None:
+        """Serves until `turn_away`; then the requests in flight have the drain time."""
+        loop, tls = asyncio.get_running_loop(), _tls(self._http)
+        async with asyncio.TaskGroup() as group:
+            ticking = group.create_task(self._tick())
+            self._server = await loop.create_server(self.port.connect, sock=listener, ssl=tls, backlog=BACKLOG)
+            if self._serving is not None:
+                self._serving()
+            await self._ends.wait()
+            await self.end()
+            ticking.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            self.port.tick(time.monotonic())
+            await asyncio.sleep(1)
+
+    def turn_away(self) -> None:
+        """Takes no connection and no request from now on."""
+        self._ends.set()
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self.port.connections):
+            connection.shutdown()
+
+    async def end(self) -> None:
+        """Turns away, waits for the requests in flight as long as they may take, and ends what is left."""
+        self.turn_away()
+        port = self.port
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._http.drain_s + _LAST_REPLIES_S):
+                while port.connections:
+                    port.is_idle.clear()
+                    await port.is_idle.wait()
+                if port.tasks:
+                    await asyncio.wait(port.tasks)
+        for connection in tuple(port.connections):
+            connection.transport.abort()
+        for task in port.tasks:
+            task.cancel()
+        if port.tasks:
+            await asyncio.wait(port.tasks, timeout=_LAST_REPLIES_S)
 
     async def show_certificate(self) -> None:
         """Shows new connections the certificate that its files have now.
@@ -196,73 +199,18 @@ class HttpServer(QuietServer):
             SettingsError: The files can't be read or used.
             OSError: No new context or socket can be made.
         """
-        if not self.started:
+        tls = await asyncio.to_thread(_tls, self._http)
+        if self._server is None or tls is None:
             return
-        tls = await asyncio.to_thread(self._context)
-        (server,) = self.servers
-        successor = await listen_anew(server, self._connect, tls)
-        self.servers = [successor]
-        if self.should_exit:  # meanwhile
-            successor.close()
-
-    def _context(self) -> ssl.SSLContext:
-        http, config = self._http, self.config
-        read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)
-        return uvicorn.config.create_ssl_context(
-            http.tls_certfile,
-            http.tls_keyfile,
-            config.ssl_keyfile_password,
-            config.ssl_version,
-            config.ssl_cert_reqs,
-            config.ssl_ca_certs,
-            config.ssl_ciphers,
-        )
-
-    def _connect(self) -> asyncio.Protocol:
-        make: Any = self.config.http_protocol_class
-        connection: asyncio.Protocol = make(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return connection
-
-    def turn_away(self) -> None:
-        """Takes no connection and no request from now on; uvicorn would only at its next tick, and refuse till then."""
-        if not self.started:
-            return
-        for server in self.servers:
-            server.close()
-        for connection in tuple(self.server_state.connections):
-            connection.shutdown()
-
-    async def on_tick(self, counter: int) -> bool:
-        """Looks after the connections' timeouts once a second."""
-        if counter % _TICKS_PER_S == 0:
-            now_s = time.monotonic()
-            for connection in tuple(self.server_state.connections):
-                cast(QinferHttpProtocol, connection).check_timeouts(now_s)
-        return await super().on_tick(counter)
+        self._server = await listen_anew(self._server, self.port.connect, tls)
+        if self._ends.is_set():  # meanwhile
+            self._server.close()
 
 
-def quiet_config(app: Any, **options: Any) -> uvicorn.Config:
-    """Returns a configuration of uvicorn that logs nothing and adds nothing of its own."""
-    return uvicorn.Config(
-        app,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        **options,
-    )
-
-
-def _config(http: HttpSettings, app: Any, fast: FastPath) -> uvicorn.Config:
-    return quiet_config(
-        app,
-        http=partial(QinferHttpProtocol, fast),
-        timeout_keep_alive=http.keep_alive_s,
-        timeout_graceful_shutdown=http.drain_s + _LAST_REPLIES_S,
-        ssl_certfile=http.tls_certfile or None,
-        ssl_keyfile=http.tls_keyfile or None,
-    )
+def _tls(http: HttpSettings) -> ssl.SSLContext | None:
+    if read_certificate("HTTP", http.tls_certfile, http.tls_keyfile) is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(http.tls_certfile, http.tls_keyfile)
+    return context

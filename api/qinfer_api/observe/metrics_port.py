@@ -8,12 +8,12 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from qinfer.core.settings import Settings
-from qinfer_api.http.server import QuietServer, bound_socket, netloc, quiet_config
+from qinfer.core.settings import HttpSettings, Settings
+from qinfer_api.http.connection import Port
+from qinfer_api.http.server import HttpServer, bound_socket, netloc
 from qinfer_api.rest.services import ERROR_HANDLERS
 
 _CONTENT_TYPE = "text/plain; charset=utf-8"  # Triton's; Prometheus takes it as its text format
-_LAST_REPLIES_S = 1
 Render = Callable[[str, str], Awaitable[tuple[bytes, str]]]
 
 
@@ -44,15 +44,15 @@ class MetricsPort:
     def __init__(self, listener: socket.socket, render: Render) -> None:
         self.url = f"http://{netloc(*listener.getsockname()[:2])}/metrics"
         self._listener = listener
-        self._server = QuietServer(quiet_config(_app(render), timeout_graceful_shutdown=_LAST_REPLIES_S))
+        http = HttpSettings(drain_s=0)
+        self._server = HttpServer(http, _app(render), Port(http))
 
     async def serve(self) -> None:
         """Serves until cancelled."""
         try:
-            await self._server.serve(sockets=[self._listener])
+            await self._server.serve(self._listener)
         except asyncio.CancelledError:
-            if self._server.started:
-                await self._server.shutdown(sockets=[self._listener])
+            await self._server.end()
             raise
         finally:
             self.close()

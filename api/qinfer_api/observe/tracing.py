@@ -47,8 +47,7 @@ from qinfer.submission.pending import Pending, Sink
 from qinfer_api.access_log import inner_of
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.call import Call
-from qinfer_api.http.fast import QinferHttpProtocol
+from qinfer_api.http.call import Call, Connection
 from qinfer_api.http.head import Head
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.observe.trace_file import Sampling, Stamps, TraceFile, start_of
@@ -125,7 +124,7 @@ class TracedCall(Call):
 
     __slots__ = ("read_s", "received_s")
 
-    def __init__(self, connection: QinferHttpProtocol, head: Head | None) -> None:
+    def __init__(self, connection: Connection, head: Head) -> None:
         super().__init__(connection, head)
         self.received_s = self.read_s = time.monotonic()
 

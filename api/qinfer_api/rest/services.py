@@ -34,7 +34,7 @@ from qinfer.wire.outputs import OutputPlan
 from qinfer_api.audit import administrative
 from qinfer_api.auth import ANONYMOUS, Context, Restrictions, caller_of
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import IN_REPLY_TO, SENT_HEADERS
+from qinfer_api.http.cycle import IN_REPLY_TO, SENT_HEADERS
 from qinfer_api.http.head import MAX_FAST_BYTES
 from qinfer_api.http.infer import (
     JSON_LENGTH_HEADER,
@@ -124,8 +124,7 @@ def idempotency_key(request: Request) -> str | None:
 def forward_headers(services: Services, request: Request, decoded: InferRequest) -> None:
     """Makes headers of a request its parameters, where they are forwarded."""
     if services.forward is not None:
-        sent = getattr(request.state, SENT_HEADERS, request.headers.raw)
-        with_headers(decoded, forwarded(services.forward, sent))
+        with_headers(decoded, forwarded(services.forward, request.scope["state"][SENT_HEADERS]))
 
 
 def authorize(

@@ -55,7 +55,7 @@ async def test_new_connections_are_shown_the_new_certificate(tmp_path: Path) -> 
 
                 await eventually(is_shown, description="the new certificate")
                 assert (await client.get("/v2/health/live")).status_code == 200
-            (connection,) = running.gateway._server.server_state.connections
+            (connection,) = running.gateway._server.port.connections
             assert connection is not None
         port = running.port
     with pytest.raises(OSError, match="Connect call failed"):

@@ -13,7 +13,8 @@ import pytest
 
 from qinfer.core.settings import HttpSettings
 from qinfer_api.app import bind
-from qinfer_api.http.fast import MAX_CHUNKS, MAX_FRAMING_BYTES, MAX_HEAD_BYTES, QinferHttpProtocol
+from qinfer_api.http.connection import MAX_CHUNKS, MAX_FRAMING_BYTES, MAX_HEAD_BYTES
+from qinfer_api.http.fast import QinferHttpProtocol
 from tests.support.gateway import Running, running_gateway, settings_of
 
 URL = "/v2/models/echo/infer"
@@ -84,7 +85,7 @@ async def connected(running: Running, context: ssl.SSLContext | None = None) -> 
 
 def the_connection(running: Running) -> QinferHttpProtocol:
     """Returns the server's side of the only connection."""
-    (connection,) = running.gateway._server.server_state.connections
+    (connection,) = running.gateway._server.port.connections
     assert isinstance(connection, QinferHttpProtocol)
     return connection
 
@@ -371,19 +372,6 @@ async def test_tls(certificate: tuple[Path, Path]) -> None:
         assert [await client.client_id(), await client.client_id()] == ["a", "b"]
 
 
-async def test_a_busy_connection_is_not_closed_by_the_timer_of_an_earlier_request() -> None:
-    """Uvicorn arms a keep-alive timer after an ASGI reply; requests that skip its parser would not stop it."""
-    async with running_gateway(settings_of({"keep_alive_s": 0.2})) as running, connected(running) as client:
-        client.send(get("/v2/health/live"))
-        assert (await client.reply())[0] == 200
-
-        protocol = the_connection(running)
-        assert protocol.timeout_keep_alive_task is None
-
-        client.send(infer("a"))
-        assert await client.client_id() == "a"
-
-
 async def test_answered_requests_are_not_kept() -> None:
     """However the packets fall: here each ends within the next request."""
     async with running_gateway() as running, connected(running) as client:
@@ -394,7 +382,7 @@ async def test_answered_requests_are_not_kept() -> None:
             await client.writer.drain()
         assert [await client.client_id() for _ in range(20)] == [str(number) for number in range(20)]
 
-        assert not the_connection(running)._calls
+        assert not the_connection(running)._queue
 
 
 async def test_trailers_are_not_kept() -> None:

@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from qinfer.core.settings import RepositorySettings
 from qinfer.core.settings_trace import TraceSettings
-from qinfer_api.http.fast import MAX_CHUNKS
+from qinfer_api.http.connection import MAX_CHUNKS
 from tests.support.gateway import settings_of
 from tests.support.threaded_gateway import Server
 

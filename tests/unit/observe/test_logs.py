@@ -117,17 +117,15 @@ def test_extra_fields_replace_no_field_of_the_line(stream: io.StringIO) -> None:
     assert (lines(stream)[0]["event"], lines(stream)[0]["level"]) == ("e", "INFO")
 
 
-def test_warnings_and_uvicorn_come_out_once(stream: io.StringIO) -> None:
-    """In the same format, whatever handlers uvicorn had set."""
-    logging.getLogger("uvicorn").addHandler(logging.StreamHandler(stream))
+def test_warnings_come_out_once(stream: io.StringIO) -> None:
+    """In the same format."""
     configure(LogSettings(), "gateway", stream)
 
-    logging.getLogger("uvicorn.error").info("started")
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.warn("old", UserWarning, stacklevel=1)
 
-    assert [line["logger"] for line in lines(stream)] == ["uvicorn.error", "py.warnings"]
+    assert [line["logger"] for line in lines(stream)] == ["py.warnings"]
 
 
 def test_the_level_is_kept() -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 CLIENTS = {"httpx", "rich", "typer"}
-GATEWAY = {"fastapi", "starlette", "uvicorn"}
+GATEWAY = {"fastapi", "starlette"}
 JOBS = {"celery", "kombu", "pyarrow", "pandas"}
 OTHERS = {"fsspec", "grpc", "onnxruntime", "opentelemetry.exporter", "sklearn", "torch", "tritonclient"}
 

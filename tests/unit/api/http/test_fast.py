@@ -11,7 +11,6 @@ from qinfer.errors import InvalidRequest, ModelNotFound, QinferError
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.call import Call
-from qinfer_api.http.fast import QinferHttpProtocol
 from qinfer_api.http.head import MAX_FAST_BYTES, parse_target, read_head
 from qinfer_api.http.infer import InferCodec, Reply, Target, Writer, compile_forward, parse_json_length, parse_version
 from qinfer_api.shared_memory import SharedMemory
@@ -192,7 +191,9 @@ async def test_a_client_may_leave_while_its_inputs_are_read(leaves: bool) -> Non
     dispatcher, memory = _Dispatcher(), SharedMemory(allowed=True)
     codec = InferCodec(cast(Dispatcher, dispatcher), memory, Settings())
     connection = _Connection()
-    call = Call(cast(QinferHttpProtocol, connection), read_head(URL, [LENGTH]))
+    head = read_head(URL, [LENGTH])
+    assert head is not None
+    call = Call(connection, head)
     call.parts = [b'{"shared_memory_region": 1}']
 
     call.start(cast(Dispatcher, dispatcher), codec)

@@ -1,0 +1,185 @@
+"""A request on the ASGI way: what its application receives and sends. Its connection is in `connection.py`."""
+
+import asyncio
+import logging
+import re
+from typing import TYPE_CHECKING
+
+from starlette.types import Message, Scope
+
+from qinfer_api.http.infer import Reply, failure_reply
+
+if TYPE_CHECKING:
+    from qinfer_api.http.connection import HttpConnection
+
+logger = logging.getLogger(__name__)
+
+SENT_HEADERS = "sent_headers"
+"""Key of a request's ASGI state: the headers as they were sent; ASGI has their names in lower case."""
+
+IN_REPLY_TO = "in_reply_to"
+"""Key of a request's ASGI state: what has the id that its reply names, once it has one."""
+
+WRITTEN = Reply(0, b"")
+"""The reply of a request whose application has written it by itself."""
+
+_MOST_UNTAKEN_BYTES = 64 * 1024  # of a body, before its connection waits for the application to take them
+_HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+: [^\x00-\x08\x0a-\x1f\x7f]*\r\n")
+_WITHOUT_BODY = (204, 304)
+
+
+class Cycle:
+    """One request, from its head to its reply; the application runs from its turn on.
+
+    Args:
+        connection: Where it came from.
+        scope: Its ASGI scope.
+        expects_continue: Whether its client waits with the body until it is told to send it.
+
+    Attributes:
+        reply: Its answer: `WRITTEN`, or an error's where the application has failed before it sent any.
+        has_begun: Whether a part of its reply is written.
+        closes: Whether the application wants its reply to be the connection's last.
+    """
+
+    head = None
+
+    def __init__(self, connection: "HttpConnection", scope: Scope, *, expects_continue: bool) -> None:
+        self._connection = connection
+        self.scope = scope
+        self.reply: Reply | None = None
+        self.has_begun = self.closes = False
+        self._expects_continue = expects_continue
+        self._is_started = self._is_gone = False
+        self._body = bytearray()
+        self._is_whole = self._is_taken = False  # the body, all of it
+        self._news = asyncio.Event()
+        self._has_body = self._is_chunked = False  # the reply
+        self._unsent_bytes = 0  # of a reply with a length
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request that it became; empty where it became none."""
+        request = self.scope["state"].get(IN_REPLY_TO)
+        return "" if request is None else str(request.id)
+
+    @property
+    def stalls(self) -> bool:
+        """Whether no more is to be read until it has its turn, or its application takes what there is."""
+        return not self._is_started or len(self._body) > _MOST_UNTAKEN_BYTES
+
+    def start(self) -> None:
+        """Runs the application, unless it does already."""
+        if not self._is_started:
+            self._is_started = True
+            tasks = self._connection.port.tasks
+            task = asyncio.get_running_loop().create_task(self._run())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    def feed(self, body: bytes) -> None:
+        """Takes a piece of the body."""
+        if self.reply is None:
+            self._body += body
+            self._news.set()
+
+    def end(self) -> None:
+        """Takes note that the body is complete."""
+        self._is_whole = True
+        self._news.set()
+
+    def leave(self) -> None:
+        """Tells the application that its client has left, or is answered otherwise."""
+        self._is_gone = True
+        self._news.set()
+
+    async def _run(self) -> None:
+        try:
+            await self._connection.port.app(self.scope, self._receive, self._send)
+            if self.reply is None and not self._is_gone:
+                raise RuntimeError("the application has not sent a whole reply")
+        except Exception as error:  # the boundary of a request
+            logger.error("request failed", exc_info=error, extra={"path": self.scope["path"]})
+            if self._is_gone or self.reply is not None:
+                return
+            if self.has_begun:
+                self._connection.transport.close()
+            else:
+                reply = failure_reply(error)
+                self._reply(reply if self.scope["method"] != "HEAD" else Reply(reply.status, b""))
+
+    def _reply(self, reply: Reply) -> None:
+        self.reply = reply
+        self._body.clear()
+        self._news.set()
+        self._connection.answered()
+
+    async def _receive(self) -> Message:
+        if self._expects_continue and not (self._body or self._is_whole or self.has_begun or self._is_gone):
+            self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._expects_continue = False
+        while not (self._is_gone or self.reply or (not self._is_taken and (self._body or self._is_whole))):
+            self._news.clear()
+            self._connection.go_on()
+            await self._news.wait()
+        if self._is_gone or self.reply:
+            return {"type": "http.disconnect"}
+        body, self._body = bytes(self._body), bytearray()
+        self._is_taken = self._is_whole
+        return {"type": "http.request", "body": body, "more_body": not self._is_whole}
+
+    async def _send(self, message: Message) -> None:
+        await self._connection.writable.wait()
+        if self._is_gone:
+            return
+        expected = "http.response.body" if self.has_begun else "http.response.start"
+        if message["type"] != expected or self.reply is not None:
+            raise RuntimeError(f"the application has sent {message['type']} out of turn")
+        if self.has_begun:
+            self._send_body(message.get("body", b""), is_last=not message.get("more_body", False))
+        else:
+            self._send_head(message)
+
+    def _send_head(self, message: Message) -> None:
+        """Writes the head; the framing of the body and the connection's stay are no business of the application."""
+        lines, length = [], None
+        for given, value in message.get("headers", ()):
+            name = given.lower()
+            if name == b"connection":
+                self.closes = self.closes or b"close" in value.lower()
+            elif name != b"transfer-encoding":
+                line = b"%b: %b\r\n" % (name, value)
+                if _HEADER_LINE.fullmatch(line) is None:
+                    raise RuntimeError(f"the application has sent {line!r}, which is no header")
+                lines.append(line)
+                length = int(value) if name == b"content-length" else length
+        status, connection = message["status"], self._connection
+        self._has_body = self.scope["method"] != "HEAD" and status not in _WITHOUT_BODY
+        if self._has_body and length is None:
+            self._is_chunked = self.scope["http_version"] != "1.0"  # else the end of the connection ends it
+            if self._is_chunked:
+                lines.append(b"transfer-encoding: chunked\r\n")
+        self._unsent_bytes = -1 if length is None else length
+        if self.closes or connection.is_last(self):
+            lines.append(b"connection: close\r\n")
+        begin = connection.writer_of(self).begin(
+            status, connection.port.common, self.request_id or connection.port.new_id()
+        )
+        self.has_begun = True
+        connection.transport.write(b"%b%b\r\n" % (begin, b"".join(lines)))
+
+    def _send_body(self, body: bytes, *, is_last: bool) -> None:
+        transport = self._connection.transport
+        if not self._has_body:
+            pass
+        elif self._is_chunked:
+            chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            transport.write(chunk + b"0\r\n\r\n" if is_last else chunk)
+        else:
+            if self._unsent_bytes >= 0:
+                self._unsent_bytes -= len(body)
+                if self._unsent_bytes < 0 or (is_last and self._unsent_bytes):
+                    raise RuntimeError("the application has sent a body of another length than its Content-Length")
+            transport.write(body)
+        if is_last:
+            self._reply(WRITTEN)
