@@ -1,8 +1,8 @@
 """A connection of HTTP/1.1 over httptools: requests in, replies out in the order of the requests; bounds; its end.
 
 Each request that is taken waits in a queue until it is answered, and only the first may write. Here each becomes a
-`Cycle`, which runs the ASGI application once it is the first; a subclass may answer some below ASGI. What came in is
-parsed in small slices, and only as long as no request stalls that: thousands of small requests may come in one read.
+`Cycle`, which runs the ASGI application once it is the first; a subclass may answer some below ASGI. The
+parser gets small slices, and only as long as no request stalls it: one read may have thousands of small requests.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class Exchange(Protocol):
 
 
 class _Refused:
-    """What is read no further, and answered with an error."""
+    """A request, or no HTTP at all, that is read no further and answered with an error."""
 
     head = None
     request_id = ""
@@ -88,20 +88,20 @@ class _Refused:
         """Drops a piece of the body."""
 
 
-class Port:
+class HttpPort:
     """State that all connections of a server share.
 
     Args:
         http: The timeouts.
-        cors: What browsers are told of other origins; `None` = nothing.
+        cors: The headers for browsers, by the origin of the page; `None` = CORS is off.
 
     Attributes:
         app: The ASGI application; the server sets it.
         cors: As given.
         writer: Renders replies, unless CORS has another for their origin.
         common: The headers of every reply; another list each second.
-        connections: Those that are open.
-        tasks: Those of applications that run.
+        connections: The open ones.
+        tasks: One for each application that runs.
         is_idle: Set when no connection is left.
         new_id: Makes the ids of replies to what became no request.
     """
@@ -132,16 +132,16 @@ class HttpConnection(asyncio.Protocol):
     """One connection.
 
     Attributes:
-        port: What it shares with the others.
+        port: The state that it shares with the others.
         transport: Its transport.
         peer: The address of the client; empty = not known.
-        headers: Those of the request that the parser reads, as they were sent.
+        headers: As they were sent, of the request that the parser reads.
         writable: Set while the client reads its replies.
     """
 
     transport: asyncio.Transport
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: HttpPort) -> None:
         self.port = port
         self.peer = ""
         self._ends: Scope = {}  # what the scopes of its requests have in common
@@ -358,8 +358,8 @@ class HttpConnection(asyncio.Protocol):
     def _close(self) -> None:
         """Closes behind the last reply.
 
-        A client that was refused, or answered before its request was read, may still send. What is not read would reset
-        the connection before it has read why: it is read and dropped for a while, until it closes (RFC 9112 §9.6).
+        A client that was refused, or answered before its request was read, may still send. Unread bytes would reset
+        the connection before it has read why: they are read and dropped for a while, until it closes (RFC 9112 §9.6).
         """
         if (self._refused or self._receiving) and self.transport.can_write_eof():
             self._refused = self._lingers = True

@@ -59,7 +59,7 @@ class Cycle:
 
     @property
     def request_id(self) -> str:
-        """The id of the request that it became; empty where it became none."""
+        """The id of the request that it became; empty until then."""
         request = self.scope["state"].get(IN_REPLY_TO)
         return "" if request is None else str(request.id)
 

@@ -14,7 +14,7 @@ from qinfer.errors import Overloaded, QinferError
 from qinfer_api.auth import Restrictions
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.call import Call
-from qinfer_api.http.connection import MAX_PIPELINED, HttpConnection, Port
+from qinfer_api.http.connection import MAX_PIPELINED, HttpConnection, HttpPort
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import Cycle
 from qinfer_api.http.head import MAX_FAST_BYTES, Head, HeadReader
@@ -25,7 +25,7 @@ UNCOUNTED_BYTES = 16 * 1024
 """Bodies up to this size are not counted as received: the connection itself takes as much."""
 
 
-class FastPath(Port):
+class FastPath(HttpPort):
     """State that all connections of a server with a fast path share.
 
     Args:
@@ -36,7 +36,7 @@ class FastPath(Port):
         receiving: The memory of bodies that have not come in whole.
 
     Attributes:
-        call_type: What a request becomes.
+        call_type: The class of requests on the fast path.
 
     Raises:
         SettingsError: The pattern of the forwarded headers is no regular expression.

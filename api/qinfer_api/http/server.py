@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from qinfer.core.settings import HttpSettings
 from qinfer.errors import SettingsError
-from qinfer_api.http.connection import Port
+from qinfer_api.http.connection import HttpPort
 from qinfer_api.http.cors import CorsApp
 
 BACKLOG = 2048
@@ -134,14 +134,16 @@ class HttpServer:
     Args:
         http: The drain time, and TLS.
         app: The application.
-        port: What its connections share.
+        port: The state that its connections share.
         serving: Called once connections are accepted.
 
     Attributes:
         port: As given.
     """
 
-    def __init__(self, http: HttpSettings, app: ASGIApp, port: Port, serving: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, http: HttpSettings, app: ASGIApp, port: HttpPort, serving: Callable[[], None] | None = None
+    ) -> None:
         self.port = port
         port.app = app if port.cors is None else CorsApp(app, port.cors)
         self._http = http

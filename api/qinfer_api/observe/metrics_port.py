@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from qinfer.core.settings import HttpSettings, Settings
-from qinfer_api.http.connection import Port
+from qinfer_api.http.connection import HttpPort
 from qinfer_api.http.server import HttpServer, bound_socket, netloc
 from qinfer_api.rest.services import ERROR_HANDLERS
 
@@ -45,7 +45,7 @@ class MetricsPort:
         self.url = f"http://{netloc(*listener.getsockname()[:2])}/metrics"
         self._listener = listener
         http = HttpSettings(drain_s=0)
-        self._server = HttpServer(http, _app(render), Port(http))
+        self._server = HttpServer(http, _app(render), HttpPort(http))
 
     async def serve(self) -> None:
         """Serves until cancelled."""

@@ -13,7 +13,7 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qinfer.core.settings import HttpSettings
-from qinfer_api.http.connection import MAX_PIPELINED, SLICE_BYTES, Port
+from qinfer_api.http.connection import MAX_PIPELINED, SLICE_BYTES, HttpPort
 from qinfer_api.http.server import HttpServer
 
 TIMEOUT_S = 20
@@ -58,10 +58,10 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[tuple[Port, asyncio.StreamReader, asyncio.StreamWriter]]:
+async def serving(app: ASGIApp) -> AsyncIterator[tuple[HttpPort, asyncio.StreamReader, asyncio.StreamWriter]]:
     """Serves an application, and connects to it."""
     http = HttpSettings(port=0, drain_s=0)
-    port, ready = Port(http), asyncio.Event()
+    port, ready = HttpPort(http), asyncio.Event()
     server = HttpServer(http, app, port, ready.set)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
