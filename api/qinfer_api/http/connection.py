@@ -46,6 +46,7 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_FRAMING_BYTES = 64 * 1024
 """Bytes of a chunked body beside its data, beyond those that chunks need: extensions, long sizes, trailers."""
 
+_NOTHING = memoryview(b"")
 _INVALID = "Invalid HTTP request received."
 _CHUNK_BYTES = 16  # what a chunk needs beside its data, with room to spare: its size and the ends of two lines
 _LINGER_S = 2.0  # between what a refused client sends, and the end of its connection
@@ -150,7 +151,7 @@ class HttpConnection(asyncio.Protocol):
         self.writable.set()
         self._queue: deque[Exchange] = deque()
         self._reading: Exchange | None = None  # the request whose body comes in, unless that is ignored
-        self._unparsed = memoryview(b"")
+        self._unparsed = _NOTHING
         self._parser = self._new_parser()
         self._is_parsing = self._is_paused = False
         self._closing = False  # no request is taken any more
@@ -186,7 +187,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             while self._unparsed and not self._stalls():
                 taken = self._parse(self._unparsed[:SLICE_BYTES])
-                self._unparsed = self._unparsed[taken:]
+                self._unparsed = self._unparsed[taken:] or _NOTHING  # not the end of a read, which would keep that
         finally:
             self._is_parsing = False
         stalls = self._stalls()
@@ -267,7 +268,7 @@ class HttpConnection(asyncio.Protocol):
         self._framing_bytes = 0
         if not (self._closing or self._parser.should_upgrade()):
             self._take()
-            self._closing = self._closing or self._is_1_0() or not self._parser.should_keep_alive()
+            self._closing = self._closing or self._is_old() or not self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
         """Keeps a piece of the body."""
@@ -282,8 +283,8 @@ class HttpConnection(asyncio.Protocol):
         if isinstance(cycle, Cycle):
             cycle.end()
 
-    def _is_1_0(self) -> bool:
-        return self._parser.get_http_version() == "1.0"
+    def _is_old(self) -> bool:
+        return self._parser.get_http_version() != "1.1"
 
     def _take(self) -> None:
         """Takes a request for ASGI, unless its body has a transfer coding that is not known (RFC 9112 §6.1)."""
@@ -298,7 +299,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(400, _INVALID)
             return
         waits = any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"])
-        self._reading = cycle = Cycle(self, scope, expects_continue=waits and not self._is_1_0())
+        self._reading = cycle = Cycle(self, scope, expects_continue=waits and not self._is_old())
         self._queue.append(cycle)
         if len(self._queue) == 1:
             cycle.start()
@@ -363,7 +364,7 @@ class HttpConnection(asyncio.Protocol):
         """
         if (self._refused or self._receiving) and self.transport.can_write_eof():
             self._refused = self._lingers = True
-            self._unparsed = memoryview(b"")
+            self._unparsed = _NOTHING
             self.transport.write_eof()
             self.go_on()
             self._linger(asyncio.get_running_loop().time() + _LONGEST_LINGER_S)
@@ -386,7 +387,7 @@ class HttpConnection(asyncio.Protocol):
             return
         is_past_last = self._closing and self._reading is None
         self._closing = self._refused = True
-        self._unparsed = memoryview(b"")
+        self._unparsed = _NOTHING
         self.go_on()
         if is_past_last:
             return
@@ -428,7 +429,7 @@ class HttpConnection(asyncio.Protocol):
                 exchange.leave()
         self._queue.clear()
         self._reading = None
-        self._refused, self._unparsed = True, memoryview(b"")
+        self._refused, self._unparsed = True, _NOTHING
         self.writable.set()
         del self._parser  # it has this object's methods
 

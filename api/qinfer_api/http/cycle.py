@@ -156,7 +156,7 @@ class Cycle:
         status, connection = message["status"], self._connection
         self._has_body = self.scope["method"] != "HEAD" and status not in _WITHOUT_BODY
         if self._has_body and length is None:
-            self._is_chunked = self.scope["http_version"] != "1.0"  # else the end of the connection ends it
+            self._is_chunked = self.scope["http_version"] == "1.1"  # else the end of the connection ends it
             if self._is_chunked:
                 lines.append(b"transfer-encoding: chunked\r\n")
         self._unsent_bytes = -1 if length is None else length

@@ -101,7 +101,7 @@ class QinferHttpProtocol(HttpConnection):
     def _take(self) -> None:
         """Chooses the request's way."""
         head = None
-        if not self._has_cycle() and self._parser.get_method() == b"POST" and not self._is_1_0():
+        if not self._has_cycle() and self._parser.get_method() == b"POST" and not self._is_old():
             head = self._fast.heads.read(self._url, self.headers)
         if head is None:
             super()._take()

@@ -234,6 +234,16 @@ async def test_requests_of_one_read_are_taken_a_few_at_a_time() -> None:
     assert most <= MAX_PIPELINED + SLICE_BYTES // len(small) + 1
 
 
+async def test_an_idle_connection_keeps_no_read() -> None:
+    """A read may have a quarter of a megabyte."""
+    async with serving(echo) as (port, reader, writer), asyncio.timeout(TIMEOUT_S):
+        writer.write(b"POST / HTTP/1.1\r\nHost: q\r\nContent-Length: 50000\r\n\r\n" + b"x" * 50_000)
+        await reader.readuntil(b"\r\n\r\n" + b"x" * 50_000)
+        (connection,) = port.connections
+
+        assert connection._unparsed.obj == b""
+
+
 async def test_a_body_is_read_as_it_is_taken() -> None:
     """Whoever takes nothing holds a slice or two."""
     total, held = 4 * 2**20, 0
