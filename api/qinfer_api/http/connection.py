@@ -35,7 +35,7 @@ MAX_PIPELINED = 64
 """Requests of one connection without an answer before its reading pauses."""
 
 SLICE_BYTES = 16 * 1024
-"""Bytes that are parsed at once: the requests in them are taken, however many there are."""
+"""Bytes that are parsed at once, or more of one body: the requests in them are taken, however many there are."""
 
 MAX_CHUNKS = 65536
 """Chunks of one chunked body (reference §1.2)."""
@@ -161,6 +161,7 @@ class HttpConnection(asyncio.Protocol):
         self._url = b""
         self._framing_bytes = 0  # of the message being read: what is no data of its body, beyond its first slice
         self._chunks = 0
+        self._body_left = 0  # of a body with a length that is taken; less than 0 of others
         self._unwritten_bytes = 0
         self._quiet_since_s = 0.0  # 0 = since the next look
 
@@ -186,7 +187,7 @@ class HttpConnection(asyncio.Protocol):
         self._is_parsing = True
         try:
             while self._unparsed and not self._stalls():
-                taken = self._parse(self._unparsed[:SLICE_BYTES])
+                taken = self._parse(self._unparsed[: max(SLICE_BYTES, self._body_left)])
                 self._unparsed = self._unparsed[taken:] or _NOTHING  # not the end of a read, which would keep that
         finally:
             self._is_parsing = False
@@ -243,7 +244,7 @@ class HttpConnection(asyncio.Protocol):
         self.headers = []
         self._reading = None
         self._receiving = self._in_head = True
-        self._framing_bytes = self._chunks = 0
+        self._framing_bytes = self._chunks = self._body_left = 0
         self._quiet_since_s = 0.0
 
     def on_url(self, url: bytes) -> None:
@@ -273,6 +274,7 @@ class HttpConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """Keeps a piece of the body."""
         self._framing_bytes -= len(body)
+        self._body_left -= len(body)
         if self._reading is not None:
             self._reading.feed(body)
 
@@ -298,8 +300,10 @@ class HttpConnection(asyncio.Protocol):
         except (HttpParserInvalidURLError, UnicodeDecodeError):
             self._refuse(400, _INVALID)
             return
-        waits = any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"])
-        self._reading = cycle = Cycle(self, scope, expects_continue=waits and not self._is_old())
+        sent = dict(scope["headers"])
+        waits = sent.get(b"expect", b"").lower() == b"100-continue" and not self._is_old()
+        self._body_left = int(sent.get(b"content-length", b"0"))  # the parser has checked it
+        self._reading = cycle = Cycle(self, scope, expects_continue=waits)
         self._queue.append(cycle)
         if len(self._queue) == 1:
             cycle.start()

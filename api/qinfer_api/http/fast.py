@@ -107,6 +107,7 @@ class QinferHttpProtocol(HttpConnection):
             super()._take()
         else:
             self._reading = self._append(head)
+            self._body_left = head.length
 
     def on_message_complete(self) -> None:
         """Starts the call whose body is complete."""
