@@ -6,8 +6,8 @@
     │                  AlreadyExists · RegionNotFound · RegionUnavailable
     ├─ Overloaded(retry_after_s)   QueueFull · QuotaExceeded · DeadlineInfeasible
     ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden · Restricted · ValueRefused
-    ├─ ModelError      ModelNotReady · ModelLoadFailed (ModelFilesUnreachable) · ControlDisabled
-    │                  BackendUnavailable · InferenceFailed · OutputMismatch
+    ├─ ModelError      ModelNotReady · ModelLoadFailed (ModelFilesUnreachable · LoadOverdue) · ControlDisabled
+    │                  BackendUnavailable · InferenceFailed (ExecutionOverdue) · OutputMismatch
     ├─ DeliveryError   BrokerUnavailable · LeaseLost · CorruptEntry · StreamBroken
     ├─ ResultError     ResultNotFound · ResultExpired
     ├─ StoreError      StoreUnavailable · StoreDenied · StoreNotFound · StoreChanged
@@ -254,6 +254,10 @@ class ModelLoadFailed(ModelError):
     code = ErrorCode.MODEL_LOAD_FAILED
 
 
+class LoadOverdue(ModelLoadFailed):
+    """The load or the warm-up of an instance lasted longer than its model may take, and was given up."""
+
+
 class ModelFilesUnreachable(ModelLoadFailed):
     """The place where the model's files are can't be reached now."""
 
@@ -274,6 +278,10 @@ class BackendUnavailable(ModelError):
 
 class InferenceFailed(ModelError):
     """The model raised while executing a batch."""
+
+
+class ExecutionOverdue(InferenceFailed):
+    """An execution lasted longer than its model may take, and was ended."""
 
 
 class OutputMismatch(ModelError):

@@ -232,6 +232,10 @@ class OneResponse:
 class Backend(Protocol):
     """One model instance on one device.
 
+    It may have two methods more: `memory` (see `memory_of`), and `interrupt`, which takes no arguments, is called from
+    any thread while the instance executes, has that execution end with an error, and returns whether it did. Where
+    there is no `interrupt`, an execution that lasts longer than its model may take ends the worker.
+
     Attributes:
         short_on_loop: Executions that have been taking well under a millisecond may run on the worker's event loop.
             True only where an execution can't suddenly wait: for a lock, a device, or code of the model's author.

@@ -6,8 +6,10 @@ with an error then. See `qinfer.backends.python_host`.
 https://github.com/triton-inference-server/python_backend
 """
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -58,6 +60,8 @@ M = TypeVar("M", bound=Message)
 COMPLETE_S = 120.0
 """How long importing the model and `auto_complete_config` may take together."""
 
+TOO_LONG = "the load of model '{}' lasted longer than its limit of {:g} s (qinfer.load_timeout_s)"
+
 
 class PythonBackend:
     """See the module docstring.
@@ -87,6 +91,7 @@ class PythonBackend:
         self._keeps_state = spec.sequences is not None
         self._memory: HostProcess | None = None
         self._longest_s = spec.max_timeout_s
+        self._limit_s = min(spec.warmup_timeout_s or math.inf, spec.execute_timeout_s or math.inf)
         self._streams: Streams | None = None
         self._instance_name = _names.take(spec, device)
         self._numbers = count(1)
@@ -105,7 +110,13 @@ class PythonBackend:
         )
 
         managing = self._managing = Managing(self._models, spec.name)
-        self._instance = Instance(spec.name, lambda process: ask(process, message, Loaded, spec.name, managing))
+        too_long = TOO_LONG.format(spec.name, spec.load_timeout_s)
+
+        def load(process: HostProcess) -> None:
+            with killed_after(spec.load_timeout_s or math.inf, process, too_long):
+                ask(process, message, Loaded, spec.name, managing)
+
+        self._instance = Instance(spec.name, load)
         try:
             self._instance.start()
         except BaseException:
@@ -139,6 +150,10 @@ class PythonBackend:
             raise InferenceFailed(f"the process of model '{self._model}' answered with {type(outcome).__name__}")
         if not self._is_decoupled:
             self._respond(batch, ctx, outcome.answers, data)
+
+    def interrupt(self) -> bool:
+        """Ends the process, if it has had a batch for as long as the model may take; returns whether it did."""
+        return self._instance.interrupt(self._limit_s)
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns the resident memory of the process and of those that the model has started."""
@@ -220,7 +235,7 @@ class PythonBackend:
             UnreadError: The same.
             EOFError: The process is gone.
         """
-        self._instance.is_busy = True  # from before the model may hang
+        self._instance.begins()  # from before the model may hang
         number = batch.number
         calls: Calls | None = None
         try:
@@ -320,6 +335,28 @@ def ask(process: HostProcess, message: Message, expected: type[M], model: str, m
     raise ModelLoadFailed(f"model '{model}' failed to load: {text}{hint}")
 
 
+@contextmanager
+def killed_after(timeout_s: float, process: HostProcess, text: str) -> Iterator[None]:
+    """Kills a process that is still being asked when a time is over; the failure then has this text."""
+    is_late = threading.Event()
+
+    def give_up() -> None:
+        is_late.set()
+        process.kill()
+
+    timer = threading.Timer(min(timeout_s, threading.TIMEOUT_MAX), give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except ModelLoadFailed:
+        if is_late.is_set():
+            raise ModelLoadFailed(text) from None
+        raise
+    finally:
+        timer.cancel()
+
+
 def _asked(request: InferRequest) -> Asked:
     sequence = request.sequence
     flags = 0
@@ -378,26 +415,12 @@ def complete_config(config: ModelConfig, version_dir: Path, timeout_s: float = C
     filename = config.default_model_filename or "model.py"
     environment = config.parameters[ENVIRONMENT].string_value if ENVIRONMENT in config.parameters else ""
     check_model(model, environment, version_dir, filename)
+    too_long = f"auto_complete_config of model '{model}' took more than {timeout_s:g} s; write its config.pbtxt"
     process = HostProcess(model)
-    is_late = threading.Event()
-
-    def give_up() -> None:
-        is_late.set()
-        process.kill()
-
-    timer = threading.Timer(timeout_s, give_up)
-    timer.daemon = True
-    timer.start()
     try:
-        answer = ask(process, Complete(str(version_dir), filename, to_json(named)), Completed, model)
-    except ModelLoadFailed:
-        if is_late.is_set():
-            raise ModelLoadFailed(
-                f"auto_complete_config of model '{model}' took more than {timeout_s:g} s; write its config.pbtxt"
-            ) from None
-        raise
+        with killed_after(timeout_s, process, too_long):
+            answer = ask(process, Complete(str(version_dir), filename, to_json(named)), Completed, model)
     finally:
-        timer.cancel()
         process.kill()
     completed = from_json(answer.config)
     if not config.name:

@@ -25,6 +25,7 @@ class _Reshaped:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.short_on_loop = backend.short_on_loop
+        self.interrupt = getattr(backend, "interrupt", None)
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Loads the model."""

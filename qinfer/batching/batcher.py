@@ -26,7 +26,7 @@ from qinfer.batching.policy import NEVER_S, LatencyModel, LentInstances, Rules, 
 from qinfer.batching.streams import StreamedExecution, Streams
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Response
-from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
+from qinfer.errors import TIMED_OUT, DeadlineExceeded, ExecutionOverdue, QinferError
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.entries import DELAYED, Lane, undivided
@@ -42,12 +42,10 @@ class Bisection(deque[list[Pending]]):
     2·log2(n) executions more. A batch that can't be assembled is cut in the same way.
     """
 
-    def cut(self, items: Sequence[Pending]) -> None:
-        """Adds both parts of a batch, in order, before all others; a single item is a batch by itself."""
-        middle = (len(items) + 1) // 2
-        if len(items) > 1:
-            self.appendleft(list(items[middle:]))
-        self.appendleft(list(items[:middle]))
+    def cut(self, items: Sequence[Pending], *, alone: bool = False) -> None:
+        """Adds both halves of a batch, or each item by itself, in order and before all others."""
+        size = 1 if alone else (len(items) + 1) // 2
+        self.extendleft(reversed([list(items[i : i + size]) for i in range(0, len(items), size)]))
 
     def take_all(self) -> list[Pending]:
         """Removes and returns every item, in order."""
@@ -530,7 +528,8 @@ class Batcher:
         if again:
             self.tally.retried(len(again))
             if is_current and not self.paused:
-                self._bisection.cut(again)
+                # Each further execution may last as long: by halves there would be more of them.
+                self._bisection.cut(again, alone=isinstance(execution.error, ExecutionOverdue))
             else:
                 # The model is another one now, for which they were not checked; or work is to end.
                 self._outlet.give_back(again)

@@ -10,6 +10,7 @@ no execution, and are another `Source`.
 """
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -424,6 +425,10 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
     def cancelled(self, item: int) -> bool:
         """Tells whether nobody waits for this item any more."""
         return self.streams[item].is_over
+
+    def waits(self, item: int) -> bool:
+        """Tells whether an item's caller has to take something before the model can go on."""
+        return self.streams[item].is_stalled(math.inf)
 
     def run(self, backend: Backend) -> None:
         """Executes the batch; an error ends the streams that it is told to, and those that have begun."""

@@ -160,6 +160,30 @@ class WorkerModel(msgspec.Struct, frozen=True, kw_only=True):
     executing: int = 0
 
 
+class ExecutingRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that an instance of a worker has been executing for more than a second.
+
+    Attributes:
+        model: The model's name.
+        version: The version.
+        what: `execution`, `warm-up` or `load`.
+        since: When it began, in Redis' time.
+        seconds: How long that has been at the last heartbeat.
+        limit_s: How long it may take; 0 = there is no limit.
+        is_late: Half of that is over, or 300 s without a limit.
+        text: All of this for people.
+    """
+
+    model: str
+    version: int
+    what: str
+    since: float
+    seconds: float
+    limit_s: float
+    is_late: bool
+    text: str
+
+
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker.
 
@@ -175,6 +199,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         models: All model versions, in whatever state.
         clock_offset_s: Redis' time minus the worker's clock.
         frame_versions: Readable frame versions.
+        long: What its instances have been executing for more than a second.
     """
 
     id: str
@@ -188,6 +213,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[WorkerModel, ...] = ()
     clock_offset_s: float = 0.0
     frame_versions: tuple[int, ...] = ()
+    long: tuple[ExecutingRow, ...] = ()
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
@@ -475,6 +501,9 @@ def _worker_row(worker: WorkerRecord, now_s: float) -> WorkerRow:
         models=models,
         clock_offset_s=round(worker.clock_offset_s, 3),
         frame_versions=worker.frame_versions,
+        long=tuple(
+            ExecutingRow(**{name: getattr(one, name) for name in ExecutingRow.__struct_fields__}) for one in worker.long
+        ),
     )
 
 

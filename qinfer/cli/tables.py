@@ -45,6 +45,7 @@ def overview_tables(overview: Overview) -> RenderableType:
     parts.append(Text())
     if overview.workers:
         parts.append(_workers_table(overview.workers))
+        parts += _long(overview.workers)
         rps = sum(worker.throughput_rps for worker in overview.workers)
         executing = sum(worker.executing for worker in overview.workers)
         parts.append(Text(f"all workers: {executing:,} executing, {rps:,.0f} requests/s"))
@@ -122,6 +123,7 @@ def workers_tables(workers: Sequence[WorkerRow], bulk_workers: Sequence[str]) ->
     parts: list[RenderableType] = []
     if workers:
         parts.append(_workers_table(workers, is_whole=True))
+        parts += _long(workers)
         parts += [
             Text(f"{worker.id}: {one.model} {one.version} is {one.state.value}: {one.reason}")
             for worker in workers
@@ -233,6 +235,13 @@ def _workers_table(workers: Iterable[WorkerRow], *, is_whole: bool = False) -> T
             *([f"{worker.clock_offset_s:+.2f} s"] if is_whole else []),
         )
     return table
+
+
+def _long(workers: Iterable[WorkerRow]) -> Iterator[Text]:
+    """Yields what has been executing for a while; what is late in colour."""
+    for worker in workers:
+        for one in worker.long:
+            yield Text(f"{worker.id}: {one.text}", style="red" if one.is_late else "")
 
 
 class Watch:

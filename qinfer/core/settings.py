@@ -170,6 +170,9 @@ class LimitSettings(Section):
     payload_url_min_bytes: int = Field(
         16 * 2**20, gt=0, description="Larger tensors are stored at `payload_url`, if it is set."
     )
+    execute_timeout_s: float = Field(
+        0.0, ge=0, description="Limit of an execution, 0 = none; a model's `qinfer.execute_timeout_s` overrides it."
+    )
     cold_start_s: float = Field(
         60.0, gt=0, description="Assumed start time of a model without a live worker, until one was measured."
     )

@@ -1,5 +1,6 @@
 """Records of model control: desired state, configurations, heartbeats and what autoscalers say."""
 
+from datetime import UTC, datetime
 from enum import StrEnum
 
 import msgspec
@@ -146,6 +147,43 @@ class Speed(msgspec.Struct, frozen=True):
     load_s: float = 0.0
 
 
+LONG_S = 300.0
+"""An execution without a limit counts as late after so many seconds."""
+
+
+class Executing(msgspec.Struct, frozen=True, array_like=True):
+    """Something that an instance has been executing for a while.
+
+    Attributes:
+        model: The model.
+        version: The version.
+        since: When it began, in the broker's time; without the time in called models, and of streams since the last
+            response.
+        seconds: How long that has been at the heartbeat.
+        limit_s: How long it may take; 0 = there is no limit.
+        what: `execution`, `warm-up` or `load`.
+    """
+
+    model: str
+    version: int
+    since: float
+    seconds: float
+    limit_s: float = 0.0
+    what: str = "execution"
+
+    @property
+    def is_late(self) -> bool:
+        """Whether half of its limit is over, or `LONG_S` where it has none."""
+        return self.seconds >= (self.limit_s / 2 or LONG_S)
+
+    @property
+    def text(self) -> str:
+        """What lasts, since when, and what its limit is, for people."""
+        since = datetime.fromtimestamp(self.since, UTC).strftime("%H:%M:%S")
+        limit = f"limit {self.limit_s:g} s" if self.limit_s else "no limit"
+        return f"{self.model} {self.version}: {self.what} since {since} UTC, for {self.seconds:.0f} s ({limit})"
+
+
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's heartbeat.
 
@@ -172,6 +210,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         memory_bytes: Resident memory of it and what it started.
         gpus: What its GPUs use, where they can be asked.
         memory: Model → version → memory that its instances hold; left out where it was not measured.
+        long: What has been executing for more than a second, by instance.
     """
 
     id: str
@@ -195,6 +234,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     gpus: tuple[GpuUse, ...] = ()
     memory: dict[str, dict[int, tuple[MemoryUse, ...]]] = msgspec.field(default_factory=dict)
+    long: tuple[Executing, ...] = ()
 
     def state_of(self, model: str, version: int) -> VersionState | None:
         """Returns the state of a version in this worker; `None` when it reports none."""
@@ -204,6 +244,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Tells whether this worker has a version READY, of whatever generation."""
         state = self.state_of(model, version)
         return state is not None and state.state is State.READY
+
+    @property
+    def late(self) -> list[Executing]:
+        """The executions that are late."""
+        return [one for one in self.long if one.is_late]
 
     def serves(self, model: str) -> bool:
         """Tells whether this worker has any version of a model READY."""

@@ -202,6 +202,14 @@ BACKLOG_ROWS = _gauge(
 )
 BACKLOG_WORK = _gauge("qinfer_backlog_work_seconds", "Seconds that one worker would need for `qinfer_backlog_rows`.")
 EXECUTING = _gauge("qinfer_executing_requests", "Requests that model instances executed at the last heartbeats.")
+EXECUTING_SECONDS = _gauge(
+    "qinfer_executing_seconds",
+    "Seconds that the longest execution, load or warm-up under way has lasted; 0 where none has lasted for a second.",
+)
+LATE_EXECUTIONS = _gauge(
+    "qinfer_late_executions",
+    "Executions, loads and warm-ups under way of which half of the limit is over, or 300 s where they have none.",
+)
 MODEL_READY = _gauge(
     "qinfer_model_ready",
     "1 if a live worker can execute the version, or requests may wait for one (qinfer.min_workers 0).",

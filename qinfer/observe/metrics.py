@@ -89,6 +89,8 @@ class Snapshot:
         objectives: (model, version) → what callers may expect of it.
         workers: Worker id → its load.
         executing: (model, version) → requests that instances execute, of all workers, at their last heartbeats.
+        executing_s: Seconds that the longest execution under way has lasted.
+        late: Executions under way that are late.
         direct: (model, version) → requests in batchers that are in no lane, in the same way.
         load_s: (model, version) → seconds that its last load took, in the worker where it took longest.
         letters: (model, version) → dead letters; version 0 = it is not known yet.
@@ -114,6 +116,8 @@ class Snapshot:
     objectives: Mapping[_Key, Objective] = field(default_factory=dict)
     workers: Mapping[str, WorkerLoad] = field(default_factory=dict)
     executing: Mapping[_Key, int] = field(default_factory=dict)
+    executing_s: Mapping[_Key, float] = field(default_factory=dict)
+    late: Mapping[_Key, int] = field(default_factory=dict)
     direct: Mapping[_Key, int] = field(default_factory=dict)
     load_s: Mapping[_Key, float] = field(default_factory=dict)
     letters: Mapping[_Key, int] = field(default_factory=dict)
@@ -145,6 +149,8 @@ class Snapshot:
         yield by_model(catalogue.BACKLOG_ROWS, self.rows)
         yield by_model(catalogue.BACKLOG_WORK, self.work_s)
         yield by_model(catalogue.EXECUTING, {key: self.executing.get(key, 0) for key in self.ready})
+        yield by_model(catalogue.EXECUTING_SECONDS, {key: self.executing_s.get(key, 0.0) for key in self.ready})
+        yield by_model(catalogue.LATE_EXECUTIONS, {key: self.late.get(key, 0) for key in self.ready})
         yield by_model(catalogue.MODEL_READY, self.ready)
         yield by_model(catalogue.MODEL_LOAD_FAILED, self.load_failed)
         yield by_model(catalogue.SLO_LATENCY, {key: of.latency_s for key, of in self.objectives.items()})

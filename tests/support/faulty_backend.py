@@ -22,6 +22,7 @@ input {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }}
 output {{ name: "y" data_type: TYPE_FP32 dims: [ 1 ] }}
 dynamic_batching {{ max_queue_delay_microseconds: {delay_us} {more} }}
 instance_group {{ count: 1 kind: KIND_CPU }}
+{beside}
 parameters {{ key: "hold_s" value {{ string_value: "{hold_s}" }} }}
 parameters {{ key: "trace" value {{ string_value: "{trace}" }} }}
 """
@@ -59,7 +60,7 @@ class FaultyBackend:
 def write_model(repository: Path, name: str = "faulty", **options: object) -> Path:
     """Writes a model of this backend; returns the file in which it notes what it executes."""
     trace = repository.parent / f"{name}.trace"
-    fields = {"max_batch_size": 64, "delay_us": 0, "more": "", "hold_s": 1.0, **options}
+    fields = {"max_batch_size": 64, "delay_us": 0, "more": "", "beside": "", "hold_s": 1.0, **options}
     (repository / name / "1").mkdir(parents=True)
     (repository / name / "config.pbtxt").write_text(CONFIG.format(name=name, trace=trace, **fields))
     trace.touch()

@@ -9,6 +9,9 @@ The renewer renews the leases that the worker reported last. When the worker rep
 GIL is held, the renewer asks Redis for what the worker has fetched since then, and renews that too. When the worker is
 gone, or stopped (SIGSTOP), nothing is renewed: its work has to run elsewhere.
 
+It is also the watcher of last resort: a worker whose execution is over its model's limit, and which has not ended by
+itself, because the GIL is held, is killed (`due_table`, decision 0031).
+
 It imports no part of qinfer that would bring numpy or pydantic along.
 """
 
@@ -16,7 +19,10 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,9 +30,13 @@ from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from qinfer.core.processes import LENGTH, forbid_inspection, packed
 from qinfer.queue.clients import Login, blocking_client
+from qinfer_workers.due_table import DueReader
 
 REPORTS_PER_RENEWAL = 3
 """How often a worker reports the leases that it holds between two renewals."""
+
+GUARD_S = 0.5
+"""Seconds between two looks for executions that are over their limit."""
 
 _RETRY_S = 0.5
 _PAGE = 1000
@@ -45,6 +55,8 @@ class Hello(msgspec.Struct, array_like=True):
         longest_s: How long leases are renewed at most that were fetched and not reported.
         owner_script: The text of `sequences/renew.lua`.
         lease_s: How long the lease of an owner of sequences is.
+        due: The descriptor of the worker's `DueTable`, which the renewer inherits; 0 = it has none.
+        log_format: The format of the worker's log.
     """
 
     redis: Login
@@ -55,6 +67,8 @@ class Hello(msgspec.Struct, array_like=True):
     longest_s: float
     owner_script: bytes = b""
     lease_s: float = 10.0
+    due: int = 0
+    log_format: str = "json"
 
 
 class Held(msgspec.Struct, array_like=True):
@@ -226,6 +240,26 @@ def _is_running(pid: int) -> bool:
     return state not in b"TtZX"
 
 
+def _guard(parent: int, due: DueReader, log_format: str) -> None:
+    """Kills a worker that executes for longer than it may and does not end by itself; in a thread of its own."""
+    while os.getppid() == parent:
+        time.sleep(GUARD_S)
+        if _is_running(parent) and (overdue := due.overdue(time.monotonic())):
+            line = killed_line(overdue, parent, log_format)
+            os.write(sys.stderr.fileno(), line.encode())
+            os.kill(parent, signal.SIGKILL)
+            return
+
+
+def killed_line(models: list[str], pid: int, log_format: str) -> str:
+    """Returns the line of the worker's log; qinfer's logging would bring the settings along, which are large."""
+    at, event = datetime.now(UTC).isoformat(timespec="milliseconds"), "worker killed: an execution is over its limit"
+    if log_format == "text":
+        return f"{at[11:23]} ERROR   renewer: {event} models={','.join(models)} pid={pid}\n"
+    fields = {"at": f"{at[:23]}Z", "level": "ERROR", "logger": "qinfer_workers.renewer", "event": event}
+    return msgspec.json.encode(fields | {"process": "renewer", "models": models, "pid": pid}).decode() + "\n"
+
+
 def _serve(parent: int) -> None:
     """Renews until the worker is gone."""
     inbox, outbox, renewer, due_s, is_well = _Inbox(), _Outbox(), None, 0.0, True
@@ -235,6 +269,9 @@ def _serve(parent: int) -> None:
             if renewer is None:
                 hello = msgspec.msgpack.decode(message, type=Hello)
                 renewer, due_s = Renewer(hello), time.monotonic() + hello.every_s
+                if hello.due:
+                    guard = partial(_guard, parent, DueReader(hello.due), hello.log_format)
+                    threading.Thread(target=guard, name="guard", daemon=True).start()
                 continue
             held = decoder.decode(message)
             renewer.report(held)

@@ -132,6 +132,8 @@ async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, 
         executing=_added([record.busy for record in records]),
         direct=_added([record.direct for record in records]),
         load_s=_load_times(records, ready),
+        executing_s=_longest(records),
+        late=Counter((one.model, one.version) for record in records for one in record.late),
     )
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
@@ -220,6 +222,15 @@ def _load_times(records: Iterable[WorkerRecord], shown: Container[tuple[str, int
                 if key in shown:
                     times[key] = max(times.get(key, 0.0), seconds)
     return times
+
+
+def _longest(records: Iterable[WorkerRecord]) -> dict[tuple[str, int], float]:
+    """Returns how long the longest execution of each model version has lasted that goes on."""
+    longest: dict[tuple[str, int], float] = {}
+    for one in (one for record in records for one in record.long):
+        key = one.model, one.version
+        longest[key] = max(longest.get(key, 0.0), one.seconds)
+    return longest
 
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 import atexit
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -44,6 +45,7 @@ class Instance:
     def __init__(self, model: str, load: Callable[[HostProcess], object]) -> None:
         self.reason = ""
         self.is_busy = False
+        self._busy_since_s = 0.0
         self._model = model
         self._load = load
         self._changed = threading.Condition()
@@ -79,6 +81,22 @@ class Instance:
         process = self._process
         use = None if process is None or not process.is_alive else read_use(pid=process.pid)
         return () if use is None else (MemoryUse("CPU", 0, use.memory_bytes),)
+
+    def begins(self) -> None:
+        """Notes that the process gets a batch."""
+        self.is_busy = True
+        self._busy_since_s = time.monotonic()
+
+    def interrupt(self, limit_s: float) -> bool:
+        """Kills the process if it got its last batch that long ago; returns whether it did.
+
+        A batch may also have waited for a process to be started, which is none of the model's time.
+        """
+        process = self._process
+        if process is None or not self.is_busy or time.monotonic() - self._busy_since_s < limit_s:
+            return False
+        process.interrupt()
+        return True
 
     def well(self) -> None:
         """Notes that a batch ended."""

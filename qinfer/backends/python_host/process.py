@@ -154,6 +154,11 @@ class HostProcess:
             self._has_ended.wait(TERMINATE_S)
         self.sweep()
 
+    def interrupt(self) -> None:
+        """Kills the process without waiting for its end; it is the business of the caller to log why."""
+        self._is_expected_to_end = True
+        self._signal(signal.SIGKILL)
+
     def kill(self) -> None:
         """Ends the process now."""
         self._is_expected_to_end = True

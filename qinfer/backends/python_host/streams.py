@@ -123,7 +123,7 @@ class Streams:
             if self._is_lost:
                 raise UnreadError
             self._batches[message.number] = batch
-            self._instance.is_busy = True
+            self._instance.begins()
         try:
             self.process.channel.send(message, buffers)
         except BaseException:

@@ -200,6 +200,10 @@ def examine_workers(
         finding = redis_server.clock("clock of a worker", worker.clock_offset_s, f"Redis minus {worker.id}")
         if finding.remedy:
             yield finding
+    for worker in workers:
+        for one in worker.late:
+            remedy = "docs/how-to/models-that-hang.md: find out where it hangs, set qinfer.execute_timeout_s"
+            yield problem("executions", f"{one.text} on {worker.id}", remedy)
     yield from _frames(workers)
     if needs_bulk and not bulk_workers:
         yield warning("bulk workers", "none is live: bulk jobs wait", "start python -m qinfer_workers.jobs")

@@ -118,7 +118,7 @@ def _lacks(worker: WorkerRecord, *, strict: bool) -> str:
         for version, state in sorted(versions.items())
         if state.state in unready
     ]
-    return ", ".join(waiting)
+    return ", ".join(waiting + [one.text for one in worker.late])
 
 
 def _asked(redis: str, data_dir: Path, question: "Callable[[ControlStore], Awaitable[T]]", timeout_s: float) -> T:

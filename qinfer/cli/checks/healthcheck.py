@@ -58,7 +58,7 @@ _PROGRAMS = {
 
 def _add_command(program: str, text: str) -> None:
     is_worker = program == "worker"
-    about_ready = "Check that its models are loaded, instead of liveness." if is_worker else _READY
+    about_ready = "Check that its models are loaded and do not hang, instead of liveness." if is_worker else _READY
     example = f"Example: qinfer healthcheck {program}"
 
     @app.command(program, help=text, epilog=f"{example}   or   {example[9:]} --ready" if is_worker else example)

@@ -163,6 +163,10 @@ class Preparation:
         return f"{self._options.data_dir}/ (kept over restarts, crashes and kill -9)"
 
 
+EXECUTE_TIMEOUT_S = 300.0
+"""How long an execution may take under `qinfer up`, unless model or environment say otherwise."""
+
+
 def completed(options: UpOptions, settings: Settings) -> Sections:
     """Returns the values that `qinfer up` and its programs use in place of the environment's.
 
@@ -184,7 +188,11 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
     stores = {"allow": allowed_stores(options.settings["stores"]["allow"], settings)}
     limit = options.settings["rate_limit"]
     limit = {**limit, "resources": limit["resources"] or settings.rate_limit.resources}
-    return {**options.settings, "repository": repository, "stores": stores, "rate_limit": limit}
+    execute_s = settings.limits.execute_timeout_s
+    if "execute_timeout_s" not in settings.limits.model_fields_set:
+        execute_s = EXECUTE_TIMEOUT_S
+    limits = {"execute_timeout_s": execute_s}
+    return {**options.settings, "repository": repository, "stores": stores, "rate_limit": limit, "limits": limits}
 
 
 def with_sections(settings: Settings, sections: Sections) -> Settings:

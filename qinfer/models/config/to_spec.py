@@ -37,6 +37,9 @@ SPLIT = "qinfer.split"
 SLO_LATENCY = "qinfer.slo_latency_s"
 SLO_TARGET = "qinfer.slo_target"
 FILES_OF = "qinfer.files_of"
+EXECUTE_TIMEOUT = "qinfer.execute_timeout_s"
+LOAD_TIMEOUT = "qinfer.load_timeout_s"
+WARMUP_TIMEOUT = "qinfer.warmup_timeout_s"
 KNOWN_PARAMETERS = (
     DEFAULT_TIMEOUT,
     MAX_TIMEOUT,
@@ -51,6 +54,9 @@ KNOWN_PARAMETERS = (
     SLO_LATENCY,
     SLO_TARGET,
     FILES_OF,
+    EXECUTE_TIMEOUT,
+    LOAD_TIMEOUT,
+    WARMUP_TIMEOUT,
 )
 _USUAL = LimitSettings()
 
@@ -76,16 +82,13 @@ def to_spec(
     max_timeout_s = float(parameters.get(MAX_TIMEOUT, limits.max_timeout_s))
     default_timeout_s = float(parameters.get(DEFAULT_TIMEOUT, limits.default_timeout_s))
     graph = config.optimization.graph
-    scattered = scattered_outputs(config)
     return ModelSpec(
         name=config.name,
         backend=config.backend,
         platform=config.platform,
         max_batch_size=config.max_batch_size,
         inputs=tuple(_tensor(i, optional=i.optional, ragged=i.allow_ragged_batch) for i in config.input),
-        outputs=tuple(
-            _tensor(o, ragged=o.name in scattered, labels=(labels or {}).get(o.name, ())) for o in config.output
-        ),
+        outputs=_outputs(config, labels or {}),
         batching=_batching(config),
         sequences=to_sequence_spec(config),
         instances=tuple(_instances(config)),
@@ -113,6 +116,9 @@ def to_spec(
         slo_latency_s=float(parameters.get(SLO_LATENCY, 0)),
         slo_target=float(parameters.get(SLO_TARGET, 0)),
         metric_tags=dict(config.metric_tags),
+        execute_timeout_s=float(parameters.get(EXECUTE_TIMEOUT, limits.execute_timeout_s)),
+        load_timeout_s=float(parameters.get(LOAD_TIMEOUT, 0)),
+        warmup_timeout_s=float(parameters.get(WARMUP_TIMEOUT, 0)),
     )
 
 
@@ -135,6 +141,10 @@ def _is_positive(text: str) -> bool:
         return False
 
 
+def _is_duration(text: str) -> bool:
+    return text == "0" or _is_positive(text)
+
+
 def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS
 
@@ -155,6 +165,9 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     SLO_LATENCY: ("a positive number of seconds", _is_positive),
     SLO_TARGET: ("a number above 0 and below 1", lambda text: _is_positive(text) and float(text) < 1),
     FILES_OF: ("the name of a model", bool),
+    EXECUTE_TIMEOUT: ("a number of seconds, or 0", _is_duration),
+    LOAD_TIMEOUT: ("a number of seconds, or 0", _is_duration),
+    WARMUP_TIMEOUT: ("a number of seconds, or 0", _is_duration),
 }
 
 PARAMETERS = {
@@ -175,6 +188,12 @@ PARAMETERS = {
     SLO_TARGET: "The share of requests that is to be answered well and in that time, such as `0.999`.",
     FILES_OF: "The model whose versions and other files are used with this configuration: "
     "[two configurations of one model](../how-to/model-repositories.md#serve-a-model-with-two-configurations).",
+    EXECUTE_TIMEOUT: "The time that an execution may take; then it is ended: "
+    "[models that hang](../how-to/models-that-hang.md). 0 = no limit. The time in called models does not count, and "
+    "each response of a decoupled model restarts the clock.",
+    LOAD_TIMEOUT: "The time that loading an instance may take; then the load has failed. 0, the default, = no limit.",
+    WARMUP_TIMEOUT: "The time that warming an instance up may take; then the load has failed. 0, the default, = no "
+    "limit.",
 }
 """The meaning of each of `KNOWN_PARAMETERS`, for the reference page."""
 
@@ -194,6 +213,11 @@ def _tensor(io: Any, *, optional: bool = False, ragged: bool = False, labels: tu
         reshape=tuple(io.reshape.shape) if io.HasField("reshape") else None,
         labels=tuple(labels),
     )
+
+
+def _outputs(config: ModelConfig, labels: Mapping[str, tuple[str, ...]]) -> tuple[TensorSpec, ...]:
+    scattered = scattered_outputs(config)
+    return tuple(_tensor(o, ragged=o.name in scattered, labels=labels.get(o.name, ())) for o in config.output)
 
 
 def _accelerators(entries: Any) -> tuple[Accelerator, ...]:

@@ -32,12 +32,14 @@ from qinfer.models.store import ControlStore
 from qinfer.observe import logs, tracing
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
+from qinfer_workers.due_table import DueTable
 from qinfer_workers.inference.devices import gpus_here, known_as
 from qinfer_workers.inference.executor import are_threads_left
 from qinfer_workers.inference.loader import Loader
 from qinfer_workers.inference.model_loads import ModelLoads
 from qinfer_workers.inference.renewals import ProcessRenewals
 from qinfer_workers.inference.tracing import Spans
+from qinfer_workers.inference.watchdog import ExecutionWatchdog
 from qinfer_workers.inference.worker import Worker
 
 logger = logging.getLogger("qinfer_workers.inference")
@@ -68,10 +70,12 @@ async def serve(settings: Settings) -> None:
     catalog = Catalog(store, settings.limits)
     loads = ModelLoads(ModelControl(files, store, queue, settings.repository, catalog.refresh), catalog)
     factory = partial(registry.factory, models=loads)
+    due = DueTable()
     loader = Loader(
         files.version_dir, factory, queue.clock, gpus, registry.completer, with_zeros=settings.worker.warm_up
     )
-    worker = Worker(settings, queue, store, loader, worker_id, ProcessRenewals(settings, worker_id, os.environ))
+    loader.watchdog = ExecutionWatchdog(due)
+    worker = Worker(settings, queue, store, loader, worker_id, ProcessRenewals(settings, worker_id, os.environ, due))
     if tracer is not None:
         worker.spans = Spans(tracer, queue.clock)
     worker.catalog = catalog

@@ -13,7 +13,7 @@ from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.count_pushes import CountPushes, concerns
-from qinfer.models.state import Speed, VersionState, WorkerRecord
+from qinfer.models.state import Executing, Speed, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
 from qinfer.observe.host import GpuMeter, GpuUse, MemoryUse, ProcessUse, read_use
@@ -56,6 +56,7 @@ class Heartbeat:
         tallies: Counts that are added to the statistics besides those of batchers.
         load_times: Returns how many seconds the models' last loads took, for the record.
         direct: Returns how many requests are in batchers that came past the lanes, for the record.
+        long: Returns what has been executing for a while, told the broker's time, for the record.
         missed: Called after each beat that could not be written, with the seconds since the first of them.
     """
 
@@ -82,6 +83,7 @@ class Heartbeat:
         self.load_times: _LoadTimes = dict
         self.direct: Callable[[], dict[Key, int]] = dict
         self.missed: Callable[[float], None] = lambda _: None
+        self.long: Callable[[float], Sequence[Executing]] = lambda _: ()
         self._draining = False
         self._changed = asyncio.Event()
         self._last_beat_s = self._started_at
@@ -163,6 +165,7 @@ class Heartbeat:
             memory_bytes=process.memory_bytes if process else 0,
             gpus=self._usage.gpus if self._usage else (),
             memory=self._usage.memory if self._usage else {},
+            long=tuple(self.long(now_s)),
         )
         await self._store.heartbeat(record, self._settings.heartbeat_ttl_s)
         await self.add_counts()

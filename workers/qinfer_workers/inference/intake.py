@@ -12,6 +12,7 @@ from qinfer.batching.execution import Pending
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
 from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError, StreamBroken
+from qinfer.models.config.to_spec import EXECUTE_TIMEOUT
 from qinfer.models.sequence_spec import check_sequence
 from qinfer.models.validate import validate
 from qinfer.queue.entries import Lease
@@ -159,6 +160,8 @@ class Intake:
         if item.lease.deliveries <= self._most:
             return True
         text = f"the request was given up: {item.lease.deliveries - 1} executions did not end"
+        if limit_s := batcher.model.spec.execute_timeout_s:
+            text += f"; the limit of each is {limit_s:g} s ({EXECUTE_TIMEOUT})"
         self._bury(batcher, item, InferenceFailed(text))
         return False
 

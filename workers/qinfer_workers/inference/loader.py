@@ -13,8 +13,9 @@ from qinfer.backends.ragged import with_ragged_batches
 from qinfer.backends.registry import CompleteConfig
 from qinfer.backends.reshape import reshaped
 from qinfer.batching.policy import LatencyModel
+from qinfer.batching.watched import within
 from qinfer.core.clock import ServerClock
-from qinfer.errors import BackendUnavailable, ModelLoadFailed, QinferError
+from qinfer.errors import BackendUnavailable, LoadOverdue, ModelLoadFailed, QinferError
 from qinfer.models.config.config import from_json, normalise, to_json
 from qinfer.models.ensemble_graph import Plan
 from qinfer.models.pins import is_executed
@@ -26,6 +27,7 @@ from qinfer_workers.inference.devices import devices_of
 from qinfer_workers.inference.ensembles.plans import Planned
 from qinfer_workers.inference.model_files import INITIAL_STATES, VersionFiles
 from qinfer_workers.inference.warmup import warm_up, warm_up_with_zeros
+from qinfer_workers.inference.watchdog import ExecutionWatchdog
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +110,7 @@ class Loader:
     Attributes:
         gpus: The same.
         limiter: Refuses models whose resources can't be had, where rates are limited.
+        watchdog: Watches what their instances execute.
     """
 
     limiter: Callable[[ModelSpec], None] | None = None
@@ -128,6 +131,7 @@ class Loader:
         self.gpus = gpus
         self._completers = completers
         self._with_zeros = with_zeros
+        self.watchdog = ExecutionWatchdog()
         self._read: dict[tuple[str, int], dict[Any, str]] = {}
         """What was read of a version's files; see `VersionFiles.executed_hash`."""
 
@@ -235,18 +239,47 @@ class Loader:
         instances: list[Backend] = []
         try:
             for device in devices:
-                instance = reshaped(with_ragged_batches(make(), spec), spec)
-                instance.load(spec, directory, device)
+                instance = self._instance(make(), loaded, directory, device, latency)
                 instances.append(instance)
-                warm_up(instance, spec, directory.parent, loaded.initial_states)
-                if self._with_zeros:
-                    warm_up_with_zeros(instance, spec, latency, self._clock.now_s(), loaded.initial_states)
         except BaseException as error:
             _unload(instances)
             if isinstance(error, QinferError) or not isinstance(error, Exception):
                 raise
             raise ModelLoadFailed(_without_path(f"{type(error).__name__}: {error}", directory)) from error
         return instances
+
+    def _instance(
+        self, backend: Backend, loaded: Loaded, directory: Path, device: Device, latency: LatencyModel
+    ) -> Backend:
+        """Loads an instance, and warms it up; what lasts too long is left to itself, unless it can be ended."""
+        spec = loaded.spec
+        instance = self.watchdog.watched(reshaped(with_ragged_batches(backend, spec), spec), spec, loaded.version)
+        clock = instance.clock
+
+        def load() -> None:
+            instance.load(spec, directory, device)
+
+        def warm() -> None:
+            warm_up(instance, spec, directory.parent, loaded.initial_states)
+            if self._with_zeros:
+                warm_up_with_zeros(instance, spec, latency, self._clock.now_s(), loaded.initial_states)
+
+        is_loaded = False
+        try:
+            for limit, work in ((clock.limits.load, load), (clock.limits.warm_up, warm)):
+                clock.use(limit)
+                if instance.interrupt is None:
+                    within(limit, spec.name, work, instance.unload)
+                else:
+                    work()
+                is_loaded = True
+        except BaseException as error:
+            clock.leave()
+            if is_loaded and not isinstance(error, LoadOverdue):
+                _unload([instance])
+            raise
+        clock.use(clock.limits.execute)
+        return instance
 
 
 def _unload(instances: Sequence[Backend]) -> None:

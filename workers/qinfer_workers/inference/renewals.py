@@ -23,6 +23,7 @@ from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import RENEW
 from qinfer.queue.sequences import RENEW_OWNER
 from qinfer_workers import renewer
+from qinfer_workers.due_table import DueTable
 from qinfer_workers.inference.publisher import LeaseKeeper
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,13 @@ class ProcessRenewals:
         settings: Where Redis is, and how often to renew.
         consumer: The worker's id.
         environment: The worker's variables; the process gets those that it needs.
+        due: Until when the worker's instances may execute; the process ends a worker that is over it.
     """
 
-    def __init__(self, settings: Settings, consumer: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, settings: Settings, consumer: str, environment: Mapping[str, str], due: DueTable | None = None
+    ) -> None:
+        self._inherited = () if due is None else (due.fd,)
         self._environment = helper_environment(environment)
         self._hello = renewer.Hello(
             redis=Login.of(settings.redis),
@@ -51,6 +56,8 @@ class ProcessRenewals:
             longest_s=max(settings.limits.max_timeout_s, settings.requests.max_timeout_s),
             owner_script=RENEW_OWNER.text,
             lease_s=settings.worker.lease_s,
+            due=0 if due is None else due.fd,
+            log_format=settings.log.format,
         )
         self._lanes: dict[bytes, Lane] = {}
         self._asked = asyncio.Event()
@@ -75,7 +82,9 @@ class ProcessRenewals:
     async def _run_one(self, keeper: LeaseKeeper) -> int | None:
         """Starts a process and talks to it until it ends; returns its exit status."""
         command = [sys.executable, "-P", "-m", renewer.__name__]
-        process = await asyncio.create_subprocess_exec(*command, env=self._environment, stdin=PIPE, stdout=PIPE)
+        process = await asyncio.create_subprocess_exec(
+            *command, env=self._environment, stdin=PIPE, stdout=PIPE, pass_fds=self._inherited
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 sender = tasks.create_task(self._send(process, keeper))

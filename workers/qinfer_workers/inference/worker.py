@@ -20,7 +20,8 @@ from qinfer.batching.limited import LimitedBatcher
 from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.batching.streams import Streams
-from qinfer.core.retry import PATIENCE_S, OutageLog
+from qinfer.batching.watched import ExecutionClock
+from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.models.catalog import Catalog
@@ -38,6 +39,7 @@ from qinfer_workers.inference.ensembles.local import LocalSteps
 from qinfer_workers.inference.ensembles.plans import Planner
 from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
 from qinfer_workers.inference.executor import ThreadExecutor
+from qinfer_workers.inference.giving_up import cut_short, end_worker, fail_overdue
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import Intake
 from qinfer_workers.inference.limited_executors import PermitExecutor
@@ -113,6 +115,8 @@ class Worker:
         self._heartbeat = Heartbeat(store, worker_id, settings.worker, queue.clock, self._models.states, self._batchers)
         self._heartbeat.gpus, self._heartbeat.leases = loader.gpus, self._keeper
         self._heartbeat.load_times = self._models.load_times
+        self._watchdog = loader.watchdog
+        self._heartbeat.long = self._watchdog.executing
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains: finishes batches, releases other entries, ends the heartbeat."""
@@ -145,6 +149,7 @@ class Worker:
             limits = [] if self._limiter is None else [tasks.create_task(self._limiter.shared.run())]
             heartbeat = tasks.create_task(self._heartbeat.run())
             reclaimer = tasks.create_task(self._reclaim_loop())
+            watchdog = tasks.create_task(self._watchdog.run(self._give_up))
             try:
                 await stop.wait()
                 await end(models, reclaimer, bulk, shadows, *pins)
@@ -158,7 +163,7 @@ class Worker:
             servings = self._servings()
             reads = [task for one in servings for task in one.reads.open]
             fetchers = [one.fetcher for one in servings]
-            await end(heartbeat, cancels, *calls, *reads, *fetchers, *self._leaving, *self._bulk.loops())
+            await end(heartbeat, cancels, watchdog, *calls, *reads, *fetchers, *self._leaving, *self._bulk.loops())
             await self._caller.discard()
             if self._limiter is not None:
                 await end(*limits)
@@ -548,7 +553,7 @@ class Worker:
             async with asyncio.timeout(self._settings.drain_s) as limit:
                 await self._sequences.drain_ensembles()
                 await asyncio.gather(self._sequences.drain(), self._end_batches())
-                self._heartbeat.missed = partial(_cut_short, limit)
+                self._heartbeat.missed = partial(cut_short, limit)
                 for model, version in list(self._serving):
                     await self._end_serving(model, version)
                 await self._publisher.settle()
@@ -563,6 +568,16 @@ class Worker:
         finally:
             self._heartbeat.missed = lambda _: None
 
+    def _give_up(self, clock: ExecutionClock) -> None:
+        """Gives back what does not execute, and ends the process, because an instance hangs."""
+        self._heartbeat.drains()
+        self._bulk.hurry()
+        serving = self._serving.get((clock.model, clock.version))
+        if serving is not None and (item := clock.alone()) is not None:
+            fail_overdue(serving.batcher, item, clock)
+        pauses = [self._sequences.drain(), self._bulk.pause(), *(one.pause() for one in self._servings())]
+        self._tasks.create_task(end_worker(pauses, self._publisher, lambda: self._store.retire(self._id)))
+
     async def _end_batches(self) -> None:
         """Ends what executes of plain models, and fetches nothing more."""
         async with self._exclusive:
@@ -573,13 +588,6 @@ class Worker:
             # What the streams called has resumed.
             await self._quiesce()
         self._is_quiescing = False
-
-
-def _cut_short(drain: asyncio.Timeout, away_s: float) -> None:
-    """Ends a drain now, if Redis is away for too long."""
-    if away_s >= PATIENCE_S and not drain.expired():
-        logger.warning("drain cut short: nothing executes, and redis is away", extra={"away_s": round(away_s, 1)})
-        drain.reschedule(asyncio.get_running_loop().time())
 
 
 async def end(*tasks: "asyncio.Task[Any]") -> None:

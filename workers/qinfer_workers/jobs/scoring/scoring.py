@@ -24,6 +24,7 @@ from qinfer.core.messages import Holder, InferRequest, Response, Scalar
 from qinfer.errors import (
     Cancelled,
     DeliveryError,
+    ExecutionOverdue,
     InferenceFailed,
     OutputMismatch,
     Overloaded,
@@ -203,7 +204,10 @@ class Scorer:
                 self._failed(row, error)
 
     def _failed(self, part: Slice, error: QinferError) -> None:
-        if part.rows > 1:
+        if part.rows > 1 and isinstance(error, ExecutionOverdue):
+            for place in range(part.rows):
+                self.chunks.again(part.within(place, place + 1))
+        elif part.rows > 1:
             self.chunks.cut(part)
         else:
             code = EXECUTION_FAILED if isinstance(error, InferenceFailed) else error.code.value

@@ -1,0 +1,170 @@
+"""Worker processes whose models hang: only what passes its limit alone fails, and everything else is answered."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from qinfer.core.messages import Response
+from qinfer.tensors import to_numpy
+from qinfer.testing import eventually
+from tests.support.faulty_backend import HOLD_GIL, SLOW, executed
+from tests.support.faulty_backend import write_model as write_faulty
+from tests.support.hanging import HANG, write_hanging, write_stuck
+from tests.support.python_models import DECOUPLED, execute
+from tests.support.python_models import write_model as write_python
+from tests.support.worker_processes import worker_processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+LIMIT_S = 1.5
+TEXT = f"an execution of model '{{}}' lasted longer than its limit of {LIMIT_S:g} s (qinfer.execute_timeout_s)"
+
+
+def outcome(response: Response) -> object:
+    """Returns the value of a response, or its error."""
+    return response.failure.message if response.failure else to_numpy(response.outputs[0]).item()
+
+
+def values(response: Response) -> float:
+    return float(to_numpy(response.outputs[0]).flat[0])
+
+
+async def test_a_python_model_that_hangs_fails_only_the_request_it_hangs_at(tmp_path: Path) -> None:
+    """The others of the batch are answered, and the worker serves on, with the model's process started again."""
+    write_hanging(tmp_path / "repository", LIMIT_S)
+    write_python(tmp_path / "repository", execute("return [reply(x(request)) for request in requests]"), "other")
+    async with worker_processes(tmp_path) as pool:
+        worker = await pool.worker()
+        ids = [pool.submit(value, "hang") for value in (1.0, 2.0, HANG, 3.0)]
+        other = pool.submit(5.0, "other")
+
+        answers = await pool.answered(*ids)
+
+        assert [outcome(answer) for answer in answers] == [1.0, 2.0, TEXT.format("hang"), 3.0]
+        assert outcome((await pool.answered(other))[0]) == 5.0
+        assert outcome((await pool.answered(pool.submit(7.0, "hang")))[0]) == 7.0
+        assert worker.poll() is None
+
+
+@pytest.mark.parametrize("bad", [SLOW, HOLD_GIL])
+async def test_a_runtime_that_hangs_in_the_worker_ends_it(tmp_path: Path, bad: float) -> None:
+    """What was with it in a batch is executed by the next worker, each alone; so is the one that hangs."""
+    trace = write_stuck(tmp_path / "repository", LIMIT_S)
+    async with worker_processes(tmp_path) as pool:
+        supervisor = asyncio.create_task(pool.supervise())
+        ids = [pool.submit(value) for value in (1.0, bad, 2.0)]
+        answers = await pool.answered(*ids)
+        supervisor.cancel()
+
+        assert [outcome(answer) for answer in (answers[0], answers[2])] == [1.0, 2.0]
+        assert "1.5 s" in str(outcome(answers[1]))
+        assert "qinfer.execute_timeout_s" in str(outcome(answers[1]))
+    assert [batch for batch in executed(trace) if bad in batch][1:3] in ([[bad]], [[bad], [bad]])
+
+
+async def test_what_does_not_execute_is_given_back(tmp_path: Path) -> None:
+    """A worker that ends because of one request passes the others on without counting an execution."""
+    write_stuck(tmp_path / "repository", LIMIT_S)
+    write_faulty(tmp_path / "repository", "other", hold_s=600.0, max_batch_size=1)
+    async with worker_processes(tmp_path) as pool:
+        worker = await pool.worker()
+        bad = pool.submit(SLOW)
+
+        (answer,) = await pool.answered(bad)
+        await asyncio.to_thread(worker.wait)
+
+        assert outcome(answer) == TEXT.format("faulty")
+        assert worker.returncode == 70
+        assert await pool.store.workers() == []
+
+
+async def test_responses_of_a_stream_restart_the_clock(tmp_path: Path) -> None:
+    """A stream may last as long as it goes on; one that stalls ends with the limit."""
+    body = (
+        "import threading\n"
+        "def send(sender, value):\n"
+        "    for index in range(4):\n"
+        f"        time.sleep(10**6 if value == 666 and index == 2 else {LIMIT_S / 2})\n"
+        "        sender.send(reply(np.full((1, 1), index, np.float32)))\n"
+        "    sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)\n"
+        "for request in requests:\n"
+        "    value = x(request).item()\n"
+        "    threading.Thread(target=send, args=(request.get_response_sender(), value), daemon=True).start()"
+    )
+    write_hanging(tmp_path / "repository", LIMIT_S, "stream", body, more=DECOUPLED)
+    async with worker_processes(tmp_path) as pool:
+        await pool.worker()
+
+        def ended(request_id: str) -> bool:
+            return any(response.final for response in pool.responses.get(request_id, []))
+
+        good = pool.submit(1.0, "stream")
+        await eventually(lambda: ended(good), 30.0, "the end of a stream")
+        bad = pool.submit(HANG, "stream")
+        await eventually(lambda: ended(bad), 30.0, "the end of a stream that stalls")
+
+        assert [values(one) for one in pool.responses[good] if one.outputs] == [0.0, 1.0, 2.0, 3.0]
+        assert [values(one) for one in pool.responses[bad] if one.outputs] == [0.0, 1.0]
+        assert outcome(pool.responses[bad][-1]) == TEXT.format("stream")
+
+
+async def test_the_time_in_a_called_model_does_not_count(tmp_path: Path) -> None:
+    """A model may call one that takes longer than its own limit."""
+    call = (
+        'made = pb_utils.InferenceRequest(model_name="slow", requested_output_names=["y"],'
+        ' inputs=[pb_utils.Tensor("x", x(requests[0]))])\n'
+        "return [reply(pb_utils.get_output_tensor_by_name(made.exec(), 'y').as_numpy())]"
+    )
+    write_hanging(tmp_path / "repository", LIMIT_S, "caller", call, delay_us=0)
+    write_python(tmp_path / "repository", execute(f"time.sleep({2 * LIMIT_S})\nreturn [reply(x(requests[0]))]"), "slow")
+    async with worker_processes(tmp_path) as pool:
+        await pool.worker()
+
+        (answer,) = await pool.answered(pool.submit(4.0, "caller"))
+
+        assert outcome(answer) == 4.0
+
+
+async def test_the_log_and_the_heartbeat_say_since_when_a_model_executes(tmp_path: Path) -> None:
+    write_hanging(tmp_path / "repository", 600.0)
+    async with worker_processes(tmp_path) as pool:
+        await pool.worker()
+        pool.submit(HANG, "hang")
+
+        async def is_shown() -> bool:
+            (record,) = await pool.store.workers()
+            return [(one.model, one.version, one.limit_s, one.what) for one in record.long] == [
+                ("hang", 1, 600.0, "execution")
+            ]
+
+        await eventually(is_shown, 20.0, "an execution in the heartbeat")
+
+
+async def test_a_load_that_lasts_too_long_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The model is not ready, and says why; the worker serves its others."""
+    from tests.support.hanging import limit
+
+    write_python(
+        tmp_path / "repository",
+        execute("return [reply(x(request)) for request in requests]", "def initialize(self, args): time.sleep(10**6)"),
+        "lazy",
+        more=limit(LIMIT_S, "load"),
+    )
+    async with worker_processes(tmp_path) as pool:
+        pool.start()
+
+        async def failed() -> bool:
+            reasons = [
+                state.reason
+                for record in await pool.store.workers()
+                for versions in record.models.values()
+                for state in versions.values()
+            ]
+            return reasons == [
+                f"the load of model 'lazy' lasted longer than its limit of {LIMIT_S:g} s (qinfer.load_timeout_s)"
+            ]
+
+        await eventually(failed, 30.0, "a load that has failed")
+    assert re.search("load failed", capfd.readouterr().err)

@@ -1,0 +1,61 @@
+"""The end of a worker that can't wait: an instance hangs, and nothing else can end that; or Redis is away."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+from qinfer.batching.execution import Pending
+from qinfer.batching.watched import ExecutionClock
+from qinfer.core.retry import PATIENCE_S
+from qinfer.errors import ExecutionOverdue, QinferError
+from qinfer_workers import liveness
+from qinfer_workers.due_table import GRACE_S
+from qinfer_workers.inference.publisher import Publisher
+from qinfer_workers.inference.serving import LaneBatcher
+
+logger = logging.getLogger(__name__)
+
+STATUS = 70
+"""The exit status of a worker that has ended itself (EX_SOFTWARE of sysexits.h)."""
+
+_SETTLE_S = 1.0
+_OTHERS_S = GRACE_S - 2 * _SETTLE_S
+"""How long batches of other instances may take to end."""
+
+
+def fail_overdue(batcher: LaneBatcher, item: Pending, clock: ExecutionClock) -> None:
+    """Answers an item that has executed alone for too long; another execution would last as long."""
+    error = ExecutionOverdue(clock.limit.text(clock.model))
+    if (streams := batcher.model.streams) is not None:
+        streams.cancel(item, error)
+    else:
+        batcher.fail([item], error)
+
+
+async def end_worker(
+    pauses: Sequence[Coroutine[Any, Any, Any]], publisher: Publisher, retire: Callable[[], Awaitable[None]]
+) -> None:
+    """Gives back what does not execute, publishes what has ended, and ends the process.
+
+    Args:
+        pauses: Give back, and then wait for what executes; the one that hangs is not waited for.
+        publisher: Publishes.
+        retire: Says that the worker is gone.
+    """
+    tasks = [asyncio.ensure_future(pause) for pause in pauses]
+    await asyncio.wait(tasks, timeout=_OTHERS_S)
+    with suppress(TimeoutError, QinferError):
+        async with asyncio.timeout(_SETTLE_S):
+            await publisher.settle()
+            await retire()
+    logger.error("worker ends: an instance hangs", extra={"status": STATUS})
+    liveness.end(STATUS)
+
+
+def cut_short(drain: asyncio.Timeout, away_s: float) -> None:
+    """Ends a drain now, if Redis is away for too long."""
+    if away_s >= PATIENCE_S and not drain.expired():
+        logger.warning("drain cut short: nothing executes, and redis is away", extra={"away_s": round(away_s, 1)})
+        drain.reschedule(asyncio.get_running_loop().time())

@@ -1,0 +1,166 @@
+"""The watchdog of a worker's executions: warns of one that is late, and ends one that is over its model's limit.
+
+    backend that can be interrupted (`python`)   its process is killed; the items of the batch execute again, alone
+    another                                      the worker gives back what does not execute, and ends
+
+It looks from a thread of its own. Where a model holds the interpreter's lock no thread looks at anything: then the
+process beside the worker ends it (`qinfer_workers.due_table`).
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from qinfer.backends.base import Backend
+from qinfer.batching.execution import TOLD
+from qinfer.batching.watched import ExecutionClock, Lateness, TimeLimits, WatchedBackend, lateness
+from qinfer.models.spec import ModelSpec
+from qinfer.models.state import Executing
+from qinfer_workers.due_table import DueTable
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+"""Seconds between two looks."""
+
+SHOWN_S = 1.0
+"""Executions that last shorter are not shown in the heartbeat."""
+
+_STARVED_S = 1.0
+"""A look that comes so much too late ends nothing: what it looks at may have been kept from ending, as it was."""
+
+Leave = Callable[[ExecutionClock], None]
+"""Ends the worker for the sake of an execution that nothing else ends."""
+
+
+class _Watched(NamedTuple):
+    clock: ExecutionClock
+    interrupt: Callable[[], bool] | None
+
+
+class ExecutionWatchdog:
+    """See the module docstring.
+
+    Args:
+        table: Where instances note until when they may execute, if another process reads it.
+    """
+
+    def __init__(self, table: DueTable | None = None) -> None:
+        self.table = table
+        self._watched: list[_Watched] = []
+        self._lock = threading.Lock()
+        self._warned: dict[ExecutionClock, int] = {}
+        self._stop = threading.Event()
+
+    def watched(self, backend: Backend, spec: ModelSpec, version: int) -> WatchedBackend:
+        """Wraps an instance, which is watched until it is unloaded."""
+        clock = ExecutionClock(spec.name, version, TimeLimits.of(spec), self._left)
+        watched = WatchedBackend(backend, clock)
+        if watched.interrupt is None and self.table is not None:
+            clock.due = self.table.place(f"{spec.name}:{version}")
+        with self._lock:
+            self._watched.append(_Watched(clock, watched.interrupt))
+        return watched
+
+    async def run(self, leave: Leave) -> None:
+        """Looks until cancelled.
+
+        Args:
+            leave: Called on the event loop, once, for an execution that nothing but the end of the worker ends.
+        """
+        loop = asyncio.get_running_loop()
+
+        def call_soon(clock: ExecutionClock) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the process is ending
+                loop.call_soon_threadsafe(leave, clock)
+
+        threading.Thread(target=self._run, args=(call_soon,), name="watchdog", daemon=True).start()
+        try:
+            await loop.create_future()
+        finally:
+            self._stop.set()
+
+    def executing(self, now_s: float) -> list[Executing]:
+        """Returns the executions, loads among them, that have lasted for a while.
+
+        Args:
+            now_s: The broker's time.
+        """
+        found = []
+        with self._lock:
+            clocks = [one.clock for one in self._watched]
+        for clock in clocks:
+            elapsed_s, limit = clock.elapsed_s(), clock.limit
+            if elapsed_s >= SHOWN_S:
+                limit_s = limit.seconds if limit.seconds < float("inf") else 0.0
+                what = limit.what.split()[-1]
+                since, seconds = round(now_s - elapsed_s, 3), round(elapsed_s, 3)
+                found.append(Executing(clock.model, clock.version, since, seconds, limit_s, what))
+        return found
+
+    def look(self, leave: Leave, *, may_end: bool = True) -> None:
+        """Looks once at every instance."""
+        with self._lock:
+            watched = list(self._watched)
+        for clock, interrupt in watched:
+            began, elapsed_s = clock.began, clock.elapsed_s()
+            late = lateness(elapsed_s, clock.limit.seconds)
+            if late is Lateness.FINE:
+                continue
+            if self._warned.get(clock) != began:
+                self._warned[clock] = began
+                logger.warning("execution is late: half of its limit is over", extra=_told(clock, elapsed_s))
+            if late is Lateness.OVER and may_end:
+                self._end(clock, interrupt, leave, elapsed_s)
+
+    def _end(self, clock: ExecutionClock, interrupt: Callable[[], bool] | None, leave: Leave, elapsed_s: float) -> None:
+        extra = _told(clock, elapsed_s)
+        if interrupt is not None:
+            if clock.expire(interrupt):
+                logger.error("execution over its limit: the model's process was killed", extra=extra)
+        elif clock.limit is clock.limits.execute:  # whoever waits for a load gives up by itself
+            logger.error("execution over its limit: the worker gives back what it can, and ends", extra=extra)
+            leave(clock)
+
+    def _left(self, clock: ExecutionClock) -> None:
+        """Forgets an instance that is unloaded, or was given up."""
+        with self._lock:
+            self._watched = [one for one in self._watched if one.clock is not clock]
+        self._warned.pop(clock, None)
+        if self.table is not None:
+            self.table.free(clock.due)
+
+    def _run(self, leave: Leave) -> None:
+        is_leaving = False
+
+        def once(clock: ExecutionClock) -> None:
+            nonlocal is_leaving
+            is_leaving = True
+            leave(clock)
+
+        looked_s = time.monotonic()
+        while not (is_leaving or self._stop.wait(LOOK_S)):
+            now_s = time.monotonic()
+            is_starved, looked_s = now_s - looked_s > LOOK_S + _STARVED_S, now_s
+            try:
+                self.look(once, may_end=not is_starved)
+            except Exception:
+                logger.exception("the watchdog failed to look")
+
+
+def _told(clock: ExecutionClock, elapsed_s: float) -> dict[str, object]:
+    requests = [item.request.id for item in clock.items[:TOLD]]
+    limit = clock.limit
+    return {
+        "model": clock.model,
+        "version": clock.version,
+        "what": limit.what,
+        "seconds": round(elapsed_s, 1),
+        "limit_s": limit.seconds,
+        "parameter": limit.parameter,
+        "request_ids": requests,
+    }
