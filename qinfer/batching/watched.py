@@ -28,7 +28,7 @@ from qinfer.tensors import Tensor
 _Answer = tuple[Tensor, ...] | QinferError
 
 NONE: float = 0.0
-"""No instant: nothing executes."""
+"""The instant while an instance is idle."""
 
 
 class TimeLimit(NamedTuple):
@@ -164,7 +164,7 @@ class ExecutionClock:
             with self._lock:
                 self._calls -= 1
                 if not self._calls and self._since_s:
-                    # What began during a call has not waited for the whole of it.
+                    # An execution that began during a call has not waited for the whole call.
                     waited_s = time.monotonic() - max(self._called_s, self._since_s)
                     self._set(self._since_s + waited_s)
 
@@ -192,7 +192,7 @@ class ExecutionClock:
                 self._set(time.monotonic())
                 return False
             for timed in overdue:
-                if isinstance(timed, _Timed):
+                if isinstance(timed, _TimedContext):
                     timed.overdue = error
             return True
 
@@ -268,7 +268,7 @@ class WatchedBackend:
             finally:
                 self.clock.end()
             return
-        timed = _Streaming(ctx, self.clock, len(batch.requests)) if ctx.is_decoupled else _Timed(ctx, self.clock)
+        timed = _Streaming(ctx, self.clock, len(batch.requests)) if ctx.is_decoupled else _TimedContext(ctx, self.clock)
         self.clock.begin(timed)
         try:
             self.backend.execute(batch, timed)
@@ -290,7 +290,7 @@ class WatchedBackend:
         self.clock.leave()
 
 
-class _Timed:
+class _TimedContext:
     """A context that stops the clock during calls; all else is the batch's own."""
 
     def __init__(self, ctx: Context, clock: ExecutionClock) -> None:
@@ -332,11 +332,11 @@ class _Timed:
 
 
 def _items_of(ctx: Context) -> Sequence[Any]:
-    items: Sequence[Any] = getattr(ctx.inner if isinstance(ctx, _Timed) else ctx, "items", ())
+    items: Sequence[Any] = getattr(ctx.inner if isinstance(ctx, _TimedContext) else ctx, "items", ())
     return [items[place] for place in sorted(ctx.open)] if items and isinstance(ctx, _Streaming) else items
 
 
-class _Streaming(_Timed):
+class _Streaming(_TimedContext):
     """A context of a decoupled model: its responses restart the clock."""
 
     def __init__(self, ctx: Context, clock: ExecutionClock, items: int) -> None:
@@ -347,7 +347,7 @@ class _Streaming(_Timed):
         clock.opened(self)
 
     def look(self) -> bool:
-        """Forgets streams that nobody waits for; tells whether one waits for its caller to take something."""
+        """Forgets streams that were abandoned; tells whether one waits for its caller to take something."""
         for item in [item for item in tuple(self.open) if self.cancelled(item)]:
             self._end(item)
         return any(self._waits(item) for item in tuple(self.open))
