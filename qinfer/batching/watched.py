@@ -37,7 +37,7 @@ class TimeLimit(NamedTuple):
     Attributes:
         what: The work, for messages.
         parameter: The parameter of the model's configuration that sets the limit.
-        seconds: The limit; infinite where there is none.
+        seconds: The limit; infinity means that there is no limit.
     """
 
     what: str
