@@ -277,16 +277,15 @@ class Batcher:
             self._asked_at_s = self._clock.now_s()
         return count, self._fetch_wait_s
 
-    def speed_rps(self) -> float:
+    def speed_rps(self, *, at_best: bool = False) -> float:
         """Returns how many requests a second all instances can execute in full batches; 0 = not known yet.
 
-        Counts the gaps between executions, so that this is what they do while requests wait.
+        Counts the gaps between executions, so that this is what they do while requests wait. At best, it is the
+        highest speed that the observations allow.
         """
         rows = self._rules.max_rows if self._rules.merge else self._rows_per_item
-        expected_s = self._latency.estimate_s(max(round(rows), 1))
-        if not expected_s:
-            return 0.0
-        return self.model.executor.count * rows / self._rows_per_item / (expected_s + self._latency.gap_s)
+        full_s = (self._latency.best_s if at_best else self._latency.full_s)(max(round(rows), 1))
+        return self.model.executor.count * rows / self._rows_per_item / full_s if full_s else 0.0
 
     def lost(self, item: Pending) -> None:
         """Forgets an item whose lease is lost; if it is executing, its answer will be discarded."""

@@ -8,6 +8,7 @@ property tests and simulators drive what production runs.
     pending == decision.expired + decision.run + decision.keep       each item in exactly one of them, in queue order
 """
 
+import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ FETCH_S = 0.001
 
 _LONGEST_GAP_S = 0.05
 """A longer gap between two executions counts as this one: it is an accident, not the instance's way of working."""
+
+_RUN = 5
+"""Executions of a run, whose mean is not of one that was quick by chance."""
+
+_COLD = 3
+"""The first executions, which are often much slower than all others: there is no bound until a run comes after them."""
 
 _FRESH_S = 5.0
 """Older knowledge expires no request: were the floor wrong and all deadlines below it, nothing would correct it."""
@@ -51,6 +58,10 @@ class LatencyModel:
         self._observed_at_s = float("-inf")
         self.gap_s = 0.0
         self._gap_weight = 0.0
+        self._deviation2 = 0.0
+        self._run: deque[float] = deque(maxlen=_RUN)
+        self._count = 0
+        self._quickest = (1.0, 1.0)
         self._free_at_s: deque[float] = deque()
 
     @property
@@ -72,10 +83,17 @@ class LatencyModel:
         self._rows2 = self._rows2 * _DECAY + rows * rows
         self._rows_seconds = self._rows_seconds * _DECAY + rows * seconds
         self._fit()
+        expected_s = self.estimate_s(rows)
+        ratio = seconds / expected_s if expected_s else 1.0
+        self._deviation2 = self._deviation2 * _DECAY + (ratio - 1.0) ** 2
+        self._run.append(ratio)
+        self._count += 1
         current, previous = self._floors
         if self._in_window == _WINDOW:
             current, previous, self._in_window = seconds, current, 0
+            self._quickest = (1.0, self._quickest[0])
         current = min(current, seconds)
+        self._quickest = (min(self._quickest[0], sum(self._run) / len(self._run)), self._quickest[1])
         self._floors = (current, previous)
         self._floor_s = 0.0 if previous == float("inf") else min(current, previous)
         self._in_window += 1
@@ -102,6 +120,31 @@ class LatencyModel:
     def estimate_s(self, rows: int) -> float:
         """Returns the expected duration of a batch of `rows` rows; 0 when nothing is known."""
         return self._base_s + self._per_row_s * rows
+
+    def full_s(self, rows: int) -> float:
+        """Returns the expected time from one batch of `rows` rows to the next; 0 when nothing is known."""
+        expected_s = self.estimate_s(rows)
+        return expected_s + self.gap_s if expected_s else 0.0
+
+    def best_s(self, rows: int) -> float:
+        """Returns the shortest time from one batch of `rows` rows to the next that the observations allow.
+
+        The bound is wide after few executions, for sizes far from those seen, and where executions differ; it follows
+        at once where they become quicker: the quickest run of the last 32 to 64 counts. It is 0 until eight were seen.
+        """
+        weight = self._weight
+        if self._count < _COLD + _RUN:
+            return 0.0
+        # One deviation of 100 % is assumed besides those that were seen: executions may be equal by chance.
+        error2 = (1.0 + self._deviation2) / (1.0 + weight) / weight
+        mean_rows, mean_s = self._rows / weight, self._seconds / weight
+        distance2, variance = (rows - mean_rows) ** 2, self._rows2 / weight - mean_rows * mean_rows
+        lever = distance2 / max(variance, 1e-9) if distance2 > 0.25 else 0.0
+        # The standard error of a regression at `rows`; but a larger batch is not quicker than those that were seen.
+        regressed_s = self.estimate_s(rows) / (1.0 + math.sqrt(error2 * (1.0 + lever)))
+        seen_s = mean_s * min(rows / mean_rows, 1.0) / (1.0 + math.sqrt(error2))
+        gap_s = self.gap_s * max(1.0 - 2.0 / math.sqrt(self._gap_weight), 0.0) if self._gap_weight else 0.0
+        return max(regressed_s, seen_s) * min(self._quickest) + gap_s
 
     def floor_s(self, now_s: float) -> float:
         """Returns the shortest of the last 32 to 64 executions; 0 before there were so many, or when they are old."""

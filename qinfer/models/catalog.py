@@ -377,7 +377,7 @@ class Catalog:
         capacities = {key: capacity_of(workers, *key) for key in versions}
         speeds = await self._store.speeds([key for key, capacity in capacities.items() if not capacity.workers])
         for key, speed in speeds.items():
-            capacities[key] = Capacity(speed.rps, speed.load_s or self._limits.cold_start_s)
+            capacities[key] = Capacity(speed.best_rps, speed.load_s)
         return capacities
 
     async def _waits_s(

@@ -120,8 +120,8 @@ class Capacity(NamedTuple):
     """The speed that a version's backlog is worked off with.
 
     Attributes:
-        rps: Requests a second, of all live workers together; 0 = unknown.
-        start_s: Seconds until the first is executed; 0 while a worker has it loaded.
+        rps: Requests a second, of all live workers together, at best; 0 = unknown.
+        start_s: Seconds that a worker took to load it; 0 while a worker has it loaded, and where it was not measured.
         workers: Live workers that have it loaded.
     """
 
@@ -129,9 +129,9 @@ class Capacity(NamedTuple):
     start_s: float = 0.0
     workers: int = 0
 
-    def behind(self, rps: float) -> "Capacity":
-        """Returns what is left for those whom so many requests a second overtake; a hundredth at the least."""
-        return self if not rps else self._replace(rps=max(self.rps - rps, self.rps / 100))
+    def behind(self, part: float) -> "Capacity":
+        """Returns what is left where others take a part of the speed; a hundredth at the least."""
+        return self if not part else self._replace(rps=self.rps * max(1.0 - part, 0.01))
 
 
 def assess(
@@ -239,6 +239,7 @@ def _best(model: str, version: int, generation: int, workers: list[WorkerRecord]
 
 
 def capacity_of(workers: Iterable[WorkerRecord], model: str, version: int) -> Capacity:
-    """Sums up the speeds of the workers that have a version READY; unknown while one of them has measured nothing."""
-    speeds = [worker.speeds.get(model, {}).get(version, 0.0) for worker in workers if worker.is_ready(model, version)]
+    """Sums up the best speeds of the workers that have a version READY; unknown while one has measured too little."""
+    ready = [worker for worker in workers if worker.is_ready(model, version)]
+    speeds = [worker.best_speeds.get(model, {}).get(version, 0.0) for worker in ready]
     return Capacity(sum(speeds) if all(speeds) else 0.0, 0.0, len(speeds))

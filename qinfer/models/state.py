@@ -141,10 +141,12 @@ class Speed(msgspec.Struct, frozen=True):
     Attributes:
         rps: Requests a second that one worker can execute.
         load_s: Seconds that it took to load.
+        best_rps: The highest speed that its observations allow; 0 = not known: they are too few.
     """
 
     rps: float
     load_s: float = 0.0
+    best_rps: float = 0.0
 
 
 LONG_S = 300.0
@@ -197,6 +199,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         clock_offset_s: Broker time minus its wall clock.
         frame_versions: Frame versions it can read.
         speeds: Model → version → requests a second that it can execute; left out where nothing was measured.
+        best_speeds: Model → version → the highest speed that its observations allow; left out where they are too few.
         places: Globs of the models that it loads.
         busy: Model → version → requests that its instances execute now; left out where there are none.
         direct: Model → version → requests in its batchers that came past the lanes, from ensembles and models here;
@@ -222,6 +225,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     clock_offset_s: float = 0.0
     frame_versions: tuple[int, ...] = (1,)
     speeds: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
+    best_speeds: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
     places: tuple[str, ...] = ("*",)
     busy: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)
     direct: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)

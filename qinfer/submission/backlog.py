@@ -2,8 +2,10 @@
 
 A full lane, and a deadline or queue timeout that can't be met, are refused. `judge` decides, and is pure; its texts and
 codes are Triton's where Triton has the case (reference §3.3), and `Retry-After` tells when it is worth trying again, as
-far as is known. A lane's depth (`Backlog`) is what the broker says every `POLL_S` seconds, less what of it was this
-process's own, plus what is its own now: its own requests are counted exactly, those of others are up to `POLL_S` old.
+far as is known. A request is refused only if it would be late at best: at the highest speed that the workers have
+made plausible (`LatencyModel.best_s`), with the fewest requests of higher lanes that are plausible (`overtaking.py`). A
+lane's depth (`Backlog`) is what the broker says every `POLL_S` seconds, less what of it was this process's own, plus
+what is its own now: its own requests are counted exactly, those of others are up to `POLL_S` old.
 Nothing is polled while nothing is asked.
 
 Where tenants have shares of a lane, a tenant's request waits for what is in its share, and for as much of the others as
@@ -27,8 +29,8 @@ from qinfer.submission.pending import Load
 POLL_S = 0.1
 """Seconds between two looks at the depths."""
 
-_SMOOTHING = 0.2
-"""Weight of the last look in the rate at which requests leave a lane: about the last half second counts."""
+_BEST_START = 0.5
+"""The part of the last load's time in which a worker may start: one load is few observations."""
 
 _QUIET_POLLS = 20
 """Looks without a request after which a version is no longer polled."""
@@ -47,6 +49,8 @@ class _Group:
         self.asked = True
         self.quiet_polls = 0
         self.looked_s = 0.0
+        self.asked_s: float | None = None
+        """Since when something waits for a worker that loads the version; `None` while nothing does."""
 
 
 class Backlog:
@@ -85,22 +89,16 @@ class Backlog:
             asked_s: The queue timeout that it asks for; 0 = none.
             tenant: Whose request it is; empty = nobody's.
         """
-        ahead, overtaking_rps, limit = 0, 0.0, served.spec.lane_capacity
-        for lane in route.ahead[:-1]:
-            ahead += self.load(served, lane).all
-            overtaking_rps += sum(one.rps for one in self._loads[lane][1].loads if is_of(one.lane, lane))
+        limit = served.spec.lane_capacity
         load = self.load(served, self._queue.places.last(route.lane, tenant) if tenant else route.lane)
-        ahead += math.ceil(load.ahead)
+        ahead = sum(self.load(served, lane).all for lane in route.ahead[:-1]) + math.ceil(load.ahead)
         waiting = load.all if load.waiting >= limit * load.part else min(load.all, limit - 1)
-        capacity = self._capacity(served).behind(overtaking_rps)
-        refusal = judge(waiting=waiting, ahead=ahead, limit=limit, capacity=capacity, timeout_s=timeout_s)
-        queue_s = queue_timeout_s(route.policy, asked_s)
-        if refusal is not None or route.policy.delay or not 0 < queue_s < timeout_s:
-            return refusal
-        next_batches = capacity.workers * _batch_size(served.spec)
-        if ahead <= next_batches:
-            return None
-        return judge(waiting=waiting, ahead=ahead, limit=limit, capacity=capacity, timeout_s=queue_s)
+        queue_s = 0.0 if route.policy.delay else queue_timeout_s(route.policy, asked_s)
+        worth_s = min(timeout_s, queue_s or timeout_s)
+        capacity = self._at_best(served, route, worth_s)
+        # The batches that execute may be at their end, and the next ones have room for as many.
+        at_once = capacity.workers * _batch_size(served.spec)
+        return judge(waiting=waiting, ahead=ahead, at_once=at_once, limit=limit, capacity=capacity, timeout_s=worth_s)
 
     def known(self, lane: Lane) -> Load:
         """Returns the load of a lane as far as it is polled; else one that counts nowhere."""
@@ -136,8 +134,12 @@ class Backlog:
         now_s = asyncio.get_running_loop().time()
         passed_s, group.looked_s = max(now_s - group.looked_s, POLL_S), now_s
         for load in group.loads:
-            load.rps += (load.left / passed_s - load.rps) * _SMOOTHING
-            load.left = 0
+            load.overtaking.observe(load.executed, passed_s, is_occupied=load.own + load.others > 0)
+            load.left = load.executed = 0
+        if self._capacity(group.served).workers or not any(load.waiting for load in group.loads):
+            group.asked_s = None
+        elif group.asked_s is None:
+            group.asked_s = now_s
         try:
             shares = await self._queue.shares([lane for lane in group.lanes if undivided(lane.name) == lane.name])
         except BrokerUnavailable:
@@ -168,6 +170,18 @@ class Backlog:
         """Returns how many entries the live workers may have answered and not finished: two batches an instance."""
         return 2 * self._capacity(served).workers * _batch_size(served.spec)
 
+    def _at_best(self, served: Served, route: Route, wait_s: float) -> Capacity:
+        """Returns the speed at best that higher lanes leave to a request which may wait so long."""
+        capacity = self._capacity(served)
+        above, group = route.ahead[:-1], self._loads[route.ahead[-1]][1] if route.ahead[-1] in self._loads else None
+        if group is None or not capacity.rps:
+            return capacity
+        if capacity.start_s:
+            passed_s = 0.0 if group.asked_s is None else asyncio.get_running_loop().time() - group.asked_s
+            capacity = capacity._replace(start_s=max(capacity.start_s * _BEST_START - passed_s, 0.0))
+        higher = [load for load in group.loads if any(is_of(load.lane, lane) for lane in above)]
+        return capacity.behind(sum(load.overtaking.least_part(wait_s, capacity.rps) for load in higher))
+
     def _capacity(self, served: Served) -> Capacity:
         return self._catalog.capacity(served.spec.name, served.version)
 
@@ -189,7 +203,9 @@ def _note(load: Load, shares: Sequence[Share], known: int, unplaced: int) -> Non
     load.part = share.weight / (share.weight + weights)
 
 
-def judge(*, waiting: int, ahead: int, limit: int, capacity: Capacity, timeout_s: float) -> Overloaded | None:
+def judge(
+    *, waiting: int, ahead: int, at_once: int = 0, limit: int, capacity: Capacity, timeout_s: float
+) -> Overloaded | None:
     """Decides whether a request may enter a lane.
 
     Where nobody is ahead it may always: a model that is scaled to zero must be able to wake, however long that takes.
@@ -198,8 +214,9 @@ def judge(*, waiting: int, ahead: int, limit: int, capacity: Capacity, timeout_s
     Args:
         waiting: Entries in its lane.
         ahead: Entries in its lane and those of higher priority.
+        at_once: It may enter with so many of them ahead: they may be about to end, or it may join their batch.
         limit: Entries that its lane may hold.
-        capacity: How fast they are executed.
+        capacity: How fast they are executed at best.
         timeout_s: How long its answer is worth waiting for.
 
     Returns:
@@ -208,13 +225,13 @@ def judge(*, waiting: int, ahead: int, limit: int, capacity: Capacity, timeout_s
     rps = capacity.rps
     if waiting >= limit:
         return QueueFull(FULL, _bounded((waiting - limit + 1) / rps if rps else 1.0))
-    if not rps or not ahead:
+    if not rps or ahead <= at_once:
         return None
     wait_s = capacity.start_s + ahead / rps
     if wait_s <= timeout_s:
         return None
     return DeadlineInfeasible(
-        f"the requests ahead take about {wait_s:.1f} s, and this one is worth waiting for {timeout_s:g} s; "
+        f"the requests ahead take at least {wait_s:.1f} s, and this one is worth waiting for {timeout_s:g} s; "
         "try again later, or with a longer timeout",
         _bounded(wait_s - timeout_s),
     )

@@ -35,6 +35,7 @@ from qinfer.queue.entries import Entry, Lane, by_lane
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_records import NOBODYS, Place
 from qinfer.queue.sequences import Sequences
+from qinfer.submission.overtaking import Overtaking
 from qinfer.submission.streams import Credits, StreamReader, Verdict
 from qinfer.wire.frame import decode_responses
 
@@ -87,9 +88,10 @@ class Load(msgspec.Struct, eq=False):
         lane: Its stream.
         own: This process's requests in it: submitted, and not yet answered.
         left: This process's requests that were answered or given up since the last look.
+        executed: This process's requests that a model answered since the last look.
         others: Those of others, at the last look.
         most: Up to so many entries nothing needs to be judged, for a request of the default timeout.
-        rps: This process's requests that leave it in a second, as the last looks have shown.
+        overtaking: Tells the part of the speed that it takes from the lanes below it.
         beside: Those in the other shares of its lane, at the last look.
         part: Its share of the lane by weight, among those that hold something; 1 where the lane is not divided.
     """
@@ -98,8 +100,9 @@ class Load(msgspec.Struct, eq=False):
     most: int
     own: int = 0
     left: int = 0
+    executed: int = 0
     others: int = 0
-    rps: float = 0.0
+    overtaking: Overtaking = msgspec.field(default_factory=Overtaking)
     beside: int = 0
     part: float = 1.0
 
@@ -488,6 +491,8 @@ class PendingRequests:
         """Hands on the response of a request, which is not in the table any more if it is the last."""
         if response.version != pending.version and response.version:
             pending.version = response.version  # that one executed it: it was moved while it waited
+        if response.failure is None and response.final and pending.load is not None:
+            pending.load.executed += 1
         try:
             if isinstance(pending.sink, Inner):
                 pending.sink.deliver(response)

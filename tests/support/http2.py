@@ -166,7 +166,7 @@ async def _chat(call: Call) -> None:
 
 
 def _busy(call: Call, _: Any) -> None:
-    call.fail(DeadlineInfeasible("the requests ahead take about 9.5 s", 8.5))
+    call.fail(DeadlineInfeasible("the requests ahead take at least 9.5 s", 8.5))
 
 
 def _admit(*_: Any) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import heapq
 import selectors
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import cast
@@ -57,6 +57,7 @@ class Caller:
         rows: Its size.
         level: Its priority level; 0 = none.
         asked_s: The queue timeout that it asks for; 0 = none.
+        takes_s: How long it executes; 0 = as its rows tell.
         deadline_s: When its answer is worth nothing any more, counted from its arrival.
         answered_s: When it was answered.
         is_fine: The answer was a result.
@@ -67,6 +68,7 @@ class Caller:
     rows: int = 1
     level: int = 0
     asked_s: float = 0.0
+    takes_s: float = 0.0
     deadline_s: float = 60.0
     answered_s: float = 0.0
     is_fine: bool = False
@@ -84,6 +86,9 @@ class Setting:
         gateways: Doors, each of which sees its own requests; they take turns.
         has_door: Requests are judged before they enter.
         jitter: By how much an execution is slower or faster, at random.
+        max_rows: Of a batch.
+        together: A batch takes as long as the longest of its requests; else as all of them, one after the other.
+        known: Executions that each worker has seen before the trace begins.
     """
 
     batching: BatchingSpec
@@ -92,6 +97,9 @@ class Setting:
     gateways: int = 1
     has_door: bool = True
     jitter: float = 0.0
+    max_rows: int = MAX_ROWS
+    together: bool = False
+    known: int = 50
 
 
 def optimum_rows(callers: Sequence[Caller], timeouts_s: Sequence[float], setting: Setting) -> float:
@@ -210,8 +218,9 @@ class _Lanes:
 class _Instances:
     """Instances that take the time of the model, in virtual time."""
 
-    def __init__(self, setting: Setting, seed: int) -> None:
+    def __init__(self, setting: Setting, seed: int, takes_s: Callable[[Execution], float]) -> None:
         self.count = setting.instances
+        self._takes_s = takes_s
         self._jitter = setting.jitter
         self._random = np.random.default_rng(seed)
         self._queued: deque[tuple[Execution, Done]] = deque()
@@ -239,7 +248,7 @@ class _Instances:
         while self._queued and self._running < self.count:
             execution, done = self._queued.popleft()
             self._running += 1
-            takes_s = BASE_S + ROW_S * execution.batch.size
+            takes_s = self._takes_s(execution)
             takes_s *= 1 + self._jitter * float(self._random.uniform(-1, 1))
             begin_s = loop.time() + TRIP_S
             loop.call_at(begin_s + takes_s, partial(self._end, execution, done, begin_s))
@@ -283,7 +292,7 @@ class _Simulation:
         self.spec: ModelSpec = replace(
             stub_spec(),
             batching=setting.batching,
-            max_batch_size=MAX_ROWS,
+            max_batch_size=setting.max_rows,
             instances=(InstanceSpec(count=setting.instances),),
         )
         self.lanes = lanes_of(self.spec, 1)
@@ -321,6 +330,7 @@ class _Simulation:
             caller.answered_s, caller.is_fine = now_s, response.failure is None
             load.own -= 1
             load.left += 1
+            load.executed += response.failure is None
             self._count_down()
 
     def give_back(self, items: Sequence[Pending]) -> None:
@@ -335,10 +345,15 @@ class _Simulation:
 
     def _batcher(self, number: int) -> Batcher:
         latency = LatencyModel()
-        for rows in (1, MAX_ROWS):
+        for rows in (1, MAX_ROWS) * (self._setting.known // 2):
             latency.observe(rows, BASE_S + ROW_S * rows, self._clock.now_s())
-        model = LoadedModel(spec=self.spec, version=1, generation=1, executor=_Instances(self._setting, number))
+        instances = _Instances(self._setting, number, self._takes_s)
+        model = LoadedModel(spec=self.spec, version=1, generation=1, executor=instances)
         return Batcher(model, self._clock, self, latency)
+
+    def _takes_s(self, execution: Execution) -> float:
+        own_s = [self._open[item.request.id][0].takes_s for item in execution.items]
+        return (max if self._setting.together else sum)(own_s) or BASE_S + ROW_S * execution.batch.size
 
     async def _work(self, batcher: Batcher) -> None:
         while True:
@@ -357,9 +372,9 @@ class _Simulation:
 
     async def _beat(self) -> None:
         while True:
-            speeds = [batcher.speed_rps() for batcher in self._batchers]
+            speeds = [batcher.speed_rps(at_best=True) for batcher in self._batchers]
             for door in self._doors:
-                door.capacity_now = Capacity(sum(speeds), 0.0, len(speeds))
+                door.capacity_now = Capacity(sum(speeds) if all(speeds) else 0.0, 0.0, len(speeds))
             await asyncio.sleep(BEAT_S)
 
     def _count_down(self) -> None:

@@ -96,9 +96,15 @@ class Iterations(StepRunner[Pending]):
         rows = self.model.executor.count * min(self._sequences.slots, self._sequences.max_rows)
         return max(rows - len(self._held), 0)
 
-    def speed_rps(self) -> float:
-        """Returns how many requests a second all instances can execute in full batches; 0 = not known yet."""
-        return super().speed_rps() * self._weight / self._iterations if self._iterations else 0.0
+    def speed_rps(self, *, at_best: bool = False) -> float:
+        """Returns how many requests a second all instances can execute in full batches; 0 = not known yet.
+
+        At best, a request has one iteration until some more have ended.
+        """
+        if not self._iterations:
+            return 0.0
+        steps_rps, per_request = super().speed_rps(at_best=at_best), self._iterations / self._weight
+        return steps_rps / (1.0 + (per_request - 1.0) * max(1.0 - 1.0 / self._weight, 0.0) if at_best else per_request)
 
     def classify(self, item: Pending) -> None:
         """Sets the key of an item that is to be admitted."""
@@ -264,9 +270,9 @@ class IterativeBatcher:
         """Whether anything executes or waits to; for any thread."""
         return not self._idle.is_set()
 
-    def speed_rps(self) -> float:
+    def speed_rps(self, *, at_best: bool = False) -> float:
         """Returns how many requests a second all instances can execute in full batches; 0 = not known yet."""
-        return self._current.speed_rps()
+        return self._current.speed_rps(at_best=at_best)
 
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[Pending]:
         """Goes on with another generation of the model; what has begun ends on the old one, which is unloaded then.

@@ -67,11 +67,14 @@ class StepRunner(ABC, Generic[P]):
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    def speed_rps(self) -> float:
-        """Returns how many steps a second all instances can execute in full batches; 0 = not known yet."""
+    def speed_rps(self, *, at_best: bool = False) -> float:
+        """Returns how many steps a second all instances can execute in full batches; 0 = not known yet.
+
+        At best, it is the highest speed that the observations allow.
+        """
         rows = self._sequences.max_rows
-        expected_s = self._latency.estimate_s(rows)
-        return self.model.executor.count * rows / (expected_s + self._latency.gap_s) if expected_s else 0.0
+        full_s = (self._latency.best_s if at_best else self._latency.full_s)(rows)
+        return self.model.executor.count * rows / full_s if full_s else 0.0
 
     def pump(self) -> None:
         """Starts and breaks what is due now, and sets the timer for what comes next.

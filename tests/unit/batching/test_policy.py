@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from qinfer.batching.policy import NEVER_S, Item, Rules, Slots, decide
+from qinfer.batching.policy import NEVER_S, Item, LatencyModel, Rules, Slots, decide
 from qinfer.models.spec import BatchingSpec, ModelSpec
 
 NOW_S = 1000.0
@@ -231,3 +231,66 @@ def test_priorities_with_policies_as_triton_tests_them() -> None:
 
     assert runs == [(1.2, [a2, a2_again]), (2.6, [a1, b3]), (11.0, [b6])]
     assert expired == [b2]
+
+
+# --- the highest speed that observations allow ---
+
+
+def learned(*seconds: float, rows: int = 1) -> LatencyModel:
+    latency = LatencyModel()
+    for each_s in seconds:
+        latency.observe(rows, each_s, NOW_S)
+    return latency
+
+
+def test_a_few_executions_give_no_bound() -> None:
+    assert learned(*[5.0] * 7).best_s(1) == 0.0
+    assert learned(*[5.0] * 8).best_s(1) > 0.0
+
+
+def test_the_bound_narrows_with_each_execution() -> None:
+    few, many = (learned(*[0.1] * count).best_s(1) for count in (8, 200))
+
+    assert 0.08 < few < many
+    assert many == pytest.approx(0.1, rel=0.03)
+
+
+def test_slow_first_executions_bound_nothing() -> None:
+    """Of a model that loads the rest of itself then."""
+    assert learned(10.0, 10.0, 10.0, *[0.01] * 5).best_s(1) < 0.02
+
+
+def test_a_model_that_becomes_quicker_is_as_quick_at_once() -> None:
+    latency = learned(*[1.0] * 100, *[0.01] * 5)
+
+    assert latency.estimate_s(1) > 0.5
+    assert latency.best_s(1) < 0.02
+
+
+def test_executions_that_differ_widen_the_bound() -> None:
+    equal, different = learned(*[1.0] * 100), learned(*[0.5, 1.5] * 50)
+
+    assert different.best_s(1) < 0.95 * equal.best_s(1)
+
+
+def test_a_larger_batch_than_any_may_take_no_longer() -> None:
+    """Nor does it take less."""
+    assert learned(*[0.1] * 100).best_s(16) == pytest.approx(0.1, rel=0.03)
+    assert learned(*[0.1] * 100).estimate_s(16) == pytest.approx(1.6)
+
+
+def test_sizes_that_were_seen_bound_a_full_batch() -> None:
+    latency = LatencyModel()
+    for rows in (1, 16) * 50:
+        latency.observe(rows, 0.004 + rows * 0.0005, NOW_S)
+
+    assert latency.best_s(16) == pytest.approx(0.012, rel=0.05)
+
+
+def test_one_long_gap_is_an_accident() -> None:
+    latency = learned(*[0.001] * 20)
+    latency.observe_gap(1.0, 1.1, 9.0, 1)
+    latency.observe_gap(1.2, 1.3, 9.0, 1)
+
+    assert latency.gap_s > 0.04
+    assert latency.best_s(1) < 0.002

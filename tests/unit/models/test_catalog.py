@@ -463,7 +463,7 @@ async def test_speeds_of_live_workers_add_up(stack: Stack) -> None:
     generation = (await stack.sync())["m"].generation
     ready, loading = ({"m": {1: VersionState(state, generation)}} for state in (State.READY, State.LOADING))
     for worker_id, models, rps in (("a", ready, 10.0), ("b", ready, 5.0), ("c", loading, 7.0)):
-        record = WorkerRecord(id=worker_id, started_at=0.0, models=models, speeds={"m": {1: rps}})
+        record = WorkerRecord(id=worker_id, started_at=0.0, models=models, best_speeds={"m": {1: rps}})
         await stack.store.heartbeat(record, TTL_S)
     await stack.catalog.refresh()
     known = stack.catalog.capacity("m", 1)
@@ -476,15 +476,15 @@ async def test_speeds_of_live_workers_add_up(stack: Stack) -> None:
     assert stack.catalog.capacity("unknown", 1) == Capacity()
 
 
-@pytest.mark.parametrize(("load_s", "start_s"), [(12.0, 12.0), (0.0, LimitSettings().cold_start_s)])
-async def test_without_a_worker_the_last_speed_counts(stack: Stack, load_s: float, start_s: float) -> None:
-    """And the time that a load took, or is assumed to take."""
+@pytest.mark.parametrize("load_s", [12.0, 0.0])
+async def test_without_a_worker_the_last_speed_counts(stack: Stack, load_s: float) -> None:
+    """And the time that a load took, if it was measured: an assumption refuses nothing."""
     stack.write("m", 1)
     await stack.sync()
-    await stack.store.put_speed("m", 1, Speed(10.0, load_s))
+    await stack.store.put_speed("m", 1, Speed(8.0, load_s, 10.0))
     await stack.catalog.refresh()
 
-    assert stack.catalog.capacity("m", 1) == Capacity(10.0, start_s, 0)
+    assert stack.catalog.capacity("m", 1) == Capacity(10.0, load_s, 0)
 
 
 async def test_sync_is_idempotent(stack: Stack) -> None:

@@ -60,7 +60,7 @@ def test_a_deadline_that_cannot_be_met(
 
     assert type(refusal) is DeadlineInfeasible
     assert refusal.message == (
-        f"the requests ahead take about {wait}, and this one is worth waiting for {timeout_s:g} s; "
+        f"the requests ahead take at least {wait}, and this one is worth waiting for {timeout_s:g} s; "
         "try again later, or with a longer timeout"
     )
     assert refusal.retry_after_s == retry_after_s

@@ -153,7 +153,8 @@ class Heartbeat:
             throughput_rps=round(rps, 1),
             clock_offset_s=now_s - time.time(),
             frame_versions=(FRAME_VERSION,),
-            speeds=by_model({_key(one): round(rps, 3) for one in batchers if (rps := one.speed_rps())}),
+            speeds=_speeds(batchers, at_best=False),
+            best_speeds=_speeds(batchers, at_best=True),
             busy=_busy(batchers),
             direct=by_model(self.direct()),
             load_s=self.load_times(),
@@ -201,7 +202,7 @@ class Heartbeat:
             stats.add(self._unsent.setdefault(key, {}), deltas)
         if rps:
             load_s = self.load_times().get(key[0], {}).get(key[1], 0.0)
-            self._speeds[key] = Speed(round(rps, 3), round(load_s, 3))
+            self._speeds[key] = Speed(round(rps, 3), round(load_s, 3), round(batcher.speed_rps(at_best=True), 3))
 
     def _memory(self) -> dict[str, dict[int, tuple[MemoryUse, ...]]]:
         """Measures the memory of the models; in the thread that measures all resources."""
@@ -234,6 +235,10 @@ class Heartbeat:
 
 def _key(batcher: AnyBatcher) -> Key:
     return batcher.model.spec.name, batcher.model.version
+
+
+def _speeds(batchers: Iterable[AnyBatcher], *, at_best: bool) -> dict[str, dict[int, float]]:
+    return by_model({_key(one): round(rps, 3) for one in batchers if (rps := one.speed_rps(at_best=at_best))})
 
 
 def _busy(batchers: Iterable[AnyBatcher]) -> dict[str, dict[int, int]]:

@@ -82,7 +82,7 @@ class EnsembleBatcher:
         """The model versions that present and further requests run."""
         return self._runs.versions
 
-    def speed_rps(self) -> float:
+    def speed_rps(self, *, at_best: bool = False) -> float:
         """Returns 0: its speed is that of its steps' models, which other requests share."""
         return 0.0
 

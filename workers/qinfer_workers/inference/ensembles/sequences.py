@@ -127,7 +127,7 @@ class EnsembleSteps:
         """Waits until steps may be submitted."""
         await self._parts.follow()
 
-    def speed_rps(self) -> float:
+    def speed_rps(self, *, at_best: bool = False) -> float:
         """Returns 0: its speed is that of its steps' models, which other requests share."""
         return 0.0
 
