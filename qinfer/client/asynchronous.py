@@ -331,13 +331,13 @@ class AsyncClient(AsyncModelCalls):
 
 
 async def _open(http: httpx.AsyncClient, send: Send) -> Outcome:
-    """Sends a request; a reply of success is left unread, for its caller to read and close."""
+    """Sends a request of a flow whose last reply is a stream."""
     request = http.build_request(
         send.method, send.url, headers=send.headers, content=send.content, timeout=send.http_timeout
     )
     try:
         reply = await http.send(request, stream=True)
-        if not reply.is_success:
+        if not (send.streams and reply.is_success):
             await reply.aread()
     except httpx.RequestError as error:
         return error

@@ -535,13 +535,13 @@ class Client(ModelCalls):
 
 
 def _open(http: httpx.Client, send: Send) -> Outcome:
-    """Sends a request; a reply of success is left unread, for its caller to read and close."""
+    """Sends a request of a flow whose last reply is a stream."""
     request = http.build_request(
         send.method, send.url, headers=send.headers, content=send.content, timeout=send.http_timeout
     )
     try:
         reply = http.send(request, stream=True)
-        if not reply.is_success:
+        if not (send.streams and reply.is_success):
             reply.read()
     except httpx.RequestError as error:
         return error

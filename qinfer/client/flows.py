@@ -178,7 +178,7 @@ def infer_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:
     policy = policy.within(ask.timeout_s)
     ask = yield from _typed(policy, ask)
     send = ask.send(f"{model_path(ask.model, ask.version, 'v1')}/infer_stream", {})
-    return (yield from _refreshing(policy, ask, call(policy, send._replace(repeats=policy.resend))))
+    return (yield from _refreshing(policy, ask, call(policy, send._replace(repeats=policy.resend, streams=True))))
 
 
 def generate(policy: Policy, ask: Ask) -> Flow[dict[str, Any]]:
@@ -191,7 +191,7 @@ def generate(policy: Policy, ask: Ask) -> Flow[dict[str, Any]]:
 def generate_stream(policy: Policy, ask: Ask) -> Flow[httpx.Response]:
     """Sends a request in free-form JSON to a model, and returns the reply that its responses come in."""
     policy = policy.within(ask.timeout_s)
-    return (yield from call(policy, _generate_request(policy, ask, "generate_stream")))
+    return (yield from call(policy, _generate_request(policy, ask, "generate_stream")._replace(streams=True)))
 
 
 def submit(policy: Policy, ask: Ask, submission: Submission) -> Flow[RequestHandle]:
@@ -245,7 +245,8 @@ def follow(policy: Policy, handle: RequestHandle, follower: Follower, tries: int
     if tries:
         yield Pause(EARLY_PAUSE_S)
     headers = {"Last-Event-ID": follower.seen} if follower.seen else {}
-    reply = yield from call(policy, Send("GET", f"{handle.url}/events", headers), not_found=RequestNotFound)
+    send = Send("GET", f"{handle.url}/events", headers, streams=True)
+    reply = yield from call(policy, send, not_found=RequestNotFound)
     follower.has_ended = reply.status_code == 204
     return reply
 

@@ -208,6 +208,7 @@ class Send(NamedTuple):
         base: The URL of the gateway; set for each attempt.
         repeats: Whether it may be sent again although it may have been executed.
         hedges: Whether it may be sent a second time while it is not answered: the server executes it once at most.
+        streams: Whether a reply of success is left unread, for the caller of its flow to read and close.
     """
 
     method: str
@@ -219,6 +220,7 @@ class Send(NamedTuple):
     base: str = ""
     repeats: bool = True
     hedges: bool = False
+    streams: bool = False
 
     @property
     def url(self) -> str:

@@ -37,6 +37,22 @@ async def test_every_response_is_a_result(running: Running, responses: int) -> N
     assert await asyncio.to_thread(blocking) == awaited == [X.tobytes()] * responses
 
 
+@pytest.mark.parametrize("model", ["echo", "text"])
+async def test_inputs_may_be_lists(running: Running, model: str) -> None:
+    """The datatypes of the model's inputs are read before, in a call of their own."""
+    values = [[1.5, 2.0, 3.0, 4.0]] if model == "echo" else [["a", "ü"]]
+
+    def blocking() -> list[list[object]]:
+        with qinfer.Client(running.url) as client:
+            return [result["y"].tolist() for result in client.infer_stream(model, {"x": values})]
+
+    async with qinfer.AsyncClient(running.url) as client:
+        awaited = [result["y"].tolist() async for result in client.infer_stream(model, {"x": values})]
+
+    expected = [[[1.5, 2.0, 3.0, 4.0]]] if model == "echo" else [[["a".encode(), "ü".encode()]]]
+    assert await asyncio.to_thread(blocking) == awaited == expected
+
+
 async def test_any_bytes_are_exact(running: Running) -> None:
     texts = np.array([[bytes(range(256)), b""]], object)
 
