@@ -12,7 +12,7 @@ import msgspec
 
 from qinfer.core.api_keys import Scope
 from qinfer.core.clock import SystemClock
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     Forbidden,
@@ -80,6 +80,7 @@ class Dispatcher:
         self._tally = tally
         self._auth = auth
         self._clock = SystemClock()
+        self._new_id = IdFactory().ulid
         self.submission = Submission(delivery, catalog, limits, owner, self._answered, self._failed)
         self.endpoints = Endpoints(catalog)
         self.targets = TargetTally(self.endpoints, owner)
@@ -271,7 +272,13 @@ class Dispatcher:
         if isinstance(error, InvalidRequest | Overloaded):
             if request.endpoint:
                 self.targets.refused(request, error.code)
-            error.args = (of_request(request.client_id) + error.message,)
+            error.args = (self.prefix_of(request) + error.message,)
+
+    def prefix_of(self, request: InferRequest) -> str:
+        """Returns how the text of an error about a request begins; one without an id gets one, as its reply has it."""
+        if not request.client_id and not request.id:
+            request.id = self._new_id()
+        return of_request(request.client_id or request.id)
 
     def _noted(self, sink: Sink, context: Context, request: InferRequest, shadows: Sequence[Shadow]) -> Sink:
         """Returns a sink in place of a request's own, which takes note of its end."""
@@ -288,7 +295,7 @@ class Dispatcher:
         try:
             check(request, served)
         except InvalidRequest as error:
-            error.args = (of_request(request.client_id) + error.message,)
+            error.args = (self.prefix_of(request) + error.message,)
             raise
 
     def refuse(self, model: str, version: int, error: QinferError, context: Context = ANONYMOUS) -> QinferError:
@@ -367,7 +374,7 @@ class Dispatcher:
             code, message, retryable = response.failure.code, response.failure.message, response.failure.retryable
             if response.final:
                 self._tally.failed(pending.model, pending.version, code)
-            failure = Failure(code, of_request(pending.client_id) + message, retryable)
+            failure = Failure(code, of_request(pending.client_id or pending.request_id) + message, retryable)
             response = msgspec.structs.replace(response, failure=failure)
         elif response.final:
             self._tally.answered(pending.model, pending.version, self._clock.monotonic_s() - pending.started_s)

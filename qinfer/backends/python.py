@@ -116,7 +116,7 @@ class PythonBackend:
             with killed_after(spec.load_timeout_s or math.inf, process, too_long):
                 ask(process, message, Loaded, spec.name, managing)
 
-        self._instance = Instance(spec.name, load)
+        self._instance = Instance(spec.name, version_dir.name, load)
         try:
             self._instance.start()
         except BaseException:
@@ -370,6 +370,7 @@ def _asked(request: InferRequest) -> Asked:
         request.trace,
         0 if sequence is None else sequence.id,
         flags,
+        request.id,
     )
 
 
@@ -416,7 +417,7 @@ def complete_config(config: ModelConfig, version_dir: Path, timeout_s: float = C
     environment = config.parameters[ENVIRONMENT].string_value if ENVIRONMENT in config.parameters else ""
     check_model(model, environment, version_dir, filename)
     too_long = f"auto_complete_config of model '{model}' took more than {timeout_s:g} s; write its config.pbtxt"
-    process = HostProcess(model)
+    process = HostProcess(model, version_dir.name)
     try:
         with killed_after(timeout_s, process, too_long):
             answer = ask(process, Complete(str(version_dir), filename, to_json(named)), Completed, model)

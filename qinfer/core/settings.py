@@ -490,6 +490,9 @@ class LogSettings(Section):
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
     format: Literal["json", "text"] = Field("json", description="`json`: an object per line; `text`: for people.")
+    model_output: bool = Field(
+        False, description="Log what Python models print and log at INFO and above, whatever the level is."
+    )
     access: float = Field(
         0.0,
         ge=0,

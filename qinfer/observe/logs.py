@@ -24,6 +24,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _OURS = ("qinfer", "qinfer_api", "qinfer_workers")
 ACCESS, AUDIT = "qinfer.access", "qinfer.audit"
 """Loggers whose lines are wanted whatever the level: who asks for them asks by settings of their own."""
+MODELS = "qinfer.models.output"
+"""The logger of what models print and log themselves."""
 EXCEPTION = "exception"
 """The field of a traceback; as `extra`, that of an exception of another process."""
 _ALWAYS = frozenset((ACCESS, AUDIT))
@@ -39,14 +41,16 @@ def configure(log: LogSettings, process: str, stream: TextIO | None = None) -> N
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log.format == "json" else TextFormatter(process))
-    handler.addFilter(_Switchboard())
+    always = _ALWAYS | {MODELS} if log.model_output else _ALWAYS
+    handler.addFilter(_Switchboard(always))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(log.level)
-    for name in _ALWAYS:
-        logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger(MODELS).setLevel(logging.NOTSET)
+    for name in always:
+        logging.getLogger(name).setLevel(min(logging.INFO, root.level))
     if log.format == "json":
         _catch_uncaught()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # its other lines have whole URLs, which may hold secrets
@@ -143,13 +147,14 @@ def apply(switches: Switches) -> None:
 class _Switchboard(logging.Filter):
     """Passes the records that the switches allow; all records until a switch is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, always: frozenset[str]) -> None:
         super().__init__()
+        self._always = always
         self.switches: Switches | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Tells whether a line is logged."""
-        return self.switches is None or record.name in _ALWAYS or self.switches.allow(record.levelno)
+        return self.switches is None or record.name in self._always or self.switches.allow(record.levelno)
 
 
 class JsonFormatter(logging.Formatter):

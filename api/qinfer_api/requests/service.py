@@ -185,7 +185,7 @@ class AsyncRequests:
         try:
             accepted = await self._accept(context, request, served, acceptance)
         except Overloaded as error:
-            error.args = (of_request(request.client_id) + error.message,)
+            error.args = (of_request(request.client_id or acceptance.address.id) + error.message,)
             raise
         return await self._ticket(acceptance, accepted, options)
 
@@ -282,7 +282,7 @@ class AsyncRequests:
         if record.state is not RequestState.SUCCEEDED:
             if record.expires_at <= self.now_s():
                 raise expired(record)
-            failure = Failure(record.code, of_request(record.client_id) + record.message)
+            failure = Failure(record.code, of_request(record.client_id or record.address.id) + record.message)
             return Response(request_id=record.address.id, failure=failure), plan
         blob = None
         with contextlib.suppress(CorruptEntry):  # it was deleted in the payload store, before its time

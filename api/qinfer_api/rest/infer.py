@@ -277,6 +277,7 @@ def _decode(services: Services, served: Served, target: Target, request: Request
     limits = services.settings.limits
     decoded = read_generate(bytes(content), target.model, target.version, served.spec, limits.max_json_depth)
     forward_headers(services, request, decoded)
+    answers(request, decoded)
     services.dispatcher.check(decoded, choose(services, request, decoded, served))
     return decoded
 

@@ -421,6 +421,7 @@ async def decoded_infer(
     def decode() -> tuple[InferRequest, OutputPlan]:
         decoded, plan = services.codec.decode(target, body, request.headers.get(JSON_LENGTH_HEADER), served)
         forward_headers(services, request, decoded)
+        answers(request, decoded)
         target_served = choose(services, request, decoded, served)
         services.dispatcher.check(decoded, target_served)
         return decoded, services.codec.routed(decoded, plan, target_served) if decoded.endpoint else plan

@@ -277,7 +277,11 @@ class Infer:
             plan = bound(plan, self.dispatcher.of_model(request.model, request.version))
         sink.plan, sink.empty_final = plan, decoded.empty_final
         # Whoever comes too late finds no stream open: all that was let in by its head is answered.
-        pending = self.dispatcher.submit(call.context, request, sink, call.time_remaining(), is_taken=True)
+        try:
+            pending = self.dispatcher.submit(call.context, request, sink, call.time_remaining(), is_taken=True)
+        except QinferError:
+            call.request_id = request.id  # the error's text names it
+            raise
         hold(sink.plan)
         return pending
 

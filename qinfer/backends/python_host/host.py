@@ -10,17 +10,19 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qinfer.backends.python_host import inference, services, utils
+from qinfer.backends.python_host import causes, inference, services, utils
+from qinfer.backends.python_host.causes import Cause
 from qinfer.backends.python_host.channel import Buffer, Channel
 from qinfer.backends.python_host.errors import TritonError, TritonModelException, message_of
 from qinfer.backends.python_host.inbox import Inbox
@@ -51,7 +53,7 @@ from qinfer.backends.python_host.messages import (
     TensorMeta,
     Unwanted,
 )
-from qinfer.backends.python_host.responses import InferenceResponse, Stream
+from qinfer.backends.python_host.responses import InferenceResponse, InferenceResponseSender, Stream
 from qinfer.backends.python_host.tensor import Array, Tensor
 from qinfer.errors import QinferError
 from qinfer.tensors import DATATYPES, Bytes, to_numpy
@@ -90,12 +92,13 @@ class Host:
         self._streams: dict[tuple[int, int], Stream] = {}
         """The open streams, by batch and item."""
         self._preparing = threading.Lock()
-        self._later: queue.SimpleQueue[Message] | None = None
+        self._later: queue.SimpleQueue[Message | Callable[[], None]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def serve(self) -> None:
         """Obeys until the worker says `Finalize`, or is gone."""
         inference.connect(self)
+        causes.watch(self._noted)
         while True:
             try:
                 message, buffers = self._inbox.command()
@@ -218,15 +221,22 @@ class Host:
         assert isinstance(message, Taken)
         return message.taken_bytes, message.cancelled
 
-    def end(self, stream: Stream, error: str | None) -> None:
+    def end(self, stream: Stream, error: str | None, trace: str) -> None:
         """Forgets a stream; never waits, because the garbage collector may have called.
 
         Args:
             stream: The stream.
             error: Its final response, if it has none; `None` = it has one.
+            trace: The traceback of the error, for the log; empty = there is none, or the log has it.
         """
         self._streams.pop((stream.batch, stream.item), None)
-        if error is not None and self._later is not None:
+        if self._later is None:
+            return
+        if trace:
+            self._later.put(
+                partial(services.emit, "ERROR", "a request was left by an exception", trace, [stream.request_id])
+            )
+        if error is not None:
             self._later.put(Sent(stream.batch, stream.item, _failed(TritonError(error)), final=True))
 
     def _call(self, request: InferenceRequest, *, streams: bool) -> int:
@@ -265,10 +275,14 @@ class Host:
                 self._later = queue.SimpleQueue()
                 threading.Thread(target=self._send_later, args=(self._later,), name="later", daemon=True).start()
 
-    def _send_later(self, messages: "queue.SimpleQueue[Message]") -> None:
+    def _send_later(self, messages: "queue.SimpleQueue[Message | Callable[[], None]]") -> None:
         with suppress(OSError):  # the worker is gone, and this process with it
             while True:
-                self._channel.send(messages.get())
+                message = messages.get()
+                if callable(message):
+                    message()
+                else:
+                    self._channel.send(message)
 
     def _guarded(self, work: Any, message: Load | Complete) -> None:
         try:
@@ -344,18 +358,18 @@ class Host:
             answers, sent = self._answers(message.requests, responses, rescheduled)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             self._is_executing = False
-            self._channel.send(Failed(self._told(error, "execute failed")))
+            self._channel.send(Failed(self._told(error, "execute failed", _ids(message))))
             return
         self._is_executing = False
         try:
             self._channel.send(Executed(answers), sent)
         except MemoryError as error:
-            self._channel.send(Failed(self._told(error, "no memory for the outputs")))
+            self._channel.send(Failed(self._told(error, "no memory for the outputs", _ids(message))))
 
     def _start(self, message: Execute, buffers: Sequence[Buffer]) -> None:
         """Executes a batch of a decoupled model, whose senders may be used for longer."""
         streams = [
-            Stream(self, message.number, item, asked.outputs, message.window_bytes)
+            Stream(self, message.number, item, asked, message.window_bytes)
             for item, asked in enumerate(message.requests)
         ]
         self._streams.update(((stream.batch, stream.item), stream) for stream in streams)
@@ -371,7 +385,7 @@ class Host:
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             for stream in streams:
                 stream.close()
-            self._channel.send(Failed(self._told(error, "execute failed")))
+            self._channel.send(Failed(self._told(error, "execute failed", _ids(message))))
             return
         self._channel.send(Executed([]))
 
@@ -387,8 +401,8 @@ class Host:
             if await coroutine is not None:
                 raise TritonModelException(self._must_return_none)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
-            text = f"Failed to process the request(s) for model '{self._name}', message: "
-            text += self._told(error, "execute failed")
+            self._told(error, "execute failed", [stream.request_id for stream in streams])
+            text = self._failed(error)
             for stream in streams:
                 if not stream.is_closed:
                     stream.close(text)
@@ -400,6 +414,7 @@ class Host:
     def _new_loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.new_event_loop()
         loop.set_default_executor(ThreadPoolExecutor(CALLS_AT_ONCE, "call"))
+        causes.watch_loop(loop, self._noted)
         return loop
 
     def _returned(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
@@ -463,13 +478,43 @@ class Host:
                 self._told(error, "finalize failed")
         self._channel.send(Loaded())
 
-    def _told(self, error: BaseException, event: str) -> str:
-        """Logs the traceback; returns what a client may see: the type and text, without the path of the model."""
-        services.emit("ERROR", event, "".join(traceback.format_exception(error.with_traceback(_models(error)))))
+    def _noted(self, error: BaseException, event: str) -> Cause:
+        """Notes an exception as the cause of what becomes of the senders that its frames hold; see `causes`."""
+        found = {
+            id(responses): responses
+            for value in causes.held(error)
+            if isinstance(value, InferenceRequest | InferenceResponseSender)
+            and (responses := value.responses()) is not None
+        }.values()
+        if event:
+            self._told(error, event, [responses.request_id for responses in found])
+        cause = Cause(self._failed(error), "" if event or not found else _trace(error))
+        for responses in found:
+            responses.cause = cause
+        return cause
+
+    def _failed(self, error: BaseException) -> str:
+        return f"Failed to process the request(s) for model '{self._name}', message: {self._shown(error)}"
+
+    def _told(self, error: BaseException, event: str, requests: Sequence[str] = ()) -> str:
+        """Logs the traceback; returns what a client may see."""
+        services.emit("ERROR", event, _trace(error), requests)
+        return self._shown(error)
+
+    def _shown(self, error: BaseException) -> str:
+        """Returns what a client may see of an exception: the type and text, without the path of the model."""
         text = message_of(error)
         if self._directory:
             text = text.replace(f"{self._directory}/", "")
         return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _ids(message: Execute) -> list[str]:
+    return [asked.request_id for asked in message.requests]
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error.with_traceback(_models(error))))
 
 
 def _models(error: BaseException) -> types.TracebackType | None:
@@ -502,7 +547,7 @@ def _requests(
             trace=InferenceTrace(asked.trace) if asked.trace else None,
             parameters=dict(asked.parameters),
         )
-        requests.append(request.placed(message.number, item, streams[item] if streams else None))
+        requests.append(request.placed(message.number, item, asked.request_id, streams[item] if streams else None))
     return requests
 
 

@@ -91,6 +91,7 @@ class InferenceRequest:
         "_reply",
         "_request_id",
         "_sender",
+        "_server_id",
         "_timeout_us",
         "_trace",
         "model_name",
@@ -132,13 +133,14 @@ class InferenceRequest:
         self._trace = trace
         self._parameters = checked_parameters(parameters)
         self._release_flags = 0
+        self._server_id = ""
         self._place: tuple[int, int] | None = None
         self._reply: Reply | None = None
         self._sender: InferenceResponseSender | None = None
 
-    def placed(self, batch: int, item: int, stream: Stream | None) -> "InferenceRequest":
+    def placed(self, batch: int, item: int, server_id: str, stream: Stream | None) -> "InferenceRequest":
         """Notes that it is an item of a batch, and where responses of a decoupled model go; returns itself."""
-        self._place = (batch, item)
+        self._place, self._server_id = (batch, item), server_id
         if stream is not None:
             # Not made when it is first asked for: whoever drops the request without asking has abandoned it.
             self._sender = InferenceResponseSender(stream)
@@ -211,9 +213,14 @@ class InferenceRequest:
         """Returns the sender of its responses."""
         if self._sender is None:
             place = self._place
-            self._reply = Reply(lambda: place is not None and _host is not None and _host.is_cancelled(*place))
+            asks = lambda: place is not None and _host is not None and _host.is_cancelled(*place)  # noqa: E731
+            self._reply = Reply(asks, self._server_id)
             self._sender = InferenceResponseSender(self._reply)
         return self._sender
+
+    def responses(self) -> "Reply | Stream | None":
+        """Returns what takes its responses, where it has a sender; not part of Triton's interface."""
+        return None if self._sender is None else self._sender.responses()
 
     def reply(self) -> Reply | None:
         """Returns what the sender of a model that is not decoupled has filled, or will; not part of Triton's interface.

@@ -35,6 +35,7 @@ class Instance:
 
     Args:
         model: The model's name, for the log.
+        version: Its version, for the log too.
         load: Loads the model in a process that has started. Raises `ModelLoadFailed`.
 
     Attributes:
@@ -42,11 +43,12 @@ class Instance:
         is_busy: A batch is being executed.
     """
 
-    def __init__(self, model: str, load: Callable[[HostProcess], object]) -> None:
+    def __init__(self, model: str, version: str, load: Callable[[HostProcess], object]) -> None:
         self.reason = ""
         self.is_busy = False
         self._busy_since_s = 0.0
         self._model = model
+        self._version = version
         self._load = load
         self._changed = threading.Condition()
         self._stopping = threading.Lock()
@@ -156,7 +158,7 @@ class Instance:
         Raises:
             ModelLoadFailed: The model can't be loaded.
         """
-        process = HostProcess(self._model, self.lost)
+        process = HostProcess(self._model, self._version, self.lost)
         with self._changed:
             self._starting = process
             is_stopped = self._is_stopped

@@ -86,6 +86,7 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
         trace: W3C `traceparent`.
         correlation_id: Names its sequence; 0 = it has none, or is a row of padding.
         flags: `SEQUENCE_START`, `SEQUENCE_END`, both, or 0.
+        request_id: The server's id of it.
     """
 
     client_id: str
@@ -95,6 +96,7 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
     trace: str
     correlation_id: int | str = 0
     flags: int = 0
+    request_id: str = ""
 
 
 class Execute(msgspec.Struct, array_like=True, tag=True):

@@ -21,9 +21,11 @@ from qinfer.backends.python_host.messages import Finalize
 from qinfer.backends.python_host.services import LINE_BYTES, MARK
 from qinfer.core.processes import signal_name
 from qinfer.errors import BackendUnavailable
-from qinfer.observe.logs import EXCEPTION
+from qinfer.observe.logs import EXCEPTION, MODELS
 
 logger = logging.getLogger("qinfer.backends.python")
+said = logging.getLogger(MODELS)
+"""Lines of the models themselves."""
 
 FINALIZE_S = 10.0
 """How long `finalize` may take; then the process is terminated."""
@@ -75,14 +77,16 @@ class HostProcess:
 
     Args:
         model: The model's name, for the log.
+        version: Its version, for the log too.
         ended: Called when the process is gone, from a thread of its own.
 
     Raises:
         BackendUnavailable: This is not Linux.
     """
 
-    def __init__(self, model: str, ended: Callable[["HostProcess"], None] = lambda _: None) -> None:
+    def __init__(self, model: str, version: str = "", ended: Callable[["HostProcess"], None] = lambda _: None) -> None:
         self._model = model
+        self._of_model = {"model": model, "version": version}
         self._ended = ended
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._is_expected_to_end = False
@@ -206,16 +210,17 @@ class HostProcess:
         text, mark, record = line.decode(errors="replace").rstrip("\n").partition(MARK)
         if text:
             self._tail.append(text)
-            logger.info("model output", extra={"model": self._model, "text": text})
+            said.info("model output", extra={**self._of_model, "text": text})
         if mark:
-            level, message, trace = logged(record)
-            logger.log(level, message, extra={"model": self._model, **({EXCEPTION: trace} if trace else {})})
+            level, message, extra = logged(record)
+            said.log(level, message, extra={**self._of_model, **extra})
 
 
-def logged(record: str) -> tuple[int, str, str]:
-    """Reads a log record after its mark: level, text and traceback; anything else is a text."""
+def logged(record: str) -> tuple[int, str, dict[str, str]]:
+    """Reads a log record after its mark: level, text, and request ids and traceback; anything else is a text."""
     try:
-        level, message, trace = msgspec.json.decode(record, type=tuple[str, str, str])
+        level, message, trace, ids = msgspec.json.decode(record, type=tuple[str, str, str, str])
     except msgspec.MsgspecError:  # the model printed the mark itself
-        return logging.INFO, record, ""
-    return logging.getLevelNamesMapping().get(level, logging.INFO), message, trace
+        return logging.INFO, record, {}
+    extra = {"request_id": ids, EXCEPTION: trace}
+    return logging.getLevelNamesMapping().get(level, logging.INFO), message, {k: v for k, v in extra.items() if v}

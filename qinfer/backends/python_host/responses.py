@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from qinfer.backends.python_host import causes
+from qinfer.backends.python_host.causes import Cause
 from qinfer.backends.python_host.errors import TritonError, TritonModelException, checked_parameters
-from qinfer.backends.python_host.messages import Answer, Sent
+from qinfer.backends.python_host.messages import Answer, Asked, Sent
 from qinfer.backends.python_host.tensor import Tensor
 from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Scalar
 from qinfer.errors import QinferError
@@ -122,6 +124,10 @@ class InferenceResponseSender:
         """Returns whether nobody waits for the request any more; asks the worker each time."""
         return self._responses.is_cancelled()
 
+    def responses(self) -> "Reply | Stream":
+        """Returns what takes the responses; not part of Triton's interface."""
+        return self._responses
+
     def __del__(self) -> None:
         self._responses.abandon()
 
@@ -131,10 +137,16 @@ class Reply:
 
     Args:
         is_cancelled: Asks the worker.
+        request_id: The server's id of the request.
+
+    Attributes:
+        cause: The exception that may leave the request without a response.
     """
 
-    def __init__(self, is_cancelled: Callable[[], bool] = bool) -> None:
+    def __init__(self, is_cancelled: Callable[[], bool] = bool, request_id: str = "") -> None:
         self.is_cancelled = is_cancelled
+        self.request_id = request_id
+        self.cause: Cause | None = None
         self._sending = threading.Lock()
         self._response: InferenceResponse | None = None
         self._is_closed = False
@@ -161,12 +173,15 @@ class Reply:
 
     def abandon(self) -> None:
         """Ends `response` for whoever waits in it."""
+        self.cause = self.cause or causes.of_this_thread()
         self._settled.put(None)
 
     def response(self) -> InferenceResponse:
         """Waits for the response; returns an error if the sender is gone without one."""
         self._settled.get()
-        return self._response or InferenceResponse(error=TritonError(ABANDONED))
+        if self._response is not None:
+            return self._response
+        return InferenceResponse(error=TritonError(ABANDONED if self.cause is None else self.cause.text))
 
 
 class Stream:
@@ -176,21 +191,25 @@ class Stream:
         host: The way to the worker.
         batch: The batch of the request.
         item: The request's position in it.
-        outputs: Names of the outputs wanted; empty = all.
+        asked: The request.
         window_bytes: Bytes of responses that may be on their way to the caller; 0 = any number.
 
     Attributes:
         is_closed: Nothing can be sent any more.
         is_unwanted: The worker has said that the request is cancelled.
+        request_id: The server's id of the request.
+        cause: The exception that may leave the request without its last response.
     """
 
-    def __init__(self, host: "Host", batch: int, item: int, outputs: Sequence[str], window_bytes: int) -> None:
+    def __init__(self, host: "Host", batch: int, item: int, asked: Asked, window_bytes: int) -> None:
         self.batch = batch
         self.item = item
+        self.request_id = asked.request_id
+        self.cause: Cause | None = None
         self.is_closed = False
         self.is_unwanted = False
         self._host = host
-        self._outputs = outputs
+        self._outputs = asked.outputs
         self._window_bytes = window_bytes
         self._sent_bytes = self._on_way_bytes = 0
         self._on_way: deque[tuple[int, int]] = deque()
@@ -224,12 +243,13 @@ class Stream:
     def abandon(self) -> None:
         """Ends the request with an error, if it is open."""
         if not self.is_closed:
-            self.close(ABANDONED)
+            cause = self.cause or causes.of_this_thread() or Cause(ABANDONED)
+            self.close(cause.text, cause.trace)
 
-    def close(self, error: str | None = None) -> None:
-        """Refuses further responses; if it is by an error, the caller hears of it."""
+    def close(self, error: str | None = None, trace: str = "") -> None:
+        """Refuses further responses; if it is by an error, the caller hears of it, and the log of its traceback."""
         self.is_closed = True
-        self._host.end(self, error)
+        self._host.end(self, error, trace)
 
     def _encoded(self, response: InferenceResponse) -> tuple[Answer, list[Bytes]]:
         try:

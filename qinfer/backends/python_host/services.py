@@ -16,15 +16,25 @@ MARK = "\x1eqinfer:"
 LINE_BYTES = 16 * 1024
 """The worker reads longer lines in pieces."""
 
+_MOST_REQUESTS = 20
+
 _writing = threading.Lock()
 
 
-def emit(level: str, message: str, trace: str = "") -> None:
-    """Hands a log record to the worker, with a traceback if there is one; of a long one its beginning and its end."""
-    line, kept = _line(level, message, trace), max(len(message), len(trace))
-    while len(line) > LINE_BYTES:
+def emit(level: str, message: str, trace: str = "", requests: Sequence[str] = ()) -> None:
+    """Hands a log record to the worker, with a traceback if there is one; of a long one its beginning and its end.
+
+    Args:
+        level: Its level.
+        message: Its text.
+        trace: The traceback.
+        requests: Ids of the requests that it is about.
+    """
+    ids, kept = " ".join(requests[:_MOST_REQUESTS]), max(len(message), len(trace))
+    line = _line(level, message, trace, ids)
+    while len(line) > LINE_BYTES and kept:
         kept //= 2
-        line = _line(level, _shortened(message, kept), _shortened(trace, kept))
+        line = _line(level, _shortened(message, kept), _shortened(trace, kept), ids)
     with _writing, suppress(OSError):  # the model's code may have closed its output
         os.write(2, line)
 
@@ -33,8 +43,8 @@ def _shortened(words: str, kept: int) -> str:
     return words if len(words) <= kept else f"{words[: kept // 2]} … {words[-(kept // 2) :]}"
 
 
-def _line(level: str, message: str, trace: str) -> bytes:
-    return f"{MARK}{json.dumps([level, text(message, 'a message'), text(trace, 'a traceback')])}\n".encode()
+def _line(level: str, message: str, trace: str, ids: str) -> bytes:
+    return f"{MARK}{json.dumps([level, text(message, 'a message'), text(trace, 'a traceback'), ids])}\n".encode()
 
 
 class Level(enum.IntEnum):

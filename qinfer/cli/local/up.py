@@ -113,6 +113,14 @@ LogLevelOption = Annotated[
     Literal["DEBUG", "INFO", "WARNING", "ERROR"],
     typer.Option(envvar="QINFER_LOG__LEVEL", case_sensitive=False, help="Lowest level to log."),
 ]
+ModelOutputOption = Annotated[
+    bool,
+    typer.Option(
+        "--model-output/--no-model-output",
+        envvar="QINFER_LOG__MODEL_OUTPUT",
+        help="Show what Python models print and log, whatever the log level is.",
+    ),
+]
 ReadyTimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds to wait until the models are loaded.")]
 
 
@@ -139,6 +147,7 @@ def up(
     allow_store: AllowStoreOption = None,
     log_format: LogFormatOption = "text",
     log_level: LogLevelOption = "WARNING",
+    model_output: ModelOutputOption = True,
     ready_timeout: ReadyTimeoutOption = 120.0,
 ) -> None:
     """Run everything on this machine: a private Redis, the gateway, workers, the bulk worker; all supervised.
@@ -157,7 +166,7 @@ def up(
             "stores": {"allow": tuple(allow_store or ())},
             "repository": _repository(model_repository, model_control_mode, load_model)
             | {"poll_s": repository_poll_secs, "strict_readiness": strict_readiness},
-            "log": {"format": log_format, "level": log_level},
+            "log": {"format": log_format, "level": log_level, "model_output": model_output},
         },
         allow_client_shm=allow_client_shm,
         data_dir=data_dir,

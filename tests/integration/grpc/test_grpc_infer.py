@@ -172,7 +172,7 @@ async def _refused(server: Rpc, request: Any, **options: Any) -> tuple[grpc.Stat
         (
             pb.ModelInferRequest(model_name="echo"),
             "INVALID_ARGUMENT",
-            "[request id: <id_unknown>] expected 1 inputs but got 0 inputs for model 'echo'",
+            "] expected 1 inputs but got 0 inputs for model 'echo'",
         ),
         (
             pb.ModelInferRequest(

@@ -49,7 +49,7 @@ async def test_inputs_may_be_lists(running: Running, model: str) -> None:
     async with qinfer.AsyncClient(running.url) as client:
         awaited = [result["y"].tolist() async for result in client.infer_stream(model, {"x": values})]
 
-    expected = [[[1.5, 2.0, 3.0, 4.0]]] if model == "echo" else [[["a".encode(), "ü".encode()]]]
+    expected = [[[1.5, 2.0, 3.0, 4.0]]] if model == "echo" else [[[b"a", "ü".encode()]]]
     assert await asyncio.to_thread(blocking) == awaited == expected
 
 

@@ -103,7 +103,8 @@ async def test_who_waits_is_told_when_a_part_dies(database: Database, monkeypatc
         reply = await asking
 
     assert isinstance(serving.exception(), ExceptionGroup)
-    assert (reply.status_code, reply.json()["error"]) == (503, "[request id: <id_unknown>] Server exiting")
+    request_id = reply.headers["qinfer-request-id"]
+    assert (reply.status_code, reply.json()["error"]) == (503, f"[request id: {request_id}] Server exiting")
 
 
 async def _beat(running: Running) -> None:

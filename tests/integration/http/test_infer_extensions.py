@@ -105,7 +105,8 @@ async def test_an_output_asked_for_twice(ask: Ask) -> None:
     reply = await ask(URL, question([1, 2, 3, 4], outputs=[*wanted(), *wanted()]))
 
     assert reply.status_code == 400
-    assert reply.json()["error"] == "[request id: <id_unknown>] output 'y' already exists in request"
+    request_id = reply.headers["qinfer-request-id"]
+    assert reply.json()["error"] == f"[request id: {request_id}] output 'y' already exists in request"
 
 
 async def test_a_raw_binary_request(ask: Ask) -> None:

@@ -20,8 +20,7 @@ from tests.support.gateway import Running, running_gateway, settings_of
 
 TENSOR = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
 LIMITS = {"default_timeout_s": 20.0, "max_timeout_s": 20.0, "inline_max_bytes": 1000}
-FULL = "[request id: <id_unknown>] Exceeds maximum queue size"
-TIMED_OUT = "[request id: <id_unknown>] Request timeout expired"
+FULL = "Exceeds maximum queue size"
 
 
 @pytest.fixture(params=["fast", "route"])
@@ -41,6 +40,10 @@ async def client(running: Running) -> AsyncIterator[httpx.AsyncClient]:
 async def ask(client: httpx.AsyncClient, model: str, **parameters: Any) -> httpx.Response:
     body = {"inputs": [TENSOR], **({"parameters": parameters} if parameters else {})}
     return await client.post(f"/v2/models/{model}/infer", json=body)
+
+
+def id_of(reply: httpx.Response) -> str:
+    return reply.headers["qinfer-request-id"]
 
 
 async def depth(running: Running, model: str) -> dict[str, int]:
@@ -81,7 +84,7 @@ async def test_a_stuck_model_holds_as_many_as_its_capacity(running: Running, cli
     statuses = Counter([(await call).status_code for call in calls])
 
     assert {reply.status_code for reply in refused} == {503}
-    assert {reply.json()["error"] for reply in refused} == {FULL}
+    assert all(reply.json()["error"] == f"[request id: {id_of(reply)}] {FULL}" for reply in refused)
     assert {reply.headers["retry-after"] for reply in refused} == {"1"}
     assert statuses == {200: 50, 503: 40}
     await wait_for_depth(running, "small")
@@ -100,7 +103,7 @@ async def test_entries_of_others_count(running: Running, client: httpx.AsyncClie
 
     refused = await ask(client, "small")
 
-    assert (refused.status_code, refused.json()["error"]) == (503, FULL)
+    assert (refused.status_code, refused.json()["error"]) == (503, f"[request id: {id_of(refused)}] {FULL}")
     first.cancel()
 
 
@@ -111,7 +114,8 @@ async def test_max_queue_size_is_exact(running: Running, client: httpx.AsyncClie
 
     refused = [call.result() for call in calls if call.done()]
 
-    assert {(r.status_code, r.json()["error"], r.headers["retry-after"]) for r in refused} == {(503, FULL, "1")}
+    assert {(r.status_code, r.headers["retry-after"]) for r in refused} == {(503, "1")}
+    assert all(r.json()["error"] == f"[request id: {id_of(r)}] {FULL}" for r in refused)
     await wait_for_depth(running, "bounded", p1=3)
     await answer_all(running, "bounded", 3)
     assert Counter([(await call).status_code for call in calls]) == {200: 3, 503: 7}
@@ -130,7 +134,8 @@ async def test_a_deadline_that_cannot_be_met_is_refused(running: Running, client
 
     assert refused.status_code == 503
     assert refused.json()["error"] == (
-        "[request id: <id_unknown>] the requests ahead take at least 30.0 s, and this one is worth waiting for 20 s; "
+        f"[request id: {id_of(refused)}] "
+        "the requests ahead take at least 30.0 s, and this one is worth waiting for 20 s; "
         "try again later, or with a longer timeout"
     )
     assert refused.headers["retry-after"] == "10"
@@ -163,7 +168,10 @@ async def test_levels_have_lanes(running: Running, client: httpx.AsyncClient) ->
     unknown = await ask(client, "levels", priority=9)
 
     for reply in (default, unknown):  # refused at the end of the default level's queue timeout
-        assert (reply.status_code, reply.json()["error"]) == (503, TIMED_OUT)
+        assert (reply.status_code, reply.json()["error"]) == (
+            503,
+            f"[request id: {id_of(reply)}] Request timeout expired",
+        )
     await wait_for_depth(running, "levels", p1=1, p3=1)
     for call in calls:
         call.cancel()

@@ -63,4 +63,5 @@ async def test_nothing_is_waited_for_that_needs_redis(tmp_path: Path) -> None:
 
             assert (await ended(worker), await ended(gateway)) == (0, 0)
             reply = await asking
-    assert (reply.status_code, reply.json()) == (503, {"error": "[request id: <id_unknown>] Server exiting"})
+    request_id = reply.headers["qinfer-request-id"]
+    assert (reply.status_code, reply.json()) == (503, {"error": f"[request id: {request_id}] Server exiting"})

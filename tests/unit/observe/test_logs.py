@@ -200,6 +200,18 @@ def test_access_and_audit_are_logged_at_any_level() -> None:
     assert [line["logger"] for line in lines(stream)] == [logs.ACCESS, logs.AUDIT]
 
 
+@pytest.mark.parametrize(("shows", "seen"), [(True, ["said", "complained"]), (False, ["complained"])])
+def test_the_output_of_models_may_be_logged_at_any_level(*, shows: bool, seen: list[str]) -> None:
+    stream = io.StringIO()
+    configure(LogSettings(level="WARNING", model_output=shows), "worker", stream)
+
+    logging.getLogger(logs.MODELS).info("said")
+    logging.getLogger("qinfer.backends").info("loaded")
+    logging.getLogger(logs.MODELS).warning("complained")
+
+    assert [line["event"] for line in lines(stream)] == seen
+
+
 def test_what_nobody_catches_is_a_line(stream: io.StringIO) -> None:
     """With its traceback, in threads too."""
 

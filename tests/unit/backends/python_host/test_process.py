@@ -15,6 +15,7 @@ from qinfer.backends import parameters
 from qinfer.backends.python import PythonBackend
 from qinfer.backends.python_host import instance, process
 from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady
+from qinfer.observe.logs import MODELS
 from qinfer.testing import wait_until
 from tests.support.python_models import ECHO, HEADER, execute, floats, load, loaded, run, write_model
 
@@ -326,7 +327,7 @@ def finalize(self):
 
 def test_what_a_model_prints_and_logs_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its lines with the model's name, its log records with their level."""
-    caplog.set_level(logging.DEBUG, "qinfer.backends.python")
+    caplog.set_level(logging.DEBUG, MODELS)
     code = execute(
         "print('printed ü')\n"
         "sys.stderr.write('half a line')\n"

@@ -10,6 +10,7 @@ import pytest
 from qinfer.backends.python import PythonBackend
 from qinfer.backends.python_host import streams
 from qinfer.errors import InferenceFailed, OutputMismatch
+from qinfer.observe.logs import MODELS
 from qinfer.testing import wait_until
 from tests.support.backends import Answers
 from tests.support.python_models import DECOUPLED, Streamed, batch_of, execute, floats, loaded, run
@@ -324,6 +325,86 @@ def test_a_sender_that_is_dropped_ends_its_request(tmp_path: Path) -> None:
         assert "without the final flag" in once.failure()
 
     assert once.numbers == {0: [1.0]}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "threading.Thread(target=fail, args=(requests[0],)).start()",
+        "threading.Thread(target=fail, args=(requests[0].get_response_sender(),)).start()",
+        "threading.Thread(target=fail, kwargs={'held': {'one': requests[0]}}).start()",
+        "threading.Thread(target=Job(requests[0]).run).start()",
+        "self.pool.submit(fail, requests[0])",
+        "self.pool.submit(fail, requests)",
+    ],
+    ids=["request", "sender", "dictionary", "object", "pool", "list"],
+)
+def test_an_exception_in_a_thread_ends_the_request_that_it_held(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """The client gets its type and text, and the log its traceback, with the id of the request."""
+    code = execute(
+        how,
+        before="""
+def initialize(self, args):
+    from concurrent.futures import ThreadPoolExecutor
+    self.pool = ThreadPoolExecutor(1)
+""",
+    ).replace("import ctypes", "import threading, ctypes", 1) + (
+        """
+def fail(held):
+    raise RuntimeError("the generator broke")
+
+class Job:
+    def __init__(self, request):
+        self.sender = request.get_response_sender()
+
+    def run(self):
+        fail(None)
+"""
+    )
+    caplog.set_level("INFO", MODELS)
+    with loaded(tmp_path, code, more=DECOUPLED) as backend:
+        failure = start(backend, 0).failure()
+        wait_until(lambda: any("broke" in getattr(record, "exception", "") for record in caplog.records))
+
+    (record,) = [record for record in caplog.records if "broke" in getattr(record, "exception", "")]
+    assert "RuntimeError: the generator broke" in failure
+    assert "Traceback" not in failure
+    assert "in fail" in vars(record)["exception"]
+    assert (vars(record)["model"], vars(record)["version"]) == ("m", "1")
+
+
+def test_an_exception_in_a_thread_is_the_answer_of_a_model_that_is_not_decoupled(tmp_path: Path) -> None:
+    code = execute("threading.Thread(target=fail, args=(requests[0].get_response_sender(),)).start()").replace(
+        "import ctypes", "import threading, ctypes", 1
+    ) + ("\ndef fail(sender):\n    raise RuntimeError('the generator broke')\n")
+    with loaded(tmp_path, code) as backend:
+        answers = run(backend, floats(0))
+
+    assert "RuntimeError: the generator broke" in str(answers.by_item[0])
+
+
+def test_an_exception_that_the_model_handles_is_no_cause(tmp_path: Path) -> None:
+    code = execute(
+        """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+def fail(request):
+    raise RuntimeError("never mind")
+def work(request):
+    try:
+        ThreadPoolExecutor(1).submit(fail, request).result()
+    except RuntimeError:
+        request.get_response_sender().send(reply(x(request)), FINAL)
+threading.Thread(target=work, args=(requests[0],)).start()
+""".replace("FINAL", FINAL)
+    )
+    with loaded(tmp_path, code, more=DECOUPLED) as backend:
+        responses = start(backend, 3)
+
+        assert responses.final()
+    assert responses.numbers == {0: [3.0]}
 
 
 def test_a_coroutine_goes_on_while_other_batches_are_executed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from qinfer.backends.python import PythonBackend
 from qinfer.backends.python_host import channel
 from qinfer.backends.python_host.messages import Loaded
 from qinfer.errors import InferenceFailed, ModelNotReady
+from qinfer.observe.logs import MODELS
 from qinfer.testing import wait_until
 from tests.support.backends import Answers
 from tests.support.python_models import ECHO, HEADER, execute, floats, load, loaded, run, write_model
@@ -130,7 +131,7 @@ def test_a_model_that_prints_our_mark_is_heard_further(tmp_path: Path, caplog: p
         "print('the end')\n"
         "return [reply(x(r)) for r in requests]"
     )
-    caplog.set_level("INFO", "qinfer.backends.python")
+    caplog.set_level("INFO", MODELS)
     with loaded(tmp_path, code) as backend:
         assert run(backend, floats(1)).array().item() == 1
         wait_until(lambda: getattr(caplog.records[-1], "text", "") == "the end", description="the last line")

@@ -1,0 +1,99 @@
+"""Causes of unanswered requests: exceptions that end a thread, a future or a task in which a sender was used.
+
+Python writes such an exception to stderr at the most, and drops the sender with the frames of the traceback. The
+request ends with the exception then, in place of a text that says only that there is no answer.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from itertools import islice
+from types import FrameType, FunctionType, ModuleType, TracebackType
+from typing import Any, NamedTuple
+
+
+class Cause(NamedTuple):
+    """An exception that may leave requests without an answer.
+
+    Attributes:
+        text: Its type and text, for the client.
+        trace: Its traceback, if it is not in the log yet.
+    """
+
+    text: str
+    trace: str = ""
+
+
+_here = threading.local()
+
+
+def of_this_thread() -> Cause | None:
+    """Returns the exception by which this thread ends; `None` while it does not."""
+    return getattr(_here, "cause", None)
+
+
+def watch(noted: Callable[[BaseException, str], Cause]) -> None:
+    """Has all exceptions noted that end threads of this process, or futures.
+
+    Args:
+        noted: Is told the exception, and the event for the log; empty = it is not for the log yet.
+    """
+
+    def in_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and args.exc_type is not SystemExit:
+            _here.cause = noted(args.exc_value, "a thread of the model raised")
+
+    def in_future(future: "Future[Any]", error: BaseException | None) -> None:
+        if error is not None:
+            noted(error, "")
+        set_exception(future, error)
+
+    set_exception = Future.set_exception
+    threading.excepthook = in_thread
+    Future.set_exception = in_future  # type: ignore[method-assign, assignment]  # the only place that a pool tells it to
+
+
+def watch_loop(loop: asyncio.AbstractEventLoop, noted: Callable[[BaseException, str], Cause]) -> None:
+    """Has all exceptions of tasks noted that are not retrieved."""
+
+    def in_task(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            noted(error, "a task of the model raised")
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(in_task)
+
+
+_MOST = 1000
+"""Elements of a list that are looked at."""
+
+_OTHERS = frozenset(("asyncio", "concurrent", "qinfer", "threading"))
+"""Packages whose frames hold no sender that the model's do not."""
+
+
+def held(error: BaseException) -> Iterator[object]:
+    """Yields the objects that the frames of an exception's traceback hold, and what those hold directly."""
+    seen: BaseException | None = error
+    while seen is not None:
+        trace: TracebackType | None = seen.__traceback__
+        while trace is not None:
+            # To read the variables of a frame makes it refer to them, which for the frames that hold the exception is a
+            # cycle: the sender would live until the garbage collector comes.
+            if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _OTHERS:
+                yield from _values(trace.tb_frame)
+            trace = trace.tb_next
+        seen = seen.__cause__ or seen.__context__
+
+
+def _values(frame: FrameType) -> Iterator[object]:
+    for value in list(frame.f_locals.values()):
+        yield value
+        if isinstance(value, Mapping):
+            yield from islice(value.values(), _MOST)
+        elif isinstance(value, list | tuple):
+            yield from islice(value, _MOST)
+        elif not isinstance(value, type | ModuleType | FunctionType):
+            yield from islice(getattr(value, "__dict__", {}).values(), _MOST)
