@@ -37,17 +37,41 @@ COMPLETION_TIMEOUT_S = 0.3
 """Completion answers while somebody waits after a key press."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-DEFAULT_URL = "http://127.0.0.1:8000"
-UrlOption = Annotated[str, typer.Option("--url", help="URL of the gateway.")]
+DEFAULT_URL = ""
+"""The gateway of commands without `--url`: that of the nearest `qinfer up`, else the one at the usual port."""
+
+
+def gateway_url(url: str = DEFAULT_URL) -> str:
+    """Returns the URL of a command's gateway: the given one, that of the nearest `qinfer up`, or that at port 8000."""
+    if url:
+        return url
+    from qinfer.cli.local import runfile
+
+    run = runfile.nearest()
+    return "http://127.0.0.1:8000" if run is None else run.url
+
+
+UrlOption = Annotated[
+    str,
+    typer.Option(
+        "--url",
+        envvar="QINFER_URL",
+        callback=gateway_url,
+        show_default="that of the nearest .qinfer/up.json, else http://127.0.0.1:8000",
+        help="URL of the gateway.",
+    ),
+]
 RedisOption = Annotated[
     str,
     typer.Option(
         "--redis",
         envvar="QINFER_REDIS__URL",
-        help="URL of the Redis; default: that of the `qinfer up` running in --data-dir.",
+        help="URL of the Redis, which the command reads; default: that of the `qinfer up` running in --data-dir.",
     ),
 ]
-DataDirOption = Annotated[Path, typer.Option("--data-dir", help="The data directory of a running `qinfer up`.")]
+DataDirOption = Annotated[
+    Path, typer.Option("--data-dir", help="The data directory of a running `qinfer up`, here or above.")
+]
 
 _KEY_REMEDY = "; the command line sends the key in QINFER_API_KEY"
 _TRY_AGAIN, _REDIS_REMEDY = "; try again", "; `qinfer doctor` tells what is wrong with Redis"
@@ -80,7 +104,7 @@ def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
 
         url = str(ctx.params.get("redis") or os.environ.get("QINFER_REDIS__URL") or "")
         if not url:
-            run = runfile.read(Path(ctx.params.get("data_dir") or ".qinfer"))
+            run = runfile.nearest(Path(ctx.params.get("data_dir") or runfile.DATA_DIR))
             if run is None:
                 return []
             url = run.redis_url

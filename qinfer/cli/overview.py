@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -236,11 +237,17 @@ def redis_settings(url: str, data_dir: Path) -> RedisSettings:
     """
     settings = load_settings().redis
     if not url:
-        run = runfile.read(data_dir)
-        if run is None or not run.is_alive():
+        run = runfile.nearest(data_dir)
+        named = os.environ.get("QINFER_URL", "")
+        if run is None:
             raise SettingsError(
-                f"no `qinfer up` is running with the data directory {data_dir}; "
-                "start one, or give --data-dir or --redis"
+                f"no `qinfer up` is running with the data directory {data_dir}, here or above, and this command reads "
+                f"Redis{', which QINFER_URL does not name' if named else ''}; start one, or give --data-dir or --redis"
+            )
+        if named.rstrip("/") not in {"", run.url.rstrip("/")} and data_dir == runfile.DATA_DIR:
+            raise SettingsError(
+                f"QINFER_URL names another gateway than that of the `qinfer up` running here, {run.url}, and this "
+                "command reads Redis; give --data-dir or --redis"
             )
         url = run.redis_url
     return with_url(settings, url)

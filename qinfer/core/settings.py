@@ -23,8 +23,8 @@ from qinfer.core.settings_trace import TraceSettings
 from qinfer.core.store_urls import Grant, do_meet, folders_of, normalised
 from qinfer.errors import SettingsError
 
-_OF_COMMANDS = "QINFER_API_KEY"
-"""The key that commands present (`qinfer.cli.console`); no setting, for it must not reach the programs."""
+_OF_COMMANDS = ("QINFER_API_KEY", "QINFER_URL")
+"""The key that commands present, and the gateway that they call (`qinfer.cli.console`); no settings of programs."""
 
 
 class RedisSettings(Section):
@@ -595,7 +595,7 @@ def unknown_variables(names: Iterable[str]) -> list[str]:
     problems = []
     for name in sorted(names):
         upper = name.upper()
-        if not upper.startswith(PREFIX) or upper in known or upper in sections or upper == _OF_COMMANDS:
+        if not upper.startswith(PREFIX) or upper in known or upper in sections or upper in _OF_COMMANDS:
             continue
         nearest = difflib.get_close_matches(upper, known, n=1, cutoff=0.0)
         problems.append(f"unknown setting {name}; did you mean {nearest[0]}?")

@@ -311,7 +311,7 @@ def examine_gateway(settings: Settings, data_dir: Path) -> Iterator[Finding]:
         check_exposure(settings.auth, settings.http.host)
     except SettingsError as error:
         yield problem("access", error.message)
-    run = runfile.read(data_dir)
+    run = runfile.nearest(data_dir)
     if run is not None and run.is_alive():
         health = gateway_health(run.url, ready=False, timeout_s=_TIMEOUT_S)
         remedy = "see the output of `qinfer up`"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, print_json
+from qinfer.cli.console import gateway_url, print_json
 
 if TYPE_CHECKING:
     from qinfer.client import Job, JobStatus
@@ -116,4 +116,4 @@ def print_status(status: "JobStatus", *, as_json: bool) -> None:
 
 
 def _command(what: str, job_id: str, url: str) -> str:
-    return f"qinfer jobs {what} {job_id}" + (f" --url {url}" if url != DEFAULT_URL else "")
+    return f"qinfer jobs {what} {job_id}" + (f" --url {url}" if url != gateway_url() else "")

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 NAME = "up.json"
+DATA_DIR = Path(".qinfer")
 
 
 class RunFile(msgspec.Struct, frozen=True):
@@ -39,6 +40,20 @@ def read(data_dir: Path) -> RunFile | None:
         return msgspec.json.decode((data_dir / NAME).read_bytes(), type=RunFile)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def nearest(data_dir: Path = DATA_DIR) -> RunFile | None:
+    """Returns the run file of a running `qinfer up`: in a data directory, or one of its name in a directory above.
+
+    Args:
+        data_dir: The data directory; only a relative one is looked for in the directories above the current one.
+    """
+    here = Path.cwd()
+    for directory in dict.fromkeys(above / data_dir for above in (here, *here.parents)):
+        run = read(directory)
+        if run is not None and run.is_alive():
+            return run
+    return None
 
 
 def write(data_dir: Path, run: RunFile) -> None:

@@ -52,7 +52,7 @@ def named(path: Path) -> str:
 def setting_names() -> set[str]:
     # Read by scripts/test, and by tests.
     names = {f"QINFER_TEST_{name}" for name in ("PROCESSES", "EXAMPLES", "SEED", "FUZZ_S", "EARLIER")}
-    names.add(API_KEY_VARIABLE)  # by the command line
+    names |= {API_KEY_VARIABLE, "QINFER_URL"}  # by the command line
     for name, field in Settings.model_fields.items():
         fields = getattr(field.annotation, "model_fields", None)
         names |= {f"QINFER_{name}__{inner}".upper() for inner in fields} if fields else {f"QINFER_{name}".upper()}
