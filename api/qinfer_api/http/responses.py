@@ -42,7 +42,8 @@ def encode_event(codec: InferCodec, response: Response, client_id: str, plan: Ou
     """Encodes a response, or its error, as the data of an event: one line, or two where outputs are binary."""
     reply = codec.encode(response, client_id, plan)
     text, binary = _parts(reply)
-    return Reply(reply.status, b"%b\n%b" % (text, b64encode(binary)) if binary else text, target=reply.target)
+    data = b"%b\n%b" % (text, b64encode(binary)) if binary else text
+    return Reply(reply.status, data, cache=reply.cache, target=reply.target)
 
 
 def coded_refusal(failure: Failure) -> Reply:

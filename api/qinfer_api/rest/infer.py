@@ -44,6 +44,7 @@ from qinfer.wire.kserve_json import check_depth, elements, pack
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import (
+    CACHE_HEADER,
     TARGET_HEADER,
     FutureSink,
     Reply,
@@ -242,6 +243,8 @@ class _Events(StreamingResponse):
         self.raw_headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         if first and first[0].target:
             self.raw_headers.append((TARGET_HEADER, header_value(first[0].target)))
+        if first and first[0].cache:
+            self.raw_headers.append((CACHE_HEADER, first[0].cache.encode()))
         if first and first[0].retry_after_s:
             self.raw_headers.append((b"retry-after", b"%d" % first[0].retry_after_s))
         self._dispatcher = dispatcher
@@ -379,7 +382,8 @@ async def _encoded(response: Response, decoded: InferRequest) -> Reply:
         return refusal(response.failure, target)
     named = msgspec.structs.replace(response, model=decoded.endpoint) if decoded.endpoint else response
     try:
-        return Reply(200, await off_loop(named.nbytes, encode_generate, named, decoded.client_id), target=target)
+        body = await off_loop(named.nbytes, encode_generate, named, decoded.client_id)
+        return Reply(200, body, cache=response.cache, target=target)
     except QinferError as error:
         return failure_reply(error)
 

@@ -101,6 +101,15 @@ async def test_grpc_gives_what_http_has_cached() -> None:
         assert len(running.requests) == 2
 
 
+@pytest.mark.parametrize("path", ["v2/models/{}/generate", "v2/models/{}/generate_stream", "v1/models/{}/infer_stream"])
+async def test_every_reply_tells_of_the_cache(path: str) -> None:
+    asked = body() if "infer" in path else {"x": [1, 2, 3, 4]}
+    async with caching_gateway(cached(LOCAL)) as running, httpx.AsyncClient(base_url=running.url) as client:
+        first, second = [await client.post("/" + path.format("echo_cached"), json=asked) for _ in range(2)]
+
+    assert [reply.headers[HEADER] for reply in (first, second)] == ["miss", "hit"]
+
+
 async def test_whatever_the_model_sees_is_another_request(running: Running) -> None:
     """Values, parameters, and the outputs that are asked for; priorities and encodings are not."""
     others = [
@@ -204,7 +213,8 @@ async def test_errors_are_not_stored(running: Running) -> None:
             assert HEADER not in reply.headers
 
     assert [one.status_code for one in refused] == [400, 400]
-    assert refused[0].text.replace("echo_cached", "echo") == plain.text
+    told, told_plainly = (reply.json()["error"].partition("] ")[2] for reply in (refused[0], plain))
+    assert told.replace("echo_cached", "echo") == told_plainly
     assert running.gateway.dispatcher.in_flight == 0
 
 
