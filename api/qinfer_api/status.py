@@ -80,6 +80,9 @@ STATUSES: dict[ErrorCode, Status] = {
 TOO_MANY = {ErrorCode.QUEUE_FULL, ErrorCode.QUOTA_EXCEEDED}
 """Failures that `/v1` answers with 429; on `/v2` it is 503, as Triton's clients expect."""
 
+MISTAKES = {ErrorCode.MALFORMED_JSON, ErrorCode.REGION_UNAVAILABLE}
+"""Mistakes of callers that `/v1` answers with 400; on `/v2` it is 500, as Triton does."""
+
 AGAIN = {
     ErrorCode.QUEUE_FULL,
     ErrorCode.QUOTA_EXCEEDED,
@@ -108,6 +111,8 @@ def http_status(code: str, *, v1: bool = False) -> int:
         known = ErrorCode(code)
     except ValueError:
         return 500
+    if v1 and known in MISTAKES:
+        return 400
     return 429 if v1 and known in TOO_MANY else STATUSES[known].http
 
 

@@ -278,7 +278,9 @@ async def test_wrong_headers_are_named(client: httpx.AsyncClient, headers: dict[
         ("/v1/models/echo/versions/9/requests", BODY, 404, "'echo' version 9 is not found"),
         ("/v1/models/echo/versions/x/requests", BODY, 400, "version should be an integral value > 0"),
         (ECHO, {"inputs": []}, 400, "] expected 1 inputs but got 0 inputs"),
-        (ECHO, {"inputs": 1}, 500, ""),
+        (ECHO, {"inputs": 1}, 400, ""),
+        (ECHO, {}, 400, ""),
+        (ECHO, {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": ["a"] * 4}]}, 400, ""),
     ],
 )
 async def test_what_is_wrong_is_said_at_once(

@@ -36,6 +36,11 @@ def test_the_numbers_are_tritons(code: str, status: int) -> None:
     assert http_status(code) == status
 
 
+@pytest.mark.parametrize("code", ["malformed_json", "region_unavailable"])
+def test_mistakes_of_callers_are_400_on_routes_of_our_own(code: str) -> None:
+    assert (http_status(code), http_status(code, v1=True)) == (500, 400)
+
+
 def test_an_unknown_code_is_an_internal_error() -> None:
     """A newer worker may send a code that this gateway does not know."""
     assert http_status("from_the_future") == 500
