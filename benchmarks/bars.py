@@ -1,20 +1,18 @@
 """The bars that the measurements must clear, and the verdict on each: pure, and never kinder than the figures."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from benchmarks.bodies import GRPC, JSON
 from benchmarks.models import MODELS
 from benchmarks.proxied import GRPC_PROXIED, JSON_PROXIED
-from benchmarks.results import BATCH, IN_PROCESS, Row, Setting
+from benchmarks.results import BATCH, IN_PROCESS, Row, Rows, Setting
 
 QINFER, TRITON = "qinfer", "triton"
 FASTAPI, FASTAPI_ORJSON = "fastapi_direct", "fastapi_orjson"
 MOSEC, MOSEC_ORJSON = "mosec", "mosec_orjson"
 """A peer as it is documented, and with its JSON replaced: the bars are judged against both."""
-
-Rows = Mapping[Setting, Row]
 
 
 class Outcome(StrEnum):
@@ -47,7 +45,7 @@ class RateBar:
     factor: float
 
     def judge(self, rows: Rows) -> Verdict:
-        """Compares round by round; an invalid row is a miss, a missing one is not measured."""
+        """Compares turn by turn; an invalid row is a miss, a missing one is not measured."""
         ours, theirs = rows.get(self.ours), [rows[setting] for setting in self.against if setting in rows]
         if ours is None or not theirs:
             return Verdict(bar=self.bar, outcome=Outcome.UNKNOWN, figures="")
@@ -55,8 +53,8 @@ class RateBar:
         if not (ours.valid and best.valid):
             return _invalid(self.bar, ours, best)
         ratio = ours.times(best)
-        figures = f"{ours.rate:,.0f}/s against {best.rate:,.0f}/s = {ratio:.2f} x"
-        return Verdict(bar=self.bar, outcome=_outcome(passed=ratio >= self.factor), figures=figures)
+        figures = f"{ours.rate:,.0f}/s against {best.rate:,.0f}/s = {ratio} x"
+        return Verdict(bar=self.bar, outcome=_outcome(passed=ratio.value >= self.factor), figures=figures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +226,7 @@ def _tails(rows: Rows) -> list[Verdict]:
     """The tail bar, for every model and encoding of qinfer at 64 connections."""
     verdicts = []
     for setting, row in rows.items():
-        if setting.server != QINFER or setting.connections != 64 or setting.model not in MODELS:
+        if setting.server != QINFER or setting.connections != 64 or setting.fresh or setting.model not in MODELS:
             continue
         bar = f"{setting.model} {setting.encoding}, 64 connections: p99 ≤ 4 x p50"
         if not row.valid:

@@ -1,6 +1,6 @@
 """The bridge: how many messages a second go from a queue of RabbitMQ to a tiny model and back, and what each costs.
 
-    python -m benchmarks.bridge              writes benchmarks/BRIDGE.md (about 15 minutes)
+    python -m benchmarks.bridge              writes its section of RESULTS.md (about 15 minutes)
     python -m benchmarks.bridge --rounds 1 --messages 4000 --only "JSON, 1 row"
 
 A queue is filled first, then bridges start; nobody takes the predictions meanwhile. The rate is that of predictions
@@ -26,13 +26,12 @@ import psutil
 import pyarrow as pa
 import yaml
 
-from benchmarks import environments, processes
+from benchmarks import environments, page, processes
 from benchmarks.bridge_cases import MODEL, Case, cases
 from benchmarks.machine import describe
 from benchmarks.models import write_repository
 from tests.support.servers.rabbitmq import RabbitServer, running_rabbitmq
 
-OUT = environments.HERE / "BRIDGE.md"
 WORK = environments.HERE / ".work" / "bridge"
 BAR = 5000.0
 BAR_CASE = "JSON, 1 row"
@@ -289,9 +288,7 @@ def main() -> int:
         text = table(measure(options.only or list(cases()), options.rounds, options.messages))
     print(text)
     if (options.rounds, options.messages) >= (3, 20_000) and not options.only:
-        about = "\n".join(f"- {name}: {fact}" for name, fact in describe().items())
-        head = "# From a queue to a model and back\n\nMade by `python -m benchmarks.bridge`, which says how.\n"
-        OUT.write_text(f"{head}\n{text}\n{about}\n")
+        page.write("bridge", f"Made by `python -m benchmarks.bridge`, which says how.\n\n{text}", describe())
     return 0
 
 

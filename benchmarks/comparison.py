@@ -19,9 +19,10 @@ import typer
 from benchmarks import environments, processes, servers
 from benchmarks.bodies import JSON
 from benchmarks.load import run_wrk
+from benchmarks.measuring import Tally, take_turns
 from benchmarks.models import MODELS
-from benchmarks.results import CLIENT, Sample
-from benchmarks.suite import ENCODINGS, WORK, Material, make_console, measure_once, prepare
+from benchmarks.results import CLIENT, Sample, Setting, ratio
+from benchmarks.suite import ENCODINGS, WORK, Material, contestant, make_console, prepare, start
 
 WARM_UP_S = 1.0
 SETTINGS = "tiny:json:1,tiny:json:64,tiny:json:128,mlp:json:128,mlp:binary:128,conv:binary:32"
@@ -52,14 +53,15 @@ def compare(
             for server in running.values():
                 run_wrk(server.url, material.bodies[JSON], 32, WARM_UP_S)
             for encoding, connections, streams in loads:
-                samples: dict[str, list[Sample]] = defaultdict(list)
-                for number in range(rounds):
-                    for name in sorted(running, reverse=bool(number % 2)):
-                        body = material.bodies[encoding]
-                        sample = measure_once(running[name], body, connections, number, seconds, streams=streams)
-                        samples[name].append(sample)
-                title = f"{model} {encoding}, {connections} connections of {streams}"
-                console.print(title, *_lines(samples), sep="\n  ")
+                one = Setting(model=model, encoding=encoding, connections=connections, streams=streams, server="")
+                body, tally = material.bodies[encoding], Tally(strict=False)
+                pair = [
+                    contestant(server, body, replace(one, server=name), rounds, seconds)
+                    for name, server in running.items()
+                ]
+                take_turns(pair, tally, lambda _: None)
+                title = f"{model} {encoding}, {one.load} connections; {tally.disturbed} of {2 * rounds} turns disturbed"
+                console.print(title, *_lines(tally.samples), sep="\n  ")
 
 
 def _by_model(settings: str) -> dict[str, list[tuple[str, int, int]]]:
@@ -76,16 +78,7 @@ def _by_model(settings: str) -> dict[str, list[tuple[str, int, int]]]:
 
 def _start(name: str, tree: Path, material: Material) -> AbstractContextManager[servers.Server]:
     """Starts `qinfer up` from a checkout: our virtual environment, its code."""
-    launch = servers.Launch(
-        model=material.model.name,
-        model_file=material.model_file,
-        repository=material.repository,
-        directory=WORK / "servers" / name,
-        port=processes.free_port(),
-        grpc_port=processes.free_port(),
-    )
-    kind = replace(servers.KINDS["qinfer"], commands=_commands(tree))
-    return servers.running(kind, launch, material.bodies[JSON])
+    return start(replace(servers.KINDS["qinfer"], name=name, commands=_commands(tree)), material)
 
 
 def _commands(tree: Path) -> Callable[[servers.Launch], list[servers.Command]]:
@@ -99,12 +92,13 @@ def _commands(tree: Path) -> Callable[[servers.Launch], list[servers.Command]]:
     return commands
 
 
-def _lines(samples: dict[str, list[Sample]]) -> list[str]:
+def _lines(turns: Sequence[Sample]) -> list[str]:
+    samples = {name: [sample for sample in turns if sample.setting.server == name] for name in (THIS, OTHER)}
+
     def line(what: str, figure: Callable[[Sample], float]) -> str:
         this, other = ([figure(sample) for sample in samples[name]] for name in (THIS, OTHER))
-        ratios = [mine / theirs for mine, theirs in zip(this, other, strict=True) if theirs] or [0.0]
-        low, high = _interval(ratios)
-        shown = f"ratio {median(ratios):.3f} ({low:.3f} to {high:.3f})"
+        compared = ratio(this, other)
+        shown = f"ratio {compared.value:.3f} ({compared.low:.3f} to {compared.high:.3f})"
         return f"{what:12} this {median(this):10,.1f}   other {median(other):10,.1f}   {shown}"
 
     def cpu(role: str) -> Callable[[Sample], float]:
@@ -120,13 +114,6 @@ def _lines(samples: dict[str, list[Sample]]) -> list[str]:
         *(line(f"{role} µs", cpu(role)) for role in roles),
         f"failed       this {errors[THIS]}, other {errors[OTHER]}",
     ]
-
-
-def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of a median by the sign test, for any distribution; of five and fewer the range."""
-    ordered, count = sorted(values), len(values)
-    first = max(int((count - 1.96 * count**0.5) / 2), 0)
-    return ordered[first], ordered[count - 1 - first]
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import environments, load, machine, processes, servers
+from benchmarks import load, machine, page, processes, servers
 from benchmarks.bodies import JSON, Body
 from benchmarks.models import MODELS
-from benchmarks.suite import WORK, interrupt, make_console, prepare
+from benchmarks.suite import WORK, interrupt, make_console, prepare, start
 
 SAMPLE_EVERY_S = 10
 FULL_MINUTES = 10
@@ -115,7 +115,7 @@ def main(
 ) -> None:
     """Loads qinfer steadily and watches the memory of each process; exits with 1 when one grows.
 
-    A run of 10 minutes or more of qinfer writes benchmarks/SOAK.md, a shorter one writes to benchmarks/.work.
+    A run of 10 minutes or more of qinfer writes its section of RESULTS.md.
     """
     console = make_console()
     signal.signal(signal.SIGTERM, interrupt)
@@ -123,13 +123,12 @@ def main(
     with processes.alone(WORK):
         watched, stored_bytes = _run(console, kind, model, connections, minutes)
     lines, passed = _judge(console, watched)
-    target = environments.HERE if minutes >= FULL_MINUTES and kind.name == "qinfer" else WORK
     setting = f"{minutes:g} minutes, {model} JSON, {connections} connections, {watched.loaded.rate:,.0f} req/s"
-    facts = [f"- {name}: {value}" for name, value in machine.describe().items() if name not in environments.PEERS]
-    text = ["# Memory under steady load", "", "Written by `benchmarks/soak`; how: [README](README.md).", "", *facts]
-    text += [f"- load: {setting}", f"- on disk at the end: {stored_bytes / 2**20:.0f} MiB", "", *lines, ""]
-    (target / "SOAK.md").write_text("\n".join(text))
-    console.print(f"{setting}; written: {(target / 'SOAK.md').relative_to(environments.ROOT)}")
+    console.print(setting)
+    if minutes >= FULL_MINUTES and kind.name == "qinfer":
+        stored = f"on disk at the end: {stored_bytes / 2**20:.0f} MiB"
+        text = "\n".join([f"Made by `benchmarks/soak`: {setting}; {stored}.", "", *lines])
+        page.write("soak", text, machine.describe())
     raise typer.Exit(0 if passed else 1)
 
 
@@ -138,17 +137,9 @@ def _run(
 ) -> tuple[Watched, int]:
     """Starts the server, watches it under load, and returns also the bytes that it left on disk."""
     material = prepare(MODELS[model], WORK)
-    launch = servers.Launch(
-        model=model,
-        model_file=material.model_file,
-        repository=material.repository,
-        directory=WORK / "servers" / f"soak-{kind.name}",
-        port=processes.free_port(),
-        grpc_port=processes.free_port(),
-    )
-    with servers.running(kind, launch, material.bodies[JSON]) as server:
+    with start(kind, material) as server:
         watched = watch(server, material.bodies[JSON], connections, minutes, console)
-        stored_bytes = sum(path.stat().st_size for path in launch.directory.rglob("*") if path.is_file())
+        stored_bytes = sum(path.stat().st_size for path in (WORK / "servers" / kind.name).rglob("*") if path.is_file())
     return watched, stored_bytes
 
 

@@ -1,6 +1,6 @@
 """The upper bound: `InferenceSession.run` in a loop, in a process of its own, with the servers' thread options.
 
-`python -m benchmarks.inprocess MODEL FILE BATCH SECONDS` prints items per second.
+`python -m benchmarks.inprocess MODEL FILE BATCH SECONDS` prints items and seconds.
 """
 
 import subprocess
@@ -11,9 +11,8 @@ from pathlib import Path
 import onnxruntime
 
 from benchmarks.environments import ROOT
+from benchmarks.load import LoadResult
 from benchmarks.models import MODELS, THREADS, BenchModel, FloatArray
-
-BATCHES = (1, 32, 64)
 
 
 def session(model_file: Path) -> onnxruntime.InferenceSession:
@@ -30,11 +29,12 @@ def expected_answer(model: BenchModel, model_file: Path) -> FloatArray:
     return answer
 
 
-def measure(model: BenchModel, model_file: Path, batch: int, seconds: float) -> float:
-    """Measures items per second at a batch size, in a fresh process."""
+def measure(model: BenchModel, model_file: Path, batch: int, seconds: float) -> LoadResult:
+    """Counts items at a batch size, in a fresh process."""
     command = [sys.executable, "-m", "benchmarks.inprocess", model.name, str(model_file), str(batch), str(seconds)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=seconds + 60)
-    return float(done.stdout)
+    items, duration_s = done.stdout.split()
+    return LoadResult(requests=int(items), duration_s=float(duration_s))
 
 
 def main(arguments: list[str]) -> None:
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
     while (elapsed_s := time.perf_counter() - started_at) < float(seconds):
         loaded.run(None, feed)
         runs += 1
-    print(runs * int(batch) / elapsed_s)
+    print(runs * int(batch), elapsed_s)
 
 
 if __name__ == "__main__":

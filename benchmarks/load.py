@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -86,11 +86,11 @@ class LoadResult:
 
     requests: int
     duration_s: float
-    p50_us: float
-    p99_us: float
-    max_us: float
-    errors: dict[str, int]
-    client_cpu_s: float
+    p50_us: float = 0.0
+    p99_us: float = 0.0
+    max_us: float = 0.0
+    errors: dict[str, int] = field(default_factory=dict)
+    client_cpu_s: float = 0.0
     late: int = 0
 
     @property
@@ -132,8 +132,10 @@ def wrk_command(url: str, body: Body, connections: int, seconds: float) -> list[
     return [require_wrk(), *options, "-s", str(write_script(body)), url]
 
 
-def run(url: str, body: Body, connections: int, seconds: float, *, streams: int = 1) -> LoadResult:
+def run(url: str, body: Body, connections: int, seconds: float, *, streams: int = 1, fresh: bool = False) -> LoadResult:
     """Loads `url` for `seconds`: each of `streams` calls on each connection asks again as soon as it is answered.
+
+    Over HTTP `fresh` asks the server to close the connection after each answer, and connects anew for each request.
 
     Raises:
         LoadFailed: The load generator is not here, ended with an error, or printed no result.
@@ -143,6 +145,8 @@ def run(url: str, body: Body, connections: int, seconds: float, *, streams: int 
         return run_h2load(url, body, connections, seconds, streams=streams)
     if body.encoding == GRPC_PROXIED:
         return run_replay(url, body, seconds)
+    if fresh:
+        body = replace(body, headers={**body.headers, "Connection": "close"})
     return run_wrk(url, body, connections, seconds)
 
 

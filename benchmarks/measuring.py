@@ -1,27 +1,211 @@
-"""One measurement: a load, and what the server's processes took meanwhile."""
+"""Turns: servers that run side by side are loaded one at a time, and each turn is watched for what disturbs it.
 
-from collections.abc import Callable
+The servers whose turn it is not are stopped by SIGSTOP: LitServe asks its queue in a loop and takes a whole core while
+it is idle. qinfer alone goes on, for the heartbeats of its workers would grow stale; it takes 1 to 2 % of a core.
+"""
+
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TypeVar
 
 import psutil
 
+from benchmarks import processes
 from benchmarks.load import LoadResult
-from benchmarks.results import CLIENT, Sample, Setting
+from benchmarks.results import CLEAN, CLIENT, Sample, Setting
 from benchmarks.servers import Server
 
+REPEATS = 2
+"""How often a disturbed turn is repeated at once."""
+EXTRA_ROUNDS = 3
+"""Rounds after those of the plan, for settings that still lack clean turns."""
+DISTURBED_SHARE = 0.25
+"""Disturbed turns, as a share of all turns of the plan, after which a run is given up."""
 
-def measure(server: Server, setting: Setting, number: int, generate: Callable[[], LoadResult]) -> Sample:
-    """Loads a running server once.
+T = TypeVar("T")
+
+
+class TooNoisy(Exception):
+    """Other programs, or the host, disturbed so many turns that the figures of this run mean nothing."""
+
+
+class Step(Enum):
+    """The step after a turn."""
+
+    KEEP = auto()
+    REPEAT = auto()
+    DROP = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """A server under a load, which takes turns with others.
+
+    Attributes:
+        setting: The server and its load.
+        turns: Clean turns that it needs.
+        generate: Makes the load of one turn.
+        server: The server; None for a loop in a process of its own.
+    """
+
+    setting: Setting
+    turns: int
+    generate: Callable[[], LoadResult]
+    server: Server | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """The turns of a run.
+
+    Attributes:
+        planned: Turns of the plan.
+        strict: Disturbed turns are repeated, and too many of them end the run.
+        samples: All turns, disturbed ones too.
+    """
+
+    planned: int = 0
+    strict: bool = True
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def disturbed(self) -> int:
+        """The number of disturbed turns."""
+        return sum(sample.lost > CLEAN for sample in self.samples)
+
+    def add(self, sample: Sample) -> None:
+        """Counts a turn.
+
+        Raises:
+            TooNoisy: Too many were disturbed.
+        """
+        self.samples.append(sample)
+        if self.strict and is_too_noisy(self.disturbed, self.planned):
+            raise TooNoisy(noise(self.disturbed, self.planned))
+
+
+def next_step(lost: Sequence[float], repeats: int = REPEATS) -> Step:
+    """Decides after the tries of one turn, given the share of all cores that each of them lost."""
+    if lost[-1] <= CLEAN:
+        return Step.KEEP
+    return Step.REPEAT if len(lost) <= repeats else Step.DROP
+
+
+def is_too_noisy(disturbed: int, planned: int) -> bool:
+    """Tells whether so many disturbed turns make a run of so many planned ones worthless."""
+    return disturbed > DISTURBED_SHARE * planned
+
+
+def noise(disturbed: int, planned: int) -> str:
+    """Says how many turns were disturbed."""
+    return (
+        f"{disturbed} turns lost more than {CLEAN:.0%} of the cores to the host or to other programs; "
+        f"at most {DISTURBED_SHARE:.0%} of the {planned} planned ones may"
+    )
+
+
+def refusals(needed: Mapping[Setting, int], samples: Sequence[Sample], planned: int) -> list[str]:
+    """Returns the reasons why the figures may not be published: rows without enough clean turns, noise."""
+    clean = Counter(sample.setting for sample in samples if sample.lost <= CLEAN)
+    reasons = [
+        f"{setting.model} {setting.encoding} {setting.load}, {setting.server}: {clean[setting]} clean turns of {turns}"
+        for setting, turns in needed.items()
+        if clean[setting] < turns
+    ]
+    disturbed = sum(sample.lost > CLEAN for sample in samples)
+    return [*reasons, noise(disturbed, planned)] if is_too_noisy(disturbed, planned) else reasons
+
+
+def rotated(names: Sequence[T], by: int) -> list[T]:
+    """Returns the elements, beginning `by` places later."""
+    start = by % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def take_turns(contestants: Sequence[Contestant], tally: Tally, show: Callable[[Sample], None]) -> None:
+    """Loads contestants by turns, in rounds whose order rotates, until each has its clean turns.
+
+    Raises:
+        LoadFailed: A load generator did not run.
+        TooNoisy: Too many turns were disturbed.
+    """
+    clean: Counter[Setting] = Counter()
+    servers = {id(one.server): one.server for one in contestants if one.server is not None}
+    with _paused([*servers.values()]):
+        for number in range(1, max(one.turns for one in contestants) + EXTRA_ROUNDS + 1):
+            due = [one for one in rotated(contestants, number - 1) if _is_due(one, contestants, clean, number, tally)]
+            for contestant in due:
+                clean[contestant.setting] += _turn(contestant, number, tally, show)
+
+
+def _is_due(
+    one: Contestant, contestants: Sequence[Contestant], clean: Mapping[Setting, int], number: int, tally: Tally
+) -> bool:
+    """Tells whether a contestant takes part in a round; those with equally many turns have extra rounds together."""
+    if number <= one.turns:
+        return True
+    equals = [other for other in contestants if other.turns == one.turns]
+    lacks = any(clean[other.setting] < other.turns for other in equals)
+    return tally.strict and lacks and number <= one.turns + EXTRA_ROUNDS
+
+
+def _turn(contestant: Contestant, number: int, tally: Tally, show: Callable[[Sample], None]) -> bool:
+    """Makes one turn, again if it was disturbed; tells whether it was clean in the end."""
+    lost: list[float] = []
+    step = Step.REPEAT
+    while step is Step.REPEAT:
+        with _awake(contestant.server):
+            sample = measure(contestant.setting, number, contestant.generate, contestant.server)
+        show(sample)
+        tally.add(sample)
+        lost.append(sample.lost)
+        step = next_step(lost, REPEATS if tally.strict else 0)
+    return step is Step.KEEP
+
+
+@contextmanager
+def _paused(servers: Sequence[Server]) -> Iterator[None]:
+    """Stops servers, of those that can be stopped, and lets them go on at the end."""
+    roots = [root for server in servers if server.kind.can_pause for root in server.roots]
+    processes.pause(roots)
+    try:
+        yield
+    finally:
+        processes.resume(roots)
+
+
+@contextmanager
+def _awake(server: Server | None) -> Iterator[None]:
+    """Lets a server go on for its turn."""
+    roots = server.roots if server is not None and server.kind.can_pause else []
+    processes.resume(roots)
+    try:
+        yield
+    finally:
+        processes.pause(roots)
+
+
+def measure(setting: Setting, number: int, generate: Callable[[], LoadResult], server: Server | None = None) -> Sample:
+    """Makes a load once, and takes what the server's processes, and others, used meanwhile.
 
     Args:
-        server: The server.
-        setting: What is measured.
+        setting: The server and its load.
         number: The round.
         generate: Makes the load.
+        server: The server; None where all work is that of the load generator.
     """
-    stolen, used = _stolen_s(), server.usage()
+    usage = server.usage if server is not None else processes.Usage
+    begin_s, before, own_s, used = time.monotonic(), psutil.cpu_times(), _own_cpu_s(), usage()
     loaded = generate()
-    now = server.usage()
-    share = (_stolen_s() - stolen) / (loaded.duration_s * (psutil.cpu_count() or 1)) if loaded.duration_s else 0.0
+    now = usage()
+    own_s, after, whole_s = _own_cpu_s() - own_s, psutil.cpu_times(), time.monotonic() - begin_s
+    cpu_s = now.cpu_since(used)
+    stolen, foreign = losses(before, after, own_s + sum(cpu_s.values()), whole_s * (psutil.cpu_count() or 1))
     each = 1e6 / max(1, loaded.requests + loaded.late)
     return Sample(
         setting=setting,
@@ -30,13 +214,32 @@ def measure(server: Server, setting: Setting, number: int, generate: Callable[[]
         p50_us=loaded.p50_us,
         p99_us=loaded.p99_us,
         errors=loaded.errors,
-        cpu_us={**{role: s * each for role, s in now.cpu_since(used).items()}, CLIENT: loaded.client_cpu_s * each},
-        rss_before_bytes=used.rss_bytes,
+        cpu_us={**{role: s * each for role, s in cpu_s.items()}, CLIENT: loaded.client_cpu_s * each},
         rss_bytes=now.rss_bytes,
-        stolen=share,
+        stolen=stolen,
+        foreign=foreign,
     )
 
 
-def _stolen_s() -> float:
-    """Seconds that the host gave to others, summed over the cores."""
-    return float(getattr(psutil.cpu_times(), "steal", 0.0))
+def losses(before: object, after: object, known_s: float, available_s: float) -> tuple[float, float]:
+    """Returns the shares of all cores that the host took, and that foreign programs used.
+
+    Args:
+        before: `psutil.cpu_times()` before the turn.
+        after: The same after it.
+        known_s: CPU time of the server, the load generator and this program.
+        available_s: Seconds that all cores had together.
+    """
+
+    def passed_s(*fields: str) -> float:
+        return float(sum(getattr(after, name, 0.0) - getattr(before, name, 0.0) for name in fields))
+
+    # Without CONFIG_IRQ_TIME_ACCOUNTING a process's time contains interrupts, so that they count as busy here, too.
+    busy_s = passed_s("user", "nice", "system", "irq", "softirq")
+    return max(0.0, passed_s("steal")) / available_s, max(0.0, busy_s - known_s) / available_s
+
+
+def _own_cpu_s() -> float:
+    """CPU time of this process, and of its children that ended: between two calls only the load generator does."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)

@@ -1,11 +1,12 @@
-"""The three benchmark models, built in code with fixed seeds and written as a Triton model repository.
+"""The benchmark models, built in code with fixed seeds and written as a Triton model repository.
 
 Every server of a comparison loads the same `model.onnx` with the same thread options (`THREADS`): what differs is
 only the way of a request to it and back.
 """
 
+import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,8 +19,6 @@ THREADS = 1
 """ONNX Runtime's intra-op and inter-op threads, the same for qinfer, every peer and the in-process bound."""
 
 MAX_BATCH_SIZE = 64
-MAX_QUEUE_DELAY_US = 2000
-"""The peers' batching window. qinfer's is 0: an idle worker runs what there is, a busy one lets a batch fill."""
 
 OPSET = 17
 
@@ -35,12 +34,14 @@ class BenchModel:
         input_dims: Dimensions of the input `x` without the batch dimension.
         output_dims: Dimensions of the output `y` without the batch dimension.
         build: Makes the ONNX model.
+        backend: The backend; `python` runs the network by `peers/triton/model.py`.
     """
 
     name: str
     input_dims: tuple[int, ...]
     output_dims: tuple[int, ...]
     build: Callable[[], onnx.ModelProto]
+    backend: str = "onnxruntime"
 
     def example(self, rows: int = 1) -> FloatArray:
         """Returns a fixed input, float32[rows, *input_dims], with values of few digits as clients send them."""
@@ -117,10 +118,16 @@ def _conv(name: str, seed: int) -> onnx.ModelProto:
     return graph.finish(name, [3, 64, 64], [10])
 
 
+_TINY = BenchModel(name="tiny", input_dims=(16,), output_dims=(8,), build=lambda: mlp("tiny", (16, 64, 8), 1))
+SCRIPT = "script"
+"""The network of `tiny` in a `model.py`, the same file in qinfer and in Triton."""
+MODEL_PY = Path(__file__).parent / "peers/triton/model.py"
+
 MODELS = {
     model.name: model
     for model in (
-        BenchModel(name="tiny", input_dims=(16,), output_dims=(8,), build=lambda: mlp("tiny", (16, 64, 8), 1)),
+        _TINY,
+        replace(_TINY, name=SCRIPT, backend="python"),
         BenchModel(
             name="mlp", input_dims=(512,), output_dims=(256,), build=lambda: mlp("mlp", (512, 2048, 2048, 256), 2)
         ),
@@ -134,6 +141,8 @@ def write_repository(model: BenchModel, root: Path) -> Path:
     path = root / model.name / "1" / "model.onnx"
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(model.build(), path)
+    if model.backend == "python":
+        shutil.copy(MODEL_PY, path.parent)
     (root / model.name / "config.pbtxt").write_text(_config(model))
     return path
 
@@ -148,7 +157,7 @@ def _config(model: BenchModel) -> str:
     return "\n".join(
         (
             f'name: "{model.name}"',
-            'backend: "onnxruntime"',
+            f'backend: "{model.backend}"',
             f"max_batch_size: {MAX_BATCH_SIZE}",
             f"input [ {tensor('x', model.input_dims)} ]",
             f"output [ {tensor('y', model.output_dims)} ]",

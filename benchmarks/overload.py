@@ -1,4 +1,4 @@
-"""Goodput under overload: `python -m benchmarks.overload` (6 minutes; writes OVERLOAD.md; `--help` for parts of it).
+"""Goodput under overload: `python -m benchmarks.overload` (6 minutes; writes RESULTS.md; `--help` for parts of it).
 
 A model of 4 ms and 0.5 ms a row, in batches of 16, is offered more than it can do, in qinfer and, where it is here, in
 Triton, by turns: an open loop sends each request when it is due, from a process of its own. Good is a result that came
@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 import psutil
 
-from benchmarks import environments, processes
+from benchmarks import environments, page, processes
 from benchmarks.bulk.stream import Answer, offer
 from benchmarks.machine import describe
 from benchmarks.servers import KINDS, START_WAIT_S, Launch, ServerFailed, triton_command, why_not
@@ -42,7 +42,7 @@ GOODPUT_BAR = 0.95
 """Least share of the capacity that counts as good."""
 NOISE = 0.98
 """Goodput of no less than this share of Triton's counts as no less."""
-WORK, OUT = environments.HERE / ".work" / "overload", environments.HERE / "OVERLOAD.md"
+WORK = environments.HERE / ".work" / "overload"
 
 _MODEL = """
 import os
@@ -343,8 +343,7 @@ def main() -> int:
     print("\n".join(lines))
     if len(found) == len(CASES) * len(RATES) * 2 and options.seconds >= SECONDS:
         table = "\n".join((HEAD, *(one.row() for one in found), "", *lines, ""))
-        about = "\n".join(f"- {name}: {fact}" for name, fact in describe().items())
-        OUT.write_text(f"# Goodput under overload\n\nMade by `python -m benchmarks.overload`.\n\n{table}\n{about}\n")
+        page.write("overload", f"Made by `python -m benchmarks.overload`.\n\n{table}", describe())
     return int(options.check and any("MISS" in line for line in lines))
 
 

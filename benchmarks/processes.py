@@ -109,6 +109,18 @@ def usage(roots: Iterable[psutil.Process], roles: Sequence[tuple[str, str]]) -> 
     return Usage(cpu_s=dict(cpu_s), rss_bytes=dict(rss_bytes))
 
 
+def pause(roots: Sequence[psutil.Process]) -> None:
+    """Stops processes and their descendants, until they are resumed."""
+    for process in family(roots):
+        _signal(process, signal.SIGSTOP)
+
+
+def resume(roots: Sequence[psutil.Process]) -> None:
+    """Lets stopped processes go on, descendants first: a parent that watches its children finds them alive."""
+    for process in reversed(family(roots)):
+        _signal(process, signal.SIGCONT)
+
+
 def stop(roots: Sequence[psutil.Popen]) -> None:
     """Asks the processes to end, the last started first, and kills what is left of them and of their descendants.
 

@@ -1,45 +1,85 @@
-"""Turns rows and verdicts into tables: rich for the terminal, Markdown for RESULTS.md."""
+"""Turns rows and verdicts into tables: rich for the terminal, Markdown for RESULTS.md and README."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bars import FASTAPI, FASTAPI_ORJSON, MOSEC, MOSEC_ORJSON, QINFER, TRITON, Outcome, Rows, Verdict
-from benchmarks.models import MODELS
-from benchmarks.results import BATCH, CLIENT, Row, Setting
+from benchmarks import bars
+from benchmarks.bars import FASTAPI, MOSEC_ORJSON, QINFER, TRITON, Outcome
+from benchmarks.bodies import BINARY, GRPC, JSON
+from benchmarks.models import MODELS, SCRIPT
+from benchmarks.results import BATCH, CLIENT, Document, Row, Rows, Setting, summarise
 from benchmarks.stateful import CASES
 
 Cells = Sequence[str]
-_STATEFUL = tuple(case.name for case in CASES)
 
-_HEAD = (
-    "Written by `benchmarks/run` from one run; how and what: [README](README.md). `triton` is NVIDIA's server on CPUs: "
-    "its front end and scheduler, with the model in its Python backend, where ONNX Runtime runs it."
+TRITON_NOTE = (
+    "Triton here is its own server with the model in its Python backend; its C++ ONNX Runtime backend is not in the "
+    "wheel and would be faster."
 )
-
+SERVERS = {QINFER: "qinfer", TRITON: "Triton", MOSEC_ORJSON: "mosec + orjson", FASTAPI: "FastAPI"}
+"""The servers of the short table and of the picture, with their names."""
+_HEAD = (
+    "Servers take turns of the same load; figures are medians of undisturbed turns. A ratio is the median of "
+    f"neighbouring turns' ratios, with its 95 % interval in brackets. {TRITON_NOTE}"
+)
 _COLUMNS = (
-    *(
-        "connections",
-        "server",
-        "req/s",
-        "slowest … fastest",
-        "x FastAPI",
-        "x FastAPI orjson",
-        "x mosec",
-        "x mosec orjson",
-        "x Triton",
-        "p50 ms",
-        "p99 ms",
-    ),
+    *("connections", "server", "req/s", "95 % interval", "qinfer is x times", "p50 ms", "p99 ms"),
     *("CPU µs per request", "of which", "client", "RSS MiB"),
 )
-_BATCH_COLUMNS = ("batch", "items/s", "slowest … fastest")
+_BATCH_COLUMNS = ("batch", "items/s", "95 % interval")
 
 
-def print_tables(console: Console, rows: Rows, verdicts: Sequence[Verdict]) -> None:
+def _setting(model: str, encoding: str, connections: int, *, fresh: bool = False) -> Setting:
+    return Setting(model=model, encoding=encoding, connections=connections, fresh=fresh, server=QINFER)
+
+
+SHORT = {
+    **{f"`tiny`, HTTP JSON, {n:,} connections": _setting("tiny", JSON, n) for n in (64, 128, 256, 1000)},
+    "`tiny`, HTTP JSON, 64, a new connection for each request": _setting("tiny", JSON, 64, fresh=True),
+    **{f"`tiny`, gRPC, {n} connections": _setting("tiny", GRPC, n) for n in (64, 128)},
+    **{f"the same `model.py`, HTTP JSON, {n} connections": _setting(SCRIPT, JSON, n) for n in (64, 128)},
+    "`mlp`, HTTP JSON, 128 connections": _setting("mlp", JSON, 128),
+    "`mlp`, HTTP binary, 128 connections": _setting("mlp", BINARY, 128),
+}
+"""The rows of the short table, in requests per second, with qinfer's setting."""
+SHORT_LATENCY = {
+    "`tiny`, HTTP JSON, 1 connection, p50": _setting("tiny", JSON, 1),
+    "`tiny`, gRPC, 1 connection, p50": _setting("tiny", GRPC, 1),
+}
+"""The rows of the short table that are latencies."""
+
+
+def short_table(rows: Rows) -> list[str]:
+    """Returns the table that README and RESULTS.md open with; missing figures are left out.
+
+    The fastest server of a line is bold.
+    """
+    lines = [_short_line(title, setting, rows) for title, setting in (*SHORT.items(), *SHORT_LATENCY.items())]
+    return _markdown_table(("requests per second", *SERVERS.values(), "qinfer / Triton (95 %)"), lines)
+
+
+def _short_line(title: str, setting: Setting, rows: Rows) -> Cells:
+    found = {name: rows.get(replace(setting, server=name)) for name in SERVERS}
+    valid = {name: row for name, row in found.items() if row is not None and row.valid}
+    is_latency = setting.connections == 1
+    best = max(valid, key=lambda name: -valid[name].p50_us if is_latency else valid[name].rate, default="")
+
+    def cell(name: str) -> str:
+        if name not in valid:
+            return "" if found[name] is None else "failed"
+        text = f"{valid[name].p50_us / 1000:.2f} ms" if is_latency else f"{valid[name].rate:,.0f}"
+        return f"**{text}**" if name == best else text
+
+    both = QINFER in valid and TRITON in valid
+    compared = "" if is_latency or not both else str(valid[QINFER].times(valid[TRITON]))
+    return title, *map(cell, SERVERS), compared
+
+
+def print_tables(console: Console, rows: Rows) -> None:
     """Prints every table, then the bars."""
     for title, columns, lines in _tables(rows):
         table = Table(*columns, title=title, title_justify="left")
@@ -47,18 +87,19 @@ def print_tables(console: Console, rows: Rows, verdicts: Sequence[Verdict]) -> N
             table.add_row(*line, style="bold" if "qinfer" in line else None)
         console.print(table)
     colours = {Outcome.PASS: "green", Outcome.MISS: "red", Outcome.UNKNOWN: "dim"}
-    for verdict in verdicts:
+    for verdict in bars.judge(rows):
         console.print(f"[{colours[verdict.outcome]}]{verdict.outcome:<12}[/] {verdict.bar}   {verdict.figures}")
 
 
-def markdown(rows: Rows, verdicts: Sequence[Verdict], facts: Mapping[str, str], settings: str) -> str:
-    """Returns RESULTS.md."""
-    parts = ["# Results", "", _HEAD, ""]
-    parts += [*(f"- {name}: {value}" for name, value in facts.items()), f"- run: {settings}", "", "## Bars", ""]
-    parts += _markdown_table(("", "bar", "figures"), [(v.outcome, v.bar, v.figures) for v in verdicts])
+def markdown(document: Document) -> str:
+    """Returns the section of RESULTS.md: figures, bars, details, facts."""
+    rows = summarise(document.samples)
+    verdicts = [(one.outcome, one.bar, one.figures) for one in bars.judge(rows) if one.outcome is not Outcome.UNKNOWN]
+    parts = [_HEAD, "", *short_table(rows), "", "### Bars", "", *_markdown_table(("", "bar", "figures"), verdicts)]
     for title, columns, lines in _tables(rows):
-        parts += ["", f"## {title}", "", *_markdown_table(columns, lines)]
-    return "\n".join([*parts, ""])
+        parts += ["", f"### {title}", "", *_markdown_table(columns, lines)]
+    facts = [f"- {name}: {value}" for name, value in document.machine.items()]
+    return "\n".join([*parts, "", "### The machine", "", *facts, f"- run: {document.run}"])
 
 
 def _markdown_table(columns: Cells, lines: Sequence[Cells]) -> list[str]:
@@ -77,12 +118,13 @@ def _tables(rows: Rows) -> list[tuple[str, Cells, list[Cells]]]:
     return tables
 
 
-def _order(row: Row) -> tuple[int, str, int, int, bool, str]:
+def _order(row: Row) -> tuple[int, str, bool, int, int, bool, str]:
     """Sorts models as they are listed, then encodings and connections, and puts qinfer before its peers."""
     setting = row.setting
     return (
-        (*MODELS, *_STATEFUL).index(setting.model),
+        (*MODELS, *(case.name for case in CASES)).index(setting.model),
         setting.encoding,
+        setting.fresh,
         setting.connections * setting.streams,
         setting.streams,
         setting.server != QINFER,
@@ -96,16 +138,14 @@ def _batch_line(row: Row) -> Cells:
 
 def _line(row: Row, rows: Rows) -> Cells:
     roles = sorted(((used, role) for role, used in row.cpu_us.items() if role != CLIENT and used >= 0.5), reverse=True)
+    ours = rows.get(replace(row.setting, server=QINFER))
+    compared = ours is not None and ours is not row and ours.valid and row.valid
     return (
-        concurrency(row.setting),
+        row.setting.load,
         row.setting.server,
         f"{row.rate:,.0f}" if row.valid else f"invalid: {row.errors} failed",
         _spread(row),
-        _ratio(row, rows, FASTAPI),
-        _ratio(row, rows, FASTAPI_ORJSON),
-        _ratio(row, rows, MOSEC),
-        _ratio(row, rows, MOSEC_ORJSON),
-        _ratio(row, rows, TRITON),
+        str(ours.times(row)) if ours is not None and compared else "",
         f"{row.p50_us / 1000:.2f}",
         f"{row.p99_us / 1000:.2f}",
         f"{row.server_cpu_us:.0f}",
@@ -115,17 +155,6 @@ def _line(row: Row, rows: Rows) -> Cells:
     )
 
 
-def concurrency(setting: Setting) -> str:
-    """Returns the connections, with the concurrent calls of each where there are several."""
-    return str(setting.connections) if setting.streams == 1 else f"{setting.connections} x {setting.streams}"
-
-
 def _spread(row: Row) -> str:
-    return f"{row.slowest:,.0f} … {row.fastest:,.0f}"
-
-
-def _ratio(row: Row, rows: Rows, server: str) -> str:
-    other = rows.get(replace(row.setting, server=server))
-    if other is None or not (row.valid and other.valid and other.rate):
-        return "-"
-    return f"{row.rate / other.rate:.2f}"
+    low, high = row.spread
+    return f"{low:,.0f} … {high:,.0f}"

@@ -13,9 +13,9 @@ import httpx
 import psutil
 
 from benchmarks import environments, processes
-from benchmarks.bodies import BINARY, GRPC, GRPC_PATH, JSON, Body, WrongAnswer, check_answer
-from benchmarks.models import MAX_BATCH_SIZE, MAX_QUEUE_DELAY_US, THREADS
-from benchmarks.proxied import GRPC_PROXIED, JSON_PROXIED
+from benchmarks.bodies import GRPC, GRPC_PATH, Body, WrongAnswer, check_answer
+from benchmarks.models import MAX_BATCH_SIZE, MODEL_PY, THREADS
+from benchmarks.proxied import GRPC_PROXIED
 
 TRITON = environments.ROOT / ".venv/tools/tritonserver"
 """Where `scripts/tools` puts NVIDIA's server: a virtual environment, with the server's files in `server`."""
@@ -65,14 +65,14 @@ class ServerKind:
         commands: The processes to start, in order.
         roles: (text in a command line, role), the first match counts.
         environment: The peer whose virtual environment it needs; empty = ours.
-        encodings: The encodings it is measured with.
+        can_pause: SIGSTOP does it no harm.
     """
 
     name: str
     commands: Callable[[Launch], list[Command]]
     roles: tuple[tuple[str, str], ...]
     environment: str = ""
-    encodings: tuple[str, ...] = (JSON,)
+    can_pause: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -173,7 +173,6 @@ def _peer_env(launch: Launch) -> dict[str, str]:
         "BENCH_PORT": str(launch.port),
         "BENCH_THREADS": str(THREADS),
         "BENCH_MAX_BATCH_SIZE": str(MAX_BATCH_SIZE),
-        "BENCH_BATCH_WAIT_US": str(MAX_QUEUE_DELAY_US),
     }
 
 
@@ -212,8 +211,8 @@ def _redis_server() -> str:
 def _triton(launch: Launch) -> list[Command]:
     """NVIDIA's server with the model in its Python backend; threads, ports and pools of the server as they come."""
     model = launch.directory / "models" / launch.model
-    (model / "1").mkdir(parents=True)
-    shutil.copy(environments.HERE / "peers/triton/model.py", model / "1")
+    shutil.copytree(launch.repository / launch.model, model)
+    shutil.copy(MODEL_PY, model / "1")
     config = (launch.repository / launch.model / "config.pbtxt").read_text()
     (model / "config.pbtxt").write_text(config.replace('backend: "onnxruntime"', 'backend: "python"'))
     return [triton_command(launch, model.parent)]
@@ -254,13 +253,12 @@ KINDS = {
                 ("redis-server", "redis"),
                 ("model-repository", "supervisor"),
             ),
-            encodings=(JSON, BINARY, GRPC, JSON_PROXIED, GRPC_PROXIED),
+            can_pause=False,
         ),
         ServerKind(
             name="triton",
             commands=_triton,
             roles=(("triton_python_backend_stub", "model"), ("tritonserver", "server")),
-            encodings=(JSON, BINARY, GRPC, JSON_PROXIED, GRPC_PROXIED),
         ),
         *(
             ServerKind(

@@ -1,6 +1,6 @@
 """How much memory of Redis a request takes: while it waits, and while its result is kept.
 
-    python -m benchmarks.sizing              writes benchmarks/SIZING.md (about 2 minutes)
+    python -m benchmarks.sizing              writes its section of RESULTS.md (about 2 minutes)
 
 A model that gives back its bytes, without a worker at first: requests of a known size are sent by HTTP and wait. What
 `INFO memory` says more than before, divided by their number, is what one takes. Then a worker runs, and what is left is
@@ -25,10 +25,9 @@ import psutil
 import redis
 from onnx import TensorProto, helper
 
-from benchmarks import environments, processes
+from benchmarks import environments, page, processes
 from benchmarks.machine import describe
 
-OUT = environments.HERE / "SIZING.md"
 WORK = environments.HERE / ".work" / "sizing"
 MODEL = "echo_bytes"
 SIZES = (64, 1024, 16 * 1024, 128 * 1024)
@@ -69,8 +68,7 @@ def main() -> None:
         for size in SIZES:
             rows.append(asyncio.run(measure(size)))
             print(line(rows[-1]), flush=True)
-    OUT.write_text(report(rows))
-    print(f"written to {OUT}")
+    page.write("sizing", report(rows), describe())
 
 
 async def measure(size: int) -> Row:
@@ -228,18 +226,13 @@ def line(row: Row) -> str:
 
 
 def report(rows: list[Row]) -> str:
-    """Returns the page."""
-    facts = "\n".join(f"- {name}: {value}" for name, value in describe().items() if name in _FACTS)
+    """Returns the section."""
     table = "\n".join(line(row) for row in rows)
     return (
-        "# Memory of Redis\n\nWritten by `python -m benchmarks.sizing`; bytes a request.\n\n"
-        f"{facts}\n\n"
+        "Made by `python -m benchmarks.sizing`; bytes a request.\n\n"
         "| tensor = result | requests | waiting, synchronous | waiting, asynchronous | with its result | in the AOF |\n"
         f"|---|---|---|---|---|---|\n{table}\n"
     )
-
-
-_FACTS = ("date", "commit", "processor", "redis-server")
 
 
 if __name__ == "__main__":

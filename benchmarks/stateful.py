@@ -1,4 +1,4 @@
-"""Groups of models that a server has at once: what they are, what is asked of them, and the visit of the server.
+"""Groups of models that a server has at once, and the requests that they get.
 
     sequences   `plain`      the network of `tiny`, without a state: what a step is compared with
                 `implicit`   the same with a state of 16 numbers, which the server keeps
@@ -20,8 +20,10 @@ Triton's Python backend has no implicit state, and its wheel no response cache: 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,7 +31,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from benchmarks import environments, inprocess, load, processes, servers
+from benchmarks import environments, inprocess, load, measuring, processes, servers
 from benchmarks.bars import QINFER, TRITON
 from benchmarks.bodies import (
     GRPC,
@@ -42,16 +44,13 @@ from benchmarks.bodies import (
     stream_answers,
 )
 from benchmarks.callers import FIRST_ID, Calls
-from benchmarks.measuring import measure
-from benchmarks.models import MAX_BATCH_SIZE, MODELS, THREADS, FloatArray, mlp
+from benchmarks.models import MAX_BATCH_SIZE, MODEL_PY, MODELS, THREADS, FloatArray, mlp
 from benchmarks.results import Sample, Setting
 
 STEPS = 50
 """Steps of a sequence."""
 RESPONSES = 100
 """Responses of a stream."""
-TURNS = 4
-"""Each case is measured so many times in a visit, by turns, for the machine's speed may change meanwhile."""
 WIDTH = 16
 _HERE = environments.HERE / "stateful_models"
 _BACKEND = "bench_counting"
@@ -163,73 +162,119 @@ CASES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Visit:
-    """A visit of a server.
+class Group:
+    """A group of models that servers have at once.
 
     Attributes:
-        group: The group that is measured.
-        server: The server's name.
-        encodings: The encodings that are measured, of those that the cases have.
-        number: The round.
-        seconds: Length of one measurement.
-        warm_up_s: Length of the load before each measurement.
+        name: One of `GROUPS`.
+        settings: The models, encodings and servers that take turns.
+        turns: Clean turns that each of them needs.
     """
 
-    group: str
-    server: str
-    encodings: Sequence[str]
-    number: int
-    seconds: float
-    warm_up_s: float
+    name: str
+    settings: tuple[Setting, ...]
+    turns: int
 
     @property
-    def cases(self) -> list[Case]:
-        """Returns what is measured at the server."""
-        return cases(self.group, self.server)
+    def servers(self) -> list[str]:
+        """The names of the servers."""
+        return list(dict.fromkeys(setting.server for setting in self.settings))
 
 
-def cases(group: str, server: str) -> list[Case]:
-    """Returns the cases of a group that a server has."""
-    return [case for case in CASES if case.group == group and server in case.servers]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A server that runs, with what is asked of it."""
+
+    server: servers.Server
+    launch: servers.Launch
 
 
-def visit(one: Visit, directory: Path, keep: Callable[[Sample], None]) -> None:
-    """Measures one group at one server: starts it, and checks, warms and loads each model.
+def group(name: str, turns: int) -> Group:
+    """Returns a whole group; settings that are compared with one another are neighbours."""
+    settings = [
+        Setting(model=case.name, encoding=encoding, connections=case.callers, server=server)
+        for case in CASES
+        if case.group == name
+        for encoding in case.encodings
+        for server in case.servers
+    ]
+    return Group(name=name, settings=tuple(settings), turns=turns)
+
+
+def measure(
+    one: Group,
+    directory: Path,
+    seconds: tuple[float, float],
+    tally: measuring.Tally,
+    show: Callable[[Sample], None],
+) -> None:
+    """Measures a group: starts its servers, checks and warms each model, and lets all of them take turns.
+
+    Args:
+        one: The group.
+        directory: Where models and servers are written.
+        seconds: Length of a turn, and of the load before the first one.
+        tally: The turns of the run.
+        show: Is told each turn.
 
     Raises:
-        ServerFailed: The server did not come up.
+        ServerFailed: A server did not come up.
         WrongAnswer: It answered something else than it should.
         LoadFailed: A load generator did not run.
+        TooNoisy: Too many turns were disturbed.
     """
-    repository = directory / "models" / f"{one.group}-{one.server}"
+    turn_s, warm_up_s = seconds
+    with ExitStack() as stack:
+        places = {name: stack.enter_context(_started(one, name, directory)) for name in one.servers}
+        for encoding in dict.fromkeys(setting.encoding for setting in one.settings):
+            contestants = []
+            for setting in (setting for setting in one.settings if setting.encoding == encoding):
+                place = places[setting.server]
+                calls = _calls(place.launch, _case(setting), encoding, check(place.launch, _case(setting), encoding))
+                load.run_callers(calls, warm_up_s)
+                contestants.append(
+                    measuring.Contestant(
+                        setting=setting,
+                        turns=one.turns,
+                        generate=partial(load.run_callers, calls, turn_s),
+                        server=place.server,
+                    )
+                )
+            measuring.take_turns(contestants, tally, show)
+            for setting in (contestant.setting for contestant in contestants):
+                check(places[setting.server].launch, _case(setting), encoding)
+
+
+def _case(setting: Setting) -> Case:
+    return next(case for case in CASES if case.name == setting.model)
+
+
+@contextmanager
+def _started(one: Group, name: str, directory: Path) -> Iterator[_Place]:
+    """Starts a server with the models of a group that it has."""
+    repository = directory / "models" / f"{one.name}-{name}"
     for written in (repository, _endpoints(repository)):
         shutil.rmtree(written, ignore_errors=True)
         written.mkdir(parents=True)
-    for case in one.cases:
-        write_model(case, repository, one.server)
+    cases = list(dict.fromkeys(_case(setting) for setting in one.settings if setting.server == name))
+    for case in cases:
+        write_model(case, repository, name)
     launch = servers.Launch(
         model="",
         model_file=repository,
         repository=repository,
-        directory=directory / "servers" / one.server,
+        directory=directory / "servers" / name,
         port=processes.free_port(),
         grpc_port=processes.free_port(),
     )
 
     def check_all(_: servers.Server) -> None:
-        for case in one.cases:
-            check(launch, case, case.encodings[0], repository)
+        for case in cases:
+            check(launch, case, case.encodings[0])
 
-    kind = replace(servers.KINDS[one.server], commands=lambda launch: [_command(one.server, launch, directory)])
+    kind = replace(servers.KINDS[name], commands=lambda launch: [_command(name, launch, directory)])
     with servers.started(kind, launch, check_all) as server:
-        for turn in range(TURNS):
-            for case in one.cases:
-                for encoding in (encoding for encoding in case.encodings if encoding in one.encodings):
-                    calls = _calls(launch, case, encoding, check(launch, case, encoding, repository))
-                    load.run_callers(calls, one.warm_up_s if turn == 0 else 0.2)
-                    setting = Setting(model=case.name, encoding=encoding, connections=case.callers, server=one.server)
-                    keep(measure(server, setting, one.number, lambda c=calls: load.run_callers(c, one.seconds / TURNS)))
-                    check(launch, case, encoding, repository)
+        yield _Place(server=server, launch=launch)
 
 
 def _command(server: str, launch: servers.Launch, directory: Path) -> servers.Command:
@@ -271,7 +316,7 @@ def write_model(case: Case, repository: Path, server: str) -> None:
         onnx.save(_network(case), _model_file(case, repository))
     if backend == "onnxruntime" and server == TRITON:
         backend = "python"
-        shutil.copy(environments.HERE / "peers/triton/model.py", version)
+        shutil.copy(MODEL_PY, version)
     threads = "".join(
         f'parameters {{ key: "{key}_op_thread_count" value {{ string_value: "{THREADS}" }} }}\n'
         for key in ("intra", "inter")
@@ -360,7 +405,7 @@ def _with_state() -> onnx.ModelProto:
     return model
 
 
-def check(launch: servers.Launch, case: Case, encoding: str, repository: Path) -> int:
+def check(launch: servers.Launch, case: Case, encoding: str) -> int:
     """Checks the answers of a server to a few steps or to a stream; returns the bytes that answer a call of gRPC.
 
     Raises:
@@ -372,7 +417,7 @@ def check(launch: servers.Launch, case: Case, encoding: str, repository: Path) -
         outputs, size = stream_answers(url, content, case.responses)
         check_output(url, np.concatenate(outputs), np.arange(case.responses, dtype=np.float32)[:, None])
         return size
-    for step, expected in enumerate(expected_outputs(case, repository), 1):
+    for step, expected in enumerate(expected_outputs(case, launch.repository), 1):
         content, headers = encode(case.name, encoding, _EXAMPLE, _parameters(case, step))
         check_output(url, answer(url, encoding, content, headers), expected)
     content, _ = encode(case.name, GRPC, _EXAMPLE, _parameters(case, 0))

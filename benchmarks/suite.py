@@ -1,108 +1,53 @@
-"""The whole comparison in one run: rounds x models x servers, interleaved, so that drift of the machine hits all alike.
+"""The whole comparison in one run: scenes of servers side by side, which take turns under each load.
 
-A server is started for its visit and stopped after it: an idle peer would take CPU time from the measured one. The
-order of the servers rotates from round to round.
+Each server is checked, and warmed, before its first turn, and checked again after its last. Nothing else may run on the
+machine: `measuring` watches each turn, and a run with too many disturbed ones publishes nothing.
 """
 
+import resource
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-import msgspec
-import psutil
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import bars, environments, inprocess, load, machine, processes, proxied, report, servers, stateful
+from benchmarks import (
+    bars,
+    environments,
+    inprocess,
+    load,
+    machine,
+    measuring,
+    page,
+    plan,
+    processes,
+    proxied,
+    readme_table,
+    report,
+    servers,
+    stateful,
+)
 from benchmarks.bodies import BINARY, GRPC, JSON, Body, WrongAnswer, check_answer, write_body
-from benchmarks.measuring import measure
-from benchmarks.models import MODELS, THREADS, BenchModel, write_repository
-from benchmarks.results import BATCH, IN_PROCESS, Sample, Setting, summarise
+from benchmarks.measuring import Contestant, Tally, TooNoisy
+from benchmarks.models import MODELS, BenchModel, write_repository
+from benchmarks.results import BATCH, IN_PROCESS, Document, Sample, Setting, summarise
 
 WORK = environments.HERE / ".work"
+RESULTS = WORK / "results.json"
+"""The turns of the last complete and quiet run; a run that may not be published writes to `PARTIAL`."""
+PARTIAL = WORK / "partial.json"
 ENCODINGS = (JSON, BINARY, GRPC, *proxied.ENCODINGS)
-CONNECTIONS = (1, 32, 64, 128)
-MULTIPLEXED = (4, 16)
-"""Connections and concurrent calls of each, for gRPC besides one call each: as clients share connections."""
 WARM_UP_CONNECTIONS = 64
-BUSY_PERCENT = 10
-SCENES = (*MODELS, *stateful.GROUPS)
-"""What can be measured: a server is started for each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What one run measures.
-
-    Attributes:
-        servers: Names of `servers.KINDS`, and `in_process`.
-        models: Names of `MODELS`, and groups of `stateful`.
-        encodings: Names of `ENCODINGS`.
-        connections: Concurrent connections.
-        rounds: How often each setting is measured.
-        seconds: Length of one measurement.
-        warm_up_s: Length of the load before the first measurement of a visit.
-    """
-
-    servers: tuple[str, ...]
-    models: tuple[str, ...]
-    encodings: tuple[str, ...]
-    connections: tuple[int, ...]
-    rounds: int
-    seconds: float
-    warm_up_s: float
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the run measures all that the bars ask for, at full length."""
-        return (
-            set(self.servers) == {*servers.KINDS, IN_PROCESS}
-            and set(self.models) == set(SCENES)
-            and set(self.encodings) == set(ENCODINGS)
-            and set(self.connections) >= set(CONNECTIONS)
-            and self.rounds >= 3
-            and self.seconds >= 5
-        )
-
-    @property
-    def visits(self) -> list[tuple[int, str, str]]:
-        """(round, model, server) in the order of the run."""
-        return [
-            (number, model, server)
-            for number in range(1, self.rounds + 1)
-            for model in self.models
-            for server in rotated(self.servers, number - 1)
-            if model in MODELS or stateful.cases(model, server)
-        ]
-
-    def loads(self, model: str, encoding: str) -> list[tuple[int, int]]:
-        """Returns (connections, calls at once on each) of all measurements of a model in an encoding."""
-        if encoding in proxied.ENCODINGS:
-            return [(proxied.CONNECTIONS, 1)] if model == proxied.MODEL else []
-        plain = [(connections, 1) for connections in self.connections]
-        return [*plain, MULTIPLEXED] if encoding == GRPC else plain
-
-    def stateful_visit(self, group: str, server: str, number: int) -> stateful.Visit:
-        """Returns the visit of a server that has a group of stateful or decoupled models."""
-        return stateful.Visit(
-            group=group,
-            server=server,
-            encodings=self.encodings,
-            number=number,
-            seconds=self.seconds,
-            warm_up_s=self.warm_up_s / 2,
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"{self.rounds} rounds of {self.seconds:g} s per setting, medians; warm-up {self.warm_up_s:g} s per start; "
-            f"one worker process and {THREADS} ONNX Runtime thread everywhere"
-        )
+OPEN_FILES = 8192
+"""For 1,000 connections: of the load generator, and of each server, which inherits the limit."""
+_FAILURES = (servers.ServerFailed, WrongAnswer, load.LoadFailed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +66,6 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=180)
 
 
-def rotated(names: Sequence[str], by: int) -> list[str]:
-    """Returns the names, beginning `by` places later."""
-    start = by % len(names)
-    return [*names[start:], *names[:start]]
-
-
 def prepare(model: BenchModel, directory: Path) -> Material:
     """Writes a model's repository and its request bodies."""
     repository = directory / "models" / model.name
@@ -140,139 +79,168 @@ def prepare(model: BenchModel, directory: Path) -> Material:
     return Material(model=model, repository=repository, model_file=model_file, bodies=bodies)
 
 
-def measure_once(
-    server: servers.Server, body: Body, connections: int, number: int, seconds: float, *, streams: int = 1
-) -> Sample:
-    """Loads a running server once and takes what its processes used meanwhile."""
-    setting = Setting(
-        model=body.model.name,
-        encoding=body.encoding,
-        connections=connections,
-        streams=streams,
-        server=server.kind.name,
-    )
-    address = server.address(body.encoding)
-    return measure(server, setting, number, lambda: load.run(address, body, connections, seconds, streams=streams))
-
-
-def visit(plan: Plan, material: Material, name: str, number: int, keep: Callable[[Sample], None]) -> None:
-    """Measures one server with one model: starts it, checks its answer, warms it, loads it, stops it."""
-    model = material.model
-    if name == IN_PROCESS:
-        for batch in inprocess.BATCHES:
-            rate = inprocess.measure(model, material.model_file, batch, plan.seconds)
-            setting = Setting(model=model.name, encoding=BATCH, connections=batch, server=IN_PROCESS)
-            keep(Sample(setting=setting, round=number, rate=rate))
-        return
-    kind = servers.KINDS[name]
+def start(kind: servers.ServerKind, material: Material) -> AbstractContextManager[servers.Server]:
+    """Starts a server with a model."""
     launch = servers.Launch(
-        model=model.name,
+        model=material.model.name,
         model_file=material.model_file,
         repository=material.repository,
-        directory=WORK / "servers" / name,
+        directory=WORK / "servers" / kind.name,
         port=processes.free_port(),
         grpc_port=processes.free_port(),
     )
-    with servers.running(kind, launch, material.bodies[JSON]) as server:
-        for encoding in (e for e in plan.encodings if e in kind.encodings and plan.loads(model.name, e)):
-            body, url = material.bodies[encoding], server.address(encoding)
-            check_answer(url, body)
-            load.run(url, body, WARM_UP_CONNECTIONS, plan.warm_up_s)
-            for connections, streams in plan.loads(model.name, encoding):
-                keep(measure_once(server, body, connections, number, plan.seconds, streams=streams))
-            check_answer(url, body)
+    return servers.running(kind, launch, material.bodies[JSON])
 
 
-def run(plan: Plan, console: Console) -> tuple[list[Sample], list[str]]:
-    """Makes all visits and returns the samples, with what went wrong; Ctrl-C ends it with what was measured so far."""
-    samples: list[Sample] = []
+def contestant(server: servers.Server, body: Body, setting: Setting, turns: int, seconds: float) -> Contestant:
+    """Returns a server under a load, which takes turns."""
+    generate = partial(
+        load.run,
+        server.address(body.encoding),
+        body,
+        setting.connections,
+        seconds,
+        streams=setting.streams,
+        fresh=setting.fresh,
+    )
+    return Contestant(setting=setting, turns=turns, generate=generate, server=server)
+
+
+def measure_scene(
+    scene: plan.Scene, material: Material, seconds: float, tally: Tally, show: Callable[[Sample], None]
+) -> None:
+    """Starts the servers of a scene, and lets them take turns under each load."""
+    body = material.bodies[scene.encoding]
+    with ExitStack() as stack:
+        running: dict[str, servers.Server] = {}
+        for name in scene.servers:
+            running[name] = server = stack.enter_context(start(servers.KINDS[name], material))
+            check_answer(server.address(scene.encoding), body)
+            load.run(server.address(scene.encoding), body, WARM_UP_CONNECTIONS, min(plan.WARM_UP_S, seconds))
+        for one in scene.loads:
+            contestants = []
+            for setting, turns in one.settings(scene.model, scene.encoding).items():
+                if setting.encoding == BATCH:
+                    loop = partial(inprocess.measure, material.model, material.model_file, setting.connections, seconds)
+                    contestants.append(Contestant(setting=setting, turns=turns, generate=loop))
+                else:
+                    contestants.append(contestant(running[setting.server], body, setting, turns, seconds))
+            measuring.take_turns(contestants, tally, show)
+        for server in running.values():
+            check_answer(server.address(scene.encoding), body)
+
+
+def run(chosen: plan.Plan, tally: Tally, console: Console) -> list[str]:
+    """Measures all scenes and groups, and returns what went wrong; Ctrl-C ends it with what was measured so far."""
     problems: list[str] = []
     shutil.rmtree(WORK / "models", ignore_errors=True)
-    materials = {name: prepare(MODELS[name], WORK) for name in plan.models if name in MODELS}
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} visits"))
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("", total=len(plan.visits))
+    materials = {name: prepare(MODELS[name], WORK) for name in dict.fromkeys(scene.model for scene in chosen.scenes)}
 
-        def keep(sample: Sample) -> None:
-            samples.append(sample)
-            console.print(_one_line(sample), highlight=False)
+    def show(sample: Sample) -> None:
+        console.print(f"{len(tally.samples) + 1:>4}/{tally.planned}  {_one_line(sample)}", highlight=False)
 
-        for number, model, server in plan.visits:
-            progress.update(task, description=f"round {number}: {model} on {server}")
-            try:
-                if model in stateful.GROUPS:
-                    stateful.visit(plan.stateful_visit(model, server, number), WORK, keep)
-                else:
-                    visit(plan, materials[model], server, number, keep)
-            except (servers.ServerFailed, WrongAnswer, load.LoadFailed) as error:
-                problems.append(f"round {number}, {model} on {server}: {error}")
-                console.print(problems[-1], style="red", markup=False)
-            except KeyboardInterrupt:
-                problems.append(f"interrupted in round {number}, {model} on {server}")
-                break
-            progress.advance(task)
-    return samples, problems
+    jobs: dict[str, Callable[[], None]] = {
+        f"{one.model} {one.encoding}": partial(measure_scene, one, materials[one.model], chosen.seconds, tally, show)
+        for one in chosen.scenes
+    }
+    times = (chosen.seconds / 2, plan.WARM_UP_S / 2)
+    jobs |= {one.name: partial(stateful.measure, one, WORK, times, tally, show) for one in chosen.groups}
+    for title, job in jobs.items():
+        console.rule(title, align="left")
+        try:
+            job()
+        except _FAILURES as error:
+            problems.append(f"{title}: {error}")
+            console.print(problems[-1], style="red", markup=False)
+        except TooNoisy as error:
+            return [*problems, f"given up in {title}: {error}"]
+        except KeyboardInterrupt:
+            return [*problems, f"interrupted in {title}"]
+    return problems
 
 
-def write(samples: list[Sample], plan: Plan, directory: Path, busy_percent: float) -> None:
-    """Writes RESULTS.md and results.json."""
-    rows = summarise(samples)
+def publish(chosen: plan.Plan, tally: Tally, problems: list[str], console: Console) -> Document:
+    """Judges a run and writes its file; a complete and quiet run also writes RESULTS.md, README's table and picture."""
+    reasons = [*problems, *measuring.refusals(chosen.needed, tally.samples, tally.planned)]
+    if not chosen.is_complete:
+        reasons.insert(0, "the run was not complete: something was left out, or made shorter")
     facts = machine.describe()
-    facts["stolen"] = f"at most {max((s.stolen for s in samples), default=0.0):.1%} of the cores in any measurement"
-    facts["busy before the run"] = f"{busy_percent:.0f} % of the cores"
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "RESULTS.md").write_text(report.markdown(rows, bars.judge(rows), facts, str(plan)))
-    document = {"machine": facts, "plan": plan, "samples": samples}
-    (directory / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
+    facts["disturbed"] = f"{tally.disturbed} of {len(tally.samples)} turns, which were not counted"
+    document = Document(machine=facts, run=str(chosen), refusals=reasons, samples=tally.samples)
+    if reasons:
+        document.write(PARTIAL)
+        console.print("RESULTS.md was not written:", style="red")
+        for reason in reasons:
+            console.print(f"- {reason.splitlines()[0]}", style="red", markup=False, highlight=False)
+        return document
+    document.write(RESULTS)
+    page.write("speed", report.markdown(document), facts)
+    console.print(f"written: {page.PAGE.relative_to(environments.ROOT)}")
+    for line in readme_table.write(document):
+        console.print(line, markup=False)
+    return document
 
 
 def main(
     *,
     only: Annotated[str, typer.Option(help="Servers, comma-separated: qinfer, a peer, in_process.")] = "",
-    models: Annotated[str, typer.Option(help="Models, sequences, streams, pipelines, comma-separated.")] = ",".join(
-        SCENES
-    ),
-    encodings: Annotated[str, typer.Option(help="json, binary, grpc, …")] = ",".join(ENCODINGS),
-    connections: Annotated[str, typer.Option(help="Concurrent connections.")] = ",".join(map(str, CONNECTIONS)),
-    seconds: Annotated[float, typer.Option(min=1, help="Length of one measurement.")] = 5,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the medians count.")] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="1 round of 1 s: shows that all works, not how fast.")] = False,
+    models: Annotated[str, typer.Option(help=f"Of {', '.join(plan.MODELS)}; comma-separated.")] = "",
+    encodings: Annotated[str, typer.Option(help=f"Of {', '.join(plan.ENCODINGS)}; comma-separated.")] = "",
+    connections: Annotated[str, typer.Option(help="Concurrent connections, comma-separated.")] = "",
+    seconds: Annotated[float, typer.Option(min=1, help="Length of a turn.")] = plan.TURN_S,
+    turns: Annotated[int, typer.Option(min=1, help="At most so many turns of each setting.")] = 99,
+    quick: Annotated[bool, typer.Option("--quick", help="1 turn of 1 s: shows that all works, not how fast.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar is missed.")] = False,
 ) -> None:
-    """Measures qinfer against its peers, judges the bars, and writes the results.
+    """Measures qinfer against its peers by turns, judges the bars, and writes the results.
 
-    A complete run writes benchmarks/RESULTS.md and benchmarks/results.json; a partial one writes to benchmarks/.work.
+    A complete run on a quiet machine writes benchmarks/RESULTS.md, and README's table with its picture. Other runs
+    print their tables, keep their turns in benchmarks/.work/partial.json, and exit with 1.
     """
     console = make_console()
-    plan = Plan(
-        servers=_available(_chosen(only, (*servers.KINDS, IN_PROCESS), "server"), console),
-        models=_chosen(models, SCENES, "model"),
-        encodings=_drivable(_chosen(encodings, ENCODINGS, "encoding"), console),
-        connections=tuple(int(count) for count in connections.split(",")),
-        rounds=1 if quick else rounds,
-        seconds=1 if quick else seconds,
-        warm_up_s=1 if quick else 2,
-    )
-    if set(plan.models) & set(MODELS):
-        load.require_wrk()
+    needed = plan.Plan().needed
+    wanted = {
+        "server": _chosen(only, plan.SERVERS, "server"),
+        "model": _chosen(models, plan.MODELS, "model"),
+        "encoding": _chosen(encodings, (*plan.ENCODINGS, BATCH), "encoding"),
+        "connections": _chosen(connections, tuple({str(one.connections) for one in needed}), "number of connections"),
+    }
+    missing = _missing(wanted["server"], console)
+
+    def keep(setting: Setting) -> bool:
+        given = {name: str(getattr(setting, name)) in names for name, names in wanted.items()}
+        has_tools = setting.server not in missing and setting.encoding not in missing
+        loop = setting.server == IN_PROCESS
+        return has_tools and (given["server"] and given["model"] if loop else all(given.values()))
+
+    whole = plan.Plan(seconds=1 if quick else seconds, is_complete=seconds >= plan.TURN_S and not quick)
+    chosen = plan.restricted(whole, keep, 1 if quick else turns)
+    if not chosen.needed:
+        raise typer.BadParameter("there is no such setting")
+    _prepare(chosen, console)
+    tally = Tally(planned=chosen.turns, strict=not quick)
+    console.print(f"{tally.planned} turns, about {chosen.estimate_s / 60:.0f} minutes if the machine is quiet")
+    with processes.alone(WORK):
+        problems = run(chosen, tally, console)
+    # What is printed of a disturbed run shows that all works; it is not published.
+    rows = summarise(tally.samples, float("inf"))
+    report.print_tables(console, rows)
+    document = publish(chosen, tally, problems, console)
+    if document.refusals or (check and any(one.outcome is bars.Outcome.MISS for one in bars.judge(rows))):
+        raise typer.Exit(1)
+
+
+def _prepare(chosen: plan.Plan, console: Console) -> None:
+    """Makes the peers' environments, and allows as many open files as connections need."""
+    load.require_wrk()
     signal.signal(signal.SIGTERM, interrupt)
-    for peer in sorted({kind.environment for name, kind in servers.KINDS.items() if name in plan.servers} - {""}):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))
+    names = {setting.server for setting in chosen.needed} & set(servers.KINDS)
+    for peer in sorted({servers.KINDS[name].environment for name in names} - {""}):
         with console.status(f"environment of {peer}"):
             environments.ensure(peer)
-    busy = psutil.cpu_percent(interval=1.0)
-    if busy > BUSY_PERCENT:
-        console.print(f"[yellow]the machine is {busy:.0f} % busy with other things: measure again when it is quiet[/]")
-    with processes.alone(WORK):
-        samples, problems = run(plan, console)
-    verdicts = bars.judge(rows := summarise(samples))
-    report.print_tables(console, rows, verdicts)
-    target = environments.HERE if plan.is_complete and not problems else WORK
-    write(samples, plan, target, busy)
-    for problem in problems:
-        console.print(f"incomplete: {problem.splitlines()[0]}", style="red", markup=False)
-    console.print(f"written: {(target / 'RESULTS.md').relative_to(environments.ROOT)}")
-    if problems or (check and any(verdict.outcome is bars.Outcome.MISS for verdict in verdicts)):
-        raise typer.Exit(1)
 
 
 def _chosen(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
@@ -283,33 +251,27 @@ def _chosen(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
     return names
 
 
-def _available(names: tuple[str, ...], console: Console) -> tuple[str, ...]:
-    """Leaves out the servers that can't be started here, and says so."""
+def _missing(names: tuple[str, ...], console: Console) -> Mapping[str, str]:
+    """Returns the servers that can't be started here and the encodings without a load generator, and says why."""
     missing = {name: reason for name in names if (reason := servers.why_not(name))}
+    if load.find_h2load() is None:
+        missing[GRPC] = load.NO_H2LOAD
     for name, reason in missing.items():
         console.print(f"[yellow]without {name}:[/] {reason}")
-    return tuple(name for name in names if name not in missing)
-
-
-def _drivable(encodings: tuple[str, ...], console: Console) -> tuple[str, ...]:
-    """Leaves out what there is no load generator for, and says so."""
-    if GRPC in encodings and load.find_h2load() is None:
-        console.print(f"[yellow]without {GRPC}:[/] {load.NO_H2LOAD}")
-        return tuple(encoding for encoding in encodings if encoding != GRPC)
-    return encodings
+    return missing
 
 
 def _one_line(sample: Sample) -> str:
     setting = sample.setting
-    at_once = report.concurrency(setting)
-    where = f"{setting.model:<10} {setting.encoding:<12} {at_once:>6}  {setting.server:<15}"
+    where = f"{setting.model:<10} {setting.encoding:<12} {setting.load:>8}  {setting.server:<14}"
+    lost = f"   lost {sample.lost:>4.0%}"
     if setting.encoding == BATCH:
-        return f"{where} {sample.rate:>10,.0f} items/s"
+        return f"{where} {sample.rate:>10,.0f} items/s{lost}"
     failed = f"  [red]failed: {sample.errors}[/]" if sample.errors else ""
     used = " ".join(f"{role} {us:.0f}" for role, us in sample.cpu_us.items())
     return (
-        f"{where} {sample.rate:>10,.0f} req/s   p50 {sample.p50_us / 1000:>7.2f} ms   "
-        f"p99 {sample.p99_us / 1000:>7.2f} ms   CPU µs: {used}{failed}"
+        f"{where} {sample.rate:>8,.0f} req/s   p50 {sample.p50_us / 1000:>7.2f} ms   "
+        f"p99 {sample.p99_us / 1000:>7.2f} ms{lost}   CPU µs: {used}{failed}"
     )
 
 

@@ -1,6 +1,6 @@
 """Online requests and a bulk job on the same workers: what the one costs the other.
 
-    python -m benchmarks.bulk.mixed          writes benchmarks/MIXED.md (about 4 minutes)
+    python -m benchmarks.bulk.mixed          writes its section of RESULTS.md (about 4 minutes)
 
 Both use `mlp`. Online requests come as an open stream at a third of what the server can do: a request's latency runs
 from the moment it was due, whether or not the server kept up. Rounds alternate: without the job, with it. The job's
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import httpx
 
-from benchmarks import environments, load, processes
+from benchmarks import environments, load, page, processes
 from benchmarks.bodies import BINARY, Body, write_body
 from benchmarks.bulk.contestants import Qinfer, RunFailed, serving
 from benchmarks.bulk.data import DATA_SETS
@@ -26,7 +26,6 @@ from benchmarks.bulk.stream import Latencies, stream
 from benchmarks.machine import describe
 from benchmarks.models import MODELS
 
-OUT = environments.HERE / "MIXED.md"
 WORK = environments.HERE / ".work" / "mixed"
 DATA = dataclasses.replace(DATA_SETS["lists"], name="mixed", group_rows=5000)
 """Small row groups, and parts of one each, so that the count of its rows moves often."""
@@ -153,10 +152,7 @@ def main() -> int:
         text = table(*measure(options.rounds, options.seconds, options.rows))
     print(text)
     if (options.rounds, options.seconds) >= (3, 20.0):
-        about = "\n".join(f"- {name}: {fact}" for name, fact in describe().items())
-        OUT.write_text(
-            f"# Online requests beside a bulk job\n\nMade by `python -m benchmarks.bulk.mixed`.\n\n{text}\n{about}\n"
-        )
+        page.write("mixed", f"Made by `python -m benchmarks.bulk.mixed`. {text}", describe())
     return 0
 
 

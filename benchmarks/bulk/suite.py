@@ -1,6 +1,6 @@
 """Bulk scoring side by side: qinfer, the hand-written loop and Ray Data in turns, medians of the rounds.
 
-python -m benchmarks.bulk.suite                     writes benchmarks/BULK.md (about 25 minutes)
+python -m benchmarks.bulk.suite                     writes its section of RESULTS.md (about 15 minutes)
 python -m benchmarks.bulk.suite --rows-share 0.05   a twentieth of the rows: prints, writes nothing
 """
 
@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 import pyarrow.parquet as pq
 
-from benchmarks import environments, processes
+from benchmarks import environments, page, processes
 from benchmarks.bulk.contestants import Contestant, Run, RunFailed, Task, hand_loop, ray_data, serving
 from benchmarks.bulk.data import DATA_SETS, DataSet
 from benchmarks.machine import describe
 from benchmarks.models import MODELS, write_repository
 
-OUT = environments.HERE / "BULK.md"
 WORK = environments.HERE / ".work" / "bulk"
 BAR = 0.9
 """qinfer's rows per second, as a share of the hand-written loop's."""
@@ -57,7 +56,7 @@ def main() -> int:
     text = table(lines)
     print(text)
     if options.rows_share == 1.0 and len(runs) == len(DATA_SETS) * 3:
-        OUT.write_text(page(text, describe(), options.rounds))
+        page.write("bulk", section(text, options.rounds), describe())
     return 0
 
 
@@ -133,15 +132,13 @@ def table(lines: Sequence[Line]) -> str:
     return "\n".join([*text, "", *verdicts, ""])
 
 
-def page(text: str, facts: Mapping[str, str], rounds: int) -> str:
-    """Returns BULK.md."""
-    about = "\n".join(f"- {name}: {fact}" for name, fact in facts.items())
+def section(text: str, rounds: int) -> str:
+    """Returns the section of RESULTS.md."""
     return (
-        "# Bulk scoring\n\nMade by `make bench-bulk`: rows per second from the first to the last row, with writing, "
-        f"two scoring\nprocesses each, medians of {rounds} rounds in turns; Parquet in and out on a local disk. "
-        "`scalars`: 5M rows of 16 float\ncolumns, model 16→64→8. `lists`: 1M rows of 512 floats, model "
-        "512→2048→2048→256. qinfer also writes where each row\ncame from, and its error columns; the others write "
-        f"the output only.\n\n{text}\n{about}\n"
+        "Made by `make bench-bulk`: rows per second from the first to the last row, with writing, two scoring "
+        f"processes each, medians of {rounds} rounds in turns; Parquet in and out on a local disk. `scalars`: 5M rows of 16 "
+        "float columns, model 16→64→8. `lists`: 1M rows of 512 floats, model 512→2048→2048→256. qinfer also writes where "
+        f"each row came from, and its error columns; the others write the output only.\n\n{text}"
     )
 
 

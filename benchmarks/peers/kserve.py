@@ -16,7 +16,6 @@ FloatArray = npt.NDArray[np.float32]
 MODEL = os.environ.get("BENCH_MODEL", "")
 PORT = int(os.environ.get("BENCH_PORT", "0"))
 MAX_BATCH_SIZE = int(os.environ.get("BENCH_MAX_BATCH_SIZE", "64"))
-BATCH_WAIT_S = int(os.environ.get("BENCH_BATCH_WAIT_US", "2000")) / 1e6
 INFER_PATH = f"/v2/models/{MODEL}/infer"
 
 

@@ -28,7 +28,8 @@ class Inference(litserve.LitAPI):
 
 
 if __name__ == "__main__":
-    api = Inference(max_batch_size=kserve.MAX_BATCH_SIZE, batch_timeout=kserve.BATCH_WAIT_S, api_path=kserve.INFER_PATH)
+    # A `batch_timeout` of 0 takes what is in the queue and waits for no more; an idle server asks its queue in a loop.
+    api = Inference(max_batch_size=kserve.MAX_BATCH_SIZE, batch_timeout=0, api_path=kserve.INFER_PATH)
     server = litserve.LitServer(api, accelerator="cpu", devices=1, workers_per_device=1, fast_queue=True)
     server.run(
         host="127.0.0.1",

@@ -31,14 +31,15 @@ class OrjsonInference(Inference):
 
 
 if __name__ == "__main__":
-    # mosec reads its options from the command line, and its own processes start this file again.
-    sys.argv += ["--address", "127.0.0.1", "--port", str(kserve.PORT), "--timeout", "30000", "--log-level", "warning"]
+    # mosec reads its options from the command line, and its own processes start this file again. `--wait 0` takes away
+    # the delay for batches: a `max_wait_time` of 0 means the default of `--wait`, which is 10 ms.
+    sys.argv += ["--address", "127.0.0.1", "--port", str(kserve.PORT), "--timeout", "30000", "--log-level", "error"]
+    sys.argv += ["--wait", "0"]
     server = Server()
     server.append_worker(
         OrjsonInference if os.environ["BENCH_JSON"] == "orjson" else Inference,
         num=1,
         max_batch_size=kserve.MAX_BATCH_SIZE,
-        max_wait_time=round(kserve.BATCH_WAIT_S * 1000),
         route=kserve.INFER_PATH,
     )
     server.run()

@@ -4,20 +4,34 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import grpc
 import hpack
 import httpx
 import numpy as np
 import pytest
+from rich.console import Console
 
-from benchmarks import bars, bodies, endurance, inprocess, load, proxied, replay
+from benchmarks import bars, bodies, endurance, inprocess, load, page, plan, proxied, readme_table, replay, suite
+from benchmarks.measuring import (
+    Contestant,
+    Step,
+    Tally,
+    TooNoisy,
+    is_too_noisy,
+    losses,
+    next_step,
+    refusals,
+    rotated,
+    take_turns,
+)
 from benchmarks.models import MODELS, write_repository
-from benchmarks.report import markdown
-from benchmarks.results import BATCH, IN_PROCESS, Sample, Setting, summarise
-from benchmarks.suite import Plan, rotated
+from benchmarks.report import SERVERS, SHORT, SHORT_LATENCY, markdown, short_table
+from benchmarks.results import BATCH, IN_PROCESS, Document, Sample, Setting, interval, summarise
 
 
 def _sample(
@@ -33,6 +47,7 @@ def _sample(
     p99_us: float = 2000.0,
     errors: dict[str, int] | None = None,
     cpu_us: dict[str, float] | None = None,
+    foreign: float = 0.0,
 ) -> Sample:
     setting = Setting(model=model, encoding=encoding, connections=connections, streams=streams, server=server)
     return Sample(
@@ -43,7 +58,26 @@ def _sample(
         p99_us=p99_us,
         errors=errors or {},
         cpu_us=cpu_us or {},
+        foreign=foreign,
     )
+
+
+FACTS = {"date": "2026-11-27", "commit": "abc", "processor": "a processor, 2 cores"}
+
+
+def _document(samples: list[Sample], refusals: list[str] | None = None) -> Document:
+    return Document(machine=FACTS, run="turns of 2 s", refusals=refusals or [], samples=samples)
+
+
+def _complete() -> list[Sample]:
+    """Samples of all lines of the short table; qinfer is twice as fast as Triton in each."""
+    rates = {"qinfer": 200.0, "triton": 100.0, "mosec_orjson": 300.0, "fastapi_direct": 50.0}
+    settings = [*SHORT.values(), *SHORT_LATENCY.values()]
+    return [
+        replace(_sample(name, rates[name], p50_us=1e6 / rates[name]), setting=replace(setting, server=name))
+        for setting in settings
+        for name in SERVERS
+    ]
 
 
 def _verdict(samples: list[Sample], bar: str) -> bars.Verdict:
@@ -101,7 +135,7 @@ def test_row_is_the_median_of_its_rounds() -> None:
 
     rows = {row.setting.server: row for row in summarise(samples).values()}
 
-    assert (rows["qinfer"].rate, rows["qinfer"].slowest, rows["qinfer"].fastest) == (20.0, 10.0, 30.0)
+    assert (rows["qinfer"].rate, *rows["qinfer"].spread) == (20.0, 10.0, 30.0)
     assert not rows["mosec"].valid
 
 
@@ -113,15 +147,15 @@ def test_rate_bar_is_not_rounded(rate: float, outcome: str) -> None:
     assert verdict.outcome == outcome
 
 
-@pytest.mark.parametrize("ours", [(115.0, 55.0, 110.0), (115.0, 110.0)])
-def test_rates_are_compared_round_by_round(ours: tuple[float, ...]) -> None:
-    """A round in which the machine was half as fast changes nothing; where rounds are missing, medians are compared."""
+@pytest.mark.parametrize("ours", [(115.0, 55.0, 110.0), (115.0, 55.0)])
+def test_rates_are_compared_turn_by_turn(ours: tuple[float, ...]) -> None:
+    """A round in which the machine was half as fast changes nothing, and a missing turn has no pair."""
     samples = [_sample("qinfer", rate, number=number) for number, rate in enumerate(ours, 1)]
     samples += [_sample("mosec", rate, number=number) for number, rate in enumerate((100.0, 50.0, 100.0), 1)]
 
     verdict = _verdict(samples, "tiny JSON, 64 connections: ≥ 1.1")
 
-    assert verdict.figures.endswith("= 1.10 x" if len(ours) == 3 else "= 1.12 x")
+    assert verdict.figures.endswith("= 1.10 (1.10 to 1.15) x" if len(ours) == 3 else "= 1.12 (1.10 to 1.15) x")
 
 
 def test_bar_on_failed_requests_is_missed() -> None:
@@ -167,7 +201,7 @@ def test_multiplexed_calls_are_compared_with_those_of_the_same_shape() -> None:
     ]
 
     assert _verdict(samples, bar).outcome == "PASS"
-    assert "| 4 x 16 | qinfer | 12 |" in markdown(summarise(samples), [], {}, "")
+    assert "| 4 x 16 | qinfer | 12 |" in markdown(_document(samples))
     assert (
         _verdict([samples[0], _sample("triton", 10.0, encoding=bodies.GRPC, connections=4)], bar).outcome
         == "not measured"
@@ -183,14 +217,14 @@ def test_tail_bar_is_judged_for_every_model() -> None:
     assert outcomes == {"tiny": "MISS", "mlp": "PASS"}
 
 
-def test_markdown_has_rows_and_ratios() -> None:
-    """The table names the server, its ratio to the peer, and the bars."""
-    rows = summarise([_sample("qinfer", 300.0, cpu_us={"gateway": 20.0, "client": 3.0}), _sample("mosec", 200.0)])
+def test_markdown_has_rows_ratios_bars_and_facts() -> None:
+    samples = [_sample("qinfer", 300.0, cpu_us={"gateway": 20.0, "client": 3.0}), _sample("mosec", 200.0)]
 
-    text = markdown(rows, bars.judge(rows), {"kernel": "Linux"}, "1 round")
+    text = markdown(_document(samples))
 
-    assert "| 64 | qinfer | 300 | 300 … 300 | - | - | 1.50 | - | - |" in text
-    assert "| 20 | gateway 20 | 3 |" in text
+    assert "| 64 | qinfer | 300 | 300 … 300 |  | 1.00 | 2.00 | 20 | gateway 20 | 3 |" in text
+    assert "| 64 | mosec | 200 | 200 … 200 | 1.50 (1.50 to 1.50) |" in text
+    assert text.index("### Bars") < text.index("### tiny, json") < text.index("- commit: abc")
 
 
 def test_order_of_servers_rotates() -> None:
@@ -198,13 +232,238 @@ def test_order_of_servers_rotates() -> None:
     assert [rotated("abc", by)[0] for by in range(4)] == ["a", "b", "c", "a"]
 
 
+def test_interval_of_a_median_is_that_of_the_sign_test() -> None:
+    """Of nine values it leaves out the smallest and the largest, of five none."""
+    assert interval([9, 1, 8, 2, 7, 3, 6, 4, 5]) == (2, 8)
+    assert interval([5, 1, 2, 3, 4]) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("lost", "step"),
+    [
+        ([0.03], Step.KEEP),
+        ([0.031], Step.REPEAT),
+        ([0.5, 0.5], Step.REPEAT),
+        ([0.5, 0.5, 0.5], Step.DROP),
+        ([0.5, 0.5, 0.0], Step.KEEP),
+    ],
+)
+def test_a_disturbed_turn_is_repeated_twice(lost: list[float], step: Step) -> None:
+    assert next_step(lost) is step
+
+
+def test_a_run_is_too_noisy_when_a_quarter_of_its_turns_was_disturbed() -> None:
+    assert not is_too_noisy(25, 100)
+    assert is_too_noisy(26, 100)
+
+
+def test_rows_without_enough_clean_turns_are_refused() -> None:
+    samples = [_sample("qinfer", 1.0, number=n, foreign=0.5 if n == 1 else 0.0) for n in (1, 2, 3)]
+    setting = samples[0].setting
+
+    assert refusals({setting: 2}, samples, planned=100) == []
+    assert refusals({setting: 3}, samples, planned=100) == ["tiny json 64, qinfer: 2 clean turns of 3"]
+    assert "1 turns lost more than 3%" in refusals({setting: 2}, samples, planned=2)[0]
+
+
+def test_disturbed_turns_do_not_count() -> None:
+    samples = [_sample("qinfer", 1.0, foreign=0.5), _sample("qinfer", 10.0), _sample("qinfer", 30.0, number=2)]
+
+    [row] = summarise(samples).values()
+
+    assert row.rates == {1: 10.0, 2: 30.0}
+
+
+class _Times(NamedTuple):
+    user: float = 0.0
+    system: float = 0.0
+    softirq: float = 0.0
+    steal: float = 0.0
+    idle: float = 0.0
+
+
+def test_losses_are_what_the_host_and_foreign_programs_took() -> None:
+    """Of 4 s of two cores 0.4 s were stolen; 2.6 s were busy, of which 1.8 s are known."""
+    after = _Times(user=1.5, system=1.0, softirq=0.1, steal=0.4, idle=1.0)
+
+    stolen, foreign = losses(_Times(), after, known_s=1.8, available_s=4.0)
+
+    assert stolen == pytest.approx(0.1)
+    assert foreign == pytest.approx(0.2)
+
+
+def test_less_than_nothing_is_never_lost() -> None:
+    assert losses(_Times(), _Times(user=1.0), known_s=1.1, available_s=4.0) == (0.0, 0.0)
+
+
+@pytest.fixture
+def _machine(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The shares of the cores that the next turns lose; when there are no more, none."""
+    lost: list[float] = []
+
+    def measure(setting: Setting, number: int, _generate: Any, _server: Any) -> Sample:
+        return replace(_sample("", 1.0, number=number, foreign=lost.pop(0) if lost else 0.0), setting=setting)
+
+    monkeypatch.setattr("benchmarks.measuring.measure", measure)
+    return lost
+
+
+def _contestants(*turns: int) -> list[Contestant]:
+    names = "abc"[: len(turns)]
+    return [
+        Contestant(
+            setting=_sample(name, 1.0).setting, turns=count, generate=lambda: load.LoadResult(requests=1, duration_s=1)
+        )
+        for name, count in zip(names, turns, strict=True)
+    ]
+
+
+def _order(tally: Tally) -> list[str]:
+    return [f"{sample.setting.server}{sample.round}" for sample in tally.samples]
+
+
+@pytest.mark.usefixtures("_machine")
+def test_servers_take_turns() -> None:
+    tally = Tally(planned=5)
+
+    take_turns(_contestants(2, 2, 1), tally, lambda _: None)
+
+    assert _order(tally) == ["a1", "b1", "c1", "b2", "a2"]
+
+
+def test_a_disturbed_turn_is_repeated_at_once(_machine: list[float]) -> None:
+    _machine += [0.0, 0.5]
+    tally = Tally(planned=100)
+
+    take_turns(_contestants(1, 1), tally, lambda _: None)
+
+    assert _order(tally) == ["a1", "b1", "b1"]
+
+
+def test_a_server_that_lacks_clean_turns_has_another_round_with_its_equals(_machine: list[float]) -> None:
+    _machine += [0.5, 0.5, 0.5]
+    tally = Tally(planned=100)
+
+    take_turns(_contestants(2, 2, 1), tally, lambda _: None)
+
+    assert _order(tally) == ["a1", "a1", "a1", "b1", "c1", "b2", "a2", "a3", "b3"]
+
+
+def test_a_noisy_run_is_given_up(_machine: list[float]) -> None:
+    _machine += [0.5] * 100
+
+    with pytest.raises(TooNoisy, match="3 turns lost more than 3% of the cores"):
+        take_turns(_contestants(4, 4), Tally(planned=8), lambda _: None)
+
+
+def test_a_run_that_only_shows_repeats_nothing(_machine: list[float]) -> None:
+    _machine += [0.5] * 100
+    tally = Tally(planned=4, strict=False)
+
+    take_turns(_contestants(2, 2), tally, lambda _: None)
+
+    assert len(tally.samples) == 4
+
+
 def test_partial_run_is_not_complete() -> None:
     """Only a full run may overwrite the kept results."""
-    plan = Plan(
-        servers=("qinfer",), models=("tiny",), encodings=("json",), connections=(64,), rounds=3, seconds=5, warm_up_s=2
-    )
+    whole = plan.Plan()
 
-    assert not plan.is_complete
+    assert plan.restricted(whole, lambda _: True, 99).is_complete
+    assert not plan.restricted(whole, lambda setting: setting.server != "celery", 99).is_complete
+    assert not plan.restricted(whole, lambda _: True, 8).is_complete
+
+
+def test_the_plan_has_all_that_is_published_at_least_nine_times() -> None:
+    needed = plan.Plan().needed
+
+    for setting in (*SHORT.values(), *SHORT_LATENCY.values()):
+        assert needed[setting] >= needed[replace(setting, server="triton")] >= 9
+
+
+def test_a_complete_run_takes_at_most_35_minutes() -> None:
+    assert plan.Plan().estimate_s < 35 * 60
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_only_a_run_without_refusals_is_published(
+    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, partial, results_page, readme = (
+        tmp_path / name for name in ("results.json", "partial.json", "RESULTS.md", "README.md")
+    )
+    for name, path in {"RESULTS": results, "PARTIAL": partial}.items():
+        monkeypatch.setattr(suite, name, path)
+    monkeypatch.setattr(page, "PAGE", results_page)
+    monkeypatch.setattr(page.write, "__defaults__", (results_page,))
+    monkeypatch.setattr(readme_table.write, "__defaults__", (readme, tmp_path / "speed.svg"))
+    monkeypatch.setattr(suite.environments, "ROOT", tmp_path)
+    readme.write_text("no place\n")
+    chosen = plan.Plan(scenes=(), groups=())
+
+    document = suite.publish(chosen, Tally(samples=_complete(), planned=1), ["no"] if refused else [], Console())
+
+    assert document.refusals == (["no"] if refused else [])
+    assert (partial.exists(), results.exists(), results_page.exists()) == (refused, not refused, not refused)
+
+
+def test_a_section_is_written_in_its_place_and_leaves_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "RESULTS.md"
+    page.write("soak", "old", FACTS, path)
+    page.write("bulk", "rows", FACTS, path)
+    bulk = page.read(path)["bulk"]
+
+    page.write("soak", "new", FACTS, path)
+
+    text = path.read_text()
+    assert "old" not in text
+    assert page.read(path)["bulk"] == bulk
+    assert text.index("## Bulk jobs") < text.index("## Memory under steady load")
+    assert "new\n\nMeasured on 2026-11-27 at commit abc: a processor, 2 cores.\n<!-- /section -->" in text
+
+
+def test_short_table_has_rates_latencies_and_ratios() -> None:
+    lines = short_table(summarise(_complete()))
+
+    assert lines[0] == "| requests per second | qinfer | Triton | mosec + orjson | FastAPI | qinfer / Triton (95 %) |"
+    assert "| `tiny`, HTTP JSON, 1,000 connections | 200 | 100 | **300** | 50 | 2.00 (2.00 to 2.00) |" in lines
+    assert "| `tiny`, gRPC, 1 connection, p50 | 5.00 ms | 10.00 ms | **3.33 ms** | 20.00 ms |  |" in lines
+
+
+def test_readme_gets_table_and_picture(tmp_path: Path) -> None:
+    readme, picture = tmp_path / "README.md", tmp_path / "images" / "speed.svg"
+    readme.write_text(f"before\n{readme_table.BEGIN}\nold figures\n{readme_table.END}\nafter\n")
+
+    readme_table.write(_document(_complete()), readme, picture)
+
+    text = readme.read_text()
+    assert text.startswith(f"before\n{readme_table.BEGIN}\n| requests per second |")
+    assert text.endswith(f"{readme_table.END}\nafter\n")
+    assert "old figures" not in text
+    assert "Measured on 2026-11-27 at commit abc: a processor, 2 cores." in text
+    bars_drawn = ElementTree.fromstring(picture.read_text()).findall(".//{http://www.w3.org/2000/svg}rect")
+    assert len(bars_drawn) == 4 * 4
+    assert max(int(bar.attrib["width"]) for bar in bars_drawn) < readme_table.WIDTH
+    assert [bar.attrib["class"] for bar in bars_drawn].count("qinfer") == 4
+
+
+@pytest.mark.parametrize("document", [_document(_complete(), ["too noisy"]), _document(_complete()[4:])])
+def test_readme_is_never_written_from_a_run_that_may_not_be_published(document: Document, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{readme_table.BEGIN}\n{readme_table.END}\n")
+
+    with pytest.raises(readme_table.NotPublishable):
+        readme_table.write(document, readme, tmp_path / "speed.svg")
+
+    assert readme.read_text() == f"{readme_table.BEGIN}\n{readme_table.END}\n"
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    document = _document(_complete(), ["why not"])
+
+    document.write(tmp_path / "results.json")
+
+    assert Document.read(tmp_path / "results.json") == document
 
 
 @pytest.mark.parametrize(("leak_bytes_s", "verdict"), [(0, "flat"), (100_000, "grows")])
@@ -350,3 +609,29 @@ def test_repository_is_in_tritons_layout(tmp_path: Path) -> None:
 
     assert path == tmp_path / "tiny" / "1" / "model.onnx"
     assert "max_batch_size: 64" in (tmp_path / "tiny" / "config.pbtxt").read_text()
+
+
+def test_the_script_model_brings_its_file(tmp_path: Path) -> None:
+    """The same `model.py` is served by qinfer and by Triton."""
+    path = write_repository(MODELS["script"], tmp_path)
+
+    assert "TritonPythonModel" in path.with_name("model.py").read_text()
+    assert 'backend: "python"' in (tmp_path / "script" / "config.pbtxt").read_text()
+
+
+def test_a_new_connection_is_asked_for_in_each_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts: list[str] = []
+    body = bodies.write_body(MODELS["tiny"], bodies.JSON, np.zeros((1, 8), np.float32), tmp_path)
+    line = 'RESULT {"requests":1,"duration_us":1,"p50_us":1,"p99_us":1,"max_us":1,"errors":{}}'
+
+    def generate(_command: Any, _seconds: float) -> tuple[str, float]:
+        scripts.append(body.path.with_suffix(".json.lua").read_text())
+        return line, 0.0
+
+    monkeypatch.setattr(load, "_run", generate)
+    monkeypatch.setattr(load, "require_wrk", lambda: "wrk")
+
+    load.run("http://127.0.0.1/", body, 1, 1, fresh=True)
+    load.run("http://127.0.0.1/", body, 1, 1)
+
+    assert ['wrk.headers["Connection"] = "close"' in script for script in scripts] == [True, False]
