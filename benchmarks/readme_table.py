@@ -35,7 +35,7 @@ class NotPublishable(Exception):
     """The results file is of a run that was incomplete or disturbed."""
 
 
-def write(document: Document, readme: Path = README, picture: Path = PICTURE) -> list[str]:
+def write(document: Document, readme: Path, picture: Path) -> list[str]:
     """Writes README's table between its two comments, and the picture; returns what was written, for people.
 
     Args:
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
         print(f"{file.name} is not here; `make bench` writes it on a quiet machine")
         return 1
     try:
-        print("\n".join(write(Document.read(file))))
+        print("\n".join(write(Document.read(file), README, PICTURE)))
     except NotPublishable as error:
         print(error)
         return 1

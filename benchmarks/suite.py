@@ -174,9 +174,9 @@ def publish(chosen: plan.Plan, tally: Tally, problems: list[str], console: Conso
             console.print(f"- {reason.splitlines()[0]}", style="red", markup=False, highlight=False)
         return document
     document.write(RESULTS)
-    page.write("speed", report.markdown(document), facts)
-    console.print(f"written: {page.PAGE.relative_to(environments.ROOT)}")
-    for line in readme_table.write(document):
+    page.write("speed", report.markdown(document), facts, page.PAGE)
+    console.print(f"written: {page.PAGE.name}")
+    for line in readme_table.write(document, readme_table.README, readme_table.PICTURE):
         console.print(line, markup=False)
     return document
 

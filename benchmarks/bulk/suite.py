@@ -136,9 +136,9 @@ def section(text: str, rounds: int) -> str:
     """Returns the section of RESULTS.md."""
     return (
         "Made by `make bench-bulk`: rows per second from the first to the last row, with writing, two scoring "
-        f"processes each, medians of {rounds} rounds in turns; Parquet in and out on a local disk. `scalars`: 5M rows of 16 "
-        "float columns, model 16→64→8. `lists`: 1M rows of 512 floats, model 512→2048→2048→256. qinfer also writes where "
-        f"each row came from, and its error columns; the others write the output only.\n\n{text}"
+        f"processes each, medians of {rounds} rounds in turns; Parquet in and out on a local disk. `scalars`: 5M rows "
+        "of 16 float columns, model 16→64→8. `lists`: 1M rows of 512 floats, model 512→2048→2048→256. qinfer also "
+        f"writes where each row came from, and its error columns; the others write the output only.\n\n{text}"
     )
 
 

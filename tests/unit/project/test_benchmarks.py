@@ -62,6 +62,7 @@ def _sample(
     )
 
 
+NO_LOAD = load.LoadResult(requests=0, duration_s=1.0)
 FACTS = {"date": "2026-11-27", "commit": "abc", "processor": "a processor, 2 cores"}
 
 
@@ -297,23 +298,21 @@ def test_less_than_nothing_is_never_lost() -> None:
 
 
 @pytest.fixture
-def _machine(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def lost(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The shares of the cores that the next turns lose; when there are no more, none."""
-    lost: list[float] = []
+    shares: list[float] = []
 
     def measure(setting: Setting, number: int, _generate: Any, _server: Any) -> Sample:
-        return replace(_sample("", 1.0, number=number, foreign=lost.pop(0) if lost else 0.0), setting=setting)
+        return replace(_sample("", 1.0, number=number, foreign=shares.pop(0) if shares else 0.0), setting=setting)
 
     monkeypatch.setattr("benchmarks.measuring.measure", measure)
-    return lost
+    return shares
 
 
 def _contestants(*turns: int) -> list[Contestant]:
     names = "abc"[: len(turns)]
     return [
-        Contestant(
-            setting=_sample(name, 1.0).setting, turns=count, generate=lambda: load.LoadResult(requests=1, duration_s=1)
-        )
+        Contestant(setting=_sample(name, 1.0).setting, turns=count, generate=lambda: NO_LOAD)
         for name, count in zip(names, turns, strict=True)
     ]
 
@@ -322,7 +321,7 @@ def _order(tally: Tally) -> list[str]:
     return [f"{sample.setting.server}{sample.round}" for sample in tally.samples]
 
 
-@pytest.mark.usefixtures("_machine")
+@pytest.mark.usefixtures("lost")
 def test_servers_take_turns() -> None:
     tally = Tally(planned=5)
 
@@ -331,8 +330,8 @@ def test_servers_take_turns() -> None:
     assert _order(tally) == ["a1", "b1", "c1", "b2", "a2"]
 
 
-def test_a_disturbed_turn_is_repeated_at_once(_machine: list[float]) -> None:
-    _machine += [0.0, 0.5]
+def test_a_disturbed_turn_is_repeated_at_once(lost: list[float]) -> None:
+    lost += [0.0, 0.5]
     tally = Tally(planned=100)
 
     take_turns(_contestants(1, 1), tally, lambda _: None)
@@ -340,8 +339,8 @@ def test_a_disturbed_turn_is_repeated_at_once(_machine: list[float]) -> None:
     assert _order(tally) == ["a1", "b1", "b1"]
 
 
-def test_a_server_that_lacks_clean_turns_has_another_round_with_its_equals(_machine: list[float]) -> None:
-    _machine += [0.5, 0.5, 0.5]
+def test_a_server_that_lacks_clean_turns_has_another_round_with_its_equals(lost: list[float]) -> None:
+    lost += [0.5, 0.5, 0.5]
     tally = Tally(planned=100)
 
     take_turns(_contestants(2, 2, 1), tally, lambda _: None)
@@ -349,15 +348,15 @@ def test_a_server_that_lacks_clean_turns_has_another_round_with_its_equals(_mach
     assert _order(tally) == ["a1", "a1", "a1", "b1", "c1", "b2", "a2", "a3", "b3"]
 
 
-def test_a_noisy_run_is_given_up(_machine: list[float]) -> None:
-    _machine += [0.5] * 100
+def test_a_noisy_run_is_given_up(lost: list[float]) -> None:
+    lost += [0.5] * 100
 
     with pytest.raises(TooNoisy, match="3 turns lost more than 3% of the cores"):
         take_turns(_contestants(4, 4), Tally(planned=8), lambda _: None)
 
 
-def test_a_run_that_only_shows_repeats_nothing(_machine: list[float]) -> None:
-    _machine += [0.5] * 100
+def test_a_run_that_only_shows_repeats_nothing(lost: list[float]) -> None:
+    lost += [0.5] * 100
     tally = Tally(planned=4, strict=False)
 
     take_turns(_contestants(2, 2), tally, lambda _: None)
@@ -385,9 +384,9 @@ def test_a_complete_run_takes_at_most_35_minutes() -> None:
     assert plan.Plan().estimate_s < 35 * 60
 
 
-@pytest.mark.parametrize("refused", [True, False])
+@pytest.mark.parametrize("problems", [["no"], []])
 def test_only_a_run_without_refusals_is_published(
-    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    problems: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results, partial, results_page, readme = (
         tmp_path / name for name in ("results.json", "partial.json", "RESULTS.md", "README.md")
@@ -395,16 +394,16 @@ def test_only_a_run_without_refusals_is_published(
     for name, path in {"RESULTS": results, "PARTIAL": partial}.items():
         monkeypatch.setattr(suite, name, path)
     monkeypatch.setattr(page, "PAGE", results_page)
-    monkeypatch.setattr(page.write, "__defaults__", (results_page,))
-    monkeypatch.setattr(readme_table.write, "__defaults__", (readme, tmp_path / "speed.svg"))
-    monkeypatch.setattr(suite.environments, "ROOT", tmp_path)
+    monkeypatch.setattr(readme_table, "README", readme)
+    monkeypatch.setattr(readme_table, "PICTURE", tmp_path / "speed.svg")
     readme.write_text("no place\n")
     chosen = plan.Plan(scenes=(), groups=())
 
-    document = suite.publish(chosen, Tally(samples=_complete(), planned=1), ["no"] if refused else [], Console())
+    document = suite.publish(chosen, Tally(samples=_complete(), planned=1), problems, Console())
 
-    assert document.refusals == (["no"] if refused else [])
-    assert (partial.exists(), results.exists(), results_page.exists()) == (refused, not refused, not refused)
+    assert document.refusals == problems
+    written = [path.exists() for path in (partial, results, results_page)]
+    assert written == ([True, False, False] if problems else [False, True, True])
 
 
 def test_a_section_is_written_in_its_place_and_leaves_the_others(tmp_path: Path) -> None:
