@@ -40,10 +40,10 @@ chaos: $(STAMP) ## Kill processes under load for ten minutes (CHAOS_SECONDS, CHA
 fuzz: $(STAMP) ## Send damaged input to every part for an hour (QINFER_TEST_FUZZ_S, QINFER_TEST_SEED)
 	@QINFER_TEST_FUZZ_S=$${QINFER_TEST_FUZZ_S:-3600} $(PYTHON) -m pytest tests/fuzz -v
 
-bench: $(STAMP) ## Measure against peers; writes benchmarks/RESULTS.md (takes a while; ARGS="--quick")
+bench: $(STAMP) ## Measure against peers; writes benchmarks/RESULTS.md (half an hour; ARGS="--quick")
 	@$(PYTHON) benchmarks/run $(ARGS)
 
-bench-bulk: $(STAMP) ## Score data sets beside a hand-written loop and Ray Data; writes benchmarks/BULK.md
+bench-bulk: $(STAMP) ## Score data sets beside a hand-written loop and Ray Data; writes its section of RESULTS.md
 	@$(PYTHON) -m benchmarks.bulk.suite $(ARGS)
 
 test-gpu: $(STAMP) ## Models on a GPU against the CPU's answers (skipped where there is none)

@@ -38,27 +38,22 @@ def _setting(model: str, encoding: str, connections: int, *, fresh: bool = False
 
 
 SHORT = {
+    "`tiny`, HTTP JSON, 1 connection: p50": _setting("tiny", JSON, 1),
     **{f"`tiny`, HTTP JSON, {n:,} connections": _setting("tiny", JSON, n) for n in (64, 128, 256, 1000)},
     "`tiny`, HTTP JSON, 64, a new connection for each request": _setting("tiny", JSON, 64, fresh=True),
+    "`tiny`, gRPC, 1 connection: p50": _setting("tiny", GRPC, 1),
     **{f"`tiny`, gRPC, {n} connections": _setting("tiny", GRPC, n) for n in (64, 128)},
     **{f"the same `model.py`, HTTP JSON, {n} connections": _setting(SCRIPT, JSON, n) for n in (64, 128)},
     "`mlp`, HTTP JSON, 128 connections": _setting("mlp", JSON, 128),
     "`mlp`, HTTP binary, 128 connections": _setting("mlp", BINARY, 128),
 }
-"""The rows of the short table, in requests per second, with qinfer's setting."""
-SHORT_LATENCY = {
-    "`tiny`, HTTP JSON, 1 connection, p50": _setting("tiny", JSON, 1),
-    "`tiny`, gRPC, 1 connection, p50": _setting("tiny", GRPC, 1),
-}
-"""The rows of the short table that are latencies."""
+"""The rows of the short table with qinfer's setting: requests per second, of one connection the median latency."""
 
 
 def short_table(rows: Rows) -> list[str]:
-    """Returns the table that README and RESULTS.md open with; missing figures are left out.
-
-    The fastest server of a line is bold.
-    """
-    lines = [_short_line(title, setting, rows) for title, setting in (*SHORT.items(), *SHORT_LATENCY.items())]
+    """Returns the table that README and RESULTS.md open with; the fastest server of a line is bold."""
+    measured = {replace(setting, server=QINFER) for setting in rows}
+    lines = [_short_line(title, setting, rows) for title, setting in SHORT.items() if setting in measured]
     return _markdown_table(("requests per second", *SERVERS.values(), "qinfer / Triton (95 %)"), lines)
 
 

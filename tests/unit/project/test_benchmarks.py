@@ -30,7 +30,7 @@ from benchmarks.measuring import (
     take_turns,
 )
 from benchmarks.models import MODELS, write_repository
-from benchmarks.report import SERVERS, SHORT, SHORT_LATENCY, markdown, short_table
+from benchmarks.report import SERVERS, SHORT, markdown, short_table
 from benchmarks.results import BATCH, IN_PROCESS, Document, Sample, Setting, interval, summarise
 
 
@@ -73,10 +73,9 @@ def _document(samples: list[Sample], refusals: list[str] | None = None) -> Docum
 def _complete() -> list[Sample]:
     """Samples of all lines of the short table; qinfer is twice as fast as Triton in each."""
     rates = {"qinfer": 200.0, "triton": 100.0, "mosec_orjson": 300.0, "fastapi_direct": 50.0}
-    settings = [*SHORT.values(), *SHORT_LATENCY.values()]
     return [
         replace(_sample(name, rates[name], p50_us=1e6 / rates[name]), setting=replace(setting, server=name))
-        for setting in settings
+        for setting in SHORT.values()
         for name in SERVERS
     ]
 
@@ -376,7 +375,7 @@ def test_partial_run_is_not_complete() -> None:
 def test_the_plan_has_all_that_is_published_at_least_nine_times() -> None:
     needed = plan.Plan().needed
 
-    for setting in (*SHORT.values(), *SHORT_LATENCY.values()):
+    for setting in SHORT.values():
         assert needed[setting] >= needed[replace(setting, server="triton")] >= 9
 
 
@@ -426,7 +425,7 @@ def test_short_table_has_rates_latencies_and_ratios() -> None:
 
     assert lines[0] == "| requests per second | qinfer | Triton | mosec + orjson | FastAPI | qinfer / Triton (95 %) |"
     assert "| `tiny`, HTTP JSON, 1,000 connections | 200 | 100 | **300** | 50 | 2.00 (2.00 to 2.00) |" in lines
-    assert "| `tiny`, gRPC, 1 connection, p50 | 5.00 ms | 10.00 ms | **3.33 ms** | 20.00 ms |  |" in lines
+    assert "| `tiny`, gRPC, 1 connection: p50 | 5.00 ms | 10.00 ms | **3.33 ms** | 20.00 ms |  |" in lines
 
 
 def test_readme_gets_table_and_picture(tmp_path: Path) -> None:
