@@ -5,7 +5,7 @@ import platform
 import shutil
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -38,7 +38,7 @@ def describe() -> dict[str, str]:
         "redis-server": _version("redis-server", "--version"),
         "wrk": _version("wrk", "--version"),
         "h2load": _version(load.find_h2load() or "h2load", "--version"),
-        "qinfer": " ".join([f"qinfer {qinfer.__version__}", *(f"{name} {version(name)}" for name in OUR_PACKAGES)]),
+        "qinfer": " ".join([f"qinfer {qinfer.__version__}", *filter(None, map(_package, OUR_PACKAGES))]),
         **{peer: " ".join(environments.requirements(peer)).replace("==", " ") for peer in environments.PEERS},
     }
 
@@ -59,6 +59,13 @@ def _commit() -> str:
 
     changed = " with local changes" if git("status", "--porcelain", "--untracked-files=no") else ""
     return (git("rev-parse", "--short", "HEAD") or "unknown") + changed
+
+
+def _package(name: str) -> str:
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return ""
 
 
 def _version(program: str, option: str) -> str:
