@@ -198,7 +198,8 @@ def test_what_is_not_over_its_limit_is_not_ended(now: Time) -> None:
 
 def test_what_could_not_be_ended_begins_again(now: Time) -> None:
     """The model has not had the batch for that long: its process was being started."""
-    one, seen = clock(), []
+    one = clock()
+    seen: list[float] = []
 
     def work(_: Context) -> None:
         now.now_s += 6.0
@@ -270,8 +271,11 @@ def test_work_within_a_limit_raises_its_own_error() -> None:
 def test_work_that_is_late_is_left_and_cleaned_up_when_it_ends() -> None:
     go, cleaned = threading.Event(), threading.Event()
 
+    def wait() -> None:
+        go.wait(60)
+
     with pytest.raises(LoadOverdue, match=r"the load of model 'm' lasted longer than its limit of 0.01 s"):
-        within(TimeLimit("the load", "qinfer.load_timeout_s", 0.01), "m", lambda: go.wait(60) and None, cleaned.set)
+        within(TimeLimit("the load", "qinfer.load_timeout_s", 0.01), "m", wait, cleaned.set)
 
     go.set()
     assert cleaned.wait(60)

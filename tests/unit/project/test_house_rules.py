@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("qinfer", "api", "workers", "scripts", "examples")
 SOURCES = {path: path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 TREES = {path: ast.parse(text) for path, text in SOURCES.items()}
-FILE_LINES, FUNCTION_LINES, ARCHITECTURE_LINES = 600, 50, 150
+FILE_LINES, FUNCTION_LINES, ARCHITECTURE_LINES = 800, 50, 150
 
 # "path" or "path:function" → since when, and why it can't be shorter.
 EXCEPTIONS: dict[str, str] = {
@@ -54,7 +54,7 @@ def imports(tree: ast.AST) -> set[str]:
 
 
 def test_files_are_short() -> None:
-    """A file is one room: whole thoughts, and at most 600 lines of them."""
+    """A file is one room: whole thoughts, and at most 800 lines of them."""
     lengths = {named(path): len(text.splitlines()) for path, text in SOURCES.items()}
 
     assert {name: lines for name, lines in lengths.items() if lines > FILE_LINES and name not in EXCEPTIONS} == {}
