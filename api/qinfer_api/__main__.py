@@ -1,7 +1,7 @@
 """`python -m qinfer_api`: runs one gateway, configured by `QINFER_…` variables, until SIGTERM or SIGINT.
 
 SIGHUP has it read the file of API keys and the certificates again.
-Exit codes: 0 after a drain, 1 when Redis is away at the start or a part of the gateway died, 2 for a wrong setting, 130
+Exit codes: 0 after a drain or SIGTERM before it serves, 1 when a part of the gateway died, 2 for a wrong setting, 130
 for SIGINT before it serves.
 """
 
@@ -48,6 +48,8 @@ def main() -> int:
     except BrokerUnavailable as error:
         logger.error("gateway can't start", extra={"error": error.message})
         return 1
+    except asyncio.CancelledError:  # by SIGTERM, while it starts
+        return 0
     except KeyboardInterrupt:  # while it starts: later, SIGINT drains
         return 130
     except BaseExceptionGroup:
@@ -57,8 +59,10 @@ def main() -> int:
 
 
 async def _run(settings: Settings) -> None:
+    loop, starting = asyncio.get_running_loop(), asyncio.current_task()
+    assert starting is not None
+    loop.add_signal_handler(signal.SIGTERM, starting.cancel)  # while it may wait for Redis
     gateway = await build(settings)
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, gateway.stop)
     loop.add_signal_handler(signal.SIGHUP, gateway.reload)

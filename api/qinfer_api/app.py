@@ -22,7 +22,7 @@ from qinfer.core.api_keys import check_exposure
 from qinfer.core.messages import IdFactory
 from qinfer.core.retry import PATIENCE_S, OutageLog
 from qinfer.core.settings import BulkSettings, HttpSettings, RepositorySettings, Settings
-from qinfer.errors import Overloaded, QinferError
+from qinfer.errors import BrokerUnavailable, Overloaded, QinferError
 from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.pace import pace_of
 from qinfer.jobs.queue.jobs import Jobs
@@ -57,6 +57,7 @@ from qinfer_api.endpoints.service import EndpointService
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.server import HttpServer, bound_socket, netloc, read_certificate
+from qinfer_api.http.waiting import live_only
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
 from qinfer_api.jobs.routes import job_routes
@@ -100,8 +101,10 @@ logger = logging.getLogger(__name__)
 async def build(settings: Settings) -> "Gateway":
     """Connects to Redis, synchronises the model repository if there is one here, and makes the gateway.
 
+    While Redis is away it waits, live and not ready.
+
     Raises:
-        BrokerUnavailable: Redis can't be reached.
+        BrokerUnavailable: Redis went away again after the connection was made.
         SettingsError: Who may call is not set or can't be read, webhooks can't be signed, an address can't be bound,
             Redis refuses the credentials, a model repository or the labeling mappings can't be read, or traces can't
             be made.
@@ -124,7 +127,7 @@ async def build(settings: Settings) -> "Gateway":
             from qinfer_api.rpc.server import open_port  # loads gRPC, which a gateway without it need not have
 
             rpc = open_port(settings)  # a server that was never started gives its port back when it is collected
-        delivery = await Queue.connect(settings.redis, settings.limits)
+        delivery = await _connected(settings, listener)
         opened.push_async_callback(delivery.close)
         store = ControlStore(admin_client(settings.redis))
         opened.push_async_callback(store.close)
@@ -136,6 +139,14 @@ async def build(settings: Settings) -> "Gateway":
             gateway.serve_metrics(metrics_listener)
         opened.pop_all()
     return gateway
+
+
+async def _connected(settings: Settings, listener: socket.socket) -> Queue:
+    """Connects to Redis; while that is away, the listener answers that the gateway is live."""
+    with contextlib.suppress(BrokerUnavailable):
+        return await Queue.connect(settings.redis, settings.limits)
+    async with live_only(settings.http, listener):
+        return await Queue.connect_patiently(settings.redis, settings.limits)
 
 
 def bind(http: HttpSettings) -> socket.socket:

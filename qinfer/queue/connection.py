@@ -330,7 +330,7 @@ class Link:
     @property
     def is_up(self) -> bool:
         """Whether commands can be sent now."""
-        return self._connection is not None
+        return self._connection is not None and not self._connection.lost.is_set()
 
     async def open(self) -> None:
         """Connects, trying for `connect_timeout_s`, and keeps connected from then on.

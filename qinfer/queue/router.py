@@ -33,7 +33,7 @@ import msgspec
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.queue.address import Address, Sentinels, parse_place
-from qinfer.queue.connection import Argument, Connection, Link, Refused, Reply, SentinelResolver, pack
+from qinfer.queue.connection import DOWN, Argument, Connection, Link, Refused, Reply, SentinelResolver, pack
 
 T = TypeVar("T")
 
@@ -89,6 +89,11 @@ class Router:
         if self._settings.cluster:
             reply = self._following(packed, reply, _MAX_REDIRECTS)
         self._table[slot].send(packed, reply)
+
+    def check_up(self, slot: int) -> None:
+        """Raises `BrokerUnavailable` at once without a connection to the owner of `slot`; `call` waits for one."""
+        if not self._table[slot].is_up:
+            raise BrokerUnavailable(DOWN)
 
     async def call(self, slot: int, *command: Any) -> Any:
         """Sends a command to the owner of `slot` and returns its reply; see `Link.call`."""

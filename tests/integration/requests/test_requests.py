@@ -7,18 +7,22 @@ import re
 import struct
 from collections.abc import AsyncIterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import httpx
 import pytest
 import pytest_asyncio
+from pydantic import SecretStr
 
-from qinfer.core.settings import HttpSettings, RequestSettings
+from qinfer.core.settings import HttpSettings, RedisSettings, RequestSettings
 from qinfer.errors import InvalidRequest, ModelNotFound, QueueFull
 from qinfer.queue.entries import Address
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from tests.support.gateway import Running, running_gateway, settings_of
+from tests.support.servers.servers import RedisServer, system_redis
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -430,3 +434,23 @@ async def test_it_is_in_the_openapi_document(client: httpx.AsyncClient) -> None:
     for path in ("", "/result", "/events"):
         assert "get" in document["paths"]["/v1/requests/{request_id}" + path]
         assert "get" in document["paths"]["/v1/models/{model}/requests/{request_id}" + path]
+
+
+async def test_requests_are_refused_at_once_while_redis_is_away(tmp_path: Path) -> None:
+    """As synchronous calls are: with when to try again, and before the time that a command may take."""
+    with RedisServer(system_redis(), tmp_path, "--appendonly", "yes") as server:
+        queue = await Queue.connect(RedisSettings(url=SecretStr(server.url), command_timeout_s=3600))
+        async with running_gateway(delivery=queue) as running, httpx.AsyncClient(base_url=running.url) as client:
+            record = await submitted(client, STUCK)
+            server.stop()
+            await eventually(lambda: not any(link.is_up for link in queue.router.nodes()))
+            replies = [
+                await client.post(STUCK, json=BODY),
+                await client.post(STUCK, json=BODY, headers={"idempotency-key": "one"}),
+                await client.get(record["links"]["self"]),
+                await client.delete(record["links"]["self"]),
+            ]
+            server.start()
+            await eventually(lambda: any(link.is_up for link in queue.router.nodes()))
+
+    assert [(reply.status_code, "retry-after" in reply.headers) for reply in replies] == [(503, True)] * 4

@@ -104,6 +104,23 @@ async def setting(tmp_path: Path) -> AsyncIterator[Setting]:
         await one.delivery.close()
 
 
+def test_it_waits_for_redis_at_its_start(tmp_path: Path) -> None:
+    """SIGTERM ends the wait with 0."""
+    add_sub(tmp_path / "repository")
+    env = {**os.environ, "QINFER_REDIS__URL": f"unix://{tmp_path}/none.sock", "QINFER_REDIS__CONNECT_TIMEOUT_S": "0.2"}
+    env["QINFER_REPOSITORY__PATH"] = str(tmp_path / "repository")
+    command = [sys.executable, "-m", "qinfer_workers.inference"]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        waiting = next(line for line in process.stderr if "start waits for redis" in line)
+        process.terminate()
+        rest = process.stderr.read()
+        code = process.wait(20)
+
+    assert code == 0, waiting + rest
+    assert "Traceback" not in rest
+
+
 async def test_answers_and_drains(setting: Setting) -> None:
     """A worker process computes, leaves the lane empty, and exits with 0 when told to stop."""
     process = await setting.worker()

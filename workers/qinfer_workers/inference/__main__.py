@@ -54,12 +54,15 @@ SWITCH_INTERVAL_S = 0.001
 async def serve(settings: Settings) -> None:
     """Runs a worker until SIGTERM or SIGINT."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    loop, starting = asyncio.get_running_loop(), asyncio.current_task()
+    assert starting is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+        loop.add_signal_handler(signum, starting.cancel)  # while it may wait for Redis
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     tracer = tracing.open_tracer(os.environ, tracing.WORKER, worker_id)
-    queue = await Queue.connect(settings.redis, settings.limits)
+    queue = await Queue.connect_patiently(settings.redis, settings.limits)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
     store = ControlStore(admin_client(settings.redis))
     files = open_repositories(settings.repository)
     if settings.repository.cache_dir:
@@ -111,6 +114,8 @@ def main() -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
+    except asyncio.CancelledError:  # by a signal, while it waits for Redis
+        return 0
     except (SettingsError, BrokerUnavailable) as error:
         logger.error("worker can't run", extra={"reason": error.message})
         return 1
