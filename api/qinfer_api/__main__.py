@@ -39,7 +39,7 @@ def main() -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core writes to stderr, past the log and not as JSON
     try:
         settings = load_settings()
-        logs.configure(settings.log, "gateway")
+        logs.configure(settings.log, "gateway", unknown=settings.unknown)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(settings))
     except SettingsError as error:

@@ -65,6 +65,7 @@ _OF_WORKERS = frozenset(
         "repository",
         "log",
         "allow_inspection",
+        "strict_settings",
     }
 )
 GATEWAY = Role(

@@ -3,10 +3,9 @@
 `QINFER_` prefix, sections nested by `__`: `QINFER_REDIS__URL=redis://queue:6379/0`, `QINFER_HTTP__PORT=8000`.
 """
 
-import difflib
 import os
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -15,7 +14,8 @@ from pydantic_settings import SettingsError as UnreadableValue
 from qinfer.core.environments import PREFIX
 from qinfer.core.settings_cache import CacheSettings
 from qinfer.core.settings_cors import CorsSettings
-from qinfer.core.settings_errors import not_json, wrong_values
+from qinfer.core.settings_endpoints import EndpointSettings
+from qinfer.core.settings_errors import is_lenient, not_json, unknown_names, wrong_values
 from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.core.settings_rate_limit import RateLimitSettings
 from qinfer.core.settings_section import Section
@@ -296,30 +296,6 @@ class BulkSettings(Section):
     )
 
 
-class EndpointSettings(Section):
-    """Endpoints: names that stand for several models or versions (`/v1/endpoints`)."""
-
-    path: str = Field(
-        "",
-        description="Directory of declarations of endpoints, one file (YAML, TOML, JSON) each; a gateway writes each "
-        "content of a file once, when it starts. Empty = endpoints are declared by the API only.",
-    )
-    max_shadows: int = Field(
-        256, gt=0, description="Maximum shadows in flight in one gateway; further ones are dropped and counted."
-    )
-    max_shadow_bytes: int = Field(
-        64 * 2**20, gt=0, description="Maximum bytes of inputs and outputs of the shadows in flight in one gateway."
-    )
-    sample_bytes: int = Field(
-        65_536,
-        ge=0,
-        description="Bytes of samples of disagreement that a gateway keeps of a shadow target; 0 = none.",
-    )
-    redact_samples: bool = Field(
-        False, description="Keep no values in samples of disagreement, which may be secret; only where outputs differ."
-    )
-
-
 class LabelingSettings(Section):
     """Label Studio (`/label-studio`)."""
 
@@ -540,17 +516,37 @@ class Settings(BaseSettings):
         description="Let other processes of the same user read the memory, environment and open files of qinfer's "
         "processes, as debuggers (gdb, py-spy) and core dumps need; Linux only. Code of models can then read secrets.",
     )
+    strict_settings: bool = Field(
+        True,
+        description="End with an error when a QINFER_ variable is unknown; if off, a warning names it, so that a "
+        "rollback may meet settings of a newer version.",
+    )
+    _unknown: tuple[str, ...] = ()
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """A message for each unknown variable that was left out."""
+        return self._unknown
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: Any, env_settings: Any, *_: Any, **__: Any
+    ) -> tuple[Any, ...]:
+        """Reads the environment, without variables that nothing declares: `load_settings` refuses or names those."""
+        unknown = {name.lower() for name in env_settings.env_vars if unknown_variables([name])}
+        env_settings.env_vars = {name: v for name, v in env_settings.env_vars.items() if name.lower() not in unknown}
+        return init_settings, env_settings
 
 
 def load_settings() -> Settings:
     """Reads the settings from the environment.
 
     Raises:
-        SettingsError: A variable is unknown or its value wrong; every such variable is named.
+        SettingsError: A variable is unknown, unless `strict_settings` is off, or its value wrong; each is named.
     """
-    problems = unknown_variables(os.environ)
-    if problems:
-        raise SettingsError("; ".join(problems))
+    unknown = unknown_variables(os.environ)
+    if unknown and not is_lenient(os.environ):
+        raise SettingsError("; ".join(unknown))
     try:
         settings = Settings()
     except UnreadableValue as error:
@@ -559,6 +555,7 @@ def load_settings() -> Settings:
     except ValidationError as error:
         raise SettingsError("; ".join(wrong_values(error, Settings))) from None
     _check_payload_store(settings)
+    settings._unknown = tuple(unknown)
     return settings
 
 
@@ -590,13 +587,4 @@ def unknown_variables(names: Iterable[str]) -> list[str]:
 
     pydantic-settings looks only for the variables it knows: a misspelt one would silently leave the default.
     """
-    known = variable_names()
-    sections = {name.partition("__")[0] for name in known}  # a whole section may be given as JSON: QINFER_HTTP={…}
-    problems = []
-    for name in sorted(names):
-        upper = name.upper()
-        if not upper.startswith(PREFIX) or upper in known or upper in sections or upper in _OF_COMMANDS:
-            continue
-        nearest = difflib.get_close_matches(upper, known, n=1, cutoff=0.0)
-        problems.append(f"unknown setting {name}; did you mean {nearest[0]}?")
-    return problems
+    return unknown_names(names, variable_names(), _OF_COMMANDS)

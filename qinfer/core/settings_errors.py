@@ -1,7 +1,8 @@
 """Messages about wrong settings: which variable, and what it accepts. Values that may be secret are left out."""
 
+import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from qinfer.core.environments import PREFIX
 from qinfer.core.wrong_values import explain
 
+_OFF = ("false", "0", "no", "off", "f", "n")
 _JSON_KINDS = {
     "dict": """an object is written as JSON, such as '{"name": {}}'""",
     "tuple": """a list is written as JSON, such as '["first", "second"]'""",
@@ -27,6 +29,24 @@ def wrong_values(error: ValidationError, settings: type[BaseModel]) -> list[str]
         f"{_got(each['loc'], each['input'], settings)}"
         for each in error.errors()
     ]
+
+
+def unknown_names(names: Iterable[str], known: Collection[str], others: Collection[str]) -> list[str]:
+    """Returns a message for each `QINFER_…` variable that is neither known, nor a section, nor one of the others."""
+    sections = {name.partition("__")[0] for name in known}  # a whole section may be given as JSON: QINFER_HTTP={…}
+    problems = []
+    for name in sorted(names):
+        upper = name.upper()
+        if upper.startswith(PREFIX) and upper not in known and upper not in sections and upper not in others:
+            nearest = difflib.get_close_matches(upper, known, n=1, cutoff=0.0)
+            problems.append(f"unknown setting {name}; did you mean {nearest[0]}?")
+    return problems
+
+
+def is_lenient(environment: Mapping[str, str]) -> bool:
+    """Tells whether unknown variables are left out; asked before the settings can be read."""
+    values = (value for name, value in environment.items() if name.upper() == f"{PREFIX}STRICT_SETTINGS")
+    return any(value.strip().lower() in _OFF for value in values)
 
 
 def not_json(environment: Mapping[str, str], settings: type[BaseModel]) -> list[str]:

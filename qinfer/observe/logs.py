@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import TextIO
@@ -31,13 +31,14 @@ EXCEPTION = "exception"
 _ALWAYS = frozenset((ACCESS, AUDIT))
 
 
-def configure(log: LogSettings, process: str, stream: TextIO | None = None) -> None:
+def configure(log: LogSettings, process: str, stream: TextIO | None = None, *, unknown: Sequence[str] = ()) -> None:
     """Sets the process's logging up, in place of whatever was there; call it once, in a composition root.
 
     Args:
         log: Level and format.
         process: The program's name, in every line.
         stream: Where to; stderr by default.
+        unknown: A message for each unknown setting that was left out; each is logged as a warning.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log.format == "json" else TextFormatter(process))
@@ -55,6 +56,8 @@ def configure(log: LogSettings, process: str, stream: TextIO | None = None) -> N
         _catch_uncaught()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # its other lines have whole URLs, which may hold secrets
     logging.captureWarnings(True)
+    for problem in unknown:
+        logging.getLogger(__name__).warning("unknown setting left out", extra={"reason": problem})
 
 
 def cannot_start(environ: Mapping[str, str], program: str, message: str) -> None:

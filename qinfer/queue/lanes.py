@@ -174,11 +174,7 @@ class Queue:
 
     @classmethod
     async def connect_patiently(cls, settings: RedisSettings, limits: LimitSettings) -> Self:
-        """Connects as `connect` does, and waits for a Redis that is away; the log says so, once a minute.
-
-        Raises:
-            SettingsError: As `connect`.
-        """
+        """Connects as `connect` does, and waits for a Redis that is away; the log says so, once a minute."""
         outage = OutageLog(logger, "start waits for redis", "redis is there: start goes on", remind_s=REMIND_S)
         backoff = Backoff(longest_s=1.0, jitter=0.5)
         while True:
@@ -187,9 +183,9 @@ class Queue:
             except BrokerUnavailable as error:
                 outage.failed(error.message)
                 await asyncio.sleep(backoff.next_s())
-            else:
-                outage.over()
-                return queue
+                continue
+            outage.over()
+            return queue
 
     def submit(  # noqa: PLR0913 - keywords: what is to be known of an entry
         self,

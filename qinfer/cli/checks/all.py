@@ -75,7 +75,9 @@ def examine(redis_url: str, data_dir: Path, repositories: Sequence[str], *, load
             "repository": settings.repository.model_copy(update={"path": ",".join(repositories) or place}),
         }
     )
-    findings.append(ok("settings", "every QINFER_ variable is known and has a possible value"))
+    findings += [warning("settings", f"{one}, left out", "remove it, or correct its name") for one in settings.unknown]
+    if not settings.unknown:
+        findings.append(ok("settings", "every QINFER_ variable is known and has a possible value"))
     findings += _redis_findings(settings)
     findings += examine_gateway(settings, data_dir)
     found, models = read_models(settings.repository)

@@ -198,7 +198,7 @@ class LocalDeployment:
         from qinfer.observe import logs
 
         settings = scaling_settings(self._options, redis_url)
-        logs.configure(settings.log, "up")
+        logs.configure(settings.log, "up", unknown=settings.unknown)
         return make_autoscaler(settings, self._supervisor, env, self._messages.say)
 
     def _wait_until_settled(self, pool: WorkerPool) -> None:

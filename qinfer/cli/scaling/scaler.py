@@ -477,7 +477,7 @@ def run_autoscaler(redis: RedisSettings, options: Mapping[str, float | str]) -> 
     env = program_environment(WORKER, base, [*settings.pass_env, *settings.worker.model_env])
     with Supervisor(lambda line: logger.warning("workers", extra={"what": line})) as supervisor:
         autoscaler = make_autoscaler(settings, supervisor, env)
-        logs.configure(settings.log, "autoscale")
+        logs.configure(settings.log, "autoscale", unknown=settings.unknown)
         logger.info("autoscale started", extra={"limits": autoscaler.about, "models": list(settings.worker.models)})
         try:
             autoscaler.start()

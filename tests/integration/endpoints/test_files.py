@@ -7,7 +7,8 @@ import httpx
 import msgspec
 import pytest
 
-from qinfer.core.settings import EndpointSettings, Settings
+from qinfer.core.settings import Settings
+from qinfer.core.settings_endpoints import EndpointSettings
 from qinfer.testing import eventually
 from qinfer_api.endpoints import files
 from tests.support.endpoints import another, canary, declare, split

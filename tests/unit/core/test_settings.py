@@ -40,6 +40,19 @@ def test_unknown_variable_is_refused_with_the_nearest_known_one(monkeypatch: pyt
         load_settings()
 
 
+@pytest.mark.parametrize("name", ["QINFER_NEWER__THING", "QINFER_HTTP__NEWER", "QINFER_NEWER"])
+def test_unknown_variable_is_left_out_where_settings_are_not_strict(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A rollback meets the settings of a newer version."""
+    monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("QINFER_STRICT_SETTINGS", "false")
+    monkeypatch.setenv("QINFER_HTTP__PORT", "8123")
+
+    settings = load_settings()
+
+    assert settings.http.port == 8123
+    assert [problem.partition(";")[0] for problem in settings.unknown] == [f"unknown setting {name}"]
+
+
 def test_unknown_variable_keeps_its_value_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """The misspelt variable may hold a password."""
     monkeypatch.setenv("QINFER_REDIS__ULR", "redis://:hunter2@queue")

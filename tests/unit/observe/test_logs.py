@@ -290,3 +290,12 @@ def test_what_a_process_starts_with() -> None:
         "INFO": Switches(),
         "ERROR": Switches(info=False, warning=False),
     }
+
+
+def test_unknown_settings_are_warnings() -> None:
+    stream = io.StringIO()
+    configure(LogSettings(), "gateway", stream, unknown=["unknown setting QINFER_NEWER"])
+
+    (line,) = lines(stream)
+
+    assert (line["level"], line["reason"]) == ("WARNING", "unknown setting QINFER_NEWER")

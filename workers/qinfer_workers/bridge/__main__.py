@@ -60,7 +60,8 @@ def main() -> int:
         settings = load_settings()
         config = load_config(options.config, os.environ)
         is_quiet = options.check and settings.log.level == "INFO"  # a check says all by itself
-        logs.configure(settings.log.model_copy(update={"level": "WARNING"}) if is_quiet else settings.log, "bridge")
+        log = settings.log.model_copy(update={"level": "WARNING"}) if is_quiet else settings.log
+        logs.configure(log, "bridge", unknown=settings.unknown)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run((_check if options.check else _serve)(config, settings))
     except SettingsError as error:

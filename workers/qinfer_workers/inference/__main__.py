@@ -109,7 +109,7 @@ def main() -> int:
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer_workers.inference", error.message)
         return 2
-    logs.configure(settings.log, "worker")
+    logs.configure(settings.log, "worker", unknown=settings.unknown)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

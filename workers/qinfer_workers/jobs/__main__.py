@@ -126,7 +126,7 @@ def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways; what this process starts ignores it too
     try:
         settings = load_settings()
-        logs.configure(settings.log, "bulk")
+        logs.configure(settings.log, "bulk", unknown=settings.unknown)
         if settings.log.level != "DEBUG":
             for name, level in _LEVELS.items():
                 logging.getLogger(name).setLevel(level)

@@ -149,7 +149,7 @@ def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways
     try:
         settings = load_settings()
-        logs.configure(settings.log, "beat")
+        logs.configure(settings.log, "beat", unknown=settings.unknown)
         if settings.log.level != "DEBUG":
             for name, level in _LEVELS.items():
                 logging.getLogger(name).setLevel(level)

@@ -8,6 +8,7 @@
   "QINFER_REPOSITORY__PATH" ($repository.path | default $repository.persistentVolumeClaim.mountPath)
   "QINFER_REPOSITORY__CONTROL_MODE" $repository.controlMode
   "QINFER_BULK__ENABLED" .Values.bulk.enabled
+  "QINFER_STRICT_SETTINGS" false
 -}}
 {{- if $repository.loadModels }}{{ $_ := set $settings "QINFER_REPOSITORY__LOAD_MODELS" $repository.loadModels }}{{ end -}}
 {{- if .Values.bulk.allow }}{{ $_ := set $settings "QINFER_STORES__ALLOW" .Values.bulk.allow }}{{ end -}}
