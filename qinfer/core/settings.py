@@ -366,6 +366,11 @@ class WorkerSettings(Section):
         description="Run models of the built-in runtimes with zeros before they are ready; `python` models, and those "
         "of other backends, only run with their `model_warmup`.",
     )
+    health_dir: str = Field(
+        "",
+        description="Directory, of this worker alone, of files that probes look at: `live` is younger than a minute "
+        "while the worker runs, `ready` younger than half a minute while its models are loaded. Empty = none.",
+    )
     load_threads: int = Field(4, gt=0, description="Concurrent loads of models (Triton's --model-load-thread-count).")
     lease_s: float = Field(10.0, gt=0, description="Seconds without renewal after which another worker takes an entry.")
     renew_every_s: float = Field(3.0, gt=0, description="Seconds between renewals.")

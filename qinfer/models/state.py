@@ -240,6 +240,19 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, dict[int, tuple[MemoryUse, ...]]] = msgspec.field(default_factory=dict)
     long: tuple[Executing, ...] = ()
 
+    def lacks(self, *, strict: bool) -> str:
+        """Returns the reason why this worker is not ready; empty = it is. `strict` counts failed models too."""
+        if self.draining:
+            return "it is draining"
+        unready = {State.LOADING, State.UNAVAILABLE} if strict else {State.LOADING}
+        waiting = [
+            f"{model}:{version} is {state.state}"
+            for model, versions in sorted(self.models.items())
+            for version, state in sorted(versions.items())
+            if state.state in unready
+        ]
+        return ", ".join(waiting + [one.text for one in self.late])
+
     def state_of(self, model: str, version: int) -> VersionState | None:
         """Returns the state of a version in this worker; `None` when it reports none."""
         return self.models.get(model, {}).get(version)

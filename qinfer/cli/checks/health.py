@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from qinfer.cli.local.machine import local_url
 from qinfer.core.settings import load_settings
 from qinfer.errors import BrokerUnavailable, QinferError
-from qinfer.models.state import State, WorkerRecord
+from qinfer.models.state import WorkerRecord
 
 if TYPE_CHECKING:
     from qinfer.models.store import ControlStore
@@ -101,24 +101,10 @@ def judge(workers: Sequence[WorkerRecord], host: str, *, ready: bool, strict: bo
         return Health(False, f"no worker on host {host} sends heartbeats; {len(workers)} on other hosts do")
     if not ready:
         return Health(True, f"{', '.join(worker.id for worker in here)} is alive")
-    lacking = {worker.id: _lacks(worker, strict=strict) for worker in here}
+    lacking = {worker.id: worker.lacks(strict=strict) for worker in here}
     if well := [name for name, problem in lacking.items() if not problem]:
         return Health(True, f"{', '.join(well)} is ready")
     return Health(False, "; ".join(f"{name}: {problem}" for name, problem in lacking.items()))
-
-
-def _lacks(worker: WorkerRecord, *, strict: bool) -> str:
-    """Returns the reason why a worker is not ready; empty = it is."""
-    if worker.draining:
-        return "it is draining"
-    unready = {State.LOADING, State.UNAVAILABLE} if strict else {State.LOADING}
-    waiting = [
-        f"{model}:{version} is {state.state}"
-        for model, versions in sorted(worker.models.items())
-        for version, state in sorted(versions.items())
-        if state.state in unready
-    ]
-    return ", ".join(waiting + [one.text for one in worker.late])
 
 
 def _asked(redis: str, data_dir: Path, question: "Callable[[ControlStore], Awaitable[T]]", timeout_s: float) -> T:

@@ -22,7 +22,7 @@ from qinfer.errors import SettingsError
 from qinfer_workers.bridge.config import parse_config
 from scripts.reference_http import document
 from tests.support.deploy import custom_resources
-from tests.support.deploy.deployments import is_program
+from tests.support.deploy.deployments import is_look_at_health, is_program
 from tests.support.deploy.kubernetes import Object, containers, environment, of_kind, pods
 
 VERSIONS = ("1.27", "1.34")
@@ -73,7 +73,9 @@ def command_problems(objects: Sequence[Object]) -> list[str]:
 
 
 def is_command(words: Sequence[str]) -> bool:
-    """Tells whether the code has a program: `python -m module`, or `qinfer command … --option`."""
+    """Tells whether the code has a program: `python -m module`, or `qinfer command … --option`; or a look at files."""
+    if words[0] == "sh":
+        return is_look_at_health(words)
     if list(words[:2]) == ["python", "-m"]:
         return len(words) == 3 and is_program(words[2])
     command: Any = typer.main.get_command(app)

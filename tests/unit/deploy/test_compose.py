@@ -22,6 +22,7 @@ from tests.support.deploy.deployments import (
     assert_runs,
     compose,
     environment_of,
+    is_look_at_health,
     stages,
     tool,
     variables_of,
@@ -135,7 +136,8 @@ def test_commands_run(name: str) -> None:
 def test_each_program_is_asked_how_it_is() -> None:
     """What serves has a health check; what ends by itself, or may have no worker, has none."""
     disabled = {name for name, service in SERVICES.items() if service.get("healthcheck") == {"disable": True}}
-    programs = {name: service["healthcheck"]["test"][-1] for name, service in OURS.items() if name not in disabled}
+    checks = {name: service["healthcheck"]["test"][1:] for name, service in OURS.items() if name not in disabled}
+    programs = {name: "worker" if is_look_at_health(words) else words[-1] for name, words in checks.items()}
 
     assert disabled == {*ONE_SHOT, "autoscale"}
     assert programs == {

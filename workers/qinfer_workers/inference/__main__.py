@@ -35,6 +35,7 @@ from qinfer.queue.lanes import Queue
 from qinfer_workers.due_table import DueTable
 from qinfer_workers.inference.devices import gpus_here, known_as
 from qinfer_workers.inference.executor import are_threads_left
+from qinfer_workers.inference.health_files import HealthFiles
 from qinfer_workers.inference.loader import Loader
 from qinfer_workers.inference.model_loads import ModelLoads
 from qinfer_workers.inference.renewals import ProcessRenewals
@@ -60,6 +61,8 @@ async def serve(settings: Settings) -> None:
         loop.add_signal_handler(signum, starting.cancel)  # while it may wait for Redis
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     tracer = tracing.open_tracer(os.environ, tracing.WORKER, worker_id)
+    health = _open_health(settings)
+    touching = [loop.create_task(health.run())] if health is not None else []
     queue = await Queue.connect_patiently(settings.redis, settings.limits)
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
@@ -82,6 +85,7 @@ async def serve(settings: Settings) -> None:
     if tracer is not None:
         worker.spans = Spans(tracer, queue.clock)
     worker.catalog = catalog
+    worker.beaten = health.beaten if health is not None else None
     following = loop.create_task(follow_log_settings(store, logs.Switches.of(settings.log)))
     loading = loop.create_task(loads.end_with(stop))
     gc.collect()
@@ -91,13 +95,19 @@ async def serve(settings: Settings) -> None:
     try:
         await worker.run(stop)
     finally:
-        following.cancel()
-        loading.cancel()
+        for task in (following, loading, *touching):
+            task.cancel()
         await store.close()
         await queue.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
     logger.info("worker stopped", extra={"worker": worker_id})
+
+
+def _open_health(settings: Settings) -> HealthFiles | None:
+    """Opens the files for probes, if there are to be any."""
+    directory = settings.worker.health_dir
+    return HealthFiles(Path(directory), strict=settings.repository.strict_readiness) if directory else None
 
 
 def main() -> int:

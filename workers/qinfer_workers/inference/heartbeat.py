@@ -57,6 +57,7 @@ class Heartbeat:
         load_times: Returns how many seconds the models' last loads took, for the record.
         direct: Returns how many requests are in batchers that came past the lanes, for the record.
         long: Returns what has been executing for a while, told the broker's time, for the record.
+        beaten: Called with each record that was written.
         missed: Called after each beat that could not be written, with the seconds since the first of them.
     """
 
@@ -82,6 +83,7 @@ class Heartbeat:
         self._usage: ResourceUsage | None = None
         self.load_times: _LoadTimes = dict
         self.direct: Callable[[], dict[Key, int]] = dict
+        self.beaten: Callable[[WorkerRecord], None] = lambda _: None
         self.missed: Callable[[float], None] = lambda _: None
         self.long: Callable[[float], Sequence[Executing]] = lambda _: ()
         self._draining = False
@@ -169,6 +171,7 @@ class Heartbeat:
             long=tuple(self.long(now_s)),
         )
         await self._store.heartbeat(record, self._settings.heartbeat_ttl_s)
+        self.beaten(record)
         await self.add_counts()
         await self._put_speeds({_key(batcher) for batcher in batchers}, now_s)
 

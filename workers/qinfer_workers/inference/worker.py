@@ -25,6 +25,7 @@ from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.models.catalog import Catalog
+from qinfer.models.state import WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lane, Lease
@@ -77,6 +78,7 @@ class Worker:
 
     Attributes:
         spans: Records spans of its work; `None` = nobody records. To be set before it runs.
+        beaten: Called with each heartbeat that was written; `None` = not called. To be set before it runs.
         catalog: The models that its own may call; to be set before it runs, if another one is shared.
     """
 
@@ -90,6 +92,7 @@ class Worker:
         renewals: Renewals,
     ) -> None:
         self.spans: Spans | None = None
+        self.beaten: Callable[[WorkerRecord], None] | None = None
         self._settings, self._metrics = settings.worker, settings.metrics
         self._queue = queue
         self._store = store
@@ -123,6 +126,7 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._publisher = Publisher(self._queue, self._keeper, tasks, self.spans)
+            self._heartbeat.beaten = self.beaten or self._heartbeat.beaten
             self._heartbeat.tallies = (
                 self._publisher.durations, self._bulk.counts, self._nested, self._cached, self._models.counts,
             )  # fmt: skip
