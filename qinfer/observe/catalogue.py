@@ -187,6 +187,8 @@ REQUESTS_IN_FLIGHT = _gauge(
 STORE_UP = _gauge("qinfer_store_up", "1 if this gateway could read the shared store at this scrape.", _OWN, _PROCESS)
 PROCESS_CPU = _counter("qinfer_process_cpu_seconds_total", "CPU time of this gateway.", _OWN, _PROCESS)
 PROCESS_MEMORY = _gauge("qinfer_process_memory_bytes", "Resident memory of this gateway.", _OWN, _PROCESS)
+OPEN_FDS = _gauge("qinfer_process_open_fds", "File descriptors that this gateway has open.", _OWN, _PROCESS)
+MAX_FDS = _gauge("qinfer_process_max_fds", "File descriptors that this gateway may have open.", _OWN, _PROCESS)
 BACKLOG = _gauge(
     "qinfer_backlog_requests",
     "Requests in a lane, or shards of bulk jobs in a bulk lane, waiting and in flight.",

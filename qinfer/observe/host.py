@@ -7,6 +7,7 @@ Linux reports CPU and memory under `/proc`. NVIDIA's management library (NVML) r
 import importlib
 import logging
 import os
+import resource
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,10 +78,14 @@ class ProcessUse(NamedTuple):
     Attributes:
         cpu_s: CPU time since they started, in user and system mode.
         memory_bytes: Resident memory; what several share is counted in each.
+        open_fds: File descriptors that this process has open; 0 for another one.
+        max_fds: The most that it may have; 0 for another one.
     """
 
     cpu_s: float
     memory_bytes: int
+    open_fds: int = 0
+    max_fds: int = 0
 
 
 class MemoryUse(msgspec.Struct, frozen=True, array_like=True):
@@ -119,7 +124,17 @@ def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse |
     if own is None:
         return None
     uses = [own, *(use for child in _descendants(proc, pid) if (use := _stat(proc, child)) is not None)]
-    return ProcessUse(sum(use.cpu_s for use in uses), sum(use.memory_bytes for use in uses))
+    used, limit = _descriptors() if pid == os.getpid() and proc == Path("/proc") else (0, 0)
+    return ProcessUse(sum(use.cpu_s for use in uses), sum(use.memory_bytes for use in uses), used, limit)
+
+
+def _descriptors() -> tuple[int, int]:
+    """Returns how many files this process has open, and may have; if none is left to look with, as many as it may."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1, limit
+    except OSError:
+        return limit, limit
 
 
 def _stat(proc: Path, pid: int) -> ProcessUse | None:

@@ -137,6 +137,8 @@ class Snapshot:
         if self.use is not None:
             yield family(catalogue.PROCESS_CPU, [(self.use.cpu_s, own)])
             yield family(catalogue.PROCESS_MEMORY, [(self.use.memory_bytes, own)])
+            yield family(catalogue.OPEN_FDS, [(self.use.open_fds, own)])
+            yield family(catalogue.MAX_FDS, [(self.use.max_fds, own)])
 
     def collect(self) -> Iterator[Family]:
         """Yields the metrics of the whole installation, except those with Triton's names."""

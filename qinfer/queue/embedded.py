@@ -6,7 +6,8 @@
 Two locks keep two servers off one append-only file. `lock` belongs to the process that supervises. `redis/lock` is
 inherited by the redis-server itself, so that it is held exactly as long as that process lives, even when its supervisor
 was killed with -9; the next start finds it held, shuts that server down through its socket, and only then starts its
-own. That is portable, and immune to process ids that were reused; PR_SET_PDEATHSIG is neither.
+own. That is portable, and immune to process ids that were reused; PR_SET_PDEATHSIG is neither. Where no next start
+comes, a small shell ends the server: it waits for the end of the supervisor, and while other orphans may drain.
 """
 
 import fcntl
@@ -57,6 +58,17 @@ def find_redis_server() -> Path:
     )
 
 
+_ORPHAN_S = 65.0  # above `ORPHAN_DRAIN_S` of the programs, which end requests by this server
+_WATCH = """
+name=$(cat "/proc/$1/comm")
+read -r _
+sleep "$2"
+[ "$(cat "/proc/$1/comm")" = "$name" ] && kill "$1"
+"""
+"""Its standard input is a pipe that only the supervisor holds, and never writes to; the name is that of a process whose
+id was not given to another program meanwhile."""
+
+
 class EmbeddedRedis:
     """A redis-server of our own; `start`, `stop`, or a `with` block.
 
@@ -65,6 +77,7 @@ class EmbeddedRedis:
         binary: The server to run; `find_redis_server()` when `None`.
         durability: `always` syncs each write before it answers, `everysec` each second; as `RedisSettings.durability`.
         environment: The server's whole environment; that of this process when `None`.
+        orphan_s: Seconds that the server lives on when this process was killed.
 
     Attributes:
         process: The running server, for a supervisor to watch; `None` before `start`.
@@ -76,7 +89,10 @@ class EmbeddedRedis:
         binary: Path | None = None,
         durability: str = "everysec",
         environment: Mapping[str, str] | None = None,
+        orphan_s: float = _ORPHAN_S,
     ) -> None:
+        self._watch: subprocess.Popen[bytes] | None = None
+        self._orphan_s = orphan_s
         self.process: subprocess.Popen[bytes] | None = None
         self._durability = durability
         self._data_dir = data_dir.absolute()
@@ -116,6 +132,7 @@ class EmbeddedRedis:
 
     def stop(self, timeout_s: float = _STOP_S) -> None:
         """Shuts the server down, its data safe on disk, and lets go of the data directory."""
+        self._end_watch()
         if self.process is not None:
             self.process.terminate()  # Redis writes and syncs its append-only file before it exits
             try:
@@ -171,6 +188,22 @@ class EmbeddedRedis:
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C in the terminal is for the supervisor: workers drain before Redis ends
             )
+        self._end_watch()
+        self._watch = subprocess.Popen(  # noqa: S603 - a constant, and numbers
+            ["/bin/sh", "-c", _WATCH, "watch", str(self.process.pid), str(self._orphan_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=self._environment,
+            start_new_session=True,
+        )
+
+    def _end_watch(self) -> None:
+        """Ends the shell before the server ends, whose process id it would use."""
+        if self._watch is not None:
+            self._watch.kill()
+            self._watch.communicate()
+            self._watch = None
 
     def _options(self) -> list[str]:
         options = {

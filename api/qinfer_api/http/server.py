@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import logging
 import os
 import socket
 import ssl
@@ -11,10 +13,13 @@ from pathlib import Path
 
 from starlette.types import ASGIApp
 
+from qinfer.core.retry import REMIND_S, OutageLog
 from qinfer.core.settings import HttpSettings
 from qinfer.errors import SettingsError
 from qinfer_api.http.connection import HttpPort
 from qinfer_api.http.cors import CorsApp
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
@@ -155,7 +160,7 @@ class HttpServer:
         """Serves until `turn_away`; then the requests in flight have the drain time."""
         loop, tls = asyncio.get_running_loop(), _tls(self._http)
         async with asyncio.TaskGroup() as group:
-            ticking = group.create_task(self._tick())
+            ticking = group.create_task(self._tick(listener))
             self._server = await loop.create_server(self.port.connect, sock=listener, ssl=tls, backlog=BACKLOG)
             if self._serving is not None:
                 self._serving()
@@ -163,9 +168,11 @@ class HttpServer:
             await self.end()
             ticking.cancel()
 
-    async def _tick(self) -> None:
+    async def _tick(self, listener: socket.socket) -> None:
+        descriptors = OutageLog(logger, "file descriptors used up: new connections are closed", remind_s=REMIND_S)
         while True:
             self.port.tick(time.monotonic())
+            note_descriptors(descriptors, listener)
             await asyncio.sleep(1)
 
     def turn_away(self) -> None:
@@ -207,6 +214,17 @@ class HttpServer:
         self._server = await listen_anew(self._server, self.port.connect, tls)
         if self._ends.is_set():  # meanwhile
             self._server.close()
+
+
+def note_descriptors(outage: OutageLog, listener: socket.socket) -> None:
+    """Takes note whether this process may open one more file: the event loop tells of no connection that it drops."""
+    try:
+        os.close(os.dup(listener.fileno()))
+    except OSError as error:
+        if error.errno in {errno.EMFILE, errno.ENFILE}:
+            outage.failed(f"{error.strerror}; raise the limit (ulimit -n), or let connections end sooner")
+    else:
+        outage.over()
 
 
 def _tls(http: HttpSettings) -> ssl.SSLContext | None:

@@ -139,7 +139,8 @@ class HostProcess:
             self.sweep()
             return "it broke its connection and lived on"
         code = self._process.returncode
-        return f"exit code {code}" if code >= 0 else f"signal {-code}: {signal_name(-code) or 'unknown'}"
+        hint = ": out of memory?" if -code == signal.SIGKILL else ""
+        return f"exit code {code}" if code >= 0 else f"signal {-code}: {signal_name(-code) or 'unknown'}{hint}"
 
     def stop(self, finalize_s: float | None = None) -> None:
         """Has the model finalised and ends the process, by force if need be.

@@ -97,6 +97,22 @@ def _is_alive(pid: int) -> bool:
     return state != "Z"
 
 
+def test_the_server_of_a_killed_supervisor_ends_by_itself(tmp_path: Path) -> None:
+    """When the programs that use it have had the time to drain."""
+    program = SUPERVISOR.replace("(sys.argv[1]))", "(sys.argv[1]), orphan_s=0.1)")
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        supervisor.kill()
+
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
+
+
+def _is_zombie(pid: int) -> bool:
+    """A container without an init reaps no orphans."""
+    return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+
+
 def test_a_second_supervisor_is_told_who_has_the_directory(tmp_path: Path) -> None:
     """With the process id; and the first goes on."""
     with EmbeddedRedis(tmp_path) as first:

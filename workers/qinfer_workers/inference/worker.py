@@ -481,9 +481,9 @@ class Worker:
         """Takes and holds one entry, if any: were there more, a crash on the first would count against the others."""
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
-            for lease in leases:
-                logger.warning("reclaimed", extra={"entry_id": lease.entry.entry_id, "deliveries": lease.deliveries})
             ready, external = self._intake.items(serving.batcher, leases)
+            for item in (*ready, *external):
+                _log_reclaimed(item)
             self._keeper.hold([*ready, *external])
             items = ready or await self._intake.complete(serving.batcher, external)
             if items or not leases:
@@ -601,3 +601,10 @@ async def end(*tasks: "asyncio.Task[Any]") -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
+
+
+def _log_reclaimed(item: Pending) -> None:
+    """Names a request that a worker held when it died or hung: of what ends workers, it is the first to look at."""
+    lease, request = item.lease, item.request
+    extra = {"request_id": request.id, "model": request.model, "version": request.version, "tenant": request.tenant}
+    logger.warning("reclaimed", extra={**extra, "entry_id": lease.entry.entry_id, "deliveries": lease.deliveries})

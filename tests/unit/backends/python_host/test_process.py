@@ -124,7 +124,10 @@ def initialize(self, args):
     ("body", "text"),
     [
         ("os._exit(3)", "the process of model 'm' died while it was loaded (exit code 3)"),
-        ("os.kill(os.getpid(), 9)", "the process of model 'm' died while it was loaded (signal 9: SIGKILL)"),
+        (
+            "os.kill(os.getpid(), 9)",
+            "the process of model 'm' died while it was loaded (signal 9: SIGKILL: out of memory?)",
+        ),
         ("raise ValueError('no weights')", "model 'm' failed to load: ValueError: no weights"),
         ("sys.exit(1)", "model 'm' failed to load: SystemExit: 1"),
         (
