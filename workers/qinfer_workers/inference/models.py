@@ -9,12 +9,13 @@ dropped stays as it is while it is pinned, and is loaded again only as what it w
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from qinfer.core.retry import OutageLog
+from qinfer.core.retry import OutageLog, pause_s
 from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import BrokerUnavailable, ModelLoadFailed, QinferError
 from qinfer.models.config import config
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 REREAD_S = 10.0
 RELOAD_S = 30.0
-"""Between two tries of a load whose files can't be reached now; at a look."""
+"""Before the first new try of a load whose files can't be reached now, at a look; further ones wait ever longer."""
+LONGEST_RELOAD_S = 240.0
 _RETRY_S = 1.0
 
 Key = tuple[str, int]
@@ -121,6 +123,8 @@ class Models:
         self._settled: dict[str, Wanted] = {}
         """What was last made so, as far as it could be: what failed is not tried twice, unless time may help."""
         self._again_at: dict[str, float] = {}
+        self._tries: Counter[Key] = Counter()
+        """Loads in a row that failed and are tried again."""
         """When to try a load again, in the event loop's time."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loaded: dict[Key, Loaded] = {}
@@ -260,8 +264,8 @@ class Models:
             else:
                 logger.exception("load failed", extra=extra)
             self._fail(key, model.generation, error)
-            if hashes:  # its files may come back, or memory
-                self._again_at[name] = asyncio.get_running_loop().time() + RELOAD_S
+            if hashes and name not in self._again_at:  # its files may come back, or memory
+                self._try_later(key)
             return False
         if name not in self._wanted and change.kind is not Kind.SAME:  # unloaded meanwhile
             await in_thread(f"unload-{name}", lambda: self._loader.discard(change))
@@ -270,6 +274,7 @@ class Models:
                 self._changed()
             return True
         self._serve(key, change)
+        self._tries.pop(key, None)
         if change.kind is Kind.NEW:
             self._load_s[key] = time.monotonic() - began_s
         loaded = change.loaded
@@ -316,12 +321,17 @@ class Models:
             self._states[key] = VersionState(State.LOADING, generation, reason)
             self._changed()
 
+    def _try_later(self, key: Key) -> None:
+        self._tries[key] += 1
+        wait_s = pause_s(self._tries[key], RELOAD_S, LONGEST_RELOAD_S)
+        self._again_at[key[0]] = asyncio.get_running_loop().time() + wait_s
+
     def _fail(self, key: Key, generation: int, error: Exception) -> None:
         """Records a failed load; versions of an earlier generation continue to serve."""
         reason = error.message if isinstance(error, QinferError) else f"{type(error).__name__}: {error}"
         self.counts.add(*key, LOAD_FAILURES)
         if isinstance(error, QinferError) and error.retryable:
-            self._again_at[key[0]] = asyncio.get_running_loop().time() + RELOAD_S
+            self._try_later(key)
         before = self._states[key]
         if before.state is State.READY:
             self._states[key] = replace(before, reason=reason, tried=generation)

@@ -355,6 +355,23 @@ async def test_what_could_not_be_reached_is_tried_again(store: ControlStore, mon
     assert scene.loader.began == ["m"] * 3
 
 
+async def test_tries_that_fail_again_come_more_seldom(store: ControlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 200 models whose store is away the log stays readable."""
+    failures: list[int] = []
+
+    def at_once(count: int, *_: float) -> float:
+        failures.append(count)
+        return 0.0
+
+    monkeypatch.setattr(following_models, "pause_s", at_once)
+    monkeypatch.setattr(following_models, "REREAD_S", 0.01)
+    async with following(Scene(store)) as scene:
+        await scene.want("m", digest="away")
+        await scene.until("m", State.READY)
+
+    assert failures == [1, 2]
+
+
 async def test_a_pending_configuration_is_completed_and_then_loaded(store: ControlStore) -> None:
     """Under the next generation, which everyone sees."""
     async with following(Scene(store)) as scene:
