@@ -25,6 +25,7 @@ from qinfer.errors import (
     InvalidRequest,
     ModelLoadFailed,
     SettingsError,
+    StoreDenied,
     StoreError,
     StoreNotFound,
     UnsupportedFeature,
@@ -290,7 +291,7 @@ class RemoteFiles:
                 f"model repository '{self._shown}' has a URL of an unknown kind; use a directory, s3://, gs:// or az://"
             ) from None
         except StoreError as error:
-            raise self._unreadable(error.reason) from None
+            raise self._refused(error) from None
 
     def models(self) -> list[str]:
         """Returns the names of the directories, sorted; hidden ones are left out."""
@@ -384,11 +385,19 @@ class RemoteFiles:
         except StoreNotFound:
             raise FileNotFoundError from None
         except StoreError as error:
-            raise self._unreadable(error.reason) from None
+            raise self._refused(error) from None
+
+    def _refused(self, error: StoreError) -> SettingsError:
+        return self._unreadable(f"{error.reason}{_REMEDY if isinstance(error, StoreDenied) else ''}")
 
     def _unreadable(self, reason: str) -> SettingsError:
         return SettingsError(f"model repository '{self._shown}' can't be read: {reason}")
 
+
+_REMEDY = (
+    "; each gateway and each worker needs credentials of its own, in the store's own variables such as "
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+)
 
 Files = LocalFiles | RemoteFiles
 """The files of a repository, wherever they are; safe to use from several threads."""

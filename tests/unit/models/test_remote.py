@@ -105,7 +105,10 @@ class Driver:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (PermissionError("Access Denied"), "PermissionError: Access Denied"),
+        (
+            PermissionError("Access Denied"),
+            "PermissionError: Access Denied; each gateway and each worker needs credentials of its own",
+        ),
         (RuntimeError("line\nline"), "RuntimeError: line line"),
         (TimeoutError(), "TimeoutError: no answer within 60 s; are there credentials"),
     ],
