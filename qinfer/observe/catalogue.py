@@ -264,6 +264,11 @@ JOB_ROWS = _counter(
     "Settled rows of bulk jobs: done (with an output) or failed.",
     ("model", "outcome", "version"),
 )
+JOB_PUT_OFF = _counter(
+    "qinfer_job_shards_put_off_total",
+    "Tries of a bulk job's shard, or of committing its scored part, that were put off, by error code.",
+    _REASON,
+)
 SEQUENCES_OPEN = _gauge(
     "qinfer_sequences_open",
     "Sequences of a stateful model that have begun and not ended, those that wait for an owner among them.",

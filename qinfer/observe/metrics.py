@@ -188,16 +188,20 @@ class Snapshot:
             catalogue.EXPIRED,
             {key: sum(fields.get(name, 0) for name in _EXPIRED) for key, fields in self.stats.items()},
         )
-        failures, refused, rows = map(Family, (catalogue.EXECUTION_FAILURES, catalogue.REFUSED, catalogue.JOB_ROWS))
+        failures, refused, rows, put_off = map(
+            Family, (catalogue.EXECUTION_FAILURES, catalogue.REFUSED, catalogue.JOB_ROWS, catalogue.JOB_PUT_OFF)
+        )
         for key, fields in self.stats.items():
             for name, count in fields.items():
                 if name.startswith(stats.FAILURES):
                     failures.add(count, reason=name.removeprefix(stats.FAILURES), **labels_of(key))
+                elif name.startswith(stats.PUT_OFF):
+                    put_off.add(count, reason=name.removeprefix(stats.PUT_OFF), **labels_of(key))
             for code in _NOT_ADMITTED:
                 refused.add(fields.get(stats.REFUSALS + code, 0), reason=code.value, **labels_of(key))
             for outcome, name in (("done", stats.ROWS_DONE), ("failed", stats.ROWS_FAILED)):
                 rows.add(fields.get(name, 0), outcome=outcome, **labels_of(key))
-        yield from (failures, refused, rows)
+        yield from (failures, refused, rows, put_off)
         for info, histogram, total in _HISTOGRAMS:
             shown = Family(info)
             for key, fields in self.stats.items():

@@ -386,7 +386,7 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
         rows_per_s=None if progress.rows_per_s is None else round(progress.rows_per_s, 3),
         eta_s=None if progress.eta_s is None else round(progress.eta_s, 3),
         error=record.error or None,
-        waiting=None if record.is_over else record.waiting or None,
+        waiting=None if record.is_over else record.waiting or record.put_off or None,
         output_url=spec.output.url,
         manifest_url=f"{spec.output.url}/{MANIFEST_NAME}" if record.state == JobState.COMPLETED else None,
         metadata=spec.metadata,

@@ -13,6 +13,9 @@ end
 -- Returns the field of a job that says how many rows of a shard are scored, while it is being run.
 local function scored(index) return 'scored:' .. index end
 
+-- Returns the field of a job that says why a shard was put off last, until it goes on or ends.
+local function put_off(index) return 'put_off:' .. index end
+
 -- Leaves a notice of a job, unless there is one that nobody has looked at yet.
 local function notify(id)
   if redis.call('HSETNX', KEYS[1], 'noticed', '1') == 1 then deliver(KEYS[7], id, '') end

@@ -1,12 +1,25 @@
--- Notes how far a shard is that is being run, and tells whether its job wants it.
--- KEYS: see job.lua. ARGV: index, place, how many of its rows are scored. Returns 1 where the job runs, or is about to again, else 0.
-local record, in_lane = KEYS[1], KEYS[3]
-local index, place, rows = unpack(ARGV)
+-- Notes how far a shard is that is being run, or why it was put off, and tells whether its job wants it.
+-- KEYS: see job.lua. ARGV: index, place, how many of its rows are scored, why it can't go on now ('' = it goes on), lines of the
+--   log that are kept. Returns 1 where the job runs, or is about to again, else 0.
+local LATEST = 20 -- a reason that one of so many lines of the log says is not said again
+local record, in_lane, log = KEYS[1], KEYS[3], KEYS[5]
+local index, place, rows, reason, lines = unpack(ARGV)
 
-local state, known = unpack(redis.call('HMGET', record, 'state', scored(index)))
+local state, known, was = unpack(redis.call('HMGET', record, 'state', scored(index), put_off(index)))
 if state ~= 'running' and state ~= 'planning' then return 0 end
-if (known or '0') ~= rows and redis.call('HGET', in_lane, index) == place then
-  if rows == '0' then redis.call('HDEL', record, scored(index)) end
-  change(record, unpack(rows ~= '0' and {scored(index), rows} or {}))
+if redis.call('HGET', in_lane, index) ~= place then return 1 end
+local is_tried = rows == '0' and reason == '' -- it says nothing of what put the shard off
+local has_news = not is_tried and (was or '') ~= reason
+if (known or '0') == rows and not has_news then return 1 end
+
+local fields = {}
+if rows == '0' then redis.call('HDEL', record, scored(index)) else fields = {scored(index), rows} end
+if has_news and reason == '' then redis.call('HDEL', record, put_off(index)) end
+if has_news and reason ~= '' then
+  fields[#fields + 1], fields[#fields + 2] = put_off(index), reason
+  local line, is_said = 'a shard waits: ' .. reason, false
+  for _, text in ipairs(redis.call('LRANGE', log, -LATEST, -1)) do is_said = is_said or string.match(text, '^%d+ (.*)$') == line end
+  if not is_said then note(line, lines) end
 end
+change(record, unpack(fields))
 return 1

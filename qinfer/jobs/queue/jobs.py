@@ -352,7 +352,7 @@ class Jobs:
             await self._index.remove(job_id)
         return deleted > 0
 
-    async def report(self, job_id: str, lease: Lease, index: int, rows: int) -> bool:
+    async def report(self, job_id: str, lease: Lease, index: int, rows: int, put_off: str = "") -> bool:
         """Notes how many rows are scored of a shard that is being run, until the shard ends or is reported again.
 
         Args:
@@ -360,12 +360,16 @@ class Jobs:
             lease: The lease on the shard.
             index: The shard.
             rows: How many; 0 = it is not being run any more.
+            put_off: Why the shard can't go on now, which the job's log says too; empty with rows = it goes on.
 
         Returns:
             Whether the shard is worth being run: the job is `running`, or about to be again.
         """
         place = await self._index.find(job_id)
-        return place is not None and bool(await self._run(place, _REPORT, index, _place(lease.entry), rows))
+        if place is None:
+            return False
+        about = (index, _place(lease.entry), rows, put_off[:MAX_LINE_CHARACTERS], MAX_LOG_LINES)
+        return bool(await self._run(place, _REPORT, *about))
 
     async def wait_for_change(self, job_id: str, since: int, timeout_s: float) -> JobRecord | None:
         """Waits until a job's `revision` is above `since`, and returns its record then, or after the timeout.

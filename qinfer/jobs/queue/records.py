@@ -43,6 +43,7 @@ _INSTANTS = ("started_at", "ended_at", "resumed_at", "deadline_at", "updated_at"
 _TEXTS = ("state", "error", "waiting", "webhook", "webhook_state", "endpoint")
 _BYTES = ("spec", "head", "grant")
 _SCORED = "scored:"  # and the index of a shard that is being run: how many of its rows are scored
+_PUT_OFF = "put_off:"  # and the index of a shard that was put off: why
 
 OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started_at resumed_at".split())
 """The fields of a record that `open_rows` looks at."""
@@ -80,6 +81,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         max_parallel: How many may run at a time; 0 = as many as there are workers.
         error: Why it failed; empty otherwise.
         waiting: Why it can't go on now; empty otherwise.
+        put_off: Why a shard of it can't go on now; empty = no shard was put off.
         max_errors: How many rows may fail before it does; -1 = all.
         kept_s: How long it is known after its end.
         trace: W3C `traceparent` of what created it; empty = nobody records it.
@@ -117,6 +119,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_parallel: int = 0
     error: str = ""
     waiting: str = ""
+    put_off: str = ""
     max_errors: int = -1
     kept_s: float = KEPT_S
     trace: str = ""
@@ -323,6 +326,7 @@ def _record_of(place: Place, found: dict[str, bytes]) -> JobRecord:
     values |= {name: found[name].decode() for name in _TEXTS if name in found}
     values |= {name: found[name] for name in _BYTES if name in found}
     values["rows_scored"] = sum(int(rows) for name, rows in found.items() if name.startswith(_SCORED))
+    values["put_off"] = next((why.decode() for name, why in sorted(found.items()) if name.startswith(_PUT_OFF)), "")
     if "kept_ms" in found:
         values["kept_s"] = int(found["kept_ms"]) / 1000
     return msgspec.convert(values, JobRecord)

@@ -228,6 +228,23 @@ async def test_rows_that_are_scored_count_until_their_shard_ends(queue: RedisQue
     assert (await known(delivery)).rows_scored == 0
 
 
+async def test_the_reason_of_a_shard_that_is_put_off_is_known_until_it_goes_on(queue: RedisQueue) -> None:
+    """The log says each reason once, however often it puts shards off."""
+    delivery = await queue.connect()
+    await running(delivery, 4)
+    first, second = await fetch(delivery, 2)
+
+    reports = ((first, 10, "full"), (second, 0, "full"), (first, 0, ""), (first, 5, ""), (first, 0, "full"))
+    for lease, rows, reason in reports:
+        assert await Jobs(delivery).report("j1", lease, index_of(lease), rows, reason)
+        assert (await known(delivery)).put_off == "full"
+    assert [line.text for line in await Jobs(delivery).log("j1")] == ["a shard waits: full"]
+
+    assert await Jobs(delivery).report("j1", first, index_of(first), 7)
+    await finish(delivery, second)
+    assert (await known(delivery)).put_off == ""
+
+
 async def test_only_who_has_a_shard_reports_it(queue: RedisQueue) -> None:
     """Not a worker that lost it to another, nor one whose shard was taken back."""
     delivery = await queue.connect()

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
+from qinfer.errors import StoreUnavailable
 from qinfer.jobs.job import JobSpec
+from qinfer.jobs.parts import PartWriter
 from qinfer.jobs.plan import Shard
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe import stats
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
-from qinfer_workers.jobs.scoring import shard_loop, shard_service
+from qinfer_workers.jobs.scoring import shard_files, shard_loop, shard_service
 from qinfer_workers.jobs.scoring.context import PutOff
 from tests.support.inline_workers import InlineWorkers, value
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
@@ -238,6 +240,48 @@ async def test_a_shard_that_was_put_off_is_run_later(
 
     work.check(await outcomes(scene.delivery, 1))
     assert tries == [1] * 6
+
+
+async def test_a_job_whose_store_is_full_says_so_and_holds_up_no_other(
+    scene: InlineWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scored parts are committed when there is space, by the worker that has them."""
+    monkeypatch.setattr(shard_files, "_LAST_COMMIT_S", 0.01)
+    monkeypatch.setattr(shard_files, "_FIRST_COMMIT_S", 0.01)
+    monkeypatch.setattr(shard_loop, "WANTED_EVERY_S", 0.01)
+    monkeypatch.setattr(shard_loop, "_LEFT_TO_OTHERS_S", 0.01)
+    (tmp_path / "full").mkdir()
+    work, other, jobs = Work(tmp_path / "full", 500, 100), Work(tmp_path, 100), Jobs(scene.delivery)
+    is_full, commit = True, shard_files.ShardFiles._commit
+
+    def refuse(files: shard_files.ShardFiles, path: Path, writer: PartWriter) -> ShardOutcome:
+        if is_full and "/full/" in files._task.url:
+            raise StoreUnavailable("there is no space left")
+        return commit(files, path, writer)
+
+    monkeypatch.setattr(shard_files.ShardFiles, "_commit", refuse)
+    await scene.model()
+    await scene.worker()
+    await work.submit(scene)
+
+    async def reason() -> str:
+        record = await jobs.get(JOB)
+        return record.put_off if record else ""
+
+    async def is_told() -> bool:
+        return bool(await reason())
+
+    await eventually(is_told, description="the reason in the record")
+    await submit_job(scene.delivery, other.spec, other.shards, job_id="other")
+    assert await outcomes(scene.delivery, 1, job_id="other") == [ShardOutcome(0, 100)]
+    assert await reason() == "there is no space left"
+    assert "a shard waits: there is no space left" in [line.text for line in await jobs.log(JOB)]
+    is_full = False
+
+    work.check(await outcomes(scene.delivery, 5))
+    assert not await reason()
+    await scene.stop()
+    assert (await scene.store.stats("stub", 1))[stats.JOB_ROWS_SCORED] == 600
 
 
 async def test_a_lost_lease_ends_the_run(scene: InlineWorkers, tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ def everything() -> tuple[GatewayTally, Snapshot]:
         energy_j=9.0,
     )
     fields = dict(busy_snapshot.stats["m", 1]) | {"job_rows_done": 7, "job_rows_failed": 2, "redeliveries": 1}
+    fields |= {"job_put_off:store_unavailable": 3}
     fields |= {"label_queued": 9, "label_pushed": 2, "label_failed:refused": 1}
     fields |= {"cache_hit_count": 2, "cache_hit_ns": 9000, "cache_miss_count": 1, "cache_miss_ns": 4000}
     publishing = PublishTally()
@@ -284,6 +285,7 @@ def test_what_workers_and_queues_tell() -> None:
     assert value(catalogue.SLO_TARGET, **model) == 0.99
     assert value(catalogue.JOB_ROWS, outcome="done", **model) == 7
     assert value(catalogue.JOB_ROWS, outcome="failed", **model) == 2
+    assert value(catalogue.JOB_PUT_OFF, reason="store_unavailable", **model) == 3
     assert value(catalogue.DEAD_LETTERS, **model) == 2
     assert value(catalogue.DEAD_LETTERS, model="m", version="") == 1
     assert value(catalogue.SEQUENCES_OPEN, model="m") == 5

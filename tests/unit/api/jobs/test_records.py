@@ -30,6 +30,13 @@ def record(**fields: object) -> JobRecord:
     return JobRecord(**{**known, **fields})  # type: ignore[arg-type]  # a table of fields
 
 
+def test_a_shard_that_is_put_off_tells_why_the_job_waits() -> None:
+    """Unless the whole job waits for something else, or is over."""
+    assert shown_job(record(put_off="full"), 100.0).waiting == "full"
+    assert shown_job(record(put_off="full", waiting="no worker"), 100.0).waiting == "no worker"
+    assert shown_job(record(put_off="full", state="cancelled"), 100.0).waiting is None
+
+
 # --- ids ---
 
 

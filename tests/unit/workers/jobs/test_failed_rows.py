@@ -18,7 +18,7 @@ from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import Outcome
 from qinfer_workers.jobs.documents import write_manifest
-from qinfer_workers.jobs.scoring.context import PutOff
+from qinfer_workers.jobs.scoring.context import Abandoned
 from tests.unit.workers.jobs.test_shard_run import Ground, Model, one_shard
 
 
@@ -96,8 +96,10 @@ async def test_failed_rows_are_those_of_the_attempt_whose_part_is_there(tmp_path
     """An attempt that failed other rows ends before its part is there: its failed rows do not count, and are moved."""
     ground, (shard, spec) = Ground(tmp_path, Model()), splitting(tmp_path, format_, 100)
     ground.model.bad = {5.0, 6.0}
-    with pytest.raises(PutOff):
-        await ground.run(shard, spec, store_for=lambda _: NoParts()).run()
+    first = ground.run(shard, spec, store_for=lambda _: NoParts())
+    first.on_delay = lambda _: first.stop()
+    with pytest.raises(Abandoned):
+        await first.run()
     ground.model.bad = {7.0}
 
     outcome = await ground.run(shard, spec, is_again=True).run()

@@ -39,7 +39,7 @@ from qinfer.tensors import from_numpy
 from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.loader import Loaded
-from qinfer_workers.jobs.scoring import scoring
+from qinfer_workers.jobs.scoring import scoring, shard_files
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
 from qinfer_workers.jobs.scoring.chunks import Chunk
@@ -651,6 +651,37 @@ async def test_a_part_is_not_written_through_a_link_out_of_what_was_granted(tmp_
     assert not list((tmp_path / "other").iterdir())
 
 
+class FullStore(LocalStore):
+    """Has no space for a part the first times."""
+
+    def __init__(self, fails: int) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def commit_if_absent(self, local: Path, url: str) -> Outcome:
+        self.fails -= 1
+        if self.fails >= 0:
+            raise StoreUnavailable(f"there is no space left for '{url}'")
+        return super().commit_if_absent(local, url)
+
+
+async def test_a_scored_part_whose_store_is_full_is_committed_later_and_not_scored_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_files, "_FIRST_COMMIT_S", 0.001)
+    ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 100)
+    store, reasons = FullStore(3), list[str]()
+    run = ground.run(shard, spec, store_for=lambda _: store)
+    run.on_delay = lambda error: reasons.append(error.message)
+
+    outcome = await run.run()
+
+    assert outcome == ShardOutcome(0, 100, 0)
+    assert sum(ground.model.sizes) == 100
+    assert reasons == [f"there is no space left for '{spec.output.url}/{shard.part}'"] * 3
+    assert not ground.left()
+
+
 class LostStore(LocalStore):
     """Fails where a part would be committed: what was written before stays."""
 
@@ -665,8 +696,10 @@ async def test_an_attempt_that_ends_before_its_part_is_there_does_not_count(tmp_
     shard = msgspec.structs.replace(whole, part=f"part-00000.{format_}")
     spec = msgspec.structs.replace(spec, output=Output(spec.output.url, format_))
     ground.model.bad = {5.0}
-    with pytest.raises(PutOff):
-        await ground.run(shard, spec, store_for=lambda _: LostStore()).run()
+    first = ground.run(shard, spec, store_for=lambda _: LostStore())
+    first.on_delay = lambda _: first.stop()
+    with pytest.raises(Abandoned):
+        await first.run()
     ground.model.bad = ()
 
     outcome = await ground.run(shard, spec, is_again=True).run()

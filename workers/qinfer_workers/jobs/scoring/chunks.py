@@ -194,6 +194,11 @@ class Chunks:
             self._changed.notify_all()
         self._on_work()
 
+    def wait_stopped(self, longest_s: float) -> bool:
+        """Waits for a `stop`, so long at most; returns whether there was one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_stopped, longest_s)
+
     @property
     def has_work(self) -> bool:
         """Whether there is anything to take."""

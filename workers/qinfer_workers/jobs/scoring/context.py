@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from qinfer.core.clock import ServerClock
 from qinfer.core.settings import StoreSettings
+from qinfer.errors import ErrorCode, QinferError
 from qinfer.jobs.plan import ShardTicket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
@@ -61,6 +62,7 @@ class Slots:
     def __init__(self) -> None:
         self._count = 0
         self._alone = asyncio.Lock()
+        self._waiting: dict[object, Callable[[], None]] = {}
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -82,6 +84,15 @@ class Slots:
         self._empty.clear()
         return True
 
+    def on_suspect(self, holder: object, stop: Callable[[], None] | None) -> None:
+        """Has a shard that waits for its store stopped when a suspect is to be alone; `None` = it waits no more."""
+        if stop is None:
+            self._waiting.pop(holder, None)
+        elif self._alone.locked():
+            stop()
+        else:
+            self._waiting[holder] = stop
+
     def give_back(self) -> None:
         """Gives a slot back."""
         self._count -= 1
@@ -92,6 +103,8 @@ class Slots:
     async def alone(self) -> AsyncIterator[None]:
         """Waits until all slots are free, and keeps others from taking one until the end."""
         async with self._alone:
+            for stop in list(self._waiting.values()):
+                stop()
             await self._empty.wait()
             yield
             await self._empty.wait()
@@ -164,7 +177,21 @@ class ShardContext:
 
 
 class PutOff(Exception):
-    """A shard can't be run now: a store, the broker or a called model is away. The text says why."""
+    """A shard can't be run now: a store, the broker or a called model is away. The text says why.
+
+    Args:
+        text: See above.
+        code: The kind of the reason, for the metric.
+    """
+
+    def __init__(self, text: str, code: ErrorCode = ErrorCode.MODEL_NOT_READY) -> None:
+        super().__init__(text)
+        self.code = code
+
+    @classmethod
+    def by(cls, error: QinferError) -> "PutOff":
+        """Returns what puts a shard off because of an error."""
+        return cls(error.message, error.code)
 
 
 class Abandoned(Exception):

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from qinfer.core.retry import Backoff
 from qinfer.core.store_urls import Grant, is_below
-from qinfer.errors import Conflict, ErrorCode, StoreNotFound, StoreUnavailable
+from qinfer.errors import Conflict, ErrorCode, QinferError, StoreNotFound, StoreUnavailable
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.outputs import OutputColumns
 from qinfer.jobs.columns.row_errors import BAD_FILE, RowErrors
@@ -44,6 +45,8 @@ _STREAMED_ROWS = 64
 _STREAMED_SHARE = 16
 _GROWTH = 8
 _COMMITS = 5
+_FIRST_COMMIT_S = 1.0
+_LAST_COMMIT_S = 30.0
 _turnstile = threading.Lock()
 
 
@@ -114,9 +117,11 @@ class ShardFiles:
 
     Attributes:
         faults: What of the inputs can't be read, in words, where the job skips it.
+        on_delay: Called in a thread whenever the scored part can't be committed now, with the error.
     """
 
     def __init__(self, task: Task) -> None:
+        self.on_delay: Callable[[QinferError], None] = lambda _: None
         self.faults: dict[str, None] = {}
         self._task = task
         self._outputs: OutputColumns | None = None
@@ -186,8 +191,10 @@ class ShardFiles:
     def write(self, chunks: Chunks) -> ShardOutcome | None:
         """Writes the scored rows, and commits the part; `None` if the chunks were stopped.
 
+        A part that is scored is kept while the store is away or full: only its commit is tried again.
+
         Raises:
-            QinferError: A store fails.
+            QinferError: The store refuses the part.
             TooManyFailed: See there; nothing was committed.
             OSError: The spool folder can't be written.
         """
@@ -209,7 +216,7 @@ class ShardFiles:
                 if chunks.is_stopped:
                     writer.abort()
                     return None
-            return self._commit(path, writer)
+            return self._commit_at_last(path, writer, chunks)
         finally:
             writer.delete()
 
@@ -225,6 +232,19 @@ class ShardFiles:
                 )
             chunks.written()
             chunk = chunks.next_scored()
+
+    def _commit_at_last(self, path: Path, writer: PartWriter, chunks: Chunks) -> ShardOutcome | None:
+        """Commits the part as soon as its store takes it; `None` if the chunks were stopped before."""
+        backoff = Backoff(_FIRST_COMMIT_S, _LAST_COMMIT_S)
+        while True:
+            try:
+                return self._commit(path, writer)
+            except QinferError as error:
+                if not error.retryable:
+                    raise
+                self.on_delay(error)
+            if chunks.wait_stopped(backoff.next_s()):
+                return None
 
     def _commit(self, path: Path, writer: PartWriter) -> ShardOutcome:
         """Commits the part; where one is already that is whole, that one counts."""

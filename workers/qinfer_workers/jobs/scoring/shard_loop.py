@@ -8,8 +8,10 @@ hoarded that an idle worker could run.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from qinfer.core.retry import Backoff, OutageLog, pause_s
@@ -17,7 +19,7 @@ from qinfer.errors import BrokerUnavailable, CorruptEntry, ErrorCode, QinferErro
 from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import ShardTicket, decode_ticket
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
-from qinfer.observe.stats import DEAD_LETTERS, ROWS_DONE, ROWS_FAILED
+from qinfer.observe.stats import DEAD_LETTERS, PUT_OFF, ROWS_DONE, ROWS_FAILED
 from qinfer.queue.entries import Lane, Lease
 from qinfer_workers.inference.tracing import ShardPlace
 from qinfer_workers.jobs.scoring.context import Abandoned, HeldShard, MakeRun, PutOff, ShardContext
@@ -61,11 +63,14 @@ class JobRests:
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
+        self._delayed: Counter[str] = Counter()
         self._jobs: dict[str, tuple[float, int]] = {}
         """Job → when its rest ends, and how often in a row its shards could not be run."""
 
     def left_s(self, job_id: str) -> float:
-        """Returns how long a job is to rest yet; 0 = it need not."""
+        """Returns how long a job is to rest yet; 0 = it need not. It rests while a scored part can't be committed."""
+        if self._delayed[job_id]:
+            return _LAST_REST_S
         return max(self._jobs.get(job_id, (0.0, 0))[0] - self._now_s(), 0.0)
 
     def begin(self, job_id: str, tried_s: float) -> None:
@@ -74,6 +79,10 @@ class JobRests:
         self._jobs = {job: rest for job, rest in self._jobs.items() if rest[0] + _LAST_REST_S > now_s}
         count = self._jobs.get(job_id, (0.0, 0))[1] + 1
         self._jobs[job_id] = now_s + max(pause_s(count, _FIRST_REST_S, _LAST_REST_S), tried_s), count
+
+    def delay(self, job_id: str, count: int) -> None:
+        """Counts the parts of a job that are scored and can't be committed now; -1 = one can, or is lost."""
+        self._delayed += Counter({job_id: count})  # leaves out what is not above zero
 
     def end(self, job_id: str) -> None:
         """Takes note that a shard of a job was run."""
@@ -93,16 +102,18 @@ class ShardTask:
 
     Attributes:
         free: Set when the next shard may begin: the model has no more to do for this one, or will have in a moment.
+        left: Set when the shard has ended, or its scored part waits for its store: shards of other jobs go on.
     """
 
     def __init__(self, context: ShardContext, lease: Lease, make_run: MakeRun, rests: JobRests) -> None:
-        self.free = asyncio.Event()
+        self.free, self.left = asyncio.Event(), asyncio.Event()
         self._context = context
         self._lease = lease
         self._make_run = make_run
         self._rests = rests
         self._shard_run: ShardRun | None = None
         self._reported: ShardTicket | None = None
+        self._delay = ""
         self._held = HeldShard(lease, context.delivery.clock.now_s() + STALLED_S)
         self._outage = OutageLog(logger, "shard not finished, trying again", "shards are finished again")
 
@@ -124,6 +135,7 @@ class ShardTask:
         finally:
             self._context.keeper.drop([self._held])
             self.free.set()
+            self.left.set()
 
     async def _run_or_drop(self) -> None:
         jobs, lease = self._context.jobs, self._lease
@@ -141,7 +153,7 @@ class ShardTask:
         try:
             record = await self._insist(lambda: jobs.get(job_id))
         except CorruptEntry as error:
-            await self._put_off(job_id, index, error.message)
+            await self._put_off(ticket, PutOff.by(error))
             return
         if record is None or record.state not in (JobState.RUNNING, JobState.PLANNING):
             await self._insist(lambda: jobs.drop_shard(job_id, lease, index))
@@ -156,14 +168,29 @@ class ShardTask:
         try:
             await self._run_through(ticket, record)
         except PutOff as error:
-            await self._put_off(record.id, ticket.shard.index, str(error), time.monotonic() - began_s)
+            await self._put_off(ticket, error, time.monotonic() - began_s)
         else:
             self._rests.end(record.id)
 
-    async def _put_off(self, job_id: str, index: int, reason: str, took_s: float = 0.0) -> None:
-        logger.warning("shard put off", extra={"job": job_id, "shard": index, "reason": reason})
-        self._rests.begin(job_id, took_s)
-        await self._release(self._rests.left_s(job_id))
+    async def _put_off(self, ticket: ShardTicket, error: PutOff, took_s: float = 0.0) -> None:
+        self._note_put_off(ticket, str(error), error.code)
+        self._rests.begin(ticket.job_id, took_s)
+        self._reported, self._delay = ticket, str(error)
+        await self._release(self._rests.left_s(ticket.job_id))
+
+    def _note_put_off(self, ticket: ShardTicket, reason: str, code: ErrorCode) -> None:
+        lane, about = self._lease.entry.lane, {"job": ticket.job_id, "shard": ticket.shard.index, "reason": reason}
+        logger.warning("shard put off", extra=about)
+        self._context.counts.add(lane.model, lane.version, PUT_OFF + code)
+
+    def _delayed(self, ticket: ShardTicket, run: "ShardRun", error: QinferError) -> None:
+        """Takes note that the part is scored and can't be committed now; the model goes on with other jobs."""
+        self._note_put_off(ticket, error.message, error.code)
+        if not self._delay:
+            self._rests.delay(ticket.job_id, 1)
+            self._context.slots.on_suspect(self, run.stop)
+        self._delay = error.message
+        self.left.set()
 
     async def _give_up(self, ticket: ShardTicket) -> None:
         jobs, shard = self._context.jobs, ticket.shard
@@ -180,6 +207,7 @@ class ShardTask:
         jobs, lease = self._context.jobs, self._lease
         run = self._shard_run = await self._make_run(self._held, ticket, record, self.free)
         self._held.on_lost = run.stop
+        run.on_delay = partial(self._delayed, ticket, run)
         if self._held.lost:
             run.stop()
         watch = asyncio.create_task(self._watch(run, ticket))
@@ -187,6 +215,10 @@ class ShardTask:
             outcome = await self._recorded(run, ticket, record)
         finally:
             watch.cancel()
+            if self._delay:
+                self._rests.delay(record.id, -1)
+                self._context.slots.on_suspect(self, None)
+                self._delay = ""
             self.free.set()
             self._note_executions(run)
         if self._held.lost:
@@ -251,7 +283,7 @@ class ShardTask:
                     return
 
     async def _report(self, ticket: ShardTicket, rows: int) -> bool:
-        return await self._context.jobs.report(ticket.job_id, self._lease, ticket.shard.index, rows)
+        return await self._context.jobs.report(ticket.job_id, self._lease, ticket.shard.index, rows, self._delay)
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeats a step in the queue while the broker is away.
@@ -300,6 +332,7 @@ class ShardLoop:
         self._rests = JobRests()
         self._outage = OutageLog(logger, "no shards fetched", "shards are fetched again")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._shards: set[ShardTask] = set()
 
     async def run(self) -> None:
         """Serves until cancelled."""
@@ -353,13 +386,14 @@ class ShardLoop:
     async def _start(self, lease: Lease) -> None:
         """Runs a shard that is held; returns when it is scored in a moment, and the one before has ended."""
         shard = ShardTask(self._context, lease, self._make_run, self._rests)
-        before = list(self._tasks)
+        before = list(self._shards)
+        self._shards.add(shard)
         task = asyncio.create_task(self._run_task(shard))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         await shard.free.wait()
-        if before:
-            await asyncio.wait(before)
+        for one in before:
+            await one.left.wait()
 
     async def _run_task(self, shard: ShardTask) -> None:
         try:
@@ -367,6 +401,7 @@ class ShardLoop:
         except Exception:  # the loop boundary: the lease will end, and count as an execution
             logger.exception("shard task failed")
         finally:
+            self._shards.discard(shard)
             self._context.slots.give_back()
         # It holds the run; and shards that follow one another use the same memory again.
         del shard

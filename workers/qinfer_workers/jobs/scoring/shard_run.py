@@ -8,7 +8,7 @@ The event loop only gives out turns; rows never pass through it.
 import asyncio
 import ctypes
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from qinfer.batching.batcher import Batcher, LoadedModel
-from qinfer.errors import Cancelled, DeliveryError, QinferError
+from qinfer.errors import Cancelled, DeliveryError, ErrorCode, QinferError
 from qinfer.jobs.job import decode_spec
 from qinfer.jobs.plan import PlanHead, ShardTicket, decode_plan_head
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, granted
@@ -58,6 +58,7 @@ class ShardRun:
 
     Attributes:
         is_stuck: It was cancelled, and an execution of it did not end in time.
+        on_delay: Called on the event loop whenever its part is scored and can't be committed now, with the error.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class ShardRun:
         self._is_again = is_again
         self._ensemble = ensemble
         self.is_stuck = False
+        self.on_delay: Callable[[QinferError], None] = lambda _: None
+        files.on_delay = lambda error: self._call(self._delayed, error)
 
     @property
     def rows_scored(self) -> int:
@@ -109,8 +112,15 @@ class ShardRun:
             self._ensemble.stop()
 
     def _set(self, event: asyncio.Event) -> None:
+        self._call(event.set)
+
+    def _call(self, what: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(event.set)
+            self._loop.call_soon_threadsafe(what, *arguments)
+
+    def _delayed(self, error: QinferError) -> None:
+        self._purpose.progress()
+        self.on_delay(error)
 
     async def run(self) -> ShardOutcome:
         """Runs the shard; cancelled, it stops at the next batch, and ends once it has the model's instances back.
@@ -128,10 +138,11 @@ class ShardRun:
             return self._files.failed(str(error), error.failed_rows)
         except QinferError as error:
             if error.retryable or isinstance(error, DeliveryError | Cancelled):
-                raise PutOff(error.message) from error
+                raise PutOff.by(error) from error
             return self._files.failed(error.message)
         except OSError as error:
-            raise PutOff(f"the part can't be written to the spool folder: {error.strerror}") from error
+            text = f"the part can't be written to the spool folder: {error.strerror}"
+            raise PutOff(text, ErrorCode.STORE_UNAVAILABLE) from error
         except (PutOff, Abandoned):
             raise
         except Exception:  # the boundary to the files' libraries
@@ -249,7 +260,7 @@ async def make_run(
     try:
         spec, head, grant = decode_spec(record.spec), decode_plan_head(record.head), granted(record, served.stores)
     except QinferError as error:
-        raise PutOff(error.message) from error
+        raise PutOff.by(error) from error
     model, model_hash, ensemble = served.batcher.model, served.loaded.hash_like(head.model_hash), None
     if model.spec.steps:
         ensemble, model_hash = await _ensemble_of(served, model, head), head.model_hash
@@ -299,7 +310,7 @@ async def _ensemble_of(served: Served, model: LoadedModel, head: PlanHead) -> En
         await served.ensembles.caller.follow()
         planned = await served.ensembles.planner.again(head.executes)
     except QinferError as error:
-        raise PutOff(error.message) from error
+        raise PutOff.by(error) from error
     return EnsembleExecutor(model, planned, served.ensembles, served.clock)
 
 
