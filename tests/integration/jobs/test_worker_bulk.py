@@ -325,7 +325,10 @@ async def test_a_shard_that_keeps_killing_workers_is_given_up(scene: InlineWorke
     await scene.worker(**QUICK)
 
     (found,) = await outcomes(scene.delivery, 1)
-    assert (found.rows, found.failed_rows, found.error) == (20, 20, "the shard was given up: 3 executions did not end")
+    assert (found.rows, found.failed_rows) == (20, 20)
+    assert found.error == (
+        "the shard was given up: 3 executions did not end, as workers died or hung; `qinfer jobs resume` tries it again"
+    )
     assert not work.parts()
     assert await scene.delivery.depth(LANES) == [0, 0, 0]
 

@@ -175,7 +175,7 @@ async def test_a_row_that_crashes_workers_costs_its_shard_only(work: WorkerProce
         supervisor.cancel()
 
     assert (good, bad.failed_rows) == (ShardOutcome(1, job.shards[1].rows), job.shards[0].rows)
-    assert bad.error == "the shard was given up: 3 executions did not end"
+    assert bad.error.startswith("the shard was given up: 3 executions did not end")
     assert [path.name for path in job.output.iterdir()] == ["part-00001.parquet"]
     record = await record_of(work)
     assert record.rows_done + record.rows_failed == len(job.numbers)

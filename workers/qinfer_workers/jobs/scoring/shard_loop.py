@@ -195,7 +195,8 @@ class ShardTask:
     async def _give_up(self, ticket: ShardTicket) -> None:
         jobs, shard = self._context.jobs, ticket.shard
         logger.error("shard given up", extra={"job": ticket.job_id, "shard": shard.index})
-        text = f"the shard was given up: {self._lease.deliveries - 1} executions did not end"
+        tries = f"{self._lease.deliveries - 1} executions did not end"
+        text = f"the shard was given up: {tries}, as workers died or hung; `qinfer jobs resume` tries it again"
         outcome = ShardOutcome(shard.index, shard.rows, shard.rows, text)
         code = ErrorCode.INFERENCE_FAILED.value
         if await self._insist(lambda: jobs.bury_shard(ticket.job_id, self._lease, outcome, code)):
