@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from qinfer.jobs.rows.arrow_footer import END_BYTES
 from qinfer.jobs.rows.arrow_schema import MAX_METADATA_BYTES, SchemaTooLarge, check_schema_text
+from qinfer.jobs.rows.parquet_instants import ARROW_SCHEMA
 
 MAX_FOOTER_BYTES = 16 * 2**20
 MAX_PAGES = 100_000
@@ -25,7 +26,6 @@ _ITEMS = 100_000
 _SMALL_FOOTER_BYTES = 128 * 1024  # can't take too much memory
 _ITEM_BYTES = (200, 800)  # of a schema element or row group, of a column chunk; about what Arrow takes for each
 _INNER_ITEM_BYTES = 32
-_ARROW_SCHEMA = b"ARROW:schema"  # a key of the footer's `key_value_metadata`
 _NEXT_IS_BINARY, _STOP = b"\x18", b"\0"
 _LONG_TEXT = 4096
 _TAIL = struct.Struct("<I4s")
@@ -155,16 +155,16 @@ def _check_metadata(footer: bytes) -> None:
 def _arrow_schemas(footer: bytes) -> list[bytes] | None:
     """Returns the Arrow schemas of a footer; `None` = a value may not be behind its key, where all writers write it."""
     found = []
-    place = footer.find(_ARROW_SCHEMA)
+    place = footer.find(ARROW_SCHEMA)
     while place >= 0:
-        place += len(_ARROW_SCHEMA)
+        place += len(ARROW_SCHEMA)
         if footer[place : place + 1] != _NEXT_IS_BINARY:
             return None
         size, begin = varint(footer, place + 1)
         if footer[begin + size : begin + size + 1] != _STOP:
             return None
         found.append(footer[begin : begin + size])
-        place = footer.find(_ARROW_SCHEMA, place)
+        place = footer.find(ARROW_SCHEMA, place)
     return found
 
 

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from qinfer.jobs.plan import Range
+from qinfer.jobs.rows.parquet_instants import INT96, arrow_schema, exact
 from qinfer.jobs.rows.parquet_levels import RowLengths
 from qinfer.jobs.rows.parquet_pages import ChunkPages, ReadAt, data_pages, read_metadata, read_pages
 from qinfer.jobs.rows.source import SourceBroken
@@ -34,7 +35,7 @@ _FETCHED_BYTES = 96 * 2**20  # the largest row group, compressed, that is fetche
 _THREADS = 16
 _PEEKED_ROWS = 1024
 
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, INT96: 24}  # INT96 is read twice
 _LEVELS_BYTES = 4
 _TEXT_BYTES = 16  # an entry of a decoder's dictionary: pointer and length
 _INDEX_BYTES = 48  # an entry of a dictionary that is built anew, with its hash
@@ -118,8 +119,9 @@ class ParquetGroups:
         self._content, self._names, self._url, self._far = content, list(names), url, far
         self._rows_bytes, self._page_bytes = rows_bytes, page_bytes
         self._metadata = read_metadata(content)
-        self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
+        self.schema: pa.Schema = arrow_schema(content, self._metadata)
         self._leaves = _leaves(self._metadata, self._names)
+        self._int96 = _int96(self._metadata, self._names, self._leaves)
         groups = [self._metadata.row_group(group).total_byte_size for group in range(self._metadata.num_row_groups)]
         largest = self._stored_bytes(groups.index(max(groups))) if groups else 0
         self._fetched = far and largest <= _FETCHED_BYTES
@@ -137,20 +139,30 @@ class ParquetGroups:
         reading = self._reading(group)
         file = self._open(reading.indices)
         has_indices = any("dictionary<" in str(kind) for kind in file.schema_arrow.types)
+        instants = self._open((), "us").iter_batches(reading.rows, [group], self._int96, use_threads=False)
         for record in file.iter_batches(reading.rows, [group], self._names, use_threads=False):
             if has_indices:
                 record.validate(full=True)  # pyarrow does not see that an index has no value
-            yield record
+            yield self._exact(record, next(instants)) if self._int96 else record
 
     def close(self) -> None:
         """Closes the file."""
         self._content.close()
 
-    def _open(self, indices: Sequence[str]) -> pq.ParquetFile:
+    def _exact(self, record: pa.RecordBatch, coarse: pa.RecordBatch) -> pa.RecordBatch:
+        columns, problem = exact(record.select(coarse.schema.names), coarse, self.schema)
+        if problem:
+            raise SourceBroken(f"'{self._url}': {problem}")
+        for name, column in columns.items():
+            record = record.set_column(record.schema.get_field_index(name), name, column)
+        return record
+
+    def _open(self, indices: Sequence[str], unit: str | None = None) -> pq.ParquetFile:
         return pq.ParquetFile(
             self._content,
             metadata=self._metadata,
             read_dictionary=list(indices) or None,
+            coerce_int96_timestamp_unit=unit,
             pre_buffer=self._fetched,
             buffer_size=0 if self._fetched else _buffer_bytes(len(self._leaves), far=self._far),
         )
@@ -274,13 +286,19 @@ def _read_at(content: Any) -> ReadAt:
 def _leaves(metadata: Any, names: Sequence[str]) -> list[int]:
     """Returns the numbers of the leaf columns that columns and fields of structs are made of."""
     wanted = set(names)
-    found = []
-    for leaf in range(metadata.num_columns):
-        path = metadata.schema.column(leaf).path
-        parts = path.split(".")  # names may have dots, too
-        if any(".".join(parts[: end + 1]) in wanted for end in range(len(parts))):
-            found.append(leaf)
-    return found
+    return [leaf for leaf in range(metadata.num_columns) if wanted.intersection(_prefixes(metadata, leaf))]
+
+
+def _int96(metadata: Any, names: Sequence[str], leaves: Sequence[int]) -> list[str]:
+    """Returns the columns and fields of structs that have leaf columns of INT96 in them."""
+    found = [_prefixes(metadata, leaf) for leaf in leaves if metadata.schema.column(leaf).physical_type == INT96]
+    return [name for name in names if any(name in prefixes for prefixes in found)]
+
+
+def _prefixes(metadata: Any, leaf: int) -> set[str]:
+    """Returns what a column or a field of a struct that has a leaf column may be called; names may have dots, too."""
+    parts = metadata.schema.column(leaf).path.split(".")
+    return {".".join(parts[: end + 1]) for end in range(len(parts))}
 
 
 def _buffer_bytes(columns: int, *, far: bool) -> int:

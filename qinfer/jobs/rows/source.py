@@ -14,6 +14,7 @@ from qinfer.jobs.job import InputFormat
 from qinfer.jobs.plan import Cut
 from qinfer.jobs.rows.arrow_footer import batch_rows, open_arrow
 from qinfer.jobs.rows.json_fields import Mixed
+from qinfer.jobs.rows.parquet_instants import arrow_schema
 from qinfer.jobs.rows.parquet_pages import read_metadata
 from qinfer.jobs.rows.text_rows import OnBlock, read_through, text_schema
 from qinfer.jobs.rows.text_streams import COMPRESSED_EXTENSIONS, NotText, TextFormat, check_text, open_stream
@@ -220,7 +221,7 @@ def _read_names(schema: pa.Schema) -> None:
 def _parquet(content: BinaryIO) -> Footer:
     metadata = read_metadata(content)
     groups = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-    return Footer(metadata.schema.to_arrow_schema(), sum(groups), groups)
+    return Footer(arrow_schema(content, metadata), sum(groups), groups)
 
 
 def _arrow(content: BinaryIO, file: Stat, *, columns_only: bool) -> Footer:

@@ -1,0 +1,91 @@
+"""Timestamps of Parquet's deprecated type INT96, which Spark, Hive and Impala write: read as they are, or refused.
+
+INT96 has nanoseconds of any day, and pyarrow reads it as 64 bits of nanoseconds, which end in 2262: a later day becomes
+an earlier one without a word. Here such a column is of microseconds, unless its file was written from Arrow nanoseconds
+(`ARROW:schema` in the footer says so). Each batch is read in both units, which shows the values that one of them lacks.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from qinfer.errors import CorruptEntry
+from qinfer.jobs.columns.schemas import decode_schema
+
+INT96 = "INT96"
+ARROW_SCHEMA = b"ARROW:schema"
+"""The key of a footer's notes under which Arrow keeps the columns that it has written."""
+
+_NS_IN_US = 1000
+_MOST_US = (2**63 - 1) // _NS_IN_US
+
+
+def arrow_schema(content: Any, metadata: pq.FileMetaData) -> pa.Schema:
+    """Returns the columns of a Parquet file; those of INT96 in the unit that has their values."""
+    schema = metadata.schema.to_arrow_schema()
+    if not any(metadata.schema.column(leaf).physical_type == INT96 for leaf in range(metadata.num_columns)):
+        return schema
+    coarse = pq.ParquetFile(content, metadata=metadata, coerce_int96_timestamp_unit="us").schema_arrow
+    written = _written(metadata)
+    for number, field in enumerate(coarse):
+        if field.type != schema.field(number).type and not _has_nanoseconds(written, field.name):
+            schema = schema.set(number, field)
+    return schema
+
+
+def exact(fine: pa.RecordBatch, coarse: pa.RecordBatch, schema: pa.Schema) -> tuple[dict[str, pa.Array], str]:
+    """Compares rows that were read as nanoseconds and as microseconds.
+
+    Args:
+        fine: The columns with INT96 in them, read as nanoseconds.
+        coarse: The same columns, read as microseconds.
+        schema: The file's columns, of `arrow_schema`.
+
+    Returns:
+        The columns in their units, and what is wrong with one of them; empty = nothing.
+    """
+    columns = {}
+    for name in fine.schema.names:
+        is_fine = _has_nanoseconds(schema, name)
+        columns[name] = (fine if is_fine else coarse).column(name)
+        for ns, us in zip(_instants(fine.column(name)), _instants(coarse.column(name)), strict=True):
+            if is_fine and len(us) and np.abs(us).max() > _MOST_US:
+                return {}, f"column '{name}' has INT96 timestamps beyond the years 1678 to 2261, and its type says ns"
+            if not is_fine and (us * _NS_IN_US != ns).any():  # both overflow alike
+                return {}, (
+                    f"column '{name}' has INT96 timestamps with parts of a microsecond; write the column as "
+                    "timestamps of nanoseconds that are INT64"
+                )
+    return columns, ""
+
+
+def _written(metadata: pq.FileMetaData) -> pa.Schema:
+    """Returns the Arrow columns that a file was written from; none where the file does not say it."""
+    text = (metadata.metadata or {}).get(ARROW_SCHEMA, b"")
+    with suppress(CorruptEntry, UnicodeDecodeError):
+        return decode_schema(text.decode())
+    return pa.schema([])
+
+
+def _has_nanoseconds(schema: pa.Schema, name: str) -> bool:
+    number = schema.get_field_index(name)
+    return number >= 0 and "timestamp[ns" in str(schema.field(number).type)
+
+
+def _instants(array: pa.Array) -> Iterator[npt.NDArray[np.int64]]:
+    """Yields the timestamps within a column, as numbers, without nulls."""
+    if pa.types.is_timestamp(array.type):
+        yield array.drop_null().cast(pa.int64()).to_numpy()
+    elif pa.types.is_map(array.type):
+        yield from _instants(array.keys)
+        yield from _instants(array.items)
+    elif pa.types.is_struct(array.type):
+        for inner in array.flatten():
+            yield from _instants(inner)
+    elif pa.types.is_nested(array.type):
+        yield from _instants(array.flatten())
