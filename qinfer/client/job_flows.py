@@ -42,8 +42,8 @@ class JobOptions(TypedDict, total=False):
         format: Output format: `parquet`, `arrow`, `csv` or `jsonl`.
         input_format: `parquet`, `arrow`, `csv` or `jsonl`; by default by file extension.
         input_compression: `gzip`, `zstd`, `bz2` or `none`, of CSV and JSON lines; by default by file extension.
-        csv: The form of CSV inputs: `{"delimiter": ";", "quote": "'", "decimal_point": ",", "encoding": "latin-1",
-            "header": False, "column_names": […]}`, or some of these.
+        csv: The form of CSV inputs: `{"delimiter": ";", "quote": "'", "escape": "none", "decimal_point": ",",
+            "encoding": "latin-1", "header": False, "column_names": […]}`, or some of these.
         columns: Input tensor → its column, a list of scalar columns that are its elements, or
             `{"columns": […], "shape": […], "null": …}`; by default the column has the tensor's name.
         tensors: The output tensors to ask for and to write; by default all.

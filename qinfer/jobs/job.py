@@ -51,6 +51,8 @@ MAX_DEADLINE_S = 365 * 86400.0
 MAX_PARALLEL = 10_000
 
 UTF_8 = "utf-8"
+NO_ESCAPE = "none"
+"""`csv.escape` of files in which two quotes stand for one."""
 
 ENCODINGS = frozenset(
     codecs.lookup(name).name
@@ -159,12 +161,15 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.format + {"gzip": ".gz", "zstd": ".zst"}.get(self.compression, "")
 
 
-class Csv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Csv(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The form of CSV inputs.
 
     Attributes:
         delimiter: The character between two values.
         quote: The character around values that hold delimiters or line ends, two within for one; empty = there is none.
+        escape: The character before a quote within quotes, and before itself there, a backslash in files of Spark; it
+            means itself outside quotes. `none` = two quotes stand for one; empty = the same, unless the first file shows
+            a backslash.
         decimal_point: The character before the fraction of a number.
         encoding: The encoding of the text, such as utf-8, latin-1, windows-1252 or utf-16.
         header: Whether the first row names the columns.
@@ -173,6 +178,7 @@ class Csv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     delimiter: str = ","
     quote: str = '"'
+    escape: str = ""
     decimal_point: str = "."
     encoding: str = UTF_8
     header: bool = True
@@ -258,7 +264,13 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The form of CSV inputs, its encoding by the one name that Python has for it."""
         if self.csv is msgspec.UNSET:
             return Csv()
-        return msgspec.structs.replace(self.csv, encoding=codecs.lookup(self.csv.encoding).name)
+        escape = "" if self.csv.escape == NO_ESCAPE else self.csv.escape
+        return msgspec.structs.replace(self.csv, encoding=codecs.lookup(self.csv.encoding).name, escape=escape)
+
+    def with_escape(self, escape: str) -> "JobSpec":
+        """Returns the job with the escape character that its CSV inputs have; empty = what it says already."""
+        given = Csv() if self.csv is msgspec.UNSET else self.csv
+        return msgspec.structs.replace(self, csv=msgspec.structs.replace(given, escape=escape)) if escape else self
 
     def columns_of(self, tensor: str) -> Columns:
         """Returns the columns of an input tensor: those that the job names, else the one of its name."""
@@ -393,10 +405,13 @@ def _check_output(output: Output) -> None:
 
 
 def _check_csv(csv: Csv) -> None:
-    for name in ("delimiter", "quote", "decimal_point"):
+    for name in ("delimiter", "quote", "escape", "decimal_point"):
         value = getattr(csv, name)
+        if name == "escape" and value in ("", NO_ESCAPE):
+            continue
         if not (name == "quote" and not value) and not (len(value) == 1 and value.isascii() and value not in "\r\n\0"):
             raise InvalidRequest(f"field 'csv.{name}' is '{shown(value)}'; one ASCII character that ends no line")
+    _check_escape(csv)
     if len({csv.delimiter, csv.quote, csv.decimal_point}) < 3:
         raise InvalidRequest("fields 'csv.delimiter', 'csv.quote' and 'csv.decimal_point' have to differ")
     try:
@@ -409,6 +424,15 @@ def _check_csv(csv: Csv) -> None:
     if csv.column_names and csv.header:
         raise InvalidRequest("field 'csv.column_names' is for \"header\": false only; a header names the columns")
     _check_names("csv.column_names", csv.column_names)
+
+
+def _check_escape(csv: Csv) -> None:
+    if csv.escape == csv.quote and csv.quote:
+        raise InvalidRequest("field 'csv.escape' is the quote, and two quotes stand for one without it; leave it out")
+    if csv.escape not in ("", NO_ESCAPE) and not csv.quote:
+        raise InvalidRequest("field 'csv.escape' is for values in quotes, and 'csv.quote' is empty; leave one out")
+    if csv.escape in (csv.delimiter, csv.decimal_point):
+        raise InvalidRequest("field 'csv.escape' has to differ from 'csv.delimiter' and 'csv.decimal_point'")
 
 
 def _check_columns(spec: JobSpec) -> None:

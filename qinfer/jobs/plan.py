@@ -414,18 +414,26 @@ class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
         schema: The inputs' columns, in the types that workers read them as (`schemas.decode_schema`).
         skipped: The input files that were left out.
         executes: As `Plan.executes`.
+        csv_escape: The escape character that CSV inputs have, as the first file shows it; empty = what the job says.
     """
 
     model_hash: str
     schema: str
     skipped: SkippedFiles = SkippedFiles()
     executes: tuple[Executed, ...] = ()
+    csv_escape: str = ""
 
 
 def encode_plan_head(plan: Plan) -> bytes:
     """Returns the head of a plan as JSON."""
     skipped = SkippedFiles(len(plan.skipped), plan.skipped[:SHOWN_FILES])
-    head = PlanHead(model_hash=plan.model_hash, schema=plan.schema, skipped=skipped, executes=plan.executes)
+    head = PlanHead(
+        model_hash=plan.model_hash,
+        schema=plan.schema,
+        skipped=skipped,
+        executes=plan.executes,
+        csv_escape=plan.spec.csv_form.escape,
+    )
     return msgspec.json.encode(head)
 
 

@@ -10,20 +10,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import NamedTuple
 
+import msgspec
 import pyarrow as pa
 
 from qinfer.core.store_urls import Grant
-from qinfer.errors import InvalidRequest
+from qinfer.errors import InvalidRequest, StoreDenied
 from qinfer.jobs.check import check, copied_columns
 from qinfer.jobs.columns.fields import Fields, replaced
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.schemas import common_type, encode_schema
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
 from qinfer.jobs.plan import PLAN_NAME, SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned, url_of
+from qinfer.jobs.rows.csv_quotes import guessed_escape
 from qinfer.jobs.rows.json_fields import MAX_FIELDS, Path, without
 from qinfer.jobs.rows.partitions import Partitions
 from qinfer.jobs.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
-from qinfer.jobs.rows.text_streams import PieceKeeper
+from qinfer.jobs.rows.text_streams import BLOCK_BYTES, InputForm, PieceKeeper, open_stream
 from qinfer.jobs.rows.text_types import TextTypes, joined, text_types, without_null
 from qinfer.jobs.shards import Pace, plan_shards, shard_sizes
 from qinfer.models.spec import ModelSpec
@@ -80,6 +82,7 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
     check_output(spec)
     files = find_files(spec.inputs, readable(grant).check, enough=ENOUGH_FILES, within_s=LISTING_S)
     format_ = common_format(files, spec)
+    spec = _with_escape(spec, files) if format_ == "csv" else spec
     types = text_types(spec, model)
     partitions = Partitions([file.url for file in files], spec, types)
     file, schema = first_schema(files, format_, spec, types)
@@ -92,6 +95,20 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
                 raise
             raise InvalidRequest(f"{error.message} (columns of '{file.url}')") from None
     return Examined(spec, tuple(files), format_, schema)
+
+
+def _with_escape(spec: JobSpec, files: Sequence[Stat]) -> JobSpec:
+    """Returns a job with the escape character that its first CSV file shows, where the job names none."""
+    form = InputForm.of(spec)
+    file = next((file for file in files[:_MOST_EMPTY] if file.size_bytes), None)
+    if file is None or (spec.csv is not msgspec.UNSET and spec.csv.escape):
+        return spec
+    try:
+        with store_for(file.url).open(file.url, sequential=False) as content:
+            head = open_stream(content, file.url, "csv", form).peek(BLOCK_BYTES)
+    except (pa.ArrowException, ValueError, OSError, StoreDenied):  # the file is to be read below, and says why
+        return spec
+    return spec.with_escape(guessed_escape(file.url, head, form.csv, is_whole=len(head) < BLOCK_BYTES))
 
 
 def estimate(job: Unplanned, pace: Pace, threads: int) -> Estimate:
@@ -207,6 +224,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
     spec, check_read = job.spec, readable(job.grant).check
     files = find_files(spec.inputs, check_read)
     format_ = common_format(files, spec)
+    spec = _with_escape(spec, files) if format_ == "csv" else spec
     columns = _CommonColumns(spec, job.model, format_)
     types = text_types(spec, job.model)
     partitions = Partitions([file.url for file in files], spec, types)

@@ -59,6 +59,14 @@ QuoteOption = Annotated[
     str | None,
     typer.Option("--quote", help="The character around values of CSV, '' if there is none; default: a double quote."),
 ]
+EscapeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--escape",
+        help="The character before quotes within values of CSV, such as \\ in files of Spark, or none; default: as the "
+        "first file shows.",
+    ),
+]
 DecimalPointOption = Annotated[
     str | None, typer.Option("--decimal-point", help="The character before the fraction of a number in CSV; default: .")
 ]
@@ -184,7 +192,7 @@ _OPTIONS = {
     "job_id": "id",
 }
 """Parameter of `submit` → the option of the job, where their names differ."""
-_OF_CSV = {"delimiter", "quote", "decimal_point", "encoding", "header", "column_names"}
+_OF_CSV = {"delimiter", "quote", "escape", "decimal_point", "encoding", "header", "column_names"}
 """Parameters of `submit` that are fields of `csv`."""
 _OTHERS = _OF_CSV | {
     "model",
@@ -230,6 +238,7 @@ def submit(
     input_compression: InputCompressionOption = "",
     delimiter: DelimiterOption = None,
     quote: QuoteOption = None,
+    escape: EscapeOption = None,
     decimal_point: DecimalPointOption = None,
     encoding: EncodingOption = None,
     header: HeaderOption = True,

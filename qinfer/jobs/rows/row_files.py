@@ -20,7 +20,7 @@ from qinfer.jobs.plan import Range
 from qinfer.jobs.rows.arrow_footer import BatchSizes, open_arrow
 from qinfer.jobs.rows.parquet_rows import ParquetGroups
 from qinfer.jobs.rows.source import FileFormat, SourceBroken
-from qinfer.jobs.rows.text_rows import located, open_text
+from qinfer.jobs.rows.text_rows import FAULT, CsvReader, open_text
 from qinfer.jobs.rows.text_streams import TextFormat, TextStream
 
 _CHUNKS = 6  # that a worker holds at once: three, as rows and as tensors
@@ -164,22 +164,22 @@ class TextRows:
     def __init__(
         self, content: TextStream, format_: TextFormat, wanted: Wanted, url: str, limits: Limits, csv: Csv
     ) -> None:
-        self._content, self._wanted, self._url, self._limits, self._csv = content, wanted, url, limits, csv
+        self._content, self._wanted, self._url, self._limits = content, wanted, url, limits
         self._reader = open_text(content, format_, wanted.nested, csv)
         self._read = iter(self._reader) if self._reader is not None else iter(())
-        self._begin = 0
         self._row = -1  # the first that was not read yet
 
     def batches(self, wanted: Range) -> Iterator[Rows]:
         """Reads a range that comes after those read before; see `RowFile`."""
         if self._row < 0:
-            self._row = self._begin = wanted.first_row - wanted.first_in_group
+            self._row = wanted.first_row - wanted.first_in_group
+            if isinstance(self._reader, CsvReader):
+                self._reader.lines += self._row
         skip = wanted.first_row - self._row
-        try:
-            for record in _within(self._read, skip, wanted.rows, self._url, self._put_back):
-                yield from _cut(pick(record, self._wanted.columns.names), self._limits.rows_bytes)
-        except pa.ArrowInvalid as error:
-            raise located(error, self._csv, self._begin) from None
+        for record in _within(self._read, skip, wanted.rows, self._url, self._put_back):
+            fault = (record.schema.metadata or {}).get(FAULT, b"").decode()
+            for rows in _cut(pick(record, self._wanted.columns.names), self._limits.rows_bytes):
+                yield rows._replace(fault=fault)
         self._row = wanted.first_row + wanted.rows
 
     def _put_back(self, rest: pa.RecordBatch) -> None:

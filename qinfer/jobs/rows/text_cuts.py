@@ -34,7 +34,10 @@ def row_blocks(text: _Readable, format_: Literal["csv", "jsonl"], csv: Csv, bloc
     rest = b""
     while block := text.read(block_bytes):
         rows = rest + block
-        end = _quoted_end(rows, csv) if quote and quote in rows else _last_end(rows)
+        if not (quote and quote in rows):
+            end = _last_end(rows)
+        else:
+            end = _end_of(_rows(csv).match(rows)) if csv.escape else _quoted_end(rows, csv)
         if not end and len(rows) > block_bytes:
             raise pa.ArrowInvalid(f"a line is longer than {block_bytes} bytes, or a quote in it does not end")
         if end:
@@ -46,7 +49,7 @@ def row_blocks(text: _Readable, format_: Literal["csv", "jsonl"], csv: Csv, bloc
 
 def first_row(text: bytes, csv: Csv) -> bytes:
     """Returns the first row of a CSV file, with what is before it and its end."""
-    return text[: _end_of(_row(csv).match(text))]
+    return text[: _end_of(row_pattern(csv).match(text))]
 
 
 def _last_end(text: bytes) -> int:
@@ -82,15 +85,22 @@ def _rows(csv: Csv) -> "re.Pattern[bytes]":
 
 
 @lru_cache
-def _row(csv: Csv) -> "re.Pattern[bytes]":
+def row_pattern(csv: Csv) -> "re.Pattern[bytes]":
+    """Returns the grammar of a row, with blank lines before it."""
     return re.compile(rb"[\r\n]*+%s(?:\r\n|\n|\r|\Z)" % _values(csv))
+
+
+def quoted_value(csv: Csv) -> bytes:
+    """Returns the grammar of a value in quotes."""
+    quote, escape = re.escape(csv.quote.encode()), re.escape(csv.escape.encode())
+    if escape:
+        return rb"(?s:%(q)s(?:[^%(q)s%(e)s]|%(e)s.|%(q)s%(q)s)*+%(q)s)" % {b"q": quote, b"e": escape}
+    return rb"%(q)s[^%(q)s]*+(?:%(q)s%(q)s[^%(q)s]*+)*+%(q)s" % {b"q": quote}
 
 
 def _values(csv: Csv) -> bytes:
     end = re.escape(csv.delimiter.encode()) + rb"\r\n"
     if not csv.quote:
         return rb"[^\r\n]*+"
-    quote = re.escape(csv.quote.encode())
-    quoted = rb"%(q)s[^%(q)s]*+(?:%(q)s%(q)s[^%(q)s]*+)*+%(q)s" % {b"q": quote}
-    value = rb"(?>(?:%s|(?!%s))[^%s]*+)" % (quoted, quote, end)
+    value = rb"(?>(?:%s|(?!%s))[^%s]*+)" % (quoted_value(csv), re.escape(csv.quote.encode()), end)
     return rb"%s(?:%s%s)*+" % (value, re.escape(csv.delimiter.encode()), value)

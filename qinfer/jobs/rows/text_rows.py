@@ -8,8 +8,9 @@ used again, not even after the reader was closed.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv
@@ -17,13 +18,11 @@ import pyarrow.json
 
 from qinfer.jobs.job import Csv
 from qinfer.jobs.plan import Cut
+from qinfer.jobs.rows.csv_quotes import UNBALANCED, is_balanced, mended
 from qinfer.jobs.rows.json_fields import MAX_FIELDS, JsonFields, Mixed, Path, without
 from qinfer.jobs.rows.text_cuts import CUT_BYTES, first_row, row_blocks
-from qinfer.jobs.rows.text_streams import ForwardOnly, NotText, TextFormat, TextStream
+from qinfer.jobs.rows.text_streams import BLOCK_BYTES, BOM, ForwardOnly, NotText, TextFormat, TextStream
 from qinfer.jobs.rows.text_types import TextTypes, csv_schema, joined, json_schema, loses
-
-BLOCK_BYTES = 4 * 2**20
-"""A row may be as long as this."""
 
 MAX_COLUMNS = 10_000
 """A CSV file may have so many, and JSON lines so many fields."""
@@ -132,13 +131,13 @@ class _Csv:
             return
         try:
             table = pyarrow.csv.read_csv(
-                pa.BufferReader(block),
+                pa.BufferReader(mended(block, self._csv, len(self.schema))[0]),
                 read_options=self._options,
                 parse_options=_parse_options(self._csv),
                 convert_options=pyarrow.csv.ConvertOptions(include_columns=["0"], column_types={"0": pa.binary()}),
             )
         except pa.ArrowInvalid as error:
-            if str(error).startswith("Empty CSV"):  # blank lines
+            if "Empty CSV" in str(error):  # blank lines
                 return
             raise located(error, self._csv, self._lines) from None
         self._lines += table.num_rows
@@ -192,49 +191,141 @@ class _Json:
         return fields.rows
 
 
-def open_text(text: TextStream, format_: TextFormat, types: pa.Schema | None, csv: Csv) -> pa.RecordBatchReader | None:
+def open_text(text: TextStream, format_: TextFormat, types: pa.Schema, csv: Csv) -> "CsvReader | Any | None":
     """Reads the rows of a text as they are asked for.
 
     Args:
         text: The text, at its beginning; the reader has it from here on.
         format_: What it is.
-        types: The columns that are wanted, and their types; `None` = all columns of a CSV file, in types that the first
-            block looks like.
+        types: The columns that are wanted, and their types.
         csv: The form of CSV.
 
     Returns:
-        The reader; `None` = the text is empty.
+        The batches, to be closed; `None` = the text is empty.
 
     Raises:
         pyarrow.ArrowInvalid: It is not what it should be; reading raises it, too.
     """
+    if format_ == "csv":
+        return CsvReader(text, types, csv)
     try:
-        if format_ == "csv":
-            _check_header(text.peek(BLOCK_BYTES), csv)
-            return pyarrow.csv.open_csv(
-                text,
-                read_options=pyarrow.csv.ReadOptions(
-                    block_size=BLOCK_BYTES,
-                    use_threads=False,  # else errors do not say in which row they are, and it is no faster
-                    column_names=csv.column_names or None,
-                    autogenerate_column_names=not (csv.header or csv.column_names),
-                ),
-                parse_options=_parse_options(csv),
-                convert_options=pyarrow.csv.ConvertOptions(
-                    column_types=types,
-                    include_columns=types.names if types is not None else None,
-                    decimal_point=csv.decimal_point,
-                ),
-            )
         return pyarrow.json.open_json(
-            _Objects(text, max_lines=_max_lines(len(types) if types is not None else 1)),
+            _Objects(text, max_lines=_max_lines(len(types))),
             # Threads would hold a decoded block for each core of the machine.
             read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),
             parse_options=pyarrow.json.ParseOptions(explicit_schema=types, unexpected_field_behavior="ignore"),
         )
     except pa.ArrowInvalid as error:
-        if str(error).startswith(("Empty CSV", "Empty JSON")):
+        if str(error).startswith("Empty JSON"):
             return None
+        raise
+
+
+class CsvReader:
+    """The rows of a CSV file, block by block; those whose quotes do not balance are null, in batches of their own.
+
+    Args:
+        text: The text, at its beginning.
+        types: The columns that are wanted, and their types.
+        csv: Its form.
+
+    Attributes:
+        lines: How many lines of the file are before those that come next, blank ones aside.
+
+    Raises:
+        pyarrow.ArrowInvalid: It is not what it should be; reading raises it, too.
+    """
+
+    def __init__(self, text: TextStream, types: pa.Schema, csv: Csv) -> None:
+        self._text, self._types, self._csv = text, types, csv
+        self._names = csv_names(text.peek(BLOCK_BYTES), csv)
+        if csv.header:
+            text.read(len(first_row(text.peek(BLOCK_BYTES), csv)))
+        if text.peek(len(BOM)) == BOM:
+            text.read(len(BOM))
+        self.lines = int(csv.header)
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        for block in row_blocks(self._text, "csv", self._csv, BLOCK_BYTES):
+            whole, broken = mended(block, self._csv, len(self._names))
+            try:
+                table = read_block(whole, self._names, self._types, self._csv)
+            except pa.ArrowInvalid as error:
+                raise located(error, self._csv, self.lines) from None
+            self.lines += table.num_rows
+            place = 0
+            for first, rows in _runs(broken):
+                yield from table.slice(place, first - place).combine_chunks().to_batches()
+                nothing = [pa.nulls(rows, field.type) for field in self._types]
+                yield pa.RecordBatch.from_arrays(nothing, schema=self._types.with_metadata({FAULT: UNBALANCED}))
+                place = first + rows
+            yield from table.slice(place).combine_chunks().to_batches()
+
+    def close(self) -> None:
+        """Leaves the text to who opened it."""
+
+
+FAULT = b"fault"
+"""In the notes of a batch: why its rows are null."""
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the first of each run of numbers, and how many it has."""
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        yield found[0], len(found)
+
+
+def csv_names(head: bytes, csv: Csv) -> list[str]:
+    """Returns the names of the columns of a CSV file, of which the beginning is given.
+
+    Raises:
+        pyarrow.ArrowInvalid: There are too many, or the first row is not what it should be.
+        NotText: The first row is no text, or its quotes do not balance.
+    """
+    _check_header(head, csv)
+    if csv.column_names:
+        return list(csv.column_names)
+    row = first_row(head, csv).removeprefix(BOM).strip(b"\r\n")
+    if not row:
+        return []
+    if not is_balanced(row, csv):
+        raise NotText(f"its first row can't be read: {UNBALANCED}")
+    options = pyarrow.csv.ReadOptions(use_threads=False, autogenerate_column_names=not csv.header)
+    try:
+        rows = pa.BufferReader(row + b"\n" + row)  # a file without a second row is an empty one
+        return list(pyarrow.csv.read_csv(rows, options, _parse_options(csv)).schema.names)
+    except UnicodeDecodeError:
+        raise NotText(f"its first row is no UTF-8 text; {_SET_ENCODING}") from None
+
+
+def read_block(block: bytes, names: Sequence[str], types: pa.Schema | None, csv: Csv) -> pa.Table:
+    """Reads whole rows of CSV.
+
+    Args:
+        block: The rows, without the one that names the columns.
+        names: The names of the columns.
+        types: The columns that are wanted; `None` = all, in types that they look like.
+        csv: The form of CSV.
+
+    Raises:
+        pyarrow.ArrowInvalid: They are not what they should be.
+    """
+    try:
+        return pyarrow.csv.read_csv(
+            pa.BufferReader(block),
+            # Without threads, errors say in which row they are.
+            pyarrow.csv.ReadOptions(use_threads=False, block_size=2**31 - 1, column_names=list(names)),
+            _parse_options(csv),
+            pyarrow.csv.ConvertOptions(
+                column_types=types,
+                include_columns=types.names if types is not None else None,
+                decimal_point=csv.decimal_point,
+            ),
+        )
+    except pa.ArrowInvalid as error:
+        if "Empty CSV" in str(error):  # blank lines
+            return (types or pa.schema([(name, pa.null()) for name in names])).empty_table()
         raise
 
 
@@ -275,28 +366,27 @@ def _parse_options(csv: Csv) -> pyarrow.csv.ParseOptions:
 
 def _csv_schema(head: bytes, types: TextTypes) -> pa.Schema:
     csv = types.form.csv
+    names = csv_names(head[:BLOCK_BYTES], csv)
+    if not names:
+        return pa.schema([])
+    text = TextStream(pa.BufferReader(head[len(first_row(head, csv)) if csv.header else 0 :].removeprefix(BOM)))
+    block = mended(next(row_blocks(text, "csv", csv, BLOCK_BYTES), b""), csv, len(names))[0]
     try:
-        reader = open_text(TextStream(pa.BufferReader(head)), "csv", None, csv)
-        if reader is None:
-            return pa.schema([])
-        schema = csv_schema(reader.schema, types)
-    except UnicodeDecodeError:
-        raise NotText(f"its first row is no UTF-8 text; {_SET_ENCODING}") from None
+        schema = csv_schema(read_block(block, names, None, csv).schema, types)
+    except pa.ArrowInvalid as error:
+        raise located(error, csv, int(csv.header)) from None
     numbers = [
         name
         for name, kind in zip(schema.names, schema.types, strict=True)
         if types.wanted.get(name) is None and (pa.types.is_integer(kind) or pa.types.is_floating(kind))
     ]
-    return _with_text(schema, head, numbers, csv) if numbers else schema
+    return _with_text(schema, block, numbers, csv, names) if numbers else schema
 
 
-def _with_text(schema: pa.Schema, head: bytes, numbers: list[str], csv: Csv) -> pa.Schema:
+def _with_text(schema: pa.Schema, block: bytes, numbers: list[str], csv: Csv, names: list[str]) -> pa.Schema:
     """Returns the columns of a CSV file with text for those that numbers would lose something of."""
-    wanted = pa.schema([(name, pa.string()) for name in numbers])
-    reader = open_text(TextStream(pa.BufferReader(head)), "csv", wanted, csv)
-    assert reader is not None
-    first = next(iter(reader), None)
-    for name, values in zip(numbers, first.columns if first is not None else (), strict=False):
+    table = read_block(block, names, pa.schema([(name, pa.string()) for name in numbers]), csv)
+    for name, values in zip(numbers, table.columns, strict=True):
         index = schema.names.index(name)
         if loses(values, schema.field(index).type):
             schema = schema.set(index, pa.field(name, pa.string()))

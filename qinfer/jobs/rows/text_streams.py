@@ -17,9 +17,13 @@ import pyarrow as pa
 from qinfer.errors import StoreNotFound
 from qinfer.jobs.job import UTF_8, Csv, InputCompression, InputFormat, JobSpec
 from qinfer.jobs.plan import Cut
+from qinfer.jobs.rows.csv_quotes import Unescaped
 from qinfer.storage.store import Store
 
 TextFormat = Literal["csv", "jsonl"]
+
+BLOCK_BYTES = 4 * 2**20
+"""A row may be as long as this."""
 
 MAX_DECODED_BYTES = 64 * 2**30
 """So much text may a compressed file have."""
@@ -89,8 +93,9 @@ class InputForm(NamedTuple):
         return self.compression or COMPRESSED_EXTENSIONS.get(url.rpartition(".")[2].lower(), "none")
 
     def is_decoded(self, url: str, format_: TextFormat) -> bool:
-        """Tells whether a file is something else than UTF-8 text."""
-        return self.compression_of(url) != "none" or (format_ == "csv" and self.csv.encoding != UTF_8)
+        """Tells whether a file is something else than UTF-8 text, or has other escapes than two quotes."""
+        is_other = format_ == "csv" and (self.csv.encoding != UTF_8 or bool(self.csv.escape))
+        return self.compression_of(url) != "none" or is_other
 
 
 PLAIN = InputForm()
@@ -160,12 +165,18 @@ def open_stream(file: BinaryIO | Any, url: str, format_: TextFormat, form: Input
     raw = TextStream(file)
     compression = form.compression_of(url)
     encoding = form.csv.encoding if format_ == "csv" else UTF_8
+
+    def utf_8(text: _Readable) -> TextStream:
+        recoded = text if encoding == UTF_8 else _Recoded(text, encoding)
+        is_escaped = format_ == "csv" and form.csv.escape
+        return TextStream(Unescaped(recoded, form.csv, BLOCK_BYTES) if is_escaped else recoded)
+
     if compression == "none":
-        return raw if encoding == UTF_8 else TextStream(_Recoded(raw, encoding))
+        return utf_8(raw) if form.is_decoded(url, format_) else raw
     if (head := raw.peek(16)) and not re.match(_MAGIC[compression], head):
         raise NotText(f"it is not {compression}, as its extension or 'input_compression' says; set the latter")
     plain = _Bounded(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression), raw)
-    return TextStream(plain if encoding == UTF_8 else _Recoded(plain, encoding))
+    return utf_8(plain)
 
 
 def check_text(stream: TextStream, format_: TextFormat) -> None:

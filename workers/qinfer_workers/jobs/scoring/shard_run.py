@@ -261,6 +261,7 @@ async def make_run(
         spec, head, grant = decode_spec(record.spec), decode_plan_head(record.head), granted(record, served.stores)
     except QinferError as error:
         raise PutOff.by(error) from error
+    spec = spec.with_escape(head.csv_escape)
     model, model_hash, ensemble = served.batcher.model, served.loaded.hash_like(head.model_hash), None
     if model.spec.steps:
         ensemble, model_hash = await _ensemble_of(served, model, head), head.model_hash
