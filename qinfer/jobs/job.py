@@ -168,8 +168,7 @@ class Csv(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
         delimiter: The character between two values.
         quote: The character around values that hold delimiters or line ends, two within for one; empty = there is none.
         escape: The character before a quote within quotes, and before itself there, a backslash in files of Spark; it
-            means itself outside quotes. `none` = two quotes stand for one; empty = the same, unless the first file shows
-            a backslash.
+            means itself outside quotes. `none` = two quotes stand for one; empty = as the first file shows.
         decimal_point: The character before the fraction of a number.
         encoding: The encoding of the text, such as utf-8, latin-1, windows-1252 or utf-16.
         header: Whether the first row names the columns.

@@ -84,6 +84,11 @@ def as_plain(array: pa.Array) -> pa.Array:
             return array
 
 
+def is_number(kind: pa.DataType) -> bool:
+    """Tells whether a type holds integers or floats."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Tells whether a type holds strings or bytes."""
     checks = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "fixed_size_binary")

@@ -60,7 +60,7 @@ class Fields:
             found = fields._fields[number]
             nullable = nullable or found.nullable
             fields = fields._struct(number)
-        return pa.field(path, found.type, nullable)
+        return pa.field(path, found.type, nullable, found.metadata)
 
     def paths(self) -> Iterator[str]:
         """Yields the paths of all fields, those that are further outside first."""

@@ -16,6 +16,7 @@ from qinfer.jobs.columns.fields import Fields, pick, select
 from qinfer.jobs.columns.row_errors import Array, Indices, RowErrors
 from qinfer.jobs.columns.schemas import schema_without_views, without_views
 from qinfer.jobs.columns.tensor_columns import ListColumn, ScalarColumns
+from qinfer.jobs.columns.texts import numbers, read_type
 from qinfer.jobs.job import Columns, JobSpec
 from qinfer.models.spec import ModelSpec, TensorSpec
 
@@ -85,6 +86,8 @@ class InputColumns:
         ]
         self.columns = tuple(dict.fromkeys(name for tensor in self._tensors for name in tensor.columns))
         flat = select(schema, self.columns)
+        self._texts = [field for field in flat if read_type(field) != field.type]
+        self._decimal_point = spec.csv_form.decimal_point
         self._has_views = schema_without_views(flat).types != flat.types
 
     def decode(self, record: pa.RecordBatch, errors: RowErrors | None = None) -> Decoded:
@@ -99,6 +102,9 @@ class InputColumns:
         if self._has_views:
             record = without_views(record)
         errors = RowErrors(record.num_rows) if errors is None else errors
+        for field in self._texts:
+            values = numbers(record.column(field.name), field, self._decimal_point, errors)
+            record = record.set_column(record.schema.get_field_index(field.name), field.name, values)
         shapes: list[Indices] = []
         for tensor in self._tensors:
             found = tensor.check(record, errors)
@@ -138,7 +144,7 @@ def _tensor(tensor: TensorSpec, given: Columns, schema: pa.Schema, fields: Field
         field = fields.field(name)
         if field is None:
             raise InvalidRequest(_absent(tensor, name, schema, len(fields.places(name))))
-        chosen.append(field)
+        chosen.append(field.with_type(read_type(field)))
     shape = _shape(tensor, given)
     kinds = schema_without_views(pa.schema(chosen)).types
     if len(given.columns) == 1 and ListColumn.reads(kinds[0]):

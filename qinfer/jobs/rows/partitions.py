@@ -81,21 +81,29 @@ def partition_arrays(url: str, schema: pa.Schema, rows: int) -> dict[str, pa.Arr
 
 def _schema(urls: Sequence[str], types: TextTypes) -> pa.Schema:
     names = partition_values(urls[0])
+    copied = [name for name in names if types.is_copied(name) and name not in types.wanted]
+    texts = {name for name in names if name == types.key and name not in types.wanted}
 
     def checked() -> Iterator[Values]:
         for url in urls:
             values = partition_values(url)
             if values.keys() != names.keys():
                 raise InvalidRequest(_different(urls[0], names, url, values))
+            texts.update(name for name in copied if _changes(values[name]))
             yield values
 
     numbers = number_columns(checked())
     return pa.schema(
         [
-            (name, pa.int64() if name in numbers and types.wanted.get(name) != pa.string() else pa.string())
+            (name, pa.int64() if name in numbers - texts and types.wanted.get(name) != pa.string() else pa.string())
             for name in names
         ]
     )
+
+
+def _changes(value: str | None) -> bool:
+    """Tells whether a whole number would be written otherwise than it is, such as `07`."""
+    return value is not None and value.isascii() and value.lstrip("+-").isdigit() and str(int(value)) != value
 
 
 def _different(first: str, there: Values, url: str, here: Values) -> str:

@@ -22,7 +22,7 @@ from qinfer.jobs.rows.csv_quotes import UNBALANCED, is_balanced, mended
 from qinfer.jobs.rows.json_fields import MAX_FIELDS, JsonFields, Mixed, Path, without
 from qinfer.jobs.rows.text_cuts import CUT_BYTES, first_row, row_blocks
 from qinfer.jobs.rows.text_streams import BLOCK_BYTES, BOM, ForwardOnly, NotText, TextFormat, TextStream
-from qinfer.jobs.rows.text_types import TextTypes, csv_schema, joined, json_schema, loses
+from qinfer.jobs.rows.text_types import TextTypes, csv_schema, joined, json_schema
 
 MAX_COLUMNS = 10_000
 """A CSV file may have so many, and JSON lines so many fields."""
@@ -372,25 +372,9 @@ def _csv_schema(head: bytes, types: TextTypes) -> pa.Schema:
     text = TextStream(pa.BufferReader(head[len(first_row(head, csv)) if csv.header else 0 :].removeprefix(BOM)))
     block = mended(next(row_blocks(text, "csv", csv, BLOCK_BYTES), b""), csv, len(names))[0]
     try:
-        schema = csv_schema(read_block(block, names, None, csv).schema, types)
+        return csv_schema(read_block(block, names, None, csv).schema, types)
     except pa.ArrowInvalid as error:
         raise located(error, csv, int(csv.header)) from None
-    numbers = [
-        name
-        for name, kind in zip(schema.names, schema.types, strict=True)
-        if types.wanted.get(name) is None and (pa.types.is_integer(kind) or pa.types.is_floating(kind))
-    ]
-    return _with_text(schema, block, numbers, csv, names) if numbers else schema
-
-
-def _with_text(schema: pa.Schema, block: bytes, numbers: list[str], csv: Csv, names: list[str]) -> pa.Schema:
-    """Returns the columns of a CSV file with text for those that numbers would lose something of."""
-    table = read_block(block, names, pa.schema([(name, pa.string()) for name in numbers]), csv)
-    for name, values in zip(numbers, table.columns, strict=True):
-        index = schema.names.index(name)
-        if loses(values, schema.field(index).type):
-            schema = schema.set(index, pa.field(name, pa.string()))
-    return schema
 
 
 def _json_part(part: bytes) -> tuple[pa.Schema, int]:

@@ -1,6 +1,8 @@
 """Types of the columns of CSV and JSON lines: those that a job needs, else those of their values. Pure.
 
-CSV has no types. The first block of a file shows what its values look like; what a job does with a column goes before.
+CSV has no types. A column that is copied stays the text that it is. Of a column that feeds an input, the first block of
+a file shows what its values look like, and the input's datatype goes before; where it is copied, too, it is text that
+`InputColumns` reads the values of.
 In JSON lines a text is a text and a number a number, and a field has the type that holds the values of all lines.
 """
 
@@ -8,17 +10,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from qinfer.errors import InvalidRequest
+from qinfer.jobs.columns.casts import is_number
 from qinfer.jobs.columns.fields import Fields
+from qinfer.jobs.columns.texts import READ_AS
 from qinfer.jobs.job import JobSpec, shown
 from qinfer.jobs.rows.text_streams import PLAIN, InputForm
 from qinfer.models.spec import ModelSpec
 
 _FLOATS = ("FP16", "BF16", "FP32", "FP64")
-_NOT_AS_WRITTEN = r"^\s*[+-]?0[0-9xX]"  # 007, 0x1F
-_LONG = r"^\s*[+-]?[0-9]{16,}\s*$"  # more digits than a double has
 
 
 class TextTypes(NamedTuple):
@@ -29,12 +30,18 @@ class TextTypes(NamedTuple):
         key: The column that tells rows apart; empty = there is none.
         form: What the job says of the files.
         named: The columns that the job names: inputs, the key, and those that are copied.
+        copied: The columns that are copied, the key among them; `*` = all.
     """
 
     wanted: Mapping[str, pa.DataType | None]
     key: str = ""
     form: InputForm = PLAIN
     named: frozenset[str] = frozenset()
+    copied: frozenset[str] = frozenset()
+
+    def is_copied(self, name: str) -> bool:
+        """Tells whether a column is in the output."""
+        return name in self.copied or "*" in self.copied
 
 
 NOTHING_WANTED = TextTypes({})
@@ -47,11 +54,9 @@ def text_types(spec: JobSpec, model: ModelSpec) -> TextTypes:
         kind = _kind(tensor.datatype)
         for name in spec.columns_of(tensor.name).columns:
             wanted[name] = kind if wanted.get(name, kind) == kind else None
-    if spec.key:
-        is_rounded = wanted.get(spec.key) == pa.float64()
-        wanted[spec.key] = None if is_rounded else wanted.get(spec.key, pa.string())
-    named = frozenset(wanted).union(name for name in spec.passthrough if name != "*")
-    return TextTypes(wanted, spec.key, InputForm.of(spec), named)
+    copied = frozenset(spec.passthrough).union({spec.key} - {""})
+    named = frozenset(wanted).union(copied - {"*"})
+    return TextTypes(wanted, spec.key, InputForm.of(spec), named, copied)
 
 
 def csv_schema(guessed: pa.Schema, types: TextTypes) -> pa.Schema:
@@ -61,18 +66,7 @@ def csv_schema(guessed: pa.Schema, types: TextTypes) -> pa.Schema:
         guessed: The columns in the types that their first values look like.
         types: What the job needs.
     """
-    return pa.schema([(field.name, _decided(field.type, types.wanted.get(field.name))) for field in guessed])
-
-
-def loses(values: pa.Array, kind: pa.DataType) -> bool:
-    """Tells whether values of CSV are not what they were once they are numbers, such as `007` and very long ones.
-
-    Args:
-        values: The values as text.
-        kind: The type of the numbers.
-    """
-    pattern = f"{_NOT_AS_WRITTEN}|{_LONG}" if pa.types.is_floating(kind) else _NOT_AS_WRITTEN
-    return bool(pc.any(pc.match_substring_regex(values, pattern)).as_py())
+    return pa.schema([_decided(field, types) for field in guessed])
 
 
 def check_key(schema: pa.Schema, types: TextTypes, url: str) -> None:
@@ -118,13 +112,18 @@ def _kind(datatype: str) -> pa.DataType:
     return {"BYTES": pa.string(), "BOOL": pa.bool_(), "UINT64": pa.uint64()}.get(datatype, pa.int64())
 
 
-def _decided(guessed: pa.DataType, wanted: pa.DataType | None) -> pa.DataType:
-    if wanted is None:
+def _decided(guessed: pa.Field, types: TextTypes) -> pa.Field:
+    kind = guessed.type
+    if pa.types.is_binary(kind):  # bytes that are not UTF-8 are no string
         return guessed
-    if wanted == pa.string():
-        return guessed if pa.types.is_binary(guessed) else wanted  # bytes that are not UTF-8 are no string
-    can_be = pa.types.is_null(guessed) or (wanted == pa.float64() and pa.types.is_integer(guessed))
-    return wanted if can_be else guessed  # what does not fit the input is refused with its type
+    if guessed.name not in types.wanted:
+        return guessed.with_type(pa.string())
+    wanted = types.wanted[guessed.name]
+    can_be = pa.types.is_null(kind) or (wanted == pa.float64() and pa.types.is_integer(kind)) or wanted == pa.string()
+    kind = wanted if wanted is not None and can_be else kind  # what does not fit the input is refused with its type
+    if not types.is_copied(guessed.name) or not (is_number(kind) or pa.types.is_boolean(kind)):
+        return guessed.with_type(kind)
+    return pa.field(guessed.name, pa.string(), metadata={READ_AS: str(kind)})
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:

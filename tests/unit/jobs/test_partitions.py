@@ -67,7 +67,7 @@ def test_folders_are_columns_of_every_format(tmp_path: Path, extension: str) -> 
     """In any place among the others; a folder is an input, and its files are sorted."""
     table_of(tmp_path, extension, "country=de/day=2026-11-01", "country=fr/day=2026-11-02")
 
-    plan = planned(tmp_path, passthrough=("*",))
+    plan = planned(tmp_path, passthrough=("country", "day"))
 
     assert decode_schema(plan.schema) == pa.schema(
         [("x", pa.float64()), ("country", pa.string()), ("day", pa.string())]
@@ -95,8 +95,9 @@ def test_one_value_that_is_no_whole_number_makes_all_text(tmp_path: Path, other:
 
 
 def test_numbers_stay_text_where_the_job_needs_text(tmp_path: Path) -> None:
-    """A key, or an input of BYTES: `007` stays `007`, as in CSV."""
+    """A key, what is copied, or an input of BYTES: `007` stays `007`, as in CSV."""
     table_of(tmp_path, "parquet", "shop=007", rows=1)
+    assert rows_of(planned(tmp_path, passthrough=("*",)), "shop", "x") == [("007", 0.0)]
     assert rows_of(planned(tmp_path, key="shop"), "shop", "x") == [("007", 0.0)]
     text = (*MODEL.inputs, tensor("shop", "BYTES", 1))
     assert rows_of(planned(tmp_path, inputs=text), "shop", "x") == [("007", 0.0)]

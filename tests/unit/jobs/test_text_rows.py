@@ -1,15 +1,20 @@
 """CSV and JSON lines from planning to a worker's rows: no value changes, no field is lost, wherever in a file it is."""
 
+import csv
 import io
 import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from qinfer.errors import InvalidRequest
+from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import Csv, JobSpec, Output
 from qinfer.jobs.plan import Plan, Range, Unplanned
@@ -127,14 +132,40 @@ def test_keys_of_csv_stay_what_they_are(tmp_path: Path, keys: list[str]) -> None
     assert [row["id"] for row in rows(tmp_path, WHOLE, key="id")] == keys
 
 
-def test_a_key_that_is_an_input_too_stays_a_number(tmp_path: Path) -> None:
-    """The model needs one; a fraction would be rounded, and is refused."""
-    (tmp_path / "a.csv").write_text("x\n1\n2\n")
-    assert rows(tmp_path, NUMBER, key="x") == [{"x": 1}, {"x": 2}]
-    assert rows(tmp_path, WHOLE, key="x") == [{"x": 1}, {"x": 2}]
-    (tmp_path / "a.csv").write_text("x\n1.5\n2\n")
-    with pytest.raises(InvalidRequest, match=r"key column 'x' of '.*/a.csv' has fractions"):
-        planned(tmp_path, NUMBER, key="x")
+def decoded(folder: Path, model: ModelSpec, **fields: Any) -> tuple[list[Any], list[int]]:
+    """Returns what the model is given as `x` of all files of a folder, and which rows are errors."""
+    plan = planned(folder, model, **fields)
+    schema = decode_schema(plan.schema)
+    spec = job_of(**fields)
+    inputs = InputColumns(spec, model, schema)
+    with closing(ShardReader(plan.shards[0], schema.names, schema, spec)) as reader:
+        batch = reader.read(1000)
+        assert batch is not None
+        found = inputs.decode(batch.record)
+    bad = [] if found.errors.bad is None else np.flatnonzero(found.errors.bad).tolist()
+    return [value for piece in found.pieces for value in piece.inputs["x"].ravel().tolist()], bad
+
+
+@pytest.mark.parametrize("fields", [{"key": "x"}, {"passthrough": ("x",)}, {"passthrough": ("*",)}])
+def test_an_input_of_numbers_that_is_copied_too_stays_as_it_is_written(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """The model gets the numbers; a row without one is an error."""
+    texts = ["1.10", "1e3", " 7", "007", "NA", "", "one", "1225717802.1679841607"]
+    (tmp_path / "a.csv").write_text("x,t\n" + "".join(f'"{text}",a\n' for text in ["2", *texts[:3]]))
+    assert decoded(tmp_path, NUMBER, **fields) == ([2.0, 1.1, 1000.0, 7.0], [])
+    assert [row["x"] for row in rows(tmp_path, NUMBER, **fields)] == ["2", *texts[:3]]
+    (tmp_path / "a.csv").write_text("x,t\n" + "2,a\n" * BLOCK + "".join(f'"{text}",a\n' for text in texts))
+    assert [row["x"] for row in rows(tmp_path, NUMBER, **fields)][BLOCK:] == texts
+    values, bad = decoded(tmp_path, NUMBER, **fields)
+    assert values[BLOCK:] == [1.1, 1000.0, 7.0, 7.0, 1225717802.1679841607]
+    assert bad == [BLOCK + 4, BLOCK + 5, BLOCK + 6]
+
+
+def test_decimal_commas_of_an_input_that_is_copied_too_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x;t\n1,50;a\n2;b\n")
+
+    fields = {"passthrough": ("*",), "csv": Csv(delimiter=";", decimal_point=",")}
+
+    assert decoded(tmp_path, NUMBER, **fields) == ([1.5, 2.0], [])
 
 
 def test_keys_of_json_lines_that_would_be_rounded_are_refused(tmp_path: Path) -> None:
@@ -162,7 +193,7 @@ def test_bytes_that_are_no_text_are_kept(tmp_path: Path) -> None:
     """Where the first block tells."""
     (tmp_path / "a.csv").write_bytes(b"id,x\n1,\xff\xfe\n")
 
-    assert rows(tmp_path, TEXT) == [{"id": 1, "x": b"\xff\xfe"}]
+    assert rows(tmp_path, TEXT) == [{"id": "1", "x": b"\xff\xfe"}]
 
 
 def test_an_input_of_floats_may_begin_with_whole_numbers_or_nothing(tmp_path: Path) -> None:
@@ -191,12 +222,12 @@ def test_a_text_for_a_number_is_still_refused_with_its_column(tmp_path: Path) ->
 
 
 def test_a_copied_column_may_be_empty_at_first(tmp_path: Path) -> None:
-    """It is text then, unless another file has numbers there."""
+    """It is text, as every copied column of CSV."""
     (tmp_path / "a.csv").write_text("x,note,n\n" + "1,,\n" * BLOCK + "1,hello,\n")
     assert rows(tmp_path, WHOLE, passthrough=("note",))[-1]["note"] == "hello"
     (tmp_path / "b.csv").write_text("x,note,n\n1,you,5\n")
     found = rows(tmp_path, WHOLE, passthrough=("note", "n"))
-    assert [found[0]["n"], found[-1]["n"], found[-1]["note"]] == [None, 5, "you"]
+    assert [found[0]["n"], found[-1]["n"], found[-1]["note"]] == ["", "5", "you"]
 
 
 @pytest.mark.parametrize("value", ["007", "-01", "0x1F", "12345678901234567890", "00.5"])
@@ -207,14 +238,25 @@ def test_copied_numbers_that_would_change_are_text(tmp_path: Path, value: str) -
     assert [row["n"] for row in rows(tmp_path, WHOLE, passthrough=("n",))] == ["2", value]
 
 
-def test_other_copied_numbers_are_numbers(tmp_path: Path) -> None:
-    """Whole, with fractions, negative, and zero."""
-    (tmp_path / "a.csv").write_text("x,n,f\n1,0,0.5\n2,-10,1e30\n3,1234567890123456789,\n")
+COPIED = ["1225717802.1679841607", "1.10", "+49 30 123", "1e3", "2020-01-01", "true", "NA", "", " 7 ", "0", "\u0661"]
 
-    found = rows(tmp_path, WHOLE, passthrough=("*",))
 
-    assert [row["n"] for row in found] == [0, -10, 1234567890123456789]
-    assert [row["f"] for row in found] == [0.5, 1e30, None]
+@pytest.mark.parametrize("repeats", [1, BLOCK])
+@pytest.mark.parametrize("value", COPIED)
+def test_a_column_of_csv_that_is_only_copied_is_not_read(tmp_path: Path, value: str, repeats: int) -> None:
+    (tmp_path / "a.csv").write_text(f'x,n\n1,"{value}"\n' + "2,3\n" * repeats)
+
+    assert [row["n"] for row in rows(tmp_path, WHOLE, passthrough=("n",))] == [value, *["3"] * repeats]
+    assert [row["n"] for row in rows(tmp_path, WHOLE, key="n")] == [value, *["3"] * repeats]
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=9), min_size=1))
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_copying_a_column_of_csv_is_the_identity(tmp_path: Path, values: list[str]) -> None:
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["x", "n"], *([1, value] for value in values)])
+
+    assert [row["n"] for row in rows(tmp_path, WHOLE, passthrough=("*",))] == values
 
 
 def test_copied_columns_that_csv_files_differ_in_are_text(tmp_path: Path) -> None:
@@ -356,7 +398,7 @@ def test_a_csv_row_may_go_beyond_the_first_block(tmp_path: Path) -> None:
     text = "é\n" * (BLOCK // 4) + "é"
     (tmp_path / "a.csv").write_text("id,x\n" + f'1,"{text}"\n' * 9)
 
-    assert rows(tmp_path, TEXT) == [{"id": 1, "x": text}] * 9
+    assert rows(tmp_path, TEXT) == [{"id": "1", "x": text}] * 9
 
 
 def test_a_line_longer_than_a_block_is_named(tmp_path: Path) -> None:
@@ -380,5 +422,5 @@ def test_types_follow_from_what_a_column_is_for() -> None:
         "c": pa.bool_(),
         "d": None,
         "k": pa.float64(),
-        "id": pa.string(),
     }
+    assert types.is_copied("id")
