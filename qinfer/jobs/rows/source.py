@@ -16,6 +16,7 @@ from qinfer.jobs.rows.arrow_footer import batch_rows, open_arrow
 from qinfer.jobs.rows.json_fields import Mixed
 from qinfer.jobs.rows.parquet_instants import arrow_schema
 from qinfer.jobs.rows.parquet_pages import read_metadata
+from qinfer.jobs.rows.tables import check_above, check_names, table_of_log
 from qinfer.jobs.rows.text_rows import OnBlock, read_through, text_schema
 from qinfer.jobs.rows.text_streams import COMPRESSED_EXTENSIONS, NotText, TextFormat, check_text, open_stream
 from qinfer.jobs.rows.text_types import NOTHING_WANTED, TextTypes, check_key
@@ -88,7 +89,7 @@ def find_files(
         The files: inputs in their order, those of one pattern sorted. A file that several name is there once.
 
     Raises:
-        InvalidRequest: A URL or pattern names no file, or there are more than `MAX_FILES`.
+        InvalidRequest: A URL or pattern names no file, or files of a table, or there are more than `MAX_FILES`.
         Forbidden: One of them may not be read.
         StoreError: A store can't be read, or not in time.
     """
@@ -103,6 +104,8 @@ def find_files(
             if stats.get(url) is None:
                 folder = _folder(url) if _is_pattern(url) else url
                 check_read(folder)
+                if folder not in folders:
+                    check_above(folder, check_read)
                 folders.setdefault(folder, {})[url] = _compiled(url[len(folder) :].lstrip("/") or "**")
         listings = pool.map(lambda folder: _listing(folder, folders[folder], enough, until_s), folders)
         matches = {url: files for listing in listings for url, files in listing.items()}
@@ -240,9 +243,12 @@ def _arrow(content: BinaryIO, file: Stat, *, columns_only: bool) -> Footer:
 def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, until_s: float) -> dict[str, list[Stat]]:
     """Returns the files below a folder that each of some patterns means; no other is kept in memory."""
     found: dict[str, list[Stat]] = {url: [] for url in patterns}
+    tables: set[tuple[str, str]] = set()
     kept = 0
     for file in store_for(folder).scan(folder):
         name = file.url[len(folder) :].lstrip("/")
+        if table := table_of_log(name):
+            tables.add(table)
         for url, pattern in patterns.items():
             if pattern.fullmatch(name):
                 found[url].append(file)
@@ -255,6 +261,7 @@ def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, unt
             )
         if kept >= enough and all(found.values()):
             break
+    check_names(folder, tables, (file.url[len(folder) :].lstrip("/") for files in found.values() for file in files))
     return {url: sorted(files) for url, files in found.items()}
 
 

@@ -1,0 +1,94 @@
+"""Folders of Delta, Iceberg and Hudi tables, which are no folders of files: what a table has, only its log says.
+
+Such a folder also has files whose rows were deleted or rewritten. Who reads all of them reads rows twice, and rows that
+the table has no more. Files that a job names one by one are the job's own choice.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+
+from qinfer.errors import Forbidden, InvalidRequest, StoreError
+from qinfer.storage.open import store_for
+
+_MARKS = {
+    "Delta": ("_delta_log", re.compile(r"[^/]+\.(?:json|parquet|crc)|_last_checkpoint")),
+    "Iceberg": ("metadata", re.compile(r"[^/]+\.metadata\.json(?:\.gz)?|[^/]*\.gz\.metadata\.json|version-hint\.text")),
+    "Hudi": (".hoodie", re.compile(r"hoodie\.properties|[^/]+\.(?:commit|deltacommit|inflight|requested)")),
+}
+"""Kind of table → the folder within it that has its log, and the files of that."""
+_FOLDERS = "|".join(re.escape(folder) for folder, _ in _MARKS.values())
+_OF_LOG = re.compile(rf"(?P<root>.*?)(?:^|/)(?P<folder>{_FOLDERS})/(?P<name>[^/]+)")
+_OF_HUDI = re.compile(r"(?:.*/)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}-\d+_\d+-\d+-\d+_\d{14,17}\.(?:parquet|orc)")
+_MOST_NAMES = 1000
+
+
+def table_of_log(name: str) -> tuple[str, str] | None:
+    """Returns the folder and the kind of the table whose log a file belongs to; `None` = it belongs to none.
+
+    Args:
+        name: The file's name below a folder.
+    """
+    found = _OF_LOG.fullmatch(name)
+    if found is None:
+        return None
+    return next(
+        (
+            (found["root"], kind)
+            for kind, (folder, files) in _MARKS.items()
+            if folder == found["folder"] and files.fullmatch(found["name"])
+        ),
+        None,
+    )
+
+
+def check_names(folder: str, tables: Iterable[tuple[str, str]], names: Iterable[str]) -> None:
+    """Checks that files below a folder are of no table.
+
+    Args:
+        folder: The folder's URL.
+        tables: The tables below it: `table_of_log` of all of its files.
+        names: The names of the files that are to be read.
+
+    Raises:
+        InvalidRequest: A file is.
+    """
+    known = list(tables)
+    for name in names:
+        for root, kind in known:
+            if name.startswith(f"{root}/" if root else ""):
+                raise InvalidRequest(_refused(f"{folder}/{root}".rstrip("/"), kind))
+        if _OF_HUDI.fullmatch(name):
+            raise InvalidRequest(_refused(f"{folder}/{name}".rpartition("/")[0], "Hudi"))
+
+
+def check_above(folder: str, check_read: Callable[[str], None]) -> None:
+    """Checks that neither a folder nor one above it is a table, as far as they may be read.
+
+    Raises:
+        InvalidRequest: One is.
+    """
+    for above in _above(folder):
+        with suppress(StoreError, Forbidden):
+            check_read(above)
+            for kind, (name, files) in _MARKS.items():
+                log = f"{above}/{name}"
+                names = (file.url.removeprefix(log).lstrip("/") for file in store_for(log).scan(log))
+                if any(files.fullmatch(each) for each in islice(names, _MOST_NAMES)):
+                    raise InvalidRequest(_refused(above, kind))
+
+
+def _above(folder: str) -> Iterator[str]:
+    scheme, separator, path = folder.partition("://")
+    parts = path.rstrip("/").split("/")
+    least = 1 if separator and scheme != "file" else 2  # a bucket, or a folder beneath the root
+    for end in range(len(parts), least - 1, -1):
+        yield f"{scheme}{separator}{'/'.join(parts[:end])}"
+
+
+def _refused(url: str, kind: str) -> str:
+    return (
+        f"'{url}' is a table of {kind}, whose folder also has files with rows that the table has no more; tables are "
+        "not read yet: write the table's rows to files of their own, or name each file that is to be read"
+    )
