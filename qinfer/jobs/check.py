@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.fields import Fields
 from qinfer.jobs.columns.inputs import InputColumns, is_left_out
+from qinfer.jobs.columns.schemas import as_read, has_runs
 from qinfer.jobs.job import JobSpec, shown
-from qinfer.jobs.text_parts import json_texts
+from qinfer.jobs.text_parts import csv_column, json_texts
 from qinfer.models.spec import ModelSpec, TensorSpec
 
 ERROR_COLUMNS = ("error_code", "error_message")
@@ -181,38 +182,48 @@ def _unwritable(spec: JobSpec, schema: pa.Schema) -> Iterator[str]:
             name = field.name
             remedy = "exclude it" if "*" in spec.passthrough else "leave it out of 'passthrough'"
             remedy = "name another 'key'" if name == spec.key else remedy
+            remedy += "" if has_runs(field.type) else ", or make 'output.format' arrow"
             yield (
                 f"the copied column '{shown(name)}' is of type {shown(str(field.type))}, which "
-                f"{format_name} does not have; {remedy}, or make 'output.format' arrow"
+                f"{format_name} does not have; {remedy}"
+                + ("" if has_runs(field.type) else ", or make 'output.format' arrow")
             )
 
 
 def _parquet_has(fields: Sequence[pa.Field]) -> bool:
     try:
-        pq.ParquetWriter(BytesIO(), pa.schema(fields)).close()
+        pq.ParquetWriter(BytesIO(), pa.schema([field.with_type(as_read(field.type)) for field in fields])).close()
     except (pa.ArrowException, OSError):
         return False
     return True
 
 
-def _text_has(fields: Sequence[pa.Field]) -> bool:
+def _csv_has(fields: Sequence[pa.Field]) -> bool:
+    return _has_texts(fields, lambda column: csv_column(column).cast(pa.string()))
+
+
+def _json_has(fields: Sequence[pa.Field]) -> bool:
+    return _has_texts(fields, json_texts)
+
+
+def _has_texts(fields: Sequence[pa.Field], texts: Callable[[pa.Array], pa.Array]) -> bool:
     try:
         for field in fields:
-            json_texts(pa.array([], field.type))
-    except pa.ArrowException:
+            texts(pa.nulls(1, as_read(field.type)))
+    except (pa.ArrowException, TypeError):
         return False
-    return True
+    return _arrow_has(fields)
 
 
-def _arrow_has(_: Sequence[pa.Field]) -> bool:
-    return True
+def _arrow_has(fields: Sequence[pa.Field]) -> bool:
+    return not any(has_runs(field.type) for field in fields)
 
 
 _FORMATS: Mapping[str, tuple[str, Callable[[Sequence[pa.Field]], bool]]] = {
     "parquet": ("Parquet", _parquet_has),
     "arrow": ("Arrow", _arrow_has),
-    "csv": ("CSV", _text_has),
-    "jsonl": ("JSON lines", _text_has),
+    "csv": ("CSV", _csv_has),
+    "jsonl": ("JSON lines", _json_has),
 }
 """Output format → its name, and whether it has columns of some types."""
 

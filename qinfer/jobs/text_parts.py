@@ -74,7 +74,7 @@ class _Rows(Protocol):
 
 class _CsvRows:
     def __init__(self, sink: IO[bytes], schema: pa.Schema) -> None:
-        nothing = [csv_column(pa.array([], field.type)) for field in schema]
+        nothing = [csv_column(pa.nulls(0, field.type)) for field in schema]
         self._schema = pa.schema([(name, column.type) for name, column in zip(schema.names, nothing, strict=True)])
         self._writer = pa.csv.CSVWriter(sink, self._schema)
 
@@ -106,10 +106,10 @@ class _JsonRows:
 def csv_column(column: pa.Array) -> pa.Array:
     """Returns a column as CSV has it: numbers and instants as they are, anything else as text."""
     kind = column.type
-    if pa.types.is_dictionary(kind):
-        return csv_column(column.dictionary_decode())
+    if (stored := _stored(column)) is not None:
+        return csv_column(stored)
     if pa.types.is_nested(kind):
-        return json_texts(column)
+        return json_texts(column).cast(pa.string())
     if _is_binary(kind):
         return _base64(column)
     if _is_text(kind):
@@ -124,8 +124,8 @@ def json_texts(values: pa.Array) -> pa.Array:
         pa.ArrowException: Their type has no text.
     """
     kind = values.type
-    if pa.types.is_dictionary(kind):
-        return json_texts(values.dictionary_decode())
+    if (stored := _stored(values)) is not None:
+        return json_texts(stored)
     if pa.types.is_nested(kind):
         return _nested(values)
     if pa.types.is_duration(kind):
@@ -138,6 +138,21 @@ def json_texts(values: pa.Array) -> pa.Array:
     if (pa.types.is_primitive(values.type) and not pa.types.is_temporal(values.type)) or pa.types.is_null(kind):
         return values.cast(pa.string())
     return _quoted(values)
+
+
+def _stored(values: pa.Array) -> pa.Array | None:
+    """Returns what dictionaries, runs and types that extend others stand for; `None` = none of these."""
+    kind = values.type
+    if pa.types.is_dictionary(kind):
+        return values.dictionary_decode()
+    if pa.types.is_run_end_encoded(kind):
+        return pc.run_end_decode(values)
+    if not isinstance(kind, pa.BaseExtensionType):
+        return None
+    if isinstance(kind, pa.UuidType):
+        texts = [None if value is None else str(value) for value in values.to_pylist()]
+        return pa.array(texts, pa.string())
+    return values.storage.cast(pa.bool_()) if isinstance(kind, pa.Bool8Type) else values.storage
 
 
 def _objects(names: Sequence[str], columns: Sequence[pa.Array]) -> pa.Array:
@@ -155,7 +170,7 @@ def _nested(values: pa.Array) -> pa.Array:
         return _nested(values.cast(pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))))
     if pa.types.is_struct(kind):
         names = [field.name for field in kind]
-        texts = _objects(names, values.flatten()) if names else pa.array(["{}"] * len(values))
+        texts = _objects(names, values.flatten()) if names else pa.array(["{}"] * len(values), pa.string())
     else:
         lengths = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -194,8 +209,9 @@ def _base64(values: pa.Array) -> pa.Array:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def _is_binary(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
+    checks = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
+    return any(check(kind) for check in checks)

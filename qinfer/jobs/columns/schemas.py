@@ -1,12 +1,13 @@
 """The columns of a job's files: as text in its plan, their types where those of several files differ, and views. Pure.
 
-pyarrow can neither take nor filter rows of string and binary views (`array_take has no kernel`), so that they become
-texts.
+pyarrow can neither take nor filter rows of string and binary views and of run lengths (`array_take has no kernel`), so
+that they become texts, and values.
 """
 
 import binascii
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from qinfer.errors import CorruptEntry
 
@@ -71,8 +72,49 @@ def _not_a_view(kind: pa.DataType) -> pa.DataType:
         return pa.large_string()
     if pa.types.is_binary_view(kind):
         return pa.large_binary()
-    if not hasattr(kind, "value_type") or (element := _not_a_view(kind.value_type)) == kind.value_type:
+    if pa.types.is_struct(kind):
+        plain = pa.struct([field.with_type(_not_a_view(field.type)) for field in kind])
+    elif pa.types.is_map(kind):
+        plain = pa.map_(_not_a_view(kind.key_type), kind.item_field.with_type(_not_a_view(kind.item_type)))
+    elif pa.types.is_dictionary(kind):
+        plain = pa.dictionary(kind.index_type, _not_a_view(kind.value_type))
+    elif pa.types.is_fixed_size_list(kind):
+        plain = pa.list_(kind.value_field.with_type(_not_a_view(kind.value_type)), kind.list_size)
+    elif pa.types.is_nested(kind) and hasattr(kind, "value_field"):
+        plain = pa.large_list(kind.value_field.with_type(_not_a_view(kind.value_type)))
+    else:
         return kind
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(element, kind.list_size)
-    return pa.dictionary(kind.index_type, element) if pa.types.is_dictionary(kind) else pa.large_list(element)
+    return kind if plain.equals(kind) or not _has_views(kind) else plain
+
+
+def _has_views(kind: pa.DataType) -> bool:
+    return "string_view" in str(kind) or "binary_view" in str(kind)
+
+
+def as_read(kind: pa.DataType) -> pa.DataType:
+    """Returns the type in which the values of a column are read: without dictionary, run lengths and views."""
+    while pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        kind = kind.value_type
+    return _not_a_view(kind)
+
+
+def has_runs(kind: pa.DataType) -> bool:
+    """Tells whether values within others are run-end encoded, which pyarrow can do little with."""
+    return "run_end_encoded" in str(as_read(kind))
+
+
+def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Returns a column in the type in which it is read; floats may be cut off.
+
+    Raises:
+        pyarrow.ArrowException: A value does not fit.
+    """
+    if pa.types.is_run_end_encoded(column.type):
+        return cast(pc.run_end_decode(column), kind)
+    if pa.types.is_dictionary(column.type):  # no cast has a dictionary of views
+        values = cast(column.dictionary, as_read(column.type))
+        column = pa.DictionaryArray.from_arrays(column.indices, values)
+    elif pa.types.is_nested(column.type):
+        # A cast of nested values would also cast the items of rows that are not in the slice.
+        column = pa.concat_arrays([column])
+    return pc.cast(column, options=pc.CastOptions(kind, allow_float_truncate=True))

@@ -10,11 +10,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from qinfer.jobs.columns.decoded_sizes import cut
 from qinfer.jobs.columns.fields import Fields, pick, pruned, select
-from qinfer.jobs.columns.schemas import common_type, without_dictionary
+from qinfer.jobs.columns.schemas import as_read, cast, common_type
 from qinfer.jobs.job import Csv
 from qinfer.jobs.plan import Range
 from qinfer.jobs.rows.arrow_footer import BatchSizes, open_arrow
@@ -58,7 +57,7 @@ class Wanted(NamedTuple):
     def of(cls, schema: pa.Schema, paths: Iterable[str]) -> "Wanted":
         """Returns some of the fields of a schema; those that have dictionaries get their values' types."""
         chosen = tuple(dict.fromkeys(paths))
-        columns = [field.with_type(without_dictionary(field.type)) for field in select(schema, chosen)]
+        columns = [field.with_type(as_read(field.type)) for field in select(schema, chosen)]
         return cls(pa.schema([(field.name, field.type) for field in columns]), pruned(schema, chosen))
 
 
@@ -216,7 +215,7 @@ class _Columns:
                 state = f"has {count} columns" if count else "lacks the column"
                 raise SourceBroken(f"'{url}' {state} '{field.name}', which the job reads")
             found = one.type
-            if found != field.type and common_type(found, field.type) != field.type:
+            if as_read(found) != field.type and common_type(as_read(found), field.type) != field.type:
                 raise SourceBroken(self._text(field, found))
 
     def of(self, record: pa.RecordBatch) -> Iterator[Rows]:
@@ -233,10 +232,8 @@ class _Columns:
         for index, (field, column) in enumerate(zip(self.wanted, columns, strict=True)):
             if column.type == field.type:
                 continue
-            # A cast of nested values would also cast the items of rows that are not in the slice.
-            own = column.take(pa.array(range(len(column)))) if pa.types.is_nested(column.type) else column
             try:
-                columns[index] = pc.cast(own, options=pc.CastOptions(field.type, allow_float_truncate=True))
+                columns[index] = cast(column, field.type)
             except pa.ArrowException:
                 raise SourceBroken(self._text(field, column.type)) from None
         return pa.RecordBatch.from_arrays(columns, schema=self.wanted)

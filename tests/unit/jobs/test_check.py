@@ -176,7 +176,6 @@ def test_copied_columns_are_those_asked_for_and_the_key_last() -> None:
 UNWRITABLE = [
     pa.struct([]),
     pa.list_(pa.struct([("a", pa.struct([]))])),
-    pa.run_end_encoded(pa.int32(), pa.string()),
     pa.dense_union([pa.field("a", pa.int8()), pa.field("b", pa.string())]),
     pa.month_day_nano_interval(),
     pa.binary(0),

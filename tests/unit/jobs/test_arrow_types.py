@@ -1,0 +1,169 @@
+"""Every type of Arrow in every use and every format: converted, or refused when the job is created."""
+
+from contextlib import closing, suppress
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from qinfer.client.job_output import text_schema
+from qinfer.errors import InvalidRequest
+from qinfer.jobs.check import check
+from qinfer.jobs.columns.inputs import InputColumns
+from qinfer.jobs.columns.outputs import OutputColumns, Scored
+from qinfer.jobs.columns.row_errors import RowErrors
+from qinfer.jobs.job import Output, OutputFormat
+from qinfer.jobs.parts import PartMetadata, PartWriter, Split, _as_text
+from qinfer.jobs.rows.shard_rows import ShardReader
+from qinfer.jobs.rows.source import find_files, format_of, read_footer
+from tests.support.jobs.bulk_data import job_of, model_of, shard_of, tensor, write
+
+TEXTS, BYTES = ["a", 'b"é', None], [b"a", b"\xff", None]
+UUIDS = pa.array([b"0123456789abcdef", b"fedcba9876543210", None], pa.binary(16))
+RUNS = pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array(["a", None]))
+LISTS = [[1], None, [2, 3]]
+WORDS = [["a"], None, ["b"]]
+NUMBERS = [1, None, 2]
+
+
+def extension(kind: pa.DataType, storage: pa.Array) -> pa.Array:
+    return pa.ExtensionArray.from_storage(kind, storage)
+
+
+ARRAYS: dict[str, pa.Array] = {
+    **{str(kind): pa.array(TEXTS, kind) for kind in (pa.string(), pa.large_string(), pa.string_view())},
+    **{str(kind): pa.array(BYTES, kind) for kind in (pa.binary(), pa.large_binary(), pa.binary_view())},
+    "fixed_size_binary": UUIDS,
+    **{str(kind): pa.array(NUMBERS, kind) for kind in (pa.int8(), pa.int64(), pa.uint64(), pa.float64())},
+    "halffloat": pa.array([np.float16(1.5), None, np.float16(2)], pa.float16()),
+    "bool": pa.array([True, None, False]),
+    **{
+        str(kind): pa.array([Decimal("1.10"), None, Decimal(2)], kind)
+        for kind in (pa.decimal32(5, 2), pa.decimal64(5, 2), pa.decimal128(5, 2), pa.decimal256(50, 2))
+    },
+    **{
+        str(kind): pa.array(NUMBERS, kind)
+        for kind in (
+            *(pa.time32("s"), pa.time64("ns"), pa.date32(), pa.timestamp("s"), pa.timestamp("us", "Europe/Berlin")),
+            *(pa.duration("ms"), pa.timestamp("ns")),
+        )
+    },
+    "date64": pa.array([86_400_000, None, 0], pa.date64()),
+    "interval": pa.array([(1, 2, 3), None, None], pa.month_day_nano_interval()),
+    "null": pa.nulls(3),
+    **{
+        str(kind): pa.array(LISTS, kind)
+        for kind in (
+            *(pa.list_(pa.int64()), pa.large_list(pa.int64())),
+            pa.list_view(pa.int64()),
+            pa.large_list_view(pa.int64()),
+        )
+    },
+    "list<string_view>": pa.array(WORDS, pa.list_(pa.string_view())),
+    "fixed_size_list<string_view>": pa.array(WORDS, pa.list_(pa.string_view(), 1)),
+    "list<list_view>": pa.array([[[1]], None, []], pa.list_(pa.list_view(pa.int64()))),
+    "list<dictionary>": pa.array(WORDS, pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+    "list<uuid>": pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), extension(pa.uuid(), UUIDS)),
+    "struct<string_view>": pa.array([{"a": "x"}, None, {"a": None}], pa.struct([("a", pa.string_view())])),
+    "struct<binary_view>": pa.array([{"a": b"x"}, None, {"a": None}], pa.struct([("a", pa.binary_view())])),
+    "struct<>": pa.array([{}, None, {}], pa.struct([])),
+    "struct<runs>": pa.StructArray.from_arrays([RUNS], ["a"]),
+    "map<string_view>": pa.array([[("a", 1)], None, []], pa.map_(pa.string_view(), pa.int64())),
+    "map": pa.array([[("a", 1)], None, []], pa.map_(pa.string(), pa.int64())),
+    "runs": RUNS,
+    "dictionary": pa.array(TEXTS).dictionary_encode(),
+    "dictionary<string_view>": pa.DictionaryArray.from_arrays(
+        pa.array([0, 1, None], pa.int8()), pa.array(["a", "b"], pa.string_view())
+    ),
+    "uuid": extension(pa.uuid(), UUIDS),
+    "json": extension(pa.json_(pa.string()), pa.array(['{"a": 1}', "2", None])),
+    "bool8": extension(pa.bool8(), pa.array([1, 0, None], pa.int8())),
+    "opaque": extension(pa.opaque(pa.int32(), "t", "v"), pa.array(NUMBERS, pa.int32())),
+    "tensor": extension(
+        pa.fixed_shape_tensor(pa.int32(), [2]), pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2))
+    ),
+    "sparse_union": pa.UnionArray.from_sparse(pa.array([0, 1, 0], pa.int8()), [pa.array([1, 2, 3]), pa.array(TEXTS)]),
+    "dense_union": pa.UnionArray.from_dense(
+        pa.array([0, 1, 0], pa.int8()), pa.array([0, 0, 1], pa.int32()), [pa.array([1, 2]), pa.array(["a"])]
+    ),
+}
+REFUSED = {
+    "parquet": {"struct<>", "struct<runs>", "interval", "sparse_union", "dense_union"},
+    "arrow": {"struct<runs>"},
+    "csv": {"struct<runs>", "interval", "sparse_union", "dense_union"},
+    "jsonl": {"struct<runs>", "interval", "sparse_union", "dense_union"},
+}
+"""Output format → the types that it does not have; all others are written as they are, or converted."""
+MODEL = model_of([tensor("x", "INT64", 1)], [tensor("y", "INT64", 1)])
+
+
+@pytest.mark.parametrize(("use", "is_split"), [("key", False), ("passthrough", True)])
+@pytest.mark.parametrize("output_format", REFUSED)
+@pytest.mark.parametrize("source", ["parquet", "arrow"])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_type_is_copied_or_refused(
+    tmp_path: Path, name: str, source: str, output_format: OutputFormat, use: str, *, is_split: bool
+) -> None:
+    table = pa.table({"x": [1, 2, 3], "c": ARRAYS[name]})
+    with suppress(pa.ArrowException):
+        write(tmp_path / f"a.{source}", table)
+    if not (tmp_path / f"a.{source}").exists() or not (tmp_path / f"a.{source}").stat().st_size:
+        pytest.skip("no file has such a column")
+    url = f"file://{tmp_path}/a.{source}"
+    try:
+        (file,) = find_files([url])
+        schema = read_footer(file, format_of(url, "")).schema
+    except InvalidRequest:
+        pytest.skip("no file has such a column")
+    output = Output(f"file://{tmp_path}/out", output_format, failed_rows="separate" if is_split else "inline")
+    spec = job_of(output=output, key="c") if use == "key" else job_of(output=output, passthrough=("c",))
+    if name in REFUSED[output_format]:
+        with pytest.raises(InvalidRequest, match="the copied column 'c' is of type"):
+            check(spec, MODEL, schema)
+        return
+
+    check(spec, MODEL, schema)
+    columns = OutputColumns(spec, MODEL, schema, [url])
+    split = Split(columns.good, columns.failed) if is_split else None
+    path = tmp_path / "part"
+    with (
+        closing(ShardReader(shard_of(url), ("x", "c"), schema)) as reader,
+        PartWriter(path, columns.schema, output, PartMetadata("job", 0, 3, ("e",), "hash"), split) as writer,
+    ):
+        while (batch := reader.read(2)) is not None:
+            rows = batch.record.num_rows
+            errors = RowErrors(rows)
+            if is_split:
+                errors.mark(np.array([rows - 1]), "failed", "as it should")
+            writer.write(columns.encode(batch, [Scored(None, {"y": np.arange(rows).reshape(-1, 1)})], errors))
+
+    if output_format in ("csv", "jsonl"):
+        text_schema(_as_text(columns.schema))
+        assert path.read_text().count("\n") >= 1
+        return
+    found = pq.read_table(path) if output_format == "parquet" else pa.ipc.open_file(path).read_all()
+    wanted = table["c"].to_pylist()
+    assert found["c"].to_pylist() == (wanted[:1] if is_split else wanted)
+
+
+@pytest.mark.parametrize("datatype", ["INT64", "FP32", "BOOL", "BYTES"])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_type_feeds_an_input_or_is_refused(tmp_path: Path, name: str, datatype: str) -> None:
+    url = write(tmp_path / "a.arrow", pa.table({"x": ARRAYS[name]}))
+    (file,) = find_files([url])
+    schema = read_footer(file, "arrow").schema
+    for dims in ((1,), (-1,)):
+        try:
+            inputs = InputColumns(job_of(), model_of([tensor("x", datatype, *dims)]), schema)
+        except InvalidRequest:
+            continue
+
+        with closing(ShardReader(shard_of(url), ("x",), schema)) as reader:
+            batch = reader.read(3)
+            assert batch is not None
+            found = inputs.decode(batch.record)
+
+        assert sum(piece.count for piece in found.pieces) + found.errors.count == 3
