@@ -35,6 +35,9 @@ _THREADS = 8
 _CODECS = {"gz": "gzip", "zst": "zstd"}
 _LIST = re.compile(r"(?:fixed_size_)?list<\w+: (?P<element>(?!binary).*?)(?: not null)?>(?:\[\d+\])?")
 _PLAIN = re.compile(r"u?int\d+|halffloat|float|double|bool|string|binary")
+_TEXT = re.compile(
+    r"(?:large_)?string|(?:timestamp|date|time|decimal).*|dictionary<values=(?:large_)?string.*", re.DOTALL
+)
 _SAME_END_S = 0.001
 """Statuses have a resolution of milliseconds."""
 
@@ -250,7 +253,9 @@ def _type_of(text: str) -> "pyarrow.DataType":
     import pyarrow as pa
 
     if match := _LIST.fullmatch(text):
-        return pa.list_(_type_of(match["element"]))
+        element = _type_of(match["element"])
+        is_text = pa.types.is_string(element) and not _TEXT.fullmatch(match["element"])  # of objects, for example
+        return element if is_text else pa.list_(element)
     return pa.type_for_alias(text) if _PLAIN.fullmatch(text) else pa.string()
 
 

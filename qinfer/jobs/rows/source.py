@@ -102,7 +102,7 @@ def find_files(
         folders: dict[str, dict[str, re.Pattern[str]]] = {}
         for url in inputs:
             if stats.get(url) is None:
-                folder = _folder(url) if _is_pattern(url) else url
+                folder = _folder(url) if _is_pattern(url) and not _is_folder(url) else url
                 check_read(folder)
                 if folder not in folders:
                     check_above(folder, check_read)
@@ -279,6 +279,11 @@ def _none(url: str) -> list[Stat]:
 
 def _is_pattern(url: str) -> bool:
     return "*" in url or "[" in url
+
+
+def _is_folder(url: str) -> bool:
+    """Tells whether a URL that could be a pattern is the name of a folder with files in it."""
+    return "*" not in url and next(iter(store_for(url).scan(url)), None) is not None
 
 
 def _folder(url: str) -> str:

@@ -8,6 +8,7 @@ comes after its first cut point in pieces beside the plan; shards that begin the
 import codecs
 import hashlib
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
@@ -37,6 +38,7 @@ COMPRESSED_EXTENSIONS: Mapping[str, InputCompression] = {
     "gz": "gzip", "gzip": "gzip", "zst": "zstd", "zstd": "zstd", "bz2": "bz2",
 }  # fmt: skip
 
+_READ_BYTES = 256 * 1024
 _MOST_PIECE_BYTES = 2**30  # beyond any piece that planning writes
 _MAGIC: Mapping[str, bytes] = {
     "gzip": rb"\x1f\x8b",
@@ -175,7 +177,10 @@ def open_stream(file: BinaryIO | Any, url: str, format_: TextFormat, form: Input
         return utf_8(raw) if form.is_decoded(url, format_) else raw
     if (head := raw.peek(16)) and not re.match(_MAGIC[compression], head):
         raise NotText(f"it is not {compression}, as its extension or 'input_compression' says; set the latter")
-    plain = _Bounded(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression), raw)
+    unpacked = (
+        _Gzip(raw) if compression == "gzip" else pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
+    )
+    plain = _Bounded(unpacked, raw)
     return utf_8(plain)
 
 
@@ -218,6 +223,43 @@ class _Bounded:
     def close(self) -> None:
         self._file.close()
         self._raw.close()
+
+
+class _Gzip:
+    """A file of gzip as the command reads it: members follow each other, and zeros behind the last are padding."""
+
+    def __init__(self, raw: TextStream) -> None:
+        self._raw = raw
+        self._member: Any = None
+        self._data = b""
+
+    def read(self, size: int) -> bytes:
+        while self._member is not None or self._begin():
+            self._data = self._data or self._raw.read(_READ_BYTES)
+            if not self._data:
+                raise ValueError("it is cut off within its compressed text")
+            try:
+                found: bytes = self._member.decompress(self._data, size)
+            except zlib.error as error:
+                raise ValueError(f"it is no gzip: {error}") from None
+            self._data = self._member.unconsumed_tail or self._member.unused_data
+            self._member = None if self._member.eof else self._member
+            if found:
+                return found
+        return b""
+
+    def _begin(self) -> bool:
+        """Begins the next member; tells whether there is one."""
+        while not (data := self._data.lstrip(b"\0")):
+            self._data = self._raw.read(_READ_BYTES)
+            if not self._data:
+                return False
+        self._data = data
+        self._member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        return True
+
+    def close(self) -> None:
+        self._data = b""
 
 
 class _Recoded:

@@ -293,3 +293,31 @@ def test_the_store_of_a_url_opens_it(tmp_path: Path) -> None:
     pq.write_table(TABLE, path)
     (file,) = find_files([url_of(path)])
     assert store_for(file.url).stat(file.url) == file
+
+
+@pytest.mark.parametrize("zeros", [1, 10, 512, 300_000])
+@pytest.mark.parametrize("members", [1, 3])
+def test_zeros_behind_the_last_member_of_gzip_are_padding(tmp_path: Path, members: int, zeros: int) -> None:
+    """As tapes and block devices leave them."""
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(b"".join([gzip.compress(b"x\n"), *[gzip.compress(b"1\n")] * members, b"\0" * zeros]))
+
+    assert footer_of(path, "csv").rows == members
+
+
+@pytest.mark.parametrize("more", [b"\0\0x", b"\x1f\x8b", gzip.compress(b"1\n", mtime=0)[:-4], b"x"])
+def test_other_bytes_behind_the_last_member_of_gzip_are_an_error(tmp_path: Path, more: bytes) -> None:
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(b"x\n1\n") + more)
+
+    with pytest.raises(InvalidRequest, match=r"a.csv.gz' can't be read as csv"):
+        footer_of(path, "csv")
+
+
+def test_a_folder_whose_name_could_be_a_pattern_is_read(tmp_path: Path) -> None:
+    for folder in ("run[1]", "run1"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.csv").write_text("x\n1\n")
+
+    assert names(tmp_path, "run[1]") == ["run[1]/a.csv"]
+    assert names(tmp_path, "run[1]/*.csv") == ["run1/a.csv"]
