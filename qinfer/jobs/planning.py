@@ -23,6 +23,7 @@ from qinfer.jobs.job import JobSpec, shown, with_checked_urls
 from qinfer.jobs.plan import PLAN_NAME, SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned, url_of
 from qinfer.jobs.rows.csv_quotes import guessed_escape
 from qinfer.jobs.rows.json_fields import MAX_FIELDS, Path, without
+from qinfer.jobs.rows.json_numbers import marked, marks, numbers, plain
 from qinfer.jobs.rows.partitions import Partitions
 from qinfer.jobs.rows.source import FileFormat, Footer, SourceBroken, find_files, format_of, is_text, read_footer
 from qinfer.jobs.rows.text_streams import BLOCK_BYTES, InputForm, PieceKeeper, open_stream
@@ -360,7 +361,8 @@ class _CommonColumns:
     def __init__(self, spec: JobSpec, model: ModelSpec, format_: FileFormat) -> None:
         self._spec = spec
         self._model = model
-        self._is_csv = format_ == "csv"
+        self._is_csv, self._is_json = format_ == "csv", format_ == "jsonl"
+        self._types = text_types(spec, model)
         self._has_unnamed = format_ == "jsonl" and spec.passthrough == ("*",)
         self._mixed: dict[Path, str] = {}
         self._first = ""  # the URL of the first file with rows; of one without until there is one that has some
@@ -437,6 +439,8 @@ class _CommonColumns:
                     f"'{has}' has the column '{shown(name)}', and '{lacks}' lacks it; add it there, or leave it out of "
                     f"{'passthrough' if name in copied else 'both'}"
                 )
+            texts = self._texts(here, there)
+            here, there = plain(here), plain(there)
             common = common_type(here.type, there.type)
             if len(new.places(name)[0]) != len(known.places(name)[0]):
                 raise InvalidRequest(
@@ -451,7 +455,14 @@ class _CommonColumns:
                     "one of them" + (", or leave it out of 'passthrough'" if name in copied - fed else "")
                 )
             merged = here.with_type(common).with_nullable(here.nullable or there.nullable)
-            self._schema = replaced(self._schema, name, merged)
+            self._schema = replaced(self._schema, name, marked(merged, texts))
+
+    def _texts(self, here: pa.Field, there: pa.Field) -> set[Path]:
+        """Returns the numbers of JSON lines that are copied as text: in either file, or since their types differ."""
+        if not (self._is_json and self._types.is_copied(here.name)):
+            return set()
+        one, other = numbers(plain(here)), numbers(plain(there))
+        return marks(here) | marks(there) | {path for path, kind in one.items() if other.get(path, kind) != kind}
 
     def _merge_unnamed(self, url: str, here: pa.Field | None, there: pa.Field | None) -> None:
         if here is None:
@@ -459,8 +470,9 @@ class _CommonColumns:
         if there is None:
             self._schema = self._schema.append(here)
             return
+        texts = self._texts(here, there)
         try:
-            merged = joined(pa.schema([there]), pa.schema([here])).field(0)
+            merged = marked(joined(pa.schema([plain(there)]), pa.schema([plain(here)])).field(0), texts)
         except pa.ArrowInvalid:
             why = f"field '{shown(here.name)}' is {there.type} in '{self._first}' and {here.type} in '{url}'"
             self._leave_out((here.name,), why)

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from qinfer.jobs.columns.texts import JSON_NUMBER
 from qinfer.jobs.job import Output
 
 _GZIP_LEVEL = 1
@@ -76,10 +77,11 @@ class _CsvRows:
     def __init__(self, sink: IO[bytes], schema: pa.Schema) -> None:
         nothing = [csv_column(pa.nulls(0, field.type)) for field in schema]
         self._schema = pa.schema([(name, column.type) for name, column in zip(schema.names, nothing, strict=True)])
+        self._fields = list(schema)
         self._writer = pa.csv.CSVWriter(sink, self._schema)
 
     def write(self, record: pa.RecordBatch) -> None:
-        columns = [csv_column(column) for column in record.columns]
+        columns = [csv_column(*pair) for pair in zip(record.columns, self._fields, strict=True)]
         self._writer.write(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
     def close(self) -> None:
@@ -89,11 +91,11 @@ class _CsvRows:
 class _JsonRows:
     def __init__(self, sink: IO[bytes], schema: pa.Schema) -> None:
         self._sink = sink
-        self._names = schema.names
+        self._fields = list(schema)
         self._is_empty = True
 
     def write(self, record: pa.RecordBatch) -> None:
-        lines = pc.binary_join_element_wise(_objects(self._names, record.columns), "\n", "")
+        lines = pc.binary_join_element_wise(_objects(self._fields, record.columns), "\n", "")
         self._sink.write("".join(lines.to_pylist()).encode())
         self._is_empty = False
 
@@ -103,13 +105,18 @@ class _JsonRows:
             self._sink.write(b"\n")
 
 
-def csv_column(column: pa.Array) -> pa.Array:
-    """Returns a column as CSV has it: numbers and instants as they are, anything else as text."""
+def csv_column(column: pa.Array, field: pa.Field | None = None) -> pa.Array:
+    """Returns a column as CSV has it: numbers and instants as they are, anything else as text.
+
+    Args:
+        column: The column.
+        field: What is noted of it, and of the fields within it; `None` = nothing.
+    """
     kind = column.type
     if (stored := _stored(column)) is not None:
         return csv_column(stored)
     if pa.types.is_nested(kind):
-        return json_texts(column).cast(pa.string())
+        return json_texts(column, field).cast(pa.string())
     if _is_binary(kind):
         return _base64(column)
     if _is_text(kind):
@@ -117,8 +124,12 @@ def csv_column(column: pa.Array) -> pa.Array:
     return column
 
 
-def json_texts(values: pa.Array) -> pa.Array:
+def json_texts(values: pa.Array, field: pa.Field | None = None) -> pa.Array:
     """Returns values as JSON texts; null stays null.
+
+    Args:
+        values: The values.
+        field: What is noted of them, and of the fields within them; `None` = nothing.
 
     Raises:
         pa.ArrowException: Their type has no text.
@@ -127,7 +138,9 @@ def json_texts(values: pa.Array) -> pa.Array:
     if (stored := _stored(values)) is not None:
         return json_texts(stored)
     if pa.types.is_nested(kind):
-        return _nested(values)
+        return _nested(values, (field or pa.field("", kind)).type)
+    if field is not None and JSON_NUMBER in (field.metadata or {}):
+        return values
     if pa.types.is_duration(kind):
         values = values.cast(pa.int64())
     elif pa.types.is_float16(kind):
@@ -155,26 +168,28 @@ def _stored(values: pa.Array) -> pa.Array | None:
     return values.storage.cast(pa.bool_()) if isinstance(kind, pa.Bool8Type) else values.storage
 
 
-def _objects(names: Sequence[str], columns: Sequence[pa.Array]) -> pa.Array:
+def _objects(fields: Sequence[pa.Field], columns: Sequence[pa.Array]) -> pa.Array:
     """Returns a JSON object for each row."""
     pieces: list[Any] = []
-    for number, (name, column) in enumerate(zip(names, columns, strict=True)):
-        pieces.append(f"{',' if number else '{'}{msgspec.json.encode(name).decode()}:")
-        pieces.append(json_texts(column).fill_null("null"))
+    for number, (field, column) in enumerate(zip(fields, columns, strict=True)):
+        pieces.append(f"{',' if number else '{'}{msgspec.json.encode(field.name).decode()}:")
+        pieces.append(json_texts(column, field).fill_null("null"))
     return pc.binary_join_element_wise(*pieces, "}", "")
 
 
-def _nested(values: pa.Array) -> pa.Array:
-    kind = values.type
+def _nested(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Returns the texts of values whose type, or another of its form with notes, is given."""
     if pa.types.is_map(kind):
-        return _nested(values.cast(pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))))
+        pairs = pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))
+        return _nested(values.cast(pairs), pairs)
     if pa.types.is_struct(kind):
-        names = [field.name for field in kind]
-        texts = _objects(names, values.flatten()) if names else pa.array(["{}"] * len(values), pa.string())
+        texts = (
+            _objects(list(kind), values.flatten()) if kind.num_fields else pa.array(["{}"] * len(values), pa.string())
+        )
     else:
         lengths = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        elements = json_texts(pc.list_flatten(values)).fill_null("null")
+        elements = json_texts(pc.list_flatten(values), kind.value_field).fill_null("null")
         joined = pc.binary_join(pa.ListArray.from_arrays(pa.array(offsets), elements), ",")
         texts = pc.binary_join_element_wise("[", joined, "]", "")
     return pc.if_else(values.is_valid(), texts, None)

@@ -137,7 +137,7 @@ def _pruned(fields: Sequence[pa.Field], places: Sequence[Place]) -> list[pa.Fiel
 
 def _replaced(whole: pa.Field, place: Sequence[int], field: pa.Field) -> pa.Field:
     if not place:
-        return whole.with_type(field.type).with_nullable(field.nullable)
+        return whole.with_type(field.type).with_nullable(field.nullable).with_metadata(field.metadata)
     inside = list(whole.type)
     inside[place[0]] = _replaced(inside[place[0]], place[1:], field)
     return whole.with_type(pa.struct(inside))

@@ -31,6 +31,7 @@ from qinfer.jobs.columns.casts import target_dtype
 from qinfer.jobs.columns.fields import select
 from qinfer.jobs.columns.row_errors import Array, Indices, RowErrors
 from qinfer.jobs.columns.schemas import as_read
+from qinfer.jobs.columns.texts import JSON_NUMBER
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.rows.shard_rows import RowBatch, Segment
 from qinfer.models.config.to_spec import BINARY_OUTPUTS
@@ -89,7 +90,9 @@ class OutputColumns:
         self._url_column = pa.array(list(self._urls), pa.string())
         self._has_place = has_place(spec)
         fields = [pa.field(*pair) for output in self._outputs for pair in output.columns]
-        fields += [pa.field(field.name, as_read(field.type)) for field in select(schema, self.copied)]
+        fields += [
+            pa.field(field.name, as_read(field.type), metadata=_notes(field)) for field in select(schema, self.copied)
+        ]
         if self._has_place:
             kinds = (pa.dictionary(pa.int32(), pa.string()), pa.int32(), pa.int64())
             fields += [pa.field(*pair, nullable=False) for pair in zip(PLACE_COLUMNS, kinds, strict=True)]
@@ -294,6 +297,11 @@ class _RankedOutput(_Output):
             return flat
         kinds = (kind for _, kind in self.columns)
         return [lists_of(one, kind, kept, len(array)) for one, kind in zip(flat, kinds, strict=True)]
+
+
+def _notes(field: pa.Field) -> dict[bytes, bytes] | None:
+    """Returns what the writer of JSON lines needs to know of a copied column."""
+    return {JSON_NUMBER: b"1"} if JSON_NUMBER in (field.metadata or {}) else None
 
 
 def _place(rows: int, scored: Sequence[Scored]) -> pa.Array:

@@ -11,17 +11,31 @@ from qinfer.jobs.columns.row_errors import RowErrors
 READ_AS = b"qinfer.read_as"
 """In the notes of a column of text: the type that inputs read its values as."""
 
+JSON_NUMBER = b"qinfer.json_number"
+"""In the notes of a field of text: the texts are numbers as JSON has them."""
+
 _NULLS = pa.array(pa.csv.ConvertOptions().null_values)
 
 
-def read_type(field: pa.Field) -> pa.DataType:
-    """Returns the type that inputs read a column as: its own, or that of the numbers that are text."""
+def leaf_of(field: pa.Field) -> pa.DataType:
+    """Returns the type that inputs read a field's values as: its own, or that of the numbers that are text."""
     noted = (field.metadata or {}).get(READ_AS)
     return pa.type_for_alias(noted.decode()) if noted else field.type
 
 
+def read_type(field: pa.Field) -> pa.DataType:
+    """Returns the type that inputs read a column as: as `leaf_of`, within lists and structs, too."""
+    kind = field.type
+    if pa.types.is_struct(kind):
+        return pa.struct([inner.with_type(read_type(inner)) for inner in kind])
+    if pa.types.is_list(kind):
+        item = read_type(kind.value_field)
+        return kind if item.equals(kind.value_type) else pa.list_(item)
+    return leaf_of(field)
+
+
 def numbers(texts: pa.Array, field: pa.Field, decimal_point: str, errors: RowErrors) -> pa.Array:
-    """Returns the numbers of a column of text; marks the rows whose text is none.
+    """Returns the numbers of a column of text; marks the rows with other texts.
 
     Args:
         texts: The column.
@@ -30,6 +44,8 @@ def numbers(texts: pa.Array, field: pa.Field, decimal_point: str, errors: RowErr
         errors: The errors of the rows.
     """
     kind = read_type(field)
+    if JSON_NUMBER in (field.metadata or {}) or pa.types.is_nested(kind):
+        return texts.cast(kind)
     plain = pc.utf8_trim_whitespace(texts)
     plain = pc.if_else(pc.is_in(plain, _NULLS), None, plain)
     if decimal_point != ".":

@@ -1,6 +1,6 @@
 """Folders of Delta, Iceberg and Hudi tables, which are no folders of files: what a table has, only its log says.
 
-Such a folder also has files whose rows were deleted or rewritten. Who reads all of them reads rows twice, and rows that
+Such a folder also has files whose rows were deleted or rewritten. A reader of all files gets rows twice, and rows that
 the table has no more. Files that a job names one by one are the job's own choice.
 """
 
@@ -25,7 +25,7 @@ _MOST_NAMES = 1000
 
 
 def table_of_log(name: str) -> tuple[str, str] | None:
-    """Returns the folder and the kind of the table whose log a file belongs to; `None` = it belongs to none.
+    """Returns the folder and the kind of the table whose log a file belongs to; `None` = there is no such table.
 
     Args:
         name: The file's name below a folder.

@@ -20,6 +20,17 @@ from qinfer.jobs.job import Csv
 from qinfer.jobs.plan import Cut
 from qinfer.jobs.rows.csv_quotes import UNBALANCED, is_balanced, mended
 from qinfer.jobs.rows.json_fields import MAX_FIELDS, JsonFields, Mixed, Path, without
+from qinfer.jobs.rows.json_numbers import (
+    changed,
+    changed_in_lines,
+    large,
+    marked,
+    marks,
+    numbers,
+    quoted,
+    read,
+    texts_of,
+)
 from qinfer.jobs.rows.text_cuts import CUT_BYTES, first_row, row_blocks
 from qinfer.jobs.rows.text_streams import BLOCK_BYTES, BOM, ForwardOnly, NotText, TextFormat, TextStream
 from qinfer.jobs.rows.text_types import TextTypes, csv_schema, joined, json_schema
@@ -33,6 +44,7 @@ NESTING_LIMIT = 100
 _CELLS_BYTES = 8 * 2**20
 """Bytes that the cells of some JSON lines may take: each line has one of each column, whatever it says."""
 _PLANNED_CELLS_BYTES = 512 * 2**20  # where columns are not known yet, and a colon may be one
+_COPIES = 4  # of cells that numbers and their texts take, where they are compared
 _CELL_BYTES = 8
 
 _TO_SQUARE = bytes.maketrans(b"{}", b"[]")
@@ -78,6 +90,7 @@ def text_schema(text: TextStream, format_: TextFormat, types: TextTypes) -> pa.S
         lines.add(block)
         if lines.schema.names:
             break
+    lines.finish()
     return lines.schema
 
 
@@ -107,6 +120,7 @@ def read_through(text: TextStream, format_: TextFormat, types: TextTypes, on_blo
         on_block(block, cut)
         counting.add(block)
         begin, uncut = begin + len(block), uncut + len(block)
+    counting.finish()
     return Contents(counting.schema, counting.rows, tuple(cuts), tuple(counting.mixed.values()))
 
 
@@ -125,6 +139,9 @@ class _Csv:
 
     def blocks(self) -> Iterator[bytes]:
         return row_blocks(self._text, "csv", self._csv, BLOCK_BYTES)
+
+    def finish(self) -> None:
+        """Does nothing: what a column's values are is known from the beginning."""
 
     def add(self, block: bytes) -> None:
         if not self.schema.names:
@@ -151,21 +168,43 @@ class _Json:
         self.schema = pa.schema([])
         self.rows = 0
         self.mixed: dict[Path, Mixed] = {}
-        self._text, self._named = text, types.named
+        self._text, self._types = text, types
         self._lines = 0
+        self._changed: set[Path] = set()
+        self._large: set[Path] = set()
 
     def blocks(self) -> Iterator[bytes]:
         return row_blocks(_Objects(self._text), "jsonl", Csv(), BLOCK_BYTES)
 
     def add(self, block: bytes) -> None:
-        for part in _apart(block):
+        cells_bytes = _PLANNED_CELLS_BYTES // (_COPIES if self._types.copied else 1)
+        for part in _apart(block, cells_bytes):
             try:
-                found, rows = _json_part(part)
+                found, rows = self._read(part)
                 self.schema = joined(self.schema, without(found, self.mixed))
             except pa.ArrowInvalid as error:
                 rows = self._add_mixed(part, error)
             self.rows += rows
             self._lines += part.count(b"\n") or part.count(b"\r")
+
+    def finish(self) -> None:
+        """Makes text of the copied numbers that would be written otherwise than they are."""
+        found = {path: kind for field in self.schema for path, kind in numbers(field).items()}
+        floats = {path for path, kind in found.items() if pa.types.is_floating(kind)}
+        texts = self._changed | (floats & self._large) | {path for path in floats if _dotted(path) == self._types.key}
+        texts = {path for path in texts if self._types.is_copied(_dotted(path))}
+        self.schema = pa.schema([marked(field, texts) for field in self.schema])
+
+    def _read(self, part: bytes) -> tuple[pa.Schema, int]:
+        """Returns the fields of some lines, and how many rows they are."""
+        table = read_lines(part, None)
+        if table.num_columns > MAX_COLUMNS:
+            raise NotText(f"its lines have more than {MAX_COLUMNS} fields")
+        schema = json_schema(table.schema)
+        if self._types.copied and any(numbers(field) for field in schema):
+            self._changed |= changed(table, read_lines(quoted(part), texts_of(schema)))
+            self._large |= large(table)
+        return schema, table.num_rows
 
     def _add_mixed(self, part: bytes, error: pa.ArrowInvalid) -> int:
         """Takes lines that pyarrow refuses, or that do not go with those before; returns how many rows they are.
@@ -182,16 +221,22 @@ class _Json:
         if not fields.mixed:
             raise error
         for field in fields.mixed:
-            if field.is_read(self._named):
+            if field.is_read(self._types.named):
                 raise NotText(f"{field}, and the job reads it; write it the same way in all lines")
             self.mixed.setdefault(field.path, field)
         if len(self.mixed) > MAX_FIELDS:
             raise NotText(f"more than {MAX_FIELDS} of its fields have values of several kinds")
         self.schema = without(fields.schema(), self.mixed)
+        if self._types.copied:
+            texts, whole = changed_in_lines(part)
+            self._changed |= texts
+            self._large |= whole
         return fields.rows
 
 
-def open_text(text: TextStream, format_: TextFormat, types: pa.Schema, csv: Csv) -> "CsvReader | Any | None":
+def open_text(
+    text: TextStream, format_: TextFormat, types: pa.Schema, csv: Csv
+) -> "CsvReader | NumbersReader | Any | None":
     """Reads the rows of a text as they are asked for.
 
     Args:
@@ -208,6 +253,8 @@ def open_text(text: TextStream, format_: TextFormat, types: pa.Schema, csv: Csv)
     """
     if format_ == "csv":
         return CsvReader(text, types, csv)
+    if any(marks(field) for field in types):
+        return NumbersReader(text, types)
     try:
         return pyarrow.json.open_json(
             _Objects(text, max_lines=_max_lines(len(types))),
@@ -260,6 +307,26 @@ class CsvReader:
                 yield pa.RecordBatch.from_arrays(nothing, schema=self._types.with_metadata({FAULT: UNBALANCED}))
                 place = first + rows
             yield from table.slice(place).combine_chunks().to_batches()
+
+    def close(self) -> None:
+        """Leaves the text to who opened it."""
+
+
+class NumbersReader:
+    """The rows of JSON lines of which some numbers stay as they are written, block by block.
+
+    Args:
+        text: The text, at its beginning.
+        types: The columns that are wanted, and their types.
+    """
+
+    def __init__(self, text: TextStream, types: pa.Schema) -> None:
+        self._text, self._types = text, types
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        objects = _Objects(self._text, max_lines=_max_lines(len(self._types)))
+        for block in row_blocks(objects, "jsonl", Csv(), BLOCK_BYTES):
+            yield from read(read_lines, block, self._types).combine_chunks().to_batches()
 
     def close(self) -> None:
         """Leaves the text to who opened it."""
@@ -377,24 +444,41 @@ def _csv_schema(head: bytes, types: TextTypes) -> pa.Schema:
         raise located(error, csv, int(csv.header)) from None
 
 
-def _json_part(part: bytes) -> tuple[pa.Schema, int]:
-    """Returns the fields of some JSON lines, and how many rows they are."""
-    options = pyarrow.json.ReadOptions(use_threads=False, block_size=len(part))
-    table = pyarrow.json.read_json(pa.BufferReader(part), options)
-    if table.num_columns > MAX_COLUMNS:
-        raise NotText(f"its lines have more than {MAX_COLUMNS} fields")
-    return json_schema(table.schema), table.num_rows
+def read_lines(part: bytes, schema: pa.Schema | None) -> pa.Table:
+    """Reads whole JSON lines.
+
+    Args:
+        part: The lines.
+        schema: The columns that are wanted; `None` = all, in the types that they have.
+
+    Raises:
+        pyarrow.ArrowInvalid: They are not what they should be.
+    """
+    options = pyarrow.json.ReadOptions(use_threads=False, block_size=max(1, len(part)))
+    if schema is None:
+        return pyarrow.json.read_json(pa.BufferReader(part), options)
+    try:
+        parse = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+        return pyarrow.json.read_json(pa.BufferReader(part), options, parse).select(schema.names)
+    except pa.ArrowInvalid as error:
+        if "Empty JSON" in str(error):  # blank lines
+            return schema.empty_table()
+        raise
 
 
-def _apart(block: bytes) -> Iterator[bytes]:
+def _dotted(path: Path) -> str:
+    return ".".join(name for name in path if name)
+
+
+def _apart(block: bytes, cells_bytes: int) -> Iterator[bytes]:
     """Cuts a block of whole lines into parts with few cells, whatever fields the lines have."""
     lines = block.count(b"\n") + block.count(b"\r")
     middle = max(block.rfind(b"\n", 0, len(block) // 2), block.rfind(b"\r", 0, len(block) // 2)) + 1
-    if lines <= _max_lines(block.count(b":"), _PLANNED_CELLS_BYTES) or not middle:
+    if lines <= _max_lines(block.count(b":"), cells_bytes) or not middle:
         yield block
         return
-    yield from _apart(block[:middle])
-    yield from _apart(block[middle:])
+    yield from _apart(block[:middle], cells_bytes)
+    yield from _apart(block[middle:], cells_bytes)
 
 
 def _max_lines(columns: int, cells_bytes: int = _CELLS_BYTES) -> int:

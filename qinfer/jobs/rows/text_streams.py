@@ -237,7 +237,7 @@ class _Gzip:
         while self._member is not None or self._begin():
             self._data = self._data or self._raw.read(_READ_BYTES)
             if not self._data:
-                raise ValueError("it is cut off within its compressed text")
+                raise ValueError("Truncated compressed stream")
             try:
                 found: bytes = self._member.decompress(self._data, size)
             except zlib.error as error:

@@ -11,11 +11,9 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.casts import is_number
-from qinfer.jobs.columns.fields import Fields
 from qinfer.jobs.columns.texts import READ_AS
-from qinfer.jobs.job import JobSpec, shown
+from qinfer.jobs.job import JobSpec
 from qinfer.jobs.rows.text_streams import PLAIN, InputForm
 from qinfer.models.spec import ModelSpec
 
@@ -40,15 +38,15 @@ class TextTypes(NamedTuple):
     copied: frozenset[str] = frozenset()
 
     def is_copied(self, name: str) -> bool:
-        """Tells whether a column is in the output."""
-        return name in self.copied or "*" in self.copied
+        """Tells whether a column or a field is in the output."""
+        return "*" in self.copied or any(f"{name}.".startswith(f"{copied}.") for copied in self.copied)
 
 
 NOTHING_WANTED = TextTypes({})
 
 
 def text_types(spec: JobSpec, model: ModelSpec) -> TextTypes:
-    """Returns what a job needs of the columns of text files, for `csv_schema` and `check_key`."""
+    """Returns what a job needs of the columns of text files, for `csv_schema`."""
     wanted: dict[str, pa.DataType | None] = {}
     for tensor in model.inputs:
         kind = _kind(tensor.datatype)
@@ -67,20 +65,6 @@ def csv_schema(guessed: pa.Schema, types: TextTypes) -> pa.Schema:
         types: What the job needs.
     """
     return pa.schema([_decided(field, types) for field in guessed])
-
-
-def check_key(schema: pa.Schema, types: TextTypes, url: str) -> None:
-    """Checks that keys of a text file stay different from each other.
-
-    Raises:
-        InvalidRequest: They would be rounded.
-    """
-    key = Fields(schema).field(types.key)
-    if key is not None and pa.types.is_floating(key.type):
-        raise InvalidRequest(
-            f"the key column '{shown(types.key)}' of '{url}' has fractions or whole numbers beyond 2^63, which "
-            "would be rounded; make its values text, or leave 'key' out"
-        )
 
 
 def without_null(schema: pa.Schema) -> pa.Schema:
