@@ -7,7 +7,7 @@ it is idle. qinfer alone goes on, for the heartbeats of its workers would grow s
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -127,15 +127,23 @@ def rotated(names: Sequence[T], by: int) -> list[T]:
     return [*names[start:], *names[:start]]
 
 
-def take_turns(contestants: Sequence[Contestant], tally: Tally, show: Callable[[Sample], None]) -> None:
+def take_turns(
+    contestants: Sequence[Contestant], tally: Tally, show: Callable[[Sample], None], idle: Iterable[Server] = ()
+) -> None:
     """Loads contestants by turns, in rounds whose order rotates, until each has its clean turns.
+
+    Args:
+        contestants: The servers, each with its load.
+        tally: Counts the turns, and those that were disturbed.
+        show: Called with each turn.
+        idle: Servers that run without a turn here, and are stopped meanwhile.
 
     Raises:
         LoadFailed: A load generator did not run.
         TooNoisy: Too many turns were disturbed.
     """
     clean: Counter[Setting] = Counter()
-    servers = {id(one.server): one.server for one in contestants if one.server is not None}
+    servers = {id(one): one for one in (*idle, *(each.server for each in contestants)) if one is not None}
     with _paused([*servers.values()]):
         for number in range(1, max(one.turns for one in contestants) + EXTRA_ROUNDS + 1):
             due = [one for one in rotated(contestants, number - 1) if _is_due(one, contestants, clean, number, tally)]

@@ -125,7 +125,7 @@ def measure_scene(
                     contestants.append(Contestant(setting=setting, turns=turns, generate=loop))
                 else:
                     contestants.append(contestant(running[setting.server], body, setting, turns, seconds))
-            measuring.take_turns(contestants, tally, show)
+            measuring.take_turns(contestants, tally, show, running.values())
         for server in running.values():
             check_answer(server.address(scene.encoding), body)
 

@@ -10,6 +10,7 @@ differs from ONNX Runtime's own, or the accuracy is below 0.95. It writes below 
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -29,6 +30,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
+from rich.terminal_theme import MONOKAI
 
 from qinfer.cli.example import example
 from qinfer.observe import catalogue
@@ -59,6 +61,7 @@ class Options:
     rounds: int
     connections: int
     keep: bool
+    svg: Path | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +140,7 @@ class Server:
 def main() -> int:
     """Runs the demo; returns the exit status."""
     options = parse_options()
-    console = Console(highlight=False)
+    console = Console(highlight=False, record=options.svg is not None)
     try:
         run(options, console)
     except (DemoFailed, demo_bulk.BulkDemoFailed, OSError) as error:
@@ -154,7 +157,14 @@ def parse_options() -> Options:
     parser.add_argument("--rounds", type=int, default=50, help="how often the 100 images are sent")
     parser.add_argument("--connections", type=int, default=32, help="concurrent connections")
     parser.add_argument("--keep", action="store_true", help="leave the server up at the end")
+    parser.add_argument("--svg", type=Path, help="draw what is printed until the worker was killed, as README shows it")
     return Options(**vars(parser.parse_args()))
+
+
+def picture(console: Console) -> str:
+    """Draws what the console has printed; no font is fetched to show it."""
+    drawn = console.export_svg(title="make demo", theme=MONOKAI)
+    return re.sub(r"\s*@font-face \{.*?\}", "", drawn, flags=re.DOTALL).replace("Fira Code", "DejaVu Sans Mono")
 
 
 def run(options: Options, console: Console) -> None:
@@ -174,6 +184,8 @@ def run(options: Options, console: Console) -> None:
         measure(server, data, options, console)
         show_curl(server, options.directory, console)
         kill_the_worker(server, data, options, console)
+        if options.svg is not None:
+            options.svg.write_text(picture(console))
         demo_bulk.score(server.url, data.images, data.labels, options.directory, console)
     except BaseException:
         server.stop()

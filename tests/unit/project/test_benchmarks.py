@@ -1,6 +1,7 @@
 """The benchmark's pure parts: what load generators send and count, the medians, and verdicts that are not kind."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,10 +14,24 @@ import grpc
 import hpack
 import httpx
 import numpy as np
+import psutil
 import pytest
 from rich.console import Console
 
-from benchmarks import bars, bodies, endurance, inprocess, load, page, plan, proxied, readme_table, replay, suite
+from benchmarks import (
+    bars,
+    bodies,
+    endurance,
+    inprocess,
+    load,
+    page,
+    plan,
+    proxied,
+    readme_table,
+    replay,
+    servers,
+    suite,
+)
 from benchmarks.measuring import (
     Contestant,
     Step,
@@ -32,6 +47,7 @@ from benchmarks.measuring import (
 from benchmarks.models import MODELS, write_repository
 from benchmarks.report import SERVERS, SHORT, markdown, short_table
 from benchmarks.results import BATCH, IN_PROCESS, Document, Sample, Setting, interval, summarise
+from qinfer.testing import wait_until
 
 
 def _sample(
@@ -327,6 +343,23 @@ def test_servers_take_turns() -> None:
     take_turns(_contestants(2, 2, 1), tally, lambda _: None)
 
     assert _order(tally) == ["a1", "b1", "c1", "b2", "a2"]
+
+
+@pytest.mark.usefixtures("lost")
+def test_servers_without_a_turn_are_stopped_meanwhile() -> None:
+    """LitServe takes a whole core while nothing asks it."""
+    idle = psutil.Popen([sys.executable, "-c", "while True: pass"])
+    kind = replace(servers.KINDS["litserve"], commands=lambda _: [])
+    beside = servers.Server(kind=kind, url="", grpc_url="", roots=[idle])
+    seen: list[str] = []
+    try:
+        take_turns(_contestants(1), Tally(planned=1), lambda _: seen.append(idle.status()), [beside])
+        wait_until(lambda: idle.status() != psutil.STATUS_STOPPED, 10, "the end of the pause")
+    finally:
+        idle.kill()
+        idle.wait()
+
+    assert seen == [psutil.STATUS_STOPPED]
 
 
 def test_a_disturbed_turn_is_repeated_at_once(lost: list[float]) -> None:
