@@ -85,7 +85,8 @@ async def serve(settings: Settings) -> None:
     if tracer is not None:
         worker.spans = Spans(tracer, queue.clock)
     worker.catalog = catalog
-    worker.beaten = health.beaten if health is not None else None
+    if health is not None:
+        worker.follow_heartbeats(health.beaten)
     following = loop.create_task(follow_log_settings(store, logs.Switches.of(settings.log)))
     loading = loop.create_task(loads.end_with(stop))
     gc.collect()

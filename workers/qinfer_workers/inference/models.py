@@ -241,6 +241,7 @@ class Models:
             hashes: What the version may execute, where only pins keep it; empty = anything.
         """
         name, version = key
+        extra = {"model": name, "version": version, "generation": model.generation}
         began_s = time.monotonic()
         self._show_loading(key, model.generation)
         try:
@@ -258,7 +259,6 @@ class Models:
                     f"load-{name}", lambda: self._loader.load(spec, version, model, serving, hashes, planned)
                 )
         except Exception as error:  # the boundary to backends; whatever it is, it fails this load only
-            extra = {"model": name, "version": version, "generation": model.generation}
             if isinstance(error, QinferError) and error.__cause__ is None:
                 logger.error("load failed", extra={**extra, "error": error.message})  # the text says it all
             else:
@@ -286,8 +286,7 @@ class Models:
             pinned=bool(hashes),
             steps=loaded.steps,
         )
-        extra = {"model": name, "version": version, "generation": model.generation, "change": change.kind.value}
-        logger.info("model ready", extra=extra)
+        logger.info("model ready", extra={**extra, "change": change.kind.value})
         self._changed()
         return True
 

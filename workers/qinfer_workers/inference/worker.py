@@ -78,7 +78,6 @@ class Worker:
 
     Attributes:
         spans: Records spans of its work; `None` = nobody records. To be set before it runs.
-        beaten: Called with each heartbeat that was written; `None` = not called. To be set before it runs.
         catalog: The models that its own may call; to be set before it runs, if another one is shared.
     """
 
@@ -92,7 +91,6 @@ class Worker:
         renewals: Renewals,
     ) -> None:
         self.spans: Spans | None = None
-        self.beaten: Callable[[WorkerRecord], None] | None = None
         self._settings, self._metrics = settings.worker, settings.metrics
         self._queue = queue
         self._store = store
@@ -121,12 +119,15 @@ class Worker:
         self._watchdog = loader.watchdog
         self._heartbeat.long = self._watchdog.executing
 
+    def follow_heartbeats(self, beaten: Callable[[WorkerRecord], None]) -> None:
+        """Has each heartbeat that was written told from now on."""
+        self._heartbeat.beaten = beaten
+
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains: finishes batches, releases other entries, ends the heartbeat."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._publisher = Publisher(self._queue, self._keeper, tasks, self.spans)
-            self._heartbeat.beaten = self.beaten or self._heartbeat.beaten
             self._heartbeat.tallies = (
                 self._publisher.durations, self._bulk.counts, self._nested, self._cached, self._models.counts,
             )  # fmt: skip
