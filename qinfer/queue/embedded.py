@@ -60,13 +60,14 @@ def find_redis_server() -> Path:
 
 _ORPHAN_S = 65.0  # above `ORPHAN_DRAIN_S` of the programs, which end requests by this server
 _WATCH = """
-name=$(cat "/proc/$1/comm")
+PATH=$PATH:/usr/bin:/bin
+name=$(cat "/proc/$1/comm") || exit
 read -r _
 sleep "$2"
 [ "$(cat "/proc/$1/comm")" = "$name" ] && kill "$1"
 """
-"""Its standard input is a pipe that only the supervisor holds, and never writes to; the name is that of a process whose
-id was not given to another program meanwhile."""
+"""The script of the shell. Only the supervisor holds the other end of its standard input, and writes nothing to it; the
+name shows that the process id was not given to another program meanwhile."""
 
 
 class EmbeddedRedis:

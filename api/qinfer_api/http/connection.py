@@ -58,12 +58,12 @@ class Exchange(Protocol):
 
     @property
     def head(self) -> Head | None:
-        """Its head, if it takes the fast path."""
+        """The head of a request on the fast path; `None` for others."""
         ...
 
     @property
     def reply(self) -> Reply | None:
-        """Its answer, once there is one."""
+        """The answer, once there is one."""
         ...
 
     @property
