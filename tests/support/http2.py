@@ -63,11 +63,13 @@ class Wire(Requests):
         is_aborted: It has done so without a word.
         is_reading_paused: It reads nothing at the moment.
         decoder: Decodes the server's.
+        cancelled: The streams of `/t.T/Hang` whose clients have left.
     """
 
     def __init__(self, limits: Limits = LIMITS, budget_bytes: int = 10**9) -> None:
         super().__init__()
-        self.server = Server(METHODS, limits, ReceivingBudget(budget_bytes))
+        self.cancelled: list[int] = []
+        self.server = Server(_methods(self.cancelled), limits, ReceivingBudget(budget_bytes))
         self.server.new_id = lambda: "the-id"
         self.connection = Connection(self.server)
         self.written = bytearray()
@@ -147,16 +149,8 @@ def reset(number: int, code: int = frames.CANCEL) -> bytes:
     return frames.frame(RST_STREAM, 0, number, struct.pack(">I", code))
 
 
-cancelled: list[int] = []
-"""Streams of `/t.T/Hang` whose clients have left."""
-
-
 def _echo(call: Call, message: Any) -> None:
     call.finish((message,))
-
-
-def _hang(call: Call, _: Any) -> None:
-    call.on_cancel = lambda: cancelled.append(call.number)
 
 
 async def _chat(call: Call) -> None:
@@ -177,13 +171,19 @@ def _refuse(*_: Any) -> None:
     raise Abort("UNAUTHENTICATED", "100 % no «key»")
 
 
-METHODS = {
-    "/t.T/Echo": Method(_admit, _echo, False, MAX_MESSAGE_BYTES),
-    "/t.T/Hang": Method(_admit, _hang, False, MAX_MESSAGE_BYTES),
-    "/t.T/Busy": Method(_admit, _busy, False, MAX_MESSAGE_BYTES),
-    "/t.T/Deny": Method(_refuse, _echo, False, MAX_MESSAGE_BYTES),
-    "/t.T/Chat": Method(_admit, lambda call, _: call.run(_chat(call)), True, MAX_MESSAGE_BYTES),
-}
+def _methods(cancelled: list[int]) -> dict[str, Method]:
+    """Returns the methods of a server; streams that are cancelled while they hang are added to the list."""
+
+    def hang(call: Call, _: Any) -> None:
+        call.on_cancel = lambda: cancelled.append(call.number)
+
+    return {
+        "/t.T/Echo": Method(_admit, _echo, False, MAX_MESSAGE_BYTES),
+        "/t.T/Hang": Method(_admit, hang, False, MAX_MESSAGE_BYTES),
+        "/t.T/Busy": Method(_admit, _busy, False, MAX_MESSAGE_BYTES),
+        "/t.T/Deny": Method(_refuse, _echo, False, MAX_MESSAGE_BYTES),
+        "/t.T/Chat": Method(_admit, lambda call, _: call.run(_chat(call)), True, MAX_MESSAGE_BYTES),
+    }
 
 
 def status_of(wire: Wire, found: list[Frame]) -> str:

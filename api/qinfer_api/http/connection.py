@@ -369,7 +369,11 @@ class HttpConnection(asyncio.Protocol):
         if (self._refused or self._receiving) and self.transport.can_write_eof():
             self._refused = self._lingers = True
             self._unparsed = _NOTHING
-            self.transport.write_eof()
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has reset the connection behind what it sent
+                self.transport.abort()
+                return
             self.go_on()
             self._linger(asyncio.get_running_loop().time() + _LONGEST_LINGER_S)
         else:

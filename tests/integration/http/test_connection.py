@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import socket
 import ssl
@@ -493,6 +494,25 @@ async def test_other_transfer_codings_are_not_supported(coding: str) -> None:
         assert (status, headers["connection"]) == (501, "close")
         assert json.loads(body)["error"].startswith("transfer coding '")
         assert await client.is_closed()
+
+
+async def test_a_client_that_resets_while_it_is_refused_is_no_fault(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the reply, the connection can't be shut down by half any more."""
+
+    def reset() -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    async with running_gateway() as running, connected(running) as client:
+        client.send(infer("1"))
+        await client.client_id()
+        monkeypatch.setattr(the_connection(running).transport, "write_eof", reset)
+        client.send(chunked(b"0\r\n\r\n", "gzip"))
+        with contextlib.suppress(ConnectionError):
+            await client.is_closed()
+        assert not running.gateway._server.port.connections
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 @pytest.mark.parametrize("coding", ["chunked, chunked", "chunked, gzip", "chunked\r\nTransfer-Encoding: chunked"])

@@ -2,7 +2,6 @@
 
 import asyncio
 import struct
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,7 +18,6 @@ from tests.support.http2 import (
     SETTINGS,
     WINDOW_UPDATE,
     Wire,
-    cancelled,
     prefixed,
     reset,
     settings_frame,
@@ -101,7 +99,6 @@ async def test_too_many_streams_are_refused_one_by_one(wire: Wire) -> None:
 
 @pytest.mark.parametrize("how", ["reset", "lost"])
 async def test_a_call_whose_client_leaves_is_cancelled(wire: Wire, how: str) -> None:
-    cancelled.clear()
     wire.send(wire.call(1, b"", "/t.T/Hang"))
 
     if how == "reset":
@@ -109,7 +106,7 @@ async def test_a_call_whose_client_leaves_is_cancelled(wire: Wire, how: str) -> 
     else:
         wire.connection.connection_lost(None)
 
-    assert cancelled == [1]
+    assert wire.cancelled == [1]
 
 
 async def test_a_reply_waits_for_the_clients_windows() -> None:
@@ -247,12 +244,6 @@ async def test_who_connects_while_the_port_closes_is_sent_away() -> None:
     assert not mute.server.connections
 
 
-@pytest.fixture(autouse=True)
-def _no_leak() -> Iterator[None]:
-    yield
-    cancelled.clear()
-
-
 async def test_limits_of_time() -> None:
     now_s = asyncio.get_running_loop().time()
     mute, silent, stuck, idle, deaf = (
@@ -299,4 +290,4 @@ async def test_a_client_that_waits_is_asked_for_a_sign_of_life(*, is_alive: bool
 
     assert asked.kind == PING
     assert wire.is_closed is not is_alive
-    assert cancelled == ([] if is_alive else [1])
+    assert wire.cancelled == ([] if is_alive else [1])
