@@ -15,7 +15,6 @@ from benchmarks import environments, load
 
 OUR_PACKAGES = (
     "fastapi",
-    "uvicorn",
     "uvloop",
     "httptools",
     "redis",
@@ -41,6 +40,13 @@ def describe() -> dict[str, str]:
         "qinfer": " ".join([f"qinfer {qinfer.__version__}", *filter(None, map(_package, OUR_PACKAGES))]),
         **{peer: " ".join(environments.requirements(peer)).replace("==", " ") for peer in environments.PEERS},
     }
+
+
+def has_changed(commit: str) -> bool:
+    """Tells whether what is measured has changed since a commit, or whether that is not known."""
+    command = ["git", "diff", "--quiet", commit, "--", "qinfer", "api", "workers"]
+    done = subprocess.run(command, check=False, cwd=environments.ROOT, timeout=10, stderr=subprocess.DEVNULL)
+    return done.returncode != 0
 
 
 def _processor() -> str:

@@ -2,13 +2,14 @@
 
 The servers whose turn it is not are stopped by SIGSTOP: LitServe asks its queue in a loop and takes a whole core while
 it is idle. qinfer alone goes on, for the heartbeats of its workers would grow stale; it takes 1 to 2 % of a core.
+Some servers do not survive every stop; one that gives no answer in a turn is started again, and the turn repeated.
 """
 
 import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeVar
@@ -16,7 +17,7 @@ from typing import TypeVar
 import psutil
 
 from benchmarks import processes
-from benchmarks.load import LoadResult
+from benchmarks.load import LoadFailed, LoadResult
 from benchmarks.results import CLEAN, CLIENT, Sample, Setting
 from benchmarks.servers import Server
 
@@ -24,6 +25,8 @@ REPEATS = 2
 """How often a disturbed turn is repeated at once."""
 EXTRA_ROUNDS = 3
 """Rounds after those of the plan, for settings that still lack clean turns."""
+RESTARTS = 3
+"""How often a server that gives no answer is started again in one turn."""
 DISTURBED_SHARE = 0.25
 """Disturbed turns, as a share of all turns of the plan, after which a run is given up."""
 
@@ -67,11 +70,13 @@ class Tally:
         planned: Turns of the plan.
         strict: Disturbed turns are repeated, and too many of them end the run.
         samples: All turns, disturbed ones too.
+        restarts: Server → how often it was started again because it gave no answer in a turn.
     """
 
     planned: int = 0
     strict: bool = True
     samples: list[Sample] = field(default_factory=list)
+    restarts: Counter[str] = field(default_factory=Counter)
 
     @property
     def disturbed(self) -> int:
@@ -167,8 +172,7 @@ def _turn(contestant: Contestant, number: int, tally: Tally, show: Callable[[Sam
     lost: list[float] = []
     step = Step.REPEAT
     while step is Step.REPEAT:
-        with _awake(contestant.server):
-            sample = measure(contestant.setting, number, contestant.generate, contestant.server)
+        sample = _answered(contestant, number, tally)
         show(sample)
         tally.add(sample)
         lost.append(sample.lost)
@@ -176,26 +180,49 @@ def _turn(contestant: Contestant, number: int, tally: Tally, show: Callable[[Sam
     return step is Step.KEEP
 
 
+def _answered(one: Contestant, number: int, tally: Tally) -> Sample:
+    """Measures a turn; a server that was stopped before it and gives no answer is started again."""
+    server = one.server
+    with _awake(server):
+        for _ in range(RESTARTS if server is not None and server.kind.can_pause else 0):
+            with suppress(LoadFailed):
+                if (sample := measure(one.setting, number, one.generate, server)).rate:
+                    return sample
+            assert server is not None
+            tally.restarts[server.kind.name] += 1
+            server.stop()
+            server.start()
+            one.generate()  # it is warm again
+        return measure(one.setting, number, one.generate, server)
+
+
 @contextmanager
 def _paused(servers: Sequence[Server]) -> Iterator[None]:
     """Stops servers, of those that can be stopped, and lets them go on at the end."""
-    roots = [root for server in servers if server.kind.can_pause for root in server.roots]
-    processes.pause(roots)
+    able = [server for server in servers if server.kind.can_pause]
+    for server in able:
+        processes.pause(server.roots)
     try:
         yield
     finally:
-        processes.resume(roots)
+        for server in able:
+            processes.resume(server.roots)
 
 
 @contextmanager
 def _awake(server: Server | None) -> Iterator[None]:
     """Lets a server go on for its turn."""
-    roots = server.roots if server is not None and server.kind.can_pause else []
-    processes.resume(roots)
+    with nullcontext() if server is None or not server.kind.can_pause else _resumed(server):
+        yield
+
+
+@contextmanager
+def _resumed(server: Server) -> Iterator[None]:
+    processes.resume(server.roots)
     try:
         yield
     finally:
-        processes.pause(roots)
+        processes.pause(server.roots)
 
 
 def measure(setting: Setting, number: int, generate: Callable[[], LoadResult], server: Server | None = None) -> Sample:

@@ -1,6 +1,8 @@
 """What a run measures: scenes of servers that run side by side, their loads, and how many clean turns each needs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from benchmarks import stateful
@@ -8,7 +10,7 @@ from benchmarks.bars import FASTAPI, FASTAPI_ORJSON, MOSEC, MOSEC_ORJSON, QINFER
 from benchmarks.bodies import BINARY, GRPC, JSON
 from benchmarks.models import SCRIPT, THREADS
 from benchmarks.proxied import CONNECTIONS, GRPC_PROXIED, JSON_PROXIED
-from benchmarks.results import BATCH, IN_PROCESS, Setting
+from benchmarks.results import BATCH, CLEAN, IN_PROCESS, Sample, Setting
 
 TURN_S = 2.0
 WARM_UP_S = 1.0
@@ -161,6 +163,28 @@ class Plan:
             f"turns of {self.seconds:g} s, those of {', '.join(GROUPS)} of {self.seconds / 2:g} s; "
             f"one worker process and {THREADS} ONNX Runtime thread everywhere; no server waits for a batch to fill"
         )
+
+
+def finished(plan: Plan, samples: Iterable[Sample]) -> set[Setting]:
+    """Returns the settings of loads and groups that need no more turns: settings that are compared stay together."""
+    clean = Counter(sample.setting for sample in samples if sample.lost <= CLEAN)
+    together = [load.settings(scene.model, scene.encoding) for scene in plan.scenes for load in scene.loads]
+    together += [dict.fromkeys(group.settings, group.turns) for group in plan.groups]
+    whole = [one for one in together if all(clean[setting] >= turns for setting, turns in one.items())]
+    return {setting for one in whole for setting in one}
+
+
+def without(plan: Plan, done: AbstractSet[Setting]) -> Plan:
+    """Returns a plan without the loads and groups that are finished."""
+
+    def left(scene: Scene) -> tuple[Load, ...]:
+        return tuple(one for one in scene.loads if not one.settings(scene.model, scene.encoding).keys() <= done)
+
+    return replace(
+        plan,
+        scenes=tuple(replace(scene, loads=left(scene)) for scene in plan.scenes if left(scene)),
+        groups=tuple(group for group in plan.groups if not done >= {*group.settings}),
+    )
 
 
 def restricted(plan: Plan, keep: Callable[[Setting], bool], turns: int) -> Plan:

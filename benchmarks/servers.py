@@ -77,12 +77,49 @@ class ServerKind:
 
 @dataclass(slots=True, kw_only=True)
 class Server:
-    """A server that runs."""
+    """A server that runs.
+
+    Attributes:
+        kind: Its kind.
+        launch: How it is started.
+        check: Raises `WrongAnswer`, or an error of HTTP, while it is not ready.
+        roots: Its processes, without their children.
+    """
 
     kind: ServerKind
-    url: str
-    grpc_url: str
-    roots: list[psutil.Popen]
+    launch: Launch
+    check: Callable[["Server"], None]
+    roots: list[psutil.Popen] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """The URL of the model over HTTP."""
+        return f"http://127.0.0.1:{self.launch.port}/v2/models/{self.launch.model}/infer"
+
+    @property
+    def grpc_url(self) -> str:
+        """The URL of the call over gRPC."""
+        return f"http://127.0.0.1:{self.launch.grpc_port}{GRPC_PATH}"
+
+    def start(self) -> None:
+        """Starts its processes in an empty directory, and waits until it answers rightly.
+
+        Raises:
+            ServerFailed: It ended, or was not ready in time.
+        """
+        shutil.rmtree(self.launch.directory, ignore_errors=True)
+        self.launch.directory.mkdir(parents=True)
+        log = self.launch.directory / "log"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("QINFER_")}
+        for command in self.kind.commands(self.launch):
+            env = {**inherited, **command.env}
+            self.roots.append(processes.start(command.argv, log=log, env=env, cwd=environments.ROOT))
+        _wait_until_right(self, self.check, log)
+
+    def stop(self) -> None:
+        """Ends its processes."""
+        processes.stop(self.roots)
+        self.roots.clear()
 
     def address(self, encoding: str) -> str:
         """Returns the URL that is asked in an encoding."""
@@ -116,20 +153,12 @@ def started(kind: ServerKind, launch: Launch, check: Callable[[Server], None]) -
     Raises:
         ServerFailed: It ended, or was not ready in time.
     """
-    shutil.rmtree(launch.directory, ignore_errors=True)
-    launch.directory.mkdir(parents=True)
-    log = launch.directory / "log"
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("QINFER_")}
-    url = f"http://127.0.0.1:{launch.port}/v2/models/{launch.model}/infer"
-    server = Server(kind=kind, url=url, grpc_url=f"http://127.0.0.1:{launch.grpc_port}{GRPC_PATH}", roots=[])
+    server = Server(kind=kind, launch=launch, check=check)
     try:
-        for command in kind.commands(launch):
-            env = {**inherited, **command.env}
-            server.roots.append(processes.start(command.argv, log=log, env=env, cwd=environments.ROOT))
-        _wait_until_right(server, check, log)
+        server.start()
         yield server
     finally:
-        processes.stop(server.roots)
+        server.stop()
 
 
 def _wait_until_right(server: Server, check: Callable[[Server], None], log: Path) -> None:

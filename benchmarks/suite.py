@@ -166,6 +166,9 @@ def publish(chosen: plan.Plan, tally: Tally, problems: list[str], console: Conso
         reasons.insert(0, "the run was not complete: something was left out, or made shorter")
     facts = machine.describe()
     facts["disturbed"] = f"{tally.disturbed} of {len(tally.samples)} turns, which were not counted"
+    if tally.restarts:
+        times = ", ".join(f"{name} {count} x" for name, count in sorted(tally.restarts.items()))
+        facts["started again"] = f"{times}; they gave no answer after they had been stopped for the turns of others"
     document = Document(machine=facts, run=str(chosen), refusals=reasons, samples=tally.samples)
     if reasons:
         document.write(PARTIAL)
@@ -191,6 +194,7 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="At most so many turns of each setting.")] = 99,
     quick: Annotated[bool, typer.Option("--quick", help="1 turn of 1 s: shows that all works, not how fast.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar is missed.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Only what the last run left; it keeps the others.")] = False,
 ) -> None:
     """Measures qinfer against its peers by turns, judges the bars, and writes the results.
 
@@ -217,17 +221,33 @@ def main(
     chosen = plan.restricted(whole, keep, 1 if quick else turns)
     if not chosen.needed:
         raise typer.BadParameter("there is no such setting")
-    _prepare(chosen, console)
-    tally = Tally(planned=chosen.turns, strict=not quick)
-    console.print(f"{tally.planned} turns, about {chosen.estimate_s / 60:.0f} minutes if the machine is quiet")
+    tally = Tally(planned=chosen.turns, strict=not quick, samples=_kept(chosen) if resume else [])
+    left = plan.without(chosen, {sample.setting for sample in tally.samples})
+    _prepare(left, console)
+    console.print(f"{left.turns} turns, about {left.estimate_s / 60:.0f} minutes if the machine is quiet")
     with processes.alone(WORK):
-        problems = run(chosen, tally, console)
+        problems = run(left, tally, console)
     # What is printed of a disturbed run shows that all works; it is not published.
     rows = summarise(tally.samples, float("inf"))
     report.print_tables(console, rows)
     document = publish(chosen, tally, problems, console)
     if document.refusals or (check and any(one.outcome is bars.Outcome.MISS for one in bars.judge(rows))):
         raise typer.Exit(1)
+
+
+def _kept(chosen: plan.Plan) -> list[Sample]:
+    """Returns the turns of the last run that need not be made again.
+
+    Raises:
+        typer.BadParameter: There are none, they were made otherwise, or of another product.
+    """
+    if not PARTIAL.exists():
+        raise typer.BadParameter("there is no unfinished run; start one without --resume")
+    document = Document.read(PARTIAL)
+    if document.run != str(chosen) or machine.has_changed(document.machine["commit"]):
+        raise typer.BadParameter("the last run had other turns, or another qinfer; start one without --resume")
+    done = plan.finished(chosen, document.samples)
+    return [sample for sample in document.samples if sample.setting in done]
 
 
 def _prepare(chosen: plan.Plan, console: Console) -> None:

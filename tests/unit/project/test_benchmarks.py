@@ -24,6 +24,7 @@ from benchmarks import (
     endurance,
     inprocess,
     load,
+    measuring,
     page,
     plan,
     proxied,
@@ -332,6 +333,12 @@ def _contestants(*turns: int) -> list[Contestant]:
     ]
 
 
+def _server(name: str) -> servers.Server:
+    here = Path()
+    launch = servers.Launch(model="", model_file=here, repository=here, directory=here, port=1, grpc_port=1)
+    return servers.Server(kind=servers.KINDS[name], launch=launch, check=lambda _: None)
+
+
 def _order(tally: Tally) -> list[str]:
     return [f"{sample.setting.server}{sample.round}" for sample in tally.samples]
 
@@ -349,7 +356,8 @@ def test_servers_take_turns() -> None:
 def test_servers_without_a_turn_are_stopped_meanwhile() -> None:
     """LitServe takes a whole core while nothing asks it."""
     idle = psutil.Popen([sys.executable, "-c", "while True: pass"])
-    beside = servers.Server(kind=servers.KINDS["litserve"], url="", grpc_url="", roots=[idle])
+    beside = _server("litserve")
+    beside.roots.append(idle)
 
     def show(_: Sample) -> None:
         wait_until(lambda: idle.status() == psutil.STATUS_STOPPED, 10, "its stop")
@@ -361,6 +369,39 @@ def test_servers_without_a_turn_are_stopped_meanwhile() -> None:
     finally:
         idle.kill()
         idle.wait()
+
+
+@pytest.mark.parametrize(("name", "restarts"), [("triton", 1), ("qinfer", 0)])
+def test_a_server_that_did_not_survive_its_stop_is_started_again(
+    name: str, restarts: int, lost: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qinfer is never stopped: that it gives no answer is its own fault, and stays in the figures."""
+    answers, started = [0.0, 5.0], list[str]()
+    measured = measuring.measure
+    monkeypatch.setattr(measuring, "measure", lambda *given: replace(measured(*given), rate=answers.pop(0)))
+    monkeypatch.setattr(servers.Server, "start", lambda server: started.append(server.kind.name))
+    tally = Tally(planned=1)
+
+    take_turns([replace(_contestants(1)[0], server=_server(name))], tally, lambda _: None)
+
+    assert lost == []
+    assert (len(started), tally.restarts.total()) == (restarts, restarts)
+    assert [sample.rate for sample in tally.samples] == [5.0 if restarts else 0.0]
+
+
+def test_a_run_is_resumed_with_the_loads_that_lack_turns() -> None:
+    whole = plan.Plan()
+    unfinished = whole.scenes[0].loads[1].settings("tiny", "json")
+    samples = [
+        replace(_sample("", 1.0, number=number), setting=setting)
+        for setting, turns in whole.needed.items()
+        for number in range(turns - (setting in unfinished))
+    ]
+
+    left = plan.without(whole, plan.finished(whole, samples))
+
+    assert left.needed == unfinished
+    assert left.is_complete
 
 
 def test_a_disturbed_turn_is_repeated_at_once(lost: list[float]) -> None:
