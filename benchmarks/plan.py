@@ -167,7 +167,7 @@ class Plan:
 
 def finished(plan: Plan, samples: Iterable[Sample]) -> set[Setting]:
     """Returns the settings of loads and groups that need no more turns: settings that are compared stay together."""
-    clean = Counter(sample.setting for sample in samples if sample.lost <= CLEAN)
+    clean = Counter(sample.setting for sample in samples if sample.lost <= CLEAN and sample.rate)
     together = [load.settings(scene.model, scene.encoding) for scene in plan.scenes for load in scene.loads]
     together += [dict.fromkeys(group.settings, group.turns) for group in plan.groups]
     whole = [one for one in together if all(clean[setting] >= turns for setting, turns in one.items())]
