@@ -5,12 +5,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import SecretStr
 
 from qinfer.core.messages import Failure
 from qinfer.core.settings import RedisSettings
-from qinfer.errors import InvalidRequest, PayloadTooLarge, QueueFull, SequenceEnded, SequenceLost
+from qinfer.errors import BrokerUnavailable, InvalidRequest, PayloadTooLarge, QueueFull, SequenceEnded, SequenceLost
 from qinfer.queue import keys, sequences
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
@@ -731,6 +732,102 @@ async def test_a_restart_ends_sequences_where_something_may_be_lost(own_redis: R
     await worker.work()
     assert gateway.texts == (["=1"] if is_fragile else ["=1", "=3"])
     assert worker.held.keys() == (set() if is_fragile else {SEVEN})
+
+
+async def explicit_lives(gateway: Gateway) -> Worker:
+    """Begins a life behind one that executes; the first is finished by the last call: so the second begins."""
+    worker = await Worker(gateway, "w1").join(lease_s=600.0)
+    await gateway.send(SEVEN, first(1, explicit=True), later(2))
+    await worker.own()
+    await worker.take()
+    await worker.answer(worker.waiting[0])
+    await gateway.send(SEVEN, first(10, explicit=True))
+    return worker
+
+
+async def go_on(worker: Worker) -> None:
+    """Answers all steps that there are."""
+    await worker.own()
+    await worker.take()
+    while worker.waiting:
+        await worker.answer(worker.waiting[0])
+        await worker.own()
+        await worker.take()
+
+
+async def test_a_life_that_begins_behind_another_goes_on_where_redis_may_lose(own_redis: RedisQueue) -> None:
+    """Redis was not restarted: START, a step, START of the same id, END."""
+    gateway = Gateway(sequences_of(await own_redis.connect(), is_fragile=True))
+    worker = await explicit_lives(gateway)
+    await go_on(worker)
+
+    await gateway.send(SEVEN, later(20, end=True))
+    await go_on(worker)
+
+    assert gateway.texts == ["=1", "=3", "=10", "=30"]
+
+
+@pytest.mark.parametrize("restarts_before", ["the end of the life before it", "its first step", "its second step"])
+async def test_a_restart_ends_a_life_that_waited_behind_another(own_redis: RedisQueue, restarts_before: str) -> None:
+    """Steps of both may be lost, so both end; whoever ends the first of them must not call the second one sound."""
+    gateway = Gateway(sequences_of(await own_redis.connect(), is_fragile=True))
+    worker = await explicit_lives(gateway)
+    if restarts_before != "the end of the life before it":
+        await worker.answer(worker.waiting[0])
+    if restarts_before == "its second step":
+        await go_on(worker)
+    own_redis.nodes[0].stop()
+    own_redis.nodes[0].start()
+    await eventually(lambda: is_up(gateway))
+
+    if restarts_before == "the end of the life before it":
+        await worker.answer(worker.waiting[0])
+    with pytest.raises(SequenceLost, match="Redis was restarted or failed over"):
+        await gateway.send(SEVEN, later(20, end=True))
+    await go_on(worker)
+    assert "=30" not in gateway.texts
+
+
+async def is_up(gateway: Gateway) -> bool:
+    """Tells whether Redis answers again."""
+    try:
+        await gateway.sequences.sizes([1])
+    except BrokerUnavailable:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_life_without_an_era_is_sound_if_redis_has_run_since(
+    own_redis: RedisQueue, *, is_restarted: bool
+) -> None:
+    """Earlier versions wrote such a record where a life began behind another."""
+    gateway = Gateway(sequences_of(await own_redis.connect(), is_fragile=True))
+    worker = await Worker(gateway, "w1").join(lease_s=600.0)
+    call, slot = gateway.sequences._router.call, gateway.sequences._slot
+
+    async def is_old() -> bool:
+        """Its age is in whole seconds."""
+        return b"uptime_in_seconds:0" not in await call(slot, b"INFO", b"server")
+
+    await eventually(is_old)
+    await gateway.send(SEVEN, first(1))
+    await worker.work()
+    key = keys.sequence("sum", 0, SEVEN.name)
+    record = msgspec.msgpack.decode(await call(slot, b"HGET", key, b"of"))
+    await call(slot, b"HSET", key, b"of", msgspec.msgpack.encode(record | {"era": ""}))
+    if is_restarted:
+        own_redis.nodes[0].stop()
+        own_redis.nodes[0].start()
+        await eventually(lambda: is_up(gateway))
+
+    if is_restarted:
+        with pytest.raises(SequenceLost, match="Redis was restarted or failed over"):
+            await gateway.send(SEVEN, later(2))
+    else:
+        await gateway.send(SEVEN, later(2))
+        await worker.work()
+        assert gateway.texts == ["=1", "=3"]
 
 
 async def test_a_failover_ends_sequences(own_redis: RedisQueue, tmp_path: Path) -> None:

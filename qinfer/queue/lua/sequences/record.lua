@@ -76,7 +76,20 @@ local function is_whole(of)
   return not string.find(of.generation or '', '%D')
 end
 
--- Reads a record; nil = there is none, or it is damaged. A life of which Redis may have lost something ends.
+-- Tells whether a record was written in this era. All lives of a record are of one era: a START ends those of an older one.
+-- One without an era is of a version that forgot it behind another life, or of a Redis that loses nothing: it is sound where
+-- this server has run since, and was never a replica.
+local function is_sound(of)
+  if era == '' or of.era == era then return true end
+  if of.era ~= '' then return false end
+  local up_s = tonumber(string.match(redis.call('INFO', 'server'), 'uptime_in_seconds:(%d+)')) or 0
+  local was_replica = not string.find(redis.call('INFO', 'replication'), 'master_replid2:0+%s')
+  if was_replica or of.used <= now - up_s * 1000 then return false end
+  of.era = era
+  return true
+end
+
+-- Reads a record; nil = there is none, or it is damaged. Lives of which Redis may have lost something end.
 local function load(name)
   local packed = redis.call('HGET', record_of(name), 'of')
   if not packed then return nil end
@@ -84,7 +97,7 @@ local function load(name)
   if not is_read or type(of) ~= 'table' or not is_whole(of) then return nil end
   of.name = name
   setmetatable(of, RECORD)
-  if of.state == 'open' and era ~= '' and of.era ~= era then
+  while of.state == 'open' and not is_sound(of) do
     fail(of, 'sequence_lost', 'Redis was restarted or failed over, and may have lost steps of it')
   end
   return of
@@ -176,7 +189,7 @@ function over(of, grace)
     return gone
   end
   write(of, {life = next_life, version = version, generation = generation, kind = kind, idle = tonumber(idle), owner = '',
-    committed = 0, deaths = 0, used = now, era = era})
+    committed = 0, deaths = 0, used = now})
   wait_for_owner(of, 'seq')
   local failed, code, text = string.match(doom or '', '^(%d+) (%S+) (.*)$')
   if failed then fail(of, code, text, tonumber(failed)) end
