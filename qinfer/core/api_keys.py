@@ -104,7 +104,7 @@ def check_exposure(settings: AuthSettings, host: str, variable: str = "QINFER_HT
     Raises:
         SettingsError: It is no loopback address, and the mode is not set.
     """
-    if settings.mode == "" and not _is_loopback(host):
+    if settings.mode == "" and not is_loopback(host):
         raise SettingsError(
             f"{variable}={host} serves other machines, and who may call is not set; set QINFER_AUTH__MODE=keys "
             "(with QINFER_AUTH__KEYS_FILE), or QINFER_AUTH__MODE=none to let everyone"
@@ -338,7 +338,8 @@ def _replace(path: Path, data: bytes) -> None:
         raise SettingsError(f"{path}: the file of API keys can't be written: {error.strerror}") from None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Tells whether only this machine reaches an address that is bound."""
     if host == "localhost":
         return True
     try:

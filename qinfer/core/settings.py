@@ -63,6 +63,12 @@ class HttpSettings(Section):
     max_input_bytes: int = Field(
         64 * 2**20, gt=0, description="Largest body, also after decompression (Triton's --http-max-input-size)."
     )
+    allow_hosts: tuple[str, ...] = Field(
+        (),
+        description="Names by which clients call this server (`Host`, `:authority`), beside localhost and addresses; "
+        "`*` = any. Empty = any; but where all ports are on loopback addresses none, so that no page's name can be "
+        "pointed at this machine (DNS rebinding).",
+    )
     fast_path: bool = Field(True, description="Answer small infer requests below ASGI; if off, FastAPI answers all.")
     keep_alive_s: float = Field(75.0, gt=0, description="Seconds an idle connection stays open.")
     request_read_timeout_s: float = Field(60.0, gt=0, description="Seconds a client may take to send one request.")

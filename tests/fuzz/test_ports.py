@@ -19,15 +19,15 @@ ANSWER_S = 15.0
 MOST_BYTES = 8 * 2**20
 
 BODY = b'{"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":[1,2,3,4]}]}'
-HEAD = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer KEY\r\n"
+HEAD = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer KEY\r\n"
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
 HTTP = [
-    b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\n\r\n" * 3,
-    b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
+    b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3,
+    b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
     b"%bContent-Length: %d\r\n\r\n%b" % (HEAD, len(BODY), BODY),
     b"%bTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\nX: y\r\n\r\n" % (HEAD, len(BODY), BODY),
     b"%bExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{}" % HEAD,
-    b"GET /v2 HTTP/1.1\r\nHost: a\r\n%b\r\n" % UPGRADE,
+    b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % UPGRADE,
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
     bytes(64),
 ]

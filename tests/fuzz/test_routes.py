@@ -183,7 +183,7 @@ class Callers:
         body = self._body(chance, who, entry)
         if chance.random() < 0.05:
             method = chance.choice(("PUT", "PATCH", "HEAD", "OPTIONS", "TRACE", "get", "CONNECT", "X"))
-        sent = f"{method.upper() if method.islower() else method} {target} HTTP/1.1\r\nhost: a\r\n".encode()
+        sent = f"{method.upper() if method.islower() else method} {target} HTTP/1.1\r\nhost: localhost\r\n".encode()
         sent += b"".join(b"%s: %s\r\n" % pair for pair in headers) + b"content-length: %d\r\n\r\n" % len(body) + body
         try:
             status, text = self._answer(method.upper(), sent)

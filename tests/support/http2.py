@@ -37,7 +37,7 @@ class Requests:
 
     def block(self, path: str = "/t.T/Echo", *extra: tuple[str, str], **pseudo: str) -> bytes:
         """Encodes the head of a call, with other pseudo-header fields than usual and extra fields."""
-        fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "a")]
+        fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
         fields = [(name, pseudo.get(name[1:], value)) for name, value in fields]
         return self.encoder.encode([*fields, ("content-type", "application/grpc"), ("te", "trailers"), *extra])
 

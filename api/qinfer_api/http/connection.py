@@ -28,6 +28,7 @@ from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import Head, transfer_codings
 from qinfer_api.http.infer import Headers, Reply, Writer, error_reply
+from qinfer_api.http.visitors import Visitors
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +96,12 @@ class HttpPort:
     Args:
         http: The timeouts.
         cors: The headers for browsers, by the origin of the page; `None` = CORS is off.
+        visitors: Which requests may be a stranger's page's; `None` = none may.
 
     Attributes:
         app: The ASGI application; the server sets it.
         cors: As given.
+        visitors: As given.
         writer: Renders replies, unless CORS has another for their origin.
         common: The headers of every reply; another list each second.
         connections: The open ones.
@@ -109,8 +112,8 @@ class HttpPort:
 
     app: ASGIApp
 
-    def __init__(self, http: HttpSettings, cors: Cors | None = None) -> None:
-        self.cors, self.writer = cors, Writer()
+    def __init__(self, http: HttpSettings, cors: Cors | None = None, visitors: Visitors | None = None) -> None:
+        self.cors, self.visitors, self.writer = cors, visitors, Writer()
         self.common: Headers = ()
         self.keep_alive_s, self.read_timeout_s = http.keep_alive_s, http.request_read_timeout_s
         self.connections: set[HttpConnection] = set()
@@ -268,7 +271,11 @@ class HttpConnection(asyncio.Protocol):
         self._in_head = False
         self._framing_bytes = 0
         if not (self._closing or self._parser.should_upgrade()):
-            self._take()
+            problem = "" if self.port.visitors is None else self.port.visitors.problem(self.headers)
+            if problem:
+                self._refuse(403, problem)
+            else:
+                self._take()
             self._closing = self._closing or self._is_old() or not self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:

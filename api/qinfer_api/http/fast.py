@@ -19,6 +19,7 @@ from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import Cycle
 from qinfer_api.http.head import MAX_FAST_BYTES, Head, HeadReader
 from qinfer_api.http.infer import InferCodec, compile_forward
+from qinfer_api.http.visitors import Visitors
 from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 
 UNCOUNTED_BYTES = 16 * 1024
@@ -30,7 +31,7 @@ class FastPath(HttpPort):
 
     Args:
         dispatcher: Takes the requests.
-        settings: Whether the fast path is on, the timeouts, which headers are forwarded, and CORS.
+        settings: Whether the fast path is on, the timeouts, which headers are forwarded, CORS, and who may call.
         codec: Reads requests and makes replies.
         restrictions: Which routes need a header; the fast path checks none, so that it is off where inference does.
         receiving: The memory of bodies that have not come in whole.
@@ -51,12 +52,12 @@ class FastPath(HttpPort):
         receiving: ReceivingBudget,
     ) -> None:
         http = settings.http
-        super().__init__(http, Cors.of(settings.cors))
+        super().__init__(http, Cors.of(settings.cors), Visitors.of(settings))
         self.dispatcher, self.codec, self.receiving = dispatcher, codec, receiving
         self.forward = compile_forward("QINFER_HTTP__HEADER_FORWARD_PATTERN", http.header_forward_pattern)
         enabled = http.fast_path and not restrictions.covers("inference")
         max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes) if enabled else -1
-        self.heads = HeadReader(max_bytes, self.forward)
+        self.heads = HeadReader(max_bytes, self.forward, self.visitors)
         self.call_type: type[Call] = Call
 
     def connect(self) -> "QinferHttpProtocol":

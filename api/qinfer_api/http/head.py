@@ -13,6 +13,7 @@ from qinfer.errors import InvalidRequest
 from qinfer.observe.tracing import context_text
 from qinfer_api.auth import ANONYMOUS, Context, presented_key
 from qinfer_api.http.infer import Encoding, Headers, Target, forwarded, parse_version, response_encoding
+from qinfer_api.http.visitors import Visitors
 
 MAX_FAST_BYTES = 256 * 1024
 """Larger bodies take the route, which decodes them off the event loop."""
@@ -195,11 +196,18 @@ class HeadReader:
     Args:
         max_bytes: The largest body that may take the fast path; negative if none may.
         forward: The names of the headers that become parameters of the request.
+        visitors: Tells heads that may be a stranger's page's, which are left to the parser; `None` = none may.
     """
 
-    def __init__(self, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None) -> None:
+    def __init__(
+        self,
+        max_bytes: int = MAX_FAST_BYTES,
+        forward: re.Pattern[str] | None = None,
+        visitors: Visitors | None = None,
+    ) -> None:
         self._max_bytes = max_bytes
         self._forward = forward
+        self._visitors = visitors
         self._known: list[tuple[bytes, int, Head] | None] = [None] * _MAX_KNOWN  # a head, its packet's length
 
     def read(self, url: bytes, headers: Headers) -> Head | None:
@@ -222,6 +230,8 @@ class HeadReader:
         if target is None or length is None or size - end != int(length) or size - end > self._max_bytes:
             return None
         sent = packet[:end]
+        if self._visitors is not None and not self._visitors.is_plain(sent):
+            return None
         head = Head(
             target,
             size - end,

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from qinfer.core.settings import HttpSettings, Settings
 from qinfer_api.http.connection import HttpPort
 from qinfer_api.http.server import HttpServer, bound_socket, netloc
+from qinfer_api.http.visitors import Visitors
 from qinfer_api.rest.services import ERROR_HANDLERS
 
 _CONTENT_TYPE = "text/plain; charset=utf-8"  # Triton's; Prometheus takes it as its text format
@@ -36,16 +37,17 @@ class MetricsPort:
     Args:
         listener: The socket.
         render: Returns the text of a scope (empty = of all), for an `Accept`, and its content type (empty = Triton's).
+        visitors: Which requests may be a stranger's page's; `None` = none may.
 
     Attributes:
         url: Where it serves.
     """
 
-    def __init__(self, listener: socket.socket, render: Render) -> None:
+    def __init__(self, listener: socket.socket, render: Render, visitors: Visitors | None = None) -> None:
         self.url = f"http://{netloc(*listener.getsockname()[:2])}/metrics"
         self._listener = listener
         http = HttpSettings(drain_s=0)
-        self._server = HttpServer(http, _app(render), HttpPort(http))
+        self._server = HttpServer(http, _app(render), HttpPort(http, visitors=visitors))
 
     async def serve(self) -> None:
         """Serves until cancelled."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 
 from qinfer.core.messages import IdFactory
+from qinfer_api.http.visitors import Visitors
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import Abort, Head, Method, choose_packing, read_encoding, read_timeout, trailers_only
@@ -18,6 +19,7 @@ class Server:
         methods: By path, as `/package.Service/Method`.
         limits: The bounds of each connection.
         receiving: The memory of messages that have not come in whole.
+        visitors: Which calls may be a stranger's page's; `None` = none may.
 
     Attributes:
         limits: As given.
@@ -27,10 +29,17 @@ class Server:
         new_id: Makes the ids of calls that become no request.
     """
 
-    def __init__(self, methods: Mapping[str, Method], limits: frames.Limits, receiving: ReceivingBudget) -> None:
+    def __init__(
+        self,
+        methods: Mapping[str, Method],
+        limits: frames.Limits,
+        receiving: ReceivingBudget,
+        visitors: Visitors | None = None,
+    ) -> None:
         self._methods = {path.encode(): method for path, method in methods.items()}
         self.limits = limits
         self.receiving = receiving
+        self._visitors = visitors
         self.new_id = IdFactory().ulid
         self.connections: set[Connection] = set()
         self.is_closing = False
@@ -54,11 +63,9 @@ class Server:
             raise frames.Malformed(f"{missing.args[0]} is missing") from None
         if not (verb and scheme and path):
             raise frames.Malformed("one of :method, :scheme and :path is empty")
-        content = places.get("content-type")
-        if content is None or not values[content].startswith(b"application/grpc"):
-            return Head(None, hpack.status(415))
-        if verb != b"POST":
-            return Head(None, hpack.status(405) + hpack.field(b"allow", b"POST"))
+        content = values[places["content-type"]] if "content-type" in places else b""
+        if refusal := self._refusal(verb, content, fields):
+            return Head(None, refusal)
         method = self._methods.get(path)
         if method is None:
             return Head(None, trailers_only(Abort("UNIMPLEMENTED", "Method not found!")))
@@ -73,6 +80,15 @@ class Server:
         head.packing = choose_packing(head.first("grpc-accept-encoding") or "", method.compression)
         head.fields = fields
         return head
+
+    def _refusal(self, verb: bytes, content: bytes, fields: list[hpack.Field]) -> bytes:
+        """Returns the header block that answers what is no call, or may be a stranger's page's; empty = neither."""
+        if not content.startswith(b"application/grpc"):
+            return hpack.status(415)
+        if verb != b"POST":
+            return hpack.status(405) + hpack.field(b"allow", b"POST")
+        problem = "" if self._visitors is None else self._visitors.problem(fields)
+        return trailers_only(Abort("PERMISSION_DENIED", problem)) if problem else b""
 
     def stream(self, connection: Connection, number: int, head: Head, *, is_ended: bool) -> Call:
         """Makes a call."""

@@ -12,6 +12,7 @@ from qinfer.core.settings import GrpcSettings, Settings
 from qinfer.errors import SettingsError
 from qinfer.wire.protos import grpc_service_pb2, health_pb2
 from qinfer_api.http.server import BACKLOG, bound_socket, listen_anew, netloc, read_certificate, read_tls_file
+from qinfer_api.http.visitors import Visitors
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import Guard
@@ -114,7 +115,7 @@ class RpcServer:
             ping_s=rpc.keepalive_s,
             pong_s=rpc.keepalive_timeout_s,
         )
-        self._calls = Server(methods, limits, services.receiving)
+        self._calls = Server(methods, limits, services.receiving, Visitors.of(services.settings))
 
     async def start(self) -> None:
         """Accepts connections from now on."""

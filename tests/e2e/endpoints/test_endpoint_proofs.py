@@ -120,7 +120,7 @@ async def ask(url: str, name: str, keys: Sequence[str]) -> list[str]:
 
 def _request(name: str, key: str, body: bytes) -> bytes:
     user = f"x-user-id: {key}\r\n" if key else ""
-    head = f"POST /v2/models/{name}/infer HTTP/1.1\r\nhost: h\r\n{user}content-length: {len(body)}\r\n\r\n"
+    head = f"POST /v2/models/{name}/infer HTTP/1.1\r\nhost: localhost\r\n{user}content-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

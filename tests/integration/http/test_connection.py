@@ -29,17 +29,17 @@ def body_of(client_id: str) -> bytes:
 
 def infer(client_id: str, *headers: str, url: str = URL, version: str = "1.1") -> bytes:
     body = body_of(client_id)
-    head = [f"POST {url} HTTP/{version}", "Host: qinfer", f"Content-Length: {len(body)}", *headers]
+    head = [f"POST {url} HTTP/{version}", "Host: localhost", f"Content-Length: {len(body)}", *headers]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body
 
 
 def chunked(pieces: bytes, coding: str = "chunked") -> bytes:
     """Returns a request whose body is sent as it stands."""
-    return f"POST {URL} HTTP/1.1\r\nHost: q\r\nTransfer-Encoding: {coding}\r\n\r\n".encode() + pieces
+    return f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: {coding}\r\n\r\n".encode() + pieces
 
 
 def get(path: str, *headers: str) -> bytes:
-    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: qinfer", *headers]).encode() + b"\r\n\r\n"
+    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: localhost", *headers]).encode() + b"\r\n\r\n"
 
 
 class Client:
@@ -172,7 +172,7 @@ async def test_expect_100_continue() -> None:
 async def test_a_chunked_body() -> None:
     """Bodies without a length take the route."""
     body = body_of("a")
-    head = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: q\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with running_gateway() as running, connected(running) as client:
         client.send(head + b"%x\r\n" % 10 + body[:10] + b"\r\n%x\r\n" % (len(body) - 10) + body[10:] + b"\r\n0\r\n\r\n")
 
@@ -213,7 +213,7 @@ async def test_garbage_is_refused_after_the_replies_before_it() -> None:
 async def test_a_head_without_end_is_refused() -> None:
     """Memory for headers is bounded."""
     async with running_gateway() as running, connected(running) as client:
-        client.send(b"GET /v2 HTTP/1.1\r\nHost: q\r\n")
+        client.send(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
         for _ in range(2 * MAX_HEAD_BYTES // 1024 + 300):
             client.send(b"X-Filler: " + b"x" * 1012 + b"\r\n")
         status, _, _ = await client.reply()
@@ -390,7 +390,9 @@ async def test_trailers_are_not_kept() -> None:
     """Nobody reads them, and a client may send them without end."""
     async with running_gateway() as running, connected(running) as client:
         body = body_of("a")
-        client.send(f"POST {URL} HTTP/1.1\r\nHost: q\r\nTransfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode())
+        client.send(
+            f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode()
+        )
         client.send(body + b"\r\n0\r\n" + b"x: y\r\n" * 1000 + b"\r\n")
         assert await client.client_id() == "a"
 

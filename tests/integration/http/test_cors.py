@@ -163,7 +163,7 @@ async def test_what_is_refused_while_it_is_read_can_be_read_too(scene: Scene, he
     url = scene.client.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     with contextlib.closing(writer):
-        writer.write(f"POST {INFER} HTTP/1.1\r\nhost: a\r\norigin: {APP}\r\n{header}\r\n\r\n".encode())
+        writer.write(f"POST {INFER} HTTP/1.1\r\nhost: localhost\r\norigin: {APP}\r\n{header}\r\n\r\n".encode())
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
 
     assert int(head.split()[1]) == status

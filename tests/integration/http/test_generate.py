@@ -162,7 +162,7 @@ async def test_a_client_that_leaves_cancels(running: Running, route: str) -> Non
     body = json.dumps({"x": NUMBERS}).encode()
     _, writer = await asyncio.open_connection("127.0.0.1", running.port)
     writer.write(
-        b"POST /v2/models/stuck/%b HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b"
+        b"POST /v2/models/stuck/%b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
         % (route.encode(), len(body), body)
     )
     await until_in_flight(running, 1)

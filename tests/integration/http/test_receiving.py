@@ -33,7 +33,7 @@ def body(size: int) -> bytes:
 def head(size: int | None, *headers: str) -> bytes:
     """Returns the head of a request; `None` = its body is chunked."""
     length = "Transfer-Encoding: chunked" if size is None else f"Content-Length: {size}"
-    return "\r\n".join([f"POST {URL} HTTP/1.1", "Host: q", length, *headers]).encode() + b"\r\n\r\n"
+    return "\r\n".join([f"POST {URL} HTTP/1.1", "Host: localhost", length, *headers]).encode() + b"\r\n\r\n"
 
 
 def chunk(data: bytes) -> bytes:

@@ -61,7 +61,9 @@ async def test_steps_sent_at_once_over_one_connection_keep_their_order(served: S
     reader, writer = await asyncio.open_connection(place.host, place.port)
     for number in range(1, 9):
         body = json.dumps(body_of(number, start=number == 1, end=number == 8)).encode()
-        writer.write(b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % (URL.encode(), len(body)) + body)
+        writer.write(
+            b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (URL.encode(), len(body)) + body
+        )
     answers = []
     for _ in range(8):
         head = await reader.readuntil(b"\r\n\r\n")

@@ -184,7 +184,7 @@ async def test_a_reader_that_does_not_read_holds_a_window(running: Running, work
     total, each = 100 * MB, 50_000
     _, writer = await asyncio.open_connection("127.0.0.1", running.port, limit=2**16)
     body = json.dumps({"x": X}).encode()
-    head = f"POST /v2/models/flow/generate_stream HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v2/models/flow/generate_stream HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     (request,) = await worker.fetched()
     pouring = asyncio.create_task(worker.pour(request, total, each, WINDOW_BYTES))

@@ -223,7 +223,8 @@ def test_a_flag_that_is_none(server: Server) -> None:
 def chunked(server: Server, count: int) -> bytes:
     """Sends a body of so many chunks, all of it before anything is read; returns the reply."""
     assert server.running is not None
-    head = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: q\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    head = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.running.port), timeout=30) as connection:
         connection.sendall(head + b"1\r\n \r\n" * count + b"0\r\n\r\n")
         return b"".join(iter(lambda: connection.recv(65536), b""))

@@ -1,0 +1,117 @@
+"""Pages and names that may be a stranger's: what a browser on this machine may be made to send to this server.
+
+A server without keys trusts whoever reaches it, and a browser on the same machine does, for any page: by a request that
+needs no preflight (the Fetch standard, "CORS-safelisted request"), or as a page whose name was pointed at this machine
+(DNS rebinding). So pages of other origins are refused unless CORS names them, and a server that only its own machine
+reaches answers to that machine's names. Clients that are no browsers send none of these headers.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping
+
+from qinfer.core.api_keys import is_loopback
+from qinfer.core.settings import Settings
+from qinfer.core.settings_cors import ANY
+from qinfer_api.http.infer import Headers
+
+_LOCAL_NAMES = frozenset(("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"))
+_TELLING = frozenset((b"host", b":authority", b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"))
+_PLAIN = re.compile(rb"\r\n(?i:host): (?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?\r\n")
+_PAGE = re.compile(rb"\r\n(?i:origin|sec-fetch-[a-z]+):")
+
+
+class Visitors:
+    """Decides by the headers whether a request may be a stranger's page's.
+
+    Args:
+        origins: The origins of pages that may call; `None` = all.
+        hosts: The names that this server has, in lower case; `None` = any. Addresses are its names in any case: a
+            browser sends one only to where it leads.
+    """
+
+    def __init__(self, origins: Iterable[str] | None, hosts: Iterable[str] | None) -> None:
+        self._origins = None if origins is None else frozenset(origins)
+        self._hosts = None if hosts is None else frozenset(hosts)
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Visitors | None":
+        """Returns what the settings ask for; `None` = any request may come."""
+        cors, named = settings.cors.allow_origins, settings.http.allow_hosts
+        origins = None if settings.auth.mode == "keys" or ANY in cors else cors
+        hosts = (*map(str.lower, named), *_LOCAL_NAMES) if named or _is_local(settings) else None
+        if ANY in named:
+            hosts = None
+        return None if origins is None and hosts is None else cls(origins, hosts)
+
+    def is_plain(self, head: bytes) -> bool:
+        """Tells at a glance that the head of a request, as it was sent, can be no stranger's."""
+        return not _PAGE.search(head) and (self._hosts is None or _PLAIN.search(head) is not None)
+
+    def problem(self, headers: Headers) -> str:
+        """Says why a request may not come; empty = it may.
+
+        Args:
+            headers: Names in any case; of HTTP/2 with `:authority`.
+        """
+        sent: dict[bytes, list[bytes]] = {}
+        for name, value in headers:
+            if (low := name.lower()) in _TELLING:
+                sent.setdefault(low, []).append(value)
+        if not sent:
+            return ""
+        hosts = [text.decode("latin-1").lower() for text in (*sent.get(b"host", ()), *sent.get(b":authority", ()))]
+        return self._of_hosts(hosts) or self._of_pages(sent, hosts)
+
+    def _of_hosts(self, hosts: list[str]) -> str:
+        if self._hosts is None:
+            return ""
+        strange = next((host for host in hosts if not self._is_ours(_name_of(host))), None)
+        return "" if strange is None else f"'{strange[:200]}' is no name of this server: QINFER_HTTP__ALLOW_HOSTS"
+
+    def _is_ours(self, name: str) -> bool:
+        assert self._hosts is not None
+        return name in self._hosts or name.endswith(".localhost") or not name or _is_address(name)
+
+    def _of_pages(self, sent: Mapping[bytes, list[bytes]], hosts: list[str]) -> str:
+        if self._origins is None:
+            return ""
+        for each in sent.get(b"origin", ()):
+            origin = each.decode("latin-1")
+            if origin not in self._origins and origin.lower().partition("://")[2] not in hosts:
+                return f"pages of '{origin[:200]}' may not call this server: QINFER_CORS__ALLOW_ORIGINS"
+        is_read = b"origin" in sent  # by a page that may read it
+        if b"cross-site" in sent.get(b"sec-fetch-site", ()) and not is_read and not _is_visit(sent):
+            return "pages of other sites may not call this server: QINFER_CORS__ALLOW_ORIGINS"
+        return ""
+
+
+def _is_visit(sent: Mapping[bytes, list[bytes]]) -> bool:
+    """Tells that somebody follows a link to a page of this server, which the other site can't read."""
+    return sent.get(b"sec-fetch-mode") == [b"navigate"] and sent.get(b"sec-fetch-dest") == [b"document"]
+
+
+def _is_local(settings: Settings) -> bool:
+    """Tells whether only this machine reaches the ports."""
+    http, grpc, metrics = settings.http, settings.grpc, settings.metrics
+    hosts = [http.host]
+    if grpc.enabled:
+        hosts.append(grpc.host or http.host)
+    if metrics.enabled:
+        hosts.append(metrics.host or http.host)
+    return all(map(is_loopback, hosts))
+
+
+def _name_of(host: str) -> str:
+    """Returns the host without its port; that of IPv6 without its brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
