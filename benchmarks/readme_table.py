@@ -10,7 +10,8 @@ from html import escape
 from pathlib import Path
 
 from benchmarks import environments, page
-from benchmarks.bars import QINFER
+from benchmarks.bars import QINFER, TRITON
+from benchmarks.bodies import GRPC, JSON
 from benchmarks.report import SERVERS, SHORT, TRITON_NOTE, short_table
 from benchmarks.results import Document, Rows, Setting, summarise
 
@@ -18,12 +19,13 @@ README = environments.ROOT / "README.md"
 PICTURE = environments.ROOT / "docs/images/speed.svg"
 BEGIN, END = "<!-- speed: written by benchmarks/run -->", "<!-- /speed -->"
 GROUPS = {
-    title.replace("`tiny`, ", ""): setting
+    title.replace("`", ""): setting
     for title, setting in SHORT.items()
-    if setting.model == "tiny" and setting.connections in (64, 128) and not setting.fresh
+    if setting.connections == 128 and setting.encoding in (JSON, GRPC)
 }
 """The groups of bars of the picture, with qinfer's setting."""
-WIDTH, LABELS, RIGHT = 760, 150, 90
+NAMES = {**SERVERS, TRITON: "Triton (Python backend)"}
+WIDTH, LABELS, RIGHT = 760, 170, 90
 BAR, GAP, TITLE = 18, 4, 30
 _STYLE = """\
 text { font: 13px system-ui, sans-serif; fill: #1f2328 } .title { font-weight: 600 } .note { font-size: 11px }
@@ -90,7 +92,7 @@ def _bars(rows: Rows, setting: Setting, most: float, top: int) -> Iterator[str]:
         y, width = top + number * (BAR + GAP), max(1, round((WIDTH - LABELS - RIGHT) * row.rate / most))
         kind = "qinfer" if name == QINFER else "other"
         yield (
-            f'<g><text x="{LABELS - 8}" y="{y + 13}" text-anchor="end">{escape(SERVERS[name])}</text>'
+            f'<g><text x="{LABELS - 8}" y="{y + 13}" text-anchor="end">{escape(NAMES[name])}</text>'
             f'<rect class="{kind}" x="{LABELS}" y="{y}" width="{width}" height="{BAR}" rx="2"/>'
             f'<text x="{LABELS + width + 6}" y="{y + 13}">{row.rate:,.0f}</text></g>'
         )

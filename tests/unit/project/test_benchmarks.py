@@ -499,7 +499,10 @@ def test_a_section_is_written_in_its_place_and_leaves_the_others(tmp_path: Path)
 def test_short_table_has_rates_latencies_and_ratios() -> None:
     lines = short_table(summarise(_complete()))
 
-    assert lines[0] == "| requests per second | qinfer | Triton | mosec + orjson | FastAPI | qinfer / Triton (95 %) |"
+    assert (
+        lines[0]
+        == "| requests per second, or p50 | qinfer | Triton | mosec + orjson | FastAPI | qinfer / Triton (95 %) |"
+    )
     assert "| `tiny`, HTTP JSON, 1,000 connections | 200 | 100 | **300** | 50 | 2.00 (2.00 to 2.00) |" in lines
     assert "| `tiny`, gRPC, 1 connection: p50 | 5.00 ms | 10.00 ms | **3.33 ms** | 20.00 ms |  |" in lines
 
@@ -511,7 +514,7 @@ def test_readme_gets_table_and_picture(tmp_path: Path) -> None:
     readme_table.write(_document(_complete()), readme, picture)
 
     text = readme.read_text()
-    assert text.startswith(f"before\n{readme_table.BEGIN}\n| requests per second |")
+    assert text.startswith(f"before\n{readme_table.BEGIN}\n| requests per second, or p50 |")
     assert text.endswith(f"{readme_table.END}\nafter\n")
     assert "old figures" not in text
     assert "Measured on 2026-11-27 at commit abc: a processor, 2 cores." in text
