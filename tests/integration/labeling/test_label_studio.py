@@ -401,7 +401,7 @@ async def test_a_caller_who_leaves_takes_the_tasks_along(running: Running) -> No
     """What nobody waits for is not executed."""
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
     body = json.dumps(vectors("stuck", 5)).encode()
-    head = f"POST /label-studio/stuck/predict HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /label-studio/stuck/predict HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
 
     async def depth_is(wanted: int) -> bool:
