@@ -226,10 +226,11 @@ def print_error(message: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Prints a value, msgspec's structs too, as one line of JSON on stdout, at once also into a pipe."""
+    """Prints a value, msgspec's structs too, as one line of strict JSON on stdout, at once also into a pipe."""
     import msgspec
 
-    print(json.dumps(msgspec.to_builtins(value)), flush=True)
+    # Only the encoder has null for NaN and infinities, which most parsers refuse.
+    print(json.dumps(msgspec.json.decode(msgspec.json.encode(value))), flush=True)
 
 
 def show(value: object, view: "str | Callable[[], RenderableType]", *, as_json: bool) -> None:

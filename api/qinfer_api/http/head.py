@@ -12,7 +12,7 @@ import msgspec
 from qinfer.errors import InvalidRequest
 from qinfer.observe.tracing import context_text
 from qinfer_api.auth import ANONYMOUS, Context, presented_key
-from qinfer_api.http.infer import Encoding, Headers, Target, forwarded, parse_version, response_encoding
+from qinfer_api.http.infer import Encoding, Headers, Target, forwarded, parse_version, response_encoding, wants_strict
 from qinfer_api.http.visitors import Visitors
 
 MAX_FAST_BYTES = 256 * 1024
@@ -25,6 +25,7 @@ _MEANINGS = {  # what the fast path reads of a request's headers; all others mea
     b"tracestate": "tracestate",
     b"content-encoding": "coding",
     b"accept-encoding": "accept",
+    b"accept": "types",
     b"authorization": "authorization",
     b"x-api-key": "x-api-key",
     b"transfer-encoding": "special",
@@ -41,6 +42,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         json_length: The header's text, unchecked.
+        strict: Whether the JSON of the reply may have no NaN.
         sent: All headers, in the bytes of the head or one by one: endpoints may choose by any.
     """
 
@@ -51,6 +53,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     encoding: Encoding | None
     forwarded: Mapping[str, str] = _NO_HEADERS
     sent: bytes | Headers = b""
+    strict: bool = False
 
     def headers(self) -> Headers:
         """Returns all headers."""
@@ -117,7 +120,10 @@ def read_head(
     json_length = found["json"].decode("latin-1") if "json" in found else None
     encoding = _accepted(found["accept"]) if "accept" in found else None
     forwarding = _NO_HEADERS if forward is None else forwarded(forward, headers)
-    return Head(target, length, json_length, context, encoding, forwarding, headers)
+    strict = _is_strict(found.get("types", b""))
+    if strict is None:
+        return None
+    return Head(target, length, json_length, context, encoding, forwarding, headers, strict)
 
 
 def origin_in(headers: Headers) -> bytes:
@@ -146,6 +152,14 @@ def _text(value: bytes | None) -> str:
 @lru_cache(maxsize=256)
 def _accepted(header: bytes) -> Encoding | None:
     return response_encoding(header.decode("latin-1"))
+
+
+def _is_strict(accept: bytes) -> bool | None:
+    """Reads an `Accept`; `None` = the route refuses it."""
+    try:
+        return wants_strict(accept.decode("latin-1"))
+    except InvalidRequest:
+        return None
 
 
 def transfer_codings(headers: Headers) -> list[bytes]:
@@ -177,6 +191,7 @@ _LINES = (  # those that come most often first
     _once(6, "authorization", _VALUE),
     _once(7, "x-api-key", _VALUE),
     _once(8, "tracestate", _VALUE),
+    _once(9, "types", _VALUE),
     rb"(?i:connection: keep-alive)\r\n",
 )
 _PLAIN_HEAD = re.compile(rb"POST (/v2/models/[/.:@_~0-9A-Za-z-]++) HTTP/1\.1\r\n(?:%b)*+\r\n" % b"|".join(_LINES))
@@ -225,9 +240,16 @@ class HeadReader:
         match = _PLAIN_HEAD.match(packet, 0, _MAX_HEAD_BYTES)
         if match is None:
             return None
-        url, length, trace, json_length, accept, authorization, key, state = match.groups()
+        url, length, trace, json_length, accept, authorization, key, state, types = match.groups()
         end, target = match.end(), parse_target(url)
-        if target is None or length is None or size - end != int(length) or size - end > self._max_bytes:
+        strict = False if types is None else _is_strict(types)
+        if (
+            target is None
+            or length is None
+            or strict is None
+            or size - end != int(length)
+            or size - end > self._max_bytes
+        ):
             return None
         sent = packet[:end]
         if self._visitors is not None and not self._visitors.is_plain(sent):
@@ -240,6 +262,7 @@ class HeadReader:
             None if accept is None else _accepted(accept),
             _NO_HEADERS if self._forward is None else forwarded(self._forward, _ANY_LINE.findall(sent)),
             sent,
+            strict,
         )
         if trace is None:  # one comes once only
             self._known[size % _MAX_KNOWN] = sent, size, head

@@ -32,7 +32,7 @@ from qinfer.queue.entries import Address, RequestRecord, RequestState
 from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, strictly
 from qinfer_api.http.responses import encode_event
 from qinfer_api.requests.records import RequestBody, address_of, made_by_server, path_of, shown_record
 from qinfer_api.requests.service import SubmitOptions, Ticket
@@ -50,6 +50,7 @@ from qinfer_api.rest.services import (
     decoded_infer,
     event_stream,
     idempotency_key,
+    is_strict,
     off_loop,
     read_body,
     read_preferences,
@@ -300,6 +301,7 @@ async def _outcome(services: Services, request: Request, record: RequestRecord) 
 
 
 async def _events(services: Services, request: Request) -> HttpResponse:
+    strict = is_strict(request)
     context, address = await _located(services, request)
     record = await services.requests.record(context, address)
     seen = request.headers.get("last-event-id", "")
@@ -311,11 +313,11 @@ async def _events(services: Services, request: Request) -> HttpResponse:
         raise Overloaded("too many clients wait at this server for requests to end; poll, or try again later")
     changes = services.requests.waits.changes(address, HEARTBEAT_S, partial(recheck, services, request))
     own = (one async for one in changes if one is None or one.tenant == context.tenant)
-    return event_stream(_told_events(services, own, *_seen(seen)), seen)
+    return event_stream(_told_events(services, own, *_seen(seen), strict=strict), seen)
 
 
 async def _told_events(
-    services: Services, changes: AsyncIterator[RequestRecord | None], told: str, taken: int
+    services: Services, changes: AsyncIterator[RequestRecord | None], told: str, taken: int, *, strict: bool
 ) -> AsyncIterator[Event | None]:
     """Yields the events of a request: its states and responses as they come, its last state after all responses.
 
@@ -324,6 +326,7 @@ async def _told_events(
         changes: The record at each change; `None` = nothing has changed for long.
         told: The state that was told last.
         taken: How many responses were.
+        strict: Whether JSON may have no NaN.
     """
     async for record in changes:
         if record is None:
@@ -333,17 +336,17 @@ async def _told_events(
             told = _told(record)
             yield Event("state", _event_id(told, taken), _state(services, record))
         if record.decoupled:
-            async for data in _responses(services, record, taken):
+            async for data in _responses(services, record, taken, strict=strict):
                 taken += 1
                 yield Event("response", _event_id(told, taken), data)
         if record.state.is_terminal:
             yield Event("state", _event_id(_told(record), taken), _state(services, record))
 
 
-async def _responses(services: Services, record: RequestRecord, index: int) -> AsyncIterator[bytes]:
+async def _responses(services: Services, record: RequestRecord, index: int, *, strict: bool) -> AsyncIterator[bytes]:
     """Yields the encoded responses of a decoupled model from an index on, as far as they are there."""
     requests = services.requests
-    plan = requests.plan(record)
+    plan = strictly(requests.plan(record)) if strict else requests.plan(record)
     with suppress(ResultExpired):
         async for response in requests.stored(record, index):
             yield await _encoded(services, response, record.client_id, plan)
