@@ -118,7 +118,7 @@ class Call:
             if dispatcher.endpoints.by_name and dispatcher.choose(context, request, head.header):
                 self._plan = codec.routed(request, self._plan)
             self.request = request
-            pending = dispatcher.submit(context, request, self)
+            pending = dispatcher.submit(context, request, self, asked_s=head.timeout_s)
             if self.reply is None:
                 self._pending = pending
                 hold(self._plan)
@@ -141,7 +141,7 @@ class Call:
             return  # the client left
         try:
             done.result()
-            pending = dispatcher.submit(context, self.request, self)
+            pending = dispatcher.submit(context, self.request, self, asked_s=head.timeout_s)
             if self.reply is None:
                 self._pending = pending
                 hold(self._plan)

@@ -6,6 +6,7 @@ Nothing here waits; what takes long (a large body, shared memory) is called in a
 """
 
 import asyncio
+import math
 import re
 import struct
 import zlib
@@ -76,6 +77,25 @@ def response_encoding(header: str | None) -> Encoding | None:
         weights.setdefault(encoding, weights.get("*", 0.0))
     best = max((name for name in weights if name == "identity" or name in _WINDOW_BITS), key=weights.__getitem__)
     return best if best in _WINDOW_BITS and weights[best] > 0 else None
+
+
+def read_seconds(name: str, text: str) -> float:
+    """Reads a number of seconds.
+
+    Args:
+        name: What it is, for the error.
+        text: Its text.
+
+    Raises:
+        InvalidRequest: It is none.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidRequest(f"{name} is a number of seconds, such as 2.5; got '{text[:100]}'")
+    return seconds
 
 
 @lru_cache(maxsize=256)
@@ -166,6 +186,9 @@ ID_HEADER = b"qinfer-request-id"
 
 CACHE_HEADER = b"qinfer-cache"
 """Header of the replies of models that use the response cache: `hit` or `miss`."""
+
+TIMEOUT_HEADER = "Request-Timeout"
+"""Header of requests: seconds until they expire."""
 
 TARGET_HEADER = b"qinfer-target"
 """Header of the replies of endpoints: the target that answered, such as `digits:4`."""

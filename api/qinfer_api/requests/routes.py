@@ -16,7 +16,6 @@ A browser comes back by itself when a stream ends, with the id of the last event
 """
 
 import hashlib
-import math
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
@@ -32,7 +31,7 @@ from qinfer.queue.entries import Address, RequestRecord, RequestState
 from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, strictly
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, read_seconds, strictly
 from qinfer_api.http.responses import encode_event
 from qinfer_api.requests.records import RequestBody, address_of, made_by_server, path_of, shown_record
 from qinfer_api.requests.service import SubmitOptions, Ticket
@@ -41,6 +40,7 @@ from qinfer_api.rest.services import (
     INFER_BODY,
     JSON_LENGTH,
     OUTPUTS,
+    REQUEST_TIMEOUT,
     Event,
     Preferences,
     Services,
@@ -59,6 +59,7 @@ from qinfer_api.rest.services import (
     send,
     send_outputs,
     target_of,
+    timeout_of,
     unless_left,
 )
 
@@ -96,7 +97,7 @@ _SUBMIT = operation(
         **errors(400, 401, 403, 404, 409, 429, 500, 501, 503),
     },
     JSON_LENGTH,
-    header("Request-Timeout", "Seconds until it expires.", type="number", exclusiveMinimum=0, examples=[600]),
+    REQUEST_TIMEOUT,
     header(
         "Idempotency-Key",
         "Visible ASCII. The same key with the same body is the same request; with another body it is refused.",
@@ -398,12 +399,12 @@ def _options(request: Request) -> SubmitOptions:
         InvalidRequest: A value is wrong.
     """
     headers = request.headers
-    key, timeout = idempotency_key(request), headers.get("request-timeout")
+    key = idempotency_key(request)
     if headers.get("request-id") == "":
         raise InvalidRequest("the Request-Id is empty; leave it out to have the server make one")
     return SubmitOptions(
         body_hash="",
-        timeout_s=None if timeout is None else _seconds("Request-Timeout", timeout),
+        timeout_s=timeout_of(request),
         request_id=headers.get("request-id", ""),
         idempotency_key="" if key is None else hashlib.sha256(key.encode()).hexdigest(),
         webhook=headers.get("webhook-url", ""),
@@ -412,14 +413,4 @@ def _options(request: Request) -> SubmitOptions:
 
 def _wait_s(request: Request) -> float:
     text = request.query_params.get("wait")
-    return 0.0 if text is None else _seconds("wait", text)
-
-
-def _seconds(name: str, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise InvalidRequest(f"{name} is a number of seconds, such as 2.5; got '{text[:100]}'")
-    return seconds
+    return 0.0 if text is None else read_seconds("wait", text)

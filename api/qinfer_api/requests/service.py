@@ -8,7 +8,6 @@ gateway can be asked for it.
 import asyncio
 import contextlib
 import functools
-import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +18,6 @@ from qinfer.core.settings import RequestSettings
 from qinfer.errors import (
     Cancelled,
     CorruptEntry,
-    InvalidRequest,
     Overloaded,
     QinferError,
 )
@@ -35,7 +33,7 @@ from qinfer.traffic.store import Kept, KeptTargets, names_of
 from qinfer.wire.frame import decode_responses
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import ANONYMOUS, Context
-from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.dispatcher import Dispatcher, checked_timeout_s
 from qinfer_api.http.infer import bound
 from qinfer_api.requests.ends import StoredEnds
 from qinfer_api.requests.records import (
@@ -53,7 +51,6 @@ from qinfer_api.status import of_request
 _GRACE_S = 5.0  # for a janitor to end what has expired
 _KEPT_LONGER_S = 600.0  # a target than the record that it leads to
 
-MIN_TIMEOUT_S = 0.001
 
 _CANCELLED = "the request was cancelled"
 
@@ -340,12 +337,7 @@ class AsyncRequests:
         longest_s = float(own.get(MAX_TIMEOUT, self.settings.max_timeout_s))
         if asked_s is None:
             return min(float(own.get(DEFAULT_TIMEOUT, self.settings.default_timeout_s)), longest_s)
-        if not (math.isfinite(asked_s) and MIN_TIMEOUT_S <= asked_s <= longest_s):
-            raise InvalidRequest(
-                f"a request timeout of {asked_s:g} s is not possible; "
-                f"choose one from {MIN_TIMEOUT_S:g} to {longest_s:g} seconds"
-            )
-        return asked_s
+        return checked_timeout_s(asked_s, longest_s)
 
     def _address(self, context: Context, lane: Lane, chosen: str) -> Address:
         if chosen:

@@ -66,6 +66,7 @@ from qinfer_api.rest.services import (
     INFER_ERRORS,
     JSON_LENGTH,
     OUTPUTS,
+    REQUEST_TIMEOUT,
     Services,
     answers,
     authorize,
@@ -82,10 +83,13 @@ from qinfer_api.rest.services import (
     send,
     send_outputs,
     target_of,
+    timeout_of,
     unless_left,
 )
 
-_INFER = operation("Run a model", {200: OUTPUTS, 202: ACCEPTED, **INFER_ERRORS}, JSON_LENGTH, PREFER, takes=INFER_BODY)
+_INFER = operation(
+    "Run a model", {200: OUTPUTS, 202: ACCEPTED, **INFER_ERRORS}, JSON_LENGTH, REQUEST_TIMEOUT, PREFER, takes=INFER_BODY
+)
 
 _FREE: Json = {
     "type": "object",
@@ -122,11 +126,17 @@ _INFER_STREAM = operation(
         **INFER_ERRORS,
     },
     JSON_LENGTH,
+    REQUEST_TIMEOUT,
     takes=INFER_BODY,
 )
-_GENERATE = operation("Run a model on free-form JSON", {200: _OUTPUTS, **INFER_ERRORS}, takes=body(_FREE))
+_GENERATE = operation(
+    "Run a model on free-form JSON", {200: _OUTPUTS, **INFER_ERRORS}, REQUEST_TIMEOUT, takes=body(_FREE)
+)
 _GENERATE_STREAM = operation(
-    "Run a model on free-form JSON, and stream its responses", {200: _STREAM, **INFER_ERRORS}, takes=body(_FREE)
+    "Run a model on free-form JSON, and stream its responses",
+    {200: _STREAM, **INFER_ERRORS},
+    REQUEST_TIMEOUT,
+    takes=body(_FREE),
 )
 
 
@@ -183,12 +193,12 @@ async def _submit_infer(
     """Reads, checks and submits a request of infer; returns it, its client's id of it, and the form of its outputs."""
     dispatcher = services.dispatcher
     try:
-        context = authorize(services, request)
+        context, asked_s = authorize(services, request), timeout_of(request)
         served = dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
         async with received(services, request, services.settings.http.max_input_bytes) as content:
             decoded, plan = await decoded_infer(services, served, target, request, content)
         answers(request, decoded)
-        pending = dispatcher.submit(context, decoded, sink)
+        pending = dispatcher.submit(context, decoded, sink, asked_s=asked_s)
         hold(plan)
         return pending, decoded.client_id, plan
     except QinferError as error:
@@ -263,14 +273,14 @@ async def _submit(services: Services, target: Target, request: Request, sink: St
     """Reads, checks and submits a request; returns what waits for it, and what it asks."""
     dispatcher = services.dispatcher
     try:
-        context = authorize(services, request)
+        context, asked_s = authorize(services, request), timeout_of(request)
         served = dispatcher.resolve(target.model, target.version)
         if not _is_identity(request):
             raise InvalidRequest("Unsupported content-encoding, only 'identity' is supported.")
         content = await read_body(services, request, services.settings.http.max_input_bytes)
         asked = await off_loop(len(content), _decode, services, served, target, request, content)
         answers(request, asked.request)
-        return dispatcher.submit(context, asked.request, sink), asked
+        return dispatcher.submit(context, asked.request, sink, asked_s=asked_s), asked
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error, context_of(request)) from None
 

@@ -38,6 +38,7 @@ from qinfer_api.http.cycle import IN_REPLY_TO, SENT_HEADERS
 from qinfer_api.http.head import MAX_FAST_BYTES
 from qinfer_api.http.infer import (
     JSON_LENGTH_HEADER,
+    TIMEOUT_HEADER,
     InferCodec,
     Reply,
     Target,
@@ -46,6 +47,7 @@ from qinfer_api.http.infer import (
     failure_reply,
     forwarded,
     parse_version,
+    read_seconds,
     request_encoding,
     response_encoding,
     room_of,
@@ -336,6 +338,7 @@ JSON_LENGTH = header(
     type="integer",
     minimum=0,
 )
+REQUEST_TIMEOUT = header(TIMEOUT_HEADER, "Seconds until it expires.", type="number", exclusiveMinimum=0, examples=[600])
 INFER_BODY: Json = {
     "required": True,
     "description": "JSON, or JSON followed by the raw bytes of each binary input. May be gzip or deflate encoded.",
@@ -439,6 +442,16 @@ def as_accepted(request: Request, plan: OutputPlan) -> OutputPlan:
         InvalidRequest: It can't be read.
     """
     return strictly(plan) if is_strict(request) else plan
+
+
+def timeout_of(request: Request) -> float | None:
+    """Returns the seconds that a request asks for until it expires; `None` = it does not say.
+
+    Raises:
+        InvalidRequest: They are no number.
+    """
+    text = request.headers.get(TIMEOUT_HEADER)
+    return None if text is None else read_seconds(TIMEOUT_HEADER, text)
 
 
 def is_strict(request: Request) -> bool:
