@@ -452,7 +452,8 @@ class Link:
             pause_s = backoff.next_s()
             if deadline_s is not None and (isinstance(problem, SettingsError) or loop.time() + pause_s > deadline_s):
                 raise _dial_error(problem)
-            self._tell(_UNREACHABLE, _reason(problem))
+            if deadline_s is None:  # else the caller tells, who gets the error
+                self._tell(_UNREACHABLE, _reason(problem))
             if self._on_trouble is not None:
                 self._on_trouble()
             await asyncio.sleep(pause_s)

@@ -10,6 +10,7 @@ from starlette.responses import Response as HttpResponse
 from qinfer.errors import CorruptEntry, InvalidRequest
 from qinfer.jobs.job import JobState
 from qinfer.jobs.queue.records import JobRecord
+from qinfer.queue import keys
 from qinfer.wire.kserve_json import check_depth
 from qinfer_api.auth import Context
 from qinfer_api.jobs.records import (
@@ -224,7 +225,10 @@ def _progress(jobs: BulkJobs, record: JobRecord) -> Event:
 
 
 def _context(services: Services, request: Request) -> Context:
-    return authorize(services, request)
+    """Returns who asks, authorized; refuses at once while the queue is away, as requests are refused."""
+    context = authorize(services, request)
+    services.requests.delivery.router.check_up(keys.slot(keys.job_places()))
+    return context
 
 
 def _body(jobs: BulkJobs, record: JobRecord) -> JobBody:

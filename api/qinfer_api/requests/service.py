@@ -171,7 +171,7 @@ class AsyncRequests:
             QinferError: It is refused, as `Dispatcher.submit` refuses; or its timeout or webhook is wrong; `Conflict`:
                 the id or the key belongs to a request with another body.
         """
-        self._check_up(request.model, request.partition)
+        self.check_up(request.model, request.partition)
         if request.endpoint and (names := names_of(options.request_id, options.idempotency_key)):
             plan = await self._keep_target(context, request, plan, options, names)
         served = self.of_model(request.model, request.version)
@@ -196,7 +196,7 @@ class AsyncRequests:
         """
         model = await self.model_of(model, context.tenant, options.request_id, options.idempotency_key)
         address = self._address(context, Lane(model, 0), options.request_id)
-        self._check_up(address.model, address.partition)
+        self.check_up(address.model, address.partition)
         found = await self.delivery.requests.find(
             address, options.body_hash, tenant=context.tenant, idempotency_key=options.idempotency_key
         )
@@ -220,7 +220,7 @@ class AsyncRequests:
         """
         if name not in self.dispatcher.endpoints.by_name:
             return name
-        self._check_up(name)
+        self.check_up(name)
         kept = await self.kept.find(name, tenant, names_of(request_id, idempotency_key))
         return name if kept is None else kept.model
 
@@ -252,7 +252,7 @@ class AsyncRequests:
             RequestNotFound: Nothing is, or it is another tenant's.
             BrokerUnavailable: The queue can't be reached now.
         """
-        self._check_up(address.model, address.partition)
+        self.check_up(address.model, address.partition)
         return own_record(context.tenant, address, await self.delivery.requests.record(address))
 
     async def wait(self, context: Context, address: Address, wait_s: float) -> RequestRecord:
@@ -327,7 +327,7 @@ class AsyncRequests:
             self.tally.ended(address.model, record.version, Cancelled.code)
         return await self.record(context, address)
 
-    def _check_up(self, model: str, partition: int = 0) -> None:
+    def check_up(self, model: str, partition: int = 0) -> None:
         """Refuses at once while the queue is away, as synchronous calls are refused: callers know when to try again."""
         self.delivery.router.check_up(keys.slot(keys.confirm(model, partition)))
 
