@@ -374,8 +374,9 @@ class WorkerSettings(Section):
     )
     health_dir: str = Field(
         "",
-        description="Directory, of this worker alone, of files that probes look at: `live` is younger than a minute "
-        "while the worker runs, `ready` younger than half a minute while its models are loaded. Empty = none.",
+        description="Directory, of this process alone, of files that probes look at: `live` is younger than a minute "
+        "while the worker, bulk worker, beat or bridge runs; `ready`, of a worker only, younger than half a minute "
+        "while its models are loaded. Empty = none.",
     )
     load_threads: int = Field(4, gt=0, description="Concurrent loads of models (Triton's --model-load-thread-count).")
     lease_s: float = Field(10.0, gt=0, description="Seconds without renewal after which another worker takes an entry.")

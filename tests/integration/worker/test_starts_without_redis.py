@@ -1,8 +1,10 @@
 """Programs that start while Redis is away: they wait for it, and say so."""
 
 import asyncio
+import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +48,7 @@ class Late:
         env = clean_environment() | {
             "QINFER_REDIS__URL": self.server.url,
             "QINFER_REDIS__CONNECT_TIMEOUT_S": "0.2",
+            "QINFER_WORKER__HEALTH_DIR": str(self.health),
         }
         with self.log.open("wb") as output:
             process = subprocess.Popen([sys.executable, "-m", *words], env=env, stdout=output, stderr=output)
@@ -54,6 +57,10 @@ class Late:
                 yield process
             finally:
                 process.kill()
+
+    @property
+    def health(self) -> Path:
+        return self._directory / "health"
 
     @property
     def log(self) -> Path:
@@ -117,3 +124,13 @@ async def test_it_can_be_stopped_while_it_waits(late: Late, program: str) -> Non
         code = await asyncio.to_thread(process.wait, 20)
 
     assert (code, "Traceback" in late.log.read_text()) == (0, False)
+
+
+@pytest.mark.parametrize("program", [BULK, BEAT, BRIDGE])
+async def test_its_file_is_young_while_it_waits(late: Late, program: str) -> None:
+    """Probes look at it: no restart brings Redis back."""
+    with late.run(program):
+        await late.says("beat started" if program == BEAT else WAITING)
+        os.utime(late.health / "live", (0, 0))
+
+        await eventually(lambda: (late.health / "live").stat().st_mtime > time.time() - 60, 30.0, "a young file")

@@ -25,6 +25,7 @@ from qinfer.observe import logs
 from qinfer.queue.lanes import Queue
 from qinfer_workers.bridge.config import BridgeConfig, load_config
 from qinfer_workers.bridge.program import check, serve
+from qinfer_workers.health_files import open_health
 from qinfer_workers.liveness import end
 
 logger = logging.getLogger("qinfer_workers.bridge")
@@ -39,6 +40,7 @@ async def _serve(config: BridgeConfig, settings: Settings) -> int:
     assert starting is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, starting.cancel)  # while it may wait for Redis
+    touching = None if (health := open_health(settings)) is None else loop.create_task(health.run())
     delivery = await Queue.connect_patiently(settings.redis, settings.limits)
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
@@ -46,6 +48,8 @@ async def _serve(config: BridgeConfig, settings: Settings) -> int:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 50)
     await serve(config, settings, delivery, stop)
+    if touching is not None:
+        touching.cancel()
     return os.EX_OK
 
 

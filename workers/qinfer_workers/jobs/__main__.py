@@ -33,6 +33,7 @@ from qinfer.observe import logs
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
 from qinfer.storage.open import store_for
+from qinfer_workers.health_files import open_health
 from qinfer_workers.jobs.app import UseCase, make_app
 from qinfer_workers.jobs.event_loop import TASKS_AT_ONCE, EventLoop, Stopped, Watchdog
 from qinfer_workers.jobs.finalise import Finaliser
@@ -66,6 +67,8 @@ def serve(settings: Settings) -> int:
     broker_of(settings)  # what is wrong with it shows before anything is opened
     loop = EventLoop()
     _stop_on_signals(loop)
+    if (health := open_health(settings)) is not None:
+        loop.start(health.run())
     try:
         delivery, store = loop.run(_connect(settings), threading.TIMEOUT_MAX)
     except Stopped:  # by a signal, while it waits for Redis
