@@ -54,7 +54,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         json_length: The header's text, unchecked.
         strict: Whether the JSON of the reply may have no NaN.
-        timeout_s: The time that the request asks for until it expires; `None` = none.
+        timeout_s: The time that the request asks for until it expires; `None` = it does not say.
         sent: All headers, in the bytes of the head or one by one: endpoints may choose by any.
     """
 

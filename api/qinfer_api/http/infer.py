@@ -83,11 +83,11 @@ def read_seconds(name: str, text: str) -> float:
     """Reads a number of seconds.
 
     Args:
-        name: What it is, for the error.
+        name: The name of the value, in the error.
         text: Its text.
 
     Raises:
-        InvalidRequest: It is none.
+        InvalidRequest: The text is no such number.
     """
     try:
         seconds = float(text)

@@ -37,7 +37,7 @@ async def client(running: Running) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
-async def test_it_ends_a_request_that_nobody_answers(client: httpx.AsyncClient, path: str, body: object) -> None:
+async def test_it_ends_a_request_without_an_answer(client: httpx.AsyncClient, path: str, body: object) -> None:
     """As the model's own timeout would, long before that."""
     reply = await client.post(path.format("stuck"), json=body, headers={"request-timeout": "0.05"})
 
@@ -60,7 +60,7 @@ async def test_what_is_no_number_of_seconds_is_named(
 async def test_what_is_too_short_or_too_long_is_refused(
     client: httpx.AsyncClient, path: str, body: object, value: str
 ) -> None:
-    """By the longest timeout of the model; 0 is not none."""
+    """By the longest timeout of the model; 0 is too short."""
     reply = await client.post(path.format("hasty"), json=body, headers={"request-timeout": value})
 
     assert reply.status_code == 400

@@ -134,7 +134,7 @@ def test_commands_run(name: str) -> None:
 
 
 def test_each_program_is_asked_how_it_is() -> None:
-    """What serves has a check, a look at a file where it can be; what ends by itself, or may have no worker, none."""
+    """What serves has a check; all but gateways have their file looked at."""
     disabled = {name for name, service in SERVICES.items() if service.get("healthcheck") == {"disable": True}}
     checks = {name: service["healthcheck"]["test"][1:] for name, service in OURS.items() if name not in disabled}
     looks = {name for name, words in checks.items() if is_look_at_health(words)}
