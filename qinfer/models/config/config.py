@@ -15,7 +15,7 @@ from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.check import check
 from qinfer.models.config.ensembles import ENSEMBLE
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
-from qinfer.models.config.message import ModelConfig, from_json, model_config_pb2, to_json
+from qinfer.models.config.message import ModelConfig, advised, from_json, model_config_pb2, to_json, unnamed
 from qinfer.models.config.ragged import own_batch_inputs, scattered_outputs
 from qinfer.models.config.sequences import fill_sequence_defaults, own_inputs, state_outputs
 from qinfer.models.config.to_spec import to_spec
@@ -178,7 +178,7 @@ def parse(text: str, source: str = "config.pbtxt") -> ModelConfig:
         line, column = error.GetLine(), error.GetColumn()
         where = f"{source}, line {line}, column {column}" if line else source
         reason = str(error).partition(" : ")[2] or str(error)
-        raise ModelLoadFailed(f"{where}: {reason}") from None
+        raise ModelLoadFailed(f"{where}: {advised(reason)}") from None
 
 
 def normalise(
@@ -221,6 +221,8 @@ def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> Mod
             f"unexpected directory name '{name}' for model '{normal.name}', directory name must equal model name"
         )
     normal.name = name
+    if problem := unnamed(normal):
+        raise ModelLoadFailed(f"model '{name}': {problem}")
     _fill_backend(normal, files)
     return normal
 
