@@ -50,7 +50,7 @@ def from_json(text: str) -> ModelConfig:
         ModelLoadFailed: The text is no JSON, or has a field that ModelConfig has not.
     """
     try:
-        fields = json.loads(text)
+        fields = json.loads(text.removeprefix("\ufeff"))
         if not isinstance(fields, dict):
             raise ModelLoadFailed(f"model configuration is not valid JSON: expected an object, got {text[:50]}")
         json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair makes protobuf fail with SystemError

@@ -249,7 +249,7 @@ class _Reader(NamedTuple):
         if self.listing.files[path].size > limit_bytes:
             raise ModelLoadFailed(f"{path} is larger than {limit_bytes} bytes")
         try:
-            return self.files.read(f"{self.directory}/{path}", limit_bytes).decode()
+            return self.files.read(f"{self.directory}/{path}", limit_bytes).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise ModelLoadFailed(f"{path} is not UTF-8 text") from None
 
