@@ -360,9 +360,9 @@ def respond_rows(
             continue
         wanted = (*(request.outputs or names), *states)
         missing = [name for name in wanted if name not in columns]
-        if missing:
+        if missing and not request.spares_outputs:
             raise OutputMismatch(f"the model returned no output '{missing[0]}'")
-        ctx.respond(item, tuple(columns[name][item] for name in wanted))
+        ctx.respond(item, tuple(columns[name][item] for name in wanted if name not in missing))
 
 
 def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[Tensor]:

@@ -44,7 +44,7 @@ from qinfer.backends.python_host.messages import (
 from qinfer.backends.python_host.process import HostProcess
 from qinfer.backends.python_host.streams import Streams, failed_text
 from qinfer.core.messages import InferRequest
-from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, OutputMismatch, SequenceLost
+from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, SequenceLost
 from qinfer.models.config.message import ModelConfig, from_json, to_json
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
@@ -85,7 +85,6 @@ class PythonBackend:
         self._model = spec.name
         self._datatypes = {i.name: i.datatype for i in spec.file_inputs}
         self._ragged = frozenset(i.name for i in spec.inputs if i.ragged)
-        self._outputs = frozenset(o.name for o in spec.outputs)
         self._is_decoupled = spec.decoupled
         self._is_stateful = spec.is_stateful
         self._keeps_state = spec.sequences is not None
@@ -149,7 +148,7 @@ class PythonBackend:
         if not isinstance(outcome, Executed):
             raise InferenceFailed(f"the process of model '{self._model}' answered with {type(outcome).__name__}")
         if not self._is_decoupled:
-            self._respond(batch, ctx, outcome.answers, data)
+            self._respond(ctx, outcome.answers, data)
 
     def interrupt(self) -> bool:
         """Ends the process, if it has had a batch for as long as the model may take; returns whether it did."""
@@ -222,7 +221,7 @@ class PythonBackend:
 
     def _streams_of(self, process: HostProcess) -> Streams:
         if self._streams is None or self._streams.process is not process:
-            self._streams = Streams(process, self._instance, self._managing, self._model, tuple(self._outputs))
+            self._streams = Streams(process, self._instance, self._managing, self._model)
         return self._streams
 
     def _outcome(
@@ -262,9 +261,9 @@ class PythonBackend:
             if calls is not None:
                 calls.end()
 
-    def _respond(self, batch: Batch, ctx: Context, answers: Sequence[Answer], data: Sequence[Buffer]) -> None:
+    def _respond(self, ctx: Context, answers: Sequence[Answer], data: Sequence[Buffer]) -> None:
         position = 0
-        for item, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
+        for item, answer in enumerate(answers):
             if answer.rescheduled:
                 ctx.reschedule(item)
                 continue
@@ -273,11 +272,6 @@ class PythonBackend:
                 continue
             outputs = tensors(answer.outputs, data[position : position + len(answer.outputs)])
             position += len(answer.outputs)
-            given = {tensor.name for tensor in outputs}
-            missing = [name for name in request.outputs or self._outputs if name not in given]
-            if missing:
-                ctx.respond(item, OutputMismatch(f"the model returned no output '{min(missing)}'"))
-                continue
             ctx.respond(item, outputs, parameters=answer.parameters or None)
 
 

@@ -41,7 +41,7 @@ from qinfer.backends.python_host.messages import (
     Unwanted,
 )
 from qinfer.backends.python_host.process import HostProcess
-from qinfer.errors import InferenceFailed, OutputMismatch, QinferError
+from qinfer.errors import InferenceFailed, QinferError
 from qinfer.tensors import Bytes, Tensor
 
 logger = logging.getLogger("qinfer.backends.python")
@@ -65,16 +65,14 @@ class _Stream:
 class _OpenBatch:
     """A batch with requests that have no final response yet, or whose `execute` has not returned."""
 
-    __slots__ = ("ctx", "has_begun", "outcome", "refusal", "streams", "wanted")
+    __slots__ = ("ctx", "has_begun", "outcome", "refusal", "streams")
 
-    def __init__(self, ctx: Context, wanted: Sequence[Sequence[str]]) -> None:
+    def __init__(self, ctx: Context, size: int) -> None:
         self.ctx = ctx
         self.has_begun = False
         self.refusal: QinferError | None = None
         """Why a response was not taken, or none can come."""
-        self.wanted = wanted
-        """The names of the outputs wanted, of each request; empty = all."""
-        self.streams = {item: _Stream() for item in range(len(wanted))}
+        self.streams = {item: _Stream() for item in range(size)}
         self.outcome: Future[Outcome] = Future()
 
 
@@ -86,17 +84,13 @@ class Streams:
         instance: Whose process it is; it is told whether anything is open.
         managing: Carries out what the model asks for.
         model: The model's name.
-        outputs: Names of the configuration's outputs.
     """
 
-    def __init__(
-        self, process: HostProcess, instance: Instance, managing: Managing, model: str, outputs: Sequence[str]
-    ) -> None:
+    def __init__(self, process: HostProcess, instance: Instance, managing: Managing, model: str) -> None:
         self.process = process
         self._instance = instance
         self._managing = managing
         self._model = model
-        self._outputs = outputs
         self._calls = Calls(process.channel, model)
         self._changed = threading.Condition()
         """Guards the two below; never held while a context is called."""
@@ -117,7 +111,7 @@ class Streams:
             OSError: The process is gone, and the batch was not sent.
             QinferError: The context is not of a decoupled model, and a response was not taken.
         """
-        batch = _OpenBatch(ctx, [request.outputs for request in message.requests])
+        batch = _OpenBatch(ctx, len(message.requests))
         with self._changed:
             self._changed.wait_for(lambda: self._is_lost or self._count() < OPEN_STREAMS)
             if self._is_lost:
@@ -203,7 +197,7 @@ class Streams:
             if batch is None or stream is None:
                 return
             batch.has_begun = True
-        answer = self._answer(message.answer, buffers, batch.wanted[message.item])
+        answer = _answer(message.answer, buffers)
         try:
             batch.ctx.offer(message.item, answer, final=message.final, parameters=message.answer.parameters or None)
         except QinferError as error:
@@ -211,18 +205,6 @@ class Streams:
             self._unwant(message.batch, message.item)
         if message.final:
             self._close(message.batch, message.item)
-
-    def _answer(
-        self, answer: Answer, buffers: Sequence[Buffer], wanted: Sequence[str]
-    ) -> tuple[Tensor, ...] | QinferError:
-        if answer.error is not None:
-            return to_qinfer(answer.error, answer.code)
-        outputs = tensors(answer.outputs, buffers)
-        given = {tensor.name for tensor in outputs}
-        missing = [name for name in wanted or self._outputs if name not in given]
-        if missing and outputs:
-            return OutputMismatch(f"the model returned no output '{min(missing)}'")
-        return outputs
 
     def _ended(self, outcome: Outcome) -> None:
         """Takes note that the `execute` of the one batch that is being executed has returned, or raised."""
@@ -337,6 +319,12 @@ class Streams:
                 batch.streams.clear()
             self._instance.is_busy = bool(self._batches)
             self._changed.notify_all()
+
+
+def _answer(answer: Answer, buffers: Sequence[Buffer]) -> tuple[Tensor, ...] | QinferError:
+    if answer.error is not None:
+        return to_qinfer(answer.error, answer.code)
+    return tensors(answer.outputs, buffers)
 
 
 def failed_text(model: str, failed: Failed) -> str:
