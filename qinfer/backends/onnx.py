@@ -284,8 +284,8 @@ def _check_device(spec: ModelSpec, device: Device, wanted: str, got: Sequence[st
 def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found: Sequence[Any]) -> None:
     """Checks that the configuration's tensors exist in the model with the same datatype and compatible dimensions.
 
-    A shape that onnxruntime does not know is `[]` to it. What it infers for an output without a declared shape may be of
-    any rank: the configuration is completed with [-1] then.
+    To onnxruntime a shape that it does not know is `[]`. What it infers for an output without a declared shape may be
+    of any rank: the configuration is completed with [-1] then.
     """
     open_outputs = {tensor.name for tensor in configured if kind == "output" and tensor.dims == (-1,)}
     actual = {
