@@ -1,6 +1,5 @@
 """Errors that a model raises, such as `pb_utils.TritonError`, and its texts and parameters made fit for the wire."""
 
-import os
 from collections.abc import Mapping
 
 from qinfer.core.messages import Scalar
@@ -121,11 +120,11 @@ def message_of(error: BaseException) -> str:
 
 
 def _is_of_environment(error: KeyError) -> bool:
-    """Tells whether `os.environ` has raised an exception."""
+    """Tells whether the environment's mapping in module `os` has raised an exception."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_locals.get("self") is os.environ
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") == "os"
 
 
 def checked_parameters(parameters: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
