@@ -20,6 +20,12 @@ from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
 from qinfer.tensors import Tensor, from_numpy
 
+OTHER_ROWS = (
+    "where the rows of outputs are not those of inputs, as of a detector, write 'max_batch_size: 0' with 'input' and "
+    "'output' into config.pbtxt"
+)
+"""The remedy for a file whose variable first dimensions are not all the batch's."""
+
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
@@ -375,7 +381,8 @@ def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[
     rows_of, size = batch.rows, batch.size
     if array.ndim == 0 or array.shape[0] != size:
         raise OutputMismatch(
-            f"output '{name}' has shape {list(array.shape)} for a batch of {size}; its first dimension must be {size}"
+            f"output '{name}' has shape {list(array.shape)} for a batch of {size}; its first dimension must be {size}; "
+            f"{OTHER_ROWS}"
         )
     ends = list(accumulate(rows_of))
     if array.dtype.kind in "OSU":

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from qinfer.backends.base import Backend, Batch, OneResponse
+from qinfer.backends.base import OTHER_ROWS, Backend, Batch, OneResponse
 from qinfer.batching.policy import Item
 from qinfer.core.call_chain import extended
 from qinfer.core.messages import Failure, Holder, InferRequest, Response, Scalar, Timing
@@ -499,7 +499,7 @@ class Responder:
             if expected is None:
                 return f"the model returned an output '{tensor.name}' that its configuration does not have"
             if self._batched and tensor.shape[:1] != (rows,) and not self._may_have_other_rows:
-                return _text(tensor, f"its first dimension must be {rows}{_NOT_ROWS}")
+                return _text(tensor, f"its first dimension must be {rows}; {OTHER_ROWS}")
             if other := self._other(tensor, rows, *expected):
                 if self._is_strict:
                     return other
@@ -558,12 +558,6 @@ class Responder:
                 )
             )
         return made
-
-
-_NOT_ROWS = (
-    "; where the rows of outputs are not those of inputs, as of a detector, write 'max_batch_size: 0' with 'input' and "
-    "'output' into config.pbtxt"
-)
 
 
 def due(request: InferRequest) -> tuple[str, ...]:

@@ -103,9 +103,9 @@ def _path_to(message: str) -> str:
 
 
 def unnamed(message: Message) -> str:
-    """Returns the first field whose number is none of its enum's values, which protobuf takes as it is; empty = none.
+    """Returns the first field whose number is none of its enum's values, which protobuf takes as it is.
 
-    Fields in maps are looked at, too.
+    Fields in maps are looked at, too. The text is empty where each number has a name.
     """
     for field, value in message.ListFields():
         of = field.message_type

@@ -141,7 +141,7 @@ def _tensor(name: str, value: Any) -> FileTensor:
 
 
 def _first(value: Any) -> str:
-    """Returns the expression of a tensor's first dimension; empty = it is fixed, or there is none."""
+    """Returns the expression of a tensor's first dimension; empty = it is fixed, or the tensor a scalar."""
     sizes = value["sizes"]
     return str(sizes[0].get("as_expr", {}).get("expr_str", "")) if sizes else ""
 

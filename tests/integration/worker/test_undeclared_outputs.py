@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc.aio as over_grpc
+import tritonclient.http.aio as over_http
+from onnx import helper
 from tritonclient.utils import InferenceServerException
 
 from qinfer.core.settings_cache import CacheSettings
-from tests.support import ensembles, python_models
+from tests.support import ensembles, models, python_models
 from tests.support.served_models import ServedModels, models_served, tensor
 
 pytestmark = pytest.mark.timeout(60)
@@ -118,8 +120,6 @@ async def test_other_shapes_and_datatypes_are_passed_on(scene: ServedModels, cap
 
 
 def http_tensor(value: float) -> Any:
-    import tritonclient.http.aio as over_http
-
     return tensor("x", given(value), over_http)
 
 
@@ -188,6 +188,30 @@ async def test_a_step_that_can_not_take_it_refuses(scene: ServedModels, value: f
 
     with pytest.raises(InferenceServerException, match=text):
         await asked(scene, "next", value)
+
+
+async def test_a_detector_by_its_file_alone_names_the_fields_to_set(scene: ServedModels) -> None:
+    """Its rows are detections: the file can't tell them from a batch; with the fields it works."""
+    ports = [("x", "FP32", (2,))], [("y", "INT64", (2,))]
+    nodes = [
+        helper.make_node("NonZero", ["x"], ["t"]),
+        helper.make_node("Transpose", ["t"], ["y"], perm=[1, 0]),
+    ]
+    config = models.write(scene.repository, "detector", nodes, *ports).parent / "config.pbtxt"
+    config.unlink()
+    await load(scene, "detector")
+    rows = np.ones((1, 2), np.float32)
+
+    with pytest.raises(
+        InferenceServerException, match=r"must be 1; where the rows .* 'max_batch_size: 0' with 'input'"
+    ):
+        await scene.grpc.infer("detector", [tensor("x", rows)])
+    io = '%s { name: "%s" data_type: TYPE_%s dims: [ -1, 2 ] } '
+    config.write_text("max_batch_size: 0 " + io % ("input", "x", "FP32") + io % ("output", "y", "INT64"))
+    await load(scene, "detector")
+    found = await scene.grpc.infer("detector", [tensor("x", rows)])
+
+    assert found.as_numpy("y").tolist() == [[0, 0], [0, 1]]
 
 
 async def test_responses_of_streams_are_passed_on_too(scene: ServedModels) -> None:

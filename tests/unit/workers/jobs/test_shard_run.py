@@ -538,7 +538,9 @@ async def test_a_model_that_answers_wrongly_says_so_in_each_row(tmp_path: Path) 
 
     assert outcome.failed_rows == 100
     assert sum(ground.model.sizes) == 100
-    assert set(read_parts(ground.output).column("error_code").to_pylist()) == {"output_mismatch"}
+    failed = read_parts(ground.output)
+    assert set(failed.column("error_code").to_pylist()) == {"output_mismatch"}
+    assert "a bulk job takes outputs only as they are declared" in failed.column("error_message").to_pylist()[0]
 
 
 async def test_an_error_that_the_model_answers_with_is_the_rows_(tmp_path: Path) -> None:
