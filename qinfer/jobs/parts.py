@@ -406,7 +406,7 @@ def validate_part(
     try:
         failed = ""
         if url.endswith((".parquet", ".arrow")) and not is_split:
-            with store.open(url) as content:
+            with store.open_known(stat) as content:
                 found, rows, text = _parquet_footer(content) if url.endswith(".parquet") else _arrow_footer(content)
         else:
             folder = url.removesuffix(f"/{shard.part}")
@@ -477,7 +477,7 @@ def _record_of(store: Store, stat: Stat, folder: str) -> _Record:
     fitting = [record for record in records if record.part.size_bytes == stat.size_bytes]
     if len(fitting) > 1:
         digest = hashlib.sha256()
-        with store.open(stat.url, sequential=True) as content:
+        with store.open_known(stat, sequential=True) as content:
             while data := content.read(_HASHED_BYTES):
                 digest.update(data)
         fitting = [record for record in fitting if record.part.sha256 == digest.hexdigest()]

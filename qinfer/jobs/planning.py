@@ -30,6 +30,7 @@ from qinfer.jobs.rows.text_streams import BLOCK_BYTES, InputForm, PieceKeeper, o
 from qinfer.jobs.rows.text_types import TextTypes, joined, text_types, without_null
 from qinfer.jobs.shards import Pace, plan_shards, shard_sizes
 from qinfer.models.spec import ModelSpec
+from qinfer.storage.errors import patiently
 from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Stat
@@ -105,7 +106,7 @@ def _with_escape(spec: JobSpec, files: Sequence[Stat]) -> JobSpec:
     if file is None or (spec.csv is not msgspec.UNSET and spec.csv.escape):
         return spec
     try:
-        with store_for(file.url).open(file.url, sequential=False) as content:
+        with store_for(file.url).open_known(file) as content:
             head = open_stream(content, file.url, "csv", form).peek(BLOCK_BYTES)
     except (pa.ArrowException, ValueError, OSError, StoreDenied):  # the file is to be read below, and says why
         return spec
@@ -234,7 +235,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         with reading(file.url):
             check_read(file.url)  # again: the files may have been found long ago
             try:
-                footer = _read_and_kept(file, format_, types, job)
+                footer = patiently(lambda: _read_and_kept(file, format_, types, job))
             except SourceBroken as error:
                 return _bad_file(file, error)
         return footer._replace(schema=partitions.beside(footer.schema, file.url)) if footer.schema.names else footer

@@ -149,7 +149,7 @@ def plan_shards(
         shards.append(Shard(index, name, rows, tuple(ranges)))
     if not shards:  # one part without rows: readers find the columns
         file = files[example].source
-        nothing = Range(file.url, file.etag, NO_GROUPS, 0, 0, 0)
+        nothing = Range(file.url, file.etag, NO_GROUPS, 0, 0, 0, size_bytes=file.size_bytes)
         shards.append(Shard(0, folder_of(file.url) + part_name(0, extension), 0, (nothing,)))
     return tuple(shards)
 
@@ -207,7 +207,7 @@ class _Packing:
                         yield self._close()
                         continue
                     cut = _cut_before(begin, cuts)
-                    place = (first_row + begin, piece, begin - cut.first_row, cut.begin)
+                    place = (first_row + begin, piece, begin - cut.first_row, cut.begin, source.size_bytes)
                     self._shard.append(Range(source.url, source.etag, number, *place))
                     self._rows, self._files, begin = self._rows + piece, self._files + other, begin + piece
                 first_row += rows

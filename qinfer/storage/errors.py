@@ -6,10 +6,12 @@ kept beside it as the error's `reason`, for messages that only operators see.
 """
 
 import errno
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
+from qinfer.core.retry import Backoff
 from qinfer.errors import QinferError, StoreChanged, StoreDenied, StoreError, StoreNotFound, StoreUnavailable
 
 _NO_CREDENTIALS = {
@@ -32,6 +34,10 @@ _WRONG_ERRNO = {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 _FORBIDDEN = "Forbidden"  # gcsfs has no class for it
 _LATER = {408, 409, 412, 425, 429}
 _LONGEST = 200
+_TRIES = 5
+_FIRST_PAUSE_S = 0.2
+
+T = TypeVar("T")
 _REASON_CHARACTERS = 300
 
 ANSWER_TIMEOUT_S = 60
@@ -79,6 +85,23 @@ def store_error(error: Exception, url: str) -> StoreError:
         text = f"no answer within {ANSWER_TIMEOUT_S} s; are there credentials, and is the store reached?"
     named.reason = f"{type(error).__name__}: {text}"
     return named
+
+
+def patiently(work: Callable[[], T]) -> T:
+    """Returns what some work returns; tries it again, after growing pauses, while its store is busy or away.
+
+    For one of many files: a store that refuses a share of all requests must not end what was done for the others.
+
+    Raises:
+        StoreUnavailable: The store still is.
+    """
+    backoff = Backoff(_FIRST_PAUSE_S, jitter=0.5)
+    for _ in range(_TRIES - 1):
+        try:
+            return work()
+        except StoreUnavailable:
+            time.sleep(backoff.next_s())
+    return work()
 
 
 def answer_of(error: BaseException | None) -> Answer:

@@ -50,7 +50,12 @@ class Store(ABC):
 
     Every method raises a `StoreError`: `StoreUnavailable` (try again), `StoreDenied`, `StoreNotFound` (also of a
     bucket), `StoreChanged`.
+
+    Attributes:
+        sees_changes: Whether each read of `open_known` raises `StoreChanged` where the object is another one by then.
     """
+
+    sees_changes = False
 
     # --- creating: a name is created whole or not at all, and once, whoever else tries at the same moment ---
 
@@ -138,6 +143,18 @@ class Store(ABC):
             StoreNotFound: There is none.
             StoreChanged: From reading: another object took its place meanwhile (where the store tells).
         """
+
+    def open_known(self, file: Stat, *, sequential: bool = False) -> BinaryIO:
+        """Opens an object that was listed; asks the store for no size, where the store reads without it.
+
+        Args:
+            file: The object, as `scan` or `stat` returned it.
+            sequential: As in `open`.
+
+        Raises:
+            StoreNotFound, StoreChanged: As `open`; perhaps not before it is read.
+        """
+        return self.open(file.url, sequential=sequential)
 
     # --- looking ---
 

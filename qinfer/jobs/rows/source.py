@@ -21,6 +21,7 @@ from qinfer.jobs.rows.text_rows import OnBlock, read_through, text_schema
 from qinfer.jobs.rows.text_streams import COMPRESSED_EXTENSIONS, NotText, TextFormat, check_text, open_stream
 from qinfer.jobs.rows.text_types import NOTHING_WANTED, TextTypes
 from qinfer.jobs.shards import MAX_FILES
+from qinfer.storage.errors import patiently
 from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Stat
@@ -98,7 +99,8 @@ def find_files(
         literal = [url for url in inputs if "*" not in url]
         for url in literal:
             check_read(url)
-        stats = dict(zip(literal, pool.map(lambda url: store_for(url).stat(url), literal), strict=True))
+        found_ones = pool.map(lambda url: patiently(lambda: store_for(url).stat(url)), literal)
+        stats = dict(zip(literal, found_ones, strict=True))
         folders: dict[str, dict[str, re.Pattern[str]]] = {}
         for url in inputs:
             if stats.get(url) is None:
@@ -169,7 +171,7 @@ def read_footer(
     if not file.size_bytes:  # tools that write folders leave such
         return Footer(pa.schema([]), 0, None if is_text(format_) else ())
     try:
-        with store_for(file.url).open(file.url, sequential=is_text(format_) and not columns_only) as content:
+        with store_for(file.url).open_known(file, sequential=is_text(format_) and not columns_only) as content:
             if format_ == "parquet":
                 footer = _parquet(content)
             elif format_ == "arrow":
@@ -231,7 +233,7 @@ def _arrow(content: BinaryIO, file: Stat, *, columns_only: bool) -> Footer:
     if columns_only:
         return Footer(reader.schema, 0, ())
     if count and file.size_bytes // count < _SMALL_BATCH_BYTES:  # a request for each would take longer
-        with store_for(file.url).open(file.url, sequential=True) as whole:
+        with store_for(file.url).open_known(file, sequential=True) as whole:
             groups = batch_rows(whole)
     else:
         groups = batch_rows(content)

@@ -1,16 +1,17 @@
 """Plans of real files: what their columns have in common, and what is said when they have not."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from qinfer.errors import CorruptEntry, InvalidRequest
+from qinfer.errors import CorruptEntry, InvalidRequest, StoreUnavailable
 from qinfer.jobs.columns.schemas import common_type, decode_schema
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import (
@@ -26,6 +27,8 @@ from qinfer.jobs.plan import (
 )
 from qinfer.jobs.planning import make_plan
 from qinfer.jobs.shards import Pace
+from qinfer.storage.local import LocalStore
+from qinfer.storage.store import Stat
 from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE
 from tests.support.jobs.bulk_data import write as write_rows
@@ -55,14 +58,41 @@ def test_a_plan_has_all_that_shards_are_made_by(tmp_path: Path) -> None:
         (urls[0], 5, True, True),
         (urls[1], 3, True, True),
     ]
-    a, b = (source.etag for source in plan.sources)
+    (a, a_size), (b, b_size) = ((source.etag, source.size_bytes) for source in plan.sources)
     assert [shard.ranges for shard in plan.shards] == [
-        (Range(urls[0], a, 0, 0, 2, 0), Range(urls[0], a, 1, 2, 2, 0)),
-        (Range(urls[0], a, 2, 4, 1, 0), Range(urls[1], b, 0, 0, 3, 0)),
+        (Range(urls[0], a, 0, 0, 2, 0, 0, a_size), Range(urls[0], a, 1, 2, 2, 0, 0, a_size)),
+        (Range(urls[0], a, 2, 4, 1, 0, 0, a_size), Range(urls[1], b, 0, 0, 3, 0, 0, b_size)),
     ]
     assert [shard.part for shard in plan.shards] == ["part-00000.parquet", "part-00001.parquet"]
     assert (plan.rows, plan.job_id, plan.model_hash) == (8, "job-1", "hash")
     assert decode_schema(plan.schema) == pa.schema([("x", pa.float64())])
+
+
+def test_only_the_files_that_a_busy_store_refuses_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        write(tmp_path / f"{name}.parquet", {"x": [1.0] * 5})
+    tries: Counter[str] = Counter()
+    pauses: list[float] = []
+    read = LocalStore.open_known
+
+    def busy(store: LocalStore, file: Stat, *, sequential: bool = False) -> BinaryIO:
+        name = file.url[-len("b.parquet") :]
+        tries[name] += 1
+        if name == "b.parquet" and tries[name] <= 3:
+            raise StoreUnavailable("SlowDown")
+        return read(store, file, sequential=sequential)
+
+    monkeypatch.setattr(LocalStore, "open_known", busy)
+    monkeypatch.setattr("qinfer.storage.errors.time.sleep", pauses.append)
+
+    plan = planned(tmp_path)
+
+    assert plan.rows == 15
+    assert tries == {"a.parquet": 1, "b.parquet": 4, "c.parquet": 1}
+    assert len(pauses) == 3
+    assert pauses == sorted(pauses)
 
 
 @pytest.mark.parametrize("name", ["parquet", "csv"])
@@ -104,7 +134,7 @@ def test_inputs_without_a_row_are_one_part_with_columns(tmp_path: Path) -> None:
     plan = planned(tmp_path, "*.csv")
     assert (plan.rows, len(plan.shards), plan.shards[0].rows) == (0, 1, 0)
     (only,) = plan.shards[0].ranges
-    assert only == Range(f"file://{tmp_path}/b.csv", plan.sources[1].etag, NO_GROUPS, 0, 0, 0)
+    assert only == Range(f"file://{tmp_path}/b.csv", plan.sources[1].etag, NO_GROUPS, 0, 0, 0, size_bytes=2)
     assert decode_schema(plan.schema).names == ["x"]
 
 

@@ -289,6 +289,8 @@ def test_a_range_that_is_not_there_is_named(tmp_path: Path) -> None:
 class Far:
     """A store that is far: the files of a directory under another scheme, each opening counted."""
 
+    sees_changes = False
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.opened: list[str] = []
@@ -297,9 +299,9 @@ class Far:
     def stat(self, url: str) -> Stat | None:
         return Stat(url, self._path(url).stat().st_size, "etag")
 
-    def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        self.opened.append(url)
-        file = self._path(url).open("rb")
+    def open_known(self, known: Stat, *, sequential: bool = False) -> BinaryIO:
+        self.opened.append(known.url)
+        file = self._path(known.url).open("rb")
         return Failing(file) if self.fails else file  # type: ignore[return-value]  # enough of a file
 
     def _path(self, url: str) -> Path:
