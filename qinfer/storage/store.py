@@ -30,12 +30,18 @@ class Stat(NamedTuple):
     Attributes:
         url: Its URL, spelled as the one that was asked for.
         size_bytes: Its size.
-        etag: What changes when the content does: the store's tag or generation; of a file `<mtime in ns>-<size>`.
+        etag: What changes when the content does: the store's tag or generation; of a file `<mtime>-<size>-<ctime>`, the
+            times in ns. No call sets a ctime, so that another file of the same size and mtime has another one. Inodes
+            are not part of it, since a file has one for each mount in file systems of users (FUSE).
     """
 
     url: str
     size_bytes: int
     etag: str
+
+    def is_still(self, etag: str) -> bool:
+        """Tells whether the content is that of an earlier etag; earlier plans have `<mtime>-<size>` only."""
+        return self.etag == etag or (etag.count("-") == 1 and self.etag == f"{etag}-{self.etag.rpartition('-')[2]}")
 
 
 class Child(NamedTuple):

@@ -289,7 +289,7 @@ class _Source:
         found = self._store.stat(self.url)
         if found is None:
             raise SourceChanged(f"'{self.url}' does not exist any more; bring it back, and resume the job")
-        if found.etag != self.etag:
+        if not found.is_still(self.etag):
             raise SourceChanged(
                 f"'{self.url}' has changed since the job was planned; its output would mix two contents. Make a new job"
             )

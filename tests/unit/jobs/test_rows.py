@@ -146,6 +146,29 @@ def test_a_file_that_was_replaced_or_removed_is_noticed(tmp_path: Path, extensio
         read(shard, 10, SCHEMA)
 
 
+@pytest.mark.parametrize("way", ["replaced", "written again"])
+def test_another_file_of_the_same_size_and_mtime_is_noticed(tmp_path: Path, way: str) -> None:
+    path, other = tmp_path / "a.csv", tmp_path / "other"
+    path.write_text("n\n1\n")
+    os.utime(path, ns=(1, 1))
+    shard = shard_of(f"file://{path}")
+    if way == "replaced":
+        other.write_text("n\n2\n")
+        os.utime(other, ns=(1, 1))
+        other.replace(path)
+    else:
+        path.write_text("n\n2\n")
+        os.utime(path, ns=(1, 1))
+
+    with pytest.raises(SourceChanged, match="has changed"):
+        read(shard, 10, SCHEMA)
+
+
+@pytest.mark.parametrize(("before", "is_still"), [("7-20", True), ("7-20-9", True), ("7-20-8", False), ("6-20", False)])
+def test_files_of_earlier_plans_are_told_by_their_size_and_mtime(before: str, is_still: bool) -> None:
+    assert Stat("file:///a", 20, "7-20-9").is_still(before) is is_still
+
+
 def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     url = write(tmp_path / "a.parquet", table(100), group=10)
     with closing(ShardReader(shard_of(url), ("n",), SCHEMA)) as reader:
