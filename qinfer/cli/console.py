@@ -1,7 +1,7 @@
 """Common parts of all commands: options, completion of model names, errors as text, JSON output.
 
-Exit codes are those of sysexits(3): 0 done, 1 failed, 64 refused: wrong usage, wrong settings, or not allowed, 69
-unreachable: the server can't be reached, is overloaded or can't do it now, and the same command may work later.
+Exit codes are those of sysexits(3): 0 done, 1 failed, 64 refused: wrong usage, wrong settings, or not allowed, 66 an
+input of a bulk job is missing, 69 unreachable: the server can't be reached, is overloaded or can't do it now, and the same command may work later.
 """
 
 import json
@@ -18,6 +18,7 @@ from qinfer.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
     Forbidden,
+    InputMissing,
     QinferError,
     RequestError,
     Restricted,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FAILED, USAGE, UNREACHABLE = 1, 64, 69
+FAILED, USAGE, NO_INPUT, UNREACHABLE = 1, 64, 66, 69
 """The exit codes of commands that fail."""
 
 COMPLETION_TIMEOUT_S = 0.3
@@ -203,6 +204,8 @@ def in_words(message: str) -> str:
 
 def exit_code(error: QinferError) -> int:
     """Returns the exit code of a command that ends with an error."""
+    if isinstance(error, InputMissing):
+        return NO_INPUT
     if isinstance(error, _REFUSALS):
         return USAGE
     return UNREACHABLE if error.retryable or isinstance(error, DeadlineExceeded) else FAILED

@@ -427,6 +427,7 @@ class Client(ModelCalls):
         Raises:
             InvalidRequest: The files do not fit the model, an option is wrong, or the output is not empty; the text
                 names column or URL.
+            InputMissing: An input does not exist, or a pattern matches no file.
             ModelNotFound: The model or version does not exist.
             Forbidden: The server does not allow that store.
             Conflict: The id belongs to another job, and the text has the fields that differ; or another job writes to

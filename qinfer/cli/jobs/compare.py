@@ -101,7 +101,7 @@ def compare(
     comparison of the same targets. Ctrl-C cancels the jobs.
 
     Exit codes: 0 the rows agree, but for the share of --allow; 1 more of them differ, or a job has failed; 64 wrong
-    usage or a job that is refused; 69 the server can't be reached or is overloaded; 130 or 143 stopped by a signal.
+    usage or a job that is refused; 66 an input does not exist; 69 the server can't be reached or is overloaded; 130 or 143 stopped by a signal.
     """
     try:
         from qinfer.cli.jobs.compared_outputs import OutputComparison

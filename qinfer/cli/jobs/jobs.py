@@ -282,8 +282,8 @@ def submit(
     Inputs are Parquet, Arrow, CSV or JSON lines in any location that the server allows (QINFER_STORES__ALLOW).
 
     Exit codes: 0 submitted (with --wait: completed), 1 the job has failed, has expired or was cancelled, 64 wrong usage
-    or a job that is refused, 69 the server can't be reached or is overloaded (repeat the command with its --id), 130
-    or 143 stopped by SIGINT or SIGTERM: the job goes on, but for --cancel-on-exit.
+    or a job that is refused, 66 an input does not exist, 69 the server can't be reached or is overloaded (repeat the
+    command with its --id), 130 or 143 stopped by SIGINT or SIGTERM: the job goes on, but for --cancel-on-exit.
     """
     options = job_options(context.params)
     with _client(url) as client, StopSignals(wanted=cancel_on_exit) as stop:

@@ -9,7 +9,7 @@ from typing import BinaryIO, Literal, NamedTuple, TypeGuard
 
 import pyarrow as pa
 
-from qinfer.errors import InvalidRequest, StoreDenied, StoreUnavailable
+from qinfer.errors import InputMissing, InvalidRequest, StoreDenied, StoreNotFound, StoreUnavailable
 from qinfer.jobs.job import InputFormat
 from qinfer.jobs.plan import Cut
 from qinfer.jobs.rows.arrow_footer import batch_rows, open_arrow
@@ -90,7 +90,8 @@ def find_files(
         The files: inputs in their order, those of one pattern sorted. A file that several name is there once.
 
     Raises:
-        InvalidRequest: A URL or pattern names no file, or files of a table, or there are more than `MAX_FILES`.
+        InputMissing: A URL or pattern names no file, or its bucket does not exist.
+        InvalidRequest: A URL or pattern names files of a table, or there are more than `MAX_FILES`.
         Forbidden: One of them may not be read.
         StoreError: A store can't be read, or not in time.
     """
@@ -110,7 +111,10 @@ def find_files(
                     check_above(folder, check_read)
                 folders.setdefault(folder, {})[url] = _compiled(url[len(folder) :].lstrip("/") or "**")
         listings = pool.map(lambda folder: _listing(folder, folders[folder], enough, until_s), folders)
-        matches = {url: files for listing in listings for url, files in listing.items()}
+        try:
+            matches = {url: files for listing in listings for url, files in listing.items()}
+        except StoreNotFound as error:
+            raise InputMissing(error.message) from None
     found: dict[str, Stat] = {}
     for url in inputs:
         stat = stats.get(url)
@@ -268,13 +272,15 @@ def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, unt
 def _none(url: str) -> list[Stat]:
     """Says that a URL or pattern names no file."""
     if _is_pattern(url):
-        raise InvalidRequest(
+        raise InputMissing(
             f"no file matches the input '{url}'; '*' stands for parts of a name and '**' for folders, and names that "
             "begin with '_' or '.' are left out"
         )
     if next(iter(store_for(url).scan(url)), None) is not None:
-        raise InvalidRequest(f"input '{url}' is a folder whose files' names begin with '_' or '.'; name them")
-    raise InvalidRequest(f"input '{url}' does not exist")
+        raise InputMissing(f"input '{url}' is a folder whose files' names begin with '_' or '.'; name them")
+    if (path := local_path(url)) is not None and path.is_dir():
+        raise InputMissing(f"input '{url}' is a folder without files")
+    raise InputMissing(f"input '{url}' does not exist" + (", nor a file below it" if path is None else ""))
 
 
 def _is_pattern(url: str) -> bool:

@@ -72,6 +72,14 @@ def test_a_job_is_submitted(gateway: Talk) -> None:
     assert "qinfer jobs wait j1" in out
 
 
+def test_a_missing_input_has_an_exit_code_of_its_own(gateway: Talk) -> None:
+    gateway(reply(400, error="input 's3://b/in' does not exist", code="input_missing"))
+
+    code, _, err = run("submit", "m", IN, OUT)
+
+    assert (code, err.split()) == (66, "Error: input 's3://b/in' does not exist".split())
+
+
 def test_all_that_can_be_said(gateway: Talk) -> None:
     """Each option has its field."""
     server = gateway(job("planning", 201))
