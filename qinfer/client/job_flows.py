@@ -13,7 +13,7 @@ import msgspec
 from qinfer.client.flows import header_value
 from qinfer.client.steps import Flow, Pause, Policy, Send, call, json_object
 from qinfer.core.retry import Backoff
-from qinfer.errors import DeadlineExceeded, InvalidRequest, JobFailed, JobNotFound, Unreachable
+from qinfer.errors import DeadlineExceeded, InputMissing, InvalidRequest, JobFailed, JobNotFound, QinferError, Unreachable
 
 Location = str | os.PathLike[str]
 """A URL such as `s3://bucket/in/*.parquet`, or a path, which has to be the same for the gateway and the workers."""
@@ -21,6 +21,11 @@ Location = str | os.PathLike[str]
 OnStatus = Callable[["JobStatus"], object]
 """Takes a job's status after each poll."""
 
+OnMissing = Callable[[str, float], object]
+"""Takes what is said of the missing input, and the seconds that are left to wait for it."""
+
+INPUT_POLLS_S = (1.0, 5.0)
+"""Seconds between two looks for inputs that are waited for."""
 POLLS_S = (0.1, 2.0)
 """Seconds between two polls of a job: they grow from the first to the last."""
 PAGE = 500
@@ -232,13 +237,22 @@ def job_body(
     return body | given
 
 
-def submit_job(policy: Policy, body: Mapping[str, Any], *, resume: bool = False) -> Flow[JobStatus]:
+def submit_job(
+    policy: Policy,
+    body: Mapping[str, Any],
+    *,
+    resume: bool = False,
+    wait_s: float = 0.0,
+    on_missing: OnMissing | None = None,
+) -> Flow[JobStatus]:
     """Creates a job; one without an id of its own gets a key, which makes repetitions safe.
 
     Args:
         policy: The limits of time and repetitions.
         body: What `job_body` returns.
         resume: Resume the job of that id if it has ended early; one that is being cancelled is waited for first.
+        wait_s: Seconds to wait until all inputs exist.
+        on_missing: Called at each look that has found one missing.
     """
     headers = {"Content-Type": "application/json"}
     if resume and not body.get("id"):
@@ -247,14 +261,35 @@ def submit_job(policy: Policy, body: Mapping[str, Any], *, resume: bool = False)
         headers["Idempotency-Key"] = str(uuid4())
     content = _encoded(body)
     send = Send("POST", "/v1/jobs?resume=true" if resume else "/v1/jobs", headers, content)
+    reply = yield from _with_inputs(policy, send, wait_s, on_missing or (lambda *_: None))
     ends_s, pauses = policy.clock.monotonic_s() + policy.timeout_s, polls()
     while True:
-        status = _status(policy, (yield from call(policy, send)))
+        status = _status(policy, reply)
         if not resume or status.state != "cancelling":
             return status
         if policy.clock.monotonic_s() >= ends_s:
             raise DeadlineExceeded(f"job '{status.id}' is still being cancelled; resume it later")
         yield Pause(pauses.next_s())
+        reply = yield from call(policy, send)
+
+
+def _with_inputs(policy: Policy, send: Send, wait_s: float, on_missing: OnMissing) -> Flow[httpx.Response]:
+    """Sends a job until its inputs exist, for so many seconds; looks that the gateway can't do now count as others."""
+    ends_s, pauses = policy.clock.monotonic_s() + wait_s, Backoff(*INPUT_POLLS_S, factor=1.5)
+    why = ""
+    while True:
+        try:
+            return (yield from call(policy, send))
+        except InputMissing as error:
+            why = error.message
+        except QinferError as error:
+            if not (why and error.retryable):
+                raise
+        left_s = ends_s - policy.clock.monotonic_s()
+        if left_s <= 0:
+            raise InputMissing(f"{why}; waited {wait_s:g} s for it" if wait_s > 0 else why)
+        on_missing(why, left_s)
+        yield Pause(min(pauses.next_s(), left_s))
 
 
 def validate_job(policy: Policy, body: Mapping[str, Any]) -> Flow[JobEstimate]:

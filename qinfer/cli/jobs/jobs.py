@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from qinfer.cli.console import DEFAULT_URL, Commands, JsonOption, ModelArgument, UrlOption, print_json, show
-from qinfer.cli.jobs.waiting import StopSignals, finish, print_status
+from qinfer.cli.jobs.waiting import BY_SIGNAL, MissingInputs, Stopped, StopSignals, finish, print_status
 from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -202,6 +202,7 @@ _OTHERS = _OF_CSV | {
     "shape",
     "null",
     "wait",
+    "wait_for_inputs",
     "resume",
     "cancel_on_exit",
     "validate_only",
@@ -210,6 +211,15 @@ _OTHERS = _OF_CSV | {
 }
 """Parameters of `submit` that are no options of the job, or are read together."""
 WaitOption = Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job ends, and show progress.")]
+WaitForInputsOption = Annotated[
+    float,
+    typer.Option(
+        "--wait-for-inputs",
+        min=0,
+        help="Seconds to wait until each input exists and each pattern matches a file; then the job is submitted with "
+        "what is there. 0: missing inputs are an error.",
+    ),
+]
 ResumeOption = Annotated[
     bool,
     typer.Option(
@@ -270,6 +280,7 @@ def submit(
     webhook: WebhookOption = "",
     job_id: IdOption = "",
     version: VersionOption = 0,
+    wait_for_inputs: WaitForInputsOption = 0.0,
     wait: WaitOption = False,
     resume: ResumeOption = False,
     cancel_on_exit: CancelOption = False,
@@ -282,8 +293,9 @@ def submit(
     Inputs are Parquet, Arrow, CSV or JSON lines in any location that the server allows (QINFER_STORES__ALLOW).
 
     Exit codes: 0 submitted (with --wait: completed), 1 the job has failed, has expired or was cancelled, 64 wrong usage
-    or a job that is refused, 66 an input does not exist, 69 the server can't be reached or is overloaded (repeat the
-    command with its --id), 130 or 143 stopped by SIGINT or SIGTERM: the job goes on, but for --cancel-on-exit.
+    or a job that is refused, 66 an input does not exist (with --wait-for-inputs: not in time), 69 the server can't be
+    reached or is overloaded (repeat the command with its --id), 130 or 143 stopped by SIGINT or SIGTERM: the job goes
+    on, but for --cancel-on-exit.
     """
     options = job_options(context.params)
     with _client(url) as client, StopSignals(wanted=cancel_on_exit) as stop:
@@ -291,7 +303,11 @@ def submit(
             estimate = client.validate_job(model, inputs, output, **options)
             show(estimate, _estimated(estimate), as_json=as_json)
             return
-        job = client.submit_job(model, inputs, output, resume=resume, **options)
+        try:
+            waiting: Any = {"wait_for_inputs_s": wait_for_inputs, "on_missing": MissingInputs(stop)}
+            job = client.submit_job(model, inputs, output, resume=resume, **waiting, **options)
+        except Stopped as stopped:
+            raise typer.Exit(BY_SIGNAL + stopped.signum) from None
         finish(job, url, wait=wait, as_json=as_json, stop=stop)
 
 

@@ -80,6 +80,45 @@ def test_a_missing_input_has_an_exit_code_of_its_own(gateway: Talk) -> None:
     assert (code, err.split()) == (66, "Error: input 's3://b/in' does not exist".split())
 
 
+def test_inputs_are_waited_for_with_progress(gateway: Talk) -> None:
+    missing = [reply(400, error=f"input '{name}' does not exist", code="input_missing") for name in "aab"]
+    server = gateway(*missing, job("planning", 201))
+
+    code, out, err = run("submit", "m", IN, OUT, "--wait-for-inputs", "3600")
+
+    assert (code, len(server.requests)) == (0, 5)
+    assert "job j1: planning" in out
+    assert err.splitlines() == [
+        "waits for inputs, 1:00:00 left: input 'a' does not exist",
+        "waits for inputs, 0:59:58 left: input 'b' does not exist",
+    ]
+
+
+def test_the_wait_for_inputs_ends(gateway: Talk) -> None:
+    server = gateway(reply(400, error="input 'a' does not exist", code="input_missing"))
+
+    code, _, err = run("submit", "m", IN, OUT, "--wait-for-inputs", "60")
+
+    assert (code, sum(server.pauses)) == (66, 60.0)
+    assert "input 'a' does not exist; waited 60 s for it" in " ".join(err.split())
+
+
+def test_a_signal_ends_the_wait_for_inputs(gateway: Talk) -> None:
+    missing = reply(400, error="input 'a' does not exist", code="input_missing")
+    server = gateway(missing)
+    sleep = server.sleep
+
+    def stopped(seconds: float) -> None:
+        sleep(seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    server.sleep = stopped  # type: ignore[method-assign]  the client takes it at its start
+
+    code, _, _ = run("submit", "m", IN, OUT, "--wait", "--cancel-on-exit", "--wait-for-inputs", "3600")
+
+    assert (code, len(server.requests)) == (128 + signal.SIGTERM, 2)
+
+
 def test_all_that_can_be_said(gateway: Talk) -> None:
     """Each option has its field."""
     server = gateway(job("planning", 201))
