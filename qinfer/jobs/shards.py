@@ -112,7 +112,9 @@ def shard_sizes(rows_per_part: int, rows: int, pace: Pace) -> Sizes:
     target = max(1, min(pace.default_rows, pace.max_rows), possible)
     whole = max(target, min(_WHOLE_OF_DEFAULT * target, pace.max_rows, rows // (2 * workers)))
     least = max(_FIRST_ROWS, possible, -(-rows // (workers * _LAST_SHARDS_A_WORKER)))
-    return Sizes(target, whole, max(_FIRST_ROWS, possible), least, workers)
+    # A row may take seconds: every worker has a shard even of a few rows.
+    first = max(1, min(_FIRST_ROWS, rows // workers))
+    return Sizes(target, whole, max(first, possible), least, workers)
 
 
 def plan_shards(

@@ -9,14 +9,23 @@ import typer
 
 from qinfer.cli.console import DEFAULT_URL, FAILED, CommandFailed, JsonOption, UrlOption, show
 from qinfer.cli.jobs.jobs import (
+    ColumnNamesOption,
     ColumnOption,
+    DecimalPointOption,
+    DelimiterOption,
+    EncodingOption,
+    EscapeOption,
+    HeaderOption,
+    InputCompressionOption,
     InputFormatOption,
     InputsArgument,
     KeyOption,
     NullOption,
     OutputTensorOption,
     PriorityOption,
+    QuoteOption,
     ShapeOption,
+    csv_form,
     pairs,
     read_columns,
 )
@@ -87,6 +96,14 @@ def compare(
     output: FolderOption = "",
     output_tensor: OutputTensorOption = None,
     input_format: InputFormatOption = "",
+    input_compression: InputCompressionOption = "",
+    delimiter: DelimiterOption = None,
+    quote: QuoteOption = None,
+    escape: EscapeOption = None,
+    decimal_point: DecimalPointOption = None,
+    encoding: EncodingOption = None,
+    header: HeaderOption = True,
+    column_names: ColumnNamesOption = "",
     column: ColumnOption = None,
     shape: ShapeOption = None,
     null: NullOption = None,
@@ -101,7 +118,8 @@ def compare(
     comparison of the same targets. Ctrl-C cancels the jobs.
 
     Exit codes: 0 the rows agree, but for the share of --allow; 1 more of them differ, or a job has failed; 64 wrong
-    usage or a job that is refused; 66 an input does not exist; 69 the server can't be reached or is overloaded; 130 or 143 stopped by a signal.
+    usage or a job that is refused; 66 an input does not exist; 69 the server can't be reached or is overloaded; 130 or
+    143 stopped by a signal.
     """
     try:
         from qinfer.cli.jobs.compared_outputs import OutputComparison
@@ -172,6 +190,8 @@ def _options(given: Mapping[str, Any]) -> "JobOptions":
     return {
         "columns": read_columns(given["column"] or [], given["shape"] or [], given["null"] or []),
         "input_format": given["input_format"],
+        "input_compression": given["input_compression"],
+        "csv": csv_form(given),
         "tensors": given["output_tensor"] or [],
         "key": given["key"],
         "priority": given["priority"],

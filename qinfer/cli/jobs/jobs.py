@@ -343,12 +343,12 @@ def job_options(given: Mapping[str, Any]) -> "JobOptions":
         "top_k": _numbers("--top-k", given["top_k"] or []),
     }
     found = {_OPTIONS.get(name, name): read.get(name, value) for name, value in given.items() if name not in _OTHERS}
-    found["csv"] = _csv_form(given)
+    found["csv"] = csv_form(given)
     found["columns"] = read_columns(given["column"] or [], given["shape"] or [], given["null"] or [])
     return cast("JobOptions", {name: value for name, value in found.items() if value})
 
 
-def _csv_form(given: Mapping[str, Any]) -> dict[str, Any]:
+def csv_form(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what is said of the form of CSV: what is said at all, for an empty quote says that there is none."""
     form = {name: given[name] for name in _OF_CSV if given[name] is not None}
     form["column_names"] = given["column_names"].split(",") if given["column_names"] else None
@@ -467,7 +467,7 @@ def _show(status: "JobStatus", *, as_json: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from qinfer.client.job_progress import duration
+    from qinfer.client.job_progress import duration, rate
 
     fields = status.fields
     about = Table("field", "value", show_header=False, title=f"Job {status.id}", title_justify="left")
@@ -484,7 +484,7 @@ def _show(status: "JobStatus", *, as_json: bool) -> None:
     if status.skipped_files:
         about.add_row("skipped files", Text(_skipped(status)))
     if status.rows_per_s:
-        about.add_row("speed", f"{status.rows_per_s:,.0f} rows/s")
+        about.add_row("speed", f"{rate(status.rows_per_s)} rows/s")
     if status.eta_s is not None and not status.has_ended:
         about.add_row("time left", duration(status.eta_s))
     for name in ("created_at", "started_at", "ended_at", "deadline_at"):
@@ -500,6 +500,8 @@ def _print_list(found: "list[JobStatus]") -> None:
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
+
+    from qinfer.client.job_progress import rate
 
     if not found:
         print("there are no jobs")
@@ -518,7 +520,7 @@ def _print_list(found: "list[JobStatus]") -> None:
         padding=0,
     )
     for status in found:
-        speed = f"{status.rows_per_s:,.0f}" if status.rows_per_s else "-"
+        speed = rate(status.rows_per_s) if status.rows_per_s else "-"
         table.add_row(
             Text(status.id),
             Text(status.state, style=_COLOURS.get(status.state, "")),

@@ -98,6 +98,13 @@ def test_a_submission_may_be_repeated() -> None:
     assert json.loads(named.requests[0].content)["id"] == "nightly"
 
 
+@pytest.mark.parametrize(
+    ("rows_per_s", "text"), [(1234.5, "1,234"), (10.4, "10"), (2.51, "2.5"), (0.3, "0.3"), (0.0123, "0.012")]
+)
+def test_slow_models_have_rates_with_decimals(rows_per_s: float, text: str) -> None:
+    assert f", {text} rows/s, " in progress_line(status_of("running", rows_per_s=rows_per_s))
+
+
 def test_inputs_are_waited_for_through_outages() -> None:
     missing = reply(400, error="input 'a' does not exist", code="input_missing")
     server = Server(missing, reply(503, error="no", code="store_unavailable"), missing, job("planning", 201))
