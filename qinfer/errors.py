@@ -1,8 +1,8 @@
 """The error tree. Every failure that leaves a function of qinfer is one of these.
 
     QinferError(code, retryable)
-    ├─ RequestError    InvalidRequest (InputMissing) · MalformedJson · UnsupportedDatatype · UnsupportedFeature · PayloadTooLarge
-    │                  ModelNotFound · RequestNotFound · JobNotFound · EndpointNotFound · Conflict
+    ├─ RequestError    InvalidRequest (InputMissing) · MalformedJson · UnsupportedDatatype · UnsupportedFeature
+    │                  PayloadTooLarge · ModelNotFound · RequestNotFound · JobNotFound · EndpointNotFound · Conflict
     │                  AlreadyExists · RegionNotFound · RegionUnavailable
     ├─ Overloaded(retry_after_s)   QueueFull · QuotaExceeded · DeadlineInfeasible
     ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden · Restricted · ValueRefused

@@ -1,7 +1,8 @@
 """Common parts of all commands: options, completion of model names, errors as text, JSON output.
 
 Exit codes are those of sysexits(3): 0 done, 1 failed, 64 refused: wrong usage, wrong settings, or not allowed, 66 an
-input of a bulk job is missing, 69 unreachable: the server can't be reached, is overloaded or can't do it now, and the same command may work later.
+input of a bulk job is missing, 69 unreachable: the server can't be reached, is overloaded or can't do it now, and the
+same command may work later.
 """
 
 import json

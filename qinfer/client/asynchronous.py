@@ -257,9 +257,7 @@ class AsyncClient(AsyncModelCalls):
     ) -> AsyncJob:
         """Submits a bulk job; see `Client.submit_job`."""
         body = job_body(model, inputs, output, options)
-        flow = job_flows.submit_job(
-            self._policy, body, resume=resume, wait_s=wait_for_inputs_s, on_missing=on_missing
-        )
+        flow = job_flows.submit_job(self._policy, body, resume=resume, wait_s=wait_for_inputs_s, on_missing=on_missing)
         return self.job((await self._run(flow)).id)
 
     async def validate_job(

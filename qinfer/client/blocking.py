@@ -439,9 +439,7 @@ class Client(ModelCalls):
             QinferError: As `infer`.
         """
         body = job_body(model, inputs, output, options)
-        flow = job_flows.submit_job(
-            self._policy, body, resume=resume, wait_s=wait_for_inputs_s, on_missing=on_missing
-        )
+        flow = job_flows.submit_job(self._policy, body, resume=resume, wait_s=wait_for_inputs_s, on_missing=on_missing)
         return self.job(self._run(flow).id)
 
     def validate_job(

@@ -13,7 +13,15 @@ import msgspec
 from qinfer.client.flows import header_value
 from qinfer.client.steps import Flow, Pause, Policy, Send, call, json_object
 from qinfer.core.retry import Backoff
-from qinfer.errors import DeadlineExceeded, InputMissing, InvalidRequest, JobFailed, JobNotFound, QinferError, Unreachable
+from qinfer.errors import (
+    DeadlineExceeded,
+    InputMissing,
+    InvalidRequest,
+    JobFailed,
+    JobNotFound,
+    QinferError,
+    Unreachable,
+)
 
 Location = str | os.PathLike[str]
 """A URL such as `s3://bucket/in/*.parquet`, or a path, which has to be the same for the gateway and the workers."""
@@ -57,6 +65,7 @@ class JobOptions(TypedDict, total=False):
         key: The column that identifies rows, copied to the output; by default file, row group and row number are.
         passthrough: Columns to copy to the output; `["*"]` = all.
         exclude: With `["*"]`: columns to leave out.
+        merge_schema: Let columns be missing in some files: they are null there.
         partitioning: `hive` = folders such as `country=de` in the files' URLs are columns.
         partition_by: Such columns, whose folders the output has, too.
         bad_files: `fail` or `skip`: what input files do that can't be read.
@@ -90,6 +99,7 @@ class JobOptions(TypedDict, total=False):
     key: str
     passthrough: Sequence[str]
     exclude: Sequence[str]
+    merge_schema: bool
     partitioning: str
     partition_by: Sequence[str]
     bad_files: str

@@ -104,7 +104,7 @@ def planning_hint(status: JobStatus, seconds: float) -> str:
 
 def rate(rows_per_s: float) -> str:
     """Returns a rate in words: whole numbers from 10 on, two digits below, such as 0.3."""
-    return f"{rows_per_s:,.0f}" if rows_per_s >= 10 else f"{rows_per_s:.2g}"  # noqa: PLR2004  see above
+    return f"{rows_per_s:,.0f}" if rows_per_s >= 10 else f"{rows_per_s:.2g}"
 
 
 def duration(seconds: float) -> str:

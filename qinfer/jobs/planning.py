@@ -18,7 +18,7 @@ from qinfer.errors import InvalidRequest, StoreDenied
 from qinfer.jobs.check import check, copied_columns
 from qinfer.jobs.columns.fields import Fields, replaced
 from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.schemas import common_type, encode_schema
+from qinfer.jobs.columns.schemas import common_field, encode_schema, filled
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
 from qinfer.jobs.plan import PLAN_NAME, SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned, url_of
 from qinfer.jobs.rows.csv_quotes import guessed_escape
@@ -91,7 +91,8 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
     if file is not None:
         try:
             schema = partitions.beside(schema, file.url)
-            check(spec, model, schema)
+            if not spec.merge_schema or len(files) == 1:  # other files may have more: planning looks at them
+                check(spec, model, schema)
         except InvalidRequest as error:
             if len(files) == 1:
                 raise
@@ -366,6 +367,8 @@ class _CommonColumns:
         self._types = text_types(spec, model)
         self._has_unnamed = format_ == "jsonl" and spec.passthrough == ("*",)
         self._mixed: dict[Path, str] = {}
+        self._merges = spec.merge_schema is True
+        self._from: dict[str, str] = {}  # column → the URL of the first file that has it
         self._first = ""  # the URL of the first file with rows; of one without until there is one that has some
         self._schema = pa.schema([])
         self._has_rows = False
@@ -388,17 +391,38 @@ class _CommonColumns:
             return
         if any(schema.equals(fine) for fine in self._fine):
             return
-        try:
-            check(self._spec, self._model, schema)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"'{file.url}': {error.message}") from None
+        self._check(file.url, schema)
         if self._has_rows:
+            if self._merges:
+                new = schema
+                schema, self._schema = filled(schema, self._schema), filled(self._schema, new)
+                self._from.update({name: file.url for name in new.names if name not in self._from})
             self._merge(file.url, schema)
         else:
             self._first, self._schema, self.example = file.url, schema.remove_metadata(), number
             self._has_rows = True
+            self._from = dict.fromkeys(schema.names, file.url)
         if len(self._fine) < _MOST_SCHEMAS:
             self._fine.append(schema)
+
+    def _check(self, url: str, schema: pa.Schema) -> None:
+        """Checks the columns of one file: all that the job names, or where some may be missing, any of them."""
+        if self._merges:
+            if not (self._used(schema) or copied_columns(self._spec, schema) == schema.names):
+                raise InvalidRequest(f"'{url}' has none of the columns that the job reads; leave it out")
+            return
+        try:
+            check(self._spec, self._model, schema)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"'{url}': {error.message}") from None
+
+    def _used(self, schema: pa.Schema) -> set[str]:
+        """Returns the columns of the job that a file has."""
+        fields = Fields(schema)
+        names = {*copied_columns(self._spec, schema)}.union(
+            *(self._spec.columns_of(tensor.name).columns for tensor in self._model.inputs)
+        )
+        return {name for name in names if fields.places(name)}
 
     def schema(self) -> pa.Schema:
         """Returns the columns of the first file, in the types that all files' values can have.
@@ -427,7 +451,11 @@ class _CommonColumns:
 
     def _merge(self, url: str, schema: pa.Schema) -> None:
         copied = {*copied_columns(self._spec, schema), *copied_columns(self._spec, self._schema)}
-        fed = {*self._fed(schema), *self._fed(self._schema)}
+        if self._merges:
+            fed = self._used(schema) - copied
+            copied &= self._used(schema)
+        else:
+            fed = {*self._fed(schema), *self._fed(self._schema)}
         new, known = Fields(schema), Fields(self._schema)
         for name in sorted(copied | fed):
             here, there = new.field(name), known.field(name)
@@ -437,25 +465,26 @@ class _CommonColumns:
             if here is None or there is None:
                 has, lacks = (self._first, url) if here is None else (url, self._first)
                 raise InvalidRequest(
-                    f"'{has}' has the column '{shown(name)}', and '{lacks}' lacks it; add it there, or leave it out of "
+                    f"'{has}' has the column '{shown(name)}', and '{lacks}' lacks it; add it there, have it null by "
+                    f"'merge_schema': true (--merge-schema), or leave it out of "
                     f"{'passthrough' if name in copied else 'both'}"
                 )
             texts = self._texts(here, there)
             here, there = plain(here), plain(there)
-            common = common_type(here.type, there.type)
+            merged = common_field(here, there)
+            first = self._from.get(name.partition(".")[0], self._first)
             if len(new.places(name)[0]) != len(known.places(name)[0]):
                 raise InvalidRequest(
-                    f"'{shown(name)}' is a column in one of '{url}' and '{self._first}', and a field of a struct in "
+                    f"'{shown(name)}' is a column in one of '{url}' and '{first}', and a field of a struct in "
                     "the other; rename one of them"
                 )
-            if common is None and self._is_csv and name not in fed:
-                common = pa.string()  # which all values of CSV are
-            if common is None:
+            if merged is None and self._is_csv and name not in fed:
+                merged = here.with_type(pa.string())  # which all values of CSV are
+            if merged is None:
                 raise InvalidRequest(
-                    f"column '{shown(name)}' is {here.type} in '{url}' and {there.type} in '{self._first}'; convert "
-                    "one of them" + (", or leave it out of 'passthrough'" if name in copied - fed else "")
+                    f"column '{shown(name)}' is {here.type} in '{url}' and {there.type} in '{first}'; convert one of "
+                    "them" + (", or leave it out of 'passthrough'" if name in copied - fed else "")
                 )
-            merged = here.with_type(common).with_nullable(here.nullable or there.nullable)
             self._schema = replaced(self._schema, name, marked(merged, texts))
 
     def _texts(self, here: pa.Field, there: pa.Field) -> set[Path]:

@@ -120,6 +120,9 @@ PassthroughOption = Annotated[
 ExcludeOption = Annotated[
     list[str] | None, typer.Option("--exclude", help="With --passthrough '*': a column to leave out.")
 ]
+MergeSchemaOption = Annotated[
+    bool, typer.Option("--merge-schema", help="Columns may be missing in some files: they are null there.")
+]
 PartitioningOption = Annotated[
     str, typer.Option("--partitioning", help="hive: folders such as country=de are columns; default: they are not.")
 ]
@@ -263,6 +266,7 @@ def submit(
     key: KeyOption = "",
     passthrough: PassthroughOption = None,
     exclude: ExcludeOption = None,
+    merge_schema: MergeSchemaOption = False,
     partitioning: PartitioningOption = "",
     partition_by: PartitionByOption = None,
     bad_files: BadFilesOption = "",

@@ -123,6 +123,7 @@ class ShardReader:
         partitions = partition_values(ranges[0].url) if ranges and spec.partitioning else {}
         self._partitions = pa.schema([field for field in self.schema if field.name in partitions])
         stored = Wanted.of(schema, [name for name in columns if name not in partitions])
+        stored = stored._replace(may_lack=spec.merge_schema is True)
         self._stored = stored.columns
         self._files = _SourceFiles(ranges, stored, InputForm.of(spec), store, self.limits)
         self._skips_bad_files = spec.bad_files == "skip"

@@ -77,7 +77,7 @@ def test_a_missing_input_has_an_exit_code_of_its_own(gateway: Talk) -> None:
 
     code, _, err = run("submit", "m", IN, OUT)
 
-    assert (code, err.split()) == (66, "Error: input 's3://b/in' does not exist".split())
+    assert (code, err.split()) == (66, ["Error:", "input", "'s3://b/in'", "does", "not", "exist"])
 
 
 def test_inputs_are_waited_for_with_progress(gateway: Talk) -> None:
@@ -103,7 +103,7 @@ def test_the_wait_for_inputs_ends(gateway: Talk) -> None:
     assert "input 'a' does not exist; waited 60 s for it" in " ".join(err.split())
 
 
-def test_a_signal_ends_the_wait_for_inputs(gateway: Talk) -> None:
+def test_a_signal_ends_the_wait_for_inputs(gateway: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = reply(400, error="input 'a' does not exist", code="input_missing")
     server = gateway(missing)
     sleep = server.sleep
@@ -112,11 +112,19 @@ def test_a_signal_ends_the_wait_for_inputs(gateway: Talk) -> None:
         sleep(seconds)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    server.sleep = stopped  # type: ignore[method-assign]  the client takes it at its start
+    monkeypatch.setattr(server, "sleep", stopped)
 
     code, _, _ = run("submit", "m", IN, OUT, "--wait", "--cancel-on-exit", "--wait-for-inputs", "3600")
 
     assert (code, len(server.requests)) == (128 + signal.SIGTERM, 2)
+
+
+def test_schemas_are_merged_on_demand(gateway: Talk) -> None:
+    server = gateway(job("planning", 201))
+
+    run("submit", "m", IN, OUT, "--merge-schema")
+
+    assert sent(server)["merge_schema"] is True
 
 
 def test_all_that_can_be_said(gateway: Talk) -> None:

@@ -335,6 +335,8 @@ def test_nulls_and_nested_columns_are_planned(tmp_path: Path) -> None:
         (pa.list_(pa.float32()), pa.list_(pa.float32(), 4), pa.list_(pa.float32())),
         (pa.string(), pa.int64(), None),
         (pa.timestamp("us"), pa.timestamp("us", "UTC"), None),
+        (pa.timestamp("ms", "UTC"), pa.timestamp("us", "Europe/Berlin"), pa.timestamp("us", "UTC")),
+        (pa.timestamp("ns", "Asia/Tokyo"), pa.timestamp("us", "Asia/Tokyo"), pa.timestamp("ns", "Asia/Tokyo")),
         (pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int8())])),
         (pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int16())]), None),
         (pa.list_(pa.struct([("a", pa.int8())])), pa.list_(pa.struct([("b", pa.int8())])), None),
@@ -351,3 +353,67 @@ def test_a_plan_with_broken_columns_is_none() -> None:
     for text in ("", "!!", "AAAA"):
         with pytest.raises(CorruptEntry, match="columns of the job's inputs"):
             decode_schema(text)
+
+
+# --- files with other columns ---
+
+
+def merged(folder: Path, pattern: str = "*.parquet", **fields: Any) -> pa.Schema:
+    return decode_schema(planned(folder, pattern, merge_schema=True, **fields).schema)
+
+
+def test_columns_that_some_files_lack_are_merged(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", {"x": [1.0], "id": [1]})
+    write(tmp_path / "b.parquet", {"x": [1.0], "id": [2], "new": ["n"]})
+    write(tmp_path / "c.parquet", {"new": ["n"], "x": pa.array([1.0], pa.float32())})
+
+    assert merged(tmp_path, passthrough=("*",)) == pa.schema(
+        [("x", pa.float64()), ("id", pa.int64()), ("new", pa.string())]
+    )
+    with pytest.raises(
+        InvalidRequest, match=r"b\.parquet' has the column 'new', and .*a\.parquet' lacks it; .*merge_schema"
+    ):
+        planned(tmp_path, passthrough=("*",))
+
+
+def test_columns_that_can_not_be_merged_are_named_with_both_files(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", {"x": [1.0]})
+    write(tmp_path / "b.parquet", {"x": [1.0], "new": ["n"]})
+    write(tmp_path / "c.parquet", {"x": [1.0], "new": [1]})
+
+    with pytest.raises(InvalidRequest, match=r"'new' is int64 in '.*c\.parquet' and string in '.*b\.parquet'"):
+        merged(tmp_path, passthrough=("new",))
+
+
+def test_an_input_column_that_no_file_has_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", {"id": [1]})
+
+    with pytest.raises(InvalidRequest, match=r"made of column 'x', which the inputs lack|no column 'x'"):
+        merged(tmp_path, key="id")
+
+
+def test_a_file_with_none_of_the_columns_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", {"x": [1.0]})
+    write(tmp_path / "b.parquet", {"other": [1.0]})
+
+    with pytest.raises(InvalidRequest, match=r"b\.parquet' has none of the columns that the job reads"):
+        merged(tmp_path)
+
+
+@pytest.mark.parametrize(("one", "other"), ["ab", "ba"])
+def test_timestamps_of_int96_are_instants_beside_those_with_a_zone(tmp_path: Path, one: str, other: str) -> None:
+    at = pa.array([0], pa.timestamp("us"))
+    write(tmp_path / f"{one}.parquet", {"x": [1.0], "t": at}, use_deprecated_int96_timestamps=True, store_schema=False)
+    write(tmp_path / f"{other}.parquet", {"x": [1.0], "t": at.cast(pa.timestamp("us", "UTC"))})
+
+    plan = planned(tmp_path, passthrough=("t",))
+    assert decode_schema(plan.schema).field("t").type == pa.timestamp("us", "UTC")
+
+
+def test_local_times_are_no_instants(tmp_path: Path) -> None:
+    at = pa.array([0], pa.timestamp("us"))
+    write(tmp_path / "a.parquet", {"x": [1.0], "t": at})
+    write(tmp_path / "b.parquet", {"x": [1.0], "t": at.cast(pa.timestamp("us", "UTC"))})
+
+    with pytest.raises(InvalidRequest, match=r"'t' is timestamp\[us, tz=UTC\] in '.*b.parquet' and timestamp\[us\] in"):
+        planned(tmp_path, passthrough=("t",))

@@ -109,6 +109,28 @@ def test_values_are_read_in_the_planned_types(tmp_path: Path) -> None:
     assert batch.record.schema.field("t").type == pa.string()
 
 
+@pytest.mark.parametrize("extension", FORMATS)
+def test_columns_that_a_file_lacks_are_null(tmp_path: Path, extension: str) -> None:
+    one = write(tmp_path / f"1.{extension}", pa.table({"n": [1]}))
+    two = write(tmp_path / f"2.{extension}", pa.table({"t": ["a"], "n": [2]}))
+    spec = job_of(merge_schema=True)
+
+    batches = read(shard_of(one, two), 10, SCHEMA, ("t", "n"), spec=spec)
+
+    rows = [row for batch in batches for row in batch.record.to_pylist()]
+    assert rows == [{"t": None, "n": 1}, {"t": "a", "n": 2}]
+
+
+@pytest.mark.parametrize("extension", ["parquet", "arrow"])
+def test_a_file_that_lacks_all_of_some_columns_has_rows(tmp_path: Path, extension: str) -> None:
+    one = write(tmp_path / f"1.{extension}", pa.table({"n": [1, 2]}))
+    spec = job_of(merge_schema=True)
+
+    (batch,) = read(shard_of(one), 10, SCHEMA, ("t",), spec=spec)
+
+    assert batch.record.to_pydict() == {"t": [None, None]}
+
+
 @pytest.mark.parametrize(
     ("column", "text"),
     [
@@ -165,7 +187,7 @@ def test_another_file_of_the_same_size_and_mtime_is_noticed(tmp_path: Path, way:
 
 
 @pytest.mark.parametrize(("before", "is_still"), [("7-20", True), ("7-20-9", True), ("7-20-8", False), ("6-20", False)])
-def test_files_of_earlier_plans_are_told_by_their_size_and_mtime(before: str, is_still: bool) -> None:
+def test_files_of_earlier_plans_are_told_by_their_size_and_mtime(before: str, *, is_still: bool) -> None:
     assert Stat("file:///a", 20, "7-20-9").is_still(before) is is_still
 
 
