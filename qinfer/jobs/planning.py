@@ -4,6 +4,7 @@
 footers, several at a time, and compares the files' columns. Both run in an examiner.
 """
 
+import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,6 +46,9 @@ LISTING_S = 50.0
 """Seconds that looking for the inputs may take."""
 
 _MOST_EMPTY = 20
+_HINT_LINES = 20
+_DELIMITERS = (";", "\t", "|")  # that other programs write in place of a comma
+_DECIMAL_COMMA = re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+")
 _LISTED_CHARACTERS = 1700  # of one message: a job's error has 2000
 _AHEAD = 4
 _MOST_SCHEMAS = 64
@@ -87,31 +91,57 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
     spec = _with_escape(spec, files) if format_ == "csv" else spec
     types = text_types(spec, model)
     partitions = Partitions([file.url for file in files], spec, types)
-    file, schema = first_schema(files, format_, spec, types)
+    try:
+        file, schema = first_schema(files, format_, spec, types)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message + _csv_hint(files, format_, spec)) from None
     if file is not None:
         try:
             schema = partitions.beside(schema, file.url)
             if not spec.merge_schema or len(files) == 1:  # other files may have more: planning looks at them
                 check(spec, model, schema)
         except InvalidRequest as error:
-            if len(files) == 1:
-                raise
-            raise InvalidRequest(f"{error.message} (columns of '{file.url}')") from None
+            of_file = f" (columns of '{file.url}')" if len(files) > 1 else ""
+            raise InvalidRequest(error.message + of_file + _csv_hint([file], format_, spec)) from None
     return Examined(spec, tuple(files), format_, schema)
 
 
 def _with_escape(spec: JobSpec, files: Sequence[Stat]) -> JobSpec:
     """Returns a job with the escape character that its first CSV file shows, where the job names none."""
     form = InputForm.of(spec)
-    file = next((file for file in files[:_MOST_EMPTY] if file.size_bytes), None)
-    if file is None or (spec.csv is not msgspec.UNSET and spec.csv.escape):
+    if spec.csv is not msgspec.UNSET and spec.csv.escape:
         return spec
+    url, head = _csv_head(spec, files)
+    return spec.with_escape(guessed_escape(url, head, form.csv, is_whole=len(head) < BLOCK_BYTES)) if head else spec
+
+
+def _csv_head(spec: JobSpec, files: Sequence[Stat]) -> tuple[str, bytes]:
+    """Returns the first CSV file that has some bytes, and its beginning; empty where it can't be read."""
+    file = next((file for file in files[:_MOST_EMPTY] if file.size_bytes), None)
+    if file is None:
+        return "", b""
     try:
         with store_for(file.url).open_known(file) as content:
-            head = open_stream(content, file.url, "csv", form).peek(BLOCK_BYTES)
-    except (pa.ArrowException, ValueError, OSError, StoreDenied):  # the file is to be read below, and says why
-        return spec
-    return spec.with_escape(guessed_escape(file.url, head, form.csv, is_whole=len(head) < BLOCK_BYTES))
+            return file.url, open_stream(content, file.url, "csv", InputForm.of(spec)).peek(BLOCK_BYTES)
+    except (pa.ArrowException, ValueError, OSError, StoreDenied):  # what reads the file next says why
+        return file.url, b""
+
+
+def _csv_hint(files: Sequence[Stat], format_: FileFormat, spec: JobSpec) -> str:
+    """Returns what the first lines of a CSV file that is refused show of its form; empty = nothing."""
+    if format_ != "csv":
+        return ""
+    csv = spec.csv_form
+    first, *rows = _csv_head(spec, files)[1].decode(errors="replace").splitlines()[:_HINT_LINES] or [""]
+    other = next((mark for mark in _DELIMITERS if mark in first), "") if csv.delimiter not in first else ""
+    cells = ";".join(rows).split(other or csv.delimiter)
+    has_commas = csv.decimal_point == "." and (other or csv.delimiter) != ","
+    has_commas = has_commas and any(_DECIMAL_COMMA.fullmatch(cell.strip().strip('"')) for cell in cells)
+    shown_mark = "a tab" if other == "\t" else f"'{other}'"
+    hints = [f"its first line has {shown_mark}: set 'csv.delimiter' (--delimiter) to that"] if other else []
+    if has_commas:
+        hints.append("numbers have a decimal comma: set 'csv.decimal_point' (--decimal-point) to ','")
+    return "".join(f"; {hint}" for hint in hints)
 
 
 def estimate(job: Unplanned, pace: Pace, threads: int) -> Estimate:
@@ -466,8 +496,7 @@ class _CommonColumns:
                 has, lacks = (self._first, url) if here is None else (url, self._first)
                 raise InvalidRequest(
                     f"'{has}' has the column '{shown(name)}', and '{lacks}' lacks it; add it there, have it null by "
-                    f"'merge_schema': true (--merge-schema), or leave it out of "
-                    f"{'passthrough' if name in copied else 'both'}"
+                    f"'merge_schema': true (--merge-schema), or {self._remedy(name, copied)}"
                 )
             texts = self._texts(here, there)
             here, there = plain(here), plain(there)
@@ -483,9 +512,15 @@ class _CommonColumns:
             if merged is None:
                 raise InvalidRequest(
                     f"column '{shown(name)}' is {here.type} in '{url}' and {there.type} in '{first}'; convert one of "
-                    "them" + (", or leave it out of 'passthrough'" if name in copied - fed else "")
+                    "them" + (f", or {self._remedy(name, copied)}" if name in copied - fed else "")
                 )
             self._schema = replaced(self._schema, name, marked(merged, texts))
+
+    def _remedy(self, name: str, copied: set[str]) -> str:
+        """Returns how a job gets along without a column."""
+        if name == self._spec.key:
+            return "name another 'key'"
+        return "leave it out of 'passthrough'" if name in copied else "leave it out of both"
 
     def _texts(self, here: pa.Field, there: pa.Field) -> set[Path]:
         """Returns the numbers of JSON lines that are copied as text: in either file, or since their types differ."""

@@ -135,10 +135,12 @@ def _named(error: Exception, url: str) -> StoreError:
     if isinstance(error, FileNotFoundError) or answer.status == 404:
         return StoreNotFound(f"'{shown}' does not exist; or its bucket does not")
     if _is_denied(error, answer):
-        return StoreDenied(
-            f"'{shown}' is not open to this server ({what}); it needs credentials in the store's own variables that "
-            "allow reading and writing there"
-        )
+        remedy = "it needs credentials in the store's own variables that allow reading and writing there"
+        if isinstance(error, OSError) and error.errno == errno.EROFS:
+            remedy = "its file system is read-only here, name another folder"
+        elif shown.startswith("file://"):
+            remedy = "change its permissions or its owner"
+        return StoreDenied(f"'{shown}' is not open to this server ({what}); {remedy}")
     if _is_wrong(error, answer):
         return StoreError(f"the store refuses '{shown}' ({what}); is the URL right?")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -13,7 +13,7 @@ import pytest
 
 from qinfer.errors import CorruptEntry, InvalidRequest, StoreUnavailable
 from qinfer.jobs.columns.schemas import common_type, decode_schema
-from qinfer.jobs.job import JobSpec, Output
+from qinfer.jobs.job import Csv, JobSpec, Output
 from qinfer.jobs.plan import (
     NO_GROUPS,
     Plan,
@@ -25,7 +25,7 @@ from qinfer.jobs.plan import (
     encode_plan,
     encode_plan_head,
 )
-from qinfer.jobs.planning import make_plan
+from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.shards import Pace
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import Stat
@@ -417,3 +417,30 @@ def test_local_times_are_no_instants(tmp_path: Path) -> None:
 
     with pytest.raises(InvalidRequest, match=r"'t' is timestamp\[us, tz=UTC\] in '.*b.parquet' and timestamp\[us\] in"):
         planned(tmp_path, passthrough=("t",))
+
+
+def test_a_key_that_files_have_in_different_types_is_called_the_key(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", {"x": [1.0], "id": [1]})
+    write(tmp_path / "b.parquet", {"x": [1.0], "id": ["a"]})
+
+    with pytest.raises(InvalidRequest, match=r"column 'id' is string in .*; convert .*, or name another 'key'$"):
+        planned(tmp_path, key="id")
+
+
+@pytest.mark.parametrize(
+    ("text", "csv", "said"),
+    [
+        ("x;id\n1.5;2\n", Csv(), r"its first line has ';': set 'csv.delimiter' \(--delimiter\) to that$"),
+        ("x\tid\n1.5\t2\n", Csv(), r"its first line has a tab: set 'csv.delimiter'"),
+        ("x;id\n1,5;2\n", Csv(), r"has ';': set .* to that; numbers have a decimal comma: set 'csv.decimal_point'"),
+        ("x;id\n1,5;2\n", Csv(delimiter=";"), r"numbers have a decimal comma: set 'csv.decimal_point'"),
+        ("y,id\n1.5,2\n", Csv(), r"which the inputs lack; .*|no column 'x'.*"),
+    ],
+)
+def test_the_form_of_csv_is_hinted_at(tmp_path: Path, text: str, csv: Csv, said: str) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    output = Output(f"file://{tmp_path}/out")
+    spec = JobSpec(model="stub", inputs=(f"file://{tmp_path}/a.csv",), output=output, csv=csv)
+
+    with pytest.raises(InvalidRequest, match=said):
+        examine(spec, MODEL, ANY_FILE)
