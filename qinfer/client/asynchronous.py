@@ -15,7 +15,7 @@ from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, Submission
 from qinfer.client.hedging import HedgeAfter, HedgedTasks, Hedging
-from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, OnMissing, job_body
+from qinfer.client.job_flows import JobEstimate, JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.jobs import AsyncJob
 from qinfer.client.model_flows import Inputs
 from qinfer.client.models import AsyncModelCalls
@@ -270,9 +270,9 @@ class AsyncClient(AsyncModelCalls):
         """Returns the job of an id, without a check that it exists; see `Client.job`."""
         return AsyncJob(self._run, self._policy, job_id)
 
-    async def jobs(self, *, state: str = "", limit: int = 100) -> list[JobStatus]:
+    async def jobs(self, *, limit: int = 100, **filters: Unpack[JobFilters]) -> list[JobStatus]:
         """Returns the status of the newest jobs; see `Client.jobs`."""
-        return await self._run(job_flows.newest_jobs(self._policy, state, limit))
+        return await self._run(job_flows.newest_jobs(self._policy, limit, filters))
 
     async def _results(
         self,

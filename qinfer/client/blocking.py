@@ -16,7 +16,7 @@ from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, Submission
 from qinfer.client.hedging import Attempt, HedgeAfter, HedgedThreads, Hedging
-from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, OnMissing, job_body
+from qinfer.client.job_flows import JobEstimate, JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.jobs import Job
 from qinfer.client.model_flows import Inputs
 from qinfer.client.models import ModelCalls
@@ -462,14 +462,14 @@ class Client(ModelCalls):
         """Returns the job of an id, without a check that it exists."""
         return Job(self._run, self._policy, job_id)
 
-    def jobs(self, *, state: str = "", limit: int = 100) -> list[JobStatus]:
+    def jobs(self, *, limit: int = 100, **filters: Unpack[JobFilters]) -> list[JobStatus]:
         """Returns the status of the newest jobs.
 
         Args:
-            state: Only jobs in this state, such as `running`.
             limit: The most jobs to return.
+            filters: Which jobs; see `JobFilters`.
         """
-        return self._run(job_flows.newest_jobs(self._policy, state, limit))
+        return self._run(job_flows.newest_jobs(self._policy, limit, filters))
 
     def _results(
         self,

@@ -318,13 +318,38 @@ def job(policy: Policy, job_id: str) -> Flow[JobStatus]:
     return _status(policy, reply)
 
 
-def newest_jobs(policy: Policy, state: str, limit: int) -> Flow[list[JobStatus]]:
-    """Returns the newest jobs, page by page."""
+class JobFilters(TypedDict, total=False):
+    """The jobs that a listing is asked for.
+
+    Attributes:
+        state: Those in this state, such as `running`.
+        model: Those of this model or endpoint.
+        output: Those that write to this folder, or below it.
+        metadata: Those with all of these texts.
+    """
+
+    state: str
+    model: str
+    output: Location
+    metadata: Mapping[str, str]
+
+
+def newest_jobs(policy: Policy, limit: int, filters: JobFilters) -> Flow[list[JobStatus]]:
+    """Returns the newest jobs, page by page.
+
+    Raises:
+        InvalidRequest: There is no such filter.
+    """
+    if unknown := sorted(filters.keys() - JobFilters.__annotations__.keys()):
+        raise InvalidRequest(f"jobs can't be listed by '{unknown[0]}'; by {', '.join(JobFilters.__annotations__)}")
+    wanted = [(name, filters.get(name, "")) for name in ("state", "model")]
+    wanted.append(("output", as_url(filters.get("output", ""))))
+    wanted += [("metadata", f"{name}={text}") for name, text in filters.get("metadata", {}).items()]
     found: list[JobStatus] = []
     after = ""
     while len(found) < limit:
-        query = {"limit": min(limit - len(found), PAGE), "state": state, "after": after}
-        path = f"/v1/jobs?{urlencode({name: value for name, value in query.items() if value})}"
+        query = [("limit", min(limit - len(found), PAGE)), *wanted, ("after", after)]
+        path = f"/v1/jobs?{urlencode([(name, value) for name, value in query if value])}"
         fields = json_object(policy, (yield from call(policy, Send("GET", path, {}))))
         found += [_status_of(policy, entry) for entry in fields.get("jobs", ())]
         after = str(fields.get("next") or "")

@@ -1,6 +1,8 @@
 """`qinfer submit` and `qinfer jobs`: bulk jobs, in which a model scores files."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -14,12 +16,14 @@ if TYPE_CHECKING:
     from qinfer.client import JobStatus
     from qinfer.client.job_flows import JobEstimate, JobOptions
 
-app = Commands(help="Manage bulk jobs: list, show, wait, cancel, resume, delete.", no_args_is_help=True)
+app = Commands(help="Manage bulk jobs: list, show, wait, cancel, resume, delete, prune.", no_args_is_help=True)
 
 SUBMIT_EXAMPLE = (
     "Example: qinfer submit digits 's3://bucket/in/*.parquet' s3://bucket/out --column image=pixels --key id --wait"
 )
 
+_MOST_PRUNED = 10_000
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _WIDE = 110
 """Columns of a terminal with room for speeds and URLs."""
 _MODEL_WIDTH = 16
@@ -359,17 +363,29 @@ def csv_form(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in form.items() if value not in (None, True)}
 
 
-@app.command("list", epilog="Example: qinfer jobs list --state running")
+ByStateOption = Annotated[str, typer.Option("--state", help="Only jobs in this state, such as running.")]
+ByModelOption = Annotated[str, typer.Option("--model", help="Only jobs of this model or endpoint.")]
+ByOutputOption = Annotated[str, typer.Option("--output", help="Only jobs that write to this folder, or below it.")]
+ByMetadataOption = Annotated[
+    list[str] | None, typer.Option("--metadata", help="NAME=TEXT: only jobs with that metadata.")
+]
+
+
+@app.command("list", epilog="Example: qinfer jobs list --state running --model digits")
 def list_jobs(
     *,
-    state: Annotated[str, typer.Option("--state", help="Show only jobs in this state, such as running.")] = "",
+    state: ByStateOption = "",
+    model: ByModelOption = "",
+    output: ByOutputOption = "",
+    metadata: ByMetadataOption = None,
     count: Annotated[int, typer.Option("--count", min=1, max=10_000, help="Maximum number to show.")] = 50,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
     """List bulk jobs, newest first."""
     with _client(url) as client:
-        found = client.jobs(state=state, limit=count)
+        wanted = pairs("--metadata", metadata or [])
+        found = client.jobs(limit=count, state=state, model=model, output=output, metadata=wanted)
     if as_json:
         print_json([dict(status.fields) for status in found])
     else:
@@ -443,6 +459,68 @@ def delete_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: Jso
         print(f"job {job_id} deleted; its output is kept")
 
 
+@app.command("prune", epilog="Example: qinfer jobs prune --older-than 30d --model digits")
+def prune_jobs(
+    *,
+    older_than: Annotated[
+        str, typer.Option("--older-than", help="Only jobs that have ended so long ago: 90m, 12h, 30d or 8w.")
+    ],
+    state: ByStateOption = "",
+    model: ByModelOption = "",
+    output: ByOutputOption = "",
+    metadata: ByMetadataOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete the records of ended jobs; their outputs are kept.
+
+    At most 10,000 of the newest jobs are looked at. Records are deleted by themselves, too
+    (QINFER_BULK__RECORD_TTL_S).
+    """
+    from qinfer.errors import JobNotFound
+
+    before = datetime.now(UTC) - _age(older_than)
+    with _client(url) as client:
+        wanted = pairs("--metadata", metadata or [])
+        listed = client.jobs(limit=_MOST_PRUNED, state=state, model=model, output=output, metadata=wanted)
+        found = [one for one in listed if (ended := _instant(one, "ended_at")) and one.has_ended and ended < before]
+        if found and not yes:
+            _print_list(found)
+            typer.confirm(f"Delete the records of these {len(found):,} jobs? Their outputs are kept.", abort=True)
+        for status in found:
+            with suppress(JobNotFound):
+                client.job(status.id).delete()
+    text = f"{len(found):,} records deleted; the outputs are kept" if found else "no job has ended so long ago"
+    show({"deleted": [status.id for status in found]}, text, as_json=as_json)
+
+
+def _age(text: str) -> timedelta:
+    """Reads an age such as `30d`.
+
+    Raises:
+        InvalidRequest: It is none.
+    """
+    number, unit = text[:-1], _UNITS.get(text[-1:])
+    if unit is None or not (number.isascii() and number.isdecimal() and len(number) <= 5):
+        raise InvalidRequest(f"--older-than '{text}' can't be read; expected such as 90m, 12h, 30d or 8w")
+    return timedelta(**{unit: int(number)})
+
+
+def _instant(status: "JobStatus", name: str) -> datetime | None:
+    """Returns an instant of a job; `None` where it has none."""
+    text = status.fields.get(name)
+    return datetime.fromisoformat(text) if text else None
+
+
+def _took(status: "JobStatus") -> str:
+    """Returns how long a job has run, so far or until its end."""
+    from qinfer.client.job_progress import duration
+
+    started, ended = _instant(status, "started_at"), _instant(status, "ended_at")
+    return duration(((ended or datetime.now(UTC)) - started).total_seconds()) if started else "-"
+
+
 @app.command("logs", epilog="Example: qinfer jobs logs 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
 def job_logs(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Show the log of a job, oldest first."""
@@ -512,13 +590,13 @@ def _print_list(found: "list[JobStatus]") -> None:
         return
     console = Console()
     is_wide = console.width >= _WIDE
-    numbers = ("rows", "done", "failed", *(("rows/s",) if is_wide else ()))
+    numbers = ("rows", "done", "failed", *(("rows/s", "duration") if is_wide else ()))
     table = Table(
         Column("id", no_wrap=True),
         Column("state", no_wrap=True),
         Column("model", overflow="fold", min_width=_MODEL_WIDTH),
         *(Column(name, justify="right", no_wrap=True) for name in numbers),
-        *([Column("output", overflow="fold")] if is_wide else []),
+        *([Column("created", no_wrap=True), Column("output", overflow="fold")] if is_wide else []),
         box=SIMPLE,
         pad_edge=False,
         padding=0,
@@ -532,9 +610,14 @@ def _print_list(found: "list[JobStatus]") -> None:
             f"{status.rows:,}" if status.shards else "-",
             f"{100 * status.progress:.0f}%",
             f"{status.rows_failed:,}",
-            *((speed, Text(status.output_url)) if is_wide else ()),
+            *((speed, _took(status), _created(status), Text(status.output_url)) if is_wide else ()),
         )
     console.print(table)
+
+
+def _created(status: "JobStatus") -> str:
+    created = _instant(status, "created_at")
+    return f"{created:%Y-%m-%d %H:%M}" if created else "-"
 
 
 def _skipped(status: "JobStatus") -> str:

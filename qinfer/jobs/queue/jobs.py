@@ -24,7 +24,7 @@ shard that the queue lost (its stream was deleted) is named by `missing`, to be 
 
 import asyncio
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -125,7 +125,12 @@ class Jobs:
         return record_of(place, dict(zip(found[::2], found[1::2], strict=True))) if found else None
 
     async def list(
-        self, tenant: str | None = None, state: str | None = None, after: str = "", count: int = 100
+        self,
+        tenant: str | None = None,
+        state: str | None = None,
+        after: str = "",
+        count: int = 100,
+        wanted: Callable[[JobRecord], bool] = lambda _: True,
     ) -> Page:
         """Returns up to `count` jobs, the newest first, of one tenant and in one state where these are given.
 
@@ -134,13 +139,14 @@ class Jobs:
             state: Only jobs in this state; `None` = all.
             after: The `Page.after` of the page before.
             count: How many at most; a page may be shorter though there are more: `Page.after` tells.
+            wanted: Whether a job of these belongs to the listing.
 
         Raises:
             InvalidRequest: `after` is not what a page said.
         """
 
         def fits(record: JobRecord) -> bool:
-            return tenant in (None, record.tenant) and state in (None, record.state)
+            return tenant in (None, record.tenant) and state in (None, record.state) and wanted(record)
 
         return await self._index.page(self._readable, fits, after, count)
 

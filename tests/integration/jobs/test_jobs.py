@@ -375,9 +375,25 @@ async def test_jobs_are_listed(client: httpx.AsyncClient, place: Place) -> None:
     assert planning["next"] is None
 
 
+async def test_jobs_are_listed_by_what_they_are(client: httpx.AsyncClient, place: Place) -> None:
+    spec = place.job()
+    made = await created(client, {**spec, "metadata": {"who": "me", "why": "test"}})
+    await created(client, place.job())
+    folder = made["output_url"]
+
+    async def listed(**query: Any) -> list[str]:
+        return [job["id"] for job in (await client.get(JOBS, params=query)).json()["jobs"]]
+
+    assert await listed(metadata=["who=me", "why=test"]) == [made["id"]]
+    assert await listed(metadata=["who=me", "why=not"]) == []
+    assert await listed(output=folder, model=made["model"], metadata="who=me") == [made["id"]]
+    assert await listed(output=f"{folder}-2") == await listed(model="none") == []
+
+
 @pytest.mark.parametrize(
     ("query", "said"),
     [
+        ({"metadata": "x"}, "got 'x'"),
         ({"limit": "0"}, "1 to 1000; got '0'"),
         ({"limit": "many"}, "got 'many'"),
         ({"limit": "1001"}, "got '1001'"),

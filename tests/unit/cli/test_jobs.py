@@ -390,6 +390,55 @@ def test_jobs_are_listed(gateway: Talk) -> None:
     assert [entry["id"] for entry in as_json] == ["j1", "j2"]
 
 
+def test_a_wide_listing_has_times_and_outputs(gateway: Talk) -> None:
+    times = {"created_at": "2026-01-31T12:00:00.000Z", "started_at": "2026-01-31T12:00:01.000Z"}
+    gateway(reply(200, jobs=[shown("completed", **times, ended_at="2026-01-31T12:01:31.000Z")], next=None))
+
+    _, out, _ = run("jobs", "list")
+
+    assert all(text in out for text in ("2026-01-31 12:00", "0:01:30", "s3://b/out"))
+
+
+def test_jobs_are_listed_by_model_output_and_metadata(gateway: Talk) -> None:
+    server = gateway(reply(200, jobs=[], next=None))
+
+    run("jobs", "list", "--model", "m", "--output", "s3://b/out", "--metadata", "a=1", "--metadata", "b=2")
+
+    assert server.paths == ["GET /v1/jobs?limit=50&model=m&output=s3%3A%2F%2Fb%2Fout&metadata=a%3D1&metadata=b%3D2"]
+
+
+OLD, YOUNG = "2026-01-31T12:00:00.000Z", "2999-01-31T12:00:00.000Z"
+
+
+@pytest.mark.parametrize(("answer", "deleted"), [("y", ["DELETE /v1/jobs/j1"]), ("n", [])])
+def test_old_records_are_pruned_if_that_is_wanted(gateway: Talk, answer: str, deleted: list[str]) -> None:
+    jobs = [shown("completed", id="j1", ended_at=OLD), shown("failed", id="j2", ended_at=YOUNG), shown(id="j3")]
+    server = gateway(reply(200, jobs=jobs, next=None), reply(204))
+
+    result = CliRunner().invoke(app, ["jobs", "prune", "--older-than", "1m"], input=answer)
+
+    assert "Delete the records of these 1 jobs? Their outputs are kept." in result.stdout
+    assert server.paths[1:] == deleted
+
+
+def test_pruning_does_not_ask_with_yes(gateway: Talk) -> None:
+    gateway(reply(200, jobs=[shown("completed", id="j1", ended_at=OLD)], next=None), reply(204))
+
+    code, out, _ = run("jobs", "prune", "--older-than", "1m", "--yes", "--json")
+
+    assert (code, json.loads(out)) == (0, {"deleted": ["j1"]})
+
+
+@pytest.mark.parametrize("age", ["", "30", "d", "-1d", "1y"])
+def test_ages_that_can_not_be(gateway: Talk, age: str) -> None:
+    server = gateway(reply(200, jobs=[], next=None))
+
+    code, _, err = run("jobs", "prune", "--older-than", age, "--yes")
+
+    assert (code, server.requests) == (64, [])
+    assert "expected such as 90m" in err
+
+
 def test_a_narrow_listing_keeps_the_model(gateway: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     """What there is no place for is left out, and no name is cut into letters."""
     monkeypatch.setenv("COLUMNS", "80")
