@@ -322,10 +322,10 @@ class JobFilters(TypedDict, total=False):
     """The jobs that a listing is asked for.
 
     Attributes:
-        state: Those in this state, such as `running`.
-        model: Those of this model or endpoint.
-        output: Those that write to this folder, or below it.
-        metadata: Those with all of these texts.
+        state: The state, such as `running`.
+        model: The model or endpoint.
+        output: The folder that jobs write to; folders below count as well.
+        metadata: Texts that a job's metadata has, all of them.
     """
 
     state: str

@@ -178,9 +178,9 @@ class JobFilter(NamedTuple):
     """The jobs that a listing is asked for.
 
     Attributes:
-        model: Those of this model; empty = all, as with the others.
-        output: Those that write to this folder, or below it.
-        metadata: Those with all of these texts.
+        model: The model or endpoint; empty = any, as with the others.
+        output: The folder that jobs write to; folders below count as well.
+        metadata: Texts that a job's metadata has, all of them.
     """
 
     model: str = ""
@@ -188,7 +188,7 @@ class JobFilter(NamedTuple):
     metadata: frozenset[tuple[str, str]] = frozenset()
 
     def fits(self, record: JobRecord) -> bool:
-        """Tells whether a job is one of them; one whose specification is damaged is none."""
+        """Tells whether a job is one of them, which no job with a damaged specification is."""
         if self.model and self.model not in (record.model, record.endpoint):
             return False
         if not (self.output or self.metadata):

@@ -118,8 +118,7 @@ def compare(
     comparison of the same targets. Ctrl-C cancels the jobs.
 
     Exit codes: 0 the rows agree, but for the share of --allow; 1 more of them differ, or a job has failed; 64 wrong
-    usage or a job that is refused; 66 an input does not exist; 69 the server can't be reached or is overloaded; 130 or
-    143 stopped by a signal.
+    usage or a job that is refused; 66 no such input; 69 the server can't be reached or is overloaded; 130, 143 a signal.
     """
     try:
         from qinfer.cli.jobs.compared_outputs import OutputComparison
@@ -129,20 +128,28 @@ def compare(
     from qinfer.cli.client import GatewayClient
     from qinfer.traffic.differences import Rule
 
-    targets = [read_target(stable), read_target(canary)]
-    if targets[0] == targets[1]:
-        raise InvalidRequest(f"'{stable}' would be compared with itself; name two versions, such as digits:3 digits:4")
+    targets = _two_targets(stable, canary)
     rules = read_rules(agree or [], Rule(tolerance=tolerance, relative=relative))
     with GatewayClient(url) as client:
         outputs, others = _outputs(client, targets, output_tensor or [], rules)
         done = _scored(client, targets, inputs, output or beside(inputs[0]), _options(context.params))
     comparison = OutputComparison(outputs, rules, show_rows, redact=redact)
     comparison.read(*(JobRows(status.output_url) for status in done))
-    first, second = (f"{status.model}:{status.version}" for status in done)
-    found = comparison.result(first, second, others, allow)
+    found = comparison.result(*(f"{status.model}:{status.version}" for status in done), others, allow)
+    _show(found, as_json=as_json)
+
+
+def _show(found: "Comparison", *, as_json: bool) -> None:
     show(found, lambda: _view(found), as_json=as_json)
     if found.differ:
         raise typer.Exit(FAILED)
+
+
+def _two_targets(stable: str, canary: str) -> list[Target]:
+    targets = [read_target(stable), read_target(canary)]
+    if targets[0] == targets[1]:
+        raise InvalidRequest(f"'{stable}' would be compared with itself; name two versions, such as digits:3 digits:4")
+    return targets
 
 
 def read_target(text: str) -> Target:

@@ -499,7 +499,7 @@ def _age(text: str) -> timedelta:
     """Reads an age such as `30d`.
 
     Raises:
-        InvalidRequest: It is none.
+        InvalidRequest: The text is no age.
     """
     number, unit = text[:-1], _UNITS.get(text[-1:])
     if unit is None or not (number.isascii() and number.isdecimal() and len(number) <= 5):

@@ -36,7 +36,7 @@ def decode_schema(text: str) -> pa.Schema:
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """Returns the type that holds the values of two: the wider number, the longer list; `None` = there is none.
 
-    Timestamps with zones are instants, which are the same in UTC. One without a zone is none: it could be of any.
+    Timestamps with zones are instants, which are the same in UTC. A timestamp without a zone could be of any zone.
     """
     one, other = without_dictionary(one), without_dictionary(other)
     if one == other:
