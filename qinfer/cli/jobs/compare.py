@@ -118,7 +118,7 @@ def compare(
     comparison of the same targets. Ctrl-C cancels the jobs.
 
     Exit codes: 0 the rows agree, but for the share of --allow; 1 more of them differ, or a job has failed; 64 wrong
-    usage or a job that is refused; 66 no such input; 69 the server can't be reached or is overloaded; 130, 143 a signal.
+    usage or a job that is refused; 66 no such input; 69 the server can't be reached or is overloaded; 130, 143 signals
     """
     try:
         from qinfer.cli.jobs.compared_outputs import OutputComparison
@@ -135,7 +135,7 @@ def compare(
         done = _scored(client, targets, inputs, output or beside(inputs[0]), _options(context.params))
     comparison = OutputComparison(outputs, rules, show_rows, redact=redact)
     comparison.read(*(JobRows(status.output_url) for status in done))
-    found = comparison.result(*(f"{status.model}:{status.version}" for status in done), others, allow)
+    found = comparison.result(_name(done[0]), _name(done[1]), others, allow)
     _show(found, as_json=as_json)
 
 
@@ -143,6 +143,10 @@ def _show(found: "Comparison", *, as_json: bool) -> None:
     show(found, lambda: _view(found), as_json=as_json)
     if found.differ:
         raise typer.Exit(FAILED)
+
+
+def _name(status: "JobStatus") -> str:
+    return f"{status.model}:{status.version}"
 
 
 def _two_targets(stable: str, canary: str) -> list[Target]:
