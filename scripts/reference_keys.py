@@ -184,7 +184,7 @@ ROWS = (
         keys.job,
         "hash",
         "`QINFER_BULK__RECORD_TTL_S` after its end",
-        "the record of a bulk job",
+        "the record of a bulk job; its fields `resume:<index>`: what is kept of a shard whose run was broken off",
         ({"job_id": "<id>"},),
     ),
     Row(

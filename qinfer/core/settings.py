@@ -385,7 +385,7 @@ class WorkerSettings(Section):
     heartbeat_ttl_s: float = Field(
         10.0, gt=0, description="Seconds after its last heartbeat that a worker counts as live."
     )
-    max_deliveries: int = Field(3, gt=0, description="Executions of an entry before it becomes a dead letter.")
+    max_deliveries: int = Field(3, gt=0, description="Executions of a request before it becomes a dead letter.")
     drain_s: float = Field(30.0, ge=0, description="Seconds that batches and streams have to end at shutdown.")
     max_wait_s: float = Field(
         0.5, gt=0, le=0.5, description="Longest blocking read; bounds how late a release is noticed."

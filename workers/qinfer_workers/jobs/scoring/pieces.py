@@ -1,0 +1,69 @@
+"""The pieces of a shard that is not finished, in the output folder's `_resume`; blocking.
+
+No reader takes a piece for a part: readers skip the folder, and what a piece says of itself are more rows than it has.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from qinfer.errors import StoreError, StoreNotFound
+from qinfer.jobs.parts import PartWriter
+from qinfer.jobs.plan import url_of
+from qinfer.jobs.resumption import CHECKPOINTS, KeptPiece, PieceFile
+from qinfer.storage.store import Store
+
+StoreFor = Callable[[str], Store]
+
+
+class PieceLost(StoreError):
+    """A piece is gone, or damaged."""
+
+
+def pieces_url(part_url: str, part: str) -> str:
+    """Returns the folder of the pieces of a part."""
+    return url_of(part_url.removesuffix(part), f"{CHECKPOINTS}/{part}")
+
+
+def store_piece(store_for: StoreFor, part_url: str, part: str, writer: PartWriter, faults: Sequence[str]) -> KeptPiece:
+    """Puts a piece that was written into the output folder; its names are new.
+
+    Raises:
+        StoreError: The store fails.
+    """
+    folder, name = pieces_url(part_url, part), secrets.token_hex(8)
+    files = []
+    for path, suffix in zip(writer.paths, ("", ".failed"), strict=False):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        store_for(folder).commit_if_absent(path, f"{folder}/{name}{suffix}")
+        files.append(PieceFile(f"{CHECKPOINTS}/{part}/{name}{suffix}", digest))
+    return KeptPiece(writer.rows, writer.errors, files[0], files[1] if len(files) > 1 else None, tuple(faults))
+
+
+@contextmanager
+def fetched(store_for: StoreFor, output_url: str, piece: KeptPiece, path: Path) -> Iterator[Sequence[Path]]:
+    """Has the files of a piece in the spool folder, under a name and another like it.
+
+    Raises:
+        PieceLost: It is gone, or damaged.
+        StoreError: The store fails.
+    """
+    files = [piece.good] if piece.failed is None else [piece.good, piece.failed]
+    paths = [path, path.with_name(f"{path.name}.failed")][: len(files)]
+    try:
+        for file, target in zip(files, paths, strict=True):
+            url = url_of(output_url, file.name)
+            try:
+                store_for(url).fetch(url, target)
+            except StoreNotFound:
+                raise PieceLost(f"'{url}' is gone") from None
+            with target.open("rb") as content:
+                if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
+                    raise PieceLost(f"'{url}' is not what was written there")
+        yield paths
+    finally:
+        for target in paths:
+            target.unlink(missing_ok=True)
