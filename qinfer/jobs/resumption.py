@@ -30,7 +30,7 @@ MOST_IDLE_DEATHS = 16
 would end workers without an end."""
 
 CHECKPOINTS = "_resume"
-"""The folder, in that of an output, of the pieces of shards that are not finished."""
+"""The folder, in that of an output, of the pieces of shards that are not finished; each job has a folder there."""
 
 
 class PieceFile(msgspec.Struct, frozen=True, array_like=True):
@@ -174,6 +174,11 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
 
 def _cut(rows: int) -> int:
     return max(1, -(-rows // FAN_OUT))
+
+
+def pieces_folder(job_id: str) -> str:
+    """Returns the name, in an output folder, of the folder of a job's pieces; no other writer has one of that name."""
+    return f"{CHECKPOINTS}/{hashlib.sha256(job_id.encode()).hexdigest()[:16]}"
 
 
 def bound_to(head: bytes, shard: Shard, model_hash: str) -> str:

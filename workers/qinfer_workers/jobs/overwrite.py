@@ -110,8 +110,10 @@ def _is_own(name: str, parts: Collection[str]) -> bool:
     if aside := _SET_ASIDE.fullmatch(name):
         name = aside["folder"] + aside["name"]
     top, _, rest = name.partition("/")
-    if top in (RECORDS, CHECKPOINTS):
+    if top == RECORDS:
         return rest.rpartition("/")[0] in parts
+    if top == CHECKPOINTS:
+        return rest.partition("/")[2].rpartition("/")[0] in parts
     if top == FAILED:
         return part_of_failed(rest) in parts
     return name in parts or name in (*_FIRST, PLAN_NAME) or (top == KEPT_FOLDER and name.endswith(".zst"))

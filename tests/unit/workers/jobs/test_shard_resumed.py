@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +16,17 @@ from qinfer.errors import StoreUnavailable
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import FAILED, Shard
 from qinfer.jobs.queue.records import ShardOutcome
-from qinfer.jobs.resumption import CHECKPOINTS, MOST_DEATHS, decode_resumption, encode_resumption
+from qinfer.jobs.resumption import CHECKPOINTS, MOST_DEATHS, decode_resumption, encode_resumption, rows_of
+from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.storage.local import LocalStore
 from qinfer.storage.store import Outcome
 from qinfer.testing import eventually, stub_spec
 from qinfer_workers.jobs.scoring import shard_files
 from qinfer_workers.jobs.scoring.context import Abandoned, GivenUp, PutOff
 from qinfer_workers.jobs.scoring.shard_run import ShardRun
+from tests.support.jobs.bulk_data import shard_of, write
 from tests.support.jobs.shard_runs import job_spec, read_parts, scored_rows, shards_of
+from tests.unit.workers.jobs.test_row_streams import Streaming
 from tests.unit.workers.jobs.test_shard_run import Ground, Model, one_shard
 
 ROWS = 1000
@@ -44,14 +47,18 @@ class Stopping(Model):
         """See the class."""
         values = next(iter(batch.inputs.values()))
         found = [float(value) for value in values.reshape(len(values), -1)[:, 0]]
+        self.stop_at(found)
+        super().execute(batch, ctx)
+        self.seen += found
+
+    def stop_at(self, found: list[float]) -> None:
+        """Has the run stopped if one of the values is the row of that."""
         if self.at in found:
             assert self.run is not None
             self.at = None
             self.loop.call_soon_threadsafe(self.run.cancel)
             assert self.shard is not None
             assert self.shard._chunks.wait_stopped(30.0)
-        super().execute(batch, ctx)
-        self.seen += found
 
 
 async def stopped_at(ground: Ground, shard: Shard, spec: JobSpec, at: float, **options: object) -> None:
@@ -323,3 +330,40 @@ async def test_the_threshold_is_looked_at_where_the_rows_that_are_left_do_not_fa
 
     assert outcome.failed_rows == 2
     assert outcome.error.endswith("rows failed")
+
+
+async def test_a_decoupled_model_has_each_row_once(tmp_path: Path) -> None:
+    """A row of the output has the responses to its row, however many; a chunk of 64 rows is broken off within."""
+
+    class Both(Streaming, Stopping):
+        def execute(self, batch: Batch, ctx: Context) -> None:
+            self.stop_at([float(value) for value in next(iter(batch.inputs.values()))[:, 0]])
+            Streaming.execute(self, batch, ctx)
+
+    spec_of_model = replace(stub_spec(max_batch_size=8), decoupled=True)
+    ground, (shard, spec) = Ground(tmp_path, Both(), spec=spec_of_model), one_shard(tmp_path, 200, nulls=[4])
+    for at in (70.0, 130.0):
+        await stopped_at(ground, shard, spec, at)
+
+    outcome = await ground.run(shard, spec).run()
+
+    expected = [[[row + index / 4] * 2 for index in range(row % 3)] for row in range(200)]
+    assert outcome == ShardOutcome(0, 200, 2)
+    assert read_parts(ground.output)["y"].to_pylist() == [
+        None if row in (4, 7) else expected[row] for row in range(200)
+    ]
+    assert sum(ground.model.sizes) in (199, 200)
+
+
+@pytest.mark.parametrize("extension", ["parquet", "arrow", "csv", "jsonl"])
+def test_some_rows_of_a_shard_are_read_from_every_format(tmp_path: Path, extension: str) -> None:
+    table = pa.table({"a": list(range(100)), "b": [f"row {row}" for row in range(100)]})
+    url = write(tmp_path / f"in.{extension}", table, group=30)
+    shard = shard_of(url, first=10, rows=80)
+
+    def values(part: Shard) -> list[int]:
+        with closing(ShardReader(part, ["a"], table.schema)) as reader:
+            batches = list(iter(lambda: reader.read(7), None))
+        return [value for batch in batches for value in batch.record.column("a").to_pylist()]
+
+    assert values(rows_of(shard, 15, 60)) == values(shard)[15:60] == list(range(25, 70))

@@ -12,7 +12,7 @@ from pathlib import Path
 from qinfer.errors import StoreError, StoreNotFound
 from qinfer.jobs.parts import PartWriter
 from qinfer.jobs.plan import url_of
-from qinfer.jobs.resumption import CHECKPOINTS, KeptPiece, PieceFile
+from qinfer.jobs.resumption import KeptPiece, PieceFile
 from qinfer.storage.store import Store
 
 StoreFor = Callable[[str], Store]
@@ -22,24 +22,23 @@ class PieceLost(StoreError):
     """A piece is gone, or damaged."""
 
 
-def pieces_url(part_url: str, part: str) -> str:
-    """Returns the folder of the pieces of a part."""
-    return url_of(part_url.removesuffix(part), f"{CHECKPOINTS}/{part}")
-
-
-def store_piece(store_for: StoreFor, part_url: str, part: str, writer: PartWriter, faults: Sequence[str]) -> KeptPiece:
-    """Puts a piece that was written into the output folder; its names are new.
+def store_piece(
+    store_for: StoreFor, output_url: str, folder: str, writer: PartWriter, faults: Sequence[str]
+) -> KeptPiece:
+    """Puts a piece that was written into a folder of an output; its names are new.
 
     Raises:
         StoreError: The store fails.
     """
-    folder, name = pieces_url(part_url, part), secrets.token_hex(8)
+    name = secrets.token_hex(8)
     files = []
     for path, suffix in zip(writer.paths, ("", ".failed"), strict=False):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        store_for(folder).commit_if_absent(path, f"{folder}/{name}{suffix}")
-        files.append(PieceFile(f"{CHECKPOINTS}/{part}/{name}{suffix}", digest))
+        file_name = f"{folder}/{name}{suffix}"
+        url = url_of(output_url, file_name)
+        store_for(url).commit_if_absent(path, url)
+        files.append(PieceFile(file_name, digest))
     return KeptPiece(writer.rows, writer.errors, files[0], files[1] if len(files) > 1 else None, tuple(faults))
 
 

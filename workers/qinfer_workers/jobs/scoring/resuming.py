@@ -102,12 +102,13 @@ class Resuming:
         """
         await self._finish(self._end(take))
 
-    async def broken_off(self, take: Callable[[], KeptPiece | None], *, has_scored: bool) -> None:
+    async def broken_off(self, take: Callable[[], KeptPiece | None], scored: int) -> None:
         """Keeps what is scored of the step before the shard is released; raises as `ended`."""
         if self._work is not None and not self._work.done():
             await self._work
         if self._step is not None:
             piece = await in_thread("bulk-keep", take)
+            has_scored = 0 < scored < self._step.stop - self._step.first
             known = self.known.broken_off(self._step, piece, has_scored=has_scored)
             if known is not self.known:
                 await self._put(known)

@@ -21,9 +21,9 @@ from qinfer.jobs.columns.row_errors import BAD_FILE, RowErrors
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.parts import PartBroken, PartWriter, Split, part_metadata, validate_part
-from qinfer.jobs.plan import PlanHead, Shard
+from qinfer.jobs.plan import PlanHead, Shard, url_of
 from qinfer.jobs.queue.records import ShardOutcome
-from qinfer.jobs.resumption import KeptPiece, RowSpan, rows_of
+from qinfer.jobs.resumption import KeptPiece, RowSpan, pieces_folder, rows_of
 from qinfer.jobs.rows.shard_rows import RowBatch, ShardReader
 from qinfer.jobs.rows.text_streams import InputForm
 from qinfer.models.spec import ModelSpec
@@ -31,7 +31,7 @@ from qinfer.storage.open import store_for
 from qinfer.storage.store import Outcome, Store
 from qinfer.storage.within import Within, readable, writable
 from qinfer_workers.jobs.scoring.chunks import Chunk, Chunks
-from qinfer_workers.jobs.scoring.pieces import fetched, pieces_url, store_piece
+from qinfer_workers.jobs.scoring.pieces import fetched, store_piece
 from qinfer_workers.jobs.scoring.scoring import EXECUTION_FAILED
 
 SPOOL_PREFIX = "qinfer-part-"
@@ -281,7 +281,7 @@ class ShardFiles:
                 return None
 
             def store() -> KeptPiece:
-                return store_piece(task.outputs, task.url, task.shard.part, writer, tuple(self.faults))
+                return store_piece(task.outputs, task.spec.output.url, self._pieces, writer, tuple(self.faults))
 
             return store() if chunks.is_stopped else self._at_last(store, chunks)
         finally:
@@ -310,9 +310,13 @@ class ShardFiles:
 
     def forget_pieces(self) -> None:
         """Deletes all pieces of the shard; what can't be deleted now goes with those of the job."""
-        folder = pieces_url(self._task.url, self._task.shard.part)
+        url = url_of(self._task.spec.output.url, self._pieces)
         with suppress(QinferError):
-            self._task.outputs(folder).delete_folder(folder)
+            self._task.outputs(url).delete_folder(url)
+
+    @property
+    def _pieces(self) -> str:
+        return f"{pieces_folder(self._task.job_id)}/{self._task.shard.part}"
 
     def _commit_at_last(self, writer: PartWriter, chunks: Chunks) -> ShardOutcome | None:
         writer.close()

@@ -248,8 +248,7 @@ class ShardRun:
         try:
             if self._writing is not None and (outcome := await self._writing) is not None:
                 return outcome
-            has_scored = self._chunks.rows_scored > 0
-            await self.resuming.broken_off(partial(self._files.take_piece, self._chunks), has_scored=has_scored)
+            await self.resuming.broken_off(partial(self._files.take_piece, self._chunks), self._chunks.rows_scored)
             return None
         finally:
             await self.resuming.let_go()
