@@ -238,9 +238,10 @@ class OneResponse:
 class Backend(Protocol):
     """One model instance on one device.
 
-    It may have two methods more: `memory` (see `memory_of`), and `interrupt`, which takes no arguments, is called from
-    any thread while the instance executes, has that execution end with an error, and returns whether it did. Where
-    there is no `interrupt`, an execution that lasts longer than its model may take ends the worker.
+    It may have three methods more, which take no arguments and are called from any thread. `memory`: see `memory_of`.
+    `unready` never waits, and returns why the model itself says that it is not ready; empty = it is. `interrupt` is
+    called while the instance executes, has that execution end with an error, and returns whether it did. Where there is
+    no `interrupt`, an execution that lasts longer than its model may take ends the worker.
 
     Attributes:
         short_on_loop: Executions that have been taking well under a millisecond may run on the worker's event loop.

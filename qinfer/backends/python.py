@@ -42,6 +42,7 @@ from qinfer.backends.python_host.messages import (
     TensorMeta,
 )
 from qinfer.backends.python_host.process import HostProcess
+from qinfer.backends.python_host.readiness import ReadinessProbe
 from qinfer.backends.python_host.streams import Streams, failed_text
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, SequenceLost
@@ -108,12 +109,17 @@ class PythonBackend:
             },
         )
 
+        self._probe: ReadinessProbe | None = None
         managing = self._managing = Managing(self._models, spec.name)
         too_long = TOO_LONG.format(spec.name, spec.load_timeout_s)
 
         def load(process: HostProcess) -> None:
             with killed_after(spec.load_timeout_s or math.inf, process, too_long):
-                ask(process, message, Loaded, spec.name, managing)
+                has_loaded = ask(process, message, Loaded, spec.name, managing)
+            if has_loaded.has_is_ready:
+                probe = ReadinessProbe(process.asks, lambda: self._instance.is_busy, self.unready())
+                probe.first()
+                self._probe = probe
 
         self._instance = Instance(spec.name, version_dir.name, load)
         try:
@@ -153,6 +159,10 @@ class PythonBackend:
     def interrupt(self) -> bool:
         """Ends the process, if it has had a batch for as long as the model may take; returns whether it did."""
         return self._instance.interrupt(self._limit_s)
+
+    def unready(self) -> str:
+        """Returns why the model's own `is_ready` says that it is not ready; empty = it is, or has none."""
+        return "" if self._probe is None else self._probe.look()
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns the resident memory of the process and of those that the model has started."""
@@ -237,6 +247,7 @@ class PythonBackend:
         self._instance.begins()  # from before the model may hang
         number = batch.number
         calls: Calls | None = None
+        process.held = lambda: [asked.request_id for asked in batch.requests]
         try:
             process.channel.send(batch, inputs)
             message, buffers = process.channel.receive()
@@ -251,6 +262,7 @@ class PythonBackend:
                     cancelled = message.batch != number or ctx.cancelled(message.item)
                     send(process.channel, Cancelled(message.number, cancelled))
                 else:
+                    process.held = list
                     return message, buffers
                 try:
                     message, buffers = process.channel.receive()

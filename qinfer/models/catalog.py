@@ -174,6 +174,17 @@ class Catalog:
             raise self._refusal(model, version)
         return served
 
+    def says_ready(self, model: str, version: int) -> bool:
+        """Tells whether the version that `resolve` returns is ready by its own `is_ready`, too, on any worker.
+
+        Raises:
+            ModelNotFound: As `resolve`.
+            ModelNotReady: As `resolve`.
+        """
+        served = self.resolve(model, version)
+        state = self._view.statuses[model].versions.get(served.version)
+        return state is None or not state.unready
+
     def find(self, model: str, version: int) -> Served | None:
         """Returns the version to ask, as `resolve`; `None` = it is not READY, or there is none."""
         return self._view.served.get((model, version))

@@ -24,6 +24,7 @@ from qinfer.backends.python_host.instance import Instance
 from qinfer.backends.python_host.managing import Managing
 from qinfer.backends.python_host.messages import (
     Answer,
+    Asked,
     AwaitTaken,
     Call,
     Cancelled,
@@ -65,14 +66,15 @@ class _Stream:
 class _OpenBatch:
     """A batch with requests that have no final response yet, or whose `execute` has not returned."""
 
-    __slots__ = ("ctx", "has_begun", "outcome", "refusal", "streams")
+    __slots__ = ("ctx", "has_begun", "outcome", "refusal", "requests", "streams")
 
-    def __init__(self, ctx: Context, size: int) -> None:
+    def __init__(self, ctx: Context, requests: Sequence[Asked]) -> None:
         self.ctx = ctx
+        self.requests = requests
         self.has_begun = False
         self.refusal: QinferError | None = None
         """Why a response was not taken, or none can come."""
-        self.streams = {item: _Stream() for item in range(size)}
+        self.streams = {item: _Stream() for item in range(len(requests))}
         self.outcome: Future[Outcome] = Future()
 
 
@@ -96,6 +98,8 @@ class Streams:
         """Guards the two below; never held while a context is called."""
         self._batches: dict[int, _OpenBatch] = {}
         self._is_lost = False
+        self._lost: list[str] = []
+        process.held = self._held
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name=f"streams-{model}", daemon=True).start()
         threading.Thread(target=self._write, name=f"credit-{model}", daemon=True).start()
@@ -111,7 +115,7 @@ class Streams:
             OSError: The process is gone, and the batch was not sent.
             QinferError: The context is not of a decoupled model, and a response was not taken.
         """
-        batch = _OpenBatch(ctx, len(message.requests))
+        batch = _OpenBatch(ctx, message.requests)
         with self._changed:
             self._changed.wait_for(lambda: self._is_lost or self._count() < OPEN_STREAMS)
             if self._is_lost:
@@ -148,6 +152,14 @@ class Streams:
         """Waits until no stream is open, or the process is gone, but not for longer than a time."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_lost or not self._batches, timeout_s)
+
+    def _held(self) -> list[str]:
+        """Returns the ids of the requests that have no final response yet, or had none when the process died."""
+        with self._changed:
+            return self._lost if self._is_lost else self._open()
+
+    def _open(self) -> list[str]:
+        return [batch.requests[item].request_id for batch in self._batches.values() for item in batch.streams]
 
     def _count(self) -> int:
         return sum(len(batch.streams) for batch in self._batches.values())
@@ -218,7 +230,7 @@ class Streams:
     def _end(self, lost: EOFError) -> None:
         """Ends what is open when the process is gone."""
         with self._changed:
-            self._is_lost = True
+            self._lost, self._is_lost = self._open(), True
             batches, self._batches = list(self._batches.values()), {}
             self._instance.is_busy = False
             self._changed.notify_all()

@@ -11,7 +11,7 @@ from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
 from tests.support.faulty_backend import HOLD_GIL, SLOW, executed
 from tests.support.faulty_backend import write_model as write_faulty
-from tests.support.hanging import HANG, write_hanging, write_stuck
+from tests.support.hanging import HANG, outcome, write_hanging, write_stuck
 from tests.support.python_models import DECOUPLED, execute
 from tests.support.python_models import write_model as write_python
 from tests.support.worker_processes import worker_processes
@@ -20,11 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 LIMIT_S = 1.5
 TEXT = f"an execution of model '{{}}' lasted longer than its limit of {LIMIT_S:g} s (qinfer.execute_timeout_s)"
-
-
-def outcome(response: Response) -> object:
-    """Returns the value of a response, or its error."""
-    return response.failure.message if response.failure else to_numpy(response.outputs[0]).item()
 
 
 def values(response: Response) -> float:

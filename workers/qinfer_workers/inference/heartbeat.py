@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import msgspec
+
 from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.core.clock import ServerClock
 from qinfer.core.retry import OutageLog
@@ -56,6 +58,7 @@ class Heartbeat:
         tallies: Counts that are added to the statistics besides those of batchers.
         load_times: Returns how many seconds the models' last loads took, for the record.
         direct: Returns how many requests are in batchers that came past the lanes, for the record.
+        unready: Returns the model versions that say themselves that they are not ready, and why, for the record.
         long: Returns what has been executing for a while, told the broker's time, for the record.
         beaten: Called with each record that was written.
         missed: Called after each beat that could not be written, with the seconds since the first of them.
@@ -85,6 +88,7 @@ class Heartbeat:
         self.direct: Callable[[], dict[Key, int]] = dict
         self.beaten: Callable[[WorkerRecord], None] = lambda _: None
         self.missed: Callable[[float], None] = lambda _: None
+        self.unready: Callable[[], dict[Key, str]] = dict
         self.long: Callable[[float], Sequence[Executing]] = lambda _: ()
         self._draining = False
         self._changed = asyncio.Event()
@@ -141,6 +145,9 @@ class Heartbeat:
     async def beat(self) -> None:
         """Writes one record, and adds the statistics since the last."""
         batchers, states = list(self._batchers()), self._states()
+        for (model, version), reason in self.unready().items():
+            if (state := states.get(model, {}).get(version)) is not None:
+                states[model][version] = msgspec.structs.replace(state, unready=reason)
         now_s, completed = self._clock.now_s(), sum(batcher.completed for batcher in batchers)
         rps = max(completed - self._last_completed, 0) / max(now_s - self._last_beat_s, 1e-3)
         self._last_beat_s, self._last_completed = now_s, completed

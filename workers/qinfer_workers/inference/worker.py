@@ -118,6 +118,7 @@ class Worker:
         self._heartbeat.load_times = self._models.load_times
         self._watchdog = loader.watchdog
         self._heartbeat.long = self._watchdog.executing
+        self._heartbeat.unready, self._watchdog.changed = self._watchdog.unready, self._heartbeat.changed
 
     def follow_heartbeats(self, beaten: Callable[[WorkerRecord], None]) -> None:
         """Has each heartbeat that was written told from now on."""

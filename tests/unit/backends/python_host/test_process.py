@@ -409,3 +409,20 @@ def test_the_traceback_of_a_model_is_in_the_log(tmp_path: Path, caplog: pytest.L
     assert "in helper\n    raise ValueError('here')" in trace
     assert "python_host" not in trace
     assert str(tmp_path) not in caught.value.message
+
+
+def test_the_log_of_a_crash_names_the_requests_and_the_likely_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told() -> bool:
+        died = [record.__dict__ for record in caplog.records if record.message == "the model's process died"]
+        expected = ("signal 9: SIGKILL: out of memory?", ["held", "held"])
+        return expected in [(one["how"], one["request_ids"]) for one in died]
+
+    code = execute("if x(requests[0]).flat[0]: os.kill(os.getpid(), 9)\nreturn [reply(x(r)) for r in requests]")
+    with loaded(tmp_path, code) as backend:
+        run(backend, floats(0), id="answered")
+        with pytest.raises(InferenceFailed):
+            run(backend, floats(1, 1), id="held")
+
+        wait_until(told)
