@@ -40,7 +40,7 @@ from qinfer_workers.inference.ensembles.local import LocalSteps
 from qinfer_workers.inference.ensembles.plans import Planner
 from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
 from qinfer_workers.inference.executor import ThreadExecutor
-from qinfer_workers.inference.giving_up import cut_short, end_worker, fail_overdue
+from qinfer_workers.inference.giving_up import cut_short, end_worker, fail_overdue, overdue_error
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import Intake
 from qinfer_workers.inference.limited_executors import PermitExecutor
@@ -578,10 +578,14 @@ class Worker:
         """Gives back what does not execute, and ends the process, because an instance hangs."""
         self._heartbeat.drains()
         self._bulk.hurry()
-        serving = self._serving.get((clock.model, clock.version))
-        if serving is not None and (item := clock.alone()) is not None:
-            fail_overdue(serving.batcher, item, clock)
-        pauses = [self._sequences.drain(), self._bulk.pause(), *(one.pause() for one in self._servings())]
+        key, item, error = (clock.model, clock.version), clock.alone(), overdue_error(clock)
+        if (serving := self._serving.get(key)) is not None and item is not None:
+            fail_overdue(serving.batcher, item, error)
+        pauses = [
+            self._sequences.give_up(key, item, error),
+            self._bulk.pause(),
+            *(one.pause() for one in self._servings()),
+        ]
         self._tasks.create_task(end_worker(pauses, self._publisher, lambda: self._store.retire(self._id)))
 
     async def _end_batches(self) -> None:
