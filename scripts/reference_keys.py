@@ -300,6 +300,12 @@ ROWS = (
     ),
     Row(keys.desired, "hash", "permanent", "the desired models, with their generations"),
     Row(keys.control, "stream", "bounded", "wakes the readers of the desired state"),
+    Row(
+        keys.doorbell,
+        "stream",
+        "bounded; an hour after the last",
+        "wakes workers that sleep before idle lanes, for entries that were given back and for new streams of tenants",
+    ),
     Row(keys.endpoints, "hash", "permanent", "endpoints by name, and under no name the number of the last change"),
     Row(
         keys.trials,

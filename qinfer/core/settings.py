@@ -388,7 +388,10 @@ class WorkerSettings(Section):
     max_deliveries: int = Field(3, gt=0, description="Executions of a request before it becomes a dead letter.")
     drain_s: float = Field(30.0, ge=0, description="Seconds that batches and streams have to end at shutdown.")
     max_wait_s: float = Field(
-        0.5, gt=0, le=0.5, description="Longest blocking read; bounds how late a release is noticed."
+        0.5,
+        gt=0,
+        le=0.5,
+        description="Longest fetch: an idle worker looks that often whether it is to fetch something else.",
     )
     model_env: tuple[str, ...] = Field(
         (),
