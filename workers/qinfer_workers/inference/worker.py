@@ -45,6 +45,7 @@ from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import Intake
 from qinfer_workers.inference.limited_executors import PermitExecutor
 from qinfer_workers.inference.loader import Loaded, Loader
+from qinfer_workers.inference.lookout import Lookout
 from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import Held, LeaseKeeper, Publisher, Renewals
 from qinfer_workers.inference.rate_limiter import open_limiter
@@ -419,12 +420,13 @@ class Worker:
             self._streams.lose(item)
 
     async def _reclaim_loop(self) -> None:
-        """Looks for entries of dead workers, twice in a lease time."""
+        """Looks for entries of dead workers, twice in a lease time; see `Lookout` for where."""
         outage = OutageLog(logger, "nothing reclaimed", "reclaiming again")
+        lookout = Lookout(self._queue, self._store, self._settings, self._id)
         while True:
             await asyncio.sleep(self._settings.lease_s / 2)
             reasons: list[str] = []
-            for key, serving in list(self._serving.items()):
+            for key, serving in await lookout.chosen(self._serving):
                 try:
                     await serving.find_leftovers(self._queue)
                     if isinstance(serving.batcher, EnsembleBatcher):
