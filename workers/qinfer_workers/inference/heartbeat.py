@@ -31,6 +31,7 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 SPEEDS_EVERY_S = 10.0
+_SPEEDS_AGAIN = 20
 """Seconds between two writes of the speeds that outlive the worker; they are written at the end too."""
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
@@ -98,6 +99,7 @@ class Heartbeat:
         self._pushes = CountPushes(store.client)
         self._adding = asyncio.Lock()  # whoever has waited for it finds all counts added
         self._speeds: dict[Key, Speed] = {}
+        self._speeds_put: dict[Key, Speed] = {}
         self._speeds_put_at_s = self._started_at
 
     def changed(self) -> None:
@@ -232,15 +234,23 @@ class Heartbeat:
                 raise
 
     async def _put_speeds(self, served: set[Key], now_s: float) -> None:
-        """Writes the speeds every few seconds, and at once those of versions that are served no more."""
-        is_time = now_s - self._speeds_put_at_s >= SPEEDS_EVERY_S
-        if is_time:
+        """Writes what has changed every few seconds, with a few others, and at once that of versions served no more.
+
+        The others have turns: Redis may have lost them.
+        """
+        due = {key for key in self._speeds if key not in served}
+        if now_s - self._speeds_put_at_s >= SPEEDS_EVERY_S:
             self._speeds_put_at_s = now_s
-        for key, speed in list(self._speeds.items()):
-            if is_time or key not in served:
+            due |= {key for key, speed in self._speeds.items() if self._speeds_put.get(key) != speed}
+            due.update(list(self._speeds_put)[:_SPEEDS_AGAIN])
+        for key in due:
+            self._speeds_put.pop(key, None)
+            if (speed := self._speeds.get(key)) is not None:
                 await self._store.put_speed(*key, speed)
-                if key not in served:
-                    del self._speeds[key]
+                self._speeds_put[key] = speed  # it is the last to have its turn again
+            if key not in served:
+                self._speeds.pop(key, None)
+                self._speeds_put.pop(key, None)
 
 
 def _key(batcher: AnyBatcher) -> Key:
