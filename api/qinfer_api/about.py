@@ -137,8 +137,7 @@ def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
     """Tells whether a model, or one version of it, can be asked; version 0 is any.
 
     Returns:
-        False for a model whose versions are all known and can be loaded, while no live worker has one of them; and for
-        one whose own `is_ready` says so.
+        False for a model whose versions are all known and can be loaded, while no live worker has one of them.
 
     Raises:
         ModelNotFound: No such model or version, or the model has no version that could be loaded.
@@ -149,7 +148,8 @@ def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
         status = catalog.status(model)
         if status.loadable_versions and not status.ready_versions:
             return False
-    return catalog.says_ready(model, version)
+    catalog.resolve(model, version)
+    return True
 
 
 def _tensor(tensor: TensorSpec, spec: ModelSpec) -> TensorMetadata:

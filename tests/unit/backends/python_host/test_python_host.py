@@ -18,6 +18,7 @@ from qinfer.errors import (
     InvalidRequest,
     ModelNotFound,
     ModelNotReady,
+    OutputMismatch,
     QinferError,
     UnsupportedFeature,
 )
@@ -249,9 +250,11 @@ def test_outputs_of_no_wire_datatype_fail_their_request(model: PythonBackend) ->
 
 
 def test_outputs_that_nobody_asked_for_are_left_out(model: PythonBackend) -> None:
-    """The worker refuses one that was asked for and is not there: see `Responder`."""
+    """And one that was asked for and is not there is an error."""
     assert run(model, floats(0), outputs=("y",)).array() == 0.0
-    assert run(model, floats(0), outputs=("z",)).outputs() == ()
+    error = run(model, floats(0), outputs=("z",)).error()
+    assert isinstance(error, OutputMismatch)
+    assert error.message == "the model returned no output 'z'"
 
 
 def test_parameters_go_both_ways(model: PythonBackend) -> None:
