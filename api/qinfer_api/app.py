@@ -57,7 +57,6 @@ from qinfer_api.endpoints.service import EndpointService
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.server import HttpServer, bound_socket, netloc, read_certificate
-from qinfer_api.http.visitors import Visitors
 from qinfer_api.http.waiting import live_only
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
@@ -137,7 +136,7 @@ async def build(settings: Settings) -> "Gateway":
             note_errors(await start(source, store, delivery, settings.repository))
         gateway = Gateway(settings, delivery, store, listener, source, rpc)
         if metrics_listener is not None:
-            gateway.serve_metrics(metrics_listener, Visitors.of(settings))
+            gateway.serve_metrics(metrics_listener)
         opened.pop_all()
     return gateway
 
@@ -354,9 +353,9 @@ class Gateway:
             receiving=self.receiving,
         )
 
-    def serve_metrics(self, listener: socket.socket, visitors: Visitors | None = None) -> None:
+    def serve_metrics(self, listener: socket.socket) -> None:
         """Makes `serve` serve the metrics on a port of their own, too."""
-        self.metrics = MetricsPort(listener, self._reporting.metrics, visitors)
+        self.metrics = MetricsPort(listener, self._reporting.metrics, self._server.port.visitors)
 
     async def serve(self) -> None:
         """Serves until `stop`, then answers the requests in flight within `http.drain_s`, and closes the adapters."""

@@ -96,7 +96,7 @@ class HttpPort:
     Args:
         http: The timeouts.
         cors: The headers for browsers, by the origin of the page; `None` = CORS is off.
-        visitors: Which requests may be a stranger's page's; `None` = none may.
+        visitors: Refuses requests that may come from a stranger's page; `None` = refuses none.
 
     Attributes:
         app: The ASGI application; the server sets it.

@@ -196,7 +196,7 @@ class HeadReader:
     Args:
         max_bytes: The largest body that may take the fast path; negative if none may.
         forward: The names of the headers that become parameters of the request.
-        visitors: Tells heads that may be a stranger's page's, which are left to the parser; `None` = none may.
+        visitors: Leaves heads that may come from a stranger's page to the parser; `None` = leaves none.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Pages and names that may be a stranger's: what a browser on this machine may be made to send to this server.
+"""Requests that a stranger's page may send: what a browser on this machine may be made to send to this server.
 
 A server without keys trusts whoever reaches it, and a browser on the same machine does, for any page: by a request that
 needs no preflight (the Fetch standard, "CORS-safelisted request"), or as a page whose name was pointed at this machine
@@ -22,7 +22,7 @@ _PAGE = re.compile(rb"\r\n(?i:origin|sec-fetch-[a-z]+):")
 
 
 class Visitors:
-    """Decides by the headers whether a request may be a stranger's page's.
+    """Decides by the headers whether a request may come from a stranger's page.
 
     Args:
         origins: The origins of pages that may call; `None` = all.
@@ -78,7 +78,8 @@ class Visitors:
             return ""
         for each in sent.get(b"origin", ()):
             origin = each.decode("latin-1")
-            if origin not in self._origins and origin.lower().partition("://")[2] not in hosts:
+            own = origin.lower().partition("://")[2]
+            if origin not in self._origins and not (own and own in hosts):
                 return f"pages of '{origin[:200]}' may not call this server: QINFER_CORS__ALLOW_ORIGINS"
         is_read = b"origin" in sent  # by a page that may read it
         if b"cross-site" in sent.get(b"sec-fetch-site", ()) and not is_read and not _is_visit(sent):

@@ -37,7 +37,7 @@ class MetricsPort:
     Args:
         listener: The socket.
         render: Returns the text of a scope (empty = of all), for an `Accept`, and its content type (empty = Triton's).
-        visitors: Which requests may be a stranger's page's; `None` = none may.
+        visitors: Refuses requests that may come from a stranger's page; `None` = refuses none.
 
     Attributes:
         url: Where it serves.

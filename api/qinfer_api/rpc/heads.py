@@ -19,7 +19,7 @@ class Server:
         methods: By path, as `/package.Service/Method`.
         limits: The bounds of each connection.
         receiving: The memory of messages that have not come in whole.
-        visitors: Which calls may be a stranger's page's; `None` = none may.
+        visitors: Refuses calls that may come from a stranger's page; `None` = refuses none.
 
     Attributes:
         limits: As given.

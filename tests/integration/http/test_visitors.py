@@ -6,11 +6,9 @@ import grpc
 import httpx
 import pytest
 
-from qinfer.core.settings import Settings
 from qinfer.core.settings_cors import CorsSettings
-from qinfer_api.app import bind
-from qinfer_api.http.visitors import Visitors
-from qinfer_api.observe.metrics_port import MetricsPort
+from qinfer.core.settings_metrics import MetricsSettings
+from qinfer_api.observe.metrics_port import open_metrics_port
 from tests.support.gateway import Running, running_gateway, settings_of
 
 INFER = "/v2/models/echo/infer"
@@ -64,7 +62,7 @@ async def test_pages_that_cors_names_call_as_before() -> None:
 
 
 async def test_a_server_for_other_machines_has_their_names_for_it() -> None:
-    """Those of services, of compose, of pods and of probes."""
+    """Services, compose, pods and probes call it by them."""
     async with running_gateway(settings_of(http={"host": "0.0.0.0"}, auth={"mode": "none"})) as running:
         running_url = running.url.replace("0.0.0.0", "127.0.0.1")
         async with httpx.AsyncClient(base_url=running_url) as client:
@@ -92,14 +90,20 @@ async def test_the_authority_of_a_call(name: str, code: grpc.StatusCode) -> None
 
 
 async def test_the_port_of_metrics() -> None:
-    async def rendered(scope: str, accept: str) -> tuple[bytes, str]:
-        return b"up 1\n", ""
+    """The gateway's own, as it makes it."""
+    settings = settings_of().model_copy(update={"metrics": MetricsSettings(port=0)})
+    async with running_gateway(settings) as running, httpx.AsyncClient() as client:
+        listener = open_metrics_port(settings)
+        assert listener is not None
+        running.gateway.serve_metrics(listener)
+        port = running.gateway.metrics
+        assert port is not None
+        serving = asyncio.create_task(port.serve())
+        found = [
+            (await client.get(port.url, headers=headers)).status_code
+            for headers in ({}, FOREIGN, {"host": "evil.example"})
+        ]
+        serving.cancel()
+        await asyncio.wait([serving])
 
-    port = MetricsPort(bind(settings_of().http), rendered, Visitors.of(Settings()))
-    serving = asyncio.create_task(port.serve())
-    async with httpx.AsyncClient() as client:
-        replies = [await client.get(port.url, headers=headers) for headers in ({}, FOREIGN, {"host": "evil.example"})]
-    serving.cancel()
-    await asyncio.wait([serving])
-
-    assert [reply.status_code for reply in replies] == [200, 403, 403]
+    assert found == [200, 403, 403]

@@ -1,4 +1,4 @@
-"""Which requests may be a stranger's page's."""
+"""Visitors refuse requests that may come from a stranger's page."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_one_of_several_names_is_enough() -> None:
 
 @pytest.mark.parametrize("section", ["http", "grpc", "metrics"])
 def test_a_server_that_others_reach_has_any_name(section: str) -> None:
-    """Names of services, of compose, of pods."""
+    """Services, compose and pods have names of their own."""
     given: dict[str, Any] = {section: {"host": "0.0.0.0"}, "auth": {"mode": "none"}}
 
     assert problem([(b"host", b"qinfer.default.svc:8000")], **given) == ""
@@ -76,6 +76,10 @@ def test_the_servers_own_pages_may_call() -> None:
     own = [*HERE, (b"origin", b"http://localhost:8000"), (b"sec-fetch-site", b"same-origin")]
 
     assert problem(own) == ""
+
+
+def test_a_page_without_an_origin_is_not_the_servers_own() -> None:
+    assert problem([(b"host", b""), (b"origin", b"null")])
 
 
 def test_one_of_several_origins_is_enough() -> None:
