@@ -78,7 +78,7 @@ def check_url(url: str, allow: Sequence[str], use: str = "use", tenant: str = ""
 
 def not_allowed(url: str, use: str = "use", tenant: str = "") -> Forbidden:
     """Returns the error for a URL that no prefix allows; the arguments are those of `check_url`."""
-    who, setting = (f"tenant '{tenant}'", "TENANTS") if tenant else ("this server", "ALLOW")
+    who, setting = (f"tenant '{tenant}'", "TENANTS") if tenant else ("this server", "ALLOW (qinfer up --allow-store)")
     return Forbidden(
         f"'{_shown(url)}' is in none of the stores that {who} may {use}; "
         f"the operator allows them with QINFER_STORES__{setting}"

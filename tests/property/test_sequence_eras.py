@@ -24,7 +24,7 @@ def explore(rules: Rules, lives: int, restarts: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("lives", "restarts"), [(3, 0), (2, 2), (3, 2)])
 def test_no_restart_makes_a_life_whole_that_is_not(lives: int, restarts: int) -> None:
-    """And none ends as lost where nothing was restarted."""
+    """No life ends as lost where nothing was restarted, either."""
     count, problem = explore(Rules(), lives, restarts)
 
     assert problem == ""

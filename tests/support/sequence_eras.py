@@ -13,7 +13,7 @@ STEPS = 2
 
 
 class Rules(NamedTuple):
-    """What the protocol does; all true is how it is.
+    """The rules of the protocol; a model without one of them breaks a promise.
 
     Attributes:
         finish_keeps_era: A life that begins behind another that is finished has the era of the record (else none).

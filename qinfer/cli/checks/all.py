@@ -233,7 +233,7 @@ def examine_models(
         yield make(
             "models",
             f"{what} is {state.value}: {reason}",
-            "correct the model's files; qinfer models list shows the state",
+            "correct the model's files, or start a worker that has what they need; qinfer models list shows the state",
         )
     if len(lacking) > _SHOWN:
         yield warning("models", f"{len(lacking) - _SHOWN} more are not READY", "qinfer models list shows them")

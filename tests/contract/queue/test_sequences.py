@@ -807,7 +807,7 @@ async def test_a_life_without_an_era_is_sound_if_redis_has_run_since(
     call, slot = gateway.sequences._router.call, gateway.sequences._slot
 
     async def is_old() -> bool:
-        """Its age is in whole seconds."""
+        """Redis tells its age in whole seconds."""
         return b"uptime_in_seconds:0" not in await call(slot, b"INFO", b"server")
 
     await eventually(is_old)

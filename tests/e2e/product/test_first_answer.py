@@ -30,8 +30,8 @@ def test_readme_leads_to_a_first_answer_in_four_lines(tmp_path: Path) -> None:
     room.install(f"{make_wheel(tmp_path)}{extras[1]}")
     room.run(*example)
     with room.serving(*up[2:]) as url:
-        path = curl[2].removeprefix("localhost:8000")
-        body = (room.work / curl[4].removeprefix("@")).read_bytes()
+        path = curl[-3].removeprefix("localhost:8000")
+        body = (room.work / curl[-1].removeprefix("@")).read_bytes()
         with urllib.request.urlopen(f"{url}{path}", body, timeout=30) as reply:
             answer = json.load(reply)
 
