@@ -1,8 +1,8 @@
 """The error tree. Every failure that leaves a function of qinfer is one of these.
 
     QinferError(code, retryable)
-    ├─ RequestError    InvalidRequest · MalformedJson · UnsupportedDatatype · UnsupportedFeature · PayloadTooLarge
-    │                  ModelNotFound · RequestNotFound · JobNotFound · EndpointNotFound · Conflict
+    ├─ RequestError    InvalidRequest (InputMissing) · MalformedJson · UnsupportedDatatype · UnsupportedFeature
+    │                  PayloadTooLarge · ModelNotFound · RequestNotFound · JobNotFound · EndpointNotFound · Conflict
     │                  AlreadyExists · RegionNotFound · RegionUnavailable
     ├─ Overloaded(retry_after_s)   QueueFull · QuotaExceeded · DeadlineInfeasible
     ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden · Restricted · ValueRefused
@@ -25,6 +25,7 @@ class ErrorCode(StrEnum):
     """Names a kind of failure on the wire, in metrics and in `qinfer_api.status`."""
 
     INVALID_REQUEST = "invalid_request"
+    INPUT_MISSING = "input_missing"
     MALFORMED_JSON = "malformed_json"
     UNSUPPORTED_DATATYPE = "unsupported_datatype"
     UNSUPPORTED_FEATURE = "unsupported_feature"
@@ -91,6 +92,12 @@ class RequestError(QinferError):
 
 class InvalidRequest(RequestError):
     """A field of the request is missing, wrong or contradictory."""
+
+
+class InputMissing(InvalidRequest):
+    """A URL or pattern of a bulk job's inputs names no file, or not yet."""
+
+    code = ErrorCode.INPUT_MISSING
 
 
 class MalformedJson(RequestError):

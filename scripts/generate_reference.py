@@ -42,6 +42,7 @@ This page is generated from `qinfer --help`.
 | 0 | done |
 | 1 | failed |
 | 64 | refused: wrong usage, a wrong setting, an unknown model, a wrong input, or not allowed |
+| 66 | an input of a bulk job does not exist, or no file matches its pattern |
 | 69 | the server can't be reached, is overloaded, or can't do it now: the same command may work later |
 | 128 + n | stopped by signal n, such as 130 by Ctrl-C |
 

@@ -112,6 +112,8 @@ def _after(rule: dict[str, Any]) -> str:
 
 def _plain(text: str) -> str:
     """Returns a text of Prometheus' templates as people read it: labels as `model`, the value as `…`."""
+    text = re.sub(r"\{\{ with printf .*? query -\}\}\s*(.*?)\{\{ end \}\}", r"\1", text)
+    text = re.sub(r'\{\{ \. \| first \| label "(\w+)" \}\}', r"`\1`", text)
     text = re.sub(r"\{\{ *\$labels\.(\w+) *\}\}", r"`\1`", text)
     return re.sub(r"\{\{[^}]*\}\}", "…", text).replace("|", "\\|").strip()
 

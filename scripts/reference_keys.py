@@ -184,7 +184,7 @@ ROWS = (
         keys.job,
         "hash",
         "`QINFER_BULK__RECORD_TTL_S` after its end",
-        "the record of a bulk job",
+        "the record of a bulk job; its fields `resume:<index>`: what is kept of a shard whose run was broken off",
         ({"job_id": "<id>"},),
     ),
     Row(
@@ -300,6 +300,12 @@ ROWS = (
     ),
     Row(keys.desired, "hash", "permanent", "the desired models, with their generations"),
     Row(keys.control, "stream", "bounded", "wakes the readers of the desired state"),
+    Row(
+        keys.doorbell,
+        "stream",
+        "bounded; an hour after the last",
+        "wakes workers that sleep before idle lanes, for entries that were given back and for new streams of tenants",
+    ),
     Row(keys.endpoints, "hash", "permanent", "endpoints by name, and under no name the number of the last change"),
     Row(
         keys.trials,

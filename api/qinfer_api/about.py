@@ -137,7 +137,8 @@ def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
     """Tells whether a model, or one version of it, can be asked; version 0 is any.
 
     Returns:
-        False for a model whose versions are all known and can be loaded, while no live worker has one of them.
+        False for a model whose versions are all known and can be loaded, while no live worker has one of them; and for
+        one whose own `is_ready` says so.
 
     Raises:
         ModelNotFound: No such model or version, or the model has no version that could be loaded.
@@ -148,8 +149,7 @@ def is_model_ready(endpoints: Endpoints, name: str, version: int) -> bool:
         status = catalog.status(model)
         if status.loadable_versions and not status.ready_versions:
             return False
-    catalog.resolve(model, version)
-    return True
+    return catalog.says_ready(model, version)
 
 
 def _tensor(tensor: TensorSpec, spec: ModelSpec) -> TensorMetadata:

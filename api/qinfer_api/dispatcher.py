@@ -220,6 +220,7 @@ class Dispatcher:
         sink: Sink,
         within_s: float = math.inf,
         *,
+        asked_s: float | None = None,
         is_taken: bool = False,
     ) -> Pending:
         """Puts a request into the queue of its model version; its responses, or its failure, go to the sink.
@@ -229,6 +230,7 @@ class Dispatcher:
             request: The decoded request; it is stamped in place.
             sink: Called on the event loop.
             within_s: How long its caller will wait, if that is known; it only shortens the model's own timeout.
+            asked_s: The time until its deadline that it asks for, up to the model's longest; `None` = the model's own.
             is_taken: As `resolve` has it.
 
         Raises:
@@ -246,11 +248,12 @@ class Dispatcher:
             raise Overloaded("Server exiting")
         served = self._catalog.asked(request.model, request.version)
         request.tenant, request.trace = context.tenant, context.trace
-        timeout_s = served.spec.default_timeout_s
-        if served.spec.decoupled:
-            if sink.no_stream:
-                raise UnsupportedFeature(sink.no_stream)
-            timeout_s = served.spec.max_timeout_s
+        spec = served.spec
+        if spec.decoupled and sink.no_stream:
+            raise UnsupportedFeature(sink.no_stream)
+        timeout_s = spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
+        if asked_s is not None:
+            timeout_s = checked_timeout_s(asked_s, spec.max_timeout_s)
         if within_s < timeout_s:
             timeout_s = max(within_s, _SHORTEST_S)
         shadows = self.shadows.drawn(request) if request.endpoint and self.shadows is not None else ()
@@ -391,3 +394,17 @@ class Dispatcher:
         self._tally.ended(pending.model, pending.version, failure.code, pending.started_s)
         answer = Response(request_id=pending.request_id, model=pending.model, version=pending.version, failure=failure)
         self._answered(pending, answer)
+
+
+def checked_timeout_s(asked_s: float, longest_s: float) -> float:
+    """Returns the timeout that a request asks for.
+
+    Raises:
+        InvalidRequest: It is too short, or longer than it may be.
+    """
+    if not _SHORTEST_S <= asked_s <= longest_s:
+        raise InvalidRequest(
+            f"a request timeout of {asked_s:g} s is not possible; "
+            f"choose one from {_SHORTEST_S:g} to {longest_s:g} seconds"
+        )
+    return asked_s

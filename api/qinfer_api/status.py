@@ -30,6 +30,7 @@ class Status(NamedTuple):
 
 STATUSES: dict[ErrorCode, Status] = {
     ErrorCode.INVALID_REQUEST: Status(400, "INVALID_ARGUMENT"),
+    ErrorCode.INPUT_MISSING: Status(400, "INVALID_ARGUMENT"),
     ErrorCode.MALFORMED_JSON: Status(500, "INTERNAL"),
     ErrorCode.UNSUPPORTED_DATATYPE: Status(400, "INVALID_ARGUMENT"),
     ErrorCode.UNSUPPORTED_FEATURE: Status(501, "UNIMPLEMENTED"),

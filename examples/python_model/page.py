@@ -51,9 +51,10 @@ def write(prompt: str) -> StreamingResponse:
 
     async def events() -> AsyncIterator[bytes]:
         path = f"{URL}/v2/models/writer/generate_stream"
+        strict = {"accept": "text/event-stream;strict=true"}  # browsers read no NaN
         async with (
             httpx.AsyncClient(timeout=60) as client,
-            client.stream("POST", path, json={"prompt": prompt}) as reply,
+            client.stream("POST", path, json={"prompt": prompt}, headers=strict) as reply,
         ):
             async for piece in reply.aiter_raw():
                 yield piece

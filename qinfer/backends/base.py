@@ -20,6 +20,12 @@ from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
 from qinfer.tensors import Tensor, from_numpy
 
+OTHER_ROWS = (
+    "where the rows of outputs are not those of inputs, as of a detector, write 'max_batch_size: 0' with 'input' and "
+    "'output' into config.pbtxt"
+)
+"""The remedy for a file whose variable first dimensions are not all the batch's."""
+
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
@@ -232,9 +238,10 @@ class OneResponse:
 class Backend(Protocol):
     """One model instance on one device.
 
-    It may have two methods more: `memory` (see `memory_of`), and `interrupt`, which takes no arguments, is called from
-    any thread while the instance executes, has that execution end with an error, and returns whether it did. Where
-    there is no `interrupt`, an execution that lasts longer than its model may take ends the worker.
+    It may have three methods more, which take no arguments and are called from any thread. `memory`: see `memory_of`.
+    `unready` never waits, and returns why the model itself says that it is not ready; empty = it is. `interrupt` is
+    called while the instance executes, has that execution end with an error, and returns whether it did. Where there is
+    no `interrupt`, an execution that lasts longer than its model may take ends the worker.
 
     Attributes:
         short_on_loop: Executions that have been taking well under a millisecond may run on the worker's event loop.
@@ -360,9 +367,9 @@ def respond_rows(
             continue
         wanted = (*(request.outputs or names), *states)
         missing = [name for name in wanted if name not in columns]
-        if missing:
+        if missing and not request.spares_outputs:
             raise OutputMismatch(f"the model returned no output '{missing[0]}'")
-        ctx.respond(item, tuple(columns[name][item] for name in wanted))
+        ctx.respond(item, tuple(columns[name][item] for name in wanted if name not in missing))
 
 
 def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[Tensor]:
@@ -375,7 +382,8 @@ def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[
     rows_of, size = batch.rows, batch.size
     if array.ndim == 0 or array.shape[0] != size:
         raise OutputMismatch(
-            f"output '{name}' has shape {list(array.shape)} for a batch of {size}; its first dimension must be {size}"
+            f"output '{name}' has shape {list(array.shape)} for a batch of {size}; its first dimension must be {size}; "
+            f"{OTHER_ROWS}"
         )
     ends = list(accumulate(rows_of))
     if array.dtype.kind in "OSU":

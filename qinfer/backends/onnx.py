@@ -282,9 +282,19 @@ def _check_device(spec: ModelSpec, device: Device, wanted: str, got: Sequence[st
 
 
 def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found: Sequence[Any]) -> None:
-    """Checks that the configuration's tensors exist in the model with the same datatype and compatible dimensions."""
+    """Checks that the configuration's tensors exist in the model with the same datatype and compatible dimensions.
+
+    To onnxruntime a shape that it does not know is `[]`. What it infers for an output without a declared shape may be
+    of any rank: the configuration is completed with [-1] then.
+    """
+    open_outputs = {tensor.name for tensor in configured if kind == "output" and tensor.dims == (-1,)}
     actual = {
-        node.name: (_DATATYPES.get(node.type, node.type), [dim if isinstance(dim, int) else -1 for dim in node.shape])
+        node.name: (
+            _DATATYPES.get(node.type, node.type),
+            [dim if isinstance(dim, int) else -1 for dim in node.shape]
+            if node.shape and (spec.max_batch_size or node.name not in open_outputs)
+            else None,
+        )
         for node in found
     }
     if kind == "input" and (missing := set(actual) - {c.name for c in configured}):

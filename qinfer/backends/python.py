@@ -42,9 +42,10 @@ from qinfer.backends.python_host.messages import (
     TensorMeta,
 )
 from qinfer.backends.python_host.process import HostProcess
+from qinfer.backends.python_host.readiness import ReadinessProbe
 from qinfer.backends.python_host.streams import Streams, failed_text
 from qinfer.core.messages import InferRequest
-from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, OutputMismatch, SequenceLost
+from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, SequenceLost
 from qinfer.models.config.message import ModelConfig, from_json, to_json
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
@@ -85,7 +86,6 @@ class PythonBackend:
         self._model = spec.name
         self._datatypes = {i.name: i.datatype for i in spec.file_inputs}
         self._ragged = frozenset(i.name for i in spec.inputs if i.ragged)
-        self._outputs = frozenset(o.name for o in spec.outputs)
         self._is_decoupled = spec.decoupled
         self._is_stateful = spec.is_stateful
         self._keeps_state = spec.sequences is not None
@@ -109,12 +109,17 @@ class PythonBackend:
             },
         )
 
+        self._probe: ReadinessProbe | None = None
         managing = self._managing = Managing(self._models, spec.name)
         too_long = TOO_LONG.format(spec.name, spec.load_timeout_s)
 
         def load(process: HostProcess) -> None:
             with killed_after(spec.load_timeout_s or math.inf, process, too_long):
-                ask(process, message, Loaded, spec.name, managing)
+                has_loaded = ask(process, message, Loaded, spec.name, managing)
+            if has_loaded.has_is_ready:
+                probe = ReadinessProbe(process.asks, lambda: self._instance.is_busy, self.unready())
+                probe.first()
+                self._probe = probe
 
         self._instance = Instance(spec.name, version_dir.name, load)
         try:
@@ -149,11 +154,15 @@ class PythonBackend:
         if not isinstance(outcome, Executed):
             raise InferenceFailed(f"the process of model '{self._model}' answered with {type(outcome).__name__}")
         if not self._is_decoupled:
-            self._respond(batch, ctx, outcome.answers, data)
+            self._respond(ctx, outcome.answers, data)
 
     def interrupt(self) -> bool:
         """Ends the process, if it has had a batch for as long as the model may take; returns whether it did."""
         return self._instance.interrupt(self._limit_s)
+
+    def unready(self) -> str:
+        """Returns why the model's own `is_ready` says that it is not ready; empty = it is, or has none."""
+        return "" if self._probe is None else self._probe.look()
 
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns the resident memory of the process and of those that the model has started."""
@@ -222,7 +231,7 @@ class PythonBackend:
 
     def _streams_of(self, process: HostProcess) -> Streams:
         if self._streams is None or self._streams.process is not process:
-            self._streams = Streams(process, self._instance, self._managing, self._model, tuple(self._outputs))
+            self._streams = Streams(process, self._instance, self._managing, self._model)
         return self._streams
 
     def _outcome(
@@ -238,6 +247,7 @@ class PythonBackend:
         self._instance.begins()  # from before the model may hang
         number = batch.number
         calls: Calls | None = None
+        process.held = lambda: [asked.request_id for asked in batch.requests]
         try:
             process.channel.send(batch, inputs)
             message, buffers = process.channel.receive()
@@ -252,6 +262,7 @@ class PythonBackend:
                     cancelled = message.batch != number or ctx.cancelled(message.item)
                     send(process.channel, Cancelled(message.number, cancelled))
                 else:
+                    process.held = list
                     return message, buffers
                 try:
                     message, buffers = process.channel.receive()
@@ -262,9 +273,9 @@ class PythonBackend:
             if calls is not None:
                 calls.end()
 
-    def _respond(self, batch: Batch, ctx: Context, answers: Sequence[Answer], data: Sequence[Buffer]) -> None:
+    def _respond(self, ctx: Context, answers: Sequence[Answer], data: Sequence[Buffer]) -> None:
         position = 0
-        for item, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
+        for item, answer in enumerate(answers):
             if answer.rescheduled:
                 ctx.reschedule(item)
                 continue
@@ -273,11 +284,6 @@ class PythonBackend:
                 continue
             outputs = tensors(answer.outputs, data[position : position + len(answer.outputs)])
             position += len(answer.outputs)
-            given = {tensor.name for tensor in outputs}
-            missing = [name for name in request.outputs or self._outputs if name not in given]
-            if missing:
-                ctx.respond(item, OutputMismatch(f"the model returned no output '{min(missing)}'"))
-                continue
             ctx.respond(item, outputs, parameters=answer.parameters or None)
 
 

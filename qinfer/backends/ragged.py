@@ -35,6 +35,7 @@ class _Ragged:
         self._backend = backend
         self.short_on_loop = backend.short_on_loop
         self.interrupt = getattr(backend, "interrupt", None)
+        self.unready = getattr(backend, "unready", None)
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Loads the model."""

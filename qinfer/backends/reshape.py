@@ -26,6 +26,7 @@ class _Reshaped:
         self._backend = backend
         self.short_on_loop = backend.short_on_loop
         self.interrupt = getattr(backend, "interrupt", None)
+        self.unready = getattr(backend, "unready", None)
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Loads the model."""

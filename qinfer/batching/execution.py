@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from qinfer.backends.base import Backend, Batch, OneResponse
+from qinfer.backends.base import OTHER_ROWS, Backend, Batch, OneResponse
 from qinfer.batching.policy import Item
 from qinfer.core.call_chain import extended
 from qinfer.core.messages import Failure, Holder, InferRequest, Response, Scalar, Timing
@@ -313,12 +313,16 @@ class Responder:
     """Makes the responses of one model version.
 
     Args:
-        spec: The model's configuration, against which outputs are checked.
+        spec: The model's configuration, with which outputs are compared.
         version: The version that answers.
         observer: Told of every execution; `None` = nobody is. What it raises is logged.
+        strict: Outputs of other datatypes and shapes are refused; so they are where the model's configuration says so.
+            As in Triton, they are passed on otherwise, with one warning.
     """
 
-    def __init__(self, spec: ModelSpec, version: int, observer: Observer | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, version: int, observer: Observer | None = None, *, strict: bool = False
+    ) -> None:
         self._model = spec.name
         self._version = version
         self._observer = observer
@@ -326,8 +330,12 @@ class Responder:
         self._max_rows = spec.max_batch_size
         self._count = len(spec.outputs)
         self._outputs = {o.name: (o.datatype, o.dims, -1 not in o.dims) for o in spec.outputs}
+        self._is_strict = strict or spec.strict_outputs
+        # A `model.py` answers each request by itself, and an ensemble passes on: the rows of a batch are not split.
+        self._may_have_other_rows = not (self._is_strict or spec.splits) and (spec.backend == "python" or spec.steps)
+        self._is_warned = False
         self._fine: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        """The last valid (datatype, shape, rows) of each output; the next item's is mostly the same."""
+        """The last (datatype, shape, rows) of each output that passed; the next item's is mostly the same."""
 
     def responses(
         self, execution: Execution, begin_s: float, tally: StatsTally
@@ -385,7 +393,7 @@ class Responder:
     def streamed(self, item: Pending, answer: Answer | Failure, part: Part) -> Response:
         """Makes a response of a stream; what does not fit the configuration ends the stream. For any thread.
 
-        The number of rows is the model's to decide, and so is which of the outputs a response has.
+        The number of rows is the model's to decide, and so is which outputs a response has that were not asked for.
         """
         outputs: tuple[Tensor, ...] = ()
         failure, final = None, part.final
@@ -393,7 +401,7 @@ class Responder:
             failure = answer
         elif not isinstance(answer, tuple):
             failure = Failure.of(answer)
-        elif problem := self._problem_of_any(answer):
+        elif problem := self._problem_of_any(answer, due(item.request)):
             failure, final = Failure.of(OutputMismatch(problem)), True
         else:
             outputs = answer
@@ -453,7 +461,7 @@ class Responder:
         failure: Failure | None = None
         if not isinstance(answer, tuple):
             failure = Failure.of(answer)
-        elif problem := self.problem(answer, item.request.outputs, item.rows):
+        elif problem := self.problem(answer, due(item.request), item.rows):
             failure = Failure.of(OutputMismatch(problem))
         else:
             outputs = answer
@@ -473,37 +481,57 @@ class Responder:
 
         Args:
             outputs: What the model returned.
-            wanted: The names that were asked for; empty = all.
+            wanted: The names that were asked for, all of which are due; empty = any may be left out.
             rows: The rows that went in.
 
         Returns:
-            What is wrong with them; `None` = nothing.
+            What they are refused for; `None` = nothing.
         """
-        if len(outputs) != (len(wanted) or self._count) and outputs:
-            return f"the model returned {len(outputs)} outputs where {len(wanted) or self._count} are due"
+        if len(outputs) != (len(wanted) or self._count):
+            if missing := _missing(wanted, outputs):
+                return missing
+            if len({tensor.name for tensor in outputs}) < len(outputs):
+                return f"the model returned {len(outputs)} outputs, some of them twice"
         for tensor in outputs:
             if self._fine.get(tensor.name) == (tensor.datatype, tensor.shape, rows):
                 continue
             expected = self._outputs.get(tensor.name)
             if expected is None:
                 return f"the model returned an output '{tensor.name}' that its configuration does not have"
-            datatype, dims, fixed = expected
-            shape = tensor.shape
-            if self._batched:
-                if not shape or shape[0] != rows:
-                    return _text(tensor, f"its first dimension must be {rows}")
-                shape = shape[1:]
-            if tensor.datatype != datatype:
-                return _text(tensor, f"its configuration says {datatype}")
-            if shape != dims and (fixed or not _fits(shape, dims)):
-                return _text(
-                    tensor, f"its configuration says {list(dims)}{' after the batch' if self._batched else ''}"
-                )
-            self._fine[tensor.name] = (datatype, tensor.shape, rows)
+            if self._batched and tensor.shape[:1] != (rows,) and not self._may_have_other_rows:
+                return _text(tensor, f"its first dimension must be {rows}; {OTHER_ROWS}")
+            if other := self._other(tensor, rows, *expected):
+                if self._is_strict:
+                    return other
+                self._warn(other)
+            self._fine[tensor.name] = (tensor.datatype, tensor.shape, rows)
         return None
 
-    def _problem_of_any(self, outputs: Sequence[Tensor]) -> str | None:
+    def _other(self, tensor: Tensor, rows: int, datatype: str, dims: tuple[int, ...], fixed: bool) -> str:  # noqa: FBT001
+        """Returns how an output differs from its configuration; empty = it does not."""
+        shape = tensor.shape[1:] if self._batched else tensor.shape
+        if tensor.datatype != datatype:
+            return _text(tensor, f"its configuration says {datatype}")
+        if self._batched and tensor.shape[:1] != (rows,):
+            return _text(tensor, f"its first dimension is not {rows}, the rows of the request")
+        if shape != dims and (fixed or not _fits(shape, dims)):
+            return _text(tensor, f"its configuration says {list(dims)}{' after the batch' if self._batched else ''}")
+        return ""
+
+    def _warn(self, other: str) -> None:
+        """Logs once that the model's outputs are not those of its configuration."""
+        if self._is_warned:
+            return
+        self._is_warned = True
+        logger.warning(
+            "an output is not what the model's configuration says, and is passed on; qinfer.strict_outputs refuses it",
+            extra={"model": self._model, "version": self._version, "reason": other},
+        )
+
+    def _problem_of_any(self, outputs: Sequence[Tensor], wanted: Sequence[str]) -> str | None:
         """Compares outputs of a stream with the configuration, each for itself, with as many rows as it has."""
+        if outputs and wanted and (missing := _missing(wanted, outputs)):
+            return missing
         for tensor in outputs:
             rows = tensor.shape[0] if tensor.shape else 0
             if problem := self.problem((tensor,), (tensor.name,), rows):
@@ -530,6 +558,16 @@ class Responder:
                 )
             )
         return made
+
+
+def due(request: InferRequest) -> tuple[str, ...]:
+    """Returns the outputs that a request can't do without; those that it does not name may be left out."""
+    return () if request.spares_outputs else request.outputs
+
+
+def _missing(wanted: Sequence[str], outputs: Sequence[Tensor]) -> str:
+    given = {tensor.name for tensor in outputs}
+    return next((f"the model returned no output '{name}'" for name in wanted if name not in given), "")
 
 
 def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:

@@ -181,7 +181,7 @@ class ExecutionClock:
 
         Args:
             interrupt: Ends what the instance executes, and returns whether it did; called under the lock, so that it
-                ends nothing that has begun since. If it did not, the clock begins again.
+                ends nothing that has begun since. If it did not, the next look asks it again.
         """
         with self._lock:
             if self._elapsed_s() < self._limit_s:
@@ -189,7 +189,6 @@ class ExecutionClock:
             error = ExecutionOverdue(self.limit.text(self.model))
             overdue = [self.ctx, *self._streaming]
             if not interrupt():
-                self._set(time.monotonic())
                 return False
             for timed in overdue:
                 if isinstance(timed, _TimedContext):
@@ -239,11 +238,13 @@ class WatchedBackend:
         clock: The same.
         interrupt: Ends what the instance executes, and returns whether it did; `None` = only the end of the worker
             does.
+        unready: Returns why the model says that it is not ready; `None` = it says nothing.
     """
 
     def __init__(self, backend: Backend, clock: ExecutionClock) -> None:
         self.backend, self.clock = backend, clock
         self.interrupt: Callable[[], bool] | None = getattr(backend, "interrupt", None)
+        self.unready: Callable[[], str] | None = getattr(backend, "unready", None)
         self.short_on_loop = backend.short_on_loop
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:

@@ -36,8 +36,10 @@ def bridge(
     Any number of bridges may run, also with the same file. SIGTERM drains: messages in progress are finished, the
     rest stay in their queue.
 
-    Exit codes: 0 stopped, or all checks passed; 1 Redis is unreachable, or a check failed; 2 the file or a setting is
-    wrong, as of the other programs; 64 an option is wrong, or no Redis is known.
+    While Redis is unreachable at the start, a bridge waits for it.
+
+    Exit codes: 0 stopped, or all checks passed; 1 a check failed; 2 the file or a setting is wrong,
+    as of the other programs; 64 an option is wrong, or no Redis is known.
     """
     from qinfer.cli.overview import redis_settings
 

@@ -1,7 +1,8 @@
 """Common parts of all commands: options, completion of model names, errors as text, JSON output.
 
-Exit codes are those of sysexits(3): 0 done, 1 failed, 64 refused: wrong usage, wrong settings, or not allowed, 69
-unreachable: the server can't be reached, is overloaded or can't do it now, and the same command may work later.
+Exit codes are those of sysexits(3): 0 done, 1 failed, 64 refused: wrong usage, wrong settings, or not allowed, 66 an
+input of a bulk job is missing, 69 unreachable: the server can't be reached, is overloaded or can't do it now, and the
+same command may work later.
 """
 
 import json
@@ -18,6 +19,7 @@ from qinfer.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
     Forbidden,
+    InputMissing,
     QinferError,
     RequestError,
     Restricted,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FAILED, USAGE, UNREACHABLE = 1, 64, 69
+FAILED, USAGE, NO_INPUT, UNREACHABLE = 1, 64, 66, 69
 """The exit codes of commands that fail."""
 
 COMPLETION_TIMEOUT_S = 0.3
@@ -203,6 +205,8 @@ def in_words(message: str) -> str:
 
 def exit_code(error: QinferError) -> int:
     """Returns the exit code of a command that ends with an error."""
+    if isinstance(error, InputMissing):
+        return NO_INPUT
     if isinstance(error, _REFUSALS):
         return USAGE
     return UNREACHABLE if error.retryable or isinstance(error, DeadlineExceeded) else FAILED
@@ -226,10 +230,11 @@ def print_error(message: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Prints a value, msgspec's structs too, as one line of JSON on stdout, at once also into a pipe."""
+    """Prints a value, msgspec's structs too, as one line of strict JSON on stdout, at once also into a pipe."""
     import msgspec
 
-    print(json.dumps(msgspec.to_builtins(value)), flush=True)
+    # Only the encoder has null for NaN and infinities, which most parsers refuse.
+    print(json.dumps(msgspec.json.decode(msgspec.json.encode(value))), flush=True)
 
 
 def show(value: object, view: "str | Callable[[], RenderableType]", *, as_json: bool) -> None:

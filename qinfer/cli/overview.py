@@ -361,7 +361,7 @@ def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator
             name=status.model,
             version=version,
             state=state.state,
-            reason=state.reason,
+            reason=state.reason or state.unready,
             pending=not reported or state.state is State.LOADING,
         )
 
@@ -490,7 +490,7 @@ def _worker_row(worker: WorkerRecord, now_s: float) -> WorkerRow:
             model=model,
             version=version,
             state=state.state,
-            reason=state.reason,
+            reason=state.reason or state.unready,
             executing=worker.busy.get(model, {}).get(version, 0),
         )
         for model, versions in sorted(worker.models.items())

@@ -15,7 +15,7 @@ from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, Submission
 from qinfer.client.hedging import HedgeAfter, HedgedTasks, Hedging
-from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
+from qinfer.client.job_flows import JobEstimate, JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.jobs import AsyncJob
 from qinfer.client.model_flows import Inputs
 from qinfer.client.models import AsyncModelCalls
@@ -251,11 +251,14 @@ class AsyncClient(AsyncModelCalls):
         output: Location,
         *,
         resume: bool = False,
+        wait_for_inputs_s: float = 0.0,
+        on_missing: OnMissing | None = None,
         **options: Unpack[JobOptions],
     ) -> AsyncJob:
         """Submits a bulk job; see `Client.submit_job`."""
         body = job_body(model, inputs, output, options)
-        return self.job((await self._run(job_flows.submit_job(self._policy, body, resume=resume))).id)
+        flow = job_flows.submit_job(self._policy, body, resume=resume, wait_s=wait_for_inputs_s, on_missing=on_missing)
+        return self.job((await self._run(flow)).id)
 
     async def validate_job(
         self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
@@ -267,9 +270,9 @@ class AsyncClient(AsyncModelCalls):
         """Returns the job of an id, without a check that it exists; see `Client.job`."""
         return AsyncJob(self._run, self._policy, job_id)
 
-    async def jobs(self, *, state: str = "", limit: int = 100) -> list[JobStatus]:
+    async def jobs(self, *, limit: int = 100, **filters: Unpack[JobFilters]) -> list[JobStatus]:
         """Returns the status of the newest jobs; see `Client.jobs`."""
-        return await self._run(job_flows.newest_jobs(self._policy, state, limit))
+        return await self._run(job_flows.newest_jobs(self._policy, limit, filters))
 
     async def _results(
         self,

@@ -16,7 +16,7 @@ from qinfer.client.budget import RETRY_SHARE
 from qinfer.client.connection import DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Keys, Submission
 from qinfer.client.hedging import Attempt, HedgeAfter, HedgedThreads, Hedging
-from qinfer.client.job_flows import JobEstimate, JobOptions, JobStatus, Location, job_body
+from qinfer.client.job_flows import JobEstimate, JobFilters, JobOptions, JobStatus, Location, OnMissing, job_body
 from qinfer.client.jobs import Job
 from qinfer.client.model_flows import Inputs
 from qinfer.client.models import ModelCalls
@@ -410,6 +410,8 @@ class Client(ModelCalls):
         output: Location,
         *,
         resume: bool = False,
+        wait_for_inputs_s: float = 0.0,
+        on_missing: OnMissing | None = None,
         **options: Unpack[JobOptions],
     ) -> Job:
         """Submits a bulk job, in which a model scores files; on return the gateway has checked that they fit the model.
@@ -422,11 +424,14 @@ class Client(ModelCalls):
             resume: Resume the job of the same `id` if it has failed, has expired or was cancelled, with the
                 `error_threshold`, `max_parallel` and `deadline_s` of this call; with `overwrite`, run it anew if it is
                 completed; any other job of that `id` is returned as it is.
+            wait_for_inputs_s: Seconds to wait until each input exists, and each pattern matches a file.
+            on_missing: Called at each look that has found an input missing, with the reason and the seconds left.
             options: See `JobOptions`.
 
         Raises:
             InvalidRequest: The files do not fit the model, an option is wrong, or the output is not empty; the text
                 names column or URL.
+            InputMissing: An input does not exist, or a pattern matches no file, after `wait_for_inputs_s`.
             ModelNotFound: The model or version does not exist.
             Forbidden: The server does not allow that store.
             Conflict: The id belongs to another job, and the text has the fields that differ; or another job writes to
@@ -434,7 +439,8 @@ class Client(ModelCalls):
             QinferError: As `infer`.
         """
         body = job_body(model, inputs, output, options)
-        return self.job(self._run(job_flows.submit_job(self._policy, body, resume=resume)).id)
+        flow = job_flows.submit_job(self._policy, body, resume=resume, wait_s=wait_for_inputs_s, on_missing=on_missing)
+        return self.job(self._run(flow).id)
 
     def validate_job(
         self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
@@ -456,14 +462,14 @@ class Client(ModelCalls):
         """Returns the job of an id, without a check that it exists."""
         return Job(self._run, self._policy, job_id)
 
-    def jobs(self, *, state: str = "", limit: int = 100) -> list[JobStatus]:
+    def jobs(self, *, limit: int = 100, **filters: Unpack[JobFilters]) -> list[JobStatus]:
         """Returns the status of the newest jobs.
 
         Args:
-            state: Only jobs in this state, such as `running`.
             limit: The most jobs to return.
+            filters: Which jobs; see `JobFilters`.
         """
-        return self._run(job_flows.newest_jobs(self._policy, state, limit))
+        return self._run(job_flows.newest_jobs(self._policy, limit, filters))
 
     def _results(
         self,

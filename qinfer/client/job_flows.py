@@ -13,7 +13,15 @@ import msgspec
 from qinfer.client.flows import header_value
 from qinfer.client.steps import Flow, Pause, Policy, Send, call, json_object
 from qinfer.core.retry import Backoff
-from qinfer.errors import DeadlineExceeded, InvalidRequest, JobFailed, JobNotFound, Unreachable
+from qinfer.errors import (
+    DeadlineExceeded,
+    InputMissing,
+    InvalidRequest,
+    JobFailed,
+    JobNotFound,
+    QinferError,
+    Unreachable,
+)
 
 Location = str | os.PathLike[str]
 """A URL such as `s3://bucket/in/*.parquet`, or a path, which has to be the same for the gateway and the workers."""
@@ -21,6 +29,11 @@ Location = str | os.PathLike[str]
 OnStatus = Callable[["JobStatus"], object]
 """Takes a job's status after each poll."""
 
+OnMissing = Callable[[str, float], object]
+"""Takes what is said of the missing input, and the seconds that are left to wait for it."""
+
+INPUT_POLLS_S = (1.0, 5.0)
+"""Seconds between two looks for inputs that are waited for."""
 POLLS_S = (0.1, 2.0)
 """Seconds between two polls of a job: they grow from the first to the last."""
 PAGE = 500
@@ -52,6 +65,7 @@ class JobOptions(TypedDict, total=False):
         key: The column that identifies rows, copied to the output; by default file, row group and row number are.
         passthrough: Columns to copy to the output; `["*"]` = all.
         exclude: With `["*"]`: columns to leave out.
+        merge_schema: Let columns be missing in some files: they are null there.
         partitioning: `hive` = folders such as `country=de` in the files' URLs are columns.
         partition_by: Such columns, whose folders the output has, too.
         bad_files: `fail` or `skip`: what input files do that can't be read.
@@ -85,6 +99,7 @@ class JobOptions(TypedDict, total=False):
     key: str
     passthrough: Sequence[str]
     exclude: Sequence[str]
+    merge_schema: bool
     partitioning: str
     partition_by: Sequence[str]
     bad_files: str
@@ -232,13 +247,22 @@ def job_body(
     return body | given
 
 
-def submit_job(policy: Policy, body: Mapping[str, Any], *, resume: bool = False) -> Flow[JobStatus]:
+def submit_job(
+    policy: Policy,
+    body: Mapping[str, Any],
+    *,
+    resume: bool = False,
+    wait_s: float = 0.0,
+    on_missing: OnMissing | None = None,
+) -> Flow[JobStatus]:
     """Creates a job; one without an id of its own gets a key, which makes repetitions safe.
 
     Args:
         policy: The limits of time and repetitions.
         body: What `job_body` returns.
         resume: Resume the job of that id if it has ended early; one that is being cancelled is waited for first.
+        wait_s: Seconds to wait until all inputs exist.
+        on_missing: Called at each look that has found one missing.
     """
     headers = {"Content-Type": "application/json"}
     if resume and not body.get("id"):
@@ -247,14 +271,35 @@ def submit_job(policy: Policy, body: Mapping[str, Any], *, resume: bool = False)
         headers["Idempotency-Key"] = str(uuid4())
     content = _encoded(body)
     send = Send("POST", "/v1/jobs?resume=true" if resume else "/v1/jobs", headers, content)
+    reply = yield from _with_inputs(policy, send, wait_s, on_missing or (lambda *_: None))
     ends_s, pauses = policy.clock.monotonic_s() + policy.timeout_s, polls()
     while True:
-        status = _status(policy, (yield from call(policy, send)))
+        status = _status(policy, reply)
         if not resume or status.state != "cancelling":
             return status
         if policy.clock.monotonic_s() >= ends_s:
             raise DeadlineExceeded(f"job '{status.id}' is still being cancelled; resume it later")
         yield Pause(pauses.next_s())
+        reply = yield from call(policy, send)
+
+
+def _with_inputs(policy: Policy, send: Send, wait_s: float, on_missing: OnMissing) -> Flow[httpx.Response]:
+    """Sends a job until its inputs exist, for so many seconds; looks that the gateway can't do now count as others."""
+    ends_s, pauses = policy.clock.monotonic_s() + wait_s, Backoff(*INPUT_POLLS_S, factor=1.5)
+    why = ""
+    while True:
+        try:
+            return (yield from call(policy, send))
+        except InputMissing as error:
+            why = error.message
+        except QinferError as error:
+            if not (why and error.retryable):
+                raise
+        left_s = ends_s - policy.clock.monotonic_s()
+        if left_s <= 0:
+            raise InputMissing(f"{why}; waited {wait_s:g} s for it" if wait_s > 0 else why)
+        on_missing(why, left_s)
+        yield Pause(min(pauses.next_s(), left_s))
 
 
 def validate_job(policy: Policy, body: Mapping[str, Any]) -> Flow[JobEstimate]:
@@ -273,13 +318,38 @@ def job(policy: Policy, job_id: str) -> Flow[JobStatus]:
     return _status(policy, reply)
 
 
-def newest_jobs(policy: Policy, state: str, limit: int) -> Flow[list[JobStatus]]:
-    """Returns the newest jobs, page by page."""
+class JobFilters(TypedDict, total=False):
+    """The jobs that a listing is asked for.
+
+    Attributes:
+        state: The state, such as `running`.
+        model: The model or endpoint.
+        output: The folder that jobs write to; folders below count as well.
+        metadata: Texts that a job's metadata has, all of them.
+    """
+
+    state: str
+    model: str
+    output: Location
+    metadata: Mapping[str, str]
+
+
+def newest_jobs(policy: Policy, limit: int, filters: JobFilters) -> Flow[list[JobStatus]]:
+    """Returns the newest jobs, page by page.
+
+    Raises:
+        InvalidRequest: There is no such filter.
+    """
+    if unknown := sorted(filters.keys() - JobFilters.__annotations__.keys()):
+        raise InvalidRequest(f"jobs can't be listed by '{unknown[0]}'; by {', '.join(JobFilters.__annotations__)}")
+    wanted = [(name, filters.get(name, "")) for name in ("state", "model")]
+    wanted.append(("output", as_url(filters.get("output", ""))))
+    wanted += [("metadata", f"{name}={text}") for name, text in filters.get("metadata", {}).items()]
     found: list[JobStatus] = []
     after = ""
     while len(found) < limit:
-        query = {"limit": min(limit - len(found), PAGE), "state": state, "after": after}
-        path = f"/v1/jobs?{urlencode({name: value for name, value in query.items() if value})}"
+        query = [("limit", min(limit - len(found), PAGE)), *wanted, ("after", after)]
+        path = f"/v1/jobs?{urlencode([(name, value) for name, value in query if value])}"
         fields = json_object(policy, (yield from call(policy, Send("GET", path, {}))))
         found += [_status_of(policy, entry) for entry in fields.get("jobs", ())]
         after = str(fields.get("next") or "")

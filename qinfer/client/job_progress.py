@@ -72,7 +72,7 @@ def progress_line(status: JobStatus) -> str:
     """Returns the state and the progress of a job in one line."""
     processed, failed = f"{status.rows_processed:,}", f"{status.rows_failed:,} rows failed"
     progress = [f"{processed} of {status.rows:,} rows", f"{status.shards_done} of {status.shards} shards"]
-    found = _figures(status, progress, failed, "{:,.0f} rows/s", "{} left")
+    found = _figures(status, progress, failed, "{} rows/s", "{} left")
     return ", ".join([f"{status.id}: {status.state}", *found])
 
 
@@ -80,7 +80,7 @@ def beside_bar(status: JobStatus) -> str:
     """Returns the progress of a job as it fits beside a bar on a terminal of 80 columns."""
     processed, failed = f"{status.rows_processed:,}", f"{status.rows_failed:,} failed"
     progress = [f"{processed}/{status.rows:,} rows", f"{status.shards_done}/{status.shards} shards"]
-    return ", ".join(_figures(status, progress, failed, "{:,.0f}/s", "{}"))
+    return ", ".join(_figures(status, progress, failed, "{}/s", "{}"))
 
 
 def _figures(status: JobStatus, progress: list[str], failed: str, speed: str, left: str) -> list[str]:
@@ -91,7 +91,7 @@ def _figures(status: JobStatus, progress: list[str], failed: str, speed: str, le
     if status.skipped_files:
         found.append(f"{status.skipped_files:,} files skipped")
     if status.rows_per_s:
-        found.append(speed.format(status.rows_per_s))
+        found.append(speed.format(rate(status.rows_per_s)))
     if status.eta_s is not None and not status.has_ended:
         found.append(left.format(duration(status.eta_s)))
     return found
@@ -100,6 +100,11 @@ def _figures(status: JobStatus, progress: list[str], failed: str, speed: str, le
 def planning_hint(status: JobStatus, seconds: float) -> str:
     """Returns a hint for a job that has been planned for too many seconds; else empty."""
     return _HINT if status.state == "planning" and not status.shards and seconds >= PATIENCE_S else ""
+
+
+def rate(rows_per_s: float) -> str:
+    """Returns a rate in words: whole numbers from 10 on, two digits below, such as 0.3."""
+    return f"{rows_per_s:,.0f}" if rows_per_s >= 10 else f"{rows_per_s:.2g}"
 
 
 def duration(seconds: float) -> str:

@@ -83,6 +83,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
             that is executed again, it is the same. It does not travel.
         endpoint: The endpoint that it named, once its target was chosen: model and version are the target's then. It
             does not travel.
+        spares_outputs: The outputs that it names may be left out, as a step of an ensemble has it.
         moves: The endpoint's stable target may answer it, if its own target is rolled back while it waits. It does not
             travel in the frame.
     """
@@ -110,6 +111,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
     step_key: str = ""
     endpoint: str = ""
     moves: bool = False
+    spares_outputs: bool = False
 
     @property
     def moves_by(self) -> str:

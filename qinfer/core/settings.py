@@ -374,8 +374,9 @@ class WorkerSettings(Section):
     )
     health_dir: str = Field(
         "",
-        description="Directory, of this worker alone, of files that probes look at: `live` is younger than a minute "
-        "while the worker runs, `ready` younger than half a minute while its models are loaded. Empty = none.",
+        description="Directory, of this process alone, of files that probes look at: `live` is younger than a minute "
+        "while the worker, bulk worker, beat or bridge runs; `ready`, of a worker only, younger than half a minute "
+        "while its models are loaded. Empty = none.",
     )
     load_threads: int = Field(4, gt=0, description="Concurrent loads of models (Triton's --model-load-thread-count).")
     lease_s: float = Field(10.0, gt=0, description="Seconds without renewal after which another worker takes an entry.")
@@ -384,10 +385,13 @@ class WorkerSettings(Section):
     heartbeat_ttl_s: float = Field(
         10.0, gt=0, description="Seconds after its last heartbeat that a worker counts as live."
     )
-    max_deliveries: int = Field(3, gt=0, description="Executions of an entry before it becomes a dead letter.")
+    max_deliveries: int = Field(3, gt=0, description="Executions of a request before it becomes a dead letter.")
     drain_s: float = Field(30.0, ge=0, description="Seconds that batches and streams have to end at shutdown.")
     max_wait_s: float = Field(
-        0.5, gt=0, le=0.5, description="Longest blocking read; bounds how late a release is noticed."
+        0.5,
+        gt=0,
+        le=0.5,
+        description="Longest fetch: an idle worker looks that often whether it is to fetch something else.",
     )
     model_env: tuple[str, ...] = Field(
         (),

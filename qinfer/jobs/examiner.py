@@ -250,6 +250,7 @@ def _loaded(allow: Sequence[str]) -> _Do:
         from qinfer.jobs.parts import part_of, set_aside
         from qinfer.jobs.planning import estimate, examine, make_plan
         from qinfer.storage import local  # noqa: F401  what the first job would load else
+        from qinfer.storage.errors import patiently
         from qinfer.storage.within import writable
     except ImportError as error:
         name = error.name
@@ -278,7 +279,7 @@ def _loaded(allow: Sequence[str]) -> _Do:
         def one(shard: Shard) -> PartInfo | str | None:
             url = parts.url_of(shard)
             with notes.reading(url):
-                return function(stores(url), parts, shard)
+                return patiently(lambda: function(stores(url), parts, shard))
 
         with ThreadPoolExecutor(work.threads, thread_name_prefix="qinfer-parts") as pool:
             return _found(pool.map(one, parts.shards))  # the first error cancels the rest

@@ -212,6 +212,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         limit: Only the first rows, so many; 0 = all.
         overwrite: Whether the files of an ended job in the output folder are removed, once this job is planned; others
             stay.
+        merge_schema: Whether columns may be missing in some input files: they are null there.
         metadata: The user's own words, kept with the job.
         webhook: URL that is notified of the end by a signed POST.
 
@@ -243,11 +244,13 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     input_compression: InputCompression | msgspec.UnsetType = msgspec.UNSET
     csv: Csv | msgspec.UnsetType = msgspec.UNSET
     overwrite: bool | msgspec.UnsetType = msgspec.UNSET
+    merge_schema: bool | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         """Unsets what says no more than a job without it."""
-        if not self.overwrite:
-            msgspec.structs.force_setattr(self, "overwrite", msgspec.UNSET)
+        for name in ("overwrite", "merge_schema"):
+            if not getattr(self, name):
+                msgspec.structs.force_setattr(self, name, msgspec.UNSET)
         if self.input_compression == "":
             msgspec.structs.force_setattr(self, "input_compression", msgspec.UNSET)
         if self.csv == Csv():

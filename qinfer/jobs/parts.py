@@ -17,7 +17,7 @@ row numbers are stored as differences.
 import hashlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -174,10 +174,7 @@ class PartWriter:
         self.rows += record.num_rows
         self.errors += record.num_rows - codes.null_count
         if self._split and codes.null_count < record.num_rows:
-            if self._failed is None:
-                path = self._good.path
-                self._failed = self._file(path.with_name(f"{path.name}.failed"), self._split.failed)
-            self._failed.write(record.filter(codes.is_valid()))
+            self._failed_file().write(record.filter(codes.is_valid()))
             record = record.filter(codes.is_null())
         self._good.write(record)
 
@@ -188,14 +185,37 @@ class PartWriter:
             ValueError: It has not as many rows as its metadata says.
             OSError: It can't be written.
         """
-        if self._has_ended:
-            return
-        if self.rows != self._metadata.rows:
+        if not self._has_ended and self.rows != self._metadata.rows:
             self.abort()
             raise ValueError(f"a part of {self._metadata.rows} rows has {self.rows}")
-        self._has_ended = True
-        for file in self._files:
-            file.close(self.errors)
+        self.end()
+
+    def end(self) -> None:
+        """Ends the file, whatever rows it has: it is a piece, and no part."""
+        if not self._has_ended:
+            self._has_ended = True
+            for file in self._files:
+                file.close(self.errors)
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The local files: that of the part, and where rows have failed that of these, if it is another."""
+        return [file.path for file in self._files]
+
+    def add(self, paths: Sequence[Path], rows: int, errors: int) -> None:
+        """Writes the rows of a piece that an equal writer has ended.
+
+        Args:
+            paths: Its files, as `paths` names them.
+            rows: How many rows it has.
+            errors: How many of them failed.
+        """
+        self.rows += rows
+        self.errors += errors
+        if rows > errors or not self._split:
+            self._good.add(paths[0])
+        if len(paths) > 1:
+            self._failed_file().add(paths[1])
 
     def prepare(self, store: Store, folder: str, name: str) -> None:
         """Writes what has to be there before the part is: the file of its failed rows, and its commit record.
@@ -226,9 +246,9 @@ class PartWriter:
         store.put_if_absent(data, f"{folder}/{RECORDS}/{name}/{hashlib.sha256(data).hexdigest()}.json")
 
     def abort(self) -> None:
-        """Deletes the file."""
-        self._has_ended = True
-        for file in self._files:
+        """Ends the file, and deletes it."""
+        files, self._has_ended = [] if self._has_ended else self._files, True
+        for file in files:
             with suppress(Exception):  # the file is of no use in any case
                 file.close(self.errors)
         self.delete()
@@ -241,6 +261,13 @@ class PartWriter:
     @property
     def _files(self) -> "list[_BufferedFile]":
         return [self._good, *([self._failed] if self._failed is not None else [])]
+
+    def _failed_file(self) -> "_BufferedFile":
+        if self._failed is None:
+            assert self._split is not None
+            path = self._good.path
+            self._failed = self._file(path.with_name(f"{path.name}.failed"), self._split.failed)
+        return self._failed
 
     def _file(self, path: Path, names: Sequence[str]) -> "_BufferedFile":
         schema = pa.schema([self._schema.field(name) for name in names])
@@ -278,6 +305,15 @@ class _BufferedFile:
         self._bytes += size_bytes
         if self._bytes >= self._file.group_bytes or self._rows >= _GROUP_ROWS:
             self._flush()
+
+    def add(self, path: Path) -> None:
+        """Writes the rows of a file of this kind."""
+        if isinstance(self._file, TextFile):
+            self._flush()
+            self._file.add(path)
+            return
+        for record in self._file.records(path):
+            self.write(pa.RecordBatch.from_arrays(list(map(_typed, record.columns, self.schema)), schema=self.schema))
 
     def close(self, errors: int) -> None:
         self._flush()
@@ -321,6 +357,11 @@ class _ParquetFile:
             write_batch_size=_ENCODED_ROWS,
         )
 
+    @staticmethod
+    def records(path: Path) -> Iterator[pa.RecordBatch]:
+        with pq.ParquetFile(path) as file:
+            yield from file.iter_batches(use_threads=False)
+
     def write(self, records: Sequence[pa.RecordBatch]) -> None:
         self._writer.write_table(pa.Table.from_batches(records), row_group_size=_GROUP_ROWS)
 
@@ -341,6 +382,11 @@ class _ArrowFile:
         self._writer = pa.ipc.new_file(self._sink, schema, options=options, metadata=footer)
         self._last: pa.RecordBatch | None = None
 
+    @staticmethod
+    def records(path: Path) -> Iterator[pa.RecordBatch]:
+        with pa.OSFile(str(path)) as source, pa.ipc.open_file(source) as file:
+            yield from map(file.get_batch, range(file.num_record_batches))
+
     def write(self, records: Sequence[pa.RecordBatch]) -> None:
         if self._last is not None:
             self._writer.write_batch(self._last)
@@ -359,6 +405,11 @@ _KINDS: Mapping[str, type[_ParquetFile | _ArrowFile | TextFile]] = {
     "csv": TextFile,
     "jsonl": TextFile,
 }
+
+
+def _typed(column: pa.Array, field: pa.Field) -> pa.Array:
+    """Returns a column in its type: Parquet has other units of time, for example."""
+    return column if column.type == field.type else column.cast(field.type)
 
 
 def _level(output: Output) -> int | None:
@@ -406,7 +457,7 @@ def validate_part(
     try:
         failed = ""
         if url.endswith((".parquet", ".arrow")) and not is_split:
-            with store.open(url) as content:
+            with store.open_known(stat) as content:
                 found, rows, text = _parquet_footer(content) if url.endswith(".parquet") else _arrow_footer(content)
         else:
             folder = url.removesuffix(f"/{shard.part}")
@@ -477,7 +528,7 @@ def _record_of(store: Store, stat: Stat, folder: str) -> _Record:
     fitting = [record for record in records if record.part.size_bytes == stat.size_bytes]
     if len(fitting) > 1:
         digest = hashlib.sha256()
-        with store.open(stat.url, sequential=True) as content:
+        with store.open_known(stat, sequential=True) as content:
             while data := content.read(_HASHED_BYTES):
                 digest.update(data)
         fitting = [record for record in fitting if record.part.sha256 == digest.hexdigest()]

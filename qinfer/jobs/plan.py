@@ -58,6 +58,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
         rows: How many rows.
         first_in_group: The number of the first row within the row group; of CSV and JSON lines after `begin`.
         begin: Bytes of the text before the cut point from which CSV and JSON lines are read.
+        size_bytes: The file's size when the job was planned; 0 = unknown, in shards of an earlier qinfer.
     """
 
     url: str
@@ -67,6 +68,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
     rows: _Count
     first_in_group: _Count
     begin: _Count = 0
+    size_bytes: _Count = 0
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
@@ -451,6 +453,7 @@ _heads = msgspec.json.Decoder(PlanHead)
 
 def _shard(index: int, shard: _Shard, sources: Sequence[Source]) -> Shard:
     ranges = tuple(
-        Range(sources[p.source].url, sources[p.source].etag, *msgspec.structs.astuple(p)[1:]) for p in shard.ranges
+        Range(s.url, s.etag, p.row_group, p.first_row, p.rows, p.first_in_group, p.begin, s.size_bytes)
+        for p, s in ((piece, sources[piece.source]) for piece in shard.ranges)
     )
     return Shard(index, shard.part, sum(piece.rows for piece in ranges), ranges)

@@ -4,6 +4,7 @@
 footers, several at a time, and compares the files' columns. Both run in an examiner.
 """
 
+import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from qinfer.errors import InvalidRequest, StoreDenied
 from qinfer.jobs.check import check, copied_columns
 from qinfer.jobs.columns.fields import Fields, replaced
 from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.schemas import common_type, encode_schema
+from qinfer.jobs.columns.schemas import common_field, encode_schema, filled
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
 from qinfer.jobs.plan import PLAN_NAME, SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned, url_of
 from qinfer.jobs.rows.csv_quotes import guessed_escape
@@ -30,6 +31,7 @@ from qinfer.jobs.rows.text_streams import BLOCK_BYTES, InputForm, PieceKeeper, o
 from qinfer.jobs.rows.text_types import TextTypes, joined, text_types, without_null
 from qinfer.jobs.shards import Pace, plan_shards, shard_sizes
 from qinfer.models.spec import ModelSpec
+from qinfer.storage.errors import patiently
 from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Stat
@@ -44,6 +46,9 @@ LISTING_S = 50.0
 """Seconds that looking for the inputs may take."""
 
 _MOST_EMPTY = 20
+_HINT_LINES = 20
+_DELIMITERS = (";", "\t", "|")  # that other programs write in place of a comma
+_DECIMAL_COMMA = re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+")
 _LISTED_CHARACTERS = 1700  # of one message: a job's error has 2000
 _AHEAD = 4
 _MOST_SCHEMAS = 64
@@ -86,30 +91,57 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
     spec = _with_escape(spec, files) if format_ == "csv" else spec
     types = text_types(spec, model)
     partitions = Partitions([file.url for file in files], spec, types)
-    file, schema = first_schema(files, format_, spec, types)
+    try:
+        file, schema = first_schema(files, format_, spec, types)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message + _csv_hint(files, format_, spec)) from None
     if file is not None:
         try:
             schema = partitions.beside(schema, file.url)
-            check(spec, model, schema)
+            if not spec.merge_schema or len(files) == 1:  # other files may have more: planning looks at them
+                check(spec, model, schema)
         except InvalidRequest as error:
-            if len(files) == 1:
-                raise
-            raise InvalidRequest(f"{error.message} (columns of '{file.url}')") from None
+            of_file = f" (columns of '{file.url}')" if len(files) > 1 else ""
+            raise InvalidRequest(error.message + of_file + _csv_hint([file], format_, spec)) from None
     return Examined(spec, tuple(files), format_, schema)
 
 
 def _with_escape(spec: JobSpec, files: Sequence[Stat]) -> JobSpec:
     """Returns a job with the escape character that its first CSV file shows, where the job names none."""
     form = InputForm.of(spec)
+    if spec.csv is not msgspec.UNSET and spec.csv.escape:
+        return spec
+    url, head = _csv_head(spec, files)
+    return spec.with_escape(guessed_escape(url, head, form.csv, is_whole=len(head) < BLOCK_BYTES)) if head else spec
+
+
+def _csv_head(spec: JobSpec, files: Sequence[Stat]) -> tuple[str, bytes]:
+    """Returns the first CSV file that has some bytes, and its beginning; empty where it can't be read."""
     file = next((file for file in files[:_MOST_EMPTY] if file.size_bytes), None)
-    if file is None or (spec.csv is not msgspec.UNSET and spec.csv.escape):
-        return spec
+    if file is None:
+        return "", b""
     try:
-        with store_for(file.url).open(file.url, sequential=False) as content:
-            head = open_stream(content, file.url, "csv", form).peek(BLOCK_BYTES)
-    except (pa.ArrowException, ValueError, OSError, StoreDenied):  # the file is to be read below, and says why
-        return spec
-    return spec.with_escape(guessed_escape(file.url, head, form.csv, is_whole=len(head) < BLOCK_BYTES))
+        with store_for(file.url).open_known(file) as content:
+            return file.url, open_stream(content, file.url, "csv", InputForm.of(spec)).peek(BLOCK_BYTES)
+    except (pa.ArrowException, ValueError, OSError, StoreDenied):  # what reads the file next says why
+        return file.url, b""
+
+
+def _csv_hint(files: Sequence[Stat], format_: FileFormat, spec: JobSpec) -> str:
+    """Returns what the first lines of a CSV file that is refused show of its form; empty = nothing."""
+    if format_ != "csv":
+        return ""
+    csv = spec.csv_form
+    first, *rows = _csv_head(spec, files)[1].decode(errors="replace").splitlines()[:_HINT_LINES] or [""]
+    other = next((mark for mark in _DELIMITERS if mark in first), "") if csv.delimiter not in first else ""
+    cells = ";".join(rows).split(other or csv.delimiter)
+    has_commas = csv.decimal_point == "." and (other or csv.delimiter) != ","
+    has_commas = has_commas and any(_DECIMAL_COMMA.fullmatch(cell.strip().strip('"')) for cell in cells)
+    shown_mark = "a tab" if other == "\t" else f"'{other}'"
+    hints = [f"its first line has {shown_mark}: set 'csv.delimiter' (--delimiter) to that"] if other else []
+    if has_commas:
+        hints.append("numbers have a decimal comma: set 'csv.decimal_point' (--decimal-point) to ','")
+    return "".join(f"; {hint}" for hint in hints)
 
 
 def estimate(job: Unplanned, pace: Pace, threads: int) -> Estimate:
@@ -234,7 +266,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         with reading(file.url):
             check_read(file.url)  # again: the files may have been found long ago
             try:
-                footer = _read_and_kept(file, format_, types, job)
+                footer = patiently(lambda: _read_and_kept(file, format_, types, job))
             except SourceBroken as error:
                 return _bad_file(file, error)
         return footer._replace(schema=partitions.beside(footer.schema, file.url)) if footer.schema.names else footer
@@ -365,6 +397,8 @@ class _CommonColumns:
         self._types = text_types(spec, model)
         self._has_unnamed = format_ == "jsonl" and spec.passthrough == ("*",)
         self._mixed: dict[Path, str] = {}
+        self._merges = spec.merge_schema is True
+        self._from: dict[str, str] = {}  # column → the URL of the first file that has it
         self._first = ""  # the URL of the first file with rows; of one without until there is one that has some
         self._schema = pa.schema([])
         self._has_rows = False
@@ -387,17 +421,38 @@ class _CommonColumns:
             return
         if any(schema.equals(fine) for fine in self._fine):
             return
-        try:
-            check(self._spec, self._model, schema)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"'{file.url}': {error.message}") from None
+        self._check(file.url, schema)
         if self._has_rows:
+            if self._merges:
+                new = schema
+                schema, self._schema = filled(schema, self._schema), filled(self._schema, new)
+                self._from.update({name: file.url for name in new.names if name not in self._from})
             self._merge(file.url, schema)
         else:
             self._first, self._schema, self.example = file.url, schema.remove_metadata(), number
             self._has_rows = True
+            self._from = dict.fromkeys(schema.names, file.url)
         if len(self._fine) < _MOST_SCHEMAS:
             self._fine.append(schema)
+
+    def _check(self, url: str, schema: pa.Schema) -> None:
+        """Checks the columns of one file: all that the job names, or where some may be missing, any of them."""
+        if self._merges:
+            if not (self._used(schema) or copied_columns(self._spec, schema) == schema.names):
+                raise InvalidRequest(f"'{url}' has none of the columns that the job reads; leave it out")
+            return
+        try:
+            check(self._spec, self._model, schema)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"'{url}': {error.message}") from None
+
+    def _used(self, schema: pa.Schema) -> set[str]:
+        """Returns the columns of the job that a file has."""
+        fields = Fields(schema)
+        names = {*copied_columns(self._spec, schema)}.union(
+            *(self._spec.columns_of(tensor.name).columns for tensor in self._model.inputs)
+        )
+        return {name for name in names if fields.places(name)}
 
     def schema(self) -> pa.Schema:
         """Returns the columns of the first file, in the types that all files' values can have.
@@ -426,7 +481,11 @@ class _CommonColumns:
 
     def _merge(self, url: str, schema: pa.Schema) -> None:
         copied = {*copied_columns(self._spec, schema), *copied_columns(self._spec, self._schema)}
-        fed = {*self._fed(schema), *self._fed(self._schema)}
+        if self._merges:
+            fed = self._used(schema) - copied
+            copied &= self._used(schema)
+        else:
+            fed = {*self._fed(schema), *self._fed(self._schema)}
         new, known = Fields(schema), Fields(self._schema)
         for name in sorted(copied | fed):
             here, there = new.field(name), known.field(name)
@@ -436,26 +495,32 @@ class _CommonColumns:
             if here is None or there is None:
                 has, lacks = (self._first, url) if here is None else (url, self._first)
                 raise InvalidRequest(
-                    f"'{has}' has the column '{shown(name)}', and '{lacks}' lacks it; add it there, or leave it out of "
-                    f"{'passthrough' if name in copied else 'both'}"
+                    f"'{has}' has the column '{shown(name)}', and '{lacks}' lacks it; add it there, have it null by "
+                    f"'merge_schema': true (--merge-schema), or {self._remedy(name, copied)}"
                 )
             texts = self._texts(here, there)
             here, there = plain(here), plain(there)
-            common = common_type(here.type, there.type)
+            merged = common_field(here, there)
+            first = self._from.get(name.partition(".")[0], self._first)
             if len(new.places(name)[0]) != len(known.places(name)[0]):
                 raise InvalidRequest(
-                    f"'{shown(name)}' is a column in one of '{url}' and '{self._first}', and a field of a struct in "
+                    f"'{shown(name)}' is a column in one of '{url}' and '{first}', and a field of a struct in "
                     "the other; rename one of them"
                 )
-            if common is None and self._is_csv and name not in fed:
-                common = pa.string()  # which all values of CSV are
-            if common is None:
+            if merged is None and self._is_csv and name not in fed:
+                merged = here.with_type(pa.string())  # which all values of CSV are
+            if merged is None:
                 raise InvalidRequest(
-                    f"column '{shown(name)}' is {here.type} in '{url}' and {there.type} in '{self._first}'; convert "
-                    "one of them" + (", or leave it out of 'passthrough'" if name in copied - fed else "")
+                    f"column '{shown(name)}' is {here.type} in '{url}' and {there.type} in '{first}'; convert one of "
+                    "them" + (f", or {self._remedy(name, copied)}" if name in copied - fed else "")
                 )
-            merged = here.with_type(common).with_nullable(here.nullable or there.nullable)
             self._schema = replaced(self._schema, name, marked(merged, texts))
+
+    def _remedy(self, name: str, copied: set[str]) -> str:
+        """Returns how a job gets along without a column."""
+        if name == self._spec.key:
+            return "name another 'key'"
+        return "leave it out of 'passthrough'" if name in copied else "leave it out of both"
 
     def _texts(self, here: pa.Field, there: pa.Field) -> set[Path]:
         """Returns the numbers of JSON lines that are copied as text: in either file, or since their types differ."""

@@ -112,7 +112,9 @@ def shard_sizes(rows_per_part: int, rows: int, pace: Pace) -> Sizes:
     target = max(1, min(pace.default_rows, pace.max_rows), possible)
     whole = max(target, min(_WHOLE_OF_DEFAULT * target, pace.max_rows, rows // (2 * workers)))
     least = max(_FIRST_ROWS, possible, -(-rows // (workers * _LAST_SHARDS_A_WORKER)))
-    return Sizes(target, whole, max(_FIRST_ROWS, possible), least, workers)
+    # A row may take seconds: every worker has a shard even of a few rows.
+    first = max(1, min(_FIRST_ROWS, rows // workers))
+    return Sizes(target, whole, max(first, possible), least, workers)
 
 
 def plan_shards(
@@ -149,7 +151,7 @@ def plan_shards(
         shards.append(Shard(index, name, rows, tuple(ranges)))
     if not shards:  # one part without rows: readers find the columns
         file = files[example].source
-        nothing = Range(file.url, file.etag, NO_GROUPS, 0, 0, 0)
+        nothing = Range(file.url, file.etag, NO_GROUPS, 0, 0, 0, size_bytes=file.size_bytes)
         shards.append(Shard(0, folder_of(file.url) + part_name(0, extension), 0, (nothing,)))
     return tuple(shards)
 
@@ -207,7 +209,7 @@ class _Packing:
                         yield self._close()
                         continue
                     cut = _cut_before(begin, cuts)
-                    place = (first_row + begin, piece, begin - cut.first_row, cut.begin)
+                    place = (first_row + begin, piece, begin - cut.first_row, cut.begin, source.size_bytes)
                     self._shard.append(Range(source.url, source.etag, number, *place))
                     self._rows, self._files, begin = self._rows + piece, self._files + other, begin + piece
                 first_row += rows

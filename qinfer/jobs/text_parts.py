@@ -49,7 +49,8 @@ class TextFile:
             elif output.compression == "zstd":
                 sink = opened.enter_context(pa.CompressedOutputStream(sink, "zstd"))
             kind: type[_Rows] = _CsvRows if output.format == "csv" else _JsonRows
-            self._rows = kind(sink, schema)
+            self._rows, self._sink = kind(sink, schema), sink
+            self._compression = output.compression
             self._opened = opened.pop_all()
 
     def write(self, records: Sequence[pa.RecordBatch]) -> None:
@@ -58,6 +59,14 @@ class TextFile:
             size = max(1, record.num_rows * _SLICE_BYTES // max(record.nbytes, 1))
             for first in range(0, record.num_rows, size):
                 self._rows.write(record.slice(first, size))
+
+    def add(self, path: Path) -> None:
+        """Writes the rows of another such file, which has rows."""
+        codec = None if self._compression == "none" else self._compression
+        with pa.input_stream(str(path), compression=codec) as text:
+            text.read(self._rows.begin())
+            while data := text.read(_SLICE_BYTES):
+                self._sink.write(data)
 
     def close(self, _: int = 0) -> None:
         """Ends the file."""
@@ -69,6 +78,9 @@ class _Rows(Protocol):
     def __init__(self, sink: IO[bytes], schema: pa.Schema) -> None: ...
 
     def write(self, record: pa.RecordBatch) -> None: ...
+
+    def begin(self) -> int:
+        """Takes note that rows follow that others have written; returns how many bytes are before the first row."""
 
     def close(self) -> None: ...
 
@@ -84,6 +96,11 @@ class _CsvRows:
         columns = [csv_column(*pair) for pair in zip(record.columns, self._fields, strict=True)]
         self._writer.write(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
+    def begin(self) -> int:
+        header = pa.BufferOutputStream()
+        pa.csv.CSVWriter(header, self._schema).close()
+        return int(header.getvalue().size)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -98,6 +115,10 @@ class _JsonRows:
         lines = pc.binary_join_element_wise(_objects(self._fields, record.columns), "\n", "")
         self._sink.write("".join(lines.to_pylist()).encode())
         self._is_empty = False
+
+    def begin(self) -> int:
+        self._is_empty = False
+        return 0
 
     def close(self) -> None:
         # Stores take no empty files.

@@ -31,14 +31,15 @@ def field_of(task: Task, field: str) -> Any:
     data = task.get("data")
     if not isinstance(data, Mapping):
         raise InvalidRequest("the task has no object 'data'")
-    value = data.get(field)
-    if value is None and "." in field:
-        value = data
-        for part in field.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-    if value is None:
-        known = ", ".join(str(name)[:60] for name in list(data)[:20]) or "none"
-        raise InvalidRequest(f"the task's data has no field '{field}'; it has {known}")
+    value: Any = data
+    parts = [field] if field in data else field.split(".")
+    for number, part in enumerate(parts, 1):
+        if not isinstance(value, Mapping) or part not in value:
+            known = ", ".join(str(name)[:60] for name in list(data)[:20]) or "none"
+            raise InvalidRequest(f"the task's data has no field '{field}'; it has {known}")
+        value = value[part]
+        if value is None:
+            raise InvalidRequest(f"field '{'.'.join(parts[:number])}' of the task's data is null")
     return value
 
 

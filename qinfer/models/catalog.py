@@ -30,13 +30,15 @@ from qinfer.models.readiness import (
 )
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import ModelSpec
-from qinfer.models.state import StoredModel, WorkerRecord
+from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe.stats import Objective
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 
 logger = logging.getLogger(__name__)
+
+_REMIND_S = 600.0  # between two lines about a model that fails for the same reason
 
 _REFRESH_S = 2.0  # how late the end of a worker that died silently is noticed, after its record's TTL
 _RETRY_S = 1.0
@@ -105,6 +107,7 @@ class Catalog:
         self._refreshing = asyncio.Lock()
         self._specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
         self._unusable: dict[str, StoredModel] = {}
+        self._changes = Changes()
 
     async def refresh(self) -> None:
         """Reads the store and replaces the view, unless the store has lost its data.
@@ -122,7 +125,7 @@ class Catalog:
             capacities = await self._capacities(statuses, workers)
             waits_s = await self._waits_s(statuses, capacities)
             served, accepting = self._serve(statuses, stored, waits_s)
-            _log_changes(self._view.statuses, statuses)
+            self._changes.log(self._view.statuses, statuses)
             self._view = _View(
                 served=served,
                 accepting=accepting,
@@ -170,6 +173,17 @@ class Catalog:
         if served is None:
             raise self._refusal(model, version)
         return served
+
+    def says_ready(self, model: str, version: int) -> bool:
+        """Tells whether the version that `resolve` returns is ready by its own `is_ready`, too, on any worker.
+
+        Raises:
+            ModelNotFound: As `resolve`.
+            ModelNotReady: As `resolve`.
+        """
+        served = self.resolve(model, version)
+        state = self._view.statuses[model].versions.get(served.version)
+        return state is None or not state.unready
 
     def find(self, model: str, version: int) -> Served | None:
         """Returns the version to ask, as `resolve`; `None` = it is not READY, or there is none."""
@@ -460,17 +474,43 @@ def _offer(to: dict[tuple[str, int], Served], version: Served, status: ModelStat
         to[status.model, 0] = version
 
 
-def _log_changes(old: Mapping[str, ModelStatus], new: Mapping[str, ModelStatus]) -> None:
-    """Logs what differs between two views, so that a state is logged once and not at every refresh."""
-    for model, status in new.items():
-        before = old.get(model)
-        if before == status:
-            continue
-        if status.error and (before is None or before.error != status.error):
-            logger.error("model can't be loaded", extra={"model": model, "error": status.error})
-        for version, state in status.versions.items():
-            if before is None or before.versions.get(version) != state:
-                extra = {"model": model, "version": version, "state": state.state.value, "reason": state.reason}
-                logger.info("model version state", extra=extra)
-    for model in old.keys() - new.keys():
-        logger.info("model gone", extra={"model": model})
+class Changes:
+    """The log of what differs between views: a state is logged once, and not at every refresh.
+
+    What fails again and again for the same reason is logged again only after `_REMIND_S`: each try would have two
+    lines for every model.
+    """
+
+    def __init__(self) -> None:
+        self._outages: dict[tuple[str, int], OutageLog] = {}
+
+    def log(self, old: Mapping[str, ModelStatus], new: Mapping[str, ModelStatus]) -> None:
+        """Logs the differences."""
+        for model, status in new.items():
+            before = old.get(model)
+            if before == status:
+                continue
+            if status.error and (before is None or before.error != status.error):
+                self._outage(model, 0, "model can't be loaded", logging.ERROR).failed(status.error)
+            for version, state in status.versions.items():
+                if before is None or before.versions.get(version) != state:
+                    self._state(model, version, state)
+        for model in old.keys() - new.keys():
+            logger.info("model gone", extra={"model": model})
+            for key in [key for key in self._outages if key[0] == model]:
+                del self._outages[key]
+
+    def _state(self, model: str, version: int, state: VersionState) -> None:
+        told, about = state.state.value, {"model": model, "version": version}
+        if state.state is State.UNAVAILABLE and state.reason:
+            self._outage(model, version, "model version state", logging.INFO, told).failed(state.reason)
+        elif state.state is not State.LOADING or (model, version) not in self._outages:
+            logger.info("model version state", extra={**about, "state": told, "reason": state.reason})
+        if state.state is State.READY:
+            self._outages.pop((model, version), None)
+
+    def _outage(self, model: str, version: int, event: str, level: int, state: str = "") -> OutageLog:
+        """Returns the log of the failures of a version; 0 = of the model as a whole."""
+        about = {"version": version, "state": state} if version else {}
+        fresh = OutageLog(logger, event, level=level, remind_s=_REMIND_S, model=model, **about)  # type: ignore[arg-type]  # its other keywords
+        return self._outages.setdefault((model, version), fresh)

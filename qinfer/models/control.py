@@ -375,8 +375,8 @@ def _loaded(status: ModelStatus) -> Iterator[IndexEntry]:
     if not status.versions:
         yield IndexEntry(status.model, "", State.UNAVAILABLE, status.error)
     for version, state in sorted(status.versions.items()):
-        is_ready = state.state is State.READY
-        yield IndexEntry(status.model, str(version), state.state, "" if is_ready else state.reason)
+        reason = state.unready if state.state is State.READY else state.reason
+        yield IndexEntry(status.model, str(version), state.state, reason)
 
 
 def _unloaded(stored: StoredModel, workers: list[WorkerRecord]) -> Iterator[IndexEntry]:

@@ -61,7 +61,7 @@ class PlanStep:
         stage: How many decoupled steps are before it.
         reshapes: Input of the model → what the ensembles that its tensor comes through do to its shape; few have any.
         dims: Input of the model → its dimensions, without the batch dimension.
-        wanted: The outputs of the model that the plan has a tensor for.
+        wanted: The outputs of the model that the plan has a tensor for; empty = all.
     """
 
     model: ModelSpec
@@ -76,7 +76,8 @@ class PlanStep:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dims", {tensor.name: tensor.dims for tensor in self.model.inputs})
-        object.__setattr__(self, "wanted", tuple(self.outputs))
+        is_all = len(self.outputs) == len(self.model.outputs)
+        object.__setattr__(self, "wanted", () if is_all else tuple(self.outputs))
 
 
 class Nested(NamedTuple):
@@ -236,10 +237,9 @@ class Flow(Generic[T]):
         return found
 
     def put(self, number: int, outputs: Mapping[str, T]) -> list[int]:
-        """Takes the outputs of a step that has run; returns the steps that may run now."""
+        """Takes the outputs of a step that has run, as `receive` does; returns the steps that may run now."""
         self.running -= 1
-        names = self._plan.steps[number].outputs
-        return self._add({names[name]: value for name, value in outputs.items() if name in names})
+        return self.receive(number, outputs)
 
     def missing(self) -> list[str]:
         """Returns the wanted outputs that do not exist yet."""

@@ -235,7 +235,7 @@ def _best(model: str, version: int, generation: int, workers: list[WorkerRecord]
         for worker in workers
         if (state := worker.state_of(model, version)) is not None and state.generation <= generation
     ]
-    return min(reported, key=lambda state: (_RANK.index(state.state), -state.generation), default=None)
+    return min(reported, key=lambda state: (_RANK.index(state.state), -state.generation, state.unready), default=None)
 
 
 def capacity_of(workers: Iterable[WorkerRecord], model: str, version: int) -> Capacity:

@@ -262,6 +262,7 @@ class ModelSpec:
         slo_latency_s: The time within which its requests are to be answered; 0 = the server's.
         slo_target: The share of requests that is to be answered well and in that time; 0 = the server's.
         metric_tags: Further labels of its series among Triton's metrics, without the underscore in front.
+        strict_outputs: Outputs of other datatypes and shapes than it declares are refused, instead of being passed on.
         execute_timeout_s: An execution may take so long; 0 = there is no limit, as for the next two.
         load_timeout_s: The load of an instance may take so long.
         warmup_timeout_s: The warm-up of an instance may take so long.
@@ -300,6 +301,7 @@ class ModelSpec:
     slo_latency_s: float = 0.0
     slo_target: float = 0.0
     metric_tags: Mapping[str, str] = field(default_factory=dict)
+    strict_outputs: bool = False
     execute_timeout_s: float = 0.0
     load_timeout_s: float = 0.0
     warmup_timeout_s: float = 0.0

@@ -124,6 +124,8 @@ class VersionState(msgspec.Struct, frozen=True):
             ensemble execute is no part of it.
         pinned: The version policy has dropped it, and only pins keep it loaded: no caller gets it who does not name it.
         steps: What an ensemble runs, and the ensembles within it, in order.
+        unready: Why the model's own `is_ready` says that it is not ready. It executes requests all the same, as in
+            Triton: only checks of its readiness tell it.
     """
 
     state: State
@@ -133,6 +135,7 @@ class VersionState(msgspec.Struct, frozen=True):
     executed_hash: str = ""
     pinned: bool = False
     steps: tuple[StepVersion, ...] = ()
+    unready: str = ""
 
 
 class Speed(msgspec.Struct, frozen=True):

@@ -160,6 +160,12 @@ class ControlStore:
                 await self.client.zrem(keys.workers(), *dead)
         return list(self._records.all(dict(zip(ids, values, strict=True)), WorkerRecord).values())
 
+    async def beats(self) -> dict[str, float]:
+        """Returns when each worker beat last, by its own clock; some of them may be dead."""
+        with translated():
+            found = await self.client.zrange(keys.workers(), 0, -1, withscores=True)
+        return {_text(worker_id): at for worker_id, at in found}
+
     async def report_liveness(self, program: str, process: str, ttl_s: float) -> None:
         """Notes for `ttl_s` seconds that a process of another program than the workers is live, such as `bulk`."""
         with translated():
@@ -240,8 +246,8 @@ class ControlStore:
         with translated():
             await self.client.xadd(keys.control(), {"wake": ""}, maxlen=_WAKES_KEPT, approximate=False)
 
-    async def wait(self, timeout_s: float) -> None:
-        """Returns when `wake` was called since the last `wait`, or after `timeout_s` seconds.
+    async def wait(self, timeout_s: float) -> bool:
+        """Returns when `wake` was called since the last `wait`, or after `timeout_s` seconds; tells whether it was.
 
         May also return for no reason, at the first call above all: the reader just reads once more.
         """
@@ -255,7 +261,8 @@ class ControlStore:
                 streams = await self.client.xread({keys.control(): last}, block=block_ms)
             if streams:
                 self._last_wakes[task] = _last_id(streams)
-                return
+                return True
+        return False
 
     async def hint_of_endpoint(self, name: str) -> str:
         """Returns what the error about an unknown model of a step adds if it is an endpoint; empty = it is none."""

@@ -68,6 +68,21 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
     return batch_size or 1
 
 
+def are_declared(outputs: Sequence[Tensor], request: InferRequest, spec: ModelSpec) -> bool:
+    """Tells whether outputs are all that a request asks for, as the configuration declares them."""
+    wanted = request.outputs or [output.name for output in spec.outputs]
+    rows = request.inputs[0].shape[:1] if spec.max_batch_size and request.inputs else ()
+    declared = {output.name: output for output in spec.outputs}
+    if sorted(tensor.name for tensor in outputs) != sorted(wanted):
+        return False
+    for tensor in outputs:
+        output = declared[tensor.name]
+        lead, dims = tensor.shape[: len(rows)], tensor.shape[len(rows) :]
+        if tensor.datatype != output.datatype or lead != rows or not _fits(dims, output.dims):
+            return False
+    return True
+
+
 def _plain_rows(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
     """Settles ordinary requests at a glance: every input, in order, of fixed dimensions and elements of fixed size.
 
@@ -161,9 +176,7 @@ def _check_shape(tensor: Tensor, dims: Sequence[int], expected: TensorSpec, spec
             f"All input dimensions should be specified for input '{tensor.name}' for model '{spec.name}', "
             f"got {_dims(tensor.shape)}"
         )
-    if len(dims) == len(expected.dims) and all(
-        want in (-1, got) for got, want in zip(dims, expected.dims, strict=True)
-    ):
+    if _fits(dims, expected.dims):
         if 0 in tensor.shape and prod(size or 1 for size in tensor.shape) > _MAX_ELEMENTS:
             raise InvalidRequest(
                 f"input '{tensor.name}' for model '{spec.name}' has a shape larger than any tensor can be: "
@@ -176,6 +189,10 @@ def _check_shape(tensor: Tensor, dims: Sequence[int], expected: TensorSpec, spec
         f"unexpected shape for input '{tensor.name}' for model '{spec.name}'. "
         f"Expected {_dims(full)}, got {_dims(tensor.shape)}.{note}"
     )
+
+
+def _fits(dims: Sequence[int], declared: Sequence[int]) -> bool:
+    return len(dims) == len(declared) and all(want in (-1, got) for got, want in zip(dims, declared, strict=True))
 
 
 def _dims(dims: Sequence[int]) -> str:

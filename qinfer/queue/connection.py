@@ -13,6 +13,7 @@ are no push messages to tell from replies.
 import asyncio
 import logging
 import re
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
@@ -142,8 +143,23 @@ async def open_connection(address: Address, settings: RedisSettings, timeout_s: 
         await loop.create_unix_connection(lambda: connection, address.path)
     else:
         tls = None if address.tls is None else await asyncio.to_thread(address.tls.context)
-        await loop.create_connection(lambda: connection, address.host, address.port, ssl=tls)
+        transport, _ = await loop.create_connection(lambda: connection, address.host, address.port, ssl=tls)
+        _keep_alive(transport.get_extra_info("socket"))
     return connection
+
+
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""Seconds of silence until the kernel asks the peer, seconds between its questions, and how many it asks."""
+
+
+def _keep_alive(sock: socket.socket | None) -> None:
+    """Has the kernel notice that a peer is gone: a long blocking read sends nothing by itself."""
+    if sock is None:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:  # not every system has all three
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Connection(asyncio.Protocol):
@@ -253,6 +269,13 @@ class Connection(asyncio.Protocol):
         while self._owed:
             self._answer(error)
         self.lost.set()
+
+    def expect(self, timeout_s: float) -> None:
+        """Changes after how many seconds without a reply that is owed the connection counts as broken."""
+        self._timeout_s = timeout_s
+        if self._watchdog is not None and self._transport is not None:
+            self._watchdog.cancel()
+            self._watchdog = self._loop.call_later(timeout_s, self._watch)
 
     def abort(self) -> None:
         """Drops the connection at once."""
@@ -375,6 +398,14 @@ class Link:
         connection = self._connection
         return connection if connection is not None and not connection.lost.is_set() else await self._wait_up()
 
+    def expect(self, block_s: float) -> None:
+        """Changes how long the longest blocking read is that this link is used for."""
+        timeout_s = self._settings.command_timeout_s + block_s
+        if timeout_s != self._timeout_s:
+            self._timeout_s = timeout_s
+            if self._connection is not None:
+                self._connection.expect(timeout_s)
+
     def reset(self) -> None:
         """Reconnects, to wherever `resolve` says then."""
         if self._connection is not None:
@@ -452,7 +483,8 @@ class Link:
             pause_s = backoff.next_s()
             if deadline_s is not None and (isinstance(problem, SettingsError) or loop.time() + pause_s > deadline_s):
                 raise _dial_error(problem)
-            self._tell(_UNREACHABLE, _reason(problem))
+            if deadline_s is None:  # else the caller tells, who gets the error
+                self._tell(_UNREACHABLE, _reason(problem))
             if self._on_trouble is not None:
                 self._on_trouble()
             await asyncio.sleep(pause_s)

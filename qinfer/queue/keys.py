@@ -174,6 +174,11 @@ def desired() -> str:
     return "qinfer:desired"
 
 
+def doorbell() -> str:
+    """Returns the stream of rings, each for the lanes of a model version; see `qinfer.queue.doorbell`."""
+    return "qinfer:doorbell"
+
+
 def installation() -> str:
     """Returns the string that holds the random id of the data in this Redis."""
     return "qinfer:installation"

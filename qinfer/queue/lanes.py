@@ -53,6 +53,7 @@ from qinfer.queue import keys
 from qinfer.queue.connection import Argument, Refused, pack, packable
 from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES, DeadLetters, head_of
 from qinfer.queue.deliveries import Deliveries
+from qinfer.queue.doorbell import Doorbell
 from qinfer.queue.durability import Durability
 from qinfer.queue.entries import (
     BULK_LANES,
@@ -86,6 +87,7 @@ T = TypeVar("T")
 _MAX_IDS = 1000  # of one script call: Lua's stack holds about 8000 values
 _CLOCK_EVERY_S = 5.0
 _CONSUMER_GONE_MS = 3_600_000
+_ONLINE = "online"
 _TIME = pack((b"TIME",))
 
 _RECLAIM = load_script("lanes/reclaim", "ready", *PLACING)
@@ -113,6 +115,7 @@ class Queue:
     Attributes:
         clock: Redis' time, kept current.
         router: The way to Redis, for features with keys of their own.
+        doorbell: Wakes readers of idle lanes.
         durability: Makes a write as durable as the settings ask.
         places: The shares of lanes that tenants have, as far as is known here.
         requests: Asynchronous requests in the same queue.
@@ -127,6 +130,7 @@ class Queue:
         self.clock = ServerClock(clock)
         self._monotonic_s = clock.monotonic_s
         self.router = router
+        self.doorbell = Doorbell(router, clock.monotonic_s)
         self.durability = Durability(settings, router)
         self._values = Values(router, is_cluster=settings.cluster)
         self.places = Places(clock.monotonic_s)
@@ -231,7 +235,8 @@ class Queue:
         reader = self._readers.get(place := _reading(lanes))
         if reader is None:
             slot = keys.lane_slot(lanes[0])
-            reader = LaneReader(self.router, slot, self.ensure, self._give_back, self._monotonic_s)
+            bell = self.doorbell if place[-1] == _ONLINE else None  # the others are read only while there are jobs
+            reader = LaneReader(self.router, slot, self.ensure, self._give_back, self._monotonic_s, bell)
             self._readers[place] = reader
         return await reader.fetch(lanes, consumer, count, wait_s)
 
@@ -239,6 +244,11 @@ class Queue:
         """Returns the lanes and those of their shares that the last `fetch` knew of: what it may take entries from."""
         reader = self._readers.get(_reading(lanes))
         return [*lanes, *(reader.shares if reader is not None else ())]
+
+    def is_stirred(self, lanes: Sequence[Lane]) -> bool:
+        """Tells whether something has happened lately after which leases may be left that nobody renews."""
+        reader, now_s = self._readers.get(_reading(lanes)), self._monotonic_s()
+        return reader is None or now_s < max(reader.stirred_until_s, self.doorbell.stirred_until_s)
 
     async def leave(self, lanes: Sequence[Lane]) -> None:
         """Frees the state that `fetch` keeps for these lanes, if none is in progress; a later fetch is allowed."""
@@ -277,6 +287,11 @@ class Queue:
                 for (lane, consumer, suspect), group in grouped(leases, owner_of)
             ]
         )
+        for lane in {lease.entry.lane for lease in leases}:
+            if rest_s > 0:
+                asyncio.get_running_loop().call_later(rest_s, self.doorbell.ring, lane)
+            else:
+                self.doorbell.ring(lane)
 
     async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
         """Removes the waiting entries, undelivered or released, with their payloads; returns which were removed.
@@ -466,6 +481,7 @@ class Queue:
         if self._clock_timer is not None:
             self._clock_timer.cancel()
         await self._submitter.close()
+        await self.doorbell.close()
         for reader in self._readers.values():
             await reader.settle()
         await self._values.close()
@@ -478,7 +494,7 @@ class Queue:
             arguments: tuple[Argument, ...] = (keys.GROUP, consumer, keys.RELEASED, 0, *ids)
             words: tuple[Argument, ...] = (b"EVAL", _RELEASE.text, 1, keys.lane(lane), *arguments)
             try:
-                self.router.send(keys.lane_slot(lane), pack(words), lambda _: None)
+                self.router.send(keys.lane_slot(lane), pack(words), partial(self.doorbell.ring, lane))
             except BrokerUnavailable:
                 logger.warning("entries could not be given back", extra={"count": len(ids)})
 
@@ -562,7 +578,7 @@ class Queue:
 def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, str]:
     """Returns the identity of a reader of lanes."""
     first = lanes[0]
-    kind = "bulk" if first.name in BULK_LANES else SHADOW_LANE if first.name == SHADOW_LANE else "online"
+    kind = "bulk" if first.name in BULK_LANES else SHADOW_LANE if first.name == SHADOW_LANE else _ONLINE
     return first.model, first.version, first.partition, kind
 
 

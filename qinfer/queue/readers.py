@@ -4,6 +4,9 @@ A lane reader has the lanes of one partition of a model version, and a connectio
 cancelled `fetch` loses nothing: the reply that comes too late goes back to the lane as a release. A lane that several
 tenants use has streams besides itself, of which the script tells; the reader waits for all of them.
 
+A reader of idle lanes sleeps: its blocking read lasts for longer than a `fetch`, and the next one waits for it, too.
+An entry that comes while no `fetch` waits goes back after a moment. `doorbell` says what wakes it.
+
 A reply reader creates its stream, keeps it alive, delivers, trims, and survives every reconnect. The stream lives a
 minute longer than its reader. A reader that finds it gone, because it was away for longer or somebody flushed, makes a
 new one.
@@ -11,15 +14,16 @@ new one.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.queue import keys
 from qinfer.queue.connection import Refused, pack
+from qinfer.queue.doorbell import Doorbell, place_of
 from qinfer.queue.entries import Entry, Lane, Lease, reply_address, share_of
 from qinfer.queue.router import BlockingLink, Router, load_script, run_script
 
@@ -38,6 +42,24 @@ MAX_BLOCK_S = 0.5
 RELEASED_EVERY_S = 0.1
 """A busy reader of one lane looks this often for released entries: for new ones alone it needs no script."""
 
+AWAKE_S = 5.0
+"""A reader sleeps when it has got nothing for so long."""
+
+_LIMBO_S = 0.05
+"""For so long what a sleeping read got waits for the next fetch."""
+
+_ROUSE_EVERY_S = 0.02
+_ROUSES = 100
+"""So often a read is unblocked that does not end; then its connection is given up."""
+
+
+class _Sleep(NamedTuple):
+    """A read that outlives its fetch."""
+
+    task: asyncio.Task[list[Lease]]
+    lanes: tuple[Lane, ...]
+    consumer: str
+
 
 class LaneReader:
     """The fetching half of `Queue`, one for each (model, version, partition), one for its bulk lanes, one for shadows.
@@ -48,9 +70,11 @@ class LaneReader:
         ensure: Creates lanes and group, where they were deleted.
         give_back: Releases leases without waiting.
         monotonic_s: The clock.
+        bell: Rings; `None` = this reader never sleeps.
 
     Attributes:
         shares: The streams of the lanes besides these, as the last look found them.
+        stirred_until_s: Until when these lanes may hold leases that no worker renews.
     """
 
     def __init__(
@@ -60,7 +84,17 @@ class LaneReader:
         ensure: Callable[[Sequence[Lane]], Awaitable[None]],
         give_back: Callable[[Sequence[Lease]], None],
         monotonic_s: Callable[[], float],
+        bell: Doorbell | None,
     ) -> None:
+        self.place = b""
+        self.stirred_until_s = float("-inf")
+        self._bell = bell
+        self._sleep: _Sleep | None = None
+        self._is_awaited = False
+        self._got_at_s = monotonic_s()
+        self._rings = 0
+        self._looked = -1
+        """The number of rings before the last look, if that has found nothing."""
         self._router = router
         self._slot = slot
         self._ensure = ensure
@@ -74,17 +108,33 @@ class LaneReader:
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         """See `Queue.fetch`."""
+        if not self.place and self._bell is not None:
+            self.place = place_of(lanes[0])
+            self._bell.join(self)
+            self._stir()
         try:
-            return await self._fetch(lanes, consumer, count, wait_s)
-        except Refused as error:
-            if error.kind not in {"NOGROUP", "UNBLOCKED"}:  # a lane was deleted (FLUSHALL); the latter while blocked
-                raise
-        await self._ensure(lanes)
-        self._look_again()
-        return await self._fetch(lanes, consumer, count, wait_s)
+            leases = await self._fetch_sure(lanes, consumer, count, wait_s)
+        except BaseException:
+            self._distrust()
+            raise
+        if leases:
+            self._got_at_s = self._monotonic_s()
+            self._stir()
+        return leases
+
+    def ring(self) -> None:
+        """See `Sleeper.ring`."""
+        self._rings += 1
+        self._took_at_s = float("-inf")
+        self._stir()
+        if self._sleep is not None:
+            self._rouse(self._sleep.task.done)
 
     async def settle(self) -> None:
         """Waits, for a bounded time, until the entries of a cancelled fetch are released."""
+        if self._bell is not None:
+            self._bell.leave(self)
+        self._end_sleep()
         if self._was_cancelled:
             with suppress(BrokerUnavailable, TimeoutError):
                 async with asyncio.timeout(MAX_BLOCK_S):
@@ -96,8 +146,23 @@ class LaneReader:
         await self.settle()
         await self._link.close()
 
+    async def _fetch_sure(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
+        """Fetches; creates lanes that were deleted meanwhile."""
+        try:
+            return await self._fetch(lanes, consumer, count, wait_s)
+        except Refused as error:
+            if error.kind not in {"NOGROUP", "UNBLOCKED"}:  # a lane was deleted (FLUSHALL); the latter while blocked
+                raise
+        await self._ensure(lanes)
+        self._look_again()
+        return await self._fetch(lanes, consumer, count, wait_s)
+
     async def _fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         until_s = self._monotonic_s() + wait_s
+        if self._sleep is not None:
+            slept = await self._sleep_on(self._sleep, lanes, consumer, until_s)
+            if slept or self._sleep is not None:
+                return self._at_most(slept, count)
         while True:
             now_s = self._monotonic_s()
             is_single = len(lanes) == 1 and not self.shares
@@ -106,15 +171,111 @@ class LaneReader:
                 leases = await self._take(lanes, consumer, count)
                 if leases or self._monotonic_s() >= until_s:
                     return leases
-            block_s = min(max(until_s - self._monotonic_s(), 0.0), MAX_BLOCK_S)
-            leases = await self._wait(lanes, consumer, count, block_s)
-            self._is_busy = len(leases) > 1
-            if leases:
-                if len(leases) > count:  # COUNT is per stream: several lanes may have got their first entry at once
-                    self._give_back(leases[count:])
-                return leases[:count]
-            if self._monotonic_s() >= until_s:
-                return []
+            if self._may_sleep():
+                leases = await self._sleep_on(self._fall_asleep(lanes, consumer, count), lanes, consumer, until_s)
+            else:
+                block_s = min(max(until_s - self._monotonic_s(), 0.0), MAX_BLOCK_S)
+                leases = await self._wait(lanes, consumer, count, block_s)
+                self._is_busy = len(leases) > 1
+            if leases or self._monotonic_s() >= until_s:
+                return self._at_most(leases, count)
+
+    def _at_most(self, leases: list[Lease], count: int) -> list[Lease]:
+        """Gives back what is too much: COUNT is per stream, several lanes may have got their first entry at once."""
+        if len(leases) > count:
+            self._give_back(leases[count:])
+        return leases[:count]
+
+    def _distrust(self) -> None:
+        """Has the next fetch look, and leases be looked for: a reply may be lost, and entries with it."""
+        self._looked, self._took_at_s = -1, float("-inf")
+        self._stir()
+
+    def _stir(self) -> None:
+        if self._bell is not None:
+            self.stirred_until_s = self._monotonic_s() + self._bell.stirred_s
+
+    def _may_sleep(self) -> bool:
+        """Tells whether the last look has found nothing, and every ring since would have been heard."""
+        if self._bell is None or not self._bell.is_armed or self._looked != self._rings:
+            return False
+        return self._monotonic_s() - self._got_at_s >= AWAKE_S
+
+    def _fall_asleep(self, lanes: Sequence[Lane], consumer: str, count: int) -> _Sleep:
+        """Begins a read that outlives this fetch."""
+        assert self._bell is not None
+        block_s = self._bell.sleep_s()
+        self._link.expect(block_s)
+        self._is_busy = False
+        task = asyncio.create_task(self._wait(lanes, consumer, count, block_s), name="sleeping read")
+        task.add_done_callback(self._slept)
+        self._sleep = _Sleep(task, tuple(lanes), consumer)
+        return self._sleep
+
+    async def _sleep_on(self, sleep: _Sleep, lanes: Sequence[Lane], consumer: str, until_s: float) -> list[Lease]:
+        """Waits for a read that was begun for an earlier fetch; ends it where this one asks for something else.
+
+        While it goes on afterwards, it is `_sleep` still.
+        """
+        is_same, left_s = (sleep.lanes, sleep.consumer) == (tuple(lanes), consumer), until_s - self._monotonic_s()
+        is_over = not is_same or left_s <= 0
+        if is_over:
+            self._rouse(sleep.task.done)
+        self._is_awaited = True
+        try:
+            await asyncio.wait([sleep.task], timeout=None if is_over else left_s)
+        except asyncio.CancelledError:
+            self._end_sleep()
+            raise
+        finally:
+            self._is_awaited = False
+        if not sleep.task.done():
+            return []
+        self._sleep = None
+        self._link.expect(MAX_BLOCK_S)
+        try:
+            leases = sleep.task.result()
+        except BrokerUnavailable:  # the look that follows says so, where it still is
+            self._distrust()
+            return []
+        if leases and not is_same:
+            self._give_back(leases)
+            return []
+        return leases
+
+    def _slept(self, task: asyncio.Task[list[Lease]]) -> None:
+        """Has what came while no fetch waits given back, unless one comes at once."""
+        if not (self._is_awaited or task.cancelled()):
+            asyncio.get_running_loop().call_later(_LIMBO_S, self._bounce, task)
+
+    def _bounce(self, task: asyncio.Task[list[Lease]]) -> None:
+        if self._sleep is not None and self._sleep.task is task and not self._is_awaited:
+            self._sleep = None
+            self._link.expect(MAX_BLOCK_S)
+            if task.exception() is None and task.result():
+                self._give_back(task.result())
+
+    def _end_sleep(self) -> None:
+        """Ends the read of which nobody wants to know any more; what it gets goes back."""
+        sleep, self._sleep = self._sleep, None
+        if sleep is None:
+            return
+        if sleep.task.done():
+            if not sleep.task.cancelled() and sleep.task.exception() is None and sleep.task.result():
+                self._give_back(sleep.task.result())
+        else:
+            sleep.task.cancel()
+        self._link.expect(MAX_BLOCK_S)
+
+    def _rouse(self, is_over: Callable[[], bool], tries: int = _ROUSES) -> None:
+        """Unblocks a blocking read, again and again until it has ended: it may not have come to Redis yet."""
+        if tries and not is_over():
+            unblock = pack((b"CLIENT", b"UNBLOCK", self._link.client_id))
+            with suppress(BrokerUnavailable):
+                self._router.send(self._slot, unblock, lambda _: None)
+            asyncio.get_running_loop().call_later(_ROUSE_EVERY_S, self._rouse, is_over, tries - 1)
+        elif not is_over():
+            self._link.reset()  # it listens to nobody
 
     def _look_again(self) -> None:
         """Has the next fetch look for shares before it waits."""
@@ -122,10 +283,12 @@ class LaneReader:
 
     async def _take(self, lanes: Sequence[Lane], consumer: str, count: int) -> list[Lease]:
         """Fetches the available entries without waiting, and looks which shares there are."""
-        names = [keys.lane(lane) for lane in lanes]
+        names, rings = [keys.lane(lane) for lane in lanes], self._rings
         call = partial(self._call, lambda reply: leases_of(lanes, consumer, reply[0]))
         taken, divided = await run_script(call, _FETCH, names, keys.GROUP, consumer, keys.RELEASED, count)
         self.shares = [share_of(lanes[number - 1], share) for number, share in divided]
+        self._looked = -1 if taken else rings
+        self._tell(lanes[0], (fields for _, _, fields, *_ in taken))
         return leases_of(lanes, consumer, taken)
 
     async def _wait(self, lanes: Sequence[Lane], consumer: str, count: int, block_s: float) -> list[Lease]:
@@ -166,17 +329,20 @@ class LaneReader:
             raise
 
     async def _call(self, to_leases: Callable[[Any], list[Lease]], *command: Any) -> Any:
+        answered = False
+
         def late(reply: Any) -> None:
+            nonlocal answered
+            answered = True
             if not isinstance(reply, Exception):
                 self._give_back(to_leases(reply))
 
+        client_id = self._link.client_id
         try:
             return await self._link.call(*command, late=late)
         except asyncio.CancelledError:
             self._was_cancelled = True
-            unblock = pack((b"CLIENT", b"UNBLOCK", self._link.client_id))
-            with suppress(BrokerUnavailable):
-                self._router.send(self._slot, unblock, lambda _: None)
+            self._rouse(lambda: answered or self._link.client_id != client_id)
             raise
 
     def _leases_of_read(self, streams: Sequence[Lane], consumer: str, reply: Any) -> list[Lease]:
@@ -189,9 +355,16 @@ class LaneReader:
             lane = by_key[key]
             for entry_id, fields in entries:
                 leases.append(Lease(_entry(lane, entry_id, fields), consumer, fields[1]))
-                if len(fields) > 2 and _DIVIDED in fields[2::2]:
+                if self._tell(lane, [fields]):
                     self._look_again()
         return leases
+
+    def _tell(self, lane: Lane, entries: Iterable[Sequence[bytes]]) -> bool:
+        """Tells whether an entry says that its lane has another share; then others, who may sleep, hear of it, too."""
+        is_news = any(len(fields) > 2 and _DIVIDED in fields[2::2] for fields in entries)
+        if is_news and self._bell is not None:
+            self._bell.ring(lane)
+        return is_news
 
 
 def _read(lanes: Sequence[Lane], consumer: str, count: int, *block: Any) -> tuple[Any, ...]:

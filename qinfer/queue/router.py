@@ -46,7 +46,11 @@ _PAUSE_S = 0.5  # between two questions for the map
 
 
 class Router:
-    """The nodes of one Redis, single or cluster; made by `connect`."""
+    """The nodes of one Redis, single or cluster; made by `connect`.
+
+    Attributes:
+        troubles: How often a connection to a node broke or could not be made, those for blocking reads left out.
+    """
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
@@ -57,6 +61,7 @@ class Router:
             )
         self._seed = place.node if isinstance(place, Sentinels) else place
         self._in_doubt = asyncio.Event()
+        self.troubles = 0
         self._links: dict[str, Link] = {}
         first = self._link(place)
         self._table: list[Link] = [first] * SLOTS
@@ -152,9 +157,13 @@ class Router:
                 return place
 
             resolve = SentinelResolver(place, self._settings).resolve if isinstance(place, Sentinels) else fixed
-            link = Link(resolve, self._settings, name="qinfer", on_trouble=self._in_doubt.set)
+            link = Link(resolve, self._settings, name="qinfer", on_trouble=self._trouble)
             self._links[place.label] = link
         return link
+
+    def _trouble(self) -> None:
+        self.troubles += 1
+        self._in_doubt.set()
 
     def _target(self, error: Refused) -> tuple[Link, bool] | None:
         """Reads MOVED and ASK: (where to send the command, whether after ASKING); `None` for any other error."""
@@ -238,6 +247,14 @@ class BlockingLink:
     def client_id(self) -> int:
         """The connection's id, for unblocking it through another connection."""
         return self._link.client_id
+
+    def expect(self, block_s: float) -> None:
+        """Has the next reads block for up to `block_s` seconds."""
+        self._link.expect(block_s)
+
+    def reset(self) -> None:
+        """Reconnects; what is not answered yet fails."""
+        self._link.reset()
 
     def send(self, packed: bytes, reply: Reply) -> None:
         """See `Link.send`."""

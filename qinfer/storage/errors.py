@@ -6,10 +6,12 @@ kept beside it as the error's `reason`, for messages that only operators see.
 """
 
 import errno
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
+from qinfer.core.retry import Backoff
 from qinfer.errors import QinferError, StoreChanged, StoreDenied, StoreError, StoreNotFound, StoreUnavailable
 
 _NO_CREDENTIALS = {
@@ -32,6 +34,10 @@ _WRONG_ERRNO = {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 _FORBIDDEN = "Forbidden"  # gcsfs has no class for it
 _LATER = {408, 409, 412, 425, 429}
 _LONGEST = 200
+_TRIES = 5
+_FIRST_PAUSE_S = 0.2
+
+T = TypeVar("T")
 _REASON_CHARACTERS = 300
 
 ANSWER_TIMEOUT_S = 60
@@ -81,6 +87,23 @@ def store_error(error: Exception, url: str) -> StoreError:
     return named
 
 
+def patiently(work: Callable[[], T]) -> T:
+    """Returns what some work returns; tries it again, after growing pauses, while its store is busy or away.
+
+    For one of many files: a store that refuses a share of all requests must not end what was done for the others.
+
+    Raises:
+        StoreUnavailable: The store still is.
+    """
+    backoff = Backoff(_FIRST_PAUSE_S, jitter=0.5)
+    for _ in range(_TRIES - 1):
+        try:
+            return work()
+        except StoreUnavailable:
+            time.sleep(backoff.next_s())
+    return work()
+
+
 def answer_of(error: BaseException | None) -> Answer:
     """Returns what the store answered, of an error of any driver or of what caused it."""
     while error is not None:
@@ -112,10 +135,12 @@ def _named(error: Exception, url: str) -> StoreError:
     if isinstance(error, FileNotFoundError) or answer.status == 404:
         return StoreNotFound(f"'{shown}' does not exist; or its bucket does not")
     if _is_denied(error, answer):
-        return StoreDenied(
-            f"'{shown}' is not open to this server ({what}); it needs credentials in the store's own variables that "
-            "allow reading and writing there"
-        )
+        remedy = "it needs credentials in the store's own variables that allow reading and writing there"
+        if isinstance(error, OSError) and error.errno == errno.EROFS:
+            remedy = "its file system is read-only here, name another folder"
+        elif shown.startswith("file://"):
+            remedy = "change its permissions or its owner"
+        return StoreDenied(f"'{shown}' is not open to this server ({what}); {remedy}")
     if _is_wrong(error, answer):
         return StoreError(f"the store refuses '{shown}' ({what}); is the URL right?")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

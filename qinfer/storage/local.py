@@ -145,15 +145,16 @@ class LocalStore(Store):
         with mapped(url):
             final = _path(url)
             before = self.stat(url)
-            if before is None or (etag and before.etag != etag):
+            if before is None or (etag and not before.is_still(etag)):
                 return
+            content = _content(final)
             target = _reserved(final.parent / BROKEN, final.name)
             try:
                 os.rename(final, target)
             except FileNotFoundError:
                 target.unlink()
                 return
-            if etag and _stat(url, target.stat()).etag != etag:  # replaced in the last moment: that one is not broken
+            if etag and _content(target) != content:  # replaced in the last moment: that one is not broken
                 with suppress(FileExistsError):
                     os.link(target, final)
                 target.unlink()
@@ -214,7 +215,13 @@ def _path(url: str) -> Path:
 
 
 def _stat(url: str, found: os.stat_result) -> Stat:
-    return Stat(url, found.st_size, f"{found.st_mtime_ns}-{found.st_size}")
+    return Stat(url, found.st_size, f"{found.st_mtime_ns}-{found.st_size}-{found.st_ctime_ns}")
+
+
+def _content(path: Path) -> tuple[int, int, int]:
+    """Returns what a rename keeps of a file and another one lacks: a rename sets the ctime."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _link(source: Path, final: Path) -> Outcome:

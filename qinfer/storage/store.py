@@ -30,12 +30,18 @@ class Stat(NamedTuple):
     Attributes:
         url: Its URL, spelled as the one that was asked for.
         size_bytes: Its size.
-        etag: What changes when the content does: the store's tag or generation; of a file `<mtime in ns>-<size>`.
+        etag: What changes when the content does: the store's tag or generation; of a file `<mtime>-<size>-<ctime>`, the
+            times in ns. No call sets a ctime, so that another file of the same size and mtime has another one. Inodes
+            are not part of it, since a file has one for each mount in file systems of users (FUSE).
     """
 
     url: str
     size_bytes: int
     etag: str
+
+    def is_still(self, etag: str) -> bool:
+        """Tells whether the content is that of an earlier etag; earlier plans have `<mtime>-<size>` only."""
+        return self.etag == etag or (etag.count("-") == 1 and self.etag == f"{etag}-{self.etag.rpartition('-')[2]}")
 
 
 class Child(NamedTuple):
@@ -50,7 +56,12 @@ class Store(ABC):
 
     Every method raises a `StoreError`: `StoreUnavailable` (try again), `StoreDenied`, `StoreNotFound` (also of a
     bucket), `StoreChanged`.
+
+    Attributes:
+        sees_changes: Whether each read of `open_known` raises `StoreChanged` where the object is another one by then.
     """
+
+    sees_changes = False
 
     # --- creating: a name is created whole or not at all, and once, whoever else tries at the same moment ---
 
@@ -138,6 +149,18 @@ class Store(ABC):
             StoreNotFound: There is none.
             StoreChanged: From reading: another object took its place meanwhile (where the store tells).
         """
+
+    def open_known(self, file: Stat, *, sequential: bool = False) -> BinaryIO:
+        """Opens an object that was listed; asks the store for no size, where the store reads without it.
+
+        Args:
+            file: The object, as `scan` or `stat` returned it.
+            sequential: As in `open`.
+
+        Raises:
+            StoreNotFound, StoreChanged: As `open`; perhaps not before it is read.
+        """
+        return self.open(file.url, sequential=sequential)
 
     # --- looking ---
 

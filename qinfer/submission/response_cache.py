@@ -22,6 +22,7 @@ from qinfer.core.settings_cache import CachePlan
 from qinfer.errors import QinferError, QueueFull
 from qinfer.models.catalog import Served
 from qinfer.models.routes import Route
+from qinfer.models.validate import are_declared
 from qinfer.observe import stats
 from qinfer.observe.latencies import CACHE_HIT, CACHE_MISS, QUEUE, REQUEST, field_of
 from qinfer.observe.stats import ModelCounts
@@ -219,7 +220,8 @@ class ResponseCache:
                 self._table.answer(caller, _of(caller, response, ""))
             return
         callers, stored_ns = self._forget(flight), 0
-        if response.failure is None and flight.is_whole and not response.index:
+        is_whole = response.failure is None and flight.is_whole and not response.index
+        if is_whole and are_declared(response.outputs, flight.request, flight.served.spec):
             started_s = self._now_s()
             self._store(flight.place[0], response)
             stored_ns = _ns(self._now_s() - started_s)

@@ -534,7 +534,8 @@ def kind_of(request: InferRequest, lane: Lane, generation: int, timeout_s: float
     if trace and not trace.isascii():
         return None
     inputs = request.inputs
-    kind = (lane, generation, request.tenant, request.outputs, len(trace), timeout_width(timeout_s))
+    spares = request.spares_outputs
+    kind = (lane, generation, request.tenant, request.outputs, spares, len(trace), timeout_width(timeout_s))
     if len(inputs) != 1:
         return None if any(t.datatype == "BYTES" for t in inputs) else (*kind, *[_kind_of(tensor) for tensor in inputs])
     return None if inputs[0].datatype == "BYTES" else (*kind, _kind_of(inputs[0]))

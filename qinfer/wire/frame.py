@@ -89,6 +89,10 @@ class _HeldRequestHeader(_LongRequestHeader, array_like=True, gc=False):
     holders: tuple[Holder, ...] = ()
 
 
+class _SparingRequestHeader(_HeldRequestHeader, array_like=True, gc=False):
+    spares_outputs: bool = False
+
+
 class _ResponseHeader(msgspec.Struct, array_like=True, gc=False):
     request_id: str
     attempt: _Natural
@@ -114,7 +118,7 @@ class _StreamedResponseHeader(_LongestResponseHeader, array_like=True, gc=False)
 
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(_HeldRequestHeader)
+_request_decoder = msgspec.msgpack.Decoder(_SparingRequestHeader)
 _responses_decoder = msgspec.msgpack.Decoder(list[_StreamedResponseHeader])
 _credits_decoder = msgspec.msgpack.Decoder(list[Credit])
 
@@ -157,12 +161,15 @@ def _encode_header(request: InferRequest, inputs: list[_TensorHeader], payload: 
         _flags(request.sequence),
         payload,
     )
-    if request.queue_timeout_s or request.holders:
+    if request.queue_timeout_s or request.holders or request.spares_outputs:
         header = _LongRequestHeader(*msgspec.structs.astuple(header))
         header.queue_timeout_us = round(request.queue_timeout_s * 1e6)
-    if request.holders:
+    if request.holders or request.spares_outputs:
         header = _HeldRequestHeader(*msgspec.structs.astuple(header))
         header.holders = request.holders
+    if request.spares_outputs:
+        header = _SparingRequestHeader(*msgspec.structs.astuple(header))
+        header.spares_outputs = True
     return _encoder.encode(header)
 
 
@@ -215,6 +222,7 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
     request.queue_timeout_s = header.queue_timeout_us / 1e6
     request.payload = bool(header.payload)
     request.holders = header.holders
+    request.spares_outputs = header.spares_outputs
     if header.payload and payload is None:
         raise PayloadApart(request)
     return request

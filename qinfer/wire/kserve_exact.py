@@ -8,7 +8,7 @@ half, so it runs second. `apply_parameters` sorts the parameters of every reques
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -19,6 +19,9 @@ from qinfer.wire.kserve_types import INPUTS, Input, InputParameters, Output, Out
 
 STEP = "qinfer_step"
 """The caller's number of a request of a sequence: one that is sent again gets the response of the first."""
+
+STRICT_JSON = "qinfer_strict_json"
+"""The parameter that asks for null in place of NaN and infinities."""
 
 SEQUENCE_KEYS = {"sequence_id": "id", "sequence_start": "start", "sequence_end": "end", STEP: "step"}
 """The parameters of a sequence, and the fields of `Sequence` that they become."""
@@ -212,7 +215,14 @@ def _leaves(data: list[Any]) -> Iterator[Any]:
             stack.pop()
 
 
-def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> bool:
+class Form(NamedTuple):
+    """The form in which a request wants its outputs: as binary data, and without NaN in JSON."""
+
+    binary: bool = False
+    strict: bool = False
+
+
+def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> Form:
     """Sorts the request's parameters into the fields of an `InferRequest`.
 
     Args:
@@ -220,18 +230,20 @@ def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> b
         fields: Gets `priority`, `timeout_s`, `sequence`, and `parameters` for the custom ones.
 
     Returns:
-        `binary_data_output`: whether outputs travel as binary data unless they say otherwise.
+        What outputs are like unless they say otherwise, by `binary_data_output` and `qinfer_strict_json`.
 
     Raises:
         InvalidRequest: A reserved key, or a custom value that is no scalar.
         MalformedJson: A known parameter has the wrong type.
     """
-    binary = False
+    binary = strict = False
     custom: dict[str, Any] = {}
     sequence: dict[str, Any] = {}
     for key, value in parameters.items():
         if key == "binary_data_output":
             binary = _boolean(key, value)
+        elif key == STRICT_JSON:
+            strict = _strict(value)
         elif key == "priority":
             fields["priority"] = _unsigned(key, value)
         elif key == "timeout":
@@ -244,10 +256,10 @@ def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> b
         fields["parameters"] = custom
     if sequence:
         _put_sequence(sequence, fields)
-    return binary
+    return Form(binary, strict)
 
 
-_RESERVED = frozenset((*SEQUENCE_KEYS, "priority", "timeout", "binary_data_output", "headers"))
+_RESERVED = frozenset((*SEQUENCE_KEYS, STRICT_JSON, "priority", "timeout", "binary_data_output", "headers"))
 
 
 def check_forwarded(name: str) -> None:
@@ -276,6 +288,12 @@ def custom_parameter(key: str, value: Any) -> Any:
     raise InvalidRequest(
         f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double' or 'string'."
     )
+
+
+def _strict(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"parameter '{STRICT_JSON}' is {str(value)[:40]!r}; it is true or false")
+    return value
 
 
 def _of_sequence(key: str, value: Any) -> Any:

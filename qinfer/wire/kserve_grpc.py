@@ -20,7 +20,7 @@ from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes
 from qinfer.wire.frame import Repeats
-from qinfer.wire.kserve_exact import STEP, apply_parameters
+from qinfer.wire.kserve_exact import STEP, STRICT_JSON, apply_parameters
 from qinfer.wire.outputs import OutputPlan, Regions, prepare, read_special
 from qinfer.wire.protos import grpc_service_pb2 as pb
 
@@ -131,6 +131,7 @@ _KINDS = {  # what Triton's messages call for, and what is taken: both kinds of 
     "sequence_start": ("bool_param", ("bool_param",)),
     "sequence_end": ("bool_param", ("bool_param",)),
     STEP: ("int64_param", _INTEGERS),
+    STRICT_JSON: ("bool_param", ("bool_param",)),  # of HTTP: no model sees it here either
     "priority": ("int64_param or uint64_param", _INTEGERS),
     "timeout": ("int64_param", _INTEGERS),
 }

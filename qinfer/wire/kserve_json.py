@@ -100,10 +100,10 @@ def decode_infer(
         parsed = parse(text)
     except UNPARSABLE:
         parsed = kserve_exact.read(text, max_depth)
-    binary = False
+    form = _PLAIN
     fields: dict[str, Any] = {}
     if parsed.parameters is not UNSET:
-        binary = kserve_exact.apply_parameters(parsed.parameters, fields)
+        form = kserve_exact.apply_parameters(parsed.parameters, fields)
     inputs = []
     position = 0
     for entry in parsed.inputs:
@@ -115,9 +115,9 @@ def decode_infer(
     if position != len(tail):
         raise InvalidRequest(f"unexpected additional input data for model '{model}'")
     outputs: tuple[str, ...] = ()
-    plan = _BINARY_PLAN if binary else _JSON_PLAN
+    plan = _BINARY_PLAN if form.binary else _STRICT_PLAN if form.strict else _JSON_PLAN
     if parsed.outputs:
-        outputs, plan = _plan(parsed.outputs, regions, binary=binary)
+        outputs, plan = _plan(parsed.outputs, regions, form)
     request = InferRequest(model=model, inputs=tuple(inputs), version=version, client_id=parsed.id, outputs=outputs)
     if fields:
         for name, value in fields.items():
@@ -157,7 +157,7 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
             if len(tensor.data):  # without any, the whole body is JSON, as Triton's is
                 tail.append(tensor.data)
         else:
-            parts += (separator, head, b'"data":', elements(tensor), b"}")
+            parts += (separator, head, b'"data":', elements(tensor, strict=plan.strict), b"}")
         separator = b","
     parts.append(b"]}")
     text = b"".join(parts)
@@ -168,7 +168,9 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
 
 _NOWHERE: Collection[str] = ()
 _JSON_PLAN = OutputPlan()
+_STRICT_PLAN = OutputPlan(strict=True)
 _BINARY_PLAN = OutputPlan(binary=True)
+_PLAIN = kserve_exact.Form()
 
 
 def _split(body: Bytes, json_length: int | None) -> tuple[bytes, Bytes]:
@@ -255,7 +257,7 @@ def _elements_of(name: str, shape: tuple[int, ...]) -> int:
     return count
 
 
-def _plan(wanted: list[Output], regions: Regions, *, binary: bool) -> tuple[tuple[str, ...], OutputPlan]:
+def _plan(wanted: list[Output], regions: Regions, form: kserve_exact.Form) -> tuple[tuple[str, ...], OutputPlan]:
     overrides: dict[str, bool] = {}
     special: dict[str, Special] | None = None
     for output in wanted:
@@ -270,7 +272,7 @@ def _plan(wanted: list[Output], regions: Regions, *, binary: bool) -> tuple[tupl
             if found is not None:
                 special = special or {}
                 special[output.name] = found
-    return tuple([output.name for output in wanted]), OutputPlan(binary, overrides, special)
+    return tuple([output.name for output in wanted]), OutputPlan(form.binary, overrides, special, strict=form.strict)
 
 
 _encoder = msgspec.json.Encoder()
@@ -293,8 +295,8 @@ def _output_head(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
     return _encoder.encode({"name": name, "datatype": datatype, "shape": shape})[:-1] + b","
 
 
-def elements(tensor: Tensor) -> bytes:
-    """Turns tensor bytes into a JSON array, flat and in row-major order.
+def elements(tensor: Tensor, *, strict: bool = False) -> bytes:
+    """Turns tensor bytes into a JSON array, flat and in row-major order; a strict one has null for NaN and infinities.
 
     Raises:
         InvalidRequest: Its elements can't travel as JSON.
@@ -306,7 +308,7 @@ def elements(tensor: Tensor) -> bytes:
     else:
         values = _unusual_elements(tensor)
     text = _encoder.encode(values)
-    if text.find(b"n") >= 0:  # null, which msgspec writes for NaN and infinities, and Triton as words
+    if not strict and text.find(b"n") >= 0:  # null, which msgspec writes for NaN and infinities, and Triton as words
         text = json.dumps(values, separators=(",", ":")).encode()
     return text
 

@@ -199,6 +199,7 @@ class OutputPlan(msgspec.Struct, frozen=True):
         special: Output name → what else is done with it; `None` for nothing, as nearly always.
         held: The shared memory of its request, which may not go before the plan; `None` = none.
         endpoint: The endpoint that was asked, whose name the reply gives in place of the model's; empty = none.
+        strict: JSON has null for NaN and infinities, in place of the words that only Triton's clients read.
     """
 
     binary: bool = False
@@ -206,6 +207,7 @@ class OutputPlan(msgspec.Struct, frozen=True):
     special: Mapping[str, Special] | None = None
     held: object = None
     endpoint: str = ""
+    strict: bool = False
 
     def is_binary(self, output: str) -> bool:
         """Tells whether `output` travels as binary data."""

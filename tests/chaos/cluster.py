@@ -34,7 +34,7 @@ _STARTS_IN_S = 3.0  # about; a worker that only begins to start is not worth kil
 _MARK = "PYTHON_OF_CLUSTER"
 _PORTS = (20000, 32000)  # below those that the system lends to clients: a client may not sit on a dead gateway's port
 _ENDS_WELL = {0, 1, -signal.SIGKILL, -signal.SIGTERM}
-"""Exit codes; 1 = Redis was away at the start, and a SIGTERM kills what has no handler yet."""
+"""Exit codes; 1 = Redis went away again at the start, and a SIGTERM kills what has no handler yet."""
 
 SETTINGS = {
     "QINFER_LOG__LEVEL": "WARNING",

@@ -39,7 +39,7 @@ class FaultyBackend:
         self._trace = Path(spec.parameters["trace"])
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        (x,) = batch.inputs.values()
+        x = batch.inputs["x"]
         values = {float(value) for value in x[:, 0]}
         with self._trace.open("a") as file:
             file.write(" ".join(str(float(value)) for value in x[:, 0]) + "\n")
@@ -51,7 +51,8 @@ class FaultyBackend:
             until_s = time.monotonic() + self._hold_s
             while time.monotonic() < until_s and not self._trace.with_suffix(".go").exists():
                 time.sleep(0.02)
-        respond_rows(batch, ctx, {"y": x}, {"y": "FP32"})
+        y = x + batch.inputs["before"] if "before" in batch.inputs else x  # the state of a model with sequences
+        respond_rows(batch, ctx, {"y": y} | dict.fromkeys(batch.states, y), dict.fromkeys(["y", *batch.states], "FP32"))
 
     def unload(self) -> None:
         return

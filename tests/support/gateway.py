@@ -3,8 +3,9 @@
 Models, all `x` → `y`, at most 8 rows: `echo` (FP32[4], versions 1 and 2), `text` (BYTES[-1]), `half` (FP16[2]), `pair`
 (`a`, `b`, given back as outputs), `fails` (every request), `stuck` (never answered), `loading` (no live worker).
 Never answered either: `small` (50 may wait), `bounded` (3 may wait, by its queue policy), `levels` (1 … 3, of which the
-default 2 refuses what has waited for 50 ms, and 3 is delayed), `asleep` (no live worker, and READY: `min_workers` 0),
-`flow` and `resuming` (FP32[-1], decoupled; the latter with `qinfer.stream_resume`), `stateful` (with sequences).
+default 2 refuses what has waited for 50 ms, and 3 is delayed), `patient` (a queue timeout of 15 minutes, which requests
+may shorten), `asleep` (no live worker, and READY: `min_workers` 0), `flow` and `resuming` (FP32[-1], decoupled; the
+latter with `qinfer.stream_resume`), `stateful` (with sequences).
 Without a batch dimension: `one` (BYTES[1]), `vary` (INT32[2, -1]), `wide` (FP32[-1, -1]). The output of `echo` has the
 labels zero, one and two. A request's parameters whose names begin with `told_` come back with its response, and one
 named `responses` says how many responses it gets; `fails_in` names the version that fails it.
@@ -47,6 +48,13 @@ dynamic_batching {
 """
 
 
+_PATIENT = """
+dynamic_batching {
+  default_queue_policy { default_timeout_microseconds: 900000000 allow_timeout_override: true }
+}
+"""
+
+
 def _parameter(key: str, value: int) -> str:
     return _text_parameter(key, str(value))
 
@@ -69,6 +77,7 @@ MODELS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "small": (_FP32 + _parameter("qinfer.lane_capacity", 50), (1,)),
     "bounded": (_FP32 + " dynamic_batching { default_queue_policy { max_queue_size: 3 } }", (1,)),
     "levels": (_FP32 + _LEVELS, (1,)),
+    "patient": (_FP32 + _PATIENT, (1,)),
     "one": (_ONE.format("TYPE_STRING", 1), (1,)),
     "vary": (_ONE.format("TYPE_INT32", "2, -1"), (1,)),
     "wide": (_ONE.format("TYPE_FP32", "-1, -1"), (1,)),

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from qinfer.core.messages import Response
+from qinfer.tensors import to_numpy
 from tests.support.faulty_backend import write_model as write_faulty
 from tests.support.python_models import execute
 from tests.support.python_models import write_model as write_python
@@ -11,6 +13,11 @@ HANG = 666.0
 
 HANGS = "if any((x(request) == 666).any() for request in requests): time.sleep(10**6)\n"
 ECHO = HANGS + "return [reply(x(request)) for request in requests]"
+
+
+def outcome(response: Response) -> object:
+    """Returns the value of a response, or its error."""
+    return response.failure.message if response.failure else to_numpy(response.outputs[0]).item()
 
 
 def limit(seconds: float, name: str = "execute") -> str:

@@ -13,7 +13,7 @@ from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.head import MAX_FAST_BYTES, Head
-from qinfer_api.http.infer import DECOUPLED, InferCodec, Reply, error_reply, failure_reply, hold, with_headers
+from qinfer_api.http.infer import DECOUPLED, InferCodec, Reply, error_reply, failure_reply, hold, strictly, with_headers
 
 logger = logging.getLogger(__name__)
 
@@ -110,13 +110,15 @@ class Call:
                 thread.add_done_callback(partial(self._read_in_thread, dispatcher, head, context))
                 return
             request, self._plan = codec.decode(head.target, body, head.json_length)
+            if head.strict:
+                self._plan = strictly(self._plan)
             if head.forwarded:
                 with_headers(request, head.forwarded)
             # Most gateways have no endpoints: one look at an empty dictionary is all that costs others.
             if dispatcher.endpoints.by_name and dispatcher.choose(context, request, head.header):
                 self._plan = codec.routed(request, self._plan)
             self.request = request
-            pending = dispatcher.submit(context, request, self)
+            pending = dispatcher.submit(context, request, self, asked_s=head.timeout_s)
             if self.reply is None:
                 self._pending = pending
                 hold(self._plan)
@@ -126,6 +128,8 @@ class Call:
     def _read_checked(self, dispatcher: Dispatcher, head: Head, context: Context, body: bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
         request, plan = self._codec.decode(head.target, body, head.json_length, served)
+        if head.strict:
+            plan = strictly(plan)
         with_headers(request, head.forwarded)
         if dispatcher.choose(context, request, head.header):
             served, plan = dispatcher.of_model(request.model, request.version), self._codec.routed(request, plan)
@@ -137,7 +141,7 @@ class Call:
             return  # the client left
         try:
             done.result()
-            pending = dispatcher.submit(context, self.request, self)
+            pending = dispatcher.submit(context, self.request, self, asked_s=head.timeout_s)
             if self.reply is None:
                 self._pending = pending
                 hold(self._plan)

@@ -12,7 +12,17 @@ import msgspec
 from qinfer.errors import InvalidRequest
 from qinfer.observe.tracing import context_text
 from qinfer_api.auth import ANONYMOUS, Context, presented_key
-from qinfer_api.http.infer import Encoding, Headers, Target, forwarded, parse_version, response_encoding
+from qinfer_api.http.infer import (
+    TIMEOUT_HEADER,
+    Encoding,
+    Headers,
+    Target,
+    forwarded,
+    parse_version,
+    read_seconds,
+    response_encoding,
+    wants_strict,
+)
 from qinfer_api.http.visitors import Visitors
 
 MAX_FAST_BYTES = 256 * 1024
@@ -25,6 +35,8 @@ _MEANINGS = {  # what the fast path reads of a request's headers; all others mea
     b"tracestate": "tracestate",
     b"content-encoding": "coding",
     b"accept-encoding": "accept",
+    b"accept": "types",
+    b"request-timeout": "timeout",
     b"authorization": "authorization",
     b"x-api-key": "x-api-key",
     b"transfer-encoding": "special",
@@ -41,6 +53,8 @@ class Head(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         json_length: The header's text, unchecked.
+        strict: Whether the JSON of the reply may have no NaN.
+        timeout_s: The time that the request asks for until it expires; `None` = it does not say.
         sent: All headers, in the bytes of the head or one by one: endpoints may choose by any.
     """
 
@@ -51,6 +65,8 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     encoding: Encoding | None
     forwarded: Mapping[str, str] = _NO_HEADERS
     sent: bytes | Headers = b""
+    strict: bool = False
+    timeout_s: float | None = None
 
     def headers(self) -> Headers:
         """Returns all headers."""
@@ -117,7 +133,11 @@ def read_head(
     json_length = found["json"].decode("latin-1") if "json" in found else None
     encoding = _accepted(found["accept"]) if "accept" in found else None
     forwarding = _NO_HEADERS if forward is None else forwarded(forward, headers)
-    return Head(target, length, json_length, context, encoding, forwarding, headers)
+    try:
+        strict, timeout_s = _wishes(found.get("types"), found.get("timeout"))
+    except InvalidRequest:
+        return None  # the route refuses it
+    return Head(target, length, json_length, context, encoding, forwarding, headers, strict, timeout_s)
 
 
 def origin_in(headers: Headers) -> bytes:
@@ -146,6 +166,16 @@ def _text(value: bytes | None) -> str:
 @lru_cache(maxsize=256)
 def _accepted(header: bytes) -> Encoding | None:
     return response_encoding(header.decode("latin-1"))
+
+
+def _wishes(accept: bytes | None, timeout: bytes | None) -> tuple[bool, float | None]:
+    """Reads an `Accept`, and a `Request-Timeout`.
+
+    Raises:
+        InvalidRequest: One of them is wrong.
+    """
+    timeout_s = None if timeout is None else read_seconds(TIMEOUT_HEADER, timeout.decode("latin-1"))
+    return accept is not None and wants_strict(accept.decode("latin-1")), timeout_s
 
 
 def transfer_codings(headers: Headers) -> list[bytes]:
@@ -177,6 +207,8 @@ _LINES = (  # those that come most often first
     _once(6, "authorization", _VALUE),
     _once(7, "x-api-key", _VALUE),
     _once(8, "tracestate", _VALUE),
+    _once(9, "types", _VALUE),
+    _once(10, "timeout", _VALUE),
     rb"(?i:connection: keep-alive)\r\n",
 )
 _PLAIN_HEAD = re.compile(rb"POST (/v2/models/[/.:@_~0-9A-Za-z-]++) HTTP/1\.1\r\n(?:%b)*+\r\n" % b"|".join(_LINES))
@@ -225,9 +257,13 @@ class HeadReader:
         match = _PLAIN_HEAD.match(packet, 0, _MAX_HEAD_BYTES)
         if match is None:
             return None
-        url, length, trace, json_length, accept, authorization, key, state = match.groups()
+        url, length, trace, json_length, accept, authorization, key, state, types, timeout = match.groups()
         end, target = match.end(), parse_target(url)
         if target is None or length is None or size - end != int(length) or size - end > self._max_bytes:
+            return None
+        try:
+            strict, timeout_s = _wishes(types, timeout)
+        except InvalidRequest:
             return None
         sent = packet[:end]
         if self._visitors is not None and not self._visitors.is_plain(sent):
@@ -240,6 +276,8 @@ class HeadReader:
             None if accept is None else _accepted(accept),
             _NO_HEADERS if self._forward is None else forwarded(self._forward, _ANY_LINE.findall(sent)),
             sent,
+            strict,
+            timeout_s,
         )
         if trace is None:  # one comes once only
             self._known[size % _MAX_KNOWN] = sent, size, head

@@ -6,6 +6,7 @@ Nothing here waits; what takes long (a large body, shared memory) is called in a
 """
 
 import asyncio
+import math
 import re
 import struct
 import zlib
@@ -43,6 +44,7 @@ Encoding = Literal["gzip", "deflate"]
 
 _WINDOW_BITS: dict[Encoding, int] = {"gzip": 31, "deflate": 15}  # `deflate` in HTTP is the zlib container
 _EITHER_CONTAINER = 47  # bits by which zlib looks what it is
+_STRICT = re.compile(r"(?i);[ \t]*strict[ \t]*=([^;,]*)")
 _STEP_BYTES = 256 * 1024
 _PIECE_BYTES = 64 * 1024  # what zlib returns unused is a copy: of a piece, not of all the rest
 _MAX_EXPANSION = 1032  # of deflate: so many bytes may come of one
@@ -75,6 +77,39 @@ def response_encoding(header: str | None) -> Encoding | None:
         weights.setdefault(encoding, weights.get("*", 0.0))
     best = max((name for name in weights if name == "identity" or name in _WINDOW_BITS), key=weights.__getitem__)
     return best if best in _WINDOW_BITS and weights[best] > 0 else None
+
+
+def read_seconds(name: str, text: str) -> float:
+    """Reads a number of seconds.
+
+    Args:
+        name: The name of the value, in the error.
+        text: Its text.
+
+    Raises:
+        InvalidRequest: The text is no such number.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidRequest(f"{name} is a number of seconds, such as 2.5; got '{text[:100]}'")
+    return seconds
+
+
+@lru_cache(maxsize=256)
+def wants_strict(header: str) -> bool:
+    """Tells whether a media range of `Accept` has the parameter `strict=true`: JSON without NaN and infinities.
+
+    Raises:
+        InvalidRequest: Its value is neither true nor false.
+    """
+    values = [value.strip(' \t"').lower() for value in _STRICT.findall(header)]
+    for value in values:
+        if value not in ("true", "false"):
+            raise InvalidRequest(f"'{value[:40]}' is no value of strict in Accept: it is true or false")
+    return "true" in values
 
 
 def compress(body: bytes, encoding: Encoding, level: int = 1) -> bytes:
@@ -151,6 +186,9 @@ ID_HEADER = b"qinfer-request-id"
 
 CACHE_HEADER = b"qinfer-cache"
 """Header of the replies of models that use the response cache: `hit` or `miss`."""
+
+TIMEOUT_HEADER = "Request-Timeout"
+"""Header of requests: seconds until they expire."""
 
 TARGET_HEADER = b"qinfer-target"
 """Header of the replies of endpoints: the target that answered, such as `digits:4`."""
@@ -373,6 +411,11 @@ class InferCodec:
     def reads_memory(self, body: Bytes) -> bool:
         """Tells whether decoding a body may copy inputs from shared memory, however small the body is."""
         return self.shares_memory and _IN_SHARED_MEMORY in body
+
+
+def strictly(plan: OutputPlan) -> OutputPlan:
+    """Returns a plan whose JSON has no NaN and no infinities."""
+    return msgspec.structs.replace(plan, strict=True)
 
 
 def noting(plan: OutputPlan, regions: Regions) -> OutputPlan:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from qinfer.core.store_urls import Grant
-from qinfer.errors import Conflict, InvalidRequest, JobNotFound
+from qinfer.errors import Conflict, CorruptEntry, InvalidRequest, JobNotFound
 from qinfer.jobs.job import (
     PRIORITIES,
     JobSpec,
@@ -172,6 +172,34 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     webhook: WebhookBody | None
     spec: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
     links: JobLinks
+
+
+class JobFilter(NamedTuple):
+    """The jobs that a listing is asked for.
+
+    Attributes:
+        model: The model or endpoint; empty = any, as with the others.
+        output: The folder that jobs write to; folders below count as well.
+        metadata: Texts that a job's metadata has, all of them.
+    """
+
+    model: str = ""
+    output: str = ""
+    metadata: frozenset[tuple[str, str]] = frozenset()
+
+    def fits(self, record: JobRecord) -> bool:
+        """Tells whether a job is one of them, which no job with a damaged specification is."""
+        if self.model and self.model not in (record.model, record.endpoint):
+            return False
+        if not (self.output or self.metadata):
+            return True
+        try:
+            spec = spec_of(record)
+        except CorruptEntry:
+            return False
+        folder = f"{self.output.rstrip('/')}/"
+        is_there = not self.output or f"{spec.output.url.rstrip('/')}/".startswith(folder)
+        return is_there and self.metadata <= spec.metadata.items()
 
 
 class JobsBody(msgspec.Struct, frozen=True):

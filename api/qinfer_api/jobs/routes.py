@@ -10,12 +10,14 @@ from starlette.responses import Response as HttpResponse
 from qinfer.errors import CorruptEntry, InvalidRequest
 from qinfer.jobs.job import JobState
 from qinfer.jobs.queue.records import JobRecord
+from qinfer.queue import keys
 from qinfer.wire.kserve_json import check_depth
 from qinfer_api.auth import Context
 from qinfer_api.jobs.records import (
     Changes,
     EstimateBody,
     JobBody,
+    JobFilter,
     JobLog,
     JobsBody,
     NewJob,
@@ -86,6 +88,9 @@ _LIST = operation(
     "List the jobs",
     {200: answer("The jobs.", JobsBody), **_refusals(400, 401, 403, 503)},
     query("state", "Only jobs in this state.", enum=list(JobState)),
+    query("model", "Only jobs of this model or endpoint.", type="string"),
+    query("output", "Only jobs that write to this folder, or below it.", type="string"),
+    query("metadata", "`NAME=TEXT`: only jobs with that metadata; several times = all of them.", type="string"),
     query("after", "`next` of the page before.", type="string"),
     query("limit", "How many at most.", type="integer", minimum=1, maximum=MAX_LIMIT, default=_DEFAULT_LIMIT),
 )
@@ -193,7 +198,9 @@ async def _create(services: Services, jobs: BulkJobs, request: Request) -> HttpR
 async def _list(services: Services, jobs: BulkJobs, request: Request) -> HttpResponse:
     context, query = _context(services, request), request.query_params
     state, after = query.get("state", ""), query.get("after", "")
-    found, following = await jobs.list(context, state, after, _limit(query.get("limit")))
+    given = [_pair(text) for text in query.getlist("metadata")]
+    wanted = JobFilter(query.get("model", ""), query.get("output", ""), frozenset(given))
+    found, following = await jobs.list(context, state, after, _limit(query.get("limit")), wanted)
     bodies = []
     for record in found:
         with suppress(CorruptEntry):  # a damaged one hides no other; asked by its id, it says so
@@ -224,7 +231,10 @@ def _progress(jobs: BulkJobs, record: JobRecord) -> Event:
 
 
 def _context(services: Services, request: Request) -> Context:
-    return authorize(services, request)
+    """Returns who asks, authorized; refuses at once while the queue is away, as requests are refused."""
+    context = authorize(services, request)
+    services.requests.delivery.router.check_up(keys.slot(keys.job_places()))
+    return context
 
 
 def _body(jobs: BulkJobs, record: JobRecord) -> JobBody:
@@ -240,6 +250,13 @@ def _flag(request: Request, name: str) -> bool:
     if text not in ("true", "false"):
         raise InvalidRequest(f"{name} is true or false; got '{text[:40]}'")
     return text == "true"
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not (name and separator):
+        raise InvalidRequest(f"metadata is NAME=TEXT; got '{text[:40]}'")
+    return name, value
 
 
 def _limit(text: str | None) -> int:

@@ -22,6 +22,7 @@ from qinfer.errors import (
     Conflict,
     InvalidRequest,
     JobNotFound,
+    ModelNotFound,
     Overloaded,
     QinferError,
     QuotaExceeded,
@@ -43,6 +44,7 @@ from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.jobs.records import (
     Changes,
     EstimateBody,
+    JobFilter,
     changed,
     check_same,
     check_unshared,
@@ -205,15 +207,17 @@ class BulkJobs:
             raise unknown_job(job_id)
         return record
 
-    async def list(self, context: Context, state: str, after: str, limit: int) -> tuple[Sequence[JobRecord], str]:
-        """Returns a tenant's jobs, the newest first, and where the next page begins; empty = there is none.
+    async def list(
+        self, context: Context, state: str, after: str, limit: int, wanted: JobFilter
+    ) -> tuple[Sequence[JobRecord], str]:
+        """Returns the wanted jobs of a tenant, the newest first, and where the next page begins; empty = nowhere.
 
         Raises:
             InvalidRequest: There is no such state or place.
         """
         if state and state not in _STATES:
             raise InvalidRequest(f"there is no state '{state[:40]}'; jobs are {', '.join(_STATES)}")
-        page = await self.jobs.list(tenant=context.tenant, state=state or None, after=after, count=limit)
+        page = await self.jobs.list(context.tenant, state or None, after, limit, wanted.fits)
         return page.records, page.after
 
     async def cancel(self, context: Context, job_id: str) -> JobRecord:
@@ -339,8 +343,24 @@ class BulkJobs:
         routed = endpoints.by_name.get(spec.model)
         endpoint = "" if routed is None or (spec.version and routed.endpoint.hides_model) else spec.model
         place = endpoints.stable(endpoint, spec.version) if endpoint else (spec.model, spec.version)
-        served = self.resolve(*place)
+        served = self._served(*place)
         return msgspec.structs.replace(spec, model=served.spec.name, version=served.version), served, endpoint
+
+    def _served(self, model: str, version: int) -> Served:
+        """Resolves a version; the refusal of one that a version policy may hide names the version that is served."""
+        try:
+            return self.resolve(model, version)
+        except ModelNotFound as error:
+            newest = 0
+            if version:
+                with contextlib.suppress(QinferError):
+                    newest = self.resolve(model, 0).version
+            if not newest:
+                raise
+            raise ModelNotFound(
+                f"{error.message}; version {newest} is served, and 'version_policy' of the configuration may hide "
+                "others: it serves the latest one by default"
+            ) from None
 
     def _check_enabled(self) -> None:
         if not self.settings.bulk.enabled:

@@ -223,13 +223,21 @@ class Labeling:
         self, context: Context, model: str, project: int, state: str, after: int, limit: int
     ) -> LabelTasksBody:
         """Returns where a project's tasks are: see `Statuses.page`."""
-        await self._known(model)
-        return await self._statuses.page(Board(model, context.tenant, project), state, after, limit)
+        return await self._statuses.page(await self._kept(context, model, project), state, after, limit)
 
     async def one(self, context: Context, model: str, project: int, task: int) -> LabelTaskBody:
         """Returns where a task is: see `Statuses.one`."""
+        return await self._statuses.one(await self._kept(context, model, project), task)
+
+    async def _kept(self, context: Context, model: str, project: int) -> Board:
+        """Returns the board of a project, where the queue has it.
+
+        Raises:
+            QinferError: There is no such model, Label Studio is not served, or the queue can't be reached.
+        """
         await self._known(model)
-        return await self._statuses.one(Board(model, context.tenant, project), task)
+        self._requests.check_up(model)
+        return Board(model, context.tenant, project)
 
     async def _take(
         self, board: Board, mapping: TaskMapping, served: Served, tasks: Sequence[Mapping[str, Any]], reason: Reason
@@ -276,6 +284,7 @@ class Labeling:
         self._check_studio(model)
         if project is None:
             raise InvalidRequest("predictions are pushed to a project, and the call does not say to which")
+        self._requests.check_up(model)
         return Board(model, context.tenant, project)
 
 

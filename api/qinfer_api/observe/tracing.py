@@ -155,6 +155,7 @@ class TracedDispatcher(Dispatcher):
         sink: Sink,
         within_s: float = math.inf,
         *,
+        asked_s: float | None = None,
         is_taken: bool = False,
     ) -> Pending:
         """Submits a request, as `Dispatcher.submit`, within a span."""
@@ -165,10 +166,10 @@ class TracedDispatcher(Dispatcher):
             if not span.is_recorded:
                 span = None
         if span is None and sampling is None:
-            return super().submit(context, request, sink, within_s, is_taken=is_taken)
+            return super().submit(context, request, sink, within_s, asked_s=asked_s, is_taken=is_taken)
         traced = TracedSink(sink, request, self._server_clock, span, sampling)
         try:
-            pending = super().submit(context, request, traced, within_s, is_taken=is_taken)
+            pending = super().submit(context, request, traced, within_s, asked_s=asked_s, is_taken=is_taken)
         except QinferError as error:
             traced.end(Failure.of(error))
             raise

@@ -16,7 +16,6 @@ A browser comes back by itself when a stream ends, with the id of the last event
 """
 
 import hashlib
-import math
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
@@ -32,7 +31,7 @@ from qinfer.queue.entries import Address, RequestRecord, RequestState
 from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, read_seconds, strictly
 from qinfer_api.http.responses import encode_event
 from qinfer_api.requests.records import RequestBody, address_of, made_by_server, path_of, shown_record
 from qinfer_api.requests.service import SubmitOptions, Ticket
@@ -41,6 +40,7 @@ from qinfer_api.rest.services import (
     INFER_BODY,
     JSON_LENGTH,
     OUTPUTS,
+    REQUEST_TIMEOUT,
     Event,
     Preferences,
     Services,
@@ -50,6 +50,7 @@ from qinfer_api.rest.services import (
     decoded_infer,
     event_stream,
     idempotency_key,
+    is_strict,
     off_loop,
     read_body,
     read_preferences,
@@ -58,6 +59,7 @@ from qinfer_api.rest.services import (
     send,
     send_outputs,
     target_of,
+    timeout_of,
     unless_left,
 )
 
@@ -95,7 +97,7 @@ _SUBMIT = operation(
         **errors(400, 401, 403, 404, 409, 429, 500, 501, 503),
     },
     JSON_LENGTH,
-    header("Request-Timeout", "Seconds until it expires.", type="number", exclusiveMinimum=0, examples=[600]),
+    REQUEST_TIMEOUT,
     header(
         "Idempotency-Key",
         "Visible ASCII. The same key with the same body is the same request; with another body it is refused.",
@@ -300,6 +302,7 @@ async def _outcome(services: Services, request: Request, record: RequestRecord) 
 
 
 async def _events(services: Services, request: Request) -> HttpResponse:
+    strict = is_strict(request)
     context, address = await _located(services, request)
     record = await services.requests.record(context, address)
     seen = request.headers.get("last-event-id", "")
@@ -311,11 +314,11 @@ async def _events(services: Services, request: Request) -> HttpResponse:
         raise Overloaded("too many clients wait at this server for requests to end; poll, or try again later")
     changes = services.requests.waits.changes(address, HEARTBEAT_S, partial(recheck, services, request))
     own = (one async for one in changes if one is None or one.tenant == context.tenant)
-    return event_stream(_told_events(services, own, *_seen(seen)), seen)
+    return event_stream(_told_events(services, own, *_seen(seen), strict=strict), seen)
 
 
 async def _told_events(
-    services: Services, changes: AsyncIterator[RequestRecord | None], told: str, taken: int
+    services: Services, changes: AsyncIterator[RequestRecord | None], told: str, taken: int, *, strict: bool
 ) -> AsyncIterator[Event | None]:
     """Yields the events of a request: its states and responses as they come, its last state after all responses.
 
@@ -324,6 +327,7 @@ async def _told_events(
         changes: The record at each change; `None` = nothing has changed for long.
         told: The state that was told last.
         taken: How many responses were.
+        strict: Whether JSON may have no NaN.
     """
     async for record in changes:
         if record is None:
@@ -333,17 +337,17 @@ async def _told_events(
             told = _told(record)
             yield Event("state", _event_id(told, taken), _state(services, record))
         if record.decoupled:
-            async for data in _responses(services, record, taken):
+            async for data in _responses(services, record, taken, strict=strict):
                 taken += 1
                 yield Event("response", _event_id(told, taken), data)
         if record.state.is_terminal:
             yield Event("state", _event_id(_told(record), taken), _state(services, record))
 
 
-async def _responses(services: Services, record: RequestRecord, index: int) -> AsyncIterator[bytes]:
+async def _responses(services: Services, record: RequestRecord, index: int, *, strict: bool) -> AsyncIterator[bytes]:
     """Yields the encoded responses of a decoupled model from an index on, as far as they are there."""
     requests = services.requests
-    plan = requests.plan(record)
+    plan = strictly(requests.plan(record)) if strict else requests.plan(record)
     with suppress(ResultExpired):
         async for response in requests.stored(record, index):
             yield await _encoded(services, response, record.client_id, plan)
@@ -395,12 +399,12 @@ def _options(request: Request) -> SubmitOptions:
         InvalidRequest: A value is wrong.
     """
     headers = request.headers
-    key, timeout = idempotency_key(request), headers.get("request-timeout")
+    key = idempotency_key(request)
     if headers.get("request-id") == "":
         raise InvalidRequest("the Request-Id is empty; leave it out to have the server make one")
     return SubmitOptions(
         body_hash="",
-        timeout_s=None if timeout is None else _seconds("Request-Timeout", timeout),
+        timeout_s=timeout_of(request),
         request_id=headers.get("request-id", ""),
         idempotency_key="" if key is None else hashlib.sha256(key.encode()).hexdigest(),
         webhook=headers.get("webhook-url", ""),
@@ -409,14 +413,4 @@ def _options(request: Request) -> SubmitOptions:
 
 def _wait_s(request: Request) -> float:
     text = request.query_params.get("wait")
-    return 0.0 if text is None else _seconds("wait", text)
-
-
-def _seconds(name: str, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise InvalidRequest(f"{name} is a number of seconds, such as 2.5; got '{text[:100]}'")
-    return seconds
+    return 0.0 if text is None else read_seconds("wait", text)

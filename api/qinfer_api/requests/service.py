@@ -8,7 +8,6 @@ gateway can be asked for it.
 import asyncio
 import contextlib
 import functools
-import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +18,6 @@ from qinfer.core.settings import RequestSettings
 from qinfer.errors import (
     Cancelled,
     CorruptEntry,
-    InvalidRequest,
     Overloaded,
     QinferError,
 )
@@ -35,7 +33,7 @@ from qinfer.traffic.store import Kept, KeptTargets, names_of
 from qinfer.wire.frame import decode_responses
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import ANONYMOUS, Context
-from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.dispatcher import Dispatcher, checked_timeout_s
 from qinfer_api.http.infer import bound
 from qinfer_api.requests.ends import StoredEnds
 from qinfer_api.requests.records import (
@@ -53,7 +51,6 @@ from qinfer_api.status import of_request
 _GRACE_S = 5.0  # for a janitor to end what has expired
 _KEPT_LONGER_S = 600.0  # a target than the record that it leads to
 
-MIN_TIMEOUT_S = 0.001
 
 _CANCELLED = "the request was cancelled"
 
@@ -174,7 +171,7 @@ class AsyncRequests:
             QinferError: It is refused, as `Dispatcher.submit` refuses; or its timeout or webhook is wrong; `Conflict`:
                 the id or the key belongs to a request with another body.
         """
-        self._check_up(request.model, request.partition)
+        self.check_up(request.model, request.partition)
         if request.endpoint and (names := names_of(options.request_id, options.idempotency_key)):
             plan = await self._keep_target(context, request, plan, options, names)
         served = self.of_model(request.model, request.version)
@@ -199,7 +196,7 @@ class AsyncRequests:
         """
         model = await self.model_of(model, context.tenant, options.request_id, options.idempotency_key)
         address = self._address(context, Lane(model, 0), options.request_id)
-        self._check_up(address.model, address.partition)
+        self.check_up(address.model, address.partition)
         found = await self.delivery.requests.find(
             address, options.body_hash, tenant=context.tenant, idempotency_key=options.idempotency_key
         )
@@ -223,7 +220,7 @@ class AsyncRequests:
         """
         if name not in self.dispatcher.endpoints.by_name:
             return name
-        self._check_up(name)
+        self.check_up(name)
         kept = await self.kept.find(name, tenant, names_of(request_id, idempotency_key))
         return name if kept is None else kept.model
 
@@ -255,7 +252,7 @@ class AsyncRequests:
             RequestNotFound: Nothing is, or it is another tenant's.
             BrokerUnavailable: The queue can't be reached now.
         """
-        self._check_up(address.model, address.partition)
+        self.check_up(address.model, address.partition)
         return own_record(context.tenant, address, await self.delivery.requests.record(address))
 
     async def wait(self, context: Context, address: Address, wait_s: float) -> RequestRecord:
@@ -330,7 +327,7 @@ class AsyncRequests:
             self.tally.ended(address.model, record.version, Cancelled.code)
         return await self.record(context, address)
 
-    def _check_up(self, model: str, partition: int = 0) -> None:
+    def check_up(self, model: str, partition: int = 0) -> None:
         """Refuses at once while the queue is away, as synchronous calls are refused: callers know when to try again."""
         self.delivery.router.check_up(keys.slot(keys.confirm(model, partition)))
 
@@ -340,12 +337,7 @@ class AsyncRequests:
         longest_s = float(own.get(MAX_TIMEOUT, self.settings.max_timeout_s))
         if asked_s is None:
             return min(float(own.get(DEFAULT_TIMEOUT, self.settings.default_timeout_s)), longest_s)
-        if not (math.isfinite(asked_s) and MIN_TIMEOUT_S <= asked_s <= longest_s):
-            raise InvalidRequest(
-                f"a request timeout of {asked_s:g} s is not possible; "
-                f"choose one from {MIN_TIMEOUT_S:g} to {longest_s:g} seconds"
-            )
-        return asked_s
+        return checked_timeout_s(asked_s, longest_s)
 
     def _address(self, context: Context, lane: Lane, chosen: str) -> Address:
         if chosen:

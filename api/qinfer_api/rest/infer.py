@@ -16,7 +16,7 @@ No body meets pydantic. Whatever takes long (decompression, a large body or repl
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter
@@ -34,6 +34,7 @@ from qinfer.submission.pending import Pending, Sink
 from qinfer.tensors import Bytes, Tensor, element_count
 from qinfer.wire.kserve_exact import (
     SEQUENCE_KEYS,
+    STRICT_JSON,
     apply_parameters,
     custom_parameter,
     load,
@@ -65,6 +66,7 @@ from qinfer_api.rest.services import (
     INFER_ERRORS,
     JSON_LENGTH,
     OUTPUTS,
+    REQUEST_TIMEOUT,
     Services,
     answers,
     authorize,
@@ -72,6 +74,7 @@ from qinfer_api.rest.services import (
     context_of,
     decoded_infer,
     forward_headers,
+    is_strict,
     off_loop,
     read_body,
     read_preferences,
@@ -80,10 +83,13 @@ from qinfer_api.rest.services import (
     send,
     send_outputs,
     target_of,
+    timeout_of,
     unless_left,
 )
 
-_INFER = operation("Run a model", {200: OUTPUTS, 202: ACCEPTED, **INFER_ERRORS}, JSON_LENGTH, PREFER, takes=INFER_BODY)
+_INFER = operation(
+    "Run a model", {200: OUTPUTS, 202: ACCEPTED, **INFER_ERRORS}, JSON_LENGTH, REQUEST_TIMEOUT, PREFER, takes=INFER_BODY
+)
 
 _FREE: Json = {
     "type": "object",
@@ -120,11 +126,17 @@ _INFER_STREAM = operation(
         **INFER_ERRORS,
     },
     JSON_LENGTH,
+    REQUEST_TIMEOUT,
     takes=INFER_BODY,
 )
-_GENERATE = operation("Run a model on free-form JSON", {200: _OUTPUTS, **INFER_ERRORS}, takes=body(_FREE))
+_GENERATE = operation(
+    "Run a model on free-form JSON", {200: _OUTPUTS, **INFER_ERRORS}, REQUEST_TIMEOUT, takes=body(_FREE)
+)
 _GENERATE_STREAM = operation(
-    "Run a model on free-form JSON, and stream its responses", {200: _STREAM, **INFER_ERRORS}, takes=body(_FREE)
+    "Run a model on free-form JSON, and stream its responses",
+    {200: _STREAM, **INFER_ERRORS},
+    REQUEST_TIMEOUT,
+    takes=body(_FREE),
 )
 
 
@@ -181,12 +193,12 @@ async def _submit_infer(
     """Reads, checks and submits a request of infer; returns it, its client's id of it, and the form of its outputs."""
     dispatcher = services.dispatcher
     try:
-        context = authorize(services, request)
+        context, asked_s = authorize(services, request), timeout_of(request)
         served = dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
         async with received(services, request, services.settings.http.max_input_bytes) as content:
             decoded, plan = await decoded_infer(services, served, target, request, content)
         answers(request, decoded)
-        pending = dispatcher.submit(context, decoded, sink)
+        pending = dispatcher.submit(context, decoded, sink, asked_s=asked_s)
         hold(plan)
         return pending, decoded.client_id, plan
     except QinferError as error:
@@ -257,37 +269,36 @@ class _Events(StreamingResponse):
             self._dispatcher.cancel(self._pending)
 
 
-async def _submit(
-    services: Services, target: Target, request: Request, sink: StreamSink
-) -> tuple[Pending, InferRequest]:
-    """Reads, checks and submits a request; returns what waits for it, and the request."""
+async def _submit(services: Services, target: Target, request: Request, sink: StreamSink) -> tuple[Pending, "_Asked"]:
+    """Reads, checks and submits a request; returns what waits for it, and what it asks."""
     dispatcher = services.dispatcher
     try:
-        context = authorize(services, request)
+        context, asked_s = authorize(services, request), timeout_of(request)
         served = dispatcher.resolve(target.model, target.version)
         if not _is_identity(request):
             raise InvalidRequest("Unsupported content-encoding, only 'identity' is supported.")
         content = await read_body(services, request, services.settings.http.max_input_bytes)
-        decoded = await off_loop(len(content), _decode, services, served, target, request, content)
-        answers(request, decoded)
-        return dispatcher.submit(context, decoded, sink), decoded
+        asked = await off_loop(len(content), _decode, services, served, target, request, content)
+        answers(request, asked.request)
+        return dispatcher.submit(context, asked.request, sink, asked_s=asked_s), asked
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error, context_of(request)) from None
 
 
-def _decode(services: Services, served: Served, target: Target, request: Request, content: Bytes) -> InferRequest:
+def _decode(services: Services, served: Served, target: Target, request: Request, content: Bytes) -> "_Asked":
     """Decodes and checks a body, which takes long for a large one, and chooses its target."""
     limits = services.settings.limits
-    decoded = read_generate(bytes(content), target.model, target.version, served.spec, limits.max_json_depth)
+    decoded, strict = read_generate(bytes(content), target.model, target.version, served.spec, limits.max_json_depth)
+    strict = is_strict(request) or strict
     forward_headers(services, request, decoded)
     answers(request, decoded)
     services.dispatcher.check(decoded, choose(services, request, decoded, served))
-    return decoded
+    return _Asked(decoded, strict)
 
 
 async def _generate(services: Services, target: Target, request: Request) -> HttpResponse:
     sink = StreamSink()
-    pending, decoded = await _submit(services, target, request, sink)
+    pending, asked = await _submit(services, target, request, sink)
     try:
         responses = await unless_left(request.receive, _all(sink.responses(pending)))
     finally:
@@ -295,13 +306,13 @@ async def _generate(services: Services, target: Target, request: Request) -> Htt
     failed = [response for response in responses if response.failure is not None]
     if not failed and len(responses) != 1:
         return send(error_reply(400, _NOT_ONE))
-    return send(await _encoded((failed or responses)[0], decoded))
+    return send(await _encoded((failed or responses)[0], asked))
 
 
 async def _generate_stream(services: Services, target: Target, request: Request) -> HttpResponse:
     sink = StreamSink()
-    pending, decoded = await _submit(services, target, request, sink)
-    return await _stream(services, request, sink, pending, partial(_generated, decoded))
+    pending, asked = await _submit(services, target, request, sink)
+    return await _stream(services, request, sink, pending, partial(_generated, asked))
 
 
 async def _infer_stream(services: Services, target: Target, request: Request) -> HttpResponse:
@@ -328,9 +339,9 @@ async def _stream(
     return _Events(events, replies, services.dispatcher, pending)
 
 
-async def _generated(decoded: InferRequest, response: Response) -> Reply:
+async def _generated(asked: "_Asked", response: Response) -> Reply:
     """Makes an event of generate_stream."""
-    reply = await _encoded(response, decoded)
+    reply = await _encoded(response, asked)
     return msgspec.structs.replace(reply, body=b"data: %b\n\n" % reply.body)
 
 
@@ -375,14 +386,15 @@ async def _events(
         yield (await event(Response(request_id="", failure=Failure.of(error)))).body
 
 
-async def _encoded(response: Response, decoded: InferRequest) -> Reply:
+async def _encoded(response: Response, asked: "_Asked") -> Reply:
     """Encodes a response to a request; a failure becomes its error reply."""
+    decoded = asked.request
     target = answered_by(response, decoded.endpoint)
     if response.failure is not None:
         return refusal(response.failure, target)
     named = msgspec.structs.replace(response, model=decoded.endpoint) if decoded.endpoint else response
     try:
-        body = await off_loop(named.nbytes, encode_generate, named, decoded.client_id)
+        body = await off_loop(named.nbytes, partial(encode_generate, strict=asked.strict), named, decoded.client_id)
         return Reply(200, body, cache=response.cache, target=target)
     except QinferError as error:
         return failure_reply(error)
@@ -399,7 +411,14 @@ _NESTED = "parameters"
 _ID = "id"
 
 
-def read_generate(text: bytes, model: str, version: int, spec: ModelSpec, max_depth: int) -> InferRequest:
+class _Asked(NamedTuple):
+    """A generate request, and whether the JSON of its answers may have no NaN."""
+
+    request: InferRequest
+    strict: bool
+
+
+def read_generate(text: bytes, model: str, version: int, spec: ModelSpec, max_depth: int) -> _Asked:
     """Decodes a generate request.
 
     Args:
@@ -429,12 +448,12 @@ def read_generate(text: bytes, model: str, version: int, spec: ModelSpec, max_de
                 if key in tensors:
                     raise InvalidRequest(f"input '{key}' already exists in request")
                 tensors[key] = _tensor(inputs[key], value, batched=spec.max_batch_size > 0)
-            elif key in SEQUENCE_KEYS and spec.sequences is not None:
+            elif key == STRICT_JSON or (key in SEQUENCE_KEYS and spec.sequences is not None):
                 flags[key] = value
             elif members is not document or key not in (_ID, _NESTED):
                 parameters[key] = custom_parameter(key, value)
-    apply_parameters(flags, fields)
-    return InferRequest(
+    form = apply_parameters(flags, fields)
+    request = InferRequest(
         model=model,
         inputs=tuple(tensors.values()),
         version=version,
@@ -442,12 +461,14 @@ def read_generate(text: bytes, model: str, version: int, spec: ModelSpec, max_de
         parameters=parameters,
         **fields,
     )
+    return _Asked(request, form.strict)
 
 
-def encode_generate(response: Response, client_id: str) -> bytes:
+def encode_generate(response: Response, client_id: str, *, strict: bool = False) -> bytes:
     """Encodes a response that carries outputs; an output of one element becomes a scalar.
 
-    What the server tells has precedence over the response's parameters, and these over outputs of the same name.
+    What the server tells has precedence over the response's parameters, and these over outputs of the same name. A
+    strict answer has null for NaN and infinities.
 
     Raises:
         InvalidRequest: An output can't travel as JSON.
@@ -456,7 +477,11 @@ def encode_generate(response: Response, client_id: str) -> bytes:
     rendered: dict[str, Any] = {_ID: client_id} if client_id else {}
     rendered |= {"model_name": response.model, "model_version": str(response.version)}
     members: Mapping[str, Any] = {**response.parameters, **rendered}
-    outputs = {tensor.name: msgspec.Raw(_value(tensor)) for tensor in response.outputs if tensor.name not in members}
+    outputs = {
+        tensor.name: msgspec.Raw(_value(tensor, strict=strict))
+        for tensor in response.outputs
+        if tensor.name not in members
+    }
     return msgspec.json.encode({**rendered, **outputs, **members})
 
 
@@ -481,8 +506,8 @@ def _may_repeat(text: bytes, document: Mapping[str, Any]) -> bool:
     return any(text.count(b'"%b"' % key.encode()) > 1 for key in keys)
 
 
-def _value(tensor: Tensor) -> bytes:
-    text = elements(tensor)
+def _value(tensor: Tensor, *, strict: bool) -> bytes:
+    text = elements(tensor, strict=strict)
     return text[1:-1] if element_count(tensor.shape) == 1 else text
 
 

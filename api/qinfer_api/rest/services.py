@@ -38,6 +38,7 @@ from qinfer_api.http.cycle import IN_REPLY_TO, SENT_HEADERS
 from qinfer_api.http.head import MAX_FAST_BYTES
 from qinfer_api.http.infer import (
     JSON_LENGTH_HEADER,
+    TIMEOUT_HEADER,
     InferCodec,
     Reply,
     Target,
@@ -46,10 +47,13 @@ from qinfer_api.http.infer import (
     failure_reply,
     forwarded,
     parse_version,
+    read_seconds,
     request_encoding,
     response_encoding,
     room_of,
+    strictly,
     too_large,
+    wants_strict,
     with_headers,
 )
 from qinfer_api.http.responses import encode_list, event_text
@@ -284,7 +288,7 @@ class InferCall(msgspec.Struct, frozen=True):
 
     Attributes:
         id: Echoed in the reply.
-        parameters: `binary_data_output`, `priority`, `timeout` (µs), and your own.
+        parameters: `binary_data_output`, `qinfer_strict_json`, `priority`, `timeout` (µs), and your own.
         outputs: The requested outputs; all if omitted.
 
     Example:
@@ -334,6 +338,7 @@ JSON_LENGTH = header(
     type="integer",
     minimum=0,
 )
+REQUEST_TIMEOUT = header(TIMEOUT_HEADER, "Seconds until it expires.", type="number", exclusiveMinimum=0, examples=[600])
 INFER_BODY: Json = {
     "required": True,
     "description": "JSON, or JSON followed by the raw bytes of each binary input. May be gzip or deflate encoded.",
@@ -420,6 +425,7 @@ async def decoded_infer(
 
     def decode() -> tuple[InferRequest, OutputPlan]:
         decoded, plan = services.codec.decode(target, body, request.headers.get(JSON_LENGTH_HEADER), served)
+        plan = as_accepted(request, plan)
         forward_headers(services, request, decoded)
         answers(request, decoded)
         target_served = choose(services, request, decoded, served)
@@ -427,6 +433,34 @@ async def decoded_infer(
         return decoded, services.codec.routed(decoded, plan, target_served) if decoded.endpoint else plan
 
     return await off_loop(math.inf if services.codec.shares_memory else len(body), decode)
+
+
+def as_accepted(request: Request, plan: OutputPlan) -> OutputPlan:
+    """Returns a plan of outputs as the `Accept` of a request has it: strict JSON, where that is wanted.
+
+    Raises:
+        InvalidRequest: It can't be read.
+    """
+    return strictly(plan) if is_strict(request) else plan
+
+
+def timeout_of(request: Request) -> float | None:
+    """Returns the seconds that a request asks for until it expires; `None` = it does not say.
+
+    Raises:
+        InvalidRequest: They are no number.
+    """
+    text = request.headers.get(TIMEOUT_HEADER)
+    return None if text is None else read_seconds(TIMEOUT_HEADER, text)
+
+
+def is_strict(request: Request) -> bool:
+    """Tells whether a caller wants JSON without NaN and infinities.
+
+    Raises:
+        InvalidRequest: Its `Accept` can't be read.
+    """
+    return wants_strict(",".join(request.headers.getlist("accept")))
 
 
 def choose(services: Services, request: Request, decoded: InferRequest, served: Served) -> Served:
@@ -459,6 +493,7 @@ async def send_outputs(
 
     Several responses, those of a decoupled model, become one list.
     """
+    plan = as_accepted(request, plan)
     if isinstance(response, Response):
         reply = await off_loop(response.nbytes, services.codec.encode, response, client_id, plan)
     else:

@@ -95,6 +95,7 @@ def backlog_routes(services: Services) -> APIRouter:
     @router.get("/v1/models/{model}/backlog", **_BACKLOG)
     async def backlog(model: str) -> HttpResponse:
         """Tells how much work a model has; right without a worker, too."""
+        services.requests.check_up(model)
         found = await services.reporting.work(model)
         if not found:
             services.catalog.status(model)  # a model that has no version has no work; an unknown one is an error

@@ -1,5 +1,8 @@
 // A client of qinfer's HTTP, for browsers and for Node.js 18 or newer.
 
+// NaN and Infinity are null then: JSON.parse refuses the words that the server writes by default, as Triton does.
+const STRICT = "application/json;strict=true";
+
 /** An answer with an error status. */
 export class Refusal extends Error {
   constructor(status, message) {
@@ -22,7 +25,7 @@ export class Gateway {
     for (;;) {
       const response = await fetch(this.url + path, {
         ...options,
-        headers: { ...authorization, ...headers },
+        headers: { accept: STRICT, ...authorization, ...headers },
         signal: deadline,
       });
       if (response.ok) return response;

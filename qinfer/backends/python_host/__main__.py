@@ -1,7 +1,8 @@
-"""The host process: `python -m qinfer.backends.python_host <descriptor> <parent>`; the python backend starts it.
+"""The host process: `python -m qinfer.backends.python_host <descriptor> <asks> <parent>`; the python backend starts it.
 
 Args:
     descriptor: The socket to the worker, inherited.
+    asks: The socket by which the worker asks for the model's readiness, inherited too.
     parent: The worker's process id; with the worker's death the kernel ends this process too.
 """
 
@@ -33,7 +34,7 @@ def _heed() -> None:
             signal.signal(signum, signal.SIG_DFL)
 
 
-def main(descriptor: int, parent: int) -> int:
+def main(descriptor: int, asks: int, parent: int) -> int:
     """Serves one model; returns the exit status."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
@@ -47,9 +48,9 @@ def main(descriptor: int, parent: int) -> int:
     sys.modules["c_python_backend_utils"] = utils
     sys.path.extend(modules.__path__)
     sys.argv = [sys.executable]
-    Host(Channel(socket.socket(fileno=descriptor))).serve()
+    Host(Channel(socket.socket(fileno=descriptor)), socket.socket(fileno=asks)).serve()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(*map(int, sys.argv[1:4])))

@@ -103,12 +103,28 @@ def text(value: object, what: str) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Returns the text of an exception, cut to a length for clients; `str()` of an exception may itself fail."""
+    """Returns the text of an exception, cut to a length for clients; `str()` of an exception may itself fail.
+
+    A variable that `os.environ` lacks has the remedy beside its name.
+    """
     try:
         message = text(str(error), "a message")
+        if isinstance(error, KeyError) and _is_of_environment(error):
+            message += (
+                " is not in the environment of the model, which has few of the worker's variables; set it there, and "
+                "name it in QINFER_WORKER__MODEL_ENV"
+            )
     except Exception:  # noqa: BLE001  the model's own class
         message = ""
     return message if len(message) <= MESSAGE_CHARACTERS else f"{message[:MESSAGE_CHARACTERS]}…"
+
+
+def _is_of_environment(error: KeyError) -> bool:
+    """Tells whether the environment's mapping in module `os` has raised an exception."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") == "os"
 
 
 def checked_parameters(parameters: Mapping[str, Scalar] | None) -> dict[str, Scalar]:

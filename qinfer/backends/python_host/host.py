@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import queue
+import socket
 import sys
 import threading
 import traceback
@@ -53,6 +54,7 @@ from qinfer.backends.python_host.messages import (
     TensorMeta,
     Unwanted,
 )
+from qinfer.backends.python_host.readiness import answer_readiness
 from qinfer.backends.python_host.responses import InferenceResponse, InferenceResponseSender, Stream
 from qinfer.backends.python_host.tensor import Array, Tensor
 from qinfer.errors import QinferError
@@ -73,10 +75,14 @@ class Host:
 
     Args:
         channel: The way to the worker.
+        asks: The socket by which the worker asks for the model's readiness.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, asks: socket.socket) -> None:
         self._channel = channel
+        self._asks = asks
+        self._turn = threading.Lock()
+        """Held while `execute` or `is_ready` runs."""
         self._inbox = Inbox(channel, self._unwanted)
         self._model: Any = None
         self._name = ""
@@ -312,7 +318,12 @@ class Host:
                 self._model.initialize(dict(message.args))
         finally:
             self._is_loading = False
-        return Loaded()
+        is_ready = getattr(self._model, "is_ready", None)
+        if is_ready is not None:
+            told = partial(self._told, event="is_ready failed")
+            asked = (self._asks, is_ready, self._turn, told)
+            threading.Thread(target=answer_readiness, args=asked, name="readiness", daemon=True).start()
+        return Loaded(is_ready is not None)
 
     def _complete(self, message: Complete) -> Completed:
         kind = self._imported(message.directory, message.filename)
@@ -377,7 +388,8 @@ class Host:
         try:
             # They live until the end of this method: those of a batch that fails are not dropped, but closed.
             requests = _requests(message, buffers, tuple(self._datatypes), streams)
-            returned = self._model.execute(requests)
+            with self._turn:
+                returned = self._model.execute(requests)
             if inspect.iscoroutine(returned):
                 self._in_background(returned, streams)
             elif returned is not None:
@@ -419,11 +431,12 @@ class Host:
 
     def _returned(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
         """Executes a batch; checks the responses as Triton does."""
-        returned = self._model.execute(requests)
-        if inspect.iscoroutine(returned):
-            if self._loop is None:
-                self._loop = self._new_loop()
-            returned = self._loop.run_until_complete(returned)
+        with self._turn:
+            returned = self._model.execute(requests)
+            if inspect.iscoroutine(returned):
+                if self._loop is None:
+                    self._loop = self._new_loop()
+                returned = self._loop.run_until_complete(returned)
         if returned is None:
             return [None] * len(requests)
         if not isinstance(returned, list):

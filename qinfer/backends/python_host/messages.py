@@ -40,7 +40,13 @@ class Load(msgspec.Struct, array_like=True, tag=True):
 
 
 class Loaded(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: the model is initialised, or finalised."""
+    """To the worker: the model is initialised, or finalised.
+
+    Attributes:
+        has_is_ready: The model has a method `is_ready`, which the process answers for; see `readiness`.
+    """
+
+    has_is_ready: bool = False
 
 
 class Complete(msgspec.Struct, array_like=True, tag=True):

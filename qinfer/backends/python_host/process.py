@@ -80,6 +80,10 @@ class HostProcess:
         version: Its version, for the log too.
         ended: Called when the process is gone, from a thread of its own.
 
+    Attributes:
+        asks: The socket by which it is asked for its model's readiness.
+        held: Returns the ids of the requests that it has, for the log of its death.
+
     Raises:
         BackendUnavailable: This is not Linux.
     """
@@ -88,6 +92,7 @@ class HostProcess:
         self._model = model
         self._of_model = {"model": model, "version": version}
         self._ended = ended
+        self.held: Callable[[], list[str]] = list
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._is_expected_to_end = False
         self._has_ended = threading.Event()
@@ -95,11 +100,12 @@ class HostProcess:
         if sys.platform != "linux":
             raise BackendUnavailable("backend 'python' needs Linux: it ends and feeds processes by means of its kernel")
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            descriptor = theirs.fileno()
+        self.asks, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, asked:
+            descriptors = (theirs.fileno(), asked.fileno())
             # -B: byte code beside the model's files would look like a change of the model.
             options = ["-P", "-B", "-u", "-m", "qinfer.backends.python_host"]
-            command = [sys.executable, *options, str(descriptor), str(os.getpid())]
+            command = [sys.executable, *options, *map(str, descriptors), str(os.getpid())]
             environment = model_variables()
 
             def start() -> subprocess.Popen[bytes]:
@@ -108,7 +114,7 @@ class HostProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(descriptor,),
+                    pass_fds=descriptors,
                     env=environment,
                     start_new_session=True,
                 )
@@ -117,6 +123,7 @@ class HostProcess:
                 self._process = _spawner.run(start)
             except BaseException:
                 mine.close()
+                self.asks.close()
                 raise
         self.channel = Channel(mine)
         self._listener = threading.Thread(target=self._listen, name=f"output-{model}", daemon=True)
@@ -174,6 +181,7 @@ class HostProcess:
         self._signal(signal.SIGKILL)
         self._has_ended.wait()
         self.channel.close()
+        self.asks.close()
 
     def _signal(self, number: signal.Signals) -> None:
         """Signals the process's group, because the model's code may have started processes too."""
@@ -195,8 +203,8 @@ class HostProcess:
         self.channel.shutdown()
         self._listener.join(_DEATH_S)
         if not self._is_expected_to_end:
-            extra = {"model": self._model, "pid": self.pid, "how": self.death(), "output": "\n".join(self._tail)}
-            logger.error("the model's process died", extra=extra)
+            extra = {**self._of_model, "pid": self.pid, "how": self.death(), "request_ids": self.held()}
+            logger.error("the model's process died", extra={**extra, "output": "\n".join(self._tail)})
         self._ended(self)
 
     def _listen(self) -> None:

@@ -24,6 +24,7 @@ from qinfer.backends.python_host.instance import Instance
 from qinfer.backends.python_host.managing import Managing
 from qinfer.backends.python_host.messages import (
     Answer,
+    Asked,
     AwaitTaken,
     Call,
     Cancelled,
@@ -41,7 +42,7 @@ from qinfer.backends.python_host.messages import (
     Unwanted,
 )
 from qinfer.backends.python_host.process import HostProcess
-from qinfer.errors import InferenceFailed, OutputMismatch, QinferError
+from qinfer.errors import InferenceFailed, QinferError
 from qinfer.tensors import Bytes, Tensor
 
 logger = logging.getLogger("qinfer.backends.python")
@@ -65,16 +66,15 @@ class _Stream:
 class _OpenBatch:
     """A batch with requests that have no final response yet, or whose `execute` has not returned."""
 
-    __slots__ = ("ctx", "has_begun", "outcome", "refusal", "streams", "wanted")
+    __slots__ = ("ctx", "has_begun", "outcome", "refusal", "requests", "streams")
 
-    def __init__(self, ctx: Context, wanted: Sequence[Sequence[str]]) -> None:
+    def __init__(self, ctx: Context, requests: Sequence[Asked]) -> None:
         self.ctx = ctx
+        self.requests = requests
         self.has_begun = False
         self.refusal: QinferError | None = None
         """Why a response was not taken, or none can come."""
-        self.wanted = wanted
-        """The names of the outputs wanted, of each request; empty = all."""
-        self.streams = {item: _Stream() for item in range(len(wanted))}
+        self.streams = {item: _Stream() for item in range(len(requests))}
         self.outcome: Future[Outcome] = Future()
 
 
@@ -86,22 +86,20 @@ class Streams:
         instance: Whose process it is; it is told whether anything is open.
         managing: Carries out what the model asks for.
         model: The model's name.
-        outputs: Names of the configuration's outputs.
     """
 
-    def __init__(
-        self, process: HostProcess, instance: Instance, managing: Managing, model: str, outputs: Sequence[str]
-    ) -> None:
+    def __init__(self, process: HostProcess, instance: Instance, managing: Managing, model: str) -> None:
         self.process = process
         self._instance = instance
         self._managing = managing
         self._model = model
-        self._outputs = outputs
         self._calls = Calls(process.channel, model)
         self._changed = threading.Condition()
         """Guards the two below; never held while a context is called."""
         self._batches: dict[int, _OpenBatch] = {}
         self._is_lost = False
+        self._lost: list[str] = []
+        process.held = self._held
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name=f"streams-{model}", daemon=True).start()
         threading.Thread(target=self._write, name=f"credit-{model}", daemon=True).start()
@@ -117,7 +115,7 @@ class Streams:
             OSError: The process is gone, and the batch was not sent.
             QinferError: The context is not of a decoupled model, and a response was not taken.
         """
-        batch = _OpenBatch(ctx, [request.outputs for request in message.requests])
+        batch = _OpenBatch(ctx, message.requests)
         with self._changed:
             self._changed.wait_for(lambda: self._is_lost or self._count() < OPEN_STREAMS)
             if self._is_lost:
@@ -154,6 +152,14 @@ class Streams:
         """Waits until no stream is open, or the process is gone, but not for longer than a time."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_lost or not self._batches, timeout_s)
+
+    def _held(self) -> list[str]:
+        """Returns the ids of the requests that have no final response yet, or had none when the process died."""
+        with self._changed:
+            return self._lost if self._is_lost else self._open()
+
+    def _open(self) -> list[str]:
+        return [batch.requests[item].request_id for batch in self._batches.values() for item in batch.streams]
 
     def _count(self) -> int:
         return sum(len(batch.streams) for batch in self._batches.values())
@@ -203,7 +209,7 @@ class Streams:
             if batch is None or stream is None:
                 return
             batch.has_begun = True
-        answer = self._answer(message.answer, buffers, batch.wanted[message.item])
+        answer = _answer(message.answer, buffers)
         try:
             batch.ctx.offer(message.item, answer, final=message.final, parameters=message.answer.parameters or None)
         except QinferError as error:
@@ -211,18 +217,6 @@ class Streams:
             self._unwant(message.batch, message.item)
         if message.final:
             self._close(message.batch, message.item)
-
-    def _answer(
-        self, answer: Answer, buffers: Sequence[Buffer], wanted: Sequence[str]
-    ) -> tuple[Tensor, ...] | QinferError:
-        if answer.error is not None:
-            return to_qinfer(answer.error, answer.code)
-        outputs = tensors(answer.outputs, buffers)
-        given = {tensor.name for tensor in outputs}
-        missing = [name for name in wanted or self._outputs if name not in given]
-        if missing and outputs:
-            return OutputMismatch(f"the model returned no output '{min(missing)}'")
-        return outputs
 
     def _ended(self, outcome: Outcome) -> None:
         """Takes note that the `execute` of the one batch that is being executed has returned, or raised."""
@@ -236,7 +230,7 @@ class Streams:
     def _end(self, lost: EOFError) -> None:
         """Ends what is open when the process is gone."""
         with self._changed:
-            self._is_lost = True
+            self._lost, self._is_lost = self._open(), True
             batches, self._batches = list(self._batches.values()), {}
             self._instance.is_busy = False
             self._changed.notify_all()
@@ -337,6 +331,12 @@ class Streams:
                 batch.streams.clear()
             self._instance.is_busy = bool(self._batches)
             self._changed.notify_all()
+
+
+def _answer(answer: Answer, buffers: Sequence[Buffer]) -> tuple[Tensor, ...] | QinferError:
+    if answer.error is not None:
+        return to_qinfer(answer.error, answer.code)
+    return tensors(answer.outputs, buffers)
 
 
 def failed_text(model: str, failed: Failed) -> str:

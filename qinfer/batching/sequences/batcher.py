@@ -144,6 +144,22 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.waiting -= len(self._scheduler.drop(sequence, self._clock.now_s()))
         self.pump()
 
+    def fail(self, step: PendingStep, error: QinferError) -> None:
+        """Answers a step that does not end, because the worker does: the state stays as it was before.
+
+        A sequence whose state is in the memory of the worker ends.
+        """
+        if not self._sequences.states:
+            self._outlet.broken(step, SequenceLost(error.message))
+            return
+        self._outlet.executed([step], self._responder.failures([step], error, self._clock.now_s(), self.tally))
+
+    @property
+    def moving(self) -> set[SequenceId]:
+        """The sequences of which a step executes."""
+        steps = [item for execution in self.expected_ends for item in execution.items]
+        return {step.place.sequence for step in steps if isinstance(step, PendingStep)}
+
     async def pause(self) -> None:
         """Begins no execution any more, and waits until none is under way."""
         self.paused = True

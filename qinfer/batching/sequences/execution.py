@@ -137,8 +137,12 @@ def _state(spec: StateSpec, tensor: Tensor) -> Tensor:
     Raises:
         OutputMismatch: It is another tensor than the configuration says.
     """
-    dims = tensor.shape[-len(spec.dims) :]
-    fits = len(dims) == len(spec.dims) and all(wanted in (-1, dim) for wanted, dim in zip(spec.dims, dims, strict=True))
+    lead, dims = tensor.shape[: -len(spec.dims)], tensor.shape[-len(spec.dims) :]
+    fits = (
+        len(dims) == len(spec.dims)
+        and lead in ((), (1,))
+        and all(wanted in (-1, dim) for wanted, dim in zip(spec.dims, dims, strict=True))
+    )
     if tensor.name != spec.output or tensor.datatype != spec.datatype or not fits:
         raise OutputMismatch(
             f"the model returned state '{tensor.name}' as {tensor.datatype}{list(tensor.shape)}; "

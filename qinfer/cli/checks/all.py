@@ -222,10 +222,10 @@ def examine_models(
     """Yields the findings about the models that should be loaded."""
     statuses = assess(desired, stored, workers)
     lacking = [
-        (f"{name} {version}", state.state, state.reason)
+        (f"{name} {version}", state.state, state.reason or state.unready)
         for name, status in statuses.items()
         for version, state in sorted(status.versions.items())
-        if state.state is not State.READY and not status.error
+        if (state.state is not State.READY or state.unready) and not status.error
     ]
     lacking += [(name, State.UNAVAILABLE, status.error) for name, status in statuses.items() if status.error]
     for what, state, reason in lacking[:_SHOWN]:
@@ -233,7 +233,10 @@ def examine_models(
         yield make(
             "models",
             f"{what} is {state.value}: {reason}",
-            "correct the model's files, or start a worker that has what they need; qinfer models list shows the state",
+            "the model's own is_ready says so: it knows why"
+            if state is State.READY
+            else "correct the model's files, or start a worker that has what they need; "
+            "qinfer models list shows the state",
         )
     if len(lacking) > _SHOWN:
         yield warning("models", f"{len(lacking) - _SHOWN} more are not READY", "qinfer models list shows them")

@@ -9,14 +9,23 @@ import typer
 
 from qinfer.cli.console import DEFAULT_URL, FAILED, CommandFailed, JsonOption, UrlOption, show
 from qinfer.cli.jobs.jobs import (
+    ColumnNamesOption,
     ColumnOption,
+    DecimalPointOption,
+    DelimiterOption,
+    EncodingOption,
+    EscapeOption,
+    HeaderOption,
+    InputCompressionOption,
     InputFormatOption,
     InputsArgument,
     KeyOption,
     NullOption,
     OutputTensorOption,
     PriorityOption,
+    QuoteOption,
     ShapeOption,
+    csv_form,
     pairs,
     read_columns,
 )
@@ -87,6 +96,14 @@ def compare(
     output: FolderOption = "",
     output_tensor: OutputTensorOption = None,
     input_format: InputFormatOption = "",
+    input_compression: InputCompressionOption = "",
+    delimiter: DelimiterOption = None,
+    quote: QuoteOption = None,
+    escape: EscapeOption = None,
+    decimal_point: DecimalPointOption = None,
+    encoding: EncodingOption = None,
+    header: HeaderOption = True,
+    column_names: ColumnNamesOption = "",
     column: ColumnOption = None,
     shape: ShapeOption = None,
     null: NullOption = None,
@@ -101,7 +118,7 @@ def compare(
     comparison of the same targets. Ctrl-C cancels the jobs.
 
     Exit codes: 0 the rows agree, but for the share of --allow; 1 more of them differ, or a job has failed; 64 wrong
-    usage or a job that is refused; 69 the server can't be reached or is overloaded; 130 or 143 stopped by a signal.
+    usage or a job that is refused; 66 no such input; 69 the server can't be reached or is overloaded; 130, 143 signals
     """
     try:
         from qinfer.cli.jobs.compared_outputs import OutputComparison
@@ -111,20 +128,32 @@ def compare(
     from qinfer.cli.client import GatewayClient
     from qinfer.traffic.differences import Rule
 
-    targets = [read_target(stable), read_target(canary)]
-    if targets[0] == targets[1]:
-        raise InvalidRequest(f"'{stable}' would be compared with itself; name two versions, such as digits:3 digits:4")
+    targets = _two_targets(stable, canary)
     rules = read_rules(agree or [], Rule(tolerance=tolerance, relative=relative))
     with GatewayClient(url) as client:
         outputs, others = _outputs(client, targets, output_tensor or [], rules)
         done = _scored(client, targets, inputs, output or beside(inputs[0]), _options(context.params))
     comparison = OutputComparison(outputs, rules, show_rows, redact=redact)
     comparison.read(*(JobRows(status.output_url) for status in done))
-    first, second = (f"{status.model}:{status.version}" for status in done)
-    found = comparison.result(first, second, others, allow)
+    found = comparison.result(_name(done[0]), _name(done[1]), others, allow)
+    _show(found, as_json=as_json)
+
+
+def _show(found: "Comparison", *, as_json: bool) -> None:
     show(found, lambda: _view(found), as_json=as_json)
     if found.differ:
         raise typer.Exit(FAILED)
+
+
+def _name(status: "JobStatus") -> str:
+    return f"{status.model}:{status.version}"
+
+
+def _two_targets(stable: str, canary: str) -> list[Target]:
+    targets = [read_target(stable), read_target(canary)]
+    if targets[0] == targets[1]:
+        raise InvalidRequest(f"'{stable}' would be compared with itself; name two versions, such as digits:3 digits:4")
+    return targets
 
 
 def read_target(text: str) -> Target:
@@ -172,6 +201,8 @@ def _options(given: Mapping[str, Any]) -> "JobOptions":
     return {
         "columns": read_columns(given["column"] or [], given["shape"] or [], given["null"] or []),
         "input_format": given["input_format"],
+        "input_compression": given["input_compression"],
+        "csv": csv_form(given),
         "tensors": given["output_tensor"] or [],
         "key": given["key"],
         "priority": given["priority"],

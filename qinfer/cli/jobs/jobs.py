@@ -1,12 +1,14 @@
 """`qinfer submit` and `qinfer jobs`: bulk jobs, in which a model scores files."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from qinfer.cli.console import DEFAULT_URL, Commands, JsonOption, ModelArgument, UrlOption, print_json, show
-from qinfer.cli.jobs.waiting import StopSignals, finish, print_status
+from qinfer.cli.jobs.waiting import BY_SIGNAL, MissingInputs, Stopped, StopSignals, finish, print_status
 from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -14,12 +16,14 @@ if TYPE_CHECKING:
     from qinfer.client import JobStatus
     from qinfer.client.job_flows import JobEstimate, JobOptions
 
-app = Commands(help="Manage bulk jobs: list, show, wait, cancel, resume, delete.", no_args_is_help=True)
+app = Commands(help="Manage bulk jobs: list, show, wait, cancel, resume, delete, prune.", no_args_is_help=True)
 
 SUBMIT_EXAMPLE = (
     "Example: qinfer submit digits 's3://bucket/in/*.parquet' s3://bucket/out --column image=pixels --key id --wait"
 )
 
+_MOST_PRUNED = 10_000
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _WIDE = 110
 """Columns of a terminal with room for speeds and URLs."""
 _MODEL_WIDTH = 16
@@ -120,6 +124,9 @@ PassthroughOption = Annotated[
 ExcludeOption = Annotated[
     list[str] | None, typer.Option("--exclude", help="With --passthrough '*': a column to leave out.")
 ]
+MergeSchemaOption = Annotated[
+    bool, typer.Option("--merge-schema", help="Columns may be missing in some files: they are null there.")
+]
 PartitioningOption = Annotated[
     str, typer.Option("--partitioning", help="hive: folders such as country=de are columns; default: they are not.")
 ]
@@ -202,6 +209,7 @@ _OTHERS = _OF_CSV | {
     "shape",
     "null",
     "wait",
+    "wait_for_inputs",
     "resume",
     "cancel_on_exit",
     "validate_only",
@@ -210,6 +218,15 @@ _OTHERS = _OF_CSV | {
 }
 """Parameters of `submit` that are no options of the job, or are read together."""
 WaitOption = Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job ends, and show progress.")]
+WaitForInputsOption = Annotated[
+    float,
+    typer.Option(
+        "--wait-for-inputs",
+        min=0,
+        help="Seconds to wait until each input exists and each pattern matches a file; then the job is submitted with "
+        "what is there. 0: missing inputs are an error.",
+    ),
+]
 ResumeOption = Annotated[
     bool,
     typer.Option(
@@ -253,6 +270,7 @@ def submit(
     key: KeyOption = "",
     passthrough: PassthroughOption = None,
     exclude: ExcludeOption = None,
+    merge_schema: MergeSchemaOption = False,
     partitioning: PartitioningOption = "",
     partition_by: PartitionByOption = None,
     bad_files: BadFilesOption = "",
@@ -270,6 +288,7 @@ def submit(
     webhook: WebhookOption = "",
     job_id: IdOption = "",
     version: VersionOption = 0,
+    wait_for_inputs: WaitForInputsOption = 0.0,
     wait: WaitOption = False,
     resume: ResumeOption = False,
     cancel_on_exit: CancelOption = False,
@@ -282,8 +301,9 @@ def submit(
     Inputs are Parquet, Arrow, CSV or JSON lines in any location that the server allows (QINFER_STORES__ALLOW).
 
     Exit codes: 0 submitted (with --wait: completed), 1 the job has failed, has expired or was cancelled, 64 wrong usage
-    or a job that is refused, 69 the server can't be reached or is overloaded (repeat the command with its --id), 130
-    or 143 stopped by SIGINT or SIGTERM: the job goes on, but for --cancel-on-exit.
+    or a job that is refused, 66 an input does not exist (with --wait-for-inputs: not in time), 69 the server can't be
+    reached or is overloaded (repeat the command with its --id), 130 or 143 stopped by SIGINT or SIGTERM: the job goes
+    on, but for --cancel-on-exit.
     """
     options = job_options(context.params)
     with _client(url) as client, StopSignals(wanted=cancel_on_exit) as stop:
@@ -291,7 +311,11 @@ def submit(
             estimate = client.validate_job(model, inputs, output, **options)
             show(estimate, _estimated(estimate), as_json=as_json)
             return
-        job = client.submit_job(model, inputs, output, resume=resume, **options)
+        try:
+            waiting: Any = {"wait_for_inputs_s": wait_for_inputs, "on_missing": MissingInputs(stop)}
+            job = client.submit_job(model, inputs, output, resume=resume, **waiting, **options)
+        except Stopped as stopped:
+            raise typer.Exit(BY_SIGNAL + stopped.signum) from None
         finish(job, url, wait=wait, as_json=as_json, stop=stop)
 
 
@@ -327,29 +351,41 @@ def job_options(given: Mapping[str, Any]) -> "JobOptions":
         "top_k": _numbers("--top-k", given["top_k"] or []),
     }
     found = {_OPTIONS.get(name, name): read.get(name, value) for name, value in given.items() if name not in _OTHERS}
-    found["csv"] = _csv_form(given)
+    found["csv"] = csv_form(given)
     found["columns"] = read_columns(given["column"] or [], given["shape"] or [], given["null"] or [])
     return cast("JobOptions", {name: value for name, value in found.items() if value})
 
 
-def _csv_form(given: Mapping[str, Any]) -> dict[str, Any]:
+def csv_form(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what is said of the form of CSV: what is said at all, for an empty quote says that there is none."""
     form = {name: given[name] for name in _OF_CSV if given[name] is not None}
     form["column_names"] = given["column_names"].split(",") if given["column_names"] else None
     return {name: value for name, value in form.items() if value not in (None, True)}
 
 
-@app.command("list", epilog="Example: qinfer jobs list --state running")
+ByStateOption = Annotated[str, typer.Option("--state", help="Only jobs in this state, such as running.")]
+ByModelOption = Annotated[str, typer.Option("--model", help="Only jobs of this model or endpoint.")]
+ByOutputOption = Annotated[str, typer.Option("--output", help="Only jobs that write to this folder, or below it.")]
+ByMetadataOption = Annotated[
+    list[str] | None, typer.Option("--metadata", help="NAME=TEXT: only jobs with that metadata.")
+]
+
+
+@app.command("list", epilog="Example: qinfer jobs list --state running --model digits")
 def list_jobs(
     *,
-    state: Annotated[str, typer.Option("--state", help="Show only jobs in this state, such as running.")] = "",
+    state: ByStateOption = "",
+    model: ByModelOption = "",
+    output: ByOutputOption = "",
+    metadata: ByMetadataOption = None,
     count: Annotated[int, typer.Option("--count", min=1, max=10_000, help="Maximum number to show.")] = 50,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
     """List bulk jobs, newest first."""
     with _client(url) as client:
-        found = client.jobs(state=state, limit=count)
+        wanted = pairs("--metadata", metadata or [])
+        found = client.jobs(limit=count, state=state, model=model, output=output, metadata=wanted)
     if as_json:
         print_json([dict(status.fields) for status in found])
     else:
@@ -423,6 +459,68 @@ def delete_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: Jso
         print(f"job {job_id} deleted; its output is kept")
 
 
+@app.command("prune", epilog="Example: qinfer jobs prune --older-than 30d --model digits")
+def prune_jobs(
+    *,
+    older_than: Annotated[
+        str, typer.Option("--older-than", help="Only jobs that have ended so long ago: 90m, 12h, 30d or 8w.")
+    ],
+    state: ByStateOption = "",
+    model: ByModelOption = "",
+    output: ByOutputOption = "",
+    metadata: ByMetadataOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete the records of ended jobs; their outputs are kept.
+
+    At most 10,000 of the newest jobs are looked at. Records are deleted by themselves, too
+    (QINFER_BULK__RECORD_TTL_S).
+    """
+    from qinfer.errors import JobNotFound
+
+    before = datetime.now(UTC) - _age(older_than)
+    with _client(url) as client:
+        wanted = pairs("--metadata", metadata or [])
+        listed = client.jobs(limit=_MOST_PRUNED, state=state, model=model, output=output, metadata=wanted)
+        found = [one for one in listed if (ended := _instant(one, "ended_at")) and one.has_ended and ended < before]
+        if found and not yes:
+            _print_list(found)
+            typer.confirm(f"Delete the records of these {len(found):,} jobs? Their outputs are kept.", abort=True)
+        for status in found:
+            with suppress(JobNotFound):
+                client.job(status.id).delete()
+    text = f"{len(found):,} records deleted; the outputs are kept" if found else "no job has ended so long ago"
+    show({"deleted": [status.id for status in found]}, text, as_json=as_json)
+
+
+def _age(text: str) -> timedelta:
+    """Reads an age such as `30d`.
+
+    Raises:
+        InvalidRequest: The text is no age.
+    """
+    number, unit = text[:-1], _UNITS.get(text[-1:])
+    if unit is None or not (number.isascii() and number.isdecimal() and len(number) <= 5):
+        raise InvalidRequest(f"--older-than '{text}' can't be read; expected such as 90m, 12h, 30d or 8w")
+    return timedelta(**{unit: int(number)})
+
+
+def _instant(status: "JobStatus", name: str) -> datetime | None:
+    """Returns an instant of a job; `None` where it has none."""
+    text = status.fields.get(name)
+    return datetime.fromisoformat(text) if text else None
+
+
+def _took(status: "JobStatus") -> str:
+    """Returns how long a job has run, so far or until its end."""
+    from qinfer.client.job_progress import duration
+
+    started, ended = _instant(status, "started_at"), _instant(status, "ended_at")
+    return duration(((ended or datetime.now(UTC)) - started).total_seconds()) if started else "-"
+
+
 @app.command("logs", epilog="Example: qinfer jobs logs 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
 def job_logs(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Show the log of a job, oldest first."""
@@ -451,7 +549,7 @@ def _show(status: "JobStatus", *, as_json: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from qinfer.client.job_progress import duration
+    from qinfer.client.job_progress import duration, rate
 
     fields = status.fields
     about = Table("field", "value", show_header=False, title=f"Job {status.id}", title_justify="left")
@@ -468,7 +566,7 @@ def _show(status: "JobStatus", *, as_json: bool) -> None:
     if status.skipped_files:
         about.add_row("skipped files", Text(_skipped(status)))
     if status.rows_per_s:
-        about.add_row("speed", f"{status.rows_per_s:,.0f} rows/s")
+        about.add_row("speed", f"{rate(status.rows_per_s)} rows/s")
     if status.eta_s is not None and not status.has_ended:
         about.add_row("time left", duration(status.eta_s))
     for name in ("created_at", "started_at", "ended_at", "deadline_at"):
@@ -485,24 +583,26 @@ def _print_list(found: "list[JobStatus]") -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
+    from qinfer.client.job_progress import rate
+
     if not found:
         print("there are no jobs")
         return
     console = Console()
     is_wide = console.width >= _WIDE
-    numbers = ("rows", "done", "failed", *(("rows/s",) if is_wide else ()))
+    numbers = ("rows", "done", "failed", *(("rows/s", "duration") if is_wide else ()))
     table = Table(
         Column("id", no_wrap=True),
         Column("state", no_wrap=True),
         Column("model", overflow="fold", min_width=_MODEL_WIDTH),
         *(Column(name, justify="right", no_wrap=True) for name in numbers),
-        *([Column("output", overflow="fold")] if is_wide else []),
+        *([Column("created", no_wrap=True), Column("output", overflow="fold")] if is_wide else []),
         box=SIMPLE,
         pad_edge=False,
         padding=0,
     )
     for status in found:
-        speed = f"{status.rows_per_s:,.0f}" if status.rows_per_s else "-"
+        speed = rate(status.rows_per_s) if status.rows_per_s else "-"
         table.add_row(
             Text(status.id),
             Text(status.state, style=_COLOURS.get(status.state, "")),
@@ -510,9 +610,14 @@ def _print_list(found: "list[JobStatus]") -> None:
             f"{status.rows:,}" if status.shards else "-",
             f"{100 * status.progress:.0f}%",
             f"{status.rows_failed:,}",
-            *((speed, Text(status.output_url)) if is_wide else ()),
+            *((speed, _took(status), _created(status), Text(status.output_url)) if is_wide else ()),
         )
     console.print(table)
+
+
+def _created(status: "JobStatus") -> str:
+    created = _instant(status, "created_at")
+    return f"{created:%Y-%m-%d %H:%M}" if created else "-"
 
 
 def _skipped(status: "JobStatus") -> str:

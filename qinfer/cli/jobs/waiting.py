@@ -56,6 +56,14 @@ class StopSignals:
             Stopped: A signal has come before.
         """
         self._keeps = False
+        self.check()
+
+    def check(self) -> None:
+        """Ends what can be interrupted before the job is sent.
+
+        Raises:
+            Stopped: A signal has come before.
+        """
         if self._kept:
             raise Stopped(self._kept[0])
 
@@ -64,6 +72,29 @@ class StopSignals:
             self._kept.append(signum)
         else:
             raise Stopped(signum)
+
+
+class MissingInputs:
+    """Says on stderr which input is waited for: when another one is, and every `EVERY_S` seconds.
+
+    Args:
+        stop: The signals that end the wait.
+    """
+
+    EVERY_S = 30.0
+
+    def __init__(self, stop: StopSignals) -> None:
+        self._stop = stop
+        self._why, self._said_s = "", 0.0
+
+    def __call__(self, why: str, left_s: float) -> None:
+        """Takes a look that has found an input missing, and the seconds that are left; raises `Stopped`."""
+        from qinfer.client.job_progress import duration
+
+        self._stop.check()
+        if why != self._why or self._said_s - left_s >= self.EVERY_S:
+            self._why, self._said_s = why, left_s
+            sys.stderr.write(f"waits for inputs, {duration(left_s)} left: {why}\n")
 
 
 def finish(job: "Job", url: str, *, wait: bool, as_json: bool, stop: StopSignals | None = None) -> None:

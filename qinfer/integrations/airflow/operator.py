@@ -39,6 +39,7 @@ class QinferBulkJobOperator(BaseOperator):
         qinfer_conn_id: The id of the connection; see `QinferHook`.
         deferrable: Wait in the triggerer instead of a worker slot; default: the setting `operators.default_deferrable`.
         poll_s: Seconds between two looks of the triggerer at the job.
+        wait_for_inputs_s: Seconds to wait in the worker slot until all inputs exist; for long waits use a sensor.
         arguments: Those of every operator.
 
     Raises:
@@ -61,6 +62,7 @@ class QinferBulkJobOperator(BaseOperator):
         qinfer_conn_id: str = DEFAULT_CONNECTION,
         deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
         poll_s: float = POLL_S,
+        wait_for_inputs_s: float = 0.0,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
@@ -70,13 +72,17 @@ class QinferBulkJobOperator(BaseOperator):
         self.qinfer_conn_id = qinfer_conn_id
         self.deferrable = deferrable
         self.poll_s = poll_s
+        self.wait_for_inputs_s = wait_for_inputs_s
 
     def execute(self, context: Mapping[str, Any]) -> dict[str, Any]:
         """Submits or resumes the job, and waits for its end here or in the triggerer."""
         self.job_id = self.job_id or job_id_of(context)
         options: JobOptions = {**(self.options or {}), "id": self.job_id}
+        wait_s = self.wait_for_inputs_s
         with QinferHook(self.qinfer_conn_id).get_conn() as client:
-            job = client.submit_job(self.model, self.inputs, self.output_url, resume=True, **options)
+            job = client.submit_job(
+                self.model, self.inputs, self.output_url, resume=True, wait_for_inputs_s=wait_s, **options
+            )
             self.log.info("job '%s' is submitted", job.id)
             if not self.deferrable or (status := job.status()).has_ended:
                 return _result(job.wait(raise_on_failure=True))

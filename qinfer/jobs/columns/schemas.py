@@ -11,6 +11,10 @@ import pyarrow.compute as pc
 
 from qinfer.errors import CorruptEntry
 
+_UNITS = ("s", "ms", "us", "ns")
+INT96_INSTANT = b"qinfer:int96"
+"""Marks the timestamps of INT96 in a field's metadata: they have no zone, and are instants in UTC."""
+
 
 def encode_schema(schema: pa.Schema) -> str:
     """Returns columns as text: Arrow's own form of a schema, in base64."""
@@ -30,10 +34,15 @@ def decode_schema(text: str) -> pa.Schema:
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Returns the type that holds the values of two: the wider number, the longer list; `None` = there is none."""
+    """Returns the type that holds the values of two: the wider number, the longer list; `None` = there is none.
+
+    Timestamps with zones are instants, which are the same in UTC. A timestamp without a zone could be of any zone.
+    """
     one, other = without_dictionary(one), without_dictionary(other)
     if one == other:
         return one
+    if pa.types.is_timestamp(one) and pa.types.is_timestamp(other) and one.tz and other.tz:
+        return pa.timestamp(max(one.unit, other.unit, key=_UNITS.index), one.tz if one.tz == other.tz else "UTC")
     if _is_structure(one) or _is_structure(other):
         return None
     try:
@@ -41,6 +50,27 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         return None
+
+
+def common_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
+    """Returns the first of two fields in their common type; INT96 is an instant beside timestamps that have zones."""
+    kinds = [one.type, other.type]
+    instants = [INT96_INSTANT in (field.metadata or {}) for field in (one, other)]
+    for number, is_int96 in enumerate(instants):
+        beside = kinds[1 - number]
+        if is_int96 and pa.types.is_timestamp(kinds[number]) and pa.types.is_timestamp(beside) and beside.tz:
+            kinds[number] = pa.timestamp(kinds[number].unit, "UTC")
+    common = common_type(*kinds)
+    if common is None:
+        return None
+    merged = one.with_type(common).with_nullable(one.nullable or other.nullable)
+    return merged if instants[0] == instants[1] else merged.remove_metadata()
+
+
+def filled(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """Returns columns with those behind that only another file has."""
+    missing = [field.with_nullable(True) for field in other if field.name not in schema.names]
+    return pa.schema([*schema, *missing])
 
 
 def without_dictionary(kind: pa.DataType) -> pa.DataType:

@@ -24,7 +24,7 @@ redis.call('XACK', stream, group, entry)
 redis.call('XDEL', stream, entry)
 if redis.call('HGET', in_lane, index) ~= place then return is_buried end
 redis.call('HDEL', in_lane, index)
-redis.call('HDEL', record, scored(index), put_off(index))
+redis.call('HDEL', record, scored(index), put_off(index), resume(index))
 
 local state = redis.call('HGET', record, 'state')
 if not state then return is_buried end

@@ -16,6 +16,9 @@ local function scored(index) return 'scored:' .. index end
 -- Returns the field of a job that says why a shard was put off last, until it goes on or ends.
 local function put_off(index) return 'put_off:' .. index end
 
+-- Returns the field of a job that says what of a shard is kept, and which of its rows may end workers.
+local function resume(index) return 'resume:' .. index end
+
 -- Leaves a notice of a job, unless there is one that nobody has looked at yet.
 local function notify(id)
   if redis.call('HSETNX', KEYS[1], 'noticed', '1') == 1 then deliver(KEYS[7], id, '') end

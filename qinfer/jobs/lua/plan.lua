@@ -16,7 +16,7 @@ for i = 6, #ARGV, 2 do
       redis.call('XACK', stream, group, entry)
       redis.call('XDEL', stream, entry)
       redis.call('HDEL', in_lane, index)
-      redis.call('HDEL', record, scored(index), put_off(index))
+      redis.call('HDEL', record, scored(index), put_off(index), resume(index))
     end
     if outcome then
       count(record, outcome, -1)

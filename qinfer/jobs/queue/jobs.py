@@ -24,7 +24,7 @@ shard that the queue lost (its stream was deleted) is named by `missing`, to be 
 
 import asyncio
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -72,6 +72,7 @@ _SHARED = (*PLACING, "deliveries", "job")
 _CREATE = _load("create", "now_ms")
 _DELETE = _load("delete", *_SHARED)
 _FINISH = _load("finish", *_SHARED, "trim_letters")
+_KEEP = _load("keep", *_SHARED)
 _MISSING = _load("missing", *_SHARED)
 _MOVE = _load("move", *_SHARED)
 _NOTE = _load("note", *_SHARED)
@@ -125,7 +126,12 @@ class Jobs:
         return record_of(place, dict(zip(found[::2], found[1::2], strict=True))) if found else None
 
     async def list(
-        self, tenant: str | None = None, state: str | None = None, after: str = "", count: int = 100
+        self,
+        tenant: str | None = None,
+        state: str | None = None,
+        after: str = "",
+        count: int = 100,
+        wanted: Callable[[JobRecord], bool] = lambda _: True,
     ) -> Page:
         """Returns up to `count` jobs, the newest first, of one tenant and in one state where these are given.
 
@@ -134,13 +140,14 @@ class Jobs:
             state: Only jobs in this state; `None` = all.
             after: The `Page.after` of the page before.
             count: How many at most; a page may be shorter though there are more: `Page.after` tells.
+            wanted: Whether a job of these belongs to the listing.
 
         Raises:
             InvalidRequest: `after` is not what a page said.
         """
 
         def fits(record: JobRecord) -> bool:
-            return tenant in (None, record.tenant) and state in (None, record.state)
+            return tenant in (None, record.tenant) and state in (None, record.state) and wanted(record)
 
         return await self._index.page(self._readable, fits, after, count)
 
@@ -278,6 +285,25 @@ class Jobs:
     async def drop_shard(self, job_id: str, lease: Lease, index: int) -> None:
         """Removes a shard's entry without an outcome; if its job wants it (again), it waits in `todo` as before."""
         await self._end_shard("drop", job_id, lease, ShardOutcome(index, 0))
+
+    async def keep(self, job_id: str, lease: Lease, index: int, was: bytes, now: bytes, line: str = "") -> bool:
+        """Notes what is known of a shard that is being run, until the shard ends.
+
+        Args:
+            job_id: The job.
+            lease: The lease on the shard.
+            index: The shard.
+            was: The text that its owner has read, or noted last; empty = there was no text.
+            now: The new text.
+            line: A line for the job's log; empty = no line.
+
+        Returns:
+            False when the lease is another's, or more is known than its owner has read: nothing was done.
+        """
+        lane = lease.entry.lane
+        place = Place(lane.model, lane.partition, job_id)
+        about = (index, _place(lease.entry), keys.GROUP, lease.consumer, was, now, line[:MAX_LINE_CHARACTERS])
+        return bool(await self._run(place, _KEEP, *about, MAX_LOG_LINES, lane=divided_of(lane)[0]))
 
     async def outcomes(self, job_id: str) -> dict[int, ShardOutcome]:
         """Returns the outcomes of a job's settled shards by index."""

@@ -44,6 +44,7 @@ _TEXTS = ("state", "error", "waiting", "webhook", "webhook_state", "endpoint")
 _BYTES = ("spec", "head", "grant")
 _SCORED = "scored:"  # and the index of a shard that is being run: how many of its rows are scored
 _PUT_OFF = "put_off:"  # and the index of a shard that was put off: why
+_RESUME = "resume:"  # and the index of a shard whose run was broken off: what is known of it
 
 OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started_at resumed_at".split())
 """The fields of a record that `open_rows` looks at."""
@@ -89,6 +90,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         webhook_state: `` | pending | delivered | failed.
         endpoint: The endpoint that it named, whose stable target it was given then; empty = it named the model.
         revision: Raised by each change.
+        resumptions: Notes on shards whose run was broken off, by index; bytes that are opaque here.
     """
 
     id: str
@@ -127,6 +129,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     webhook_state: str = ""
     endpoint: str = ""
     revision: int = 0
+    resumptions: Mapping[int, bytes] = {}
 
     @property
     def lane(self) -> Lane:
@@ -319,7 +322,7 @@ def record_of(place: Place, fields: Mapping[bytes, bytes]) -> JobRecord:
 
 def _record_of(place: Place, found: dict[str, bytes]) -> JobRecord:
     about = _ABOUT.decode(found.pop("about"))
-    values: dict[str, str | bytes | float] = {"id": place.job_id, "model": place.model, "partition": place.partition}
+    values: dict[str, object] = {"id": place.job_id, "model": place.model, "partition": place.partition}
     values |= msgspec.structs.asdict(about)
     values |= {name: int(found[name]) for name in _COUNTS if name in found}
     values |= {name: int(found[name]) / 1000 for name in _INSTANTS if name in found}
@@ -327,6 +330,8 @@ def _record_of(place: Place, found: dict[str, bytes]) -> JobRecord:
     values |= {name: found[name] for name in _BYTES if name in found}
     values["rows_scored"] = sum(int(rows) for name, rows in found.items() if name.startswith(_SCORED))
     values["put_off"] = next((why.decode() for name, why in sorted(found.items()) if name.startswith(_PUT_OFF)), "")
+    resumptions = {int(name.removeprefix(_RESUME)): text for name, text in found.items() if name.startswith(_RESUME)}
+    values |= {"resumptions": resumptions} if resumptions else {}
     if "kept_ms" in found:
         values["kept_s"] = int(found["kept_ms"]) / 1000
     return msgspec.convert(values, JobRecord)

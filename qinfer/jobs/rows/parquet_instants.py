@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qinfer.errors import CorruptEntry
-from qinfer.jobs.columns.schemas import decode_schema
+from qinfer.jobs.columns.schemas import INT96_INSTANT, decode_schema
 
 INT96 = "INT96"
 ARROW_SCHEMA = b"ARROW:schema"
@@ -34,7 +34,8 @@ def arrow_schema(content: Any, metadata: pq.FileMetaData) -> pa.Schema:
     written = _written(metadata)
     for number, field in enumerate(coarse):
         if field.type != schema.field(number).type and not _has_nanoseconds(written, field.name):
-            schema = schema.set(number, field)
+            is_plain = pa.types.is_timestamp(field.type)
+            schema = schema.set(number, field.with_metadata({INT96_INSTANT: b"1"}) if is_plain else field)
     return schema
 
 

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qinfer.jobs.rows.arrow_footer import END_BYTES
@@ -121,9 +122,9 @@ def read_metadata(content: BinaryIO | Any) -> pq.FileMetaData:
         content.seek(max(0, end - _TAIL.size - size))
         data = content.read(size + _TAIL.size)
     _check_metadata(data[-_TAIL.size - size : -_TAIL.size])
-    content.seek(0)
+    footer = pa.BufferReader(pa.py_buffer(data).slice(len(data) - _TAIL.size - size))  # a store is not asked again
     file = pq.ParquetFile(
-        content, pre_buffer=False, thrift_string_size_limit=_STRING_BYTES, thrift_container_size_limit=_ITEMS
+        footer, pre_buffer=False, thrift_string_size_limit=_STRING_BYTES, thrift_container_size_limit=_ITEMS
     )
     return file.metadata
 

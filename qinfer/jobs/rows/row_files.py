@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from qinfer.jobs.columns.decoded_sizes import cut
 from qinfer.jobs.columns.fields import Fields, pick, pruned, select
-from qinfer.jobs.columns.schemas import as_read, cast, common_type
+from qinfer.jobs.columns.schemas import as_read, cast, common_field
 from qinfer.jobs.job import Csv
 from qinfer.jobs.plan import Range
 from qinfer.jobs.rows.arrow_footer import BatchSizes, open_arrow
@@ -48,10 +48,12 @@ class Wanted(NamedTuple):
     Attributes:
         columns: Each as a column that is named by its path, in the type that it gets.
         nested: The columns of the files that they are in, with structs that have nothing else.
+        may_lack: A file may lack some of the columns, which are null then.
     """
 
     columns: pa.Schema
     nested: pa.Schema
+    may_lack: bool = False
 
     @classmethod
     def of(cls, schema: pa.Schema, paths: Iterable[str]) -> "Wanted":
@@ -93,14 +95,14 @@ def open_rows(content: Any, format_: FileFormat, wanted: Wanted, url: str, *, fa
         pyarrow.ArrowException, OSError: The file is damaged, or can't be read.
     """
     if format_ == "parquet":
-        return _Parquet(content, wanted.columns, url, far=far, limits=limits)
-    return _Arrow(content, wanted.columns, url, limits)
+        return _Parquet(content, wanted, url, far=far, limits=limits)
+    return _Arrow(content, wanted, url, limits)
 
 
 class _Parquet:
-    def __init__(self, content: Any, wanted: pa.Schema, url: str, *, far: bool, limits: Limits) -> None:
+    def __init__(self, content: Any, wanted: Wanted, url: str, *, far: bool, limits: Limits) -> None:
         self._url = url
-        self._groups = ParquetGroups(content, wanted.names, url, far=far, **limits._asdict())
+        self._groups = ParquetGroups(content, wanted.columns.names, url, far=far, **limits._asdict())
         self._columns = _Columns(self._groups.schema, wanted, url, limits.rows_bytes)
 
     def batches(self, wanted: Range) -> Iterator[Rows]:
@@ -113,11 +115,11 @@ class _Parquet:
 
 
 class _Arrow:
-    def __init__(self, content: Any, wanted: pa.Schema, url: str, limits: Limits) -> None:
+    def __init__(self, content: Any, wanted: Wanted, url: str, limits: Limits) -> None:
         self._content, self._url, self._limits = content, url, limits
         there = open_arrow(content).schema
         self._columns = _Columns(there, wanted, url, limits.rows_bytes)
-        names = pruned(there, wanted.names).names
+        names = pruned(there, wanted.columns.names).names
         self._sizes = BatchSizes(content, there, names)
         fields = [there.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
@@ -203,20 +205,25 @@ read.
 class _Columns:
     """Makes a file's batches those of the job: the wanted columns in order, in the types that all files can have."""
 
-    def __init__(self, there: pa.Schema, wanted: pa.Schema, url: str, rows_bytes: int) -> None:
-        self.wanted = wanted
+    def __init__(self, there: pa.Schema, wanted: Wanted, url: str, rows_bytes: int) -> None:
+        self.wanted = wanted.columns
         self._url = url
         self._rows_bytes = rows_bytes
+        self._here = []
         fields = Fields(there)
-        for field in wanted:
+        for field in self.wanted:
             one = fields.field(field.name)
+            if one is None and wanted.may_lack and not fields.places(field.name):
+                continue
             if one is None:
                 count = len(fields.places(field.name))
                 state = f"has {count} columns" if count else "lacks the column"
                 raise SourceBroken(f"'{url}' {state} '{field.name}', which the job reads")
-            found = one.type
-            if as_read(found) != field.type and common_type(as_read(found), field.type) != field.type:
-                raise SourceBroken(self._text(field, found))
+            found = one.with_type(as_read(one.type))
+            common = common_field(found, field)
+            if found.type != field.type and (common is None or common.type != field.type):
+                raise SourceBroken(self._text(field, one.type))
+            self._here.append(field.name)
 
     def of(self, record: pa.RecordBatch) -> Iterator[Rows]:
         """Returns the wanted columns of a batch, in runs of rows that are decoded one after the other.
@@ -224,16 +231,19 @@ class _Columns:
         Raises:
             SourceBroken: A value does not fit the wanted type.
         """
-        for rows in _cut(pick(record, self.wanted.names), self._rows_bytes):
+        for rows in _cut(pick(record, self._here), self._rows_bytes):
             yield rows._replace(record=self._decoded(rows.record))
 
     def _decoded(self, record: pa.RecordBatch) -> pa.RecordBatch:
-        columns = list(record.columns)
-        for index, (field, column) in enumerate(zip(self.wanted, columns, strict=True)):
-            if column.type == field.type:
+        here = dict(zip(self._here, record.columns, strict=True))
+        columns = []
+        for field in self.wanted:
+            column = here.get(field.name)
+            if column is None:
+                columns.append(pa.nulls(record.num_rows, field.type))
                 continue
             try:
-                columns[index] = cast(column, field.type)
+                columns.append(column if column.type == field.type else cast(column, field.type))
             except pa.ArrowException:
                 raise SourceBroken(self._text(field, column.type)) from None
         return pa.RecordBatch.from_arrays(columns, schema=self.wanted)

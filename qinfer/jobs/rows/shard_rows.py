@@ -28,7 +28,7 @@ from qinfer.storage.hive import partition_values
 from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
 from qinfer.storage.s3_native import open_native
-from qinfer.storage.store import Store
+from qinfer.storage.store import Stat, Store
 
 READ_BYTES = 64 * 2**20
 """Default of `bulk.max_read_bytes`."""
@@ -123,6 +123,7 @@ class ShardReader:
         partitions = partition_values(ranges[0].url) if ranges and spec.partitioning else {}
         self._partitions = pa.schema([field for field in self.schema if field.name in partitions])
         stored = Wanted.of(schema, [name for name in columns if name not in partitions])
+        stored = stored._replace(may_lack=spec.merge_schema is True)
         self._stored = stored.columns
         self._files = _SourceFiles(ranges, stored, InputForm.of(spec), store, self.limits)
         self._skips_bad_files = spec.bad_files == "skip"
@@ -181,7 +182,7 @@ class ShardReader:
                     if not self._skips_bad_files:
                         raise SourceBroken(f"{error.message} (from row {left[0].first_row} on); {_REMEDY}") from None
                     yield from self._unread(source, left, error.message)
-            source.check()
+            source.check_again()
 
     def _read_file(self, source: "_Source", left: deque[Range]) -> Generator["_Chunk", None, None]:
         """Reads ranges of a file; `left` has what of them was not read yet."""
@@ -263,24 +264,24 @@ class _Source:
     """A file of a shard.
 
     Args:
-        url: Where it is.
-        etag: What its content was called when the job was planned.
+        planned: What it was when the job was planned; of an earlier qinfer without its size.
         store: Where it is kept.
 
     Attributes:
         url: Where it is.
-        etag: See above.
+        etag: What its content was called when the job was planned.
         is_far: Whether each read takes long.
     """
 
-    def __init__(self, url: str, etag: str, store: Store) -> None:
-        self.url = url
-        self.etag = etag
+    def __init__(self, planned: Stat, store: Store) -> None:
+        self.url, self.etag = planned.url, planned.etag
+        self._planned = planned
         self._store = store
-        self.is_far = local_path(url) is None
+        self._is_seen = store.sees_changes and planned.size_bytes > 0  # by each read
+        self.is_far = local_path(planned.url) is None
 
-    def check(self) -> int:
-        """Compares the file with the plan; returns its size in bytes.
+    def check(self) -> Stat:
+        """Compares the file with the plan.
 
         Raises:
             SourceChanged: It is another one, or gone.
@@ -289,28 +290,32 @@ class _Source:
         found = self._store.stat(self.url)
         if found is None:
             raise SourceChanged(f"'{self.url}' does not exist any more; bring it back, and resume the job")
-        if found.etag != self.etag:
+        if not found.is_still(self.etag):
             raise SourceChanged(
                 f"'{self.url}' has changed since the job was planned; its output would mix two contents. Make a new job"
             )
-        return found.size_bytes
+        return found
+
+    def check_again(self) -> None:
+        """Compares the file with the plan after its last row, unless each read has done it; raises as `check`."""
+        if not self._is_seen:
+            self.check()
 
     def content(self, *, sequential: bool) -> Any:
-        """Checks the file, and opens it for pyarrow; a small one that is far is read whole.
+        """Opens the file for pyarrow; checks it before, unless reads will; a small one that is far is read whole.
 
         Raises:
             SourceChanged: It is another one, or gone.
             StoreError: The store fails.
         """
-        size_bytes = self.check()
+        found = self._planned if self._is_seen else self.check()
         if not self.is_far:
             return self._store.open(self.url) if sequential else pa.OSFile(str(local_path(self.url)))
-        if size_bytes > _SMALL_BYTES:
-            native = None
-            if self.url.startswith("s3://") and not sequential:
-                native = open_native(self._store, self.url)
-            return native or self._store.open(self.url, sequential=sequential)
-        with self._store.open(self.url, sequential=True) as file:
+        if found.size_bytes > _SMALL_BYTES:
+            native = open_native(self._store, self.url) if self.url.startswith("s3://") and not sequential else None
+            self._is_seen = self._is_seen and native is None  # Arrow's client puts no condition
+            return native or self._store.open_known(found, sequential=sequential)
+        with self._store.open_known(found, sequential=True) as file:
             return pa.BufferReader(file.read())
 
 
@@ -338,8 +343,8 @@ class _SourceFiles:
         self._form = form
         self._store = store
         self._list = [
-            (_Source(url, etag, store(url)), tuple(own))
-            for (url, etag), own in groupby(ranges, lambda r: (r.url, r.etag))
+            (_Source(file, store(file.url)), tuple(own))
+            for file, own in groupby(ranges, lambda r: Stat(r.url, r.size_bytes, r.etag))
         ]
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[tuple[_Source, Future[Any]]] = deque()

@@ -9,7 +9,7 @@ from typing import BinaryIO, Literal, NamedTuple, TypeGuard
 
 import pyarrow as pa
 
-from qinfer.errors import InvalidRequest, StoreDenied, StoreUnavailable
+from qinfer.errors import InputMissing, InvalidRequest, StoreDenied, StoreNotFound, StoreUnavailable
 from qinfer.jobs.job import InputFormat
 from qinfer.jobs.plan import Cut
 from qinfer.jobs.rows.arrow_footer import batch_rows, open_arrow
@@ -21,6 +21,7 @@ from qinfer.jobs.rows.text_rows import OnBlock, read_through, text_schema
 from qinfer.jobs.rows.text_streams import COMPRESSED_EXTENSIONS, NotText, TextFormat, check_text, open_stream
 from qinfer.jobs.rows.text_types import NOTHING_WANTED, TextTypes
 from qinfer.jobs.shards import MAX_FILES
+from qinfer.storage.errors import patiently
 from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Stat
@@ -89,7 +90,8 @@ def find_files(
         The files: inputs in their order, those of one pattern sorted. A file that several name is there once.
 
     Raises:
-        InvalidRequest: A URL or pattern names no file, or files of a table, or there are more than `MAX_FILES`.
+        InputMissing: A URL or pattern names no file, or its bucket does not exist.
+        InvalidRequest: A URL or pattern names files of a table, or there are more than `MAX_FILES`.
         Forbidden: One of them may not be read.
         StoreError: A store can't be read, or not in time.
     """
@@ -98,7 +100,8 @@ def find_files(
         literal = [url for url in inputs if "*" not in url]
         for url in literal:
             check_read(url)
-        stats = dict(zip(literal, pool.map(lambda url: store_for(url).stat(url), literal), strict=True))
+        found_ones = pool.map(lambda url: patiently(lambda: store_for(url).stat(url)), literal)
+        stats = dict(zip(literal, found_ones, strict=True))
         folders: dict[str, dict[str, re.Pattern[str]]] = {}
         for url in inputs:
             if stats.get(url) is None:
@@ -108,7 +111,10 @@ def find_files(
                     check_above(folder, check_read)
                 folders.setdefault(folder, {})[url] = _compiled(url[len(folder) :].lstrip("/") or "**")
         listings = pool.map(lambda folder: _listing(folder, folders[folder], enough, until_s), folders)
-        matches = {url: files for listing in listings for url, files in listing.items()}
+        try:
+            matches = {url: files for listing in listings for url, files in listing.items()}
+        except StoreNotFound as error:
+            raise InputMissing(error.message) from None
     found: dict[str, Stat] = {}
     for url in inputs:
         stat = stats.get(url)
@@ -169,7 +175,7 @@ def read_footer(
     if not file.size_bytes:  # tools that write folders leave such
         return Footer(pa.schema([]), 0, None if is_text(format_) else ())
     try:
-        with store_for(file.url).open(file.url, sequential=is_text(format_) and not columns_only) as content:
+        with store_for(file.url).open_known(file, sequential=is_text(format_) and not columns_only) as content:
             if format_ == "parquet":
                 footer = _parquet(content)
             elif format_ == "arrow":
@@ -231,7 +237,7 @@ def _arrow(content: BinaryIO, file: Stat, *, columns_only: bool) -> Footer:
     if columns_only:
         return Footer(reader.schema, 0, ())
     if count and file.size_bytes // count < _SMALL_BATCH_BYTES:  # a request for each would take longer
-        with store_for(file.url).open(file.url, sequential=True) as whole:
+        with store_for(file.url).open_known(file, sequential=True) as whole:
             groups = batch_rows(whole)
     else:
         groups = batch_rows(content)
@@ -266,13 +272,15 @@ def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, unt
 def _none(url: str) -> list[Stat]:
     """Says that a URL or pattern names no file."""
     if _is_pattern(url):
-        raise InvalidRequest(
+        raise InputMissing(
             f"no file matches the input '{url}'; '*' stands for parts of a name and '**' for folders, and names that "
             "begin with '_' or '.' are left out"
         )
     if next(iter(store_for(url).scan(url)), None) is not None:
-        raise InvalidRequest(f"input '{url}' is a folder whose files' names begin with '_' or '.'; name them")
-    raise InvalidRequest(f"input '{url}' does not exist")
+        raise InputMissing(f"input '{url}' is a folder whose files' names begin with '_' or '.'; name them")
+    if (path := local_path(url)) is not None and path.is_dir():
+        raise InputMissing(f"input '{url}' is a folder without files")
+    raise InputMissing(f"input '{url}' does not exist" + (", nor a file below it" if path is None else ""))
 
 
 def _is_pattern(url: str) -> bool:

@@ -387,6 +387,7 @@ def read_block(block: bytes, names: Sequence[str], types: pa.Schema | None, csv:
             pyarrow.csv.ConvertOptions(
                 column_types=types,
                 include_columns=types.names if types is not None else None,
+                include_missing_columns=types is not None,  # planning knows which file lacks one
                 decimal_point=csv.decimal_point,
             ),
         )

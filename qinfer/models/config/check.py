@@ -127,7 +127,7 @@ def is_set(message: Message, path: str) -> bool:
 
 
 _WITHOUT_FILE = {
-    "pytorch": "a PyTorch file does not declare it: write it into config.pbtxt",
+    "pytorch": "a PyTorch file does not declare it, but for one of torch.export: write it into config.pbtxt",
     "tensorrt": "only TensorRT can read it from a plan, on the plan's GPU: write it into config.pbtxt",
 }
 """Backend → the reason why inputs and outputs can't be completed from its model file."""

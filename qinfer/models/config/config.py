@@ -15,7 +15,7 @@ from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.check import check
 from qinfer.models.config.ensembles import ENSEMBLE
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
-from qinfer.models.config.message import ModelConfig, from_json, model_config_pb2, to_json
+from qinfer.models.config.message import ModelConfig, advised, from_json, model_config_pb2, to_json, unnamed
 from qinfer.models.config.ragged import own_batch_inputs, scattered_outputs
 from qinfer.models.config.sequences import fill_sequence_defaults, own_inputs, state_outputs
 from qinfer.models.config.to_spec import to_spec
@@ -33,6 +33,10 @@ def complete(config: ModelConfig, tensors: FileTensors) -> None:
     Raises:
         ModelLoadFailed: The configuration contradicts the model file.
     """
+    if not tensors.inputs:
+        raise ModelLoadFailed(
+            f"the model file of '{config.name}' declares no input: all that it computes is constant; export it with one"
+        )
     mine, kept = own_inputs(config) | own_batch_inputs(config), state_outputs(config)
     inputs = [tensor for tensor in tensors.inputs if tensor.name not in mine]
     if not config.input or not config.output:
@@ -60,9 +64,12 @@ def _complete_batching(config: ModelConfig, tensors: FileTensors) -> None:
 
 
 def _add(target: Any, tensors: Sequence[FileTensor], max_batch_size: int) -> None:
-    """Adds file tensors as inputs or outputs; dims may not be empty, so a scalar is [1] to the client."""
+    """Adds file tensors as inputs or outputs; dims may not be empty, so a scalar is [1] to the client.
+
+    One whose shape the file does not tell is [-1], and not Triton's [1]: outputs of other shapes are passed on.
+    """
     for tensor in tensors:
-        dims = (tensor.dims or ())[1 if max_batch_size else 0 :]
+        dims = ((-1,) if tensor.dims is None else tensor.dims)[1 if max_batch_size else 0 :]
         added = target.add(name=tensor.name, data_type=_config_datatype(tensor.datatype), dims=dims or (1,))
         if not dims and max_batch_size:
             added.reshape.SetInParent()
@@ -173,12 +180,12 @@ def parse(text: str, source: str = "config.pbtxt") -> ModelConfig:
         ModelLoadFailed: The text is wrong; the message names line and column.
     """
     try:
-        return text_format.Parse(text, ModelConfig())
+        return text_format.Parse(text.removeprefix("\ufeff"), ModelConfig())
     except text_format.ParseError as error:
         line, column = error.GetLine(), error.GetColumn()
         where = f"{source}, line {line}, column {column}" if line else source
         reason = str(error).partition(" : ")[2] or str(error)
-        raise ModelLoadFailed(f"{where}: {reason}") from None
+        raise ModelLoadFailed(f"{where}: {advised(reason)}") from None
 
 
 def normalise(
@@ -221,6 +228,8 @@ def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> Mod
             f"unexpected directory name '{name}' for model '{normal.name}', directory name must equal model name"
         )
     normal.name = name
+    if problem := unnamed(normal):
+        raise ModelLoadFailed(f"model '{name}': {problem}")
     _fill_backend(normal, files)
     return normal
 

@@ -37,15 +37,22 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTensors:
-    """The tensors that a model file declares, in its own order."""
+    """The tensors that a model file declares, in its own order.
+
+    Attributes:
+        inputs: Its inputs.
+        outputs: Its outputs.
+        rows_agree: The file does not say that variable first dimensions differ.
+    """
 
     inputs: tuple[FileTensor, ...]
     outputs: tuple[FileTensor, ...]
+    rows_agree: bool = True
 
     @property
     def batchable(self) -> bool:
         """Tells whether every input and output has a variable first dimension, which Triton takes for the batch's."""
-        return all(t.dims and t.dims[0] == -1 for t in self.inputs + self.outputs)
+        return self.rows_agree and all(t.dims and t.dims[0] == -1 for t in self.inputs + self.outputs)
 
 
 _ONNX_DATATYPES = {  # TensorProto.DataType → wire datatype

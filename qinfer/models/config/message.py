@@ -6,7 +6,9 @@ scalar and repeated fields are always present; absent sub-messages are left out;
 """
 
 import json
+import re
 import struct
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf import json_format
@@ -21,7 +23,19 @@ if TYPE_CHECKING:
 else:
     ModelConfig = model_config_pb2.ModelConfig
 
-__all__ = ["ModelConfig", "from_json", "model_config_pb2", "to_json"]
+__all__ = ["ModelConfig", "advised", "from_json", "model_config_pb2", "to_json", "unnamed"]
+
+_UNKNOWN = (  # protobuf's own words, of its text format and of its JSON
+    re.compile(r'Message type "(?P<of>[\w.]+)" has no field named "(?P<field>[^"]+)"'),
+    re.compile(r'Enum type "(?P<of>[\w.]+)" has no value named "?(?P<value>[^".]+)'),
+    re.compile(r"Invalid enum value (?P<value>\S+) for enum type (?P<of>[\w.]+)"),
+)
+_OTHER_WORDS = {
+    "FLOAT": "FP32", "FLOAT32": "FP32", "HALF": "FP16", "FLOAT16": "FP16", "DOUBLE": "FP64", "FLOAT64": "FP64",
+    "BFLOAT16": "BF16", "INT": "INT32", "LONG": "INT64", "BOOLEAN": "BOOL", "BYTES": "STRING", "STR": "STRING",
+}  # fmt: skip
+_LONGEST_COMPARED = 100  # characters: the comparison is slow
+_MOST_LISTED = 16
 
 
 def to_json(config: ModelConfig) -> str:
@@ -36,13 +50,76 @@ def from_json(text: str) -> ModelConfig:
         ModelLoadFailed: The text is no JSON, or has a field that ModelConfig has not.
     """
     try:
-        fields = json.loads(text)
+        fields = json.loads(text.removeprefix("\ufeff"))
         if not isinstance(fields, dict):
             raise ModelLoadFailed(f"model configuration is not valid JSON: expected an object, got {text[:50]}")
         json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair makes protobuf fail with SystemError
         return json_format.ParseDict(fields, ModelConfig())
     except (json_format.ParseError, ValueError, TypeError, RecursionError) as error:  # ParseDict lets some escape
-        raise ModelLoadFailed(f"model configuration is not valid JSON: {error}") from None
+        reason = str(error).partition("\n")[0].rpartition("Failed to parse ")[2].rstrip(".")
+        raise ModelLoadFailed(f"model configuration is not valid JSON: {advised(reason)}") from None
+
+
+def advised(reason: str) -> str:
+    """Returns protobuf's reason for refusing a text, with the field or value that was probably meant."""
+    for pattern in _UNKNOWN:
+        found = pattern.search(reason)
+        if found is not None:
+            said = found.groupdict()
+            advice = _near_field if "field" in said else _near_value
+            hint = advice(said["of"], said.get("field") or said["value"])
+            return f"{reason.rstrip('.')}; {hint}" if hint else reason
+    return reason
+
+
+def _near_field(message: str, unknown: str) -> str:
+    fields = list(ModelConfig.DESCRIPTOR.file.pool.FindMessageTypeByName(message).fields_by_name)
+    everywhere = model_config_pb2.DESCRIPTOR.message_types_by_name.values()
+    elsewhere = [of.full_name for of in everywhere if unknown in of.fields_by_name]
+    if len(elsewhere) == 1 and (path := _path_to(elsewhere[0])):
+        return f"it is a field of '{path}'"
+    near = _nearest(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", unknown).lower(), fields)
+    if near:
+        return f"did you mean '{near}'?"
+    return f"it has {', '.join(fields)}" if len(fields) <= _MOST_LISTED else ""
+
+
+def _near_value(enum: str, unknown: str) -> str:
+    values = list(ModelConfig.DESCRIPTOR.file.pool.FindEnumTypeByName(enum).values_by_name)
+    by_word = {value.rpartition("_")[2] if "_" in value else value: value for value in values}
+    word = unknown.upper().rpartition("_")[2]
+    near = by_word.get(_OTHER_WORDS.get(word, word)) or _nearest(unknown.upper(), values)
+    return f"did you mean '{near}'?" if near else f"it has {', '.join(values)}"
+
+
+def _nearest(unknown: str, known: list[str]) -> str:
+    return next(iter(get_close_matches(unknown[:_LONGEST_COMPARED], known, n=1)), "")
+
+
+def _path_to(message: str) -> str:
+    """Returns the field of the configuration that has messages of a type; empty = it lies deeper."""
+    fields = ModelConfig.DESCRIPTOR.fields
+    return next((f.name for f in fields if f.message_type is not None and f.message_type.full_name == message), "")
+
+
+def unnamed(message: Message) -> str:
+    """Returns the first field whose number is none of its enum's values, which protobuf takes as it is.
+
+    Fields in maps are looked at, too. The text is empty where each number has a name.
+    """
+    for field, value in message.ListFields():
+        of = field.message_type
+        values = value if field.is_repeated else (value,)
+        if of is not None and of.GetOptions().map_entry:
+            values = value.values() if of.fields_by_name["value"].message_type is not None else ()
+        for one in values:
+            if field.enum_type is not None and one not in field.enum_type.values_by_number:
+                return (
+                    f"{field.name} is {one}, which has no meaning; it has {', '.join(field.enum_type.values_by_name)}"
+                )
+            if of is not None and (found := unnamed(one)):
+                return f"{field.name}.{found}"
+    return ""
 
 
 def _object(message: Message) -> dict[str, Any]:

@@ -40,6 +40,7 @@ FILES_OF = "qinfer.files_of"
 EXECUTE_TIMEOUT = "qinfer.execute_timeout_s"
 LOAD_TIMEOUT = "qinfer.load_timeout_s"
 WARMUP_TIMEOUT = "qinfer.warmup_timeout_s"
+STRICT_OUTPUTS = "qinfer.strict_outputs"
 KNOWN_PARAMETERS = (
     DEFAULT_TIMEOUT,
     MAX_TIMEOUT,
@@ -57,6 +58,7 @@ KNOWN_PARAMETERS = (
     EXECUTE_TIMEOUT,
     LOAD_TIMEOUT,
     WARMUP_TIMEOUT,
+    STRICT_OUTPUTS,
 )
 _USUAL = LimitSettings()
 
@@ -116,6 +118,7 @@ def to_spec(
         slo_latency_s=float(parameters.get(SLO_LATENCY, 0)),
         slo_target=float(parameters.get(SLO_TARGET, 0)),
         metric_tags=dict(config.metric_tags),
+        strict_outputs=parameters.get(STRICT_OUTPUTS) == "true",
         execute_timeout_s=float(parameters.get(EXECUTE_TIMEOUT, limits.execute_timeout_s)),
         load_timeout_s=float(parameters.get(LOAD_TIMEOUT, 0)),
         warmup_timeout_s=float(parameters.get(WARMUP_TIMEOUT, 0)),
@@ -168,6 +171,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     EXECUTE_TIMEOUT: ("a number of seconds, or 0", _is_duration),
     LOAD_TIMEOUT: ("a number of seconds, or 0", _is_duration),
     WARMUP_TIMEOUT: ("a number of seconds, or 0", _is_duration),
+    STRICT_OUTPUTS: ("'true' or 'false'", lambda text: text in ("true", "false")),
 }
 
 PARAMETERS = {
@@ -194,6 +198,8 @@ PARAMETERS = {
     LOAD_TIMEOUT: "The time that loading an instance may take; then the load has failed. 0, the default, = no limit.",
     WARMUP_TIMEOUT: "The time that warming an instance up may take; then the load has failed. 0, the default, = no "
     "limit.",
+    STRICT_OUTPUTS: "`true` = outputs whose datatype or shape is not the declared one are refused. By default they are "
+    "passed on with one warning, as in Triton; [bulk jobs](../how-to/bulk-jobs.md) refuse them in any case.",
 }
 """The meaning of each of `KNOWN_PARAMETERS`, for the reference page."""
 

@@ -16,10 +16,12 @@ from qinfer.models.config.check import is_inside
 from qinfer.models.config.config import from_json, identify, normalise, parse, place, to_json
 from qinfer.models.config.file_tensors import OPENVINO_MAX_BYTES, FileTensors, read_onnx, read_openvino
 from qinfer.models.config.message import ModelConfig
+from qinfer.models.config.sequences import own_inputs
 from qinfer.models.config.to_spec import FILES_OF
+from qinfer.models.config.torch_tensors import UncertainError, read_torch
 from qinfer.models.config.warmup import executed_samples
 from qinfer.models.dependents import uses_of
-from qinfer.models.repository.files import Files, Listing, TooFarSpreadError
+from qinfer.models.repository.files import Blob, Files, Listing, TooFarSpreadError
 from qinfer.models.state import StoredModel
 
 logger = logging.getLogger(__name__)
@@ -185,8 +187,10 @@ class _Reader(NamedTuple):
 
     def _tensors(self, known: ModelConfig, version: int) -> FileTensors | None:
         """Reads what the highest version's model file declares, where this takes no runtime."""
-        if not self.how.autocomplete or known.backend not in ("onnxruntime", "openvino"):
+        if not self.how.autocomplete or known.backend not in ("onnxruntime", "openvino", "pytorch"):
             return None
+        if known.backend == "pytorch" and known.input and known.output:
+            return None  # their names may follow several conventions, which the worker knows
         name = known.default_model_filename
         path = f"{version}/{name}"
         if path in self.listing.directories:  # an ONNX model of several files is a directory (reference §3.1)
@@ -201,10 +205,26 @@ class _Reader(NamedTuple):
             return read_openvino(self.files.read(path, OPENVINO_MAX_BYTES), name)
         try:
             with self.files.blob(path, stamp.size) as blob:
-                return read_onnx(blob, name)
+                return read_onnx(blob, name) if known.backend != "pytorch" else self._of_torch(known, blob)
         except TooFarSpreadError:
             logger.warning("model file too large to be looked at where it is", extra={"model": self.name})
             return None
+
+    def _of_torch(self, known: ModelConfig, blob: Blob) -> FileTensors:
+        """Reads a PyTorch file, whose tensors are the configuration's where that has any."""
+        name = known.default_model_filename
+        try:
+            tensors = read_torch(blob, name)
+            unknown = {i.name for i in known.input} - {i.name for i in tensors.inputs} - {*own_inputs(known)}
+            if known.output or unknown:
+                raise UncertainError(f"it is completed from '{name}' only where it has neither, or inputs by argument")
+        except UncertainError as reason:
+            lacking = " and ".join(kind for kind in ("input", "output") if not getattr(known, kind))
+            raise ModelLoadFailed(
+                f"model '{self.name}': the configuration has no {lacking}, and {reason}; write name, data_type and "
+                f"dims of each {lacking.replace(' and ', ' and each ')} into config.pbtxt"
+            ) from None
+        return tensors
 
     def _pending(self, known: ModelConfig, version: int) -> str:
         """Returns the backend that must complete the configuration: a `model.py` that has the hook.
@@ -249,7 +269,7 @@ class _Reader(NamedTuple):
         if self.listing.files[path].size > limit_bytes:
             raise ModelLoadFailed(f"{path} is larger than {limit_bytes} bytes")
         try:
-            return self.files.read(f"{self.directory}/{path}", limit_bytes).decode()
+            return self.files.read(f"{self.directory}/{path}", limit_bytes).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise ModelLoadFailed(f"{path} is not UTF-8 text") from None
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ async def test_bodies_of_every_kind_by_several_routes(scene: Scene) -> None:
     binary, headers = binary_kserve()
     scene.put(3, "json", correlation_id="c-json")
     scene.put(0, "zipped", gzip.compress(lines), content_type="application/jsonl", content_encoding="gzip")
+    packed = {"compression": "application/x-gzip"}
+    scene.put(0, "packed", zlib.compress(lines), content_type="application/jsonl", headers=packed)
     scene.put(0, "binary", binary, content_type="application/octet-stream", headers=headers)
     scene.put(0, "lines", lines, content_type="application/x-ndjson")
     scene.put(0, "stream", arrow(False), content_type="application/vnd.apache.arrow.stream")
@@ -84,7 +87,7 @@ async def test_bodies_of_every_kind_by_several_routes(scene: Scene) -> None:
     scene.put(0, "png", b"\x89PNG", "images", content_type="image/png")
 
     async with scene.bridge(*routes):
-        done = {message.properties["message_id"]: message for message in await scene.take(6)}
+        done = {message.properties["message_id"]: message for message in await scene.take(7)}
         (text,) = await scene.take(queue="texts.done")
         (image,) = await scene.take(queue="images.done")
 
@@ -94,7 +97,7 @@ async def test_bodies_of_every_kind_by_several_routes(scene: Scene) -> None:
     cut = int(done["binary"].headers["inference-header-content-length"])
     assert np.frombuffer(bytes(done["binary"].body)[cut:], "<f4").tolist() == [7.5] * 4
     assert [msgspec.json.decode(line)["sum"] for line in bytes(done["lines"].body).splitlines()] == SUMS
-    assert bytes(done["zipped"].body) == bytes(done["lines"].body)
+    assert bytes(done["zipped"].body) == bytes(done["packed"].body) == bytes(done["lines"].body)
     assert pa.ipc.open_stream(bytes(done["stream"].body)).read_all()["sum"].to_pylist() == SUMS
     assert pa.ipc.open_file(bytes(done["file"].body)).read_all()["sum"].to_pylist() == SUMS
     assert data_of(text) == ["Grüße"]
@@ -169,7 +172,9 @@ BAD: dict[str, tuple[bytes, str, dict[str, Any], str]] = {
     "wrong-shape": (add(1).replace(b"[1,4]", b"[2,2]"), "application/json", {}, "shape"),
     "too-large": (add(1) + b" " * 3000, "application/json", {}, "3000"),
     "zipped-wrongly": (add(1), "application/json", {"content_encoding": "gzip"}, "gzip"),
-    "unknown-encoding": (add(1), "application/json", {"content_encoding": "zstd"}, "zstd"),
+    "unknown-encoding": (add(1), "application/json", {"content_encoding": "lz4"}, "lz4"),
+    "unknown-compression": (add(1), "application/json", {"headers": {"compression": "application/x-lz4"}}, "lz4"),
+    "bomb": (zlib.compress(bytes(2**22)), "application/json", {"headers": {"compression": "zlib"}}, "3000"),
     "row-lacks": (b'{"a0": 1}', "application/jsonl", {}, "lacks"),
     "row-no-json": (msgspec.json.encode(ROWS[0]) + b"\n[", "application/jsonl", {}, "row 2"),
     "too-many-rows": (b"\n".join([msgspec.json.encode(ROWS[0])] * 9), "application/jsonl", {}, "8"),

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 import yaml
+from kombu import Connection, Producer
 from pydantic import SecretStr
 
 from qinfer.core.settings import RedisSettings
@@ -196,6 +198,31 @@ async def test_a_body_that_can_not_be_read_is_a_dead_letter(
     assert letter.headers["mine"] == "kept"
     assert (letter.body, letter.content_type, letter.properties["message_id"]) == (body, content_type, "bad")
     assert value_of(prediction) == 5.0
+    assert broker.size(TASKS) == 0
+
+
+@pytest.mark.parametrize("compression", ["zlib", "bzip2", "lzma"])
+async def test_messages_that_kombu_compresses_are_read(scene: InlineWorkers, broker: Broker, compression: str) -> None:
+    """Bombs become dead letters as they are, and the reply to a caller says why."""
+    await scene.model()
+    await scene.worker()
+    large = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": "0" * 2**22}]}
+    with closing(Connection(broker.url)) as connection:
+        producer = Producer(connection)
+        body = msgspec.json.decode(body_of(7.0))
+        producer.publish(body, routing_key=TASKS, compression=compression, message_id="packed")
+        producer.publish(large, routing_key=TASKS, compression=compression, message_id="bomb", reply_to=REPLIES)
+
+    async with bridge(scene, routes(broker.url, body={"max_bytes": 2**20})):
+        (prediction,) = await broker.take()
+        (letter,) = await broker.take(queue=DEAD)
+        (reply,) = await broker.take(queue=REPLIES)
+
+    assert value_of(prediction) == 7.0
+    assert letter.properties["message_id"] == "bomb"
+    assert "more than 1048576 bytes" in letter.headers["x-qinfer-reason"]
+    assert msgspec.json.decode(letter.body) == large  # as kombu, which the test reads it with, decompresses it
+    assert "more than 1048576 bytes" in error_of(reply)
     assert broker.size(TASKS) == 0
 
 

@@ -1,5 +1,6 @@
 """The bridge between queues of SQS, which moto's server plays, and the workers."""
 
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,14 +65,16 @@ async def test_messages_become_predictions(scene: InlineWorkers, broker: Broker)
         broker.put(body_of(number), message_id=f"m{number}", correlation_id=f"c{number}")
     broker.put(body_of(20.0), reply_to=REPLIES, correlation_id="mine")
     broker.put(b"{", message_id="bad")
+    packed = {"compression": "application/x-gzip"}
+    broker.put(zlib.compress(body_of(10.0)), message_id="packed", correlation_id="c10", headers=packed)
 
     async with bridge(scene, document(broker)):
-        predictions = await broker.take(10)
+        predictions = await broker.take(11)
         (reply,) = await broker.take(queue=REPLIES)
         (letter,) = await broker.take(queue=DEAD)
 
     assert {each.properties["correlation_id"]: value_of(each) for each in predictions} == {
-        f"c{number}": float(number) for number in range(10)
+        f"c{number}": float(number) for number in range(11)
     }
     assert (value_of(reply), reply.properties["correlation_id"]) == (20.0, "mine")
     assert (letter.properties["message_id"], letter.body) == ("bad", b"{")

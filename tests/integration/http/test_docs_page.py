@@ -1,6 +1,8 @@
 """`/docs` without the internet: the page, what it loads, and what its browser is told to load nothing from."""
 
+import asyncio
 import re
+import shutil
 from collections.abc import AsyncIterator
 from html.parser import HTMLParser
 
@@ -82,3 +84,17 @@ async def test_large_files_come_as_the_client_takes_them(
 @pytest.mark.parametrize("path", ["/redoc", "/docs/", "/docs/SOURCE.json", "/docs/../app.py", "/docs/oauth2-redirect"])
 async def test_nothing_else_is_served(client: httpx.AsyncClient, path: str) -> None:
     assert (await client.get(path)).status_code == 404
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+async def test_calls_of_the_page_ask_for_strict_json(client: httpx.AsyncClient) -> None:
+    """Its browser could not read NaN."""
+    start = (await client.get("/docs/start.js")).text
+    asked = 'console.log(options.requestInterceptor({headers: {accept: "application/json"}}).headers.accept)'
+    node = await asyncio.create_subprocess_exec(
+        "node", "-e", f"const SwaggerUIBundle = (options) => {asked}; {start}", stdout=asyncio.subprocess.PIPE
+    )
+
+    printed, _ = await node.communicate()
+
+    assert printed.decode().strip() == "application/json;strict=true"

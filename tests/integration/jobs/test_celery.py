@@ -20,7 +20,7 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.tasks import QUEUE, BulkTasks
 from qinfer.testing import eventually
 from tests.support.jobs.bulk_processes import WITHIN_S, BulkProcesses, check_output, opened
-from tests.support.servers.servers import RedisServer, free_port, make_certificate, system_redis
+from tests.support.servers.servers import RedisServer, make_certificate, system_redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -201,21 +201,14 @@ def test_tasks_are_sent_over_tls_and_to_nobody_unknown(tmp_path: Path) -> None:
             assert client.llen(QUEUE) == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "code", "text"),
-    [
-        ({"QINFER_REDIS__CLUSTER": "true"}, 2, "QINFER_BULK__BROKER_URL is not set"),
-        ({"QINFER_REDIS__CONNECT_TIMEOUT_S": "0.2"}, 1, "bulk worker can't run"),
-    ],
-)
-def test_what_keeps_it_from_starting_is_told(settings: dict[str, str], code: int, text: str) -> None:
+def test_what_keeps_it_from_starting_is_told() -> None:
     """By the exit code, to the supervisor; by a message that shows no secret, to people."""
-    env = {**os.environ, "QINFER_REDIS__URL": f"redis://:secret@127.0.0.1:{free_port()}", **settings}
+    env = {**os.environ, "QINFER_REDIS__URL": "redis://:secret@127.0.0.1:1", "QINFER_REDIS__CLUSTER": "true"}
 
     ended = subprocess.run(
         [sys.executable, "-m", "qinfer_workers.jobs"], env=env, capture_output=True, text=True, check=False
     )
 
-    assert ended.returncode == code
-    assert text in ended.stderr
+    assert ended.returncode == 2
+    assert "QINFER_BULK__BROKER_URL is not set" in ended.stderr
     assert "secret" not in ended.stderr

@@ -28,7 +28,7 @@ from qinfer_api.jobs import service as use_case
 from qinfer_api.jobs.janitor import JobJanitor
 from tests.support.endpoints import canary, declare, split
 from tests.support.gateway import Running, running_gateway, settings_of
-from tests.support.servers.servers import RedisServer
+from tests.support.servers.servers import RedisServer, system_redis
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -375,9 +375,25 @@ async def test_jobs_are_listed(client: httpx.AsyncClient, place: Place) -> None:
     assert planning["next"] is None
 
 
+async def test_jobs_are_listed_by_what_they_are(client: httpx.AsyncClient, place: Place) -> None:
+    spec = place.job()
+    made = await created(client, {**spec, "metadata": {"who": "me", "why": "test"}})
+    await created(client, place.job())
+    folder = made["output_url"]
+
+    async def listed(**query: Any) -> list[str]:
+        return [job["id"] for job in (await client.get(JOBS, params=query)).json()["jobs"]]
+
+    assert await listed(metadata=["who=me", "why=test"]) == [made["id"]]
+    assert await listed(metadata=["who=me", "why=not"]) == []
+    assert await listed(output=folder, model=made["model"], metadata="who=me") == [made["id"]]
+    assert await listed(output=f"{folder}-2") == await listed(model="none") == []
+
+
 @pytest.mark.parametrize(
     ("query", "said"),
     [
+        ({"metadata": "x"}, "got 'x'"),
         ({"limit": "0"}, "1 to 1000; got '0'"),
         ({"limit": "many"}, "got 'many'"),
         ({"limit": "1001"}, "got '1001'"),
@@ -763,3 +779,25 @@ async def _first(lines: AsyncIterator[str]) -> AsyncIterator[str]:
     async for line in lines:
         yield line
         return
+
+
+async def test_jobs_are_refused_at_once_while_redis_is_away(place: Place, tmp_path: Path) -> None:
+    """As requests are: with when to try again, and before the time that a command may take."""
+    with RedisServer(system_redis(), tmp_path, "--appendonly", "yes") as server:
+        settings = job_settings(server, place.url)
+        queue = await Queue.connect(settings.redis.model_copy(update={"command_timeout_s": 3600.0}))
+        async with running_gateway(settings, queue) as running, httpx.AsyncClient(base_url=running.url) as client:
+            await asyncio.to_thread(server.stop)
+            await eventually(lambda: not any(link.is_up for link in queue.router.nodes()))
+            replies = [
+                await client.post(JOBS, json=place.job()),
+                await client.post(f"{JOBS}/validate", json=place.job()),
+                await client.get(JOBS),
+                *[await client.get(f"{JOBS}/one{path}") for path in ("", "/log", "/events")],
+                *[await client.post(f"{JOBS}/one/{path}") for path in ("cancel", "resume")],
+                await client.delete(f"{JOBS}/one"),
+            ]
+            await asyncio.to_thread(server.start)
+            await eventually(lambda: any(link.is_up for link in queue.router.nodes()))
+
+    assert [(reply.status_code, "retry-after" in reply.headers) for reply in replies] == [(503, True)] * 9

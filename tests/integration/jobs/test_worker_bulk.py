@@ -16,7 +16,7 @@ from qinfer.observe import stats
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
 from qinfer_workers.jobs.scoring import shard_files, shard_loop, shard_service
-from qinfer_workers.jobs.scoring.context import PutOff
+from qinfer_workers.jobs.scoring.context import GivenUp, PutOff
 from tests.support.inline_workers import InlineWorkers, value
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
 
@@ -46,7 +46,7 @@ class Work:
 
     def parts(self) -> list[str]:
         """Returns what was committed."""
-        return [path.name for path in self.output.iterdir()]
+        return [path.name for path in self.output.iterdir() if path.is_file()]
 
 
 async def begin(scene: InlineWorkers, work: Work, worker_id: str = "w1") -> None:
@@ -313,22 +313,37 @@ async def test_a_dead_worker_s_shard_is_run_by_another(scene: InlineWorkers, tmp
     work.check(await outcomes(scene.delivery, 2))
 
 
-async def test_a_shard_that_keeps_killing_workers_is_given_up(scene: InlineWorkers, tmp_path: Path) -> None:
-    """It becomes a dead letter, and its rows count as failed."""
+async def test_deaths_of_workers_fail_no_row(scene: InlineWorkers, tmp_path: Path) -> None:
+    """They say nothing of the rows, but that those are to be run a range at a time."""
     work = Work(tmp_path, 20)
     await scene.model()
     await work.submit(scene)
     await scene.delivery.fetch(LANES, "dead1", 1, 1.0)
-    for name in ("dead2", "dead3"):
+    for name in ("dead2", "dead3", "dead4", "dead5"):
         await asyncio.sleep(0.01)
         assert await scene.delivery.reclaim(LANES, name, 0.005, 1)
     await scene.worker(**QUICK)
 
-    (found,) = await outcomes(scene.delivery, 1)
-    assert (found.rows, found.failed_rows) == (20, 20)
-    assert found.error == (
-        "the shard was given up: 3 executions did not end, as workers died or hung; `qinfer jobs resume` tries it again"
-    )
+    work.check(await outcomes(scene.delivery, 1))
+    assert await scene.delivery.depth(LANES) == [0, 0, 0]
+
+
+async def test_a_shard_that_ends_workers_without_an_end_is_given_up(
+    scene: InlineWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It becomes a dead letter, and its rows count as failed."""
+    work = Work(tmp_path, 20)
+    await scene.model()
+
+    def give_up(*_: Any) -> Any:
+        raise GivenUp("it ends workers")
+
+    monkeypatch.setattr(shard_service, "_make_run", give_up)
+    await scene.worker()
+    await work.submit(scene)
+
+    assert await outcomes(scene.delivery, 1) == [ShardOutcome(0, 20, 20, "it ends workers")]
+    assert "shard 0 was given up: it ends workers" in [line.text for line in await Jobs(scene.delivery).log(JOB)]
     assert not work.parts()
     assert await scene.delivery.depth(LANES) == [0, 0, 0]
 

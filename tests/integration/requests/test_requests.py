@@ -449,8 +449,9 @@ async def test_requests_are_refused_at_once_while_redis_is_away(tmp_path: Path) 
                 await client.post(STUCK, json=BODY, headers={"idempotency-key": "one"}),
                 await client.get(record["links"]["self"]),
                 await client.delete(record["links"]["self"]),
+                await client.get("/v1/models/stuck/backlog"),
             ]
             server.start()
             await eventually(lambda: any(link.is_up for link in queue.router.nodes()))
 
-    assert [(reply.status_code, "retry-after" in reply.headers) for reply in replies] == [(503, True)] * 4
+    assert [(reply.status_code, "retry-after" in reply.headers) for reply in replies] == [(503, True)] * 5

@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 
 from qinfer.core.messages import Response
+from qinfer.queue.entries import shadow_lane
 from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
+from qinfer.traffic.endpoints import Endpoint, Role, Target
+from qinfer.traffic.store import EndpointStore
+from qinfer.wire.frame import encode_request
 from tests.support.faulty_backend import HOLD_GIL, SLOW, executed
 from tests.support.faulty_backend import write_model as write_faulty
-from tests.support.hanging import HANG, write_hanging, write_stuck
+from tests.support.hanging import HANG, outcome, write_hanging, write_stuck
 from tests.support.python_models import DECOUPLED, execute
 from tests.support.python_models import write_model as write_python
 from tests.support.worker_processes import worker_processes
@@ -20,11 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 LIMIT_S = 1.5
 TEXT = f"an execution of model '{{}}' lasted longer than its limit of {LIMIT_S:g} s (qinfer.execute_timeout_s)"
-
-
-def outcome(response: Response) -> object:
-    """Returns the value of a response, or its error."""
-    return response.failure.message if response.failure else to_numpy(response.outputs[0]).item()
 
 
 def values(response: Response) -> float:
@@ -62,6 +61,43 @@ async def test_a_runtime_that_hangs_in_the_worker_ends_it(tmp_path: Path, bad: f
         assert "1.5 s" in str(outcome(answers[1]))
         assert "qinfer.execute_timeout_s" in str(outcome(answers[1]))
     assert [batch for batch in executed(trace) if bad in batch][1:3] in ([[bad]], [[bad], [bad]])
+
+
+async def test_what_a_killed_worker_held_is_answered(tmp_path: Path) -> None:
+    """A model that holds the interpreter's lock lets the worker give nothing back: all that it held executes again."""
+    write_stuck(tmp_path / "repository", LIMIT_S)
+    write_faulty(tmp_path / "repository", "other", hold_s=0.0, max_batch_size=1)
+    async with worker_processes(tmp_path) as pool:
+        ids = [pool.submit(HOLD_GIL), *(pool.submit(float(value), "other") for value in range(1, 6))]
+        supervisor = asyncio.create_task(pool.supervise())
+        bad, *good = await pool.answered(*ids)
+        supervisor.cancel()
+
+        assert [outcome(answer) for answer in good] == [1.0, 2.0, 3.0, 4.0, 5.0]
+        assert "qinfer.execute_timeout_s" in str(outcome(bad))
+
+
+@pytest.mark.parametrize("model", ["hang", "faulty"])
+async def test_a_shadow_that_hangs_is_dropped(tmp_path: Path, model: str) -> None:
+    """In the model's process as in the worker's; callers of the model are answered."""
+    write_hanging(tmp_path / "repository", LIMIT_S)
+    write_stuck(tmp_path / "repository", LIMIT_S)
+    async with worker_processes(tmp_path) as pool:
+        stable = Target(model="stable", version=1, role=Role.STABLE)
+        shadow = Target(model=model, version=1, role=Role.SHADOW, weight=1.0)
+        await EndpointStore(pool.store).put(Endpoint(name="e", targets=(stable, shadow)), 0)
+        lane = shadow_lane(model, 1)
+        pool.delivery.submit(lane, encode_request(pool.request({"hang": HANG}.get(model, SLOW), model)), lambda _: None)
+        supervisor = asyncio.create_task(pool.supervise())
+
+        async def is_dropped() -> bool:
+            return await pool.delivery.depth([lane]) == [0]
+
+        await eventually(is_dropped, 45.0, "a shadow that is dropped")
+        (answer,) = await pool.answered(pool.submit(3.0, model))
+        supervisor.cancel()
+
+        assert outcome(answer) == 3.0
 
 
 async def test_what_does_not_execute_is_given_back(tmp_path: Path) -> None:

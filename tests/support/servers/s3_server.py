@@ -8,6 +8,7 @@ fail, refuse, or lose an answer. `localstack()` is another implementation, a pro
 import io
 import logging
 import os
+import random
 import subprocess
 import threading
 import urllib.request
@@ -46,7 +47,10 @@ class S3Server:
         failures: So many writes are answered by 503.
         lost: So many writes are done, and answered by 500.
         denies: Whether everything is forbidden.
+        ignores_match: Whether it answers with another object than that of `If-Match`.
+        busy: Decides about each request, if it is there: a share of `busy_share` of them is answered by 503.
         asked: How often each kind of request came, such as `PUT` and `PUT if-none-match`.
+        requests: Method and path of each request.
     """
 
     def __init__(self) -> None:
@@ -62,7 +66,10 @@ class S3Server:
         """Behaves again."""
         self.knows_conditions = True
         self.conflicts = self.failures = self.lost = 0
-        self.denies = False
+        self.denies = self.ignores_match = False
+        self.busy: random.Random | None = None
+        self.busy_share = 0.3
+        self.requests: list[tuple[str, str]] = []
         self.asked: Counter[str] = Counter()
 
     @property
@@ -78,6 +85,9 @@ class S3Server:
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         query = parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
         method = environ["REQUEST_METHOD"]
+        if self.ignores_match:
+            environ.pop("HTTP_IF_MATCH", None)
+        self.requests.append((method, environ["PATH_INFO"]))
         writes = (method == "PUT" and "partNumber" not in query) or (method == "POST" and "uploadId" in query)
         conditional = writes and environ.get("HTTP_IF_NONE_MATCH") == "*"
         if method == "PUT" and environ["PATH_INFO"].count("/") > 1:
@@ -100,6 +110,8 @@ class S3Server:
     def _refusal(self, *, writes: bool, conditional: bool) -> tuple[int, str] | tuple[int, str, str] | None:
         if self.denies:
             return 403, "AccessDenied", "<AWSAccessKeyId>key-id-of-a-test</AWSAccessKeyId>"
+        if self.busy is not None and self.busy.random() < self.busy_share:
+            return 503, "SlowDown"
         if conditional and not self.knows_conditions:
             return 501, "NotImplemented"
         if conditional and self.conflicts:

@@ -45,6 +45,7 @@ class Model:
         self.error: Exception | None = None
         self.grows = False
         self.answers_state = True
+        self.deepens = False
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         """See the class."""
@@ -59,8 +60,10 @@ class Model:
             state = s[item : item + 1] + x[:, :1]
             if self.grows:
                 state = np.concatenate([state, np.zeros((1, 1), "<f4")], axis=1)
+            if self.deepens:
+                state = state[np.newaxis]
             kept = (from_numpy("t", state),) if self.answers_state else ()
-            ctx.respond(item, (from_numpy("y", state[:, :1]), *kept))
+            ctx.respond(item, (from_numpy("y", state.reshape(1, -1)[:, :1]), *kept))
 
 
 class Scene:
@@ -233,6 +236,17 @@ async def test_a_step_that_fails_leaves_the_state_as_it_was() -> None:
 async def test_a_model_without_its_states_fails_the_step() -> None:
     scene = Scene(direct())
     scene.model.answers_state = False
+    scene.adopt(1)
+    scene.send(1, 1.0)
+    scene.end()
+
+    assert scene.values == {"1.1": "output_mismatch"}
+
+
+async def test_a_state_of_another_rank_is_not_kept() -> None:
+    """Outputs of other shapes are passed on; states are stored as they are declared only."""
+    scene = Scene(direct())
+    scene.model.deepens = True
     scene.adopt(1)
     scene.send(1, 1.0)
     scene.end()

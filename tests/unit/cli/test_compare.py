@@ -111,6 +111,31 @@ def test_two_jobs_of_the_same_rows_are_submitted(scene: Scene, tmp_path: Path) -
         assert (body["error_threshold"], body["overwrite"]) == (-1, True)
 
 
+def test_text_has_the_options_of_submit(scene: Scene) -> None:
+    scene.outputs([table()], [table()])
+    options = (
+        "--input-format csv --input-compression gzip --delimiter ; --quote ' --escape none --decimal-point , "
+        "--encoding latin-1 --no-header --column-names id,x"
+    )
+
+    code, _, err = scene.run(*options.split())
+
+    assert code == 0, err
+    bodies = [json.loads(one.content) for one in scene.server.requests if one.method == "POST"]
+    assert [(body["input_format"], body["input_compression"]) for body in bodies] == [("csv", "gzip")] * 2
+    assert [body["csv"] for body in bodies] == [
+        {
+            "delimiter": ";",
+            "quote": "'",
+            "escape": "none",
+            "decimal_point": ",",
+            "encoding": "latin-1",
+            "header": False,
+            "column_names": ["id", "x"],
+        }
+    ] * 2
+
+
 def test_equal_outputs_agree(scene: Scene) -> None:
     scene.outputs([table()], [table()])
 

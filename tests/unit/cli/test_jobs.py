@@ -72,6 +72,61 @@ def test_a_job_is_submitted(gateway: Talk) -> None:
     assert "qinfer jobs wait j1" in out
 
 
+def test_a_missing_input_has_an_exit_code_of_its_own(gateway: Talk) -> None:
+    gateway(reply(400, error="input 's3://b/in' does not exist", code="input_missing"))
+
+    code, _, err = run("submit", "m", IN, OUT)
+
+    assert (code, err.split()) == (66, ["Error:", "input", "'s3://b/in'", "does", "not", "exist"])
+
+
+def test_inputs_are_waited_for_with_progress(gateway: Talk) -> None:
+    missing = [reply(400, error=f"input '{name}' does not exist", code="input_missing") for name in "aab"]
+    server = gateway(*missing, job("planning", 201))
+
+    code, out, err = run("submit", "m", IN, OUT, "--wait-for-inputs", "3600")
+
+    assert (code, len(server.requests)) == (0, 5)
+    assert "job j1: planning" in out
+    assert err.splitlines() == [
+        "waits for inputs, 1:00:00 left: input 'a' does not exist",
+        "waits for inputs, 0:59:58 left: input 'b' does not exist",
+    ]
+
+
+def test_the_wait_for_inputs_ends(gateway: Talk) -> None:
+    server = gateway(reply(400, error="input 'a' does not exist", code="input_missing"))
+
+    code, _, err = run("submit", "m", IN, OUT, "--wait-for-inputs", "60")
+
+    assert (code, sum(server.pauses)) == (66, 60.0)
+    assert "input 'a' does not exist; waited 60 s for it" in " ".join(err.split())
+
+
+def test_a_signal_ends_the_wait_for_inputs(gateway: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = reply(400, error="input 'a' does not exist", code="input_missing")
+    server = gateway(missing)
+    sleep = server.sleep
+
+    def stopped(seconds: float) -> None:
+        sleep(seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(server, "sleep", stopped)
+
+    code, _, _ = run("submit", "m", IN, OUT, "--wait", "--cancel-on-exit", "--wait-for-inputs", "3600")
+
+    assert (code, len(server.requests)) == (128 + signal.SIGTERM, 2)
+
+
+def test_schemas_are_merged_on_demand(gateway: Talk) -> None:
+    server = gateway(job("planning", 201))
+
+    run("submit", "m", IN, OUT, "--merge-schema")
+
+    assert sent(server)["merge_schema"] is True
+
+
 def test_all_that_can_be_said(gateway: Talk) -> None:
     """Each option has its field."""
     server = gateway(job("planning", 201))
@@ -333,6 +388,55 @@ def test_jobs_are_listed(gateway: Talk) -> None:
     assert all(text in out for text in ("j1", "running", "m 1", "100", "50%", "s3://b/out", "j2", "planning"))
     assert server.paths[0] == "GET /v1/jobs?limit=5&state=running"
     assert [entry["id"] for entry in as_json] == ["j1", "j2"]
+
+
+def test_a_wide_listing_has_times_and_outputs(gateway: Talk) -> None:
+    times = {"created_at": "2026-01-31T12:00:00.000Z", "started_at": "2026-01-31T12:00:01.000Z"}
+    gateway(reply(200, jobs=[shown("completed", **times, ended_at="2026-01-31T12:01:31.000Z")], next=None))
+
+    _, out, _ = run("jobs", "list")
+
+    assert all(text in out for text in ("2026-01-31 12:00", "0:01:30", "s3://b/out"))
+
+
+def test_jobs_are_listed_by_model_output_and_metadata(gateway: Talk) -> None:
+    server = gateway(reply(200, jobs=[], next=None))
+
+    run("jobs", "list", "--model", "m", "--output", "s3://b/out", "--metadata", "a=1", "--metadata", "b=2")
+
+    assert server.paths == ["GET /v1/jobs?limit=50&model=m&output=s3%3A%2F%2Fb%2Fout&metadata=a%3D1&metadata=b%3D2"]
+
+
+OLD, YOUNG = "2026-01-31T12:00:00.000Z", "2999-01-31T12:00:00.000Z"
+
+
+@pytest.mark.parametrize(("answer", "deleted"), [("y", ["DELETE /v1/jobs/j1"]), ("n", [])])
+def test_old_records_are_pruned_if_that_is_wanted(gateway: Talk, answer: str, deleted: list[str]) -> None:
+    jobs = [shown("completed", id="j1", ended_at=OLD), shown("failed", id="j2", ended_at=YOUNG), shown(id="j3")]
+    server = gateway(reply(200, jobs=jobs, next=None), reply(204))
+
+    result = CliRunner().invoke(app, ["jobs", "prune", "--older-than", "1m"], input=answer)
+
+    assert "Delete the records of these 1 jobs? Their outputs are kept." in result.stdout
+    assert server.paths[1:] == deleted
+
+
+def test_pruning_does_not_ask_with_yes(gateway: Talk) -> None:
+    gateway(reply(200, jobs=[shown("completed", id="j1", ended_at=OLD)], next=None), reply(204))
+
+    code, out, _ = run("jobs", "prune", "--older-than", "1m", "--yes", "--json")
+
+    assert (code, json.loads(out)) == (0, {"deleted": ["j1"]})
+
+
+@pytest.mark.parametrize("age", ["", "30", "d", "-1d", "1y"])
+def test_ages_that_can_not_be(gateway: Talk, age: str) -> None:
+    server = gateway(reply(200, jobs=[], next=None))
+
+    code, _, err = run("jobs", "prune", "--older-than", age, "--yes")
+
+    assert (code, server.requests) == (64, [])
+    assert "expected such as 90m" in err
 
 
 def test_a_narrow_listing_keeps_the_model(gateway: Talk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Every command that prints data has `--json`, and what completes names never fails."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from qinfer.cli import overview
-from qinfer.cli.console import model_names
+from qinfer.cli.console import model_names, print_json
 from qinfer.cli.main import app
 from qinfer.errors import BrokerUnavailable
 
@@ -122,3 +123,9 @@ def test_a_redis_that_refuses_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert shown.exit_code == 69
     assert "can't write to its disk; `qinfer doctor` tells what is wrong with Redis" in " ".join(shown.stderr.split())
+
+
+def test_numbers_that_json_lacks_are_null(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"y": [math.nan, math.inf, 1.5]})
+
+    assert capsys.readouterr().out == '{"y": [null, null, 1.5]}\n'

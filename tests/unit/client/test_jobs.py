@@ -98,6 +98,43 @@ def test_a_submission_may_be_repeated() -> None:
     assert json.loads(named.requests[0].content)["id"] == "nightly"
 
 
+@pytest.mark.parametrize(
+    ("rows_per_s", "text"), [(1234.5, "1,234"), (10.4, "10"), (2.51, "2.5"), (0.3, "0.3"), (0.0123, "0.012")]
+)
+def test_slow_models_have_rates_with_decimals(rows_per_s: float, text: str) -> None:
+    assert f", {text} rows/s, " in progress_line(status_of("running", rows_per_s=rows_per_s))
+
+
+def test_inputs_are_waited_for_through_outages() -> None:
+    missing = reply(400, error="input 'a' does not exist", code="input_missing")
+    server = Server(missing, reply(503, error="no", code="store_unavailable"), missing, job("planning", 201))
+    looks: list[tuple[str, float]] = []
+
+    made = server.client(max_retries=0).submit_job(
+        "m", "s3://b/in", "s3://b/out", wait_for_inputs_s=60.0, on_missing=lambda *look: looks.append(look)
+    )
+
+    assert made.id == "j1"
+    assert looks == [("input 'a' does not exist", left_s) for left_s in (60.0, 59.0, 57.5)]
+    assert len({request.headers["idempotency-key"] for request in server.requests}) == 1
+
+
+async def test_the_asynchronous_client_waits_for_inputs() -> None:
+    server = Server(reply(400, error="input 'a' does not exist", code="input_missing"))
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        server.clock.advance(seconds)
+
+    transport = httpx.MockTransport(server)
+    async with qinfer.AsyncClient("http://g", transport=transport, clock=server.clock, sleep=sleep) as client:
+        with pytest.raises(errors.InputMissing, match="waited 3 s"):
+            await client.submit_job("m", "s3://b/in", "s3://b/out", wait_for_inputs_s=3.0)
+
+    assert sum(pauses) == 3.0
+
+
 def test_a_job_is_resumed_by_its_id() -> None:
     """One that stays `cancelling` is not waited for without end."""
     server = Server(job("cancelling"))

@@ -134,20 +134,15 @@ def test_commands_run(name: str) -> None:
 
 
 def test_each_program_is_asked_how_it_is() -> None:
-    """What serves has a health check; what ends by itself, or may have no worker, has none."""
+    """What serves has a check; all but gateways have their file looked at."""
     disabled = {name for name, service in SERVICES.items() if service.get("healthcheck") == {"disable": True}}
     checks = {name: service["healthcheck"]["test"][1:] for name, service in OURS.items() if name not in disabled}
-    programs = {name: "worker" if is_look_at_health(words) else words[-1] for name, words in checks.items()}
+    looks = {name for name, words in checks.items() if is_look_at_health(words)}
 
     assert disabled == {*ONE_SHOT, "autoscale"}
-    assert programs == {
-        "gateway": "gateway",
-        "worker": "worker",
-        "worker-gpu": "worker",
-        "bulk": "bulk",
-        "beat": "beat",
-        "bridge": "bridge",
-    }
+    assert looks == {"worker", "worker-gpu", "bulk", "beat", "bridge"}
+    assert all("QINFER_WORKER__HEALTH_DIR" in SERVICES[name]["environment"] for name in looks)
+    assert {name: checks[name][-1] for name in checks.keys() - looks} == {"gateway": "gateway"}
     assert all("healthcheck" in service for service in SERVICES.values())
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from qinfer.core.settings import unknown_variables
 from qinfer.errors import ErrorCode
 from qinfer.jobs.job import TERMINAL, JobState
 from tests.support.deploy.deployments import DEPLOY, ROOT, assert_runs, tool
-from tests.support.deploy.promql import uses_of, wrong_with
+from tests.support.deploy.manifest_rules import is_command
+from tests.support.deploy.promql import metric_of, uses_of, wrong_with
 
 PROMETHEUS = DEPLOY / "prometheus"
 CASES = PROMETHEUS / "tests" / "alerts_test.yml"
@@ -27,6 +29,8 @@ ALERTS = rules_of("alerts.yml")
 RECORDED = rules_of("recording.yml")
 NAMES = [rule["alert"] for rule in ALERTS]
 PAGES = ROOT / "docs" / "reference" / "alerts"
+PARAMETERS = (ROOT / "docs" / "reference" / "model-config.md").read_text()
+CODE = "".join(path.read_text() for part in ("qinfer", "api", "workers") for path in (ROOT / part).rglob("*.py"))
 
 
 def promtool(*words: str | Path) -> None:
@@ -98,6 +102,43 @@ def test_alerts_say_what_to_do(rule: dict[str, Any]) -> None:
             assert_runs(command.split())
     assert rule["annotations"]["runbook_url"] == f"http://127.0.0.1:8080/reference/alerts/{rule['alert']}.html"
     assert (PAGES / f"{rule['alert']}.md").exists()
+
+
+@pytest.mark.parametrize(
+    "alert",
+    ["QinferBacklogOld", "QinferSaturated", "QinferRequestsRefused", "QinferMostRefused", "QinferRequestsExpire"],
+)
+def test_alerts_of_a_flood_name_its_tenant(alert: str, tmp_path: Path) -> None:
+    """Where gateways count by tenant; promtool tells what it got in place of nothing."""
+    whole = yaml.safe_load(CASES.read_text())
+    cases = [each for each in whole["tests"] if each["name"].startswith(f"{alert}:")]
+    case = next(each for each in cases if each["promql_expr_test"][0]["exp_samples"])
+    rates = {"acme": "0+9x300", "globex": "0+3x300"}
+    series = 'qinfer_tenant_requests_total{model="m",process="a",tenant="%s"}'
+    case["input_series"] += [{"series": series % name, "values": values} for name, values in rates.items()]
+    (expected,) = case.pop("promql_expr_test")
+    case["alert_rule_test"] = [{"eval_time": expected["eval_time"], "alertname": alert, "exp_alerts": []}]
+
+    with pytest.raises(AssertionError, match="Most requests come from tenant acme"):
+        run_cases(tmp_path / "cases.yml", {**whole, "tests": [case]})
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=NAMES)
+def test_runbooks_lead_to_what_is_there(rule: dict[str, Any]) -> None:
+    """Commands, settings, parameters of models, metrics, lines of logs, and other alerts."""
+    text = " ".join(rule["annotations"].values())
+    commands = re.findall(r"`((?:qinfer|python -m) [^`]+)`", re.sub(r"(--[a-z]+) [a-z]+", r"\1", text))
+    settings = set(re.findall(r"QINFER_[A-Z_]+", text))
+    parameters = set(re.findall(r"\bqinfer\.[a-z_]+", text))
+    metrics = set(re.findall(r"\bqinfer_[a-z_]+", text)) - {"qinfer_workers"}
+
+    assert [command for command in commands if not is_command(command.split())] == []
+    assert unknown_variables(settings) == []
+    assert {name for name in parameters if f"`{name}`" not in PARAMETERS} == set()
+    assert {name for name in metrics if metric_of(name) is None} == set()
+    lines = set(re.findall(r'"([a-z ]+)"', " ".join(rule["annotations"]["runbook"].split())))
+    assert {line for line in lines if f'"{line}"' not in CODE} == set()
+    assert set(re.findall(r"\bQinfer[A-Z]\w+", text)) <= set(NAMES)
 
 
 def test_there_are_no_pages_of_other_alerts() -> None:

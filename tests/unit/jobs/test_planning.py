@@ -1,18 +1,19 @@
 """Plans of real files: what their columns have in common, and what is said when they have not."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from qinfer.errors import CorruptEntry, InvalidRequest
+from qinfer.errors import CorruptEntry, InvalidRequest, StoreUnavailable
 from qinfer.jobs.columns.schemas import common_type, decode_schema
-from qinfer.jobs.job import JobSpec, Output
+from qinfer.jobs.job import Csv, JobSpec, Output
 from qinfer.jobs.plan import (
     NO_GROUPS,
     Plan,
@@ -24,8 +25,10 @@ from qinfer.jobs.plan import (
     encode_plan,
     encode_plan_head,
 )
-from qinfer.jobs.planning import make_plan
+from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.shards import Pace
+from qinfer.storage.local import LocalStore
+from qinfer.storage.store import Stat
 from qinfer.testing import stub_spec
 from tests.support.jobs.bulk_data import ANY_FILE
 from tests.support.jobs.bulk_data import write as write_rows
@@ -55,14 +58,41 @@ def test_a_plan_has_all_that_shards_are_made_by(tmp_path: Path) -> None:
         (urls[0], 5, True, True),
         (urls[1], 3, True, True),
     ]
-    a, b = (source.etag for source in plan.sources)
+    (a, a_size), (b, b_size) = ((source.etag, source.size_bytes) for source in plan.sources)
     assert [shard.ranges for shard in plan.shards] == [
-        (Range(urls[0], a, 0, 0, 2, 0), Range(urls[0], a, 1, 2, 2, 0)),
-        (Range(urls[0], a, 2, 4, 1, 0), Range(urls[1], b, 0, 0, 3, 0)),
+        (Range(urls[0], a, 0, 0, 2, 0, 0, a_size), Range(urls[0], a, 1, 2, 2, 0, 0, a_size)),
+        (Range(urls[0], a, 2, 4, 1, 0, 0, a_size), Range(urls[1], b, 0, 0, 3, 0, 0, b_size)),
     ]
     assert [shard.part for shard in plan.shards] == ["part-00000.parquet", "part-00001.parquet"]
     assert (plan.rows, plan.job_id, plan.model_hash) == (8, "job-1", "hash")
     assert decode_schema(plan.schema) == pa.schema([("x", pa.float64())])
+
+
+def test_only_the_files_that_a_busy_store_refuses_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        write(tmp_path / f"{name}.parquet", {"x": [1.0] * 5})
+    tries: Counter[str] = Counter()
+    pauses: list[float] = []
+    read = LocalStore.open_known
+
+    def busy(store: LocalStore, file: Stat, *, sequential: bool = False) -> BinaryIO:
+        name = file.url[-len("b.parquet") :]
+        tries[name] += 1
+        if name == "b.parquet" and tries[name] <= 3:
+            raise StoreUnavailable("SlowDown")
+        return read(store, file, sequential=sequential)
+
+    monkeypatch.setattr(LocalStore, "open_known", busy)
+    monkeypatch.setattr("qinfer.storage.errors.time.sleep", pauses.append)
+
+    plan = planned(tmp_path)
+
+    assert plan.rows == 15
+    assert tries == {"a.parquet": 1, "b.parquet": 4, "c.parquet": 1}
+    assert len(pauses) == 3
+    assert pauses == sorted(pauses)
 
 
 @pytest.mark.parametrize("name", ["parquet", "csv"])
@@ -104,7 +134,7 @@ def test_inputs_without_a_row_are_one_part_with_columns(tmp_path: Path) -> None:
     plan = planned(tmp_path, "*.csv")
     assert (plan.rows, len(plan.shards), plan.shards[0].rows) == (0, 1, 0)
     (only,) = plan.shards[0].ranges
-    assert only == Range(f"file://{tmp_path}/b.csv", plan.sources[1].etag, NO_GROUPS, 0, 0, 0)
+    assert only == Range(f"file://{tmp_path}/b.csv", plan.sources[1].etag, NO_GROUPS, 0, 0, 0, size_bytes=2)
     assert decode_schema(plan.schema).names == ["x"]
 
 
@@ -305,6 +335,8 @@ def test_nulls_and_nested_columns_are_planned(tmp_path: Path) -> None:
         (pa.list_(pa.float32()), pa.list_(pa.float32(), 4), pa.list_(pa.float32())),
         (pa.string(), pa.int64(), None),
         (pa.timestamp("us"), pa.timestamp("us", "UTC"), None),
+        (pa.timestamp("ms", "UTC"), pa.timestamp("us", "Europe/Berlin"), pa.timestamp("us", "UTC")),
+        (pa.timestamp("ns", "Asia/Tokyo"), pa.timestamp("us", "Asia/Tokyo"), pa.timestamp("ns", "Asia/Tokyo")),
         (pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int8())])),
         (pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int16())]), None),
         (pa.list_(pa.struct([("a", pa.int8())])), pa.list_(pa.struct([("b", pa.int8())])), None),
@@ -321,3 +353,94 @@ def test_a_plan_with_broken_columns_is_none() -> None:
     for text in ("", "!!", "AAAA"):
         with pytest.raises(CorruptEntry, match="columns of the job's inputs"):
             decode_schema(text)
+
+
+# --- files with other columns ---
+
+
+def merged(folder: Path, pattern: str = "*.parquet", **fields: Any) -> pa.Schema:
+    return decode_schema(planned(folder, pattern, merge_schema=True, **fields).schema)
+
+
+def test_columns_that_some_files_lack_are_merged(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", {"x": [1.0], "id": [1]})
+    write(tmp_path / "b.parquet", {"x": [1.0], "id": [2], "new": ["n"]})
+    write(tmp_path / "c.parquet", {"new": ["n"], "x": pa.array([1.0], pa.float32())})
+
+    assert merged(tmp_path, passthrough=("*",)) == pa.schema(
+        [("x", pa.float64()), ("id", pa.int64()), ("new", pa.string())]
+    )
+    with pytest.raises(
+        InvalidRequest, match=r"b\.parquet' has the column 'new', and .*a\.parquet' lacks it; .*merge_schema"
+    ):
+        planned(tmp_path, passthrough=("*",))
+
+
+def test_columns_that_can_not_be_merged_are_named_with_both_files(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", {"x": [1.0]})
+    write(tmp_path / "b.parquet", {"x": [1.0], "new": ["n"]})
+    write(tmp_path / "c.parquet", {"x": [1.0], "new": [1]})
+
+    with pytest.raises(InvalidRequest, match=r"'new' is int64 in '.*c\.parquet' and string in '.*b\.parquet'"):
+        merged(tmp_path, passthrough=("new",))
+
+
+def test_an_input_column_that_no_file_has_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", {"id": [1]})
+
+    with pytest.raises(InvalidRequest, match=r"made of column 'x', which the inputs lack|no column 'x'"):
+        merged(tmp_path, key="id")
+
+
+def test_a_file_with_none_of_the_columns_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", {"x": [1.0]})
+    write(tmp_path / "b.parquet", {"other": [1.0]})
+
+    with pytest.raises(InvalidRequest, match=r"b\.parquet' has none of the columns that the job reads"):
+        merged(tmp_path)
+
+
+@pytest.mark.parametrize(("one", "other"), ["ab", "ba"])
+def test_timestamps_of_int96_are_instants_beside_those_with_a_zone(tmp_path: Path, one: str, other: str) -> None:
+    at = pa.array([0], pa.timestamp("us"))
+    write(tmp_path / f"{one}.parquet", {"x": [1.0], "t": at}, use_deprecated_int96_timestamps=True, store_schema=False)
+    write(tmp_path / f"{other}.parquet", {"x": [1.0], "t": at.cast(pa.timestamp("us", "UTC"))})
+
+    plan = planned(tmp_path, passthrough=("t",))
+    assert decode_schema(plan.schema).field("t").type == pa.timestamp("us", "UTC")
+
+
+def test_local_times_are_no_instants(tmp_path: Path) -> None:
+    at = pa.array([0], pa.timestamp("us"))
+    write(tmp_path / "a.parquet", {"x": [1.0], "t": at})
+    write(tmp_path / "b.parquet", {"x": [1.0], "t": at.cast(pa.timestamp("us", "UTC"))})
+
+    with pytest.raises(InvalidRequest, match=r"'t' is timestamp\[us, tz=UTC\] in '.*b.parquet' and timestamp\[us\] in"):
+        planned(tmp_path, passthrough=("t",))
+
+
+def test_a_key_that_files_have_in_different_types_is_called_the_key(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", {"x": [1.0], "id": [1]})
+    write(tmp_path / "b.parquet", {"x": [1.0], "id": ["a"]})
+
+    with pytest.raises(InvalidRequest, match=r"column 'id' is string in .*; convert .*, or name another 'key'$"):
+        planned(tmp_path, key="id")
+
+
+@pytest.mark.parametrize(
+    ("text", "csv", "said"),
+    [
+        ("x;id\n1.5;2\n", Csv(), r"its first line has ';': set 'csv.delimiter' \(--delimiter\) to that$"),
+        ("x\tid\n1.5\t2\n", Csv(), r"its first line has a tab: set 'csv.delimiter'"),
+        ("x;id\n1,5;2\n", Csv(), r"has ';': set .* to that; numbers have a decimal comma: set 'csv.decimal_point'"),
+        ("x;id\n1,5;2\n", Csv(delimiter=";"), r"numbers have a decimal comma: set 'csv.decimal_point'"),
+        ("y,id\n1.5,2\n", Csv(), r"which the inputs lack; .*|no column 'x'.*"),
+    ],
+)
+def test_the_form_of_csv_is_hinted_at(tmp_path: Path, text: str, csv: Csv, said: str) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    output = Output(f"file://{tmp_path}/out")
+    spec = JobSpec(model="stub", inputs=(f"file://{tmp_path}/a.csv",), output=output, csv=csv)
+
+    with pytest.raises(InvalidRequest, match=said):
+        examine(spec, MODEL, ANY_FILE)

@@ -109,6 +109,28 @@ def test_values_are_read_in_the_planned_types(tmp_path: Path) -> None:
     assert batch.record.schema.field("t").type == pa.string()
 
 
+@pytest.mark.parametrize("extension", FORMATS)
+def test_columns_that_a_file_lacks_are_null(tmp_path: Path, extension: str) -> None:
+    one = write(tmp_path / f"1.{extension}", pa.table({"n": [1]}))
+    two = write(tmp_path / f"2.{extension}", pa.table({"t": ["a"], "n": [2]}))
+    spec = job_of(merge_schema=True)
+
+    batches = read(shard_of(one, two), 10, SCHEMA, ("t", "n"), spec=spec)
+
+    rows = [row for batch in batches for row in batch.record.to_pylist()]
+    assert rows == [{"t": None, "n": 1}, {"t": "a", "n": 2}]
+
+
+@pytest.mark.parametrize("extension", ["parquet", "arrow"])
+def test_a_file_that_lacks_all_of_some_columns_has_rows(tmp_path: Path, extension: str) -> None:
+    one = write(tmp_path / f"1.{extension}", pa.table({"n": [1, 2]}))
+    spec = job_of(merge_schema=True)
+
+    (batch,) = read(shard_of(one), 10, SCHEMA, ("t",), spec=spec)
+
+    assert batch.record.to_pydict() == {"t": [None, None]}
+
+
 @pytest.mark.parametrize(
     ("column", "text"),
     [
@@ -144,6 +166,29 @@ def test_a_file_that_was_replaced_or_removed_is_noticed(tmp_path: Path, extensio
     (tmp_path / f"a.{extension}").unlink()
     with pytest.raises(SourceChanged, match=f"'{url}' does not exist any more"):
         read(shard, 10, SCHEMA)
+
+
+@pytest.mark.parametrize("way", ["replaced", "written again"])
+def test_another_file_of_the_same_size_and_mtime_is_noticed(tmp_path: Path, way: str) -> None:
+    path, other = tmp_path / "a.csv", tmp_path / "other"
+    path.write_text("n\n1\n")
+    os.utime(path, ns=(1, 1))
+    shard = shard_of(f"file://{path}")
+    if way == "replaced":
+        other.write_text("n\n2\n")
+        os.utime(other, ns=(1, 1))
+        other.replace(path)
+    else:
+        path.write_text("n\n2\n")
+        os.utime(path, ns=(1, 1))
+
+    with pytest.raises(SourceChanged, match="has changed"):
+        read(shard, 10, SCHEMA)
+
+
+@pytest.mark.parametrize(("before", "is_still"), [("7-20", True), ("7-20-9", True), ("7-20-8", False), ("6-20", False)])
+def test_files_of_earlier_plans_are_told_by_their_size_and_mtime(before: str, *, is_still: bool) -> None:
+    assert Stat("file:///a", 20, "7-20-9").is_still(before) is is_still
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path: Path) -> None:
@@ -289,6 +334,8 @@ def test_a_range_that_is_not_there_is_named(tmp_path: Path) -> None:
 class Far:
     """A store that is far: the files of a directory under another scheme, each opening counted."""
 
+    sees_changes = False
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.opened: list[str] = []
@@ -297,9 +344,9 @@ class Far:
     def stat(self, url: str) -> Stat | None:
         return Stat(url, self._path(url).stat().st_size, "etag")
 
-    def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        self.opened.append(url)
-        file = self._path(url).open("rb")
+    def open_known(self, known: Stat, *, sequential: bool = False) -> BinaryIO:
+        self.opened.append(known.url)
+        file = self._path(known.url).open("rb")
         return Failing(file) if self.fails else file  # type: ignore[return-value]  # enough of a file
 
     def _path(self, url: str) -> Path:

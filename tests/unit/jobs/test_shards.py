@@ -99,5 +99,13 @@ def test_shards_of_a_model_that_nobody_has_asked_grow_and_shrink() -> None:
     assert len(rows) < 32
 
 
-def test_a_job_of_a_few_rows_is_one_shard() -> None:
-    assert [shard.rows for shard in unknown(8, 200)] == [200]
+@pytest.mark.parametrize(
+    ("workers", "rows", "shards"), [(8, 200, [25] * 8), (4, 9, [1, 2, 2, 2, 2]), (8, 3, [1] * 3), (1, 200, [200])]
+)
+def test_a_job_of_a_few_rows_has_a_shard_for_each_worker(workers: int, rows: int, shards: list[int]) -> None:
+    assert [shard.rows for shard in unknown(workers, rows)] == shards
+
+
+def test_a_job_of_a_few_rows_of_a_fast_model_is_one_shard() -> None:
+    sizes = shard_sizes(0, 200, UNKNOWN._replace(rows_per_s=1e5, workers=8))
+    assert [shard.rows for shard in plan_shards(files(1, (200,)), sizes, "parquet")] == [200]

@@ -8,7 +8,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from qinfer.errors import InvalidRequest, StoreUnavailable
+from qinfer.errors import InputMissing, InvalidRequest, StoreUnavailable
 from qinfer.jobs.rows.source import FileFormat, Footer, find_files, format_of, read_footer
 from qinfer.storage.open import store_for
 from tests.support.jobs.bulk_data import write
@@ -115,6 +115,21 @@ def test_what_names_no_file_is_refused_with_its_url(lake: Path, pattern: str, sa
     """And with what could be meant."""
     with pytest.raises(InvalidRequest, match=said):
         names(lake, "a.parquet", pattern)
+
+
+@pytest.mark.parametrize("name", ["missing.parquet", "*.orc", "nothing/*.parquet", "empty"])
+def test_an_input_that_is_missing_has_an_error_of_its_own(lake: Path, name: str) -> None:
+    (lake / "empty").mkdir()
+
+    with pytest.raises(InputMissing):
+        names(lake, "a.parquet", name)
+
+
+def test_an_empty_folder_is_said_to_be_one(lake: Path) -> None:
+    (lake / "empty").mkdir()
+
+    with pytest.raises(InputMissing, match=r"input 'file://.*/empty' is a folder without files"):
+        names(lake, "empty")
 
 
 def test_a_changed_file_has_another_etag(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ class OneFile:
     def __init__(self, file: Watched) -> None:
         self._file = file
 
-    def open(self, _: str, *, sequential: bool = False) -> Watched:
+    def open_known(self, _: Stat, *, sequential: bool = False) -> Watched:
         del sequential
         return self._file
 

@@ -127,7 +127,10 @@ def test_files() -> None:
 @pytest.mark.parametrize(
     ("source", "datatype", "dims", "value", "said"),
     [
-        ({}, "BYTES", (1,), None, "has no field 'x'; it has x"),
+        ({}, "BYTES", (1,), None, "input 'X': field 'x' of the task's data is null"),
+        ({"field": "x.url"}, "BYTES", (1,), {"url": None}, "field 'x.url' of the task's data is null"),
+        ({"field": "x.url"}, "BYTES", (1,), None, "field 'x' of the task's data is null"),
+        ({"field": "x.url"}, "BYTES", (1,), {}, "has no field 'x.url'; it has x"),
         ({}, "BYTES", (1,), {"a": 1}, "input 'X': its field holds {'a': 1}, not text"),
         ({}, "BYTES", (1,), True, "holds True, not text"),
         ({}, "BYTES", (1,), ["a", "b"], r"shape \[1\] can't have the 2 elements"),

@@ -40,6 +40,45 @@ def test_a_parse_error_names_the_line() -> None:
         parse('name: "m"\nmax_batch_sizze: 3\n')
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("max_batchsize: 4", "line 1, column 1: .*; did you mean 'max_batch_size'"),
+        ("\nmaxBatchSize: 4", "line 2, column 1: .*; did you mean 'max_batch_size'"),
+        ("input { name: 'x' data_type: FP32 }", "line 1, .*; did you mean 'TYPE_FP32'"),
+        ("input { name: 'x' data_type: TYPE_FLOAT }", "did you mean 'TYPE_FP32'"),
+        ("input { name: 'x' data_type: type_bytes }", "did you mean 'TYPE_STRING'"),
+        ("input { name: 'x' data_type: TYPE_FP23 }", "did you mean 'TYPE_FP32'"),
+        ("input { name: 'x' datatype: TYPE_FP32 }", "did you mean 'data_type'"),
+        ("instance_group { kind: GPU }", "did you mean 'KIND_GPU'"),
+        ("dynamic_batching { default_queue_policy { timeout_action: DELAYS } }", "did you mean 'DELAY'"),
+        ("dynamic_batching { max_queue_delay: 5 }", "did you mean 'max_queue_delay_microseconds'"),
+        ("parameters { key: 'a' value { stringvalue: 'x' } }", "did you mean 'string_value'"),
+        ("preferred_batch_size: 4", "it is a field of 'dynamic_batching'"),
+        ("model_transaction_policy { stream: true }", "it has decoupled"),
+    ],
+)
+def test_a_name_that_does_not_exist_gets_the_one_that_was_meant(text: str, hint: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=hint):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ('{"max_batchsize": 4}', "did you mean 'max_batch_size'"),
+        ('{"maxBatchsize": 4}', "did you mean 'max_batch_size'"),
+        ('{"input": [{"name": "x", "data_type": "FP32"}]}', r"ModelConfig.input\[0\].data_type; did you .*'TYPE_FP32'"),
+        ('{"model_warmup": [{"inputs": {"x": {"data_type": "INT"}}}]}', "did you mean 'TYPE_INT32'"),
+        ('{"parameters": {"a": {"stringvalue": "x"}}}', r"ModelConfig.parameters\[a\]\"; did you mean 'string_value'"),
+        ('{"sequence_batching": {"control_input": [{"control": [{"kind": "START"}]}]}}', "'CONTROL_SEQUENCE_START'"),
+    ],
+)
+def test_an_override_gets_the_same_hints(text: str, hint: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=hint):
+        from_json(text)
+
+
 def test_defaults_are_tritons() -> None:
     """What is left out is filled as Triton shows it in GET …/config."""
     config = normal(ONNX + "max_batch_size: 8\ndynamic_batching { }")
@@ -96,6 +135,9 @@ def test_a_platform_tells_the_backend() -> None:
         (ONNX + 'input { name: "x" data_type: TYPE_FP32 dims: 1 }', "input 'x' is configured more than once"),
         (ONNX + "input { data_type: TYPE_FP32 dims: 1 }", "model input must specify 'name'"),
         (ONNX + 'input { name: "z" dims: 1 }', "model input 'z' must specify 'data_type'"),
+        (ONNX + 'input { name: "z" data_type: 99 dims: 1 }', "'m': input.data_type is 99, which has no meaning"),
+        (ONNX + "instance_group { kind: 9 }", "instance_group.kind is 9, which has no meaning; it has KIND_AUTO"),
+        (ONNX + WARMUP.replace("TYPE_FP32", "77") % "", "model_warmup.inputs.data_type is 77"),
         (ONNX + 'output { name: "z" data_type: TYPE_FP32 }', "model output 'z' must specify 'dims'"),
         (ONNX + 'input { name: "z" data_type: TYPE_FP32 dims: 0 }', "dimension must be integer >= 1, or -1"),
         *(

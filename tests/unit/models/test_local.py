@@ -295,6 +295,41 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
             read(path)
 
 
+def test_a_file_without_inputs_is_refused_for_that(tmp_path: Path) -> None:
+    """With and without a configuration: not for what the configuration lacks, or has too much."""
+    constant = helper.make_tensor("c", FLOAT, [2], [1.0, 2.0])
+    output = helper.make_tensor_value_info("y", FLOAT, [2])
+    graph = helper.make_graph([helper.make_node("Identity", ["c"], ["y"])], "g", [], [output], [constant])
+    for name in ("bare", "configured"):
+        (tmp_path / name / "1").mkdir(parents=True)
+        onnx.save(helper.make_model(graph), tmp_path / name / "1" / "model.onnx")
+    io = '{ name: "%s" data_type: TYPE_FP32 dims: 2 }'
+    (tmp_path / "configured" / "config.pbtxt").write_text(f"input {io % 'x'} output {io % 'y'}")
+
+    errors = [model.error for model in repositories(tmp_path).scan()]
+
+    assert ["declares no input" in error for error in errors] == [True, True]
+
+
+@pytest.mark.parametrize("operator", ["NonZero", "Reshape"])
+def test_an_output_without_a_declared_shape_is_of_any_shape(tmp_path: Path, operator: str) -> None:
+    """The runtime infers that of NonZero, and not that of Reshape; neither becomes [1]."""
+    names = ["x", "shape"][: 2 if operator == "Reshape" else 1]
+    inputs = [helper.make_tensor_value_info("x", FLOAT, ["N", 2]), helper.make_tensor_value_info("shape", 7, ["R"])]
+    output = helper.make_tensor_value_info("y", 7 if operator == "NonZero" else FLOAT, None)
+    graph = helper.make_graph([helper.make_node(operator, names, ["y"])], "g", inputs[: len(names)], [output])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model.ir_version = 8
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    onnx.save(model, tmp_path / "m" / "1" / "model.onnx")
+
+    stored = only(tmp_path)
+    spec = to_spec(from_json(stored.config or ""))
+    OnnxBackend().load(spec, tmp_path / "m" / "1", Device())
+
+    assert (spec.max_batch_size, spec.outputs[0].dims) == (0, (-1,))
+
+
 def test_every_cut_of_a_file_is_refused_or_read(tmp_path: Path) -> None:
     """A file that is being written raises nothing else than `ModelLoadFailed`."""
     path = tmp_path / "model.onnx"

@@ -81,6 +81,19 @@ def test_label_files_stay_inside_the_model(
     assert message in read(tmp_path).error
 
 
+def test_texts_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """As editors on Windows write them."""
+    directory = stub(tmp_path)
+    write(directory / "config.pbtxt", b'\xef\xbb\xbfbackend: "stub" ' + IO.encode())
+    write(directory / "labels.txt", b"\xef\xbb\xbfcat\r\ndog\r\n")
+
+    model = read(tmp_path)
+
+    assert (model.error, model.labels) == ("", {"y": ("cat", "dog")})
+    assert not opened(tmp_path).read("m", "\ufeff" + json.dumps({"backend": "stub", "input": [], "output": []})).config
+    assert from_json('\ufeff{"backend": "stub"}').backend == "stub"
+
+
 def test_a_label_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A larger one is named, not read."""
     monkeypatch.setattr("qinfer.models.repository.reader.LABEL_BYTES", 4)

@@ -46,6 +46,17 @@ def test_the_best_of_several_workers_counts() -> None:
     assert status.versions[1] == VersionState(State.READY, 2)
 
 
+def test_a_model_that_says_no_on_one_worker_is_ready_by_another() -> None:
+    """And READY in either case: its requests execute."""
+    says_no = WorkerRecord(
+        id="w", started_at=0.0, models={"m": {1: VersionState(State.READY, 2, unready="no weights")}}
+    )
+
+    assert status_of(says_no).versions[1].unready == "no weights"
+    assert status_of(says_no).is_ready
+    assert status_of(says_no, worker(State.READY)).versions[1].unready == ""
+
+
 def test_a_failed_load_shows_its_reason() -> None:
     """It is passed on from the worker."""
     assert status_of(worker(State.UNAVAILABLE, reason="bad file")).versions[1].reason == "bad file"

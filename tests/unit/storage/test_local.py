@@ -1,5 +1,6 @@
 """Directories as object stores: what a killed process, another one, and the disk do to them."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -222,6 +223,21 @@ def test_paths_of_urls() -> None:
     assert local_path("file:///data/x y") == Path("/data/x y")
     assert local_path("file://localhost/data") == Path("/data")
     assert local_path("s3://bucket/x") is None
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(errno.EROFS, "read-only here"), (errno.EACCES, "permissions or its owner")]
+)
+def test_a_folder_needs_no_credentials(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("qinfer.storage.local._make", refuse)
+
+    with pytest.raises(StoreDenied, match=said):
+        store.put_if_absent(b"x", f"file://{tmp_path}/out/x")
 
 
 def test_what_is_replaced_while_it_is_set_aside_stays(

@@ -61,6 +61,14 @@ CALLED = InferRequest(
     timeout_s=2.0,
     holders=(Holder("w-1", "front", {"gpu": 2}, 3, 1), Holder("", "pipeline", {}, 1, 2)),
 )
+SPARING = InferRequest(
+    model="m",
+    inputs=(Tensor("x", "UINT8", (1, 2), b"\x07\x08"),),
+    id="r",
+    timeout_s=2.0,
+    outputs=("y",),
+    spares_outputs=True,
+)
 NUMBERED = InferRequest(model="m", inputs=(), sequence=Sequence(7, end=True, step=3))
 APART = InferRequest(
     model="m",
@@ -124,6 +132,7 @@ CREDITS = [Credit("01ARZ3NDEKTSV4RRFFQ69G5FAV.0.m", 1, 0), Credit("b", 3, 2**40)
         ("request_limited", LIMITED),
         ("request_numbered", NUMBERED),
         ("request_called", CALLED),
+        ("request_sparing", SPARING),
     ],
 )
 def test_golden_requests(name: str, request_: InferRequest) -> None:
@@ -188,7 +197,7 @@ def test_every_field_is_set_in_a_golden_frame() -> None:
     request, response = InferRequest(model="", inputs=()), Response(request_id="")
 
     for field in set(InferRequest.__struct_fields__) - {"inputs_digest", "step_key", "endpoint", "moves"}:
-        assert any(getattr(r, field) != getattr(request, field) for r in (FULL, LIMITED, APART, CALLED)), field
+        assert any(getattr(r, field) != getattr(request, field) for r in (FULL, LIMITED, APART, CALLED, SPARING)), field
     golden = (*RESPONSES, *STORED, *SPOKEN, *STREAMED)
     for field in set(Response.__struct_fields__) - {"cache"}:
         assert any(getattr(r, field) != getattr(response, field) for r in golden), field
@@ -254,12 +263,12 @@ def header_fields(frame: bytes) -> list[Any]:
 
 def test_header_fields_may_be_appended() -> None:
     """A reader of this version skips fields that a later one appends to the same header."""
-    called = msgspec.structs.replace(CALLED, inputs=())
-    header = msgspec.msgpack.encode([*header_fields(encode_request(called)), "later", 42])
+    sparing = msgspec.structs.replace(SPARING, inputs=())
+    header = msgspec.msgpack.encode([*header_fields(encode_request(sparing)), "later", 42])
 
     grown = struct.pack("<BBHI", 1, 0, 0, len(header)) + header
 
-    assert decode_request(grown) == called
+    assert decode_request(grown) == sparing
 
 
 def test_an_older_reader_skips_what_was_appended() -> None:

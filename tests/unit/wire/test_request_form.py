@@ -93,11 +93,12 @@ def test_ids_may_differ_in_length() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["model", "version", "outputs", "priority", "timeout_s", "queue_timeout_s", "attempt", "holders"]
+    "change",
+    ["model", "version", "outputs", "priority", "timeout_s", "queue_timeout_s", "attempt", "holders", "spares_outputs"],
 )
 def test_what_differs_is_read(change: str) -> None:
     """Everything that a header says counts."""
-    values = {"model": "other", "outputs": ("z",), "timeout_s": 7.5, "queue_timeout_s": 0.5}
+    values = {"model": "other", "outputs": ("z",), "timeout_s": 7.5, "queue_timeout_s": 0.5, "spares_outputs": True}
     values["holders"] = (Holder("w/1", "m", {"g": 1}),)
     reader = RequestReader()
     for one in [request(4) for _ in range(5)]:

@@ -4,8 +4,8 @@ The only place of this program that reads the environment. Redis and limits are 
 programs; the routes are in the file. SIGTERM and SIGINT end it: it takes no more messages, accepts and acknowledges
 what it has in hand, publishes what has ended, and leaves the rest to the queues.
 
-Exit codes: 0 after a stop, 1 when Redis is away at the start or a check fails, 2 for a wrong setting, 70 when a part of
-it died.
+While Redis is away at the start it waits. Exit codes: 0 after a stop, 1 when a check fails, 2 for a wrong setting, 70
+when a part of it died.
 """
 
 import argparse
@@ -22,8 +22,10 @@ from qinfer.core.processes import forbid_inspection
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.observe import logs
+from qinfer.queue.lanes import Queue
 from qinfer_workers.bridge.config import BridgeConfig, load_config
 from qinfer_workers.bridge.program import check, serve
+from qinfer_workers.health_files import open_health
 from qinfer_workers.liveness import end
 
 logger = logging.getLogger("qinfer_workers.bridge")
@@ -34,13 +36,20 @@ GC_THRESHOLD = 50_000
 
 async def _serve(config: BridgeConfig, settings: Settings) -> int:
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    loop, starting = asyncio.get_running_loop(), asyncio.current_task()
+    assert starting is not None
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, starting.cancel)  # while it may wait for Redis
+    touching = None if (health := open_health(settings)) is None else loop.create_task(health.run())
+    delivery = await Queue.connect_patiently(settings.redis, settings.limits)
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 50)
-    await serve(config, settings, stop)
+    await serve(config, settings, delivery, stop)
+    if touching is not None:
+        touching.cancel()
     return os.EX_OK
 
 
@@ -67,6 +76,8 @@ def main() -> int:
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer bridge", error.message)
         return 2
+    except asyncio.CancelledError:  # by a signal, while it waits for Redis
+        return os.EX_OK
     except BrokerUnavailable as error:
         logs.cannot_start(os.environ, "qinfer bridge", error.message)
         return 1

@@ -192,15 +192,15 @@ class Bridge:
             ) from None
 
 
-async def serve(config: BridgeConfig, settings: Settings, stop: asyncio.Event) -> None:
-    """Runs a bridge until `stop` is set.
+async def serve(config: BridgeConfig, settings: Settings, delivery: Queue, stop: asyncio.Event) -> None:
+    """Runs a bridge until `stop` is set, and closes its queue.
 
     Raises:
-        BrokerUnavailable: Redis can't be reached at the start.
-        SettingsError: Redis refuses, or the port of the metrics can't be had.
+        BrokerUnavailable: Redis went away again at the start.
+        SettingsError: The port of the metrics can't be had.
     """
     async with AsyncExitStack() as opened:
-        delivery, store, endpoints = await _open(settings, opened)
+        store, endpoints = await _open(delivery, settings, opened)
         bridge = Bridge(config, delivery, endpoints, settings)
         tallies = [route.tally for route in bridge.routes]
         reporter = Reporter(bridge.process, tallies, lambda: BridgeReports(admin_client(settings.redis)))
@@ -234,13 +234,12 @@ async def check(config: BridgeConfig, settings: Settings, say: Callable[[str], N
         SettingsError: Redis refuses.
     """
     async with AsyncExitStack() as opened:
-        _, _, endpoints = await _open(settings, opened)
+        _, endpoints = await _open(await Queue.connect(settings.redis, settings.limits), settings, opened)
         results = [await _check_route(route, endpoints, say) for route in config.routes]
     return all(results)
 
 
-async def _open(settings: Settings, opened: AsyncExitStack) -> tuple[Queue, ControlStore, EndpointFollower]:
-    delivery = await Queue.connect(settings.redis, settings.limits)
+async def _open(delivery: Queue, settings: Settings, opened: AsyncExitStack) -> tuple[ControlStore, EndpointFollower]:
     opened.push_async_callback(delivery.close)
     store = ControlStore(admin_client(settings.redis))
     opened.push_async_callback(store.close)
@@ -248,7 +247,7 @@ async def _open(settings: Settings, opened: AsyncExitStack) -> tuple[Queue, Cont
     await catalog.refresh()
     endpoints = EndpointFollower(catalog, store, f"bridge-{IdFactory().ulid()}", delivery)
     await endpoints.look()
-    return delivery, store, endpoints
+    return store, endpoints
 
 
 async def _check_route(route: RouteOptions, endpoints: EndpointFollower, say: Callable[[str], None]) -> bool:

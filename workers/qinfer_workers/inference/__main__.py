@@ -33,9 +33,9 @@ from qinfer.observe import logs, tracing
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
 from qinfer_workers.due_table import DueTable
+from qinfer_workers.health_files import open_health
 from qinfer_workers.inference.devices import gpus_here, known_as
 from qinfer_workers.inference.executor import are_threads_left
-from qinfer_workers.inference.health_files import HealthFiles
 from qinfer_workers.inference.loader import Loader
 from qinfer_workers.inference.model_loads import ModelLoads
 from qinfer_workers.inference.renewals import ProcessRenewals
@@ -61,7 +61,7 @@ async def serve(settings: Settings) -> None:
         loop.add_signal_handler(signum, starting.cancel)  # while it may wait for Redis
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     tracer = tracing.open_tracer(os.environ, tracing.WORKER, worker_id)
-    health = _open_health(settings)
+    health = open_health(settings)
     touching = [loop.create_task(health.run())] if health is not None else []
     queue = await Queue.connect_patiently(settings.redis, settings.limits)
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -103,12 +103,6 @@ async def serve(settings: Settings) -> None:
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
     logger.info("worker stopped", extra={"worker": worker_id})
-
-
-def _open_health(settings: Settings) -> HealthFiles | None:
-    """Opens the files for probes, if there are to be any."""
-    directory = settings.worker.health_dir
-    return HealthFiles(Path(directory), strict=settings.repository.strict_readiness) if directory else None
 
 
 def main() -> int:

@@ -25,9 +25,13 @@ _OTHERS_S = GRACE_S - 2 * _SETTLE_S
 """How long batches of other instances may take to end."""
 
 
-def fail_overdue(batcher: LaneBatcher, item: Pending, clock: ExecutionClock) -> None:
+def overdue_error(clock: ExecutionClock) -> ExecutionOverdue:
+    """Returns the error of what lasts too long."""
+    return ExecutionOverdue(clock.limit.text(clock.model))
+
+
+def fail_overdue(batcher: LaneBatcher, item: Pending, error: ExecutionOverdue) -> None:
     """Answers an item that has executed alone for too long; another execution would last as long."""
-    error = ExecutionOverdue(clock.limit.text(clock.model))
     if (streams := batcher.model.streams) is not None:
         streams.cancel(item, error)
     else:

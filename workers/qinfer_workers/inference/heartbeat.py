@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import msgspec
+
 from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.core.clock import ServerClock
 from qinfer.core.retry import OutageLog
@@ -29,6 +31,7 @@ from qinfer_workers.inference.serving import LaneBatcher
 logger = logging.getLogger(__name__)
 
 SPEEDS_EVERY_S = 10.0
+_SPEEDS_AGAIN = 20
 """Seconds between two writes of the speeds that outlive the worker; they are written at the end too."""
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
@@ -56,6 +59,7 @@ class Heartbeat:
         tallies: Counts that are added to the statistics besides those of batchers.
         load_times: Returns how many seconds the models' last loads took, for the record.
         direct: Returns how many requests are in batchers that came past the lanes, for the record.
+        unready: Returns the model versions that say themselves that they are not ready, and why, for the record.
         long: Returns what has been executing for a while, told the broker's time, for the record.
         beaten: Called with each record that was written.
         missed: Called after each beat that could not be written, with the seconds since the first of them.
@@ -85,6 +89,7 @@ class Heartbeat:
         self.direct: Callable[[], dict[Key, int]] = dict
         self.beaten: Callable[[WorkerRecord], None] = lambda _: None
         self.missed: Callable[[float], None] = lambda _: None
+        self.unready: Callable[[], dict[Key, str]] = dict
         self.long: Callable[[float], Sequence[Executing]] = lambda _: ()
         self._draining = False
         self._changed = asyncio.Event()
@@ -94,6 +99,7 @@ class Heartbeat:
         self._pushes = CountPushes(store.client)
         self._adding = asyncio.Lock()  # whoever has waited for it finds all counts added
         self._speeds: dict[Key, Speed] = {}
+        self._speeds_put: dict[Key, Speed] = {}
         self._speeds_put_at_s = self._started_at
 
     def changed(self) -> None:
@@ -141,6 +147,9 @@ class Heartbeat:
     async def beat(self) -> None:
         """Writes one record, and adds the statistics since the last."""
         batchers, states = list(self._batchers()), self._states()
+        for (model, version), reason in self.unready().items():
+            if (state := states.get(model, {}).get(version)) is not None:
+                states[model][version] = msgspec.structs.replace(state, unready=reason)
         now_s, completed = self._clock.now_s(), sum(batcher.completed for batcher in batchers)
         rps = max(completed - self._last_completed, 0) / max(now_s - self._last_beat_s, 1e-3)
         self._last_beat_s, self._last_completed = now_s, completed
@@ -225,15 +234,23 @@ class Heartbeat:
                 raise
 
     async def _put_speeds(self, served: set[Key], now_s: float) -> None:
-        """Writes the speeds every few seconds, and at once those of versions that are served no more."""
-        is_time = now_s - self._speeds_put_at_s >= SPEEDS_EVERY_S
-        if is_time:
+        """Writes what has changed every few seconds, with a few others, and at once that of versions served no more.
+
+        The others have turns: Redis may have lost them.
+        """
+        due = {key for key in self._speeds if key not in served}
+        if now_s - self._speeds_put_at_s >= SPEEDS_EVERY_S:
             self._speeds_put_at_s = now_s
-        for key, speed in list(self._speeds.items()):
-            if is_time or key not in served:
+            due |= {key for key, speed in self._speeds.items() if self._speeds_put.get(key) != speed}
+            due.update(list(self._speeds_put)[:_SPEEDS_AGAIN])
+        for key in due:
+            self._speeds_put.pop(key, None)
+            if (speed := self._speeds.get(key)) is not None:
                 await self._store.put_speed(*key, speed)
-                if key not in served:
-                    del self._speeds[key]
+                self._speeds_put[key] = speed  # it is the last to have its turn again
+            if key not in served:
+                self._speeds.pop(key, None)
+                self._speeds_put.pop(key, None)
 
 
 def _key(batcher: AnyBatcher) -> Key:

@@ -14,6 +14,7 @@ from qinfer.core.retry import OutageLog
 from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError, StreamBroken
 from qinfer.models.config.to_spec import EXECUTE_TIMEOUT
 from qinfer.models.sequence_spec import check_sequence
+from qinfer.models.spec import ModelSpec
 from qinfer.models.validate import validate
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
@@ -159,10 +160,7 @@ class Intake:
         batcher.tally.redelivered()
         if item.lease.deliveries <= self._most:
             return True
-        text = f"the request was given up: {item.lease.deliveries - 1} executions did not end"
-        if limit_s := batcher.model.spec.execute_timeout_s:
-            text += f"; the limit of each is {limit_s:g} s ({EXECUTE_TIMEOUT})"
-        self._bury(batcher, item, InferenceFailed(text))
+        self._bury(batcher, item, given_up(item.lease.deliveries, batcher.model.spec))
         return False
 
     def _unreadable(self, batcher: LaneBatcher, lease: Lease, error: CorruptEntry) -> None:
@@ -243,6 +241,14 @@ class Intake:
             attempt=deliveries,
         )
         self._publisher.bury(item.lease, error, batcher.tally, (item, response))
+
+
+def given_up(deliveries: int, spec: ModelSpec) -> InferenceFailed:
+    """Returns the error of a request that was delivered too often; it names the limit of its executions."""
+    text = f"the request was given up: {deliveries - 1} executions did not end"
+    if spec.execute_timeout_s:
+        text += f"; the limit of each is {spec.execute_timeout_s:g} s ({EXECUTE_TIMEOUT})"
+    return InferenceFailed(text)
 
 
 def _log_data(lease: Lease) -> dict[str, object]:

@@ -55,10 +55,9 @@ class ModelLoads:
     async def _look(self, model: str, version: int) -> bool:
         await self._catalog.refresh()
         try:
-            self._catalog.resolve(model, version)
+            return self._catalog.says_ready(model, version)
         except (ModelNotFound, ModelNotReady):
             return False
-        return True
 
     def _done(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the event loop, and waits for it; what it does has time limits of its own."""

@@ -23,7 +23,7 @@ from qinfer.models.installation import Snapshot, is_gone
 from qinfer.models.pins import kept_by_pins
 from qinfer.models.readiness import PENDING_REASON, is_placed
 from qinfer.models.spec import ModelSpec
-from qinfer.models.state import State, StoredModel, VersionState
+from qinfer.models.state import Desired, State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import put_completion
 from qinfer.observe.stats import LOAD_FAILURES, ModelCounts
@@ -34,6 +34,8 @@ from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
 logger = logging.getLogger(__name__)
 
 REREAD_S = 10.0
+_REREAD = 20
+"""Models that are read again at each look without news: a writer that died may not have told of it."""
 RELOAD_S = 30.0
 """Before the first new try of a load whose files can't be reached now, at a look; further ones wait ever longer."""
 LONGEST_RELOAD_S = 240.0
@@ -127,6 +129,8 @@ class Models:
         """Loads in a row that failed and are tried again."""
         """When to try a load again, in the event loop's time."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._turn = 0
+        """Which model is the first to be read again without news."""
         self._loaded: dict[Key, Loaded] = {}
         self._load_s: dict[Key, float] = {}
         self._states: dict[Key, VersionState] = {}
@@ -144,21 +148,26 @@ class Models:
         """Follows the desired state until cancelled; calls `changed` whenever a state changed."""
         self._changed = changed
         outage = OutageLog(logger, "desired state unknown", "desired state known again")
+        is_news = True
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
-                    is_whole = await self._read()
+                    is_whole = await self._read(is_news=is_news)
                     outage.over()
                     self._looked.set()
                     self._looked = asyncio.Event()
                     self._start(tasks)
-                    await self._store.wait(REREAD_S if is_whole else _RETRY_S)
+                    is_news = await self._store.wait(REREAD_S if is_whole else _RETRY_S) or not is_whole
                 except BrokerUnavailable as error:
+                    is_news = True
                     outage.failed(error.message)
                     await asyncio.sleep(_RETRY_S)
 
-    async def _read(self) -> bool:
-        """Reads the desired state; returns whether it is whole: that Redis lost its data unloads no model."""
+    async def _read(self, *, is_news: bool) -> bool:
+        """Reads the desired state; returns whether it is whole: that Redis lost its data unloads no model.
+
+        Without news, of the models whose generation is known only a few are read, in turns.
+        """
         installation = await self._store.installation()
         now = Snapshot(installation=installation, desired=await self._store.desired())
         if is_gone(self._seen, now):
@@ -167,13 +176,21 @@ class Models:
         self._loss.over()
         self._seen = now
         mine = [name for name, wish in now.desired.items() if wish.load and is_placed(name, self._globs)]
-        found = await self._store.models(mine)
+        found = await self._store.models(mine if is_news else self._due(mine, now.desired))
         pins = await self._store.pins()
         before = {name: self._wanted[name].stored for name in mine if name in self._wanted}
         self._wanted = {
             name: Wanted(stored, kept_by_pins(pins, stored)) for name, stored in {**before, **found}.items()
         }
         return True
+
+    def _due(self, mine: Sequence[str], desired: Mapping[str, Desired]) -> list[str]:
+        """Returns the models to read again without news."""
+        first, self._turn = self._turn, (self._turn + _REREAD) % max(len(mine), 1)
+        turns = {mine[(first + number) % len(mine)] for number in range(min(_REREAD, len(mine)))}
+        known = {name: wanted.stored.generation for name, wanted in self._wanted.items()}
+        pending = {name for name, wanted in self._wanted.items() if wanted.stored.pending} | turns
+        return [name for name in mine if name in pending or known.get(name) != desired[name].generation]
 
     def _start(self, tasks: asyncio.TaskGroup) -> None:
         """Starts a task for each model that differs from the desired state and has no task."""

@@ -23,7 +23,7 @@ from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
 from qinfer.core.settings_metrics import MetricsSettings
-from qinfer.errors import BrokerUnavailable, CorruptEntry, InferenceFailed, QinferError, RequestError, SequenceLost
+from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, RequestError, SequenceLost
 from qinfer.models.state import CALLERS
 from qinfer.models.store import ControlStore
 from qinfer.models.validate import validate
@@ -34,7 +34,7 @@ from qinfer.queue.sequence_records import Owned, Place, SequenceId, Taken, Unans
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.states import decode_states
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
-from qinfer_workers.inference.intake import LEAST_DELIVERIES
+from qinfer_workers.inference.intake import LEAST_DELIVERIES, given_up
 from qinfer_workers.inference.publisher import LeaseKeeper, Publisher
 from qinfer_workers.inference.step_publisher import StepPublisher
 
@@ -210,6 +210,29 @@ class SequenceService:
         await self.close()
         return True
 
+    async def give_up(self, overdue: PendingStep | None, error: QinferError) -> None:
+        """Gives back the sequences of which nothing executes, then the others; one whose step hangs stays behind.
+
+        Args:
+            overdue: The step that has executed alone for too long, and is answered with the error; `None` = it is of
+                another model, or there are more.
+            error: See above.
+        """
+        batcher = self.batcher
+        if isinstance(batcher, EnsembleSteps):
+            await self.drain(0.0, lambda: False, hands_over=True)
+            return
+        self._is_draining = batcher.paused = True
+        moving = batcher.moving
+        if overdue is not None:
+            batcher.fail(overdue, error)
+            await self._steps.flush()
+            moving.discard(overdue.place.sequence)
+        await self._sequences.give_back(self._owner, [one for one in self._held if one not in moving])
+        await batcher.pause()
+        await self._steps.flush()
+        await self._sequences.give_back(self._owner, list(moving))
+
     async def _is_deserted(self) -> bool:
         """Tells whether no program is live that brings requests: no sequence gets another step."""
         with suppress(BrokerUnavailable):
@@ -334,8 +357,7 @@ class SequenceService:
         if lease.deliveries > 1:
             self.batcher.tally.redelivered()
         if lease.deliveries > max(self._parts.settings.max_deliveries, LEAST_DELIVERIES):
-            text = f"the request was given up: {lease.deliveries - 1} executions did not end"
-            self.broken(step, InferenceFailed(text))
+            self.broken(step, given_up(lease.deliveries, self.batcher.model.spec))
         elif is_apart or held.arriving is not None:
             held.arriving = self._parts.tasks.create_task(self._arrive(held, held.arriving, step, is_apart=is_apart))
         else:

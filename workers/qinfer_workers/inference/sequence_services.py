@@ -10,6 +10,8 @@ from functools import partial
 
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.sequences.batcher import SequenceBatcher
+from qinfer.batching.sequences.steps import PendingStep
+from qinfer.errors import QinferError
 from qinfer.observe.latencies import latency_tally
 from qinfer_workers.inference.ensembles.runs import RunParts
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
@@ -97,6 +99,19 @@ class SequenceServices:
         They are not waited for where no gateway is left: nobody sends their next steps.
         """
         await self._drain([one for one in self._all() if not isinstance(one.batcher, EnsembleSteps)])
+
+    async def give_up(self, key: Key, item: object, error: QinferError) -> None:
+        """Gives back what does not execute, because an instance hangs.
+
+        Args:
+            key: The version whose instance it is.
+            item: The step that has executed there alone for too long, if there is one; it is answered.
+            error: The answer.
+        """
+        overdue = item if isinstance(item, PendingStep) else None
+        hung = self._services.get(key)
+        services = [(one, overdue if one is hung else None) for one in self._all()]
+        await asyncio.gather(*[one.give_up(step, error) for one, step in services])
 
     async def _drain(self, services: Sequence[SequenceService]) -> None:
         limit_s = self._parts.settings.drain_s / 2

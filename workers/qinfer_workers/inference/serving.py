@@ -97,6 +97,7 @@ class Serving:
         lanes: What to read, in order; those of an earlier configuration last, until they are empty.
         quiet: Set while no fetch is under way: what a cancelled fetch had taken would be lost until its lease ends.
         reads: The reads of payloads for requests that were fetched and are not in the batcher yet.
+        is_settled: Nothing is left in lanes that only an earlier configuration had.
     """
 
     fetcher: "asyncio.Task[None]"
@@ -109,7 +110,7 @@ class Serving:
         self.quiet = asyncio.Event()
         self.quiet.set()
         self.reads = PayloadReads()
-        self._is_settled = False
+        self.is_settled = False
 
     def is_still(self, *, ends: bool) -> bool:
         """Tells whether it is paused, as `pause` does it."""
@@ -139,11 +140,11 @@ class Serving:
         """Takes note of another configuration of the model; the lanes of the last are read on for now."""
         own = self._own()
         self.lanes = own + tuple(lane for lane in self.lanes if lane not in own)
-        self._is_settled = False
+        self.is_settled = False
 
     async def find_leftovers(self, queue: Queue) -> None:
         """Has lanes read that only an earlier configuration had, as long as they hold anything."""
-        if self._is_settled:
+        if self.is_settled:
             return
         own = self._own()
         first = own[0]
@@ -154,7 +155,7 @@ class Serving:
             return  # reconfigured meanwhile
         left = tuple(lane for lane, depth in zip(others, depths, strict=True) if depth)
         self.lanes = own + left
-        self._is_settled = not left
+        self.is_settled = not left
 
     async def drain(self, queue: Queue, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
         """Serves on until the lanes are empty, for the limit at most; returns false once it is wanted again."""

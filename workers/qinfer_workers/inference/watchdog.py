@@ -33,6 +33,7 @@ SHOWN_S = 1.0
 _STARVED_S = 1.0
 """A look that comes so much too late ends nothing: what it looks at may have been kept from ending, as it was."""
 
+Key = tuple[str, int]
 Leave = Callable[[ExecutionClock], None]
 """Ends the worker for the sake of an execution that nothing else ends."""
 
@@ -40,6 +41,7 @@ Leave = Callable[[ExecutionClock], None]
 class _Watched(NamedTuple):
     clock: ExecutionClock
     interrupt: Callable[[], bool] | None
+    unready: Callable[[], str] | None
 
 
 class ExecutionWatchdog:
@@ -47,10 +49,14 @@ class ExecutionWatchdog:
 
     Args:
         table: Where instances note until when they may execute, if another process reads it.
+
+    Attributes:
+        changed: Called on the event loop when models have become ready by their own `is_ready`, or are it no more.
     """
 
     def __init__(self, table: DueTable | None = None) -> None:
         self.table = table
+        self.changed: Callable[[], None] = lambda: None
         self._watched: list[_Watched] = []
         self._lock = threading.Lock()
         self._warned: dict[ExecutionClock, int] = {}
@@ -63,7 +69,7 @@ class ExecutionWatchdog:
         if watched.interrupt is None and self.table is not None:
             clock.due = self.table.place(f"{spec.name}:{version}")
         with self._lock:
-            self._watched.append(_Watched(clock, watched.interrupt))
+            self._watched.append(_Watched(clock, watched.interrupt, watched.unready))
         return watched
 
     async def run(self, leave: Leave) -> None:
@@ -78,7 +84,11 @@ class ExecutionWatchdog:
             with suppress(RuntimeError):  # the loop is closed: the process is ending
                 loop.call_soon_threadsafe(leave, clock)
 
-        threading.Thread(target=self._run, args=(call_soon,), name="watchdog", daemon=True).start()
+        def changed() -> None:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self.changed)
+
+        threading.Thread(target=self._run, args=(call_soon, changed), name="watchdog", daemon=True).start()
         try:
             await loop.create_future()
         finally:
@@ -102,11 +112,17 @@ class ExecutionWatchdog:
                 found.append(Executing(clock.model, clock.version, since, seconds, limit_s, what))
         return found
 
+    def unready(self) -> dict[Key, str]:
+        """Returns the model versions that are not ready by their own `is_ready`, of any instance, and why."""
+        with self._lock:
+            watched = [(one.clock, one.unready) for one in self._watched if one.unready is not None]
+        return {(clock.model, clock.version): reason for clock, unready in watched if (reason := unready())}
+
     def look(self, leave: Leave, *, may_end: bool = True) -> None:
         """Looks once at every instance."""
         with self._lock:
             watched = list(self._watched)
-        for clock, interrupt in watched:
+        for clock, interrupt, _ in watched:
             began, elapsed_s = clock.began, clock.elapsed_s()
             late = lateness(elapsed_s, clock.limit.seconds)
             if late is Lateness.FINE:
@@ -134,8 +150,8 @@ class ExecutionWatchdog:
         if self.table is not None:
             self.table.free(clock.due)
 
-    def _run(self, leave: Leave) -> None:
-        is_leaving = False
+    def _run(self, leave: Leave, changed: Callable[[], None]) -> None:
+        is_leaving, unready = False, self.unready()
 
         def once(clock: ExecutionClock) -> None:
             nonlocal is_leaving
@@ -148,8 +164,16 @@ class ExecutionWatchdog:
             is_starved, looked_s = now_s - looked_s > LOOK_S + _STARVED_S, now_s
             try:
                 self.look(once, may_end=not is_starved)
+                before, unready = unready, self.unready()
+                if unready != before:
+                    logger.warning("models say by is_ready whether they are ready", extra={"unready": _shown(unready)})
+                    changed()
             except Exception:
                 logger.exception("the watchdog failed to look")
+
+
+def _shown(unready: dict[Key, str]) -> dict[str, str]:
+    return {f"{model}:{version}": reason for (model, version), reason in unready.items()}
 
 
 def _told(clock: ExecutionClock, elapsed_s: float) -> dict[str, object]:

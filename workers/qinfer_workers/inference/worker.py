@@ -40,11 +40,12 @@ from qinfer_workers.inference.ensembles.local import LocalSteps
 from qinfer_workers.inference.ensembles.plans import Planner
 from qinfer_workers.inference.ensembles.runs import NestedCounts, NoInstances, RunParts
 from qinfer_workers.inference.executor import ThreadExecutor
-from qinfer_workers.inference.giving_up import cut_short, end_worker, fail_overdue
+from qinfer_workers.inference.giving_up import cut_short, end_worker, fail_overdue, overdue_error
 from qinfer_workers.inference.heartbeat import AnyBatcher, Heartbeat
 from qinfer_workers.inference.intake import Intake
 from qinfer_workers.inference.limited_executors import PermitExecutor
 from qinfer_workers.inference.loader import Loaded, Loader
+from qinfer_workers.inference.lookout import Lookout
 from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import Held, LeaseKeeper, Publisher, Renewals
 from qinfer_workers.inference.rate_limiter import open_limiter
@@ -118,6 +119,7 @@ class Worker:
         self._heartbeat.load_times = self._models.load_times
         self._watchdog = loader.watchdog
         self._heartbeat.long = self._watchdog.executing
+        self._heartbeat.unready, self._watchdog.changed = self._watchdog.unready, self._heartbeat.changed
 
     def follow_heartbeats(self, beaten: Callable[[WorkerRecord], None]) -> None:
         """Has each heartbeat that was written told from now on."""
@@ -418,12 +420,13 @@ class Worker:
             self._streams.lose(item)
 
     async def _reclaim_loop(self) -> None:
-        """Looks for entries of dead workers, twice in a lease time."""
+        """Looks for entries of dead workers, twice in a lease time; see `Lookout` for where."""
         outage = OutageLog(logger, "nothing reclaimed", "reclaiming again")
+        lookout = Lookout(self._queue, self._store, self._settings, self._id)
         while True:
             await asyncio.sleep(self._settings.lease_s / 2)
             reasons: list[str] = []
-            for key, serving in list(self._serving.items()):
+            for key, serving in await lookout.chosen(self._serving):
                 try:
                     await serving.find_leftovers(self._queue)
                     if isinstance(serving.batcher, EnsembleBatcher):
@@ -577,10 +580,14 @@ class Worker:
         """Gives back what does not execute, and ends the process, because an instance hangs."""
         self._heartbeat.drains()
         self._bulk.hurry()
-        serving = self._serving.get((clock.model, clock.version))
-        if serving is not None and (item := clock.alone()) is not None:
-            fail_overdue(serving.batcher, item, clock)
-        pauses = [self._sequences.drain(), self._bulk.pause(), *(one.pause() for one in self._servings())]
+        key, item, error = (clock.model, clock.version), clock.alone(), overdue_error(clock)
+        if (serving := self._serving.get(key)) is not None and item is not None:
+            fail_overdue(serving.batcher, item, error)
+        pauses = [
+            self._sequences.give_up(key, item, error),
+            self._bulk.pause(),
+            *(one.pause() for one in self._servings()),
+        ]
         self._tasks.create_task(end_worker(pauses, self._publisher, lambda: self._store.retire(self._id)))
 
     async def _end_batches(self) -> None:

@@ -5,14 +5,15 @@ beats too: tasks are idempotent.
 SIGTERM and SIGINT end it: what it had in hand goes back to the queue, for the next one. It also ends where it can't do
 its work any more (`Watchdog`), to be started again.
 
-Exit codes: 0 after a stop, 1 when Redis is away at the start, 2 for a wrong setting, others when a part of it died or
-hangs.
+While Redis is away at the start it waits. Exit codes: 0 after a stop, 2 for a wrong setting, others when a part of it
+died or hangs.
 """
 
 import logging
 import os
 import signal
 import socket
+import threading
 from functools import partial
 from types import FrameType
 
@@ -21,7 +22,7 @@ from celery.worker import state
 
 from qinfer.core.processes import forbid_inspection
 from qinfer.core.settings import Settings, load_settings
-from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.errors import SettingsError
 from qinfer.jobs.examiner_pool import PLAN_SHARES, ExaminerPool
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, BulkTasks, broker_of
@@ -32,8 +33,9 @@ from qinfer.observe import logs
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
 from qinfer.storage.open import store_for
+from qinfer_workers.health_files import open_health
 from qinfer_workers.jobs.app import UseCase, make_app
-from qinfer_workers.jobs.event_loop import TASKS_AT_ONCE, EventLoop, Watchdog
+from qinfer_workers.jobs.event_loop import TASKS_AT_ONCE, EventLoop, Stopped, Watchdog
 from qinfer_workers.jobs.finalise import Finaliser
 from qinfer_workers.jobs.plan import Planner
 from qinfer_workers.jobs.services import JobServices
@@ -42,7 +44,6 @@ from qinfer_workers.liveness import end
 
 logger = logging.getLogger("qinfer_workers.jobs")
 
-_CONNECT_MARGIN_S = 60.0  # it gives up by itself; this is for what hangs
 _LEVELS = {
     "celery.beat": logging.WARNING,  # these have several lines for each task, and there is one every few seconds
     "celery.worker.strategy": logging.WARNING,
@@ -53,7 +54,7 @@ _LEVELS = {
 
 
 async def _connect(settings: Settings) -> tuple[Queue, ControlStore]:
-    delivery = await Queue.connect(settings.redis, settings.limits)
+    delivery = await Queue.connect_patiently(settings.redis, settings.limits)
     return delivery, ControlStore(admin_client(settings.redis))
 
 
@@ -61,12 +62,17 @@ def serve(settings: Settings) -> int:
     """Runs a worker until SIGTERM or SIGINT; returns the exit code.
 
     Raises:
-        BrokerUnavailable: Redis can't be reached.
         SettingsError: The broker of the tasks can't be used.
     """
     broker_of(settings)  # what is wrong with it shows before anything is opened
     loop = EventLoop()
-    delivery, store = loop.run(_connect(settings), 2 * settings.redis.connect_timeout_s + _CONNECT_MARGIN_S)
+    _stop_on_signals(loop)
+    if (health := open_health(settings)) is not None:
+        loop.start(health.run())
+    try:
+        delivery, store = loop.run(_connect(settings), threading.TIMEOUT_MAX)
+    except Stopped:  # by a signal, while it waits for Redis
+        return os.EX_OK
     try:
         services = JobServices(
             settings=settings,
@@ -93,7 +99,6 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
     }
     app = make_app(settings, loop, use_cases)
     app.set_default()  # the threads of the pool find their tasks in it
-    _stop_on_signals(loop)
     name = f"qinfer-bulk-{os.getpid()}@{socket.gethostname()}"
     worker = app.WorkController(
         hostname=name,
@@ -134,9 +139,6 @@ def main() -> int:
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer_workers.jobs", error.message)
         return 2
-    except BrokerUnavailable as error:
-        logger.error("bulk worker can't run", extra={"reason": error.message})
-        return 1
     except Exception:  # the boundary: threads that wait for a store would keep the process, and the supervisor waiting
         logger.exception("bulk worker failed")
         return os.EX_SOFTWARE

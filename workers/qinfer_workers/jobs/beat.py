@@ -27,6 +27,7 @@ from qinfer.models.state import BEAT
 from qinfer.models.store import ControlStore
 from qinfer.observe import logs
 from qinfer.queue.clients import admin_client
+from qinfer_workers.health_files import open_health
 from qinfer_workers.jobs.app import plain_app
 from qinfer_workers.liveness import end
 
@@ -132,12 +133,15 @@ async def serve(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     store = ControlStore(admin_client(settings.redis))
+    touching = None if (health := open_health(settings)) is None else asyncio.create_task(health.run())
     beat.start()
     logger.info("beat started")
     try:
         longest_s = max(QUIET_S, _QUIET_SWEEPS * settings.bulk.sweep_every_s)
         return await look_after(beat, store, stop, longest_s=longest_s)
     finally:
+        if touching is not None:
+            touching.cancel()
         beat.stop()
         await store.close()
         logger.info("beat stopped")

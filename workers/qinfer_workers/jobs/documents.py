@@ -34,6 +34,7 @@ from qinfer.jobs.plan import (
     url_of,
 )
 from qinfer.jobs.queue.records import JobRecord, spec_of
+from qinfer.jobs.resumption import pieces_folder
 from qinfer.jobs.rows.text_streams import InputForm
 from qinfer.storage.store import BROKEN, Outcome, Store
 
@@ -119,6 +120,7 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
                 store.delete(success_url)
                 continue
         store.delete(url_of(plan.spec.output.url, PARTIAL_NAME))
+        store.delete_folder(url_of(plan.spec.output.url, pieces_folder(plan.job_id)))
         form = InputForm.of(plan.spec)
         if plan.spec.overwrite or plan.skipped or any(form.is_decoded(source.url, "csv") for source in plan.sources):
             store.delete_folder(form.kept_url)
@@ -148,6 +150,7 @@ def write_partial(
     url = url_of(plan.spec.output.url, PARTIAL_NAME)
     store = store_for(url)
     store.delete(url)  # that of an earlier end
+    store.delete_folder(url_of(plan.spec.output.url, pieces_folder(plan.job_id)))
     store.put_if_absent(data, url)
 
 

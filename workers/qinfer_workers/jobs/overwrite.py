@@ -15,6 +15,7 @@ from qinfer.jobs.manifest import MANIFEST_NAME, SUCCESS_NAME
 from qinfer.jobs.parts import part_of_failed
 from qinfer.jobs.plan import FAILED, PLAN_NAME, RECORDS, decode_plan_names, url_of
 from qinfer.jobs.queue.records import JobRecord, spec_of
+from qinfer.jobs.resumption import CHECKPOINTS
 from qinfer.jobs.rows.text_streams import KEPT_FOLDER, InputForm
 from qinfer.storage.store import BROKEN, Stat
 from qinfer_workers.jobs.documents import MAX_BYTES, PARTIAL_NAME, StoreFor, is_of
@@ -111,6 +112,8 @@ def _is_own(name: str, parts: Collection[str]) -> bool:
     top, _, rest = name.partition("/")
     if top == RECORDS:
         return rest.rpartition("/")[0] in parts
+    if top == CHECKPOINTS:
+        return rest.partition("/")[2].rpartition("/")[0] in parts
     if top == FAILED:
         return part_of_failed(rest) in parts
     return name in parts or name in (*_FIRST, PLAN_NAME) or (top == KEPT_FOLDER and name.endswith(".zst"))

@@ -249,7 +249,7 @@ def _changed(store_for: StoreFor, etags: Mapping[str, str], threads: int) -> lis
         stat = store_for(url).stat(url)
         if stat is None:
             return f"input '{url}' is gone"
-        return "" if stat.etag == etags[url] else f"input '{url}' has changed since the job was planned"
+        return "" if stat.is_still(etags[url]) else f"input '{url}' has changed since the job was planned"
 
     with ThreadPoolExecutor(threads, thread_name_prefix="bulk-inputs") as pool:
         return [text for text in pool.map(problem, etags) if text]

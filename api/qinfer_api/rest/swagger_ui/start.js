@@ -6,4 +6,9 @@ SwaggerUIBundle({
   deepLinking: true,
   docExpansion: "none",
   validatorUrl: null,
+  // Replies have null for NaN, which the browser could not read.
+  requestInterceptor: (request) => {
+    if (request.headers.accept) request.headers.accept += ";strict=true";
+    return request;
+  },
 });

@@ -84,12 +84,12 @@ local function place_of(lane, group, tenant, weight)
 end
 
 -- Returns where the next entry of a tenant goes: {stream, number (of that), share (of the tenant), is_shared (others have it, too),
--- is_marked (the entry is to carry the field `d`)}. The first entry of a new stream goes to the lane itself if nothing waits there: who
--- reads that does not know of the new stream yet, and looks for it at the mark.
+-- is_marked (the entry is to carry the field `d`)}. The first entry of a new stream goes to the lane itself if nothing unread is there: who
+-- may sleep before that does not know of the new stream yet, and looks for it at the mark.
 local function route_of(lane, group, tenant, weight)
   if tenant == '' then return {stream = lane, number = 0, share = 0} end
   local share, is_shared, is_new = place_of(lane, group, tenant, weight)
-  local is_marked = is_new and waiting(lane, group, false) == 0
+  local is_marked = is_new and unread(lane, group) <= 0
   local number = is_marked and 0 or share
   return {stream = stream_of(lane, number), number = number, share = share, is_shared = is_shared, is_marked = is_marked}
 end

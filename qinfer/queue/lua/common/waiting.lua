@@ -12,6 +12,12 @@ local function waiting(stream, group, is_told)
   return count
 end
 
+-- Returns how many entries of a stream were never handed out: only these wake blocking reads.
+local function unread(stream, group)
+  local pending = redis.pcall('XPENDING', stream, group) -- an error where there is no group yet
+  return redis.call('XLEN', stream) - (pending.err and 0 or tonumber(pending[1]))
+end
+
 -- Returns how many of `count` further entries find room: until so many as `limit` (0 = none) wait in a lane and its lane for the
 -- delayed, and in the share with the number given at least its part of them. Who has less than that is let in where others have
 -- filled the lane.

@@ -181,7 +181,7 @@ class _Dispatcher:
     def refuse(self, model: str, version: int, error: QinferError, *_: Any) -> QinferError:
         return error
 
-    def submit(self, *_: Any) -> None:
+    def submit(self, *_: Any, **__: Any) -> None:
         self.submitted += 1
 
 

@@ -23,7 +23,7 @@ BATCHED = ModelSpec(name="m", backend="b", inputs=INPUTS, outputs=INPUTS, max_ba
 
 
 def read(body: Any, spec: ModelSpec = SPEC) -> InferRequest:
-    return read_generate(json.dumps(body).encode(), "m", 2, spec, 100)
+    return read_generate(json.dumps(body).encode(), "m", 2, spec, 100).request
 
 
 def arrays(request: InferRequest) -> dict[str, Any]:

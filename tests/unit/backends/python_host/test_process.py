@@ -136,6 +136,12 @@ def initialize(self, args):
             "install what provides 'no_such_module' in the worker's environment",
         ),
         (
+            "os.environ['ACME_TOKEN']",
+            "model 'm' failed to load: KeyError: 'ACME_TOKEN' is not in the environment of the model, which has few of "
+            "the worker's variables; set it there, and name it in QINFER_WORKER__MODEL_ENV",
+        ),
+        ("{}['ACME_TOKEN']", "model 'm' failed to load: KeyError: 'ACME_TOKEN'"),
+        (
             "open(pb_utils.get_model_dir() + '/weights')",
             "model 'm' failed to load: FileNotFoundError: [Errno 2] No such file or directory: 'weights'",
         ),
@@ -149,6 +155,14 @@ def test_a_model_that_fails_to_initialize(tmp_path: Path, body: str, text: str) 
         load(write_model(tmp_path, code))
 
     assert caught.value.message == text
+
+
+def test_a_request_that_needs_a_variable_names_the_setting(tmp_path: Path) -> None:
+    with loaded(tmp_path, execute("os.environ['ACME_TOKEN']")) as model, pytest.raises(InferenceFailed) as caught:
+        run(model, floats(0))
+
+    assert "'ACME_TOKEN' is not in the environment of the model" in caught.value.message
+    assert "QINFER_WORKER__MODEL_ENV" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -395,3 +409,20 @@ def test_the_traceback_of_a_model_is_in_the_log(tmp_path: Path, caplog: pytest.L
     assert "in helper\n    raise ValueError('here')" in trace
     assert "python_host" not in trace
     assert str(tmp_path) not in caught.value.message
+
+
+def test_the_log_of_a_crash_names_the_requests_and_the_likely_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told() -> bool:
+        died = [record.__dict__ for record in caplog.records if record.message == "the model's process died"]
+        expected = ("signal 9: SIGKILL: out of memory?", ["held", "held"])
+        return expected in [(one["how"], one["request_ids"]) for one in died]
+
+    code = execute("if x(requests[0]).flat[0]: os.kill(os.getpid(), 9)\nreturn [reply(x(r)) for r in requests]")
+    with loaded(tmp_path, code) as backend:
+        run(backend, floats(0), id="answered")
+        with pytest.raises(InferenceFailed):
+            run(backend, floats(1, 1), id="held")
+
+        wait_until(told)

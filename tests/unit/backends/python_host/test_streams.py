@@ -115,10 +115,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PythonBackend]:
         yield backend
 
 
-def start(backend: PythonBackend, *numbers: float, window_bytes: int = 1 << 20) -> Streamed:
+def start(backend: PythonBackend, *numbers: float, window_bytes: int = 1 << 20, request_id: str = "") -> Streamed:
     """Executes a batch; its responses may come later."""
     responses = Streamed(window_bytes)
-    backend.execute(batch_of(floats(*numbers)), responses)
+    backend.execute(batch_of(floats(*numbers), id=request_id), responses)
     return responses
 
 
@@ -446,6 +446,19 @@ def test_a_process_that_dies_ends_all_its_streams(tmp_path: Path) -> None:
         third = start(backend, 3)
         third.await_count(1)
         third.cancel()
+
+
+def test_the_log_of_a_crash_names_the_streams_that_were_open(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def told() -> bool:
+        died = [record.__dict__ for record in caplog.records if record.message == "the model's process died"]
+        return ["open", "last"] in [one["request_ids"] for one in died]
+
+    with loaded(tmp_path, ENDLESS, more=DECOUPLED) as backend:
+        start(backend, 1, window_bytes=1000, request_id="open").await_count(1)
+        with pytest.raises(InferenceFailed):
+            start(backend, 7, request_id="last")
+
+        wait_until(told)
 
 
 def test_an_instance_has_a_bound_of_open_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

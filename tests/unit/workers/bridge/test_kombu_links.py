@@ -1,9 +1,11 @@
 """The bridge's links by kombu's channels, over its transport in memory."""
 
+import zlib
+from contextlib import closing
 from typing import Any
 
 import pytest
-from kombu import Connection
+from kombu import Connection, Producer
 
 from qinfer_workers.bridge.config import SourceOptions
 from qinfer_workers.bridge.messages import Delivered, Outgoing, Place, PublishGroup
@@ -50,6 +52,23 @@ def test_a_message_that_can_not_be_published_is_given_back(monkeypatch: pytest.M
         sink.settle(0.0)
     assert bodies(connection) == [b"0", b"1"]
     sink.close()
+
+
+def test_compressed_bodies_stay_as_they_came() -> None:
+    """Also those that are put back: kombu would decompress them, without a bound, when they are received."""
+    connection, queue = client(), f"{QUEUE}-compressed"
+    options = SourceOptions.model_validate({"url": "memory://", "queue": queue})
+    source = KombuSource(connection, options, 1)
+    with closing(client()) as other:
+        Producer(other).publish({"a": 1}, routing_key=queue, compression="zlib")
+
+    (first,) = source.receive(5.0)
+    source.close()
+    (again,) = KombuSource(client(), options, 2).receive(5.0)
+
+    assert zlib.decompress(first.body) == b'{"a": 1}'
+    assert first.headers["compression"] == "application/x-gzip"
+    assert (again.body, again.headers, again.broken) == (first.body, first.headers, "")
 
 
 def test_texts_that_are_no_utf_8_break_no_connection() -> None:

@@ -228,7 +228,6 @@ async def run_shard(
         worker_id="w",
         slots=Slots(),
         lease_s=10.0,
-        max_deliveries=3,
         max_wait_s=1.0,
         spans=bench.spans,
     )

@@ -47,9 +47,11 @@ async def test_an_earlier_output_is_removed_when_the_job_is_planned(database: Da
 async def test_files_that_no_job_has_written_stay(database: Database, tmp_path: Path) -> None:
     one = await completed(database, tmp_path)
     foreign = {"notes.txt", "part-00007.parquet", "_failed/mine.csv", "_commits/mine/1.json", "_input/mine.csv"}
+    foreign |= {"_resume/mine.csv", "_resume/01/mine/ab"}
     own = {
         *("_broken/part-00000.parquet-1", "_failed/part-00001-0123456789abcdef.parquet", "_manifest.partial.json"),
         *("_commits/part-00002.parquet/ab.json", "_input/0123-000000000000000.zst", "_failed/_broken/"),
+        "_resume/01/part-00000.parquet/ab",
     }
     for name in foreign | own:
         path = tmp_path / "out" / name

@@ -44,6 +44,7 @@ from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
 from qinfer_workers.jobs.scoring.chunks import Chunk
 from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, Served
+from qinfer_workers.jobs.scoring.resuming import Resuming
 from qinfer_workers.jobs.scoring.scoring import Purpose
 from qinfer_workers.jobs.scoring.shard_files import SPOOL_PREFIX, ShardFiles, Task, clear_spool
 from qinfer_workers.jobs.scoring.shard_run import ShardRun
@@ -98,6 +99,7 @@ class Ground:
         self.arbiter.place(self.batcher, [DeviceSpec()])
         self.free, self.hurry, self.line = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self.progress: Callable[[], None] = lambda: None
+        self.worker, self.noted, self.log = "w1", list[bytes](), list[str]()
 
     def task(self, shard: Shard, spec: JobSpec, **options: Any) -> Task:
         head = decode_plan_head(plan_head([shard], "h"))
@@ -112,7 +114,16 @@ class Ground:
         }
         return Task(job_id="job1", spec=spec, shard=shard, model=self.spec, **options)
 
-    def run(self, shard: Shard, spec: JobSpec, *, is_again: bool = False, **options: Any) -> ShardRun:
+    async def note(self, was: bytes, now: bytes, line: str) -> bool:
+        """Notes what is known of the one shard, as the queue does."""
+        assert was == (self.noted[-1] if self.noted else b"")
+        self.noted.append(now)
+        self.log += [line] * bool(line)
+        return True
+
+    def run(
+        self, shard: Shard, spec: JobSpec, *, is_again: bool = False, is_suspect: bool = False, **options: Any
+    ) -> ShardRun:
         files = ShardFiles(self.task(shard, spec, **options))
         size = BatchSize(self.spec.max_batch_size, 1.0)
         served = Served(
@@ -134,7 +145,10 @@ class Ground:
             progress=self.progress,
             outputs=spec.output.tensors,
         )
-        return ShardRun(files, purpose, served, self.free, is_again=is_again)
+        lease = Lease(Entry(Lane("stub", 1, "bulk2"), "1-0"), self.worker, b"", 1 + is_again, suspect=is_suspect)
+        resuming = Resuming(lease, shard, "b", self.noted[-1] if self.noted else b"")
+        resuming.note = self.note
+        return ShardRun(files, purpose, served, self.free, resuming)
 
     def left(self) -> list[str]:
         """Returns what is in the spool folder still."""
@@ -538,7 +552,9 @@ async def test_a_model_that_answers_wrongly_says_so_in_each_row(tmp_path: Path) 
 
     assert outcome.failed_rows == 100
     assert sum(ground.model.sizes) == 100
-    assert set(read_parts(ground.output).column("error_code").to_pylist()) == {"output_mismatch"}
+    failed = read_parts(ground.output)
+    assert set(failed.column("error_code").to_pylist()) == {"output_mismatch"}
+    assert "a bulk job takes outputs only as they are declared" in failed.column("error_message").to_pylist()[0]
 
 
 async def test_an_error_that_the_model_answers_with_is_the_rows_(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""The description of a message's body: its content type, its encoding, where its JSON ends. Pure."""
+"""The description of a message's body: its content type, compression and encoding, where its JSON ends. Pure."""
 
+import bz2
+import lzma
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.job import shown
@@ -14,6 +16,8 @@ Kind = Literal["", "kserve", "json", "row", "jsonl", "arrow-stream", "arrow-file
 """The kind of a body; empty = the message does not say, `json` = a KServe request, or a row, by its members."""
 
 JSON_LENGTH_HEADER = "inference-header-content-length"
+COMPRESSION_HEADER = "compression"
+"""The header in which kombu, and so Celery, names the compression of a body, outside of its content encoding."""
 
 _KINDS: Mapping[str, Kind] = {
     "": "",
@@ -32,8 +36,23 @@ _KINDS: Mapping[str, Kind] = {
 _JSON_LENGTH = re.compile(r";\s*" + JSON_LENGTH_HEADER + r'\s*=\s*"?([^";\s]*)', re.IGNORECASE)
 _CHARSET = re.compile(r';\s*charset\s*=\s*"?([^";\s]*)', re.IGNORECASE)
 _UTF_8 = ("utf-8", "utf8", "us-ascii", "ascii")
+_PICKLE = "application/x-python-serialize"
 _PLAIN = frozenset((None, "", "identity", "binary", *_UTF_8))
-_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # deflate is the zlib container, as in HTTP
+_COMPRESSIONS: Mapping[str, str] = {
+    "gzip": "zlib", "x-gzip": "zlib", "application/x-gzip": "zlib", "application/gzip": "zlib",
+    "zlib": "zlib", "application/zlib": "zlib", "deflate": "zlib",
+    "bzip2": "bz2", "bzip": "bz2", "bz2": "bz2", "application/x-bz2": "bz2", "application/x-bzip2": "bz2",
+    "lzma": "lzma", "xz": "lzma", "application/x-lzma": "lzma", "application/x-xz": "lzma",
+    "zstd": "zstd", "zstandard": "zstd", "application/zstd": "zstd",
+    "brotli": "brotli", "br": "brotli", "application/x-brotli": "brotli",
+}  # fmt: skip
+"""Names in content encodings and in `compression` (kombu/compression.py, and HTTP's) → codec."""
+_XZ_MEMORY_BYTES = 128 * 2**20  # of its dictionary, which the body asks for; that of the highest preset takes 65 MiB
+_DECOMPRESSORS: Mapping[str, Callable[[], Any]] = {
+    "zlib": lambda: zlib.decompressobj(wbits=47),  # kombu's gzip is the zlib container; the first bytes tell
+    "bz2": bz2.BZ2Decompressor,
+    "lzma": lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES),
+}
 _MAX_TYPE_CHARACTERS = 256
 
 
@@ -61,7 +80,9 @@ def parse_content_type(text: str) -> Content:
     length = _JSON_LENGTH.search(text)
     charset = _CHARSET.search(text)
     problem = ""
-    if charset and kind not in ("raw", "arrow-stream", "arrow-file") and charset[1].lower() not in _UTF_8:
+    if name == _PICKLE:
+        problem = "the content type is that of Python's pickle, which is never read; publish with serializer='json'"
+    elif charset and kind not in ("raw", "arrow-stream", "arrow-file") and charset[1].lower() not in _UTF_8:
         problem = f"the character set of the content type is '{shown(charset[1])}'; send the text as UTF-8"
     return Content(kind, length[1] if length else None, problem)
 
@@ -93,24 +114,27 @@ def json_length(content: Content, headers: Mapping[str, object] | None, body_byt
     return int(text)
 
 
-def unpacked(body: Bytes | str, content_encoding: str | None, max_bytes: int) -> Bytes:
-    """Returns a body without its encoding.
+def unpacked(body: Bytes | str, content_encoding: str | None, max_bytes: int, compression: object = None) -> Bytes:
+    """Returns a body without its compression and its encoding.
 
     Args:
         body: As it came; a text is made UTF-8.
         content_encoding: As the message says, which may be a character set.
         max_bytes: The largest body.
+        compression: As the message's header of this name says; it is around the content encoding.
 
     Raises:
-        InvalidRequest: It is empty, too large, damaged, or its encoding is not known.
+        InvalidRequest: It is empty, too large, damaged, or its compression or encoding is not known.
     """
     if isinstance(body, str):
         try:
             body = body.encode()
         except UnicodeEncodeError:
             raise InvalidRequest("the body is a text that UTF-8 can't hold; send bytes") from None
+    if compression:
+        body = _decompressed(body, COMPRESSION_HEADER, compression, max_bytes)
     if content_encoding not in _PLAIN:
-        body = _decoded(body, content_encoding, max_bytes)
+        body = _decompressed(body, "content encoding", content_encoding, max_bytes)
     if not len(body):
         raise InvalidRequest("the message has no body")
     if len(body) > max_bytes:
@@ -118,26 +142,45 @@ def unpacked(body: Bytes | str, content_encoding: str | None, max_bytes: int) ->
     return body
 
 
-def _decoded(body: Bytes, content_encoding: str | None, max_bytes: int) -> Bytes:
-    name = str(content_encoding).strip().lower().replace("_", "-")
+def _decompressed(body: Bytes, field: str, value: object, max_bytes: int) -> Bytes:
+    """Undoes a compression that a field of the message names; no more than `max_bytes` become of any body."""
+    text = value.decode("latin-1") if isinstance(value, bytes) else str(value)
+    name = text.strip().lower().replace("_", "-")
     if name in _PLAIN:
         return body
-    if name not in _WINDOW_BITS:
+    codec = _COMPRESSIONS.get(name)
+    if codec is None:
         raise InvalidRequest(
-            f"the content encoding '{shown(name)}' is not known; send the body as it is, or in gzip or deflate"
+            f"the {field} '{shown(name)}' is not known; send the body as it is, or in gzip, deflate, bzip2, xz, zstd "
+            "or brotli"
         )
-    decompressor = zlib.decompressobj(wbits=_WINDOW_BITS[name])
     try:
-        plain = decompressor.decompress(body, max_bytes + 1)
-    except zlib.error as error:
-        raise InvalidRequest(f"the body is not {name}: {error}") from None
+        plain, rest = _begin_of(body, codec, max_bytes + 1)
+    except (zlib.error, lzma.LZMAError, OSError, EOFError, MemoryError) as error:
+        raise InvalidRequest(f"the body is not {name}, or damaged: {error}") from None
     if len(plain) > max_bytes:
         raise _too_large(max_bytes)
-    if not decompressor.eof:
+    if rest is None:
         raise InvalidRequest(f"the {name} body is cut off; send all of it")
-    if decompressor.unused_data:
+    if rest:
         raise InvalidRequest(f"the {name} body goes on behind its end; compress it as one")
     return plain
+
+
+def _begin_of(body: Bytes, codec: str, max_bytes: int) -> tuple[bytes, bytes | None]:
+    """Returns what a compressed body begins with, and what is behind its end; `None` = it has no end."""
+    if codec in _DECOMPRESSORS:
+        decompressor = _DECOMPRESSORS[codec]()
+        plain = decompressor.decompress(body, max_bytes)
+        return plain, decompressor.unused_data if decompressor.eof else None
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise InvalidRequest(
+            f"the bridge reads {codec} only with pyarrow; its operator installs it with pip install 'qinfer-ml[bulk]'"
+        ) from None
+    with pa.CompressedInputStream(pa.BufferReader(body), codec) as stream:
+        return stream.read(max_bytes), b""
 
 
 def _too_large(max_bytes: int) -> InvalidRequest:

@@ -26,7 +26,14 @@ from qinfer.models.validate import validate
 from qinfer.tensors import DATATYPES, Bytes, Tensor
 from qinfer.wire.kserve_json import decode_infer
 from qinfer.wire.outputs import OutputPlan, bind
-from qinfer_workers.bridge.bodies.content import Content, Kind, json_length, parse_content_type, unpacked
+from qinfer_workers.bridge.bodies.content import (
+    COMPRESSION_HEADER,
+    Content,
+    Kind,
+    json_length,
+    parse_content_type,
+    unpacked,
+)
 from qinfer_workers.bridge.bodies.rows import RowInputs, listed
 from qinfer_workers.bridge.config import BodyOptions
 from qinfer_workers.bridge.replies import Form, OutputColumn, ReplyEncoding, bound
@@ -173,8 +180,8 @@ class BodyCodec:
         Args:
             body: The body; binary tensors become views into it.
             content_type: Its content type, with parameters; empty = none is known.
-            headers: The message's headers, names in any case; only `inference-header-content-length` is looked at.
-            content_encoding: `gzip` or `deflate`; or a character set, as kombu gives it.
+            headers: The message's headers; `inference-header-content-length`, in any case, and `compression` count.
+            content_encoding: `gzip` or another compression; or a character set, as kombu gives it.
 
         Raises:
             InvalidRequest: It can't be read, or does not fit the model; the message says why, and what to do.
@@ -194,7 +201,8 @@ class BodyCodec:
         headers: Mapping[str, object] | None,
         content_encoding: str | None,
     ) -> Decoded:
-        body = unpacked(body, content_encoding, self._options.max_bytes)
+        compression = headers.get(COMPRESSION_HEADER) if headers else None
+        body = unpacked(body, content_encoding, self._options.max_bytes, compression)
         content = parse_content_type(content_type or "")
         if not content.kind:
             content = self._default

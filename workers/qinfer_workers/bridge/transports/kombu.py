@@ -12,6 +12,7 @@ from typing import Any
 
 from kombu import Connection
 
+from qinfer_workers.bridge.bodies.content import COMPRESSION_HEADER
 from qinfer_workers.bridge.config import SourceOptions
 from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
 from qinfer_workers.bridge.transports.amqp import CONNECT_S, HEARTBEAT_S, AmqpSink, AmqpSource, missing_queues
@@ -117,6 +118,7 @@ class KombuSource:
         self.epoch = epoch
         self._client = client
         self._channel: Any = client.channel()
+        self._channel.Message = _compressed(self._channel.Message)
         self._prefetch = options.prefetch
         self._outstanding: set[str] = set()
         self._received: list[Delivered] = []
@@ -239,6 +241,24 @@ class KombuSink:
         )
         exchange, routing_key = message.exchange.decode(), message.routing_key.decode("utf-8", "replace")
         self._channel.basic_publish(prepared, exchange=exchange, routing_key=routing_key)
+
+
+def _compressed(kind: Any) -> Any:
+    """Returns a class of kombu's messages whose bodies stay as they came: kombu decompresses them without a bound."""
+
+    class Compressed(kind):  # type: ignore[misc]  # each transport has its own
+        def __init__(self, payload: dict[str, Any], channel: Any = None, **more: Any) -> None:
+            headers = dict(payload.get("headers") or {})
+            compression = headers.pop(COMPRESSION_HEADER, None)
+            super().__init__({**payload, "headers": headers}, channel=channel, **more)
+            if compression is not None:
+                self.headers[COMPRESSION_HEADER] = compression
+
+        def serializable(self) -> dict[str, Any]:
+            """Returns the message as it is put back."""
+            return {**super().serializable(), "headers": dict(self.headers)}
+
+    return Compressed
 
 
 def _delivered(receipt: Receipt, message: Any) -> Delivered:

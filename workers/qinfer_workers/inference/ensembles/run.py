@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import Pending, due
 from qinfer.core.call_chain import extended
 from qinfer.core.messages import Failure, Holder, InferRequest, Response, Timing
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, InferenceFailed, InvalidRequest, OutputMismatch, QinferError
@@ -303,6 +303,7 @@ class Run:
             client_id=asked.client_id,
             inputs=inputs,
             outputs=step.wanted,
+            spares_outputs=bool(step.wanted),
             parameters=asked.parameters,
             priority=asked.priority,
             timeout_s=asked.queue_timeout_s,
@@ -331,7 +332,8 @@ class Run:
         outputs = tuple(renamed(value, name, dims[name], batched=batched) for name, value in made)
         if self._responses is not None:
             return self._responses.send(outputs, final=branch.is_last)
-        if missing := flow.missing():
+        asked = due(self._item.request)
+        if missing := [name for name in flow.missing() if name in asked]:
             error = InferenceFailed(
                 f"in ensemble '{spec.name}', unexpected deadlock, output '{missing[0]}' is not set while no more "
                 "ensemble steps can be made"

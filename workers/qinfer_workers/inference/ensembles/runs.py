@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from qinfer.batching.batcher import LoadedModel
-from qinfer.batching.execution import Execution, Pending, Responder
+from qinfer.batching.execution import Execution, Pending, Responder, due
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, Response, Timing
 from qinfer.core.settings_metrics import MetricsSettings
@@ -212,7 +212,7 @@ class Runs:
         waited_ns = self._waited_ns(run, item)
         failure = outcome if isinstance(outcome, Failure) else None
         if not isinstance(outcome, Failure):
-            problem = self._responder.problem(outcome, item.request.outputs, item.rows)
+            problem = self._responder.problem(outcome, due(item.request), item.rows)
             if problem is not None:
                 failure = Failure.of(OutputMismatch(f"in ensemble '{self._model.spec.name}', {problem}"))
         self._count(run, item, waited_ns, failure)

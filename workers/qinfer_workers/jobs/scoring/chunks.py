@@ -11,12 +11,13 @@ One condition guards it all: it is entered once or twice for each batch, which t
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from qinfer.backends.base import Array
+from qinfer.errors import ErrorCode
 from qinfer.jobs.columns.inputs import Decoded, Piece
 from qinfer.jobs.columns.outputs import Scored
 from qinfer.jobs.columns.row_errors import Indices
@@ -98,6 +99,17 @@ class Chunk:
         """Takes note that a slice has no outputs, and why."""
         self.errors.mark(self._numbers(part.piece, part.start, part.stop), code, message)
         self.left -= part.rows
+
+    def leave(self) -> int:
+        """Gives up the rows that are not executed yet; returns how many there are before the first of them."""
+        if not self.left:
+            return self.errors.rows
+        settled = np.zeros(self.errors.rows, np.bool_) if self.errors.bad is None else self.errors.bad.copy()
+        for piece, done in enumerate(self._done):
+            for one in done:
+                settled[self._numbers(piece, one.start, one.stop)] = True
+        self.errors.mark(~settled, ErrorCode.CANCELLED, "")
+        return int(np.argmin(settled))
 
     def scored(self) -> list[Scored]:
         """Returns the executed rows, grouped by the shape of their outputs."""
@@ -285,6 +297,16 @@ class Chunks:
         with self._changed:
             self._changed.wait_for(self._is_next_ready)
             return None if self.is_stopped or not self._chunks else self._chunks[0]
+
+    def rest(self) -> Iterator[tuple[Chunk, int]]:
+        """Returns, after a `stop`, the scored chunks that were not written, and how many of their first rows are."""
+        while self._chunks:
+            chunk = self._chunks.popleft()
+            is_whole = not chunk.left
+            if rows := chunk.leave():
+                yield chunk, rows
+            if not is_whole:
+                return
 
     def written(self) -> None:
         """Forgets the first chunk: there is room for another."""

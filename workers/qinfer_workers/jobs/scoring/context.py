@@ -155,8 +155,7 @@ class ShardContext:
         keeper: Has leases renewed.
         worker_id: The consumer.
         slots: Limit which shards are held at a time.
-        lease_s: The worker's setting, like the next two.
-        max_deliveries: The worker's setting.
+        lease_s: The worker's setting, like the next.
         max_wait_s: The worker's setting.
         hurry: Set when nobody waits any longer for executions to end.
         counts: The rows that were settled.
@@ -169,7 +168,6 @@ class ShardContext:
     worker_id: str
     slots: Slots
     lease_s: float
-    max_deliveries: int
     max_wait_s: float
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     counts: ModelCounts = field(default_factory=ModelCounts)
@@ -192,6 +190,10 @@ class PutOff(Exception):
     def by(cls, error: QinferError) -> "PutOff":
         """Returns what puts a shard off because of an error."""
         return cls(error.message, error.code)
+
+
+class GivenUp(Exception):
+    """A shard ends workers again and again; the text says how."""
 
 
 class Abandoned(Exception):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -89,7 +90,8 @@ class Scorer:
         self.error: QinferError | None = None
         """Why scoring has stopped."""
         self._spec = purpose.model.spec
-        self._responder = Responder(self._spec, purpose.model.version)
+        self._responder = Responder(self._spec, purpose.model.version, strict=True)
+        self._due = purpose.outputs or tuple(output.name for output in self._spec.outputs)
         self._request = InferRequest(
             model=self._spec.name,
             version=purpose.model.version,
@@ -147,9 +149,7 @@ class Scorer:
             raise OutputMismatch("the model did not answer its batch")
         if isinstance(way.answer, QinferError):
             raise way.answer
-        problem = self._responder.problem(way.answer, self.purpose.outputs, rows)
-        if problem is None and not way.answer:
-            problem = "the model returned no outputs"
+        problem = self._problem(way.answer, rows)
         if problem is not None:
             raise OutputMismatch(problem)
         arrays = {tensor.name: to_numpy(tensor) for tensor in way.answer}
@@ -161,12 +161,8 @@ class Scorer:
     ) -> tuple[Outputs, Mapping[int, QinferError]]:
         """Executes rows of a decoupled model as `_execute` does, a request each."""
         purpose = self.purpose
-
-        def problem(outputs: Sequence[Tensor]) -> str | None:
-            return self._responder.problem(outputs, purpose.outputs, 1)
-
         bounds = Bounds(purpose.row_bytes, self._spec.default_timeout_s)
-        streams = RowStreams(rows, bounds, problem, _Way(self))
+        streams = RowStreams(rows, bounds, partial(self._problem, rows=1), _Way(self))
         watch.lap()
         try:
             instance.execute(Batch(requests=[self._request] * rows, rows=[1] * rows, inputs=inputs), streams)
@@ -186,6 +182,11 @@ class Scorer:
         outputs = streams.outputs(names, is_batched=self._spec.max_batch_size > 0)
         watch.lap()
         return outputs, failed
+
+    def _problem(self, outputs: Sequence[Tensor], rows: int) -> str | None:
+        """Returns what is wrong with outputs; a bulk job has columns of the declared types, so that it is strict."""
+        problem = self._responder.problem(outputs, self._due, rows)
+        return problem and f"{problem} (a bulk job takes outputs only as they are declared)"
 
     def _settle(self, part: Slice, outputs: Outputs, failed: Mapping[int, QinferError]) -> None:
         """Takes the outputs of a slice of which rows have failed; what failed beside others runs again alone."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +21,9 @@ from qinfer.jobs.columns.row_errors import BAD_FILE, RowErrors
 from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.parts import PartBroken, PartWriter, Split, part_metadata, validate_part
-from qinfer.jobs.plan import PlanHead, Shard
+from qinfer.jobs.plan import PlanHead, Shard, url_of
 from qinfer.jobs.queue.records import ShardOutcome
+from qinfer.jobs.resumption import KeptPiece, RowSpan, pieces_folder, rows_of
 from qinfer.jobs.rows.shard_rows import RowBatch, ShardReader
 from qinfer.jobs.rows.text_streams import InputForm
 from qinfer.models.spec import ModelSpec
@@ -29,6 +31,8 @@ from qinfer.storage.open import store_for
 from qinfer.storage.store import Outcome, Store
 from qinfer.storage.within import Within, readable, writable
 from qinfer_workers.jobs.scoring.chunks import Chunk, Chunks
+from qinfer_workers.jobs.scoring.pieces import fetched, store_piece
+from qinfer_workers.jobs.scoring.scoring import EXECUTION_FAILED
 
 SPOOL_PREFIX = "qinfer-part-"
 """What the names of parts begin with that are not committed yet."""
@@ -36,6 +40,9 @@ SPOOL_PREFIX = "qinfer-part-"
 MODEL_CHANGED = (
     "model '{model}' has changed since the job was planned; load the former one and resume the job, or make a new job"
 )
+
+DEADLY = "the row ends workers: two of them died, or passed the execution limit, while it was executed alone"
+"""The `error_message` of rows that end workers."""
 
 _FIRST_ROWS = 256
 _MOST_ROWS = 65_536
@@ -48,6 +55,8 @@ _COMMITS = 5
 _FIRST_COMMIT_S = 1.0
 _LAST_COMMIT_S = 30.0
 _turnstile = threading.Lock()
+
+T = TypeVar("T")
 
 
 class TooManyFailed(Exception):
@@ -118,12 +127,19 @@ class ShardFiles:
     Attributes:
         faults: What of the inputs can't be read, in words, where the job skips it.
         on_delay: Called in a thread whenever the scored part can't be committed now, with the error.
+        step: The rows that are read and written; all, unless the shard goes on where another run was broken off.
+        keeps: Where chunks are stopped, what is scored of them is left for `take_piece`.
+        errors_before: How many rows before them failed.
     """
 
     def __init__(self, task: Task) -> None:
         self.on_delay: Callable[[QinferError], None] = lambda _: None
         self.faults: dict[str, None] = {}
+        self.step = RowSpan(0, task.shard.rows)
+        self.keeps = False
+        self.errors_before = 0
         self._task = task
+        self._piece: PartWriter | None = None
         self._outputs: OutputColumns | None = None
 
     def failed(self, error: str, failed_rows: int | None = None) -> ShardOutcome:
@@ -172,7 +188,10 @@ class ShardFiles:
                     if batch is None:
                         break
                     self.faults |= dict.fromkeys(fault.message for fault in batch.faults)
-                    chunk = Chunk(batch, inputs.decode(batch.record, _unread(batch, reader.limits.rows_bytes)))
+                    errors = _unread(batch, reader.limits.rows_bytes)
+                    if self.step.is_deadly:
+                        errors.mark(np.ones(batch.record.num_rows, np.bool_), EXECUTION_FAILED, DEADLY)
+                    chunk = Chunk(batch, inputs.decode(batch.record, errors))
                 chunks.add(chunk)
                 if not task.model.decoupled:
                     most = _MOST_SHARED_ROWS if chunks.is_shared else _MOST_ROWS
@@ -186,10 +205,11 @@ class ShardFiles:
         def store_of(url: str) -> Store:
             return outputs(url) if is_below(url, kept_url) else inputs(url)
 
-        return ShardReader(task.shard, columns, schema, task.spec, store_of, read_bytes=task.read_bytes)
+        shard = rows_of(task.shard, self.step.first, self.step.stop)
+        return ShardReader(shard, columns, schema, task.spec, store_of, read_bytes=task.read_bytes)
 
     def write(self, chunks: Chunks) -> ShardOutcome | None:
-        """Writes the scored rows, and commits the part; `None` if the chunks were stopped.
+        """Writes the scored rows, and commits the part; `None` if the chunks were stopped, or are a piece of the shard.
 
         A part that is scored is kept while the store is away or full: only its commit is tried again.
 
@@ -198,47 +218,116 @@ class ShardFiles:
             TooManyFailed: See there; nothing was committed.
             OSError: The spool folder can't be written.
         """
-        task = self._task
-        path = task.spool / f"{SPOOL_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         first = chunks.next_scored()
-        if chunks.is_stopped:
+        if self._outputs is None or (chunks.is_stopped and not self.keeps):
             return None
-        assert self._outputs is not None
-        outputs, output = self._outputs, task.spec.output
-        split = Split(outputs.good, outputs.failed) if output.is_split else None
-        metadata = part_metadata(task.job_id, task.shard, task.model_hash)
-        writer = PartWriter(path, outputs.schema, output, metadata, split)
+        writer = self._new_writer(self._outputs)
         try:
-            with writer:
-                self._write_all(writer, first, chunks)
-                # An exception within a store's driver may keep this frame for long.
-                del first
-                if chunks.is_stopped:
-                    writer.abort()
-                    return None
-            return self._commit_at_last(path, writer, chunks)
+            self._write_all(writer, first, chunks)
+            # An exception within a store's driver may keep this frame for long.
+            del first
+            is_stopped, is_whole = chunks.is_stopped, self.step == (0, self._task.shard.rows, False)
+            if self.keeps if is_stopped else not is_whole:
+                self._piece = writer
+                return None
+            return None if is_stopped else self._commit_at_last(writer, chunks)
         finally:
-            writer.delete()
+            if self._piece is not writer:
+                writer.abort()
+
+    def _new_writer(self, outputs: OutputColumns) -> PartWriter:
+        task = self._task
+        split = Split(outputs.good, outputs.failed) if task.spec.output.is_split else None
+        metadata = part_metadata(task.job_id, task.shard, task.model_hash)
+        return PartWriter(self._spooled(), outputs.schema, task.spec.output, metadata, split)
+
+    def _spooled(self) -> Path:
+        return self._task.spool / f"{SPOOL_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
 
     def _write_all(self, writer: PartWriter, chunk: Chunk | None, chunks: Chunks) -> None:
         assert self._outputs is not None
         while chunk is not None:
             with _one_at_a_time(chunks):
                 writer.write(self._outputs.encode(chunk.batch, chunk.scored(), chunk.errors))
-            if 0 <= self._task.max_errors < writer.errors:
-                raise TooManyFailed(
-                    f"{writer.errors} of its first {writer.rows} rows failed, such as {_first_failed(chunk)}",
-                    writer.errors,
-                )
+            errors = self.errors_before + writer.errors
+            if 0 <= self._task.max_errors < errors:
+                rows = self.step.first + writer.rows
+                example = f", such as {_first_failed(chunk)}" if chunk.errors.count else ""
+                raise TooManyFailed(f"{errors} of its first {rows} rows failed{example}", errors)
             chunks.written()
             chunk = chunks.next_scored()
 
-    def _commit_at_last(self, path: Path, writer: PartWriter, chunks: Chunks) -> ShardOutcome | None:
-        """Commits the part as soon as its store takes it; `None` if the chunks were stopped before."""
+    def take_piece(self, chunks: Chunks) -> KeptPiece | None:
+        """Puts away what was written of the step, and what is scored of it if the chunks were stopped.
+
+        Returns:
+            The piece; `None` = there is no row, or the chunks were stopped while the store was away.
+
+        Raises:
+            QinferError: The store refuses it; or does not take it now, and the chunks were stopped before.
+            OSError: The spool folder can't be written.
+        """
+        task, writer, self._piece = self._task, self._piece, None
+        if writer is None:
+            return None
+        assert self._outputs is not None
+        try:
+            if chunks.is_stopped:
+                for chunk, rows in chunks.rest():
+                    record = self._outputs.encode(chunk.batch, chunk.scored(), chunk.errors)
+                    writer.write(record.slice(0, rows))
+            writer.end()
+            if not writer.rows:
+                return None
+
+            def store() -> KeptPiece:
+                return store_piece(task.outputs, task.spec.output.url, self._pieces, writer, tuple(self.faults))
+
+            return store() if chunks.is_stopped else self._at_last(store, chunks)
+        finally:
+            writer.abort()
+
+    def join(self, pieces: Sequence[KeptPiece], chunks: Chunks) -> ShardOutcome | None:
+        """Makes the part of its pieces, and commits it; `None` if the chunks were stopped before.
+
+        Raises:
+            PieceLost: A piece is gone or damaged.
+            QinferError: The store fails.
+            OSError: The spool folder can't be written.
+        """
+        task = self._task
+        schema = decode_schema(task.head.schema)
+        writer = self._new_writer(
+            OutputColumns(task.spec, task.model, schema, [part.url for part in task.shard.ranges])
+        )
+        try:
+            for piece in pieces:
+                with fetched(task.outputs, task.spec.output.url, piece, self._spooled()) as paths:
+                    writer.add(paths, piece.rows, piece.errors)
+            return self._commit_at_last(writer, chunks)
+        finally:
+            writer.abort()
+
+    def forget_pieces(self) -> None:
+        """Deletes all pieces of the shard; what can't be deleted now goes with those of the job."""
+        url = url_of(self._task.spec.output.url, self._pieces)
+        with suppress(QinferError):
+            self._task.outputs(url).delete_folder(url)
+
+    @property
+    def _pieces(self) -> str:
+        return f"{pieces_folder(self._task.job_id)}/{self._task.shard.part}"
+
+    def _commit_at_last(self, writer: PartWriter, chunks: Chunks) -> ShardOutcome | None:
+        writer.close()
+        return self._at_last(lambda: self._commit(writer.paths[0], writer), chunks)
+
+    def _at_last(self, commit: Callable[[], T], chunks: Chunks) -> T | None:
+        """Commits rows as soon as their store takes them; `None` if the chunks were stopped before."""
         backoff = Backoff(_FIRST_COMMIT_S, _LAST_COMMIT_S)
         while True:
             try:
-                return self._commit(path, writer)
+                return commit()
             except QinferError as error:
                 if not error.retryable:
                     raise

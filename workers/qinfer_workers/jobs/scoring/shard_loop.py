@@ -22,7 +22,7 @@ from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe.stats import DEAD_LETTERS, PUT_OFF, ROWS_DONE, ROWS_FAILED
 from qinfer.queue.entries import Lane, Lease
 from qinfer_workers.inference.tracing import ShardPlace
-from qinfer_workers.jobs.scoring.context import Abandoned, HeldShard, MakeRun, PutOff, ShardContext
+from qinfer_workers.jobs.scoring.context import Abandoned, GivenUp, HeldShard, MakeRun, PutOff, ShardContext
 
 if TYPE_CHECKING:
     from qinfer_workers.jobs.scoring.shard_run import ShardRun
@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 STALLED_S = 1800.0
 """A shard that makes no progress for so long is left to another worker: the model hangs. A batch may take so long, and
 so may the upload of a part."""
-
-LEAST_DELIVERIES = 2
-"""A worker may be killed for reasons of its own: one execution that did not end says nothing about a shard."""
 
 WANTED_EVERY_S = 2.0
 """How often a job is told how far its shards are, and asked whether it still wants them."""
@@ -157,8 +154,6 @@ class ShardTask:
             return
         if record is None or record.state not in (JobState.RUNNING, JobState.PLANNING):
             await self._insist(lambda: jobs.drop_shard(job_id, lease, index))
-        elif lease.deliveries > max(self._context.max_deliveries, LEAST_DELIVERIES):
-            await self._give_up(ticket)
         else:
             await self._try(ticket, record)
 
@@ -169,6 +164,8 @@ class ShardTask:
             await self._run_through(ticket, record)
         except PutOff as error:
             await self._put_off(ticket, error, time.monotonic() - began_s)
+        except GivenUp as error:
+            await self._give_up(ticket, str(error))
         else:
             self._rests.end(record.id)
 
@@ -176,6 +173,9 @@ class ShardTask:
         self._note_put_off(ticket, str(error), error.code)
         self._rests.begin(ticket.job_id, took_s)
         self._reported, self._delay = ticket, str(error)
+        if self._shard_run is not None:
+            with suppress(QinferError, Abandoned):
+                await self._shard_run.resuming.let_go()
         await self._release(self._rests.left_s(ticket.job_id))
 
     def _note_put_off(self, ticket: ShardTicket, reason: str, code: ErrorCode) -> None:
@@ -192,11 +192,9 @@ class ShardTask:
         self._delay = error.message
         self.left.set()
 
-    async def _give_up(self, ticket: ShardTicket) -> None:
+    async def _give_up(self, ticket: ShardTicket, text: str) -> None:
         jobs, shard = self._context.jobs, ticket.shard
-        logger.error("shard given up", extra={"job": ticket.job_id, "shard": shard.index})
-        tries = f"{self._lease.deliveries - 1} executions did not end"
-        text = f"the shard was given up: {tries}, as workers died or hung; `qinfer jobs resume` tries it again"
+        logger.error("shard given up", extra={"job": ticket.job_id, "shard": shard.index, "reason": text})
         outcome = ShardOutcome(shard.index, shard.rows, shard.rows, text)
         code = ErrorCode.INFERENCE_FAILED.value
         if await self._insist(lambda: jobs.bury_shard(ticket.job_id, self._lease, outcome, code)):
@@ -209,6 +207,7 @@ class ShardTask:
         run = self._shard_run = await self._make_run(self._held, ticket, record, self.free)
         self._held.on_lost = run.stop
         run.on_delay = partial(self._delayed, ticket, run)
+        run.resuming.note = partial(self._note, ticket)
         if self._held.lost:
             run.stop()
         watch = asyncio.create_task(self._watch(run, ticket))
@@ -241,6 +240,9 @@ class ShardTask:
             error = "abandoned", "nobody wants the shard any more, or another worker has it"
         except PutOff as raised:
             error = "put_off", str(raised)
+            raise
+        except GivenUp as raised:
+            error = ErrorCode.INFERENCE_FAILED.value, str(raised)
             raise
         except asyncio.CancelledError:
             error = "cancelled", "the shard was handed back: the worker drains, or the model is being unloaded"
@@ -282,6 +284,13 @@ class ShardTask:
                 if not await self._report(ticket, run.rows_scored):
                     run.stop()
                     return
+
+    async def _note(self, ticket: ShardTicket, was: bytes, now: bytes, line: str) -> bool:
+        jobs, index = self._context.jobs, ticket.shard.index
+        is_noted = await self._insist(lambda: jobs.keep(ticket.job_id, self._lease, index, was, now, line))
+        if not is_noted:
+            self._held.lose()
+        return is_noted
 
     async def _report(self, ticket: ShardTicket, rows: int) -> bool:
         return await self._context.jobs.report(ticket.job_id, self._lease, ticket.shard.index, rows, self._delay)

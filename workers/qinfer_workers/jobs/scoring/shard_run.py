@@ -21,12 +21,15 @@ from qinfer.errors import Cancelled, DeliveryError, ErrorCode, QinferError
 from qinfer.jobs.job import decode_spec
 from qinfer.jobs.plan import PlanHead, ShardTicket, decode_plan_head
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, granted
+from qinfer.jobs.resumption import bound_to
 from qinfer.models.pins import is_executed
 from qinfer_workers.inference.executor import Borrower, ThreadExecutor, in_thread
 from qinfer_workers.jobs.scoring.arbiter import Turn
 from qinfer_workers.jobs.scoring.chunks import Chunks
-from qinfer_workers.jobs.scoring.context import Abandoned, HeldShard, PutOff, Served
+from qinfer_workers.jobs.scoring.context import Abandoned, GivenUp, HeldShard, PutOff, Served
 from qinfer_workers.jobs.scoring.ensembles import EnsembleExecutor
+from qinfer_workers.jobs.scoring.pieces import PieceLost
+from qinfer_workers.jobs.scoring.resuming import Resuming
 from qinfer_workers.jobs.scoring.scoring import Borrowed, Purpose, Scorer
 from qinfer_workers.jobs.scoring.shard_files import ShardFiles, Task, TooManyFailed, streamed_bytes
 from qinfer_workers.jobs.scoring.shard_loop import STALLED_S
@@ -38,6 +41,9 @@ WAITS_S = 30.0
 
 MODEL_LOADS_WITHIN_S = 600.0
 """A worker whose model is not the plan's may still have to load it, as long as the job has not run for so long."""
+
+KEEPS_WITHIN_S = 120.0
+"""Scored rows are lost if they can't be kept within so long when the shard is handed back."""
 
 _BROKEN = "the shard could not be run; the worker's log says why"
 
@@ -53,11 +59,12 @@ class ShardRun:
         purpose: The model, and what for.
         served: Its model version, and how that scores shards.
         free: Set when the next shard may begin: the model has no more to do for this one in a moment.
-        is_again: The shard was run before: its part may be there.
+        resuming: Reads and writes the notes on the shard.
         ensemble: Runs the batches of an ensemble; `None` = the instances of the model version do.
 
     Attributes:
         is_stuck: It was cancelled, and an execution of it did not end in time.
+        resuming: See above.
         on_delay: Called on the event loop whenever its part is scored and can't be committed now, with the error.
     """
 
@@ -67,8 +74,8 @@ class ShardRun:
         purpose: Purpose,
         served: Served,
         free: asyncio.Event,
+        resuming: Resuming,
         *,
-        is_again: bool = False,
         ensemble: EnsembleExecutor | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -77,10 +84,12 @@ class ShardRun:
         self._files = files
         self._purpose = purpose
         self._served = served
-        self._chunks = Chunks(served.size, partial(self._set, self._more), partial(self._set, free))
+        self._chunks = self._new_chunks(free)
         self._scorer = Scorer(purpose, self._chunks)
+        self._is_stopped = False
+        self._writing: asyncio.Future[ShardOutcome | None] | None = None
         self._free = free
-        self._is_again = is_again
+        self.resuming = resuming
         self._ensemble = ensemble
         self.is_stuck = False
         self.on_delay: Callable[[QinferError], None] = lambda _: None
@@ -89,7 +98,7 @@ class ShardRun:
     @property
     def rows_scored(self) -> int:
         """How many of its rows have an output or an error by now."""
-        return self._chunks.rows_scored
+        return self.resuming.known.done + self._chunks.rows_scored
 
     def statistics(self) -> dict[str, int]:
         """Returns the statistics of its executions since the last call."""
@@ -98,7 +107,7 @@ class ShardRun:
     @property
     def faults(self) -> tuple[str, ...]:
         """Description of the inputs that can't be read, where the job skips them."""
-        return tuple(self._files.faults)
+        return tuple(dict.fromkeys((*self.resuming.faults, *self._files.faults)))
 
     def stop(self) -> None:
         """Has it stop at the next batch."""
@@ -106,7 +115,11 @@ class ShardRun:
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(self._loop.time())
 
+    def _new_chunks(self, free: asyncio.Event) -> Chunks:
+        return Chunks(self._served.size, partial(self._set, self._more), partial(self._set, free))
+
     def _stop_scoring(self) -> None:
+        self._is_stopped = True
         self._chunks.stop()
         if self._ensemble is not None:
             self._ensemble.stop()
@@ -123,19 +136,25 @@ class ShardRun:
         self.on_delay(error)
 
     async def run(self) -> ShardOutcome:
-        """Runs the shard; cancelled, it stops at the next batch, and ends once it has the model's instances back.
+        """Runs the shard; cancelled, it stops at the next batch, and ends once what is scored is kept.
+
+        A part that is being committed then is committed.
 
         Returns:
             The outcome, which also says what is wrong with the shard itself.
 
         Raises:
             PutOff: Another try may help.
+            GivenUp: It ends workers.
             Abandoned: `stop` was called.
         """
         try:
-            outcome = await self._run()
+            outcome = await self._run_or_keep()
         except TooManyFailed as error:
             return self._files.failed(str(error), error.failed_rows)
+        except PieceLost as error:
+            await self.resuming.forget()
+            raise PutOff.by(error) from error
         except QinferError as error:
             if error.retryable or isinstance(error, DeliveryError | Cancelled):
                 raise PutOff.by(error) from error
@@ -143,7 +162,7 @@ class ShardRun:
         except OSError as error:
             text = f"the part can't be written to the spool folder: {error.strerror}"
             raise PutOff(text, ErrorCode.STORE_UNAVAILABLE) from error
-        except (PutOff, Abandoned):
+        except (PutOff, GivenUp, Abandoned):
             raise
         except Exception:  # the boundary to the files' libraries
             logger.exception("shard failed", extra={"shard": self._purpose.request_id})
@@ -152,15 +171,51 @@ class ShardRun:
             raise Abandoned
         return outcome
 
+    async def _run_or_keep(self) -> ShardOutcome | None:
+        try:
+            return await self._run()
+        except asyncio.CancelledError:
+            if self.is_stuck or (outcome := await self._rest()) is None:
+                raise
+            return outcome
+
     async def _run(self) -> ShardOutcome | None:
-        if self._is_again and (found := await in_thread("bulk-look", self._files.existing)):
+        resuming = self.resuming
+        if resuming.is_again and (found := await in_thread("bulk-look", self._files.existing)):
             return found
+        if resuming.is_whole:
+            return await self._run_step()
+        while (step := await resuming.next_step()) is not None:
+            self._files.step, self._files.errors_before = step, resuming.known.errors
+            is_last = step.stop == resuming.rows
+            self._chunks = self._scorer.chunks = self._new_chunks(self._free if is_last else asyncio.Event())
+            await self._run_step(is_last=is_last)
+            if self._is_stopped:
+                return None
+            await resuming.ended(partial(self._files.take_piece, self._chunks))
+            self._chunks = self._new_chunks(asyncio.Event())
+        self._free.set()
+        if self._is_stopped:
+            return None
+        pieces = resuming.known.pieces
+        self._writing = asyncio.ensure_future(in_thread("bulk-join", lambda: self._files.join(pieces, self._chunks)))
+        outcome = await asyncio.shield(self._writing)
+        if outcome is not None:
+            await in_thread("bulk-forget", self._files.forget_pieces)
+        return outcome
+
+    async def _run_step(self, *, is_last: bool = True) -> ShardOutcome | None:
+        """Reads, scores and writes the rows of a step."""
         reading = asyncio.ensure_future(in_thread("bulk-read", lambda: self._files.read(self._chunks)))
         writing = asyncio.ensure_future(in_thread("bulk-write", lambda: self._files.write(self._chunks)))
-        scoring = asyncio.ensure_future(self._score())
+        scoring = asyncio.ensure_future(self._score(is_last=is_last))
+        self._writing = writing
         parts: tuple[asyncio.Future[Any], ...] = (reading, scoring, writing)
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            self._files.keeps = True
+            raise
         finally:
             if not all(part.done() for part in parts):
                 self._stop_scoring()  # the threads end when they see it, and commit nothing from then on
@@ -172,7 +227,33 @@ class ShardRun:
             raise self._scorer.error
         return await writing
 
-    async def _score(self) -> None:
+    async def _rest(self) -> ShardOutcome | None:
+        """Keeps what is scored, unless there is a hurry; returns the outcome where the part was being committed."""
+        keeping = asyncio.ensure_future(self._keep())
+        hurry = asyncio.ensure_future(self._served.hurry.wait())
+        await asyncio.wait((keeping, hurry), timeout=KEEPS_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not keeping.done():
+            return None
+        try:
+            return await keeping
+        except (QinferError, OSError, Abandoned) as error:
+            logger.warning(
+                "what is scored is not kept", extra={"shard": self._purpose.request_id, "reason": str(error)}
+            )
+            return None
+
+    async def _keep(self) -> ShardOutcome | None:
+        self._chunks.stop()
+        try:
+            if self._writing is not None and (outcome := await self._writing) is not None:
+                return outcome
+            await self.resuming.broken_off(partial(self._files.take_piece, self._chunks), self._chunks.rows_scored)
+            return None
+        finally:
+            await self.resuming.let_go()
+
+    async def _score(self, *, is_last: bool) -> None:
         """Takes turns until everything is scored."""
         async with self._in_line():
             while not self._chunks.has_ended:
@@ -182,7 +263,8 @@ class ShardRun:
                     async with self._served.arbiter.turn(self._served.batcher) as turn:
                         self._chunks.share(is_shared=turn.is_shared)
                         await self._lend(turn)
-        self._free.set()
+        if is_last:
+            self._free.set()
 
     @asynccontextmanager
     async def _in_line(self) -> AsyncIterator[None]:
@@ -296,8 +378,9 @@ async def make_run(
         outputs=spec.output.tensors,
         row_bytes=streamed_bytes(served.read_bytes),
     )
-    is_again = held.lease.suspect or held.lease.deliveries > 1
-    return ShardRun(ShardFiles(task), purpose, served, free, is_again=is_again, ensemble=ensemble)
+    bound = bound_to(record.head, ticket.shard, model_hash)
+    resuming = Resuming(held.lease, ticket.shard, bound, record.resumptions.get(ticket.shard.index, b""))
+    return ShardRun(ShardFiles(task), purpose, served, free, resuming, ensemble=ensemble)
 
 
 async def _ensemble_of(served: Served, model: LoadedModel, head: PlanHead) -> EnsembleExecutor:

@@ -73,7 +73,6 @@ class ShardService:
             worker_id=worker_id,
             slots=Slots(),
             lease_s=settings.worker.lease_s,
-            max_deliveries=settings.worker.max_deliveries,
             max_wait_s=settings.worker.max_wait_s,
         )
         self.counts = self._context.counts

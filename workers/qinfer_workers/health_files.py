@@ -1,7 +1,7 @@
-"""Two files whose ages tell how a worker is: a probe that looks at them starts no Python.
+"""Two files whose ages tell how a program is: a probe that looks at them starts no Python.
 
-`live` is touched while the event loop runs, also while Redis is away. `ready` is touched with each heartbeat that was
-written while the models are loaded, and removed when one is not.
+`live` is touched while the event loop runs, also while Redis is away: by workers, bulk workers, beat and bridges. Only
+workers touch `ready`, with each heartbeat that was written while the models are loaded; it is removed when one is not.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import contextlib
 from pathlib import Path
 from typing import NoReturn
 
+from qinfer.core.settings import Settings
 from qinfer.errors import SettingsError
 from qinfer.models.state import WorkerRecord
 
@@ -17,7 +18,7 @@ _EVERY_S = 5.0
 
 
 class HealthFiles:
-    """The files in a directory of the worker's own.
+    """The files in a directory of the process's own.
 
     Args:
         directory: Where they are; made if it is not there.
@@ -50,3 +51,13 @@ class HealthFiles:
                 self._ready.unlink(missing_ok=True)
             else:
                 self._ready.touch()
+
+
+def open_health(settings: Settings) -> HealthFiles | None:
+    """Opens the files for probes, if there are to be any.
+
+    Raises:
+        SettingsError: They can't be written.
+    """
+    directory = settings.worker.health_dir
+    return HealthFiles(Path(directory), strict=settings.repository.strict_readiness) if directory else None

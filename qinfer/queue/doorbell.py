@@ -1,0 +1,191 @@
+"""The doorbell: readers of idle lanes sleep in one long blocking read, and a ring has them look again.
+
+    look (fetch.lua) ──nothing, bell armed, no ring since──▶ sleep (XREADGROUP BLOCK, long) ──entry or ring──▶ look
+
+A new entry wakes a sleeper by itself: that is what a blocking read is, and Redis wakes one of several. It needs
+no ring, and the entry comes with it. A ring is for the two things that wake no blocking read: an entry that was given
+back, and another stream of a lane. It is an entry of one stream, which every process with sleepers reads.
+
+No ring is lost. A reader sleeps only if the bell was armed when it looked and has not rung since. A ring that comes
+while its blocking read is on the way to Redis finds nothing to unblock: it is tried until that read has ended, at last
+by a new connection. A connection that broke may have hidden rings, and rings for every lane. Beside that each
+sleeper looks now and then, the more rarely the more there are: all of them together `LOOKS_PER_S` times a second.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from qinfer.core.retry import OutageLog
+from qinfer.errors import BrokerUnavailable, QinferError
+from qinfer.queue import keys
+from qinfer.queue.connection import pack
+from qinfer.queue.entries import Lane
+from qinfer.queue.router import Router, load_script
+
+logger = logging.getLogger(__name__)
+
+LOOKS_PER_S = 1.0
+"""How often all sleepers of a process look, together, although no ring has come."""
+
+SHORTEST_S = 0.5
+"""The shortest sleep."""
+
+_BLOCK_S = 5.0
+_RETRY_S = 0.5
+_PING_EVERY_S = 5.0
+_WATCH_EVERY_S = 0.5
+_KEPT = 1000
+"""Rings that are kept: so many unread ones mean that more may be lost."""
+_KEPT_MS = 3_600_000
+_PING = pack((b"PING",))
+_RING = load_script("lanes/ring")
+
+
+class Sleeper(Protocol):
+    """A reader that may sleep."""
+
+    place: bytes
+    """The prefix of its lanes; see `place_of`."""
+
+    def ring(self) -> None:
+        """Has it look again."""
+        ...
+
+
+class Doorbell:
+    """The bell of one process.
+
+    Args:
+        router: The way to Redis.
+        monotonic_s: The clock.
+
+    Attributes:
+        is_armed: Every ring from now on is heard.
+        stirred_s: For how long leases are looked for that no worker renews, after something happened.
+        stirred_until_s: Until when they are looked for in every lane.
+    """
+
+    def __init__(self, router: Router, monotonic_s: Callable[[], float]) -> None:
+        self.is_armed = False
+        self.stirred_s = 20.0
+        self.stirred_until_s = float("-inf")
+        self._router = router
+        self._monotonic_s = monotonic_s
+        self._key = keys.doorbell().encode()
+        self._slot = keys.slot(self._key)
+        self._sleepers: set[Sleeper] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._unrung: set[bytes] = set()
+        self._is_closed = False
+        self._outage = OutageLog(logger, "doorbell not heard: lanes are polled", "the doorbell is heard again")
+
+    def join(self, sleeper: Sleeper) -> None:
+        """Tells a reader of rings from now on."""
+        self._sleepers.add(sleeper)
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+
+    def leave(self, sleeper: Sleeper) -> None:
+        """Tells a reader of no more rings."""
+        self._sleepers.discard(sleeper)
+
+    def sleep_s(self) -> float:
+        """Returns how long a reader may sleep."""
+        share_s = len(self._sleepers) / LOOKS_PER_S
+        return max(SHORTEST_S, share_s * random.uniform(0.75, 1.25))  # noqa: S311 - so that they do not look at once
+
+    def ring(self, lane: Lane, _: Any = None) -> None:
+        """Rings for a lane, without waiting, and again until Redis has confirmed it.
+
+        It may be the callback of a reply, which it does not look at.
+        """
+        place = place_of(lane)
+        if place not in self._unrung:
+            self._unrung.add(place)
+            asyncio.get_running_loop().call_soon(self._send, place)  # with others of this tick
+
+    def _send(self, place: bytes) -> None:
+        words = (b"EVAL", _RING.text, 1, self._key, place, _KEPT, _KEPT_MS)
+        self._unrung.discard(place)  # what happens from now on has a ring of its own
+        try:
+            self._router.send(self._slot, pack(words), partial(self._sent, place))
+        except BrokerUnavailable as error:
+            self._sent(place, error)
+
+    def _sent(self, place: bytes, reply: Any) -> None:
+        if isinstance(reply, QinferError) and not self._is_closed:
+            self._unrung.add(place)
+            asyncio.get_running_loop().call_later(_RETRY_S, self._send, place)
+
+    def alarm(self) -> None:
+        """Rings for all lanes in this process alone: a worker is gone, or rings may have been lost."""
+        self.stirred_until_s = self._monotonic_s() + self.stirred_s
+        for sleeper in list(self._sleepers):
+            sleeper.ring()
+
+    async def close(self) -> None:
+        """Hears nothing more, and rings no more."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._tasks = []
+
+    async def _listen(self) -> None:
+        """Hears rings until cancelled."""
+        link = self._router.blocking(self._slot, "qinfer-doorbell", _BLOCK_S)
+        read = (b"XREAD", b"COUNT", _KEPT, b"BLOCK", int(_BLOCK_S * 1000), b"STREAMS", self._key)
+        try:
+            while True:
+                try:
+                    newest = await link.call(b"XREVRANGE", self._key, b"+", b"-", b"COUNT", 1)
+                    last = newest[0][0] if newest else b"0"
+                    self.is_armed = True
+                    self.alarm()
+                    self._outage.over()
+                    while True:
+                        streams = await link.call(*read, last)
+                        if streams:
+                            last = self._heard(streams[0][1])
+                except QinferError as error:
+                    self.is_armed = False
+                    self._outage.failed(error.message)
+                    self.alarm()
+                    await asyncio.sleep(_RETRY_S)
+        finally:
+            self.is_armed = False
+            await link.close()
+
+    def _heard(self, rings: list[tuple[bytes, list[bytes]]]) -> bytes:
+        """Passes rings on; returns the id of the last."""
+        if len(rings) >= _KEPT:
+            self.alarm()
+        else:
+            places = {fields[1] for _, fields in rings}
+            for sleeper in [one for one in self._sleepers if one.place in places]:
+                sleeper.ring()
+        return rings[-1][0]
+
+    async def _watch(self) -> None:
+        """Notices nodes that are gone: what sleeps there gets nothing more, and a node that hangs closes nothing."""
+        troubles, ping_at_s = self._router.troubles, self._monotonic_s()
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            if self._router.troubles != troubles:
+                troubles = self._router.troubles
+                self.alarm()
+            if self._monotonic_s() >= ping_at_s:
+                ping_at_s = self._monotonic_s() + _PING_EVERY_S
+                for link in self._router.owners().values():
+                    if link.is_up:
+                        link.send(_PING, lambda _: None)
+
+
+def place_of(lane: Lane) -> bytes:
+    """Returns what all lanes of a model version and partition have in common, their shares included."""
+    return f"{keys.prefix(lane.model, lane.partition)}{lane.version}:".encode()

@@ -1,0 +1,68 @@
+"""The pieces of a shard that is not finished, in the output folder's `_resume`; blocking.
+
+No reader takes a piece for a part: readers skip the folder, and what a piece says of itself are more rows than it has.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from qinfer.errors import StoreError, StoreNotFound
+from qinfer.jobs.parts import PartWriter
+from qinfer.jobs.plan import url_of
+from qinfer.jobs.resumption import KeptPiece, PieceFile
+from qinfer.storage.store import Store
+
+StoreFor = Callable[[str], Store]
+
+
+class PieceLost(StoreError):
+    """A piece is gone, or damaged."""
+
+
+def store_piece(
+    store_for: StoreFor, output_url: str, folder: str, writer: PartWriter, faults: Sequence[str]
+) -> KeptPiece:
+    """Puts a piece that was written into a folder of an output; its names are new.
+
+    Raises:
+        StoreError: The store fails.
+    """
+    name = secrets.token_hex(8)
+    files = []
+    for path, suffix in zip(writer.paths, ("", ".failed"), strict=False):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file_name = f"{folder}/{name}{suffix}"
+        url = url_of(output_url, file_name)
+        store_for(url).commit_if_absent(path, url)
+        files.append(PieceFile(file_name, digest))
+    return KeptPiece(writer.rows, writer.errors, files[0], files[1] if len(files) > 1 else None, tuple(faults))
+
+
+@contextmanager
+def fetched(store_for: StoreFor, output_url: str, piece: KeptPiece, path: Path) -> Iterator[Sequence[Path]]:
+    """Has the files of a piece in the spool folder, under a name and another like it.
+
+    Raises:
+        PieceLost: It is gone, or damaged.
+        StoreError: The store fails.
+    """
+    files = [piece.good] if piece.failed is None else [piece.good, piece.failed]
+    paths = [path, path.with_name(f"{path.name}.failed")][: len(files)]
+    try:
+        for file, target in zip(files, paths, strict=True):
+            url = url_of(output_url, file.name)
+            try:
+                store_for(url).fetch(url, target)
+            except StoreNotFound:
+                raise PieceLost(f"'{url}' is gone") from None
+            with target.open("rb") as content:
+                if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
+                    raise PieceLost(f"'{url}' is not what was written there")
+        yield paths
+    finally:
+        for target in paths:
+            target.unlink(missing_ok=True)

@@ -1,0 +1,162 @@
+"""The run of one shard goes on where others were broken off (`qinfer.jobs.resumption` decides); on the event loop.
+
+Notes are fenced: the queue takes them from the shard's owner only, and only if that has read the latest one.
+So the work of an owner that has lost its lease is neither noted, nor found by anybody.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from qinfer.errors import CorruptEntry
+from qinfer.jobs.plan import Shard
+from qinfer.jobs.resumption import (
+    MOST_DEADLY_ROWS,
+    KeptPiece,
+    Resumption,
+    RowSpan,
+    decode_resumption,
+    encode_resumption,
+    rows_of,
+)
+from qinfer.queue.entries import Lease
+from qinfer_workers.inference.executor import in_thread
+from qinfer_workers.jobs.scoring.context import Abandoned, GivenUp
+
+logger = logging.getLogger(__name__)
+
+Note = Callable[[bytes, bytes, str], Awaitable[bool]]
+"""Notes what is known of a shard in the place of what was, with a line for the job's log; false = it is another's."""
+
+
+class Resuming:
+    """See the module docstring.
+
+    Args:
+        lease: The lease on the shard.
+        shard: The shard.
+        bound: The plan and the model by which its rows are scored (`bound_to`).
+        noted: The latest note of it; empty = there is no note.
+
+    Attributes:
+        known: The meaning of the latest note.
+        rows: Its rows.
+        note: See `Note`; to be set before it is run.
+    """
+
+    def __init__(self, lease: Lease, shard: Shard, bound: str, noted: bytes) -> None:
+        self.note: Note
+        self.rows = shard.rows
+        self.is_again = lease.suspect or lease.deliveries > 1 or bool(noted)
+        self._is_suspect = lease.suspect
+        self._worker = lease.consumer
+        self._shard = shard
+        self._noted = noted
+        self._step: RowSpan | None = RowSpan(0, shard.rows)
+        self._work: asyncio.Future[None] | None = None
+        known = _read(noted, bound)
+        self.known = known.taken(shard.rows, is_suspect=lease.suspect) if shard.rows else known
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shard is run as if there had been no other run."""
+        return not self.known.pieces and not self.known.size
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Description of the inputs that could not be read of the rows that are kept."""
+        return tuple(fault for piece in self.known.pieces for fault in piece.faults)
+
+    async def next_step(self) -> RowSpan | None:
+        """Begins the next rows; `None` = all are kept.
+
+        Raises:
+            GivenUp: The shard ends workers.
+            Abandoned: It is another's.
+        """
+        known, self._step = self.known, None
+        if known.is_hopeless:
+            raise GivenUp(
+                f"the shard was given up: {len(known.alone)} workers died or hung over {self._place()}, "
+                f"{known.idle} more outside its rows, after {known.deadly} rows that end workers "
+                f"(at most {MOST_DEADLY_ROWS}); `qinfer jobs resume` tries it again"
+            )
+        if known.done == self.rows:
+            return None
+        self._step = step = known.step(self.rows)
+        if self._is_suspect:
+            await self._finish(self._put(known.begins(step, self._worker)))
+        return step
+
+    async def ended(self, take: Callable[[], KeptPiece | None]) -> None:
+        """Keeps the rows of the step, which are all scored.
+
+        Args:
+            take: Puts them away; blocking.
+
+        Raises:
+            Abandoned: The shard is another's.
+            QinferError: They can't be put away.
+            OSError: The spool folder can't be written.
+        """
+        await self._finish(self._end(take))
+
+    async def broken_off(self, take: Callable[[], KeptPiece | None], scored: int) -> None:
+        """Keeps what is scored of the step before the shard is released; raises as `ended`."""
+        if self._work is not None and not self._work.done():
+            await self._work
+        if self._step is not None:
+            piece = await in_thread("bulk-keep", take)
+            has_scored = 0 < scored < self._step.stop - self._step.first
+            known = self.known.broken_off(self._step, piece, has_scored=has_scored)
+            if known is not self.known:
+                await self._put(known)
+            logger.info("shard broken off", extra={"rows_kept": known.done, "rows": self.rows})
+
+    async def let_go(self) -> None:
+        """Takes the mark off a step that ended otherwise than by a death; raises as `ended`."""
+        if self._step is not None and self.known.begun is not None:
+            await self._put(self.known.broken_off(self._step, None, has_scored=False))
+
+    async def forget(self) -> None:
+        """Forgets what is kept, because a piece of it is gone."""
+        await self._put(self.known.forgotten())
+
+    async def _end(self, take: Callable[[], KeptPiece | None]) -> None:
+        assert self._step is not None
+        step, piece = self._step, await in_thread("bulk-keep", take)
+        if piece is None:
+            raise Abandoned
+        line = ""
+        if step.is_deadly:
+            line = f"{self._place()} failed: it ended {' and '.join(self.known.alone)} while it was executed alone"
+        await self._put(self.known.ended(step, piece), line)
+        self._step = None
+
+    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Has work go on when its caller is cancelled: `broken_off` waits for its end."""
+        self._work = asyncio.ensure_future(work)
+        await asyncio.shield(self._work)
+
+    async def _put(self, known: Resumption, line: str = "") -> None:
+        now = encode_resumption(known)
+        if not await self.note(self._noted, now, line):
+            raise Abandoned
+        self._noted, self.known = now, known
+
+    def _place(self) -> str:
+        """Names the first row that is not kept."""
+        done = min(self.known.done, self.rows - 1)
+        (found,) = rows_of(self._shard, done, done + 1).ranges
+        return f"row {found.first_row} of '{found.url}'"
+
+
+def _read(noted: bytes, bound: str) -> Resumption:
+    """Returns what was noted, if it is of the same plan and model."""
+    try:
+        known = decode_resumption(noted) if noted else Resumption(bound=bound)
+    except CorruptEntry as error:
+        logger.warning("what is known of a shard is damaged", extra={"reason": error.message})
+        known = Resumption(bound="")
+    return known if known.bound == bound else Resumption(bound=bound, attempt=known.attempt + 1)
