@@ -278,6 +278,8 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
     rows = sum(file.source.rows for file in planned)
     rows = min(rows, spec.limit) if spec.limit else rows
     sizes = shard_sizes(spec.output.rows_per_part, rows, pace)
+    extension, folder_of = spec.output.extension, partitions.folder_of
+    shards = plan_shards(planned, sizes, extension, example=columns.example, limit=spec.limit, folder_of=folder_of)
     schema = columns.schema()
     if partitions.schema.names:
         partitions.check_read({*InputColumns(spec, job.model, schema).columns, *copied_columns(spec, schema)})
@@ -287,14 +289,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         model_hash=job.model_hash,
         schema=encode_schema(schema),
         sources=tuple(file.source for file in planned),
-        shards=plan_shards(
-            planned,
-            sizes,
-            spec.output.extension,
-            example=columns.example,
-            limit=spec.limit,
-            folder_of=partitions.folder_of,
-        ),
+        shards=shards,
         rows=rows,
         skipped=tuple(bad),
         created_at=job.created_at,

@@ -252,9 +252,8 @@ class HeadReader:
         known = self._known[size % _MAX_KNOWN]
         if known is not None and known[1] == size and packet.startswith(known[0]):
             return known[2], packet[len(known[0]) :]
-        if packet.endswith(_END_OF_HEAD):
-            return None  # the body is still to come
-        match = _PLAIN_HEAD.match(packet, 0, _MAX_HEAD_BYTES)
+        is_head_alone = packet.endswith(_END_OF_HEAD)  # the body is still to come
+        match = None if is_head_alone else _PLAIN_HEAD.match(packet, 0, _MAX_HEAD_BYTES)
         if match is None:
             return None
         url, length, trace, json_length, accept, authorization, key, state, types, timeout = match.groups()
