@@ -75,6 +75,7 @@ class PythonBackend:
 
     def __init__(self, models: ManagesModels | None = None) -> None:
         self._models = models
+        self._probe: ReadinessProbe | None = None
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Starts the process, imports the model and initialises it.
@@ -109,7 +110,6 @@ class PythonBackend:
             },
         )
 
-        self._probe: ReadinessProbe | None = None
         managing = self._managing = Managing(self._models, spec.name)
         too_long = TOO_LONG.format(spec.name, spec.load_timeout_s)
 

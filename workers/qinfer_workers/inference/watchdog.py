@@ -116,7 +116,7 @@ class ExecutionWatchdog:
         """Returns the model versions that are not ready by their own `is_ready`, of any instance, and why."""
         with self._lock:
             watched = [(one.clock, one.unready) for one in self._watched if one.unready is not None]
-        return {(clock.model, clock.version): reason for clock, unready in watched if (reason := unready())}
+        return {(clock.model, clock.version): reason for clock, unready in watched if (reason := _reason(unready))}
 
     def look(self, leave: Leave, *, may_end: bool = True) -> None:
         """Looks once at every instance."""
@@ -174,6 +174,14 @@ class ExecutionWatchdog:
 
 def _shown(unready: dict[Key, str]) -> dict[str, str]:
     return {f"{model}:{version}": reason for (model, version), reason in unready.items()}
+
+
+def _reason(unready: Callable[[], str]) -> str:
+    """Asks an instance why it is not ready; what it raises is its reason, so that it costs the worker nothing."""
+    try:
+        return unready()
+    except Exception as error:  # noqa: BLE001  a backend of others may raise anything
+        return f"{type(error).__name__}: {error}"
 
 
 def _told(clock: ExecutionClock, elapsed_s: float) -> dict[str, object]:

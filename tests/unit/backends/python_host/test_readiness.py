@@ -102,3 +102,8 @@ def test_a_traceback_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFix
         wait_until(lambda: any(record.message == "is_ready failed" for record in caplog.records))
 
     assert [record.message for record in caplog.records].count("is_ready failed") == 1
+
+
+def test_an_instance_that_is_not_loaded_yet_says_nothing() -> None:
+    """The heartbeat asks while the model loads."""
+    assert PythonBackend().unready() == ""

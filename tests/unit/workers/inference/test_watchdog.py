@@ -122,3 +122,15 @@ def test_what_is_unloaded_is_not_looked_at(now: Time) -> None:
     slow.dog.look(slow.left.append)
 
     assert slow.left == []
+
+
+class Wrong(Slow):
+    """One whose answer about being ready is an exception."""
+
+    def unready(self) -> str:
+        raise RuntimeError("the device is gone")
+
+
+def test_an_instance_that_raises_when_it_is_asked_is_not_ready(now: Time) -> None:
+    """An exception would end the heartbeat, and with it the worker."""
+    assert Wrong(now, ()).dog.unready() == {("m", 1): "RuntimeError: the device is gone"}
