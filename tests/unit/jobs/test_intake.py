@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from qinfer.core.store_urls import Grant
-from qinfer.errors import Forbidden, InvalidRequest, StoreNotFound
+from qinfer.errors import Forbidden, InputMissing, InvalidRequest
 from qinfer.jobs.job import InputFormat, JobSpec, Output
 from qinfer.jobs.planning import examine
 from qinfer.storage.open import store_for
@@ -147,5 +147,5 @@ def test_jobs_are_examined_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [file.url for file in folder.files] == [
             f"{bucket}/in/{name}" for name in ("a.parquet", "b.parquet", "deep/c.parquet")
         ]
-        with pytest.raises(StoreNotFound, match="no-such-bucket"):
+        with pytest.raises(InputMissing, match="no-such-bucket"):
             examine(job("s3://no-such-bucket/*.parquet", output=f"{bucket}/out"), MODEL, Grant(allow, allow))

@@ -224,7 +224,7 @@ class Planner:
         needed = {r.url: r.etag for shard in plan.shards if shard.index not in kept for r in shard.ranges}
         if changed := await services.in_thread(_changed, services.inputs_of(record), needed, readers):
             more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
-            raise InvalidRequest(f"{changed[0]}{more}; make a new job, or put back what was there")
+            raise InvalidRequest(f"{changed[0]}{more}; make a new job")
         return again
 
 
