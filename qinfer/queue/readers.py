@@ -245,7 +245,10 @@ class LaneReader:
 
     def _slept(self, task: asyncio.Task[list[Lease]]) -> None:
         """Has what came while no fetch waits given back, unless one comes at once."""
-        if not (self._is_awaited or task.cancelled()):
+        if task.cancelled():
+            return
+        task.exception()  # the loop may end before the next fetch asks, and would print it
+        if not self._is_awaited:
             asyncio.get_running_loop().call_later(_LIMBO_S, self._bounce, task)
 
     def _bounce(self, task: asyncio.Task[list[Lease]]) -> None:

@@ -1,7 +1,10 @@
 """Readers of idle lanes sleep, and everything wakes them, on each server; see `qinfer.queue.doorbell`."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -303,3 +306,23 @@ async def test_releases_at_any_time_are_found(queue: RedisQueue, consumer: Consu
             await asyncio.sleep(number % 7 / 1000)
 
     assert len({lease.entry for lease in consumer.got}) == 100
+
+
+async def test_a_connection_that_breaks_after_the_last_fetch_prints_nothing(
+    queue: RedisQueue, consumer: Consumer
+) -> None:
+    """A program that stops fetches nothing more; asyncio prints what nobody has asked a task for."""
+    told = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    await consumer.asleep()
+    await consumer.stop()
+    [reader] = [one for one in consumer._readers() if one._sleep is not None]
+    assert reader._sleep is not None
+    task = weakref.ref(reader._sleep.task)
+
+    reader._link.reset()
+    reader._sleep = None
+    del reader
+    await eventually(lambda: gc.collect() >= 0 and task() is None, description="the end of the read")
+
+    assert told == []
