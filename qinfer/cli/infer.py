@@ -56,7 +56,8 @@ def infer(
 ) -> None:
     """Run one inference: send tensors, print the response.
 
-    Datatypes come from the model's metadata, and a missing batch dimension is added.
+    Datatypes come from the model's metadata, and a missing batch dimension is added. One number (x=3) gets all
+    dimensions of an input that holds one.
     """
     from qinfer.cli.client import GatewayClient
     from qinfer.cli.inputs import read_inputs, read_sequence

@@ -1,6 +1,7 @@
 """Turns `--input name=VALUE` into the tensors that a model's metadata asks for."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,9 @@ def concrete(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def add_batch_dimension(array: Array, shape: Sequence[int]) -> Array:
-    """Adds a first dimension of 1 when the array lacks exactly that of the model's shape."""
+    """Adds a first dimension of 1 when the array lacks exactly that of the shape; one number gets all dimensions."""
+    if array.ndim == 0 and shape and math.prod(concrete(shape)) == 1:
+        return array.reshape(concrete(shape))
     return array[np.newaxis] if shape and shape[0] == -1 and array.ndim == len(shape) - 1 else array
 
 

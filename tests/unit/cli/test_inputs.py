@@ -36,6 +36,12 @@ def test_array_with_batch_dimension_stays_as_it_is() -> None:
     assert tensor.shape == (2, 3)
 
 
+def test_one_number_gets_all_dimensions_of_one_element() -> None:
+    (tensor,) = read_inputs(["x=3"], [TensorMetadata(name="x", datatype="FP32", shape=(-1, 1))], "m")
+
+    assert (tensor.shape, to_numpy(tensor).tolist()) == ((1, 1), [[3.0]])
+
+
 def test_fixed_first_dimension_gets_no_batch_dimension() -> None:
     """Without a variable first dimension there is no batch."""
     (tensor,) = read_inputs(["ids=[7, 8]"], [IDS], "m")
