@@ -239,6 +239,9 @@ class Connection(asyncio.Protocol):
             if late is not None and future.done() and not future.cancelled() and future.exception() is None:
                 late(future.result())  # it came in the very tick of the cancellation
             raise
+        except QinferError:
+            del future  # the error leads to this frame: a cycle would keep the command until the collector comes
+            raise
 
     def data_received(self, data: bytes) -> None:
         """Hands each reply to the callback that waits longest."""

@@ -1,8 +1,13 @@
 """What goes over a connection to Redis."""
 
+import asyncio
+import gc
+import weakref
+
 import pytest
 
-from qinfer.queue.connection import Argument, Template, pack, pack_large
+from qinfer.queue.connection import Argument, Refused, Template, pack, pack_large
+from qinfer.queue.lanes import Queue
 
 
 @pytest.mark.parametrize("last", [b"", b"frame", bytearray(b"\r\n"), memoryview(b"x" * 1000)])
@@ -28,3 +33,23 @@ def test_a_template_packs_what_pack_packs(last: bytes | bytearray | memoryview) 
 def test_a_large_command_is_packed_as_any_other(words: tuple[Argument, ...]) -> None:
     """Only faster."""
     assert pack_large(words) == pack(words)
+
+
+async def test_a_refused_command_leaves_nothing_for_the_garbage_collector(delivery: Queue) -> None:
+    """The error leads to its frames, and these to the command, which may be large."""
+
+    async def ask() -> "weakref.ref[Refused]":
+        try:
+            await delivery.router.call(0, b"EVALSHA", b"0" * 40, 0, b"x" * 10_000)
+        except Refused as error:
+            return weakref.ref(error)
+        raise AssertionError("it is no script that Redis knows")
+
+    gc.disable()
+    try:
+        refused = await ask()
+        await asyncio.sleep(0)  # the event loop holds what woke this task
+    finally:
+        gc.enable()
+
+    assert refused() is None
