@@ -128,6 +128,7 @@ async def test_a_stopped_owner_of_a_shard_notes_nothing_any_more(
     await asyncio.to_thread(first.wait)
 
 
+@pytest.mark.long
 async def test_a_row_that_hangs_alone_twice_costs_no_other_row(tmp_path: Path) -> None:
     """The runtime is in the worker's process, and holds the interpreter's lock."""
     limit = 'parameters { key: "qinfer.execute_timeout_s" value { string_value: "1" } }'
@@ -168,6 +169,7 @@ async def test_a_row_in_ten_thousand_that_kills_workers_fails_alone(work: Worker
     assert len(found) == len(job.numbers)
 
 
+@pytest.mark.long
 async def test_a_worker_that_is_stopped_every_few_moments_comes_to_an_end(tmp_path: Path) -> None:
     """Each is told to end when it has begun two batches."""
     slow = "import time\ntime.sleep(0.1)\n"
