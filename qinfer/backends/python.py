@@ -8,8 +8,9 @@ https://github.com/triton-inference-server/python_backend
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -75,7 +76,9 @@ class PythonBackend:
 
     def __init__(self, models: ManagesModels | None = None) -> None:
         self._models = models
+        # What the watchdog asks while the model loads, too:
         self._probe: ReadinessProbe | None = None
+        self._interrupt: Callable[[], bool] = lambda: False
 
     def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Starts the process, imports the model and initialises it.
@@ -92,7 +95,6 @@ class PythonBackend:
         self._keeps_state = spec.sequences is not None
         self._memory: HostProcess | None = None
         self._longest_s = spec.max_timeout_s
-        self._limit_s = min(spec.warmup_timeout_s or math.inf, spec.execute_timeout_s or math.inf)
         self._streams: Streams | None = None
         self._instance_name = _names.take(spec, device)
         self._numbers = count(1)
@@ -122,6 +124,8 @@ class PythonBackend:
                 self._probe = probe
 
         self._instance = Instance(spec.name, version_dir.name, load)
+        limit_s = min(spec.warmup_timeout_s or math.inf, spec.execute_timeout_s or math.inf)
+        self._interrupt = partial(self._instance.interrupt, limit_s)
         try:
             self._instance.start()
         except BaseException:
@@ -158,7 +162,7 @@ class PythonBackend:
 
     def interrupt(self) -> bool:
         """Ends the process, if it has had a batch for as long as the model may take; returns whether it did."""
-        return self._instance.interrupt(self._limit_s)
+        return self._interrupt()
 
     def unready(self) -> str:
         """Returns why the model's own `is_ready` says that it is not ready; empty = it is, or has none."""

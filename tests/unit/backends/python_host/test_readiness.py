@@ -104,6 +104,8 @@ def test_a_traceback_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert [record.message for record in caplog.records].count("is_ready failed") == 1
 
 
-def test_an_instance_that_is_not_loaded_yet_says_nothing() -> None:
-    """The heartbeat asks while the model loads."""
-    assert PythonBackend().unready() == ""
+def test_an_instance_that_is_not_loaded_yet_is_asked_without_harm() -> None:
+    """The heartbeat and the watchdog ask while the model loads."""
+    backend = PythonBackend()
+
+    assert (backend.unready(), backend.interrupt()) == ("", False)
