@@ -377,16 +377,16 @@ async def test_jobs_are_listed(client: httpx.AsyncClient, place: Place) -> None:
 
 async def test_jobs_are_listed_by_what_they_are(client: httpx.AsyncClient, place: Place) -> None:
     spec = place.job()
-    made = await created(client, {**spec, "metadata": {"who": "me", "why": "test"}})
+    made = await created(client, {**spec, "metadata": {"by": "me", "why": "test"}})
     await created(client, place.job())
     folder = made["output_url"]
 
     async def listed(**query: Any) -> list[str]:
         return [job["id"] for job in (await client.get(JOBS, params=query)).json()["jobs"]]
 
-    assert await listed(metadata=["who=me", "why=test"]) == [made["id"]]
-    assert await listed(metadata=["who=me", "why=not"]) == []
-    assert await listed(output=folder, model=made["model"], metadata="who=me") == [made["id"]]
+    assert await listed(metadata=["by=me", "why=test"]) == [made["id"]]
+    assert await listed(metadata=["by=me", "why=not"]) == []
+    assert await listed(output=folder, model=made["model"], metadata="by=me") == [made["id"]]
     assert await listed(output=f"{folder}-2") == await listed(model="none") == []
 
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from qinfer.core.settings import LabelingSettings, LimitSettings, RedisSettings, RequestSettings, Settings
+from qinfer.labeling.tasks import Board
 from qinfer.queue import keys
 from qinfer.queue.deliveries import outbox
 from qinfer.queue.lanes import Queue
@@ -392,10 +393,7 @@ async def test_a_gateway_that_dies_leaves_it_to_another(studio: LabelStudioServe
         settings = settings_for(studio, tmp_path / "mappings")
         redis = RedisSettings.model_validate({"url": server.url})
         async with running_gateway(settings, await Queue.connect(redis)) as running:
-            running.gateway._labeling.intake.arrived.set = lambda: None  # type: ignore[method-assign]  # dies
-            pusher = running.gateway._labeling.pusher
-            assert pusher is not None
-            pusher.feed = _never  # type: ignore[method-assign]  # before it does anything
+            running.gateway._labeling.intake.feed = _never  # type: ignore[method-assign]  # dies before it takes a task
             async with httpx.AsyncClient(base_url=running.url) as client:
                 reply = await client.post("/label-studio/text/webhook", json=event(studio.add("pos", "neg")))
                 assert reply.json()["queued"] == 2
@@ -407,7 +405,7 @@ async def test_a_gateway_that_dies_leaves_it_to_another(studio: LabelStudioServe
     assert len(studio.predictions) == 2
 
 
-async def _never() -> int:
+async def _never(board: Board) -> int:
     await asyncio.Event().wait()
     return 0
 
