@@ -18,7 +18,7 @@ from tests.support.faulty_backend import CRASH, HOLD_GIL, SLOW, executed, write_
 from tests.support.jobs.shard_runs import JOB, outcomes, scored_rows
 from tests.support.python_models import execute
 from tests.support.python_models import write_model as write_python
-from tests.support.worker_processes import WorkerProcesses, resume, worker_processes
+from tests.support.worker_processes import Process, WorkerProcesses, resume, worker_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -51,6 +51,14 @@ async def settled(work: WorkerProcesses, job: Job) -> None:
 async def slow_ones(trace: Path, count: int) -> None:
     """Waits until the slow row has begun so often."""
     await eventually(lambda: trace.read_text().count(str(SLOW)) >= count, 60.0, "the slow row")
+
+
+async def begun(work: WorkerProcesses, job: Job, trace: Path) -> Process:
+    """Has a worker begin a job, and returns it when it executes the slow row."""
+    first = await work.worker(**job.environment)
+    await job.submit(work)
+    await slow_ones(trace, 1)
+    return first
 
 
 async def test_five_kills_of_workers_fail_no_row(work: WorkerProcesses, tmp_path: Path, trace: Path) -> None:
@@ -91,9 +99,7 @@ async def test_what_was_scored_before_a_stop_is_not_scored_again(
 ) -> None:
     """Each worker is told to end once the row that makes the model slow is executed."""
     job = Job(tmp_path, SLOW)
-    first = await work.worker(**job.environment)
-    await job.submit(work)
-    await slow_ones(trace, 1)
+    first = await begun(work, job, trace)
     first.send_signal(signal.SIGTERM)
     trace.with_suffix(".go").touch()
     assert await asyncio.to_thread(first.wait) == 0
@@ -110,9 +116,7 @@ async def test_a_stopped_owner_of_a_shard_notes_nothing_any_more(
 ) -> None:
     """It sleeps while another scores the shard as a suspect, and is told to end when it wakes."""
     job = Job(tmp_path, SLOW)
-    first = await work.worker(**job.environment)
-    await job.submit(work)
-    await slow_ones(trace, 1)
+    first = await begun(work, job, trace)
     first.send_signal(signal.SIGSTOP)
     second = await work.worker(**job.environment)
     await slow_ones(trace, 2)

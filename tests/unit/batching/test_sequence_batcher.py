@@ -233,20 +233,11 @@ async def test_a_step_that_fails_leaves_the_state_as_it_was() -> None:
     assert failed.state == ()
 
 
-async def test_a_model_without_its_states_fails_the_step() -> None:
-    scene = Scene(direct())
-    scene.model.answers_state = False
-    scene.adopt(1)
-    scene.send(1, 1.0)
-    scene.end()
-
-    assert scene.values == {"1.1": "output_mismatch"}
-
-
-async def test_a_state_of_another_rank_is_not_kept() -> None:
+@pytest.mark.parametrize("fault", [{"answers_state": False}, {"deepens": True}], ids=["left out", "another rank"])
+async def test_a_state_that_is_not_as_declared_fails_the_step(fault: dict[str, bool]) -> None:
     """Outputs of other shapes are passed on; states are stored as they are declared only."""
     scene = Scene(direct())
-    scene.model.deepens = True
+    vars(scene.model).update(fault)
     scene.adopt(1)
     scene.send(1, 1.0)
     scene.end()
