@@ -22,7 +22,7 @@ WORKERS = 2
 """A row fails that was alone in the hands of so many workers that died."""
 
 MOST_DEATHS = 5
-"""It fails, too, if one worker lost the shard so often while the row was alone."""
+"""A row also fails if one worker lost the shard so often while the row was alone."""
 
 MOST_DEADLY_ROWS = 16
 MOST_IDLE_DEATHS = 16

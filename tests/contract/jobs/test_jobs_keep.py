@@ -1,4 +1,4 @@
-"""What is known of a shard that is run: only its owner notes it, and only if it has read what was noted last."""
+"""Notes on a shard that is run: only its owner writes them, and only if it has read the last one."""
 
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.queue.lanes import Queue

@@ -115,7 +115,7 @@ async def test_a_sleeper_asks_redis_nothing(queue: RedisQueue, consumer: Consume
 
 @pytest.mark.parametrize("lane", [HIGH, LOW])
 async def test_an_entry_wakes_a_sleeper(queue: RedisQueue, consumer: Consumer, lane: Lane) -> None:
-    """It comes with the blocking read: nobody has to ring."""
+    """The entry comes with the blocking read, without a ring."""
     await consumer.asleep()
     rings = await calls_of(queue, "xrevrange")
 
@@ -126,7 +126,7 @@ async def test_an_entry_wakes_a_sleeper(queue: RedisQueue, consumer: Consumer, l
 
 
 async def test_levels_keep_their_order_after_a_sleep(queue: RedisQueue, consumer: Consumer) -> None:
-    """What came together is taken from the highest level on."""
+    """Entries that came together are taken from the highest level on."""
     await consumer.asleep()
     gateway = await queue.connect()
     futures = []
@@ -142,7 +142,7 @@ async def test_levels_keep_their_order_after_a_sleep(queue: RedisQueue, consumer
 
 
 async def test_an_entry_that_is_given_back_wakes_a_sleeper(queue: RedisQueue, consumer: Consumer) -> None:
-    """Its delivery count is as before."""
+    """The entry's delivery count is as before."""
     other = await queue.connect()
     await submit(other, HIGH, b"1")
     leases = await fetch(other, "b")
@@ -154,7 +154,7 @@ async def test_an_entry_that_is_given_back_wakes_a_sleeper(queue: RedisQueue, co
 
 
 async def test_an_entry_that_has_to_rest_wakes_a_sleeper_afterwards(queue: RedisQueue, consumer: Consumer) -> None:
-    """Who gave it back rings when its rest is over."""
+    """The worker that gave it back rings when its rest is over."""
     other = await queue.connect()
     await submit(other, HIGH, b"1")
     leases = await fetch(other, "b")
@@ -185,7 +185,7 @@ async def test_all_sleepers_learn_of_a_tenants_stream(queue: RedisQueue, consume
 
 
 async def test_sleepers_learn_of_a_tenants_stream_while_suspects_wait(queue: RedisQueue, consumer: Consumer) -> None:
-    """These are for `reclaim`, and wake nobody: the new stream is told of all the same."""
+    """Suspects are for `reclaim` and wake no sleeper; the new stream is told of all the same."""
     other = await queue.connect()
     await submit(other, HIGH, b"1")
     await other.release(await _suspects(other))
@@ -230,7 +230,7 @@ async def test_what_comes_when_nobody_fetches_any_more_goes_to_others(queue: Red
 
 
 async def test_a_cancelled_sleeper_takes_nothing(queue: RedisQueue) -> None:
-    """Its read ends, and what it had got goes back."""
+    """The sleeper's read ends, and the entries that it had got go back."""
     consumer, other = Consumer(queue, await ready(queue)), await queue.connect()
     await consumer.asleep()
     await consumer.cancel()
@@ -242,7 +242,7 @@ async def test_a_cancelled_sleeper_takes_nothing(queue: RedisQueue) -> None:
 
 
 async def test_a_fetch_of_other_lanes_ends_a_sleep(queue: RedisQueue, consumer: Consumer) -> None:
-    """It sees what waits there at once."""
+    """The fetch sees at once what waits in its lanes."""
     await consumer.asleep()
     await consumer.stop()
 
@@ -253,7 +253,7 @@ async def test_a_fetch_of_other_lanes_ends_a_sleep(queue: RedisQueue, consumer: 
 
 
 async def test_sleepers_survive_that_connections_are_killed(queue: RedisQueue, consumer: Consumer) -> None:
-    """What is given back while the bell is not heard is found when it is armed again."""
+    """An entry that is given back while the bell is not heard is found when it is armed again."""
     other = await queue.connect()
     await submit(other, HIGH, b"1", b"2")
     leases = await fetch(other, "b")
