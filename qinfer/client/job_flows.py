@@ -66,6 +66,8 @@ class JobOptions(TypedDict, total=False):
         passthrough: Columns to copy to the output; `["*"]` = all.
         exclude: With `["*"]`: columns to leave out.
         merge_schema: Let columns be missing in some files: they are null there.
+        types: Column of CSV, field of JSON lines, or partition column → the type of its values, such as `int64`; by
+            default copied columns are text as written.
         partitioning: `hive` = folders such as `country=de` in the files' URLs are columns.
         partition_by: Such columns, whose folders the output has, too.
         bad_files: `fail` or `skip`: what input files do that can't be read.
@@ -100,6 +102,7 @@ class JobOptions(TypedDict, total=False):
     passthrough: Sequence[str]
     exclude: Sequence[str]
     merge_schema: bool
+    types: Mapping[str, str]
     partitioning: str
     partition_by: Sequence[str]
     bad_files: str

@@ -14,6 +14,7 @@ from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.fields import Fields
 from qinfer.jobs.columns.inputs import InputColumns, is_left_out
 from qinfer.jobs.columns.schemas import as_read, has_runs
+from qinfer.jobs.columns.texts import is_declared, type_of, typed
 from qinfer.jobs.job import JobSpec, shown
 from qinfer.jobs.text_parts import csv_column, json_texts
 from qinfer.models.spec import ModelSpec, TensorSpec
@@ -37,7 +38,9 @@ def check(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
     Raises:
         InvalidRequest: It can't; the message has the first problems.
     """
-    found = list(islice(problems(spec, model, schema), _MOST_PROBLEMS))
+    found = list(islice(_untyped(spec, model, schema), _MOST_PROBLEMS))
+    schema = typed(schema)
+    found = found or list(islice(problems(spec, model, schema), _MOST_PROBLEMS))
     found = found or list(islice(_cases(spec, model, schema), _MOST_PROBLEMS))
     if found:
         raise InvalidRequest("; ".join(found))
@@ -73,6 +76,26 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
     yield from _column_problems("exclude", spec.exclude, Fields(pa.schema([(n, pa.null()) for n in schema.names])))
     yield from _collisions(spec, written, schema)
     yield from _unwritable(spec, schema)
+
+
+def _untyped(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str]:
+    """Finds columns that the job gives types, and that have others or are not read as columns of their own."""
+    fields, copied = Fields(schema), copied_columns(spec, schema)
+    read = {*copied}.union(*(spec.columns_of(tensor.name).columns for tensor in model.inputs))
+    for name, kind in spec.column_types.items():
+        found, field = fields.field(name), f"field 'types' names '{shown(name)}'"
+        whole = next((column for column in copied if name != column and name.startswith(f"{column}.")), None)
+        if found is None:
+            yield from _column_problems("types", [name], fields)
+        elif whole is not None and len(fields.places(name)[0]) > 1:
+            yield f"{field}, and '{shown(whole)}' is copied whole; name '{shown(name)}' in 'passthrough' in its place"
+        elif name not in read:
+            yield f"{field}, which the job neither copies nor feeds to an input; leave it out"
+        elif not (is_declared(found) or found.type == type_of(kind)):
+            yield (
+                f"{field}, whose type is {shown(str(found.type))} in the inputs; types are for columns of CSV, single "
+                "texts and numbers of JSON lines, and partition columns"
+            )
 
 
 def written_outputs(spec: JobSpec, model: ModelSpec) -> tuple[TensorSpec, ...]:

@@ -66,6 +66,17 @@ ENCODINGS = frozenset(
 )
 """The encodings that CSV inputs may have, each by the name that Python gives it."""
 
+COLUMN_TYPES = (
+    *("string", "bool", "date32", "float32", "float64"),
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+    *(f"timestamp[{unit}{zone}]" for unit in ("s", "ms", "us", "ns") for zone in ("", ", tz=UTC")),
+)
+"""Types that a job may give a column of text, by their names in Arrow, and `decimal128(P, S)` of P digits, S of them a
+fraction."""
+
+_DECIMAL = re.compile(r"decimal128\(([1-9][0-9]?), ?([0-9]{1,2})\)")
+_MOST_DIGITS = 38
+
 _SHOWN = 60
 
 # What the schema says of values; `check_spec` refuses others, with the value and the remedy.
@@ -200,6 +211,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         key: A column that identifies rows, copied to the output; empty = file, row group and row number are.
         passthrough: Columns that are copied to the output; `*` = all.
         exclude: Columns that `passthrough: ["*"]` leaves out.
+        types: Column of CSV, field of JSON lines, or partition column → the type of its values, such as `int64`;
+            columns without one are copied as text. A row with another value fails.
         partitioning: `hive` = folders such as `country=de` in the files' URLs are columns, too; empty = they are not.
         bad_files: What input files do that can't be read: they fail the job, or are skipped and listed.
         priority: Shards of a higher priority go first.
@@ -245,10 +258,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     csv: Csv | msgspec.UnsetType = msgspec.UNSET
     overwrite: bool | msgspec.UnsetType = msgspec.UNSET
     merge_schema: bool | msgspec.UnsetType = msgspec.UNSET
+    types: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         """Unsets what says no more than a job without it."""
-        for name in ("overwrite", "merge_schema"):
+        for name in ("overwrite", "merge_schema", "types"):
             if not getattr(self, name):
                 msgspec.structs.force_setattr(self, name, msgspec.UNSET)
         if self.input_compression == "":
@@ -260,6 +274,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def compression_of_inputs(self) -> InputCompression:
         """The compression of CSV and JSON lines inputs; empty = by their extensions."""
         return "" if self.input_compression is msgspec.UNSET else self.input_compression
+
+    @property
+    def column_types(self) -> Mapping[str, str]:
+        """The types that the job gives columns of text, by their names."""
+        return {} if self.types is msgspec.UNSET else self.types
 
     @property
     def csv_form(self) -> Csv:
@@ -375,6 +394,7 @@ def check_spec(spec: JobSpec) -> None:
     if spec.csv is not msgspec.UNSET:
         _check_csv(spec.csv)
     _check_columns(spec)
+    _check_types(spec.column_types)
     _check_limits(spec)
 
 
@@ -465,6 +485,19 @@ def _check_columns(spec: JobSpec) -> None:
             )
     if spec.key and spec.key in spec.exclude:
         raise InvalidRequest(f"field 'exclude' names '{shown(spec.key)}', which is the job's key")
+
+
+def _check_types(types: Mapping[str, str]) -> None:
+    _check_names("types", tuple(types))
+    for column, name in types.items():
+        decimal = _DECIMAL.fullmatch(name)
+        is_decimal = decimal is not None and int(decimal[2]) <= int(decimal[1]) <= _MOST_DIGITS
+        if name not in COLUMN_TYPES and not is_decimal:
+            raise InvalidRequest(
+                f"field 'types.{shown(column)}' is '{shown(name)}', which is no type of a column; there are "
+                f"{', '.join(COLUMN_TYPES)}, and decimal128(P, S) of P digits, at most {_MOST_DIGITS}, S of them a "
+                "fraction"
+            )
 
 
 def _check_null(field: str, given: Columns) -> None:

@@ -20,6 +20,7 @@ from qinfer.jobs.check import check, copied_columns
 from qinfer.jobs.columns.fields import Fields, replaced
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.schemas import common_field, encode_schema, filled
+from qinfer.jobs.columns.texts import is_declared
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
 from qinfer.jobs.plan import PLAN_NAME, SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned, url_of
 from qinfer.jobs.rows.csv_quotes import guessed_escape
@@ -484,6 +485,8 @@ class _CommonColumns:
         new, known = Fields(schema), Fields(self._schema)
         for name in sorted(copied | fed):
             here, there = new.field(name), known.field(name)
+            if is_declared(here) and is_declared(there):
+                continue
             if self._has_unnamed and name not in fed and name != self._spec.key:
                 self._merge_unnamed(url, here, there)
                 continue

@@ -20,11 +20,13 @@ from qinfer.cli.jobs.jobs import (
     InputFormatOption,
     InputsArgument,
     KeyOption,
+    MergeSchemaOption,
     NullOption,
     OutputTensorOption,
     PriorityOption,
     QuoteOption,
     ShapeOption,
+    TypeOption,
     csv_form,
     pairs,
     read_columns,
@@ -107,6 +109,8 @@ def compare(
     column: ColumnOption = None,
     shape: ShapeOption = None,
     null: NullOption = None,
+    merge_schema: MergeSchemaOption = False,
+    column_type: TypeOption = None,
     key: KeyOption = "",
     priority: PriorityOption = "normal",
     url: UrlOption = DEFAULT_URL,
@@ -135,8 +139,7 @@ def compare(
         done = _scored(client, targets, inputs, output or beside(inputs[0]), _options(context.params))
     comparison = OutputComparison(outputs, rules, show_rows, redact=redact)
     comparison.read(*(JobRows(status.output_url) for status in done))
-    found = comparison.result(_name(done[0]), _name(done[1]), others, allow)
-    _show(found, as_json=as_json)
+    _show(comparison.result(_name(done[0]), _name(done[1]), others, allow), as_json=as_json)
 
 
 def _show(found: "Comparison", *, as_json: bool) -> None:
@@ -203,6 +206,8 @@ def _options(given: Mapping[str, Any]) -> "JobOptions":
         "input_format": given["input_format"],
         "input_compression": given["input_compression"],
         "csv": csv_form(given),
+        "merge_schema": given["merge_schema"],
+        "types": pairs("--type", given["column_type"] or []),
         "tensors": given["output_tensor"] or [],
         "key": given["key"],
         "priority": given["priority"],

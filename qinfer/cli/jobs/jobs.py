@@ -127,6 +127,14 @@ ExcludeOption = Annotated[
 MergeSchemaOption = Annotated[
     bool, typer.Option("--merge-schema", help="Columns may be missing in some files: they are null there.")
 ]
+TypeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--type",
+        help="COLUMN=TYPE: the type of a column of CSV, a field of JSON lines, or a partition column, such as int64, "
+        "float64, date32, timestamp[us]; a row with another value fails. Default: what is copied is text as written.",
+    ),
+]
 PartitioningOption = Annotated[
     str, typer.Option("--partitioning", help="hive: folders such as country=de are columns; default: they are not.")
 ]
@@ -195,6 +203,7 @@ _OPTIONS = {
     "output_format": "format",
     "output_tensor": "tensors",
     "output_column": "output_columns",
+    "column_type": "types",
     "deadline": "deadline_s",
     "job_id": "id",
 }
@@ -271,6 +280,7 @@ def submit(
     passthrough: PassthroughOption = None,
     exclude: ExcludeOption = None,
     merge_schema: MergeSchemaOption = False,
+    column_type: TypeOption = None,
     partitioning: PartitioningOption = "",
     partition_by: PartitionByOption = None,
     bad_files: BadFilesOption = "",
@@ -349,6 +359,7 @@ def job_options(given: Mapping[str, Any]) -> "JobOptions":
         "metadata": pairs("--metadata", given["metadata"] or []),
         "output_column": pairs("--output-column", given["output_column"] or []),
         "top_k": _numbers("--top-k", given["top_k"] or []),
+        "column_type": pairs("--type", given["column_type"] or []),
     }
     found = {_OPTIONS.get(name, name): read.get(name, value) for name, value in given.items() if name not in _OTHERS}
     found["csv"] = csv_form(given)

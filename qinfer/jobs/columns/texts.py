@@ -1,4 +1,13 @@
-"""Numbers that are text, since they are copied as well and have to stay as they are written. Pure."""
+"""Columns of text with values of other types: the job says so, or they are copied as well as fed to an input. Pure.
+
+A column that is only copied stays as it is written. Where the job gives a column a type (`JobSpec.types`), the column is
+text in the plan and as it is read, with a note of that type; `TypedColumns` makes its values, and another cell is an
+error of its row.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -7,20 +16,62 @@ import pyarrow.csv
 
 from qinfer.errors import ErrorCode
 from qinfer.jobs.columns.row_errors import RowErrors
+from qinfer.jobs.job import shown
+
+if TYPE_CHECKING:
+    from qinfer.jobs.rows.shard_rows import RowBatch
 
 READ_AS = b"qinfer.read_as"
 """In the notes of a column of text: the type that inputs read its values as."""
+
+DECLARED = b"qinfer.type"
+"""In the notes of a column of text: the type that the job gives it, by the name that the job has for it."""
 
 JSON_NUMBER = b"qinfer.json_number"
 """In the notes of a field of text: the texts are numbers as JSON has them."""
 
 _NULLS = pa.array(pa.csv.ConvertOptions().null_values)
+_DECIMAL = re.compile(r"decimal128\((?P<digits>\d+), ?(?P<fraction>\d+)\)")
+
+
+def type_of(name: str) -> pa.DataType:
+    """Returns the type of a name of `qinfer.jobs.job.COLUMN_TYPES`, or of a decimal."""
+    if decimal := _DECIMAL.fullmatch(name):
+        return pa.decimal128(int(decimal["digits"]), int(decimal["fraction"]))
+    plain, zone, _ = name.partition(", tz=UTC")
+    return pa.timestamp(plain.removeprefix("timestamp["), "UTC") if zone else pa.type_for_alias(plain)
+
+
+def declared(field: pa.Field, name: str, *, is_json: bool = False) -> pa.Field:
+    """Returns a column as text, with the type that the job gives it in its notes."""
+    notes = {DECLARED: name, JSON_NUMBER: "1"} if is_json else {DECLARED: name}
+    return field.with_type(pa.string()).with_metadata(notes)
+
+
+def is_declared(field: pa.Field | None) -> bool:
+    """Tells whether a column is text that the job gives a type."""
+    return field is not None and DECLARED in (field.metadata or {})
+
+
+def typed(schema: pa.Schema) -> pa.Schema:
+    """Returns columns in the types that the job gives them."""
+    return pa.schema([_typed(field) for field in schema])
+
+
+def _typed(field: pa.Field) -> pa.Field:
+    if is_declared(field):
+        return field.with_type(read_type(field)).remove_metadata()
+    if pa.types.is_struct(field.type):
+        return field.with_type(pa.struct([_typed(inner) for inner in field.type]))
+    return field
 
 
 def leaf_of(field: pa.Field) -> pa.DataType:
-    """Returns the type that inputs read a field's values as: its own, or that of the numbers that are text."""
-    noted = (field.metadata or {}).get(READ_AS)
-    return pa.type_for_alias(noted.decode()) if noted else field.type
+    """Returns the type that inputs read a field's values as: its own, or that of the values that are text."""
+    notes = field.metadata or {}
+    if DECLARED in notes:
+        return type_of(notes[DECLARED].decode())
+    return pa.type_for_alias(notes[READ_AS].decode()) if READ_AS in notes else field.type
 
 
 def read_type(field: pa.Field) -> pa.DataType:
@@ -46,24 +97,88 @@ def numbers(texts: pa.Array, field: pa.Field, decimal_point: str, errors: RowErr
     kind = read_type(field)
     if JSON_NUMBER in (field.metadata or {}) or pa.types.is_nested(kind):
         return texts.cast(kind)
+    values, wrong = _parsed(_plain(texts, kind, decimal_point), kind)
+    if wrong:
+        message = f"column '{field.name}' has a value that is no {kind}, such as '{texts[wrong[0]].as_py()[:40]}'"
+        errors.mark(np.array(wrong), ErrorCode.INVALID_REQUEST, message)
+    return values
+
+
+class TypedColumns:
+    """Makes the values of the columns to which the job gives types.
+
+    Args:
+        schema: The columns that batches have, as they are read.
+        decimal_point: The character before the fraction of a number in CSV.
+    """
+
+    def __init__(self, schema: pa.Schema, decimal_point: str) -> None:
+        self._fields = [field for field in schema if is_declared(field)]
+        self._decimal_point = decimal_point
+
+    def of(self, batch: "RowBatch", errors: RowErrors) -> "RowBatch":
+        """Returns a batch with values in place of texts; marks the rows with other cells."""
+        record = batch.record
+        for field in self._fields:
+            texts, kind = record.column(field.name), read_type(field)
+            is_json = JSON_NUMBER in field.metadata
+            values, wrong = _parsed(texts if is_json else _plain(texts, kind, self._decimal_point), kind)
+            for row, (number, url) in _places(batch, wrong):
+                text = shown(texts[row].as_py())
+                message = f"column '{field.name}' has '{text}' in row {number} of '{url}', which is no {kind}"
+                errors.mark(np.array([row]), ErrorCode.INVALID_REQUEST, message)
+            record = record.set_column(record.schema.get_field_index(field.name), field.name, values)
+        return batch._replace(record=record)
+
+
+def _places(batch: "RowBatch", rows: list[int]) -> Iterator[tuple[int, tuple[int, str]]]:
+    """Yields rows of a batch in order, each with its number in its file, and the file."""
+    segments, first = iter(batch.segments), 0
+    segment = next(segments, None)
+    for row in rows:
+        while segment is not None and row >= first + segment.rows:
+            first += segment.rows
+            segment = next(segments, None)
+        assert segment is not None
+        yield row, (segment.first_row + row - first, segment.url)
+
+
+def _plain(texts: pa.Array, kind: pa.DataType, decimal_point: str) -> pa.Array:
+    """Returns cells of CSV as a type's values are written: without spaces around them, empty ones and `NA` as null."""
+    if pa.types.is_string(kind):
+        return texts
     plain = pc.utf8_trim_whitespace(texts)
     plain = pc.if_else(pc.is_in(plain, _NULLS), None, plain)
-    if decimal_point != ".":
-        plain = pc.if_else(pc.match_substring(plain, "."), "?", pc.replace_substring(plain, decimal_point, "."))
+    if decimal_point == "." or pa.types.is_temporal(kind):
+        return plain
+    return pc.if_else(pc.match_substring(plain, "."), "?", pc.replace_substring(plain, decimal_point, "."))
+
+
+def _parsed(texts: pa.Array, kind: pa.DataType) -> tuple[pa.Array, list[int]]:
+    """Returns the values of texts, and the rows of those that are none, which are null."""
     try:
-        return plain.cast(kind)
+        values = texts.cast(kind)
+        wrong = _endless(texts, values)
     except pa.ArrowInvalid:
-        wrong = [number for number, text in enumerate(plain) if not _can_be(text, kind)]
-    message = f"column '{field.name}' has a value that is no {kind}, such as '{texts[wrong[0]].as_py()[:40]}'"
-    errors.mark(np.array(wrong), ErrorCode.INVALID_REQUEST, message)
-    mask = np.zeros(len(plain), np.bool_)
+        wrong = [row for row, text in enumerate(texts) if not _can_be(text, kind)]
+    if not wrong:
+        return values, wrong
+    mask = np.zeros(len(texts), np.bool_)
     mask[wrong] = True
-    return pc.if_else(pa.array(mask), None, plain).cast(kind)
+    return pc.if_else(pa.array(mask), None, texts).cast(kind), wrong
+
+
+def _endless(texts: pa.Array, values: pa.Array) -> list[int]:
+    """Returns the rows of finite numbers that a type of floats has no value for."""
+    if not pa.types.is_floating(values.type) or not pc.any(pc.is_inf(values)).as_py():
+        return []
+    finite = pc.and_(pc.is_inf(values), pc.match_substring_regex(texts, "[0-9]"))
+    return [int(row) for row in np.flatnonzero(finite.fill_null(False).to_numpy(zero_copy_only=False))]
 
 
 def _can_be(text: pa.Scalar, kind: pa.DataType) -> bool:
     try:
-        text.cast(kind)
+        value = text.cast(kind)
     except pa.ArrowInvalid:
         return False
-    return True
+    return not _endless(pa.array([text.as_py()], pa.string()), pa.array([value.as_py()], kind))

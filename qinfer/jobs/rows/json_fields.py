@@ -27,6 +27,7 @@ _WORDS: Mapping[type, str] = {
     list: "a list",
     dict: "an object",
 }
+_SCALARS = (int, float, str)
 _INT64 = range(-(2**63), 2**63)  # beyond it, pyarrow takes numbers for floats
 
 
@@ -82,17 +83,19 @@ class JsonFields:
     Args:
         known: The fields of the lines before.
         lines: How many lines that were.
+        declared: The fields to which the job gives types: numbers and texts of them are one kind, text.
 
     Attributes:
         rows: How many objects were added.
         mixed: The fields of several kinds.
     """
 
-    def __init__(self, known: pa.Schema, lines: int) -> None:
+    def __init__(self, known: pa.Schema, lines: int, declared: Collection[str] = ()) -> None:
         self.rows = 0
         self.mixed: list[Mixed] = []
         self._line = lines
         self._count = 0
+        self._declared = declared
         self._whole = self._of_type(pa.struct(list(known)))
 
     def add(self, block: bytes) -> None:
@@ -127,6 +130,8 @@ class JsonFields:
         if value is None or (owner or field).is_mixed:
             return
         kind = float if type(value) is int and value not in _INT64 else type(value)
+        if self._declared and owner is None and ".".join(path) in self._declared and kind in _SCALARS:
+            kind = str
         if field.kind is None or {field.kind, kind} == {int, float}:
             field.kind = kind if field.kind is None else float
         elif field.kind is not kind:

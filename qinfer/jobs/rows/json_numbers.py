@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from qinfer.jobs.columns.casts import is_number
-from qinfer.jobs.columns.texts import JSON_NUMBER, READ_AS, leaf_of
+from qinfer.jobs.columns.texts import JSON_NUMBER, READ_AS, is_declared, leaf_of
 from qinfer.jobs.text_parts import json_texts
 
 Path = tuple[str, ...]
@@ -158,7 +158,7 @@ def _is_whole(token: str) -> bool:
 def _unmarked(field: pa.Field) -> pa.Field:
     if JSON_NUMBER not in (field.metadata or {}):
         return field
-    return field.with_type(leaf_of(field)).remove_metadata()
+    return (field if is_declared(field) else field.with_type(leaf_of(field))).remove_metadata()
 
 
 def _marked(field: pa.Field) -> pa.Field:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 import pyarrow as pa
 
 from qinfer.errors import InvalidRequest
+from qinfer.jobs.columns.texts import declared
 from qinfer.jobs.job import JobSpec, shown
 from qinfer.jobs.rows.text_types import TextTypes
 from qinfer.storage.hive import Values, number_columns, partition_folders, partition_values
@@ -93,12 +94,10 @@ def _schema(urls: Sequence[str], types: TextTypes) -> pa.Schema:
             yield values
 
     numbers = number_columns(checked())
-    return pa.schema(
-        [
-            (name, pa.int64() if name in numbers - texts and types.wanted.get(name) != pa.string() else pa.string())
-            for name in names
-        ]
-    )
+    whole = {name for name in numbers - texts if types.wanted.get(name) != pa.string()}
+    fields = [pa.field(name, pa.int64() if name in whole else pa.string()) for name in names]
+    given = types.declared
+    return pa.schema([declared(field, given[field.name]) if field.name in given else field for field in fields])
 
 
 def _changes(value: str | None) -> bool:

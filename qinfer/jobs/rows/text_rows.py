@@ -33,7 +33,7 @@ from qinfer.jobs.rows.json_numbers import (
 )
 from qinfer.jobs.rows.text_cuts import CUT_BYTES, first_row, row_blocks
 from qinfer.jobs.rows.text_streams import BLOCK_BYTES, BOM, ForwardOnly, NotText, TextFormat, TextStream
-from qinfer.jobs.rows.text_types import TextTypes, csv_schema, joined, json_schema
+from qinfer.jobs.rows.text_types import TextTypes, csv_schema, joined, json_declared, json_schema, json_texts
 
 MAX_COLUMNS = 10_000
 """A CSV file may have so many, and JSON lines so many fields."""
@@ -193,14 +193,14 @@ class _Json:
         floats = {path for path, kind in found.items() if pa.types.is_floating(kind)}
         texts = self._changed | (floats & self._large) | {path for path in floats if _dotted(path) == self._types.key}
         texts = {path for path in texts if self._types.is_copied(_dotted(path))}
-        self.schema = pa.schema([marked(field, texts) for field in self.schema])
+        self.schema = json_declared(pa.schema([marked(field, texts) for field in self.schema]), self._types)
 
     def _read(self, part: bytes) -> tuple[pa.Schema, int]:
         """Returns the fields of some lines, and how many rows they are."""
         table = read_lines(part, None)
         if table.num_columns > MAX_COLUMNS:
             raise NotText(f"its lines have more than {MAX_COLUMNS} fields")
-        schema = json_schema(table.schema)
+        schema = json_texts(json_schema(table.schema), self._types)
         if self._types.copied and any(numbers(field) for field in schema):
             self._changed |= changed(table, read_lines(quoted(part), texts_of(schema)))
             self._large |= large(table)
@@ -213,13 +213,13 @@ class _Json:
             pyarrow.ArrowInvalid: Other than by fields of several kinds.
             NotText: The job names such a field.
         """
-        fields = JsonFields(self.schema, self._lines)
+        fields = JsonFields(self.schema, self._lines, self._types.declared)
         try:
             fields.add(part)
         except (ValueError, RecursionError):  # no JSON, or what this parser takes for none
             raise error from None
         if not fields.mixed:
-            raise error
+            self._check_texts(part, fields.schema(), error)
         for field in fields.mixed:
             if field.is_read(self._types.named):
                 raise NotText(f"{field}, and the job reads it; write it the same way in all lines")
@@ -232,6 +232,16 @@ class _Json:
             self._changed |= texts
             self._large |= whole
         return fields.rows
+
+    def _check_texts(self, part: bytes, schema: pa.Schema, error: pa.ArrowInvalid) -> None:
+        """Looks whether lines can be read where some fields are text because the job gives them types.
+
+        Raises:
+            pyarrow.ArrowInvalid: They can't, or the job gives none.
+        """
+        if not self._types.declared:
+            raise error
+        read_lines(quoted(part), texts_of(schema))
 
 
 def open_text(

@@ -2,17 +2,17 @@
 
 CSV has no types. A column that is copied stays the text that it is. Of a column that feeds an input, the first block of
 a file shows what its values look like, and the input's datatype goes before; where it is copied, too, it is text that
-`InputColumns` reads the values of.
+`InputColumns` reads the values of. A column that the job gives a type is text that `TypedColumns` reads the values of.
 In JSON lines a text is a text and a number a number, and a field has the type that holds the values of all lines.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from qinfer.jobs.columns.casts import is_number
-from qinfer.jobs.columns.texts import READ_AS
+from qinfer.jobs.columns.texts import READ_AS, declared
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.rows.text_streams import PLAIN, InputForm
 from qinfer.models.spec import ModelSpec
@@ -29,6 +29,7 @@ class TextTypes(NamedTuple):
         form: What the job says of the files.
         named: The columns that the job names: inputs, the key, and those that are copied.
         copied: The columns that are copied, the key among them; `*` = all.
+        declared: Column → the type that the job gives it, by its name.
     """
 
     wanted: Mapping[str, pa.DataType | None]
@@ -36,6 +37,7 @@ class TextTypes(NamedTuple):
     form: InputForm = PLAIN
     named: frozenset[str] = frozenset()
     copied: frozenset[str] = frozenset()
+    declared: Mapping[str, str] = {}
 
     def is_copied(self, name: str) -> bool:
         """Tells whether a column or a field is in the output."""
@@ -54,7 +56,7 @@ def text_types(spec: JobSpec, model: ModelSpec) -> TextTypes:
             wanted[name] = kind if wanted.get(name, kind) == kind else None
     copied = frozenset(spec.passthrough).union({spec.key} - {""})
     named = frozenset(wanted).union(copied - {"*"})
-    return TextTypes(wanted, spec.key, InputForm.of(spec), named, copied)
+    return TextTypes(wanted, spec.key, InputForm.of(spec), named, copied, spec.column_types)
 
 
 def csv_schema(guessed: pa.Schema, types: TextTypes) -> pa.Schema:
@@ -75,6 +77,40 @@ def without_null(schema: pa.Schema) -> pa.Schema:
 def json_schema(guessed: pa.Schema) -> pa.Schema:
     """Returns fields of JSON lines in the types that they are read as: what looks like a date is a text, too."""
     return pa.schema([(field.name, _as_text(field.type)) for field in guessed])
+
+
+def json_texts(schema: pa.Schema, types: TextTypes) -> pa.Schema:
+    """Returns fields of JSON lines with text in place of the numbers to which the job gives types."""
+    return _at_declared(
+        schema, types, lambda field, _: field.with_type(pa.string()) if is_number(field.type) else field
+    )
+
+
+def json_declared(schema: pa.Schema, types: TextTypes) -> pa.Schema:
+    """Returns fields of all lines, those that are text or null with notes of the types that the job gives them."""
+    kinds = (pa.string(), pa.null())
+    return _at_declared(
+        schema, types, lambda field, name: declared(field, name, is_json=True) if field.type in kinds else field
+    )
+
+
+def _at_declared(
+    schema: pa.Schema, types: TextTypes, change: Callable[[pa.Field, str], pa.Field], within: str = ""
+) -> pa.Schema:
+    if not types.declared:
+        return schema
+    fields = []
+    for field in schema:
+        path = within + field.name
+        if path in types.declared:
+            fields.append(change(field, types.declared[path]))
+        elif pa.types.is_struct(field.type):
+            fields.append(
+                field.with_type(pa.struct(_at_declared(pa.schema(list(field.type)), types, change, f"{path}.")))
+            )
+        else:
+            fields.append(field)
+    return pa.schema(fields)
 
 
 def joined(one: pa.Schema, other: pa.Schema) -> pa.Schema:
@@ -98,6 +134,8 @@ def _kind(datatype: str) -> pa.DataType:
 
 def _decided(guessed: pa.Field, types: TextTypes) -> pa.Field:
     kind = guessed.type
+    if guessed.name in types.declared:
+        return declared(guessed, types.declared[guessed.name])
     if pa.types.is_binary(kind):  # bytes that are not UTF-8 are no string
         return guessed
     if guessed.name not in types.wanted:

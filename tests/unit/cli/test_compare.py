@@ -115,7 +115,7 @@ def test_text_has_the_options_of_submit(scene: Scene) -> None:
     scene.outputs([table()], [table()])
     options = (
         "--input-format csv --input-compression gzip --delimiter ; --quote ' --escape none --decimal-point , "
-        "--encoding latin-1 --no-header --column-names id,x"
+        "--encoding latin-1 --no-header --column-names id,x --merge-schema --type id=int64"
     )
 
     code, _, err = scene.run(*options.split())
@@ -123,6 +123,7 @@ def test_text_has_the_options_of_submit(scene: Scene) -> None:
     assert code == 0, err
     bodies = [json.loads(one.content) for one in scene.server.requests if one.method == "POST"]
     assert [(body["input_format"], body["input_compression"]) for body in bodies] == [("csv", "gzip")] * 2
+    assert [(body["merge_schema"], body["types"]) for body in bodies] == [(True, {"id": "int64"})] * 2
     assert [body["csv"] for body in bodies] == [
         {
             "delimiter": ";",

@@ -127,6 +127,14 @@ def test_schemas_are_merged_on_demand(gateway: Talk) -> None:
     assert sent(server)["merge_schema"] is True
 
 
+def test_columns_get_types(gateway: Talk) -> None:
+    server = gateway(job("planning", 201))
+
+    run("submit", "m", IN, OUT, "--type", "id=int64", "--type", "at=timestamp[us, tz=UTC]")
+
+    assert sent(server)["types"] == {"id": "int64", "at": "timestamp[us, tz=UTC]"}
+
+
 def test_all_that_can_be_said(gateway: Talk) -> None:
     """Each option has its field."""
     server = gateway(job("planning", 201))

@@ -15,10 +15,12 @@ import pyarrow as pa
 from qinfer.core.retry import Backoff
 from qinfer.core.store_urls import Grant, is_below
 from qinfer.errors import Conflict, ErrorCode, QinferError, StoreNotFound, StoreUnavailable
+from qinfer.jobs.columns.fields import select
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.outputs import OutputColumns
 from qinfer.jobs.columns.row_errors import BAD_FILE, RowErrors
 from qinfer.jobs.columns.schemas import decode_schema
+from qinfer.jobs.columns.texts import TypedColumns, typed
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.parts import PartBroken, PartWriter, Split, part_metadata, validate_part
 from qinfer.jobs.plan import PlanHead, Shard, url_of
@@ -177,9 +179,10 @@ class ShardFiles:
         schema = decode_schema(task.head.schema)
         urls = [part.url for part in task.shard.ranges]
         # First, for it checks all names.
-        self._outputs = OutputColumns(task.spec, task.model, schema, urls)
-        inputs = InputColumns(task.spec, task.model, schema)
+        self._outputs = OutputColumns(task.spec, task.model, typed(schema), urls)
+        inputs = InputColumns(task.spec, task.model, typed(schema))
         columns = tuple(dict.fromkeys((*inputs.columns, *self._outputs.copied)))
+        values = TypedColumns(select(schema, columns), task.spec.csv_form.decimal_point)
         with closing(self._reader(columns, schema)) as reader:
             rows = _STREAMED_ROWS if task.model.decoupled else _FIRST_ROWS
             while chunks.reserve():
@@ -191,6 +194,7 @@ class ShardFiles:
                     errors = _unread(batch, reader.limits.rows_bytes)
                     if self.step.is_deadly:
                         errors.mark(np.ones(batch.record.num_rows, np.bool_), EXECUTION_FAILED, DEADLY)
+                    batch = values.of(batch, errors)
                     chunk = Chunk(batch, inputs.decode(batch.record, errors))
                 chunks.add(chunk)
                 if not task.model.decoupled:
@@ -296,7 +300,7 @@ class ShardFiles:
             OSError: The spool folder can't be written.
         """
         task = self._task
-        schema = decode_schema(task.head.schema)
+        schema = typed(decode_schema(task.head.schema))
         writer = self._new_writer(
             OutputColumns(task.spec, task.model, schema, [part.url for part in task.shard.ranges])
         )
