@@ -286,6 +286,12 @@ class BulkSettings(Section):
     max_read_bytes: int = Field(
         64 * 2**20, gt=0, description="Approximate number of decoded bytes in memory while a shard is read."
     )
+    max_footer_bytes: int = Field(
+        16 * 2**20,
+        ge=2**20,
+        le=256 * 2**20,
+        description="Largest footer of an input file of Parquet or Arrow; it may take eight times as much in memory.",
+    )
     plan_threads: int = Field(16, gt=0, description="Number of threads that read footers when a job is planned.")
     plan_timeout_s: float = Field(3600.0, gt=0, description="Seconds that planning or finishing a job may take.")
     max_jobs: int = Field(1000, gt=0, description="Maximum unfinished jobs of a tenant; further ones are refused.")

@@ -4,6 +4,9 @@ A URL has one spelling here, `scheme://bucket/key` or `file:///directory/file`, 
 is it, or a folder that it is in: `s3://data/in` allows `s3://data/in/x.parquet`, and neither `s3://data/inside` nor
 `s3://data-2`. A pattern such as `*.parquet` stands for names within its folder, and may be in a key only.
 
+A name is what it is: `%20`, `#` and `?` stand for themselves, and stores are asked for them so. Names that some reader
+may take for another are refused.
+
 What is decided here is decided by the text. Where links in a `file://` directory lead is looked at when an object is
 opened (`qinfer.storage.within`).
 """
@@ -11,6 +14,7 @@ opened (`qinfer.storage.within`).
 import re
 from collections.abc import Sequence
 from typing import Self
+from urllib.parse import unquote
 
 import msgspec
 
@@ -20,8 +24,13 @@ _ALIASES = {"s3a": "s3", "gcs": "gs", "local": "file", "abfs": "az"}
 _WITH_ACCOUNT = {"abfs", "abfss"}  # abfss://container@account.dfs.core.windows.net/key
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _AUTHORITY = re.compile(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?")
-_HIDDEN = re.compile(r"%(2e|2f|5c|25|00)", re.IGNORECASE)  # `.`, `/`, `\`, `%` and zero, to those who decode
-_UNSAFE = re.compile(r"[\x00-\x1f\x7f\\?#]|^ | $")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
+_UNSAFE = re.compile(rf"{_CONTROL.pattern}|^ | $")
+# Drivers take the first for versions of an object; the others are credentials.
+_QUERY = re.compile(
+    r"\?(?:[^/]*&)?(?:versionid|generation|x-(?:amz|goog)-[a-z-]+|awsaccesskeyid|sig|signature|token)=", re.I
+)
+_DECODINGS = 3  # more layers of percent signs are refused
 _LONGEST = 2048
 _SHOWN = 120
 
@@ -145,10 +154,10 @@ def _parsed(url: str) -> _Place:
     authority, _, path = rest.partition("/")
     if "@" in authority and not (scheme in _WITH_ACCOUNT and ":" not in authority):
         raise InvalidRequest("a store's URL may not hold credentials; they come from the store's own variables")
-    if _UNSAFE.search(rest) or _HIDDEN.search(rest):
+    if _UNSAFE.search(rest) or _QUERY.search(rest) or _hides(path):
         raise InvalidRequest(
-            f"'{_shown(re.split('[?#]', url)[0])}': a store's URL may hold no control characters, '\\', '?', '#', no "
-            "space at an end, and no encoded '.', '/' or '%'"
+            f"'{_shown(url.partition('?')[0])}': a store's URL may hold no control characters, '\\', no space at an "
+            "end, no query with a version or credentials, and no '..', '.' or '\\' that is percent-encoded"
         )
     if "@" in authority:
         _check_account(authority)
@@ -161,6 +170,18 @@ def _parsed(url: str) -> _Place:
             f"'{_shown(url)}': a store's URL may not hold '..', '.' or empty parts; write out where it leads"
         )
     return scheme, authority.removesuffix("localhost") if scheme == "file" else authority, segments
+
+
+def _hides(path: str) -> bool:
+    """Tells whether a path leads somewhere else, or holds what no path may, once it is percent-decoded."""
+    for _ in range(_DECODINGS):
+        decoded = unquote(path)
+        if decoded == path:
+            return False
+        if _CONTROL.search(decoded) or {".", ".."}.intersection(decoded.split("/")):
+            return True
+        path = decoded
+    return unquote(path) != path
 
 
 def _check_account(authority: str) -> None:

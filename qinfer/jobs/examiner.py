@@ -51,11 +51,13 @@ class Hello(msgspec.Struct, array_like=True):
         allow: The URL prefixes of the stores whose drivers are loaded at once.
         max_bytes: Memory that this process may have.
         notes: The descriptor of the file in which this process keeps the URLs of the files that it is reading.
+        footer_bytes: The size that the footer of an input file may have.
     """
 
     allow: tuple[str, ...]
     max_bytes: int
     notes: int
+    footer_bytes: int
 
 
 class CheckJob(msgspec.Struct, array_like=True, tag=True):
@@ -200,7 +202,7 @@ def main() -> int:
     threading.Thread(target=_listen, args=(sys.stdin.buffer, messages), daemon=True).start()
     hello = msgspec.msgpack.decode(messages.get(), type=Hello)
     _limit(hello.max_bytes)
-    do, notes = _loaded(hello.allow), _Notes(hello.notes)
+    do, notes = _loaded(hello.allow, hello.footer_bytes), _Notes(hello.notes)
     has_come = packed(Answer())
     _write(outbox, has_come)
     while True:
@@ -244,7 +246,7 @@ def _be_first_to_go() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _loaded(allow: Sequence[str]) -> _Do:
+def _loaded(allow: Sequence[str], footer_bytes: int) -> _Do:
     """Loads what does the work, and the drivers of the stores that jobs may use."""
     try:
         from qinfer.jobs.parts import part_of, set_aside
@@ -267,12 +269,13 @@ def _loaded(allow: Sequence[str]) -> _Do:
 
     def do(work: Work, notes: _Notes) -> bytes:
         if isinstance(work, CheckJob):
-            examine(work.spec, work.model, work.grant)
+            examine(work.spec, work.model, work.grant, footer_bytes)
             return b""
         if isinstance(work, PlanJob):
-            return encode_plan(make_plan(work.job, work.pace, threads=work.threads, reading=notes.reading))
+            options = {"threads": work.threads, "footer_bytes": footer_bytes}
+            return encode_plan(make_plan(work.job, work.pace, **options, reading=notes.reading))
         if isinstance(work, EstimateJob):
-            return msgspec.msgpack.encode(estimate(work.job, work.pace, work.threads))
+            return msgspec.msgpack.encode(estimate(work.job, work.pace, work.threads, footer_bytes))
         function = part_of if isinstance(work, ReadParts) else set_aside
         parts, stores = work.parts, writable(work.parts.grant)
 

@@ -126,6 +126,7 @@ class ExaminerPool:
     ) -> None:
         self._allow = settings.stores.allow
         self._max_bytes = shares * settings.bulk.max_examine_bytes
+        self._footer_bytes = settings.bulk.max_footer_bytes
         self._bound = f"{shares} times " * (shares > 1) + "QINFER_BULK__MAX_EXAMINE_BYTES"
         self._plan_s = min(int(settings.bulk.plan_timeout_s) + _PLAN_MARGIN_S, _LONGEST_S)
         self._is_wanted = settings.bulk.enabled and bool(settings.stores.allow)
@@ -293,7 +294,7 @@ class ExaminerPool:
         child, reason = None, ""
         try:
             child = await _Child.start(self._command, self._inherited | _ENVIRONMENT, self._bound)
-            await child.greet(self._allow, self._max_bytes)
+            await child.greet(self._allow, self._max_bytes, self._footer_bytes)
             self._is_starting = False
             self._free(child)
             if self._line:
@@ -434,19 +435,20 @@ class _Child:
             return f"it needs more memory than {self._bound}"
         return signal_name(-code) or f"exit code {code}"
 
-    async def greet(self, allow: tuple[str, ...], max_bytes: int) -> None:
+    async def greet(self, allow: tuple[str, ...], max_bytes: int, footer_bytes: int) -> None:
         """Sends the first message, and waits until the process has loaded what it needs.
 
         Args:
             allow: The URL prefixes that jobs may use.
             max_bytes: Memory that the process may have.
+            footer_bytes: The size that the footer of an input file may have.
 
         Raises:
             _Ended: It can't, or not in time.
         """
         try:
             async with asyncio.timeout(_START_S):
-                await self._say(packed(Hello(allow, max_bytes, self._notes.fileno())))
+                await self._say(packed(Hello(allow, max_bytes, self._notes.fileno(), footer_bytes)))
                 await self._answer()
         except TimeoutError:
             raise _Ended(f"it is not ready after {_START_S:g} s") from None

@@ -76,6 +76,7 @@ fraction."""
 
 _DECIMAL = re.compile(r"decimal128\(([1-9][0-9]?), ?([0-9]{1,2})\)")
 _MOST_DIGITS = 38
+_PATTERN = re.compile(r"/\*{1,2}(?:/|$|\.)")  # a folder may have an asterisk in its name
 
 _SHOWN = 60
 
@@ -401,7 +402,7 @@ def check_spec(spec: JobSpec) -> None:
 def _check_output(output: Output) -> None:
     if not output.url:
         raise InvalidRequest("field 'output.url' is empty; name a folder, such as s3://bucket/out")
-    if "*" in output.url:
+    if _PATTERN.search(output.url):
         raise InvalidRequest("field 'output.url' may be no pattern; name one folder, such as s3://bucket/out")
     known = COMPRESSIONS[output.format]
     if output.compression not in known:

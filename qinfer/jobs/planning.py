@@ -23,6 +23,7 @@ from qinfer.jobs.columns.schemas import common_field, encode_schema, filled
 from qinfer.jobs.columns.texts import is_declared
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
 from qinfer.jobs.plan import PLAN_NAME, SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned, url_of
+from qinfer.jobs.rows.arrow_footer import FOOTER_BYTES
 from qinfer.jobs.rows.csv_quotes import guessed_escape
 from qinfer.jobs.rows.json_fields import MAX_FIELDS, Path, without
 from qinfer.jobs.rows.json_numbers import marked, marks, numbers, plain
@@ -71,13 +72,14 @@ class Examined(NamedTuple):
     schema: pa.Schema
 
 
-def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
+def examine(spec: JobSpec, model: ModelSpec, grant: Grant, footer_bytes: int = FOOTER_BYTES) -> Examined:
     """Looks whether a job can be taken; it blocks for as long as the stores take to list the inputs.
 
     Args:
         spec: The job, as `decode_spec` returns it.
         model: The model's configuration.
         grant: The URL prefixes that the job may use.
+        footer_bytes: The size that the footer of a file may have.
 
     Raises:
         InvalidRequest: An input is not there or not readable, its columns do not fit, or the output is not empty.
@@ -93,7 +95,7 @@ def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
     types = text_types(spec, model)
     partitions = Partitions([file.url for file in files], spec, types)
     try:
-        file, schema = first_schema(files, format_, spec, types)
+        file, schema = first_schema(files, format_, spec, types, footer_bytes)
     except InvalidRequest as error:
         raise InvalidRequest(error.message + _csv_hint(files, format_, spec)) from None
     if file is not None:
@@ -145,14 +147,14 @@ def _csv_hint(files: Sequence[Stat], format_: FileFormat, spec: JobSpec) -> str:
     return "".join(f"; {hint}" for hint in hints)
 
 
-def estimate(job: Unplanned, pace: Pace, threads: int) -> Estimate:
+def estimate(job: Unplanned, pace: Pace, threads: int, footer_bytes: int = FOOTER_BYTES) -> Estimate:
     """Checks a job as `examine` does, and counts what its plan would have; it blocks until every footer is read.
 
     Raises:
         QinferError: As `examine` and `make_plan`.
     """
-    spec = examine(job.spec, job.model, job.grant).spec
-    plan = make_plan(job._replace(spec=spec), pace, threads=threads)
+    spec = examine(job.spec, job.model, job.grant, footer_bytes).spec
+    plan = make_plan(job._replace(spec=spec), pace, threads=threads, footer_bytes=footer_bytes)
     return Estimate(len(plan.sources), plan.rows, len(plan.shards))
 
 
@@ -210,7 +212,11 @@ def common_format(files: Sequence[Stat], spec: JobSpec) -> FileFormat:
 
 
 def first_schema(
-    files: Sequence[Stat], format_: FileFormat, spec: JobSpec, types: TextTypes
+    files: Sequence[Stat],
+    format_: FileFormat,
+    spec: JobSpec,
+    types: TextTypes,
+    footer_bytes: int = FOOTER_BYTES,
 ) -> tuple[Stat | None, pa.Schema]:
     """Returns the first file that has any columns, and these; `None` where it is far behind others that have none.
 
@@ -219,6 +225,7 @@ def first_schema(
         format_: What they are.
         spec: The job.
         types: What the job needs of the columns of CSV and JSON lines.
+        footer_bytes: The size that the footer of a file may have.
 
     Raises:
         InvalidRequest: A file can't be read, and the job does not skip such; or no file has columns.
@@ -227,7 +234,7 @@ def first_schema(
     bad: list[BadFile] = []
     for file in files[:_MOST_EMPTY]:
         try:
-            schema = read_footer(file, format_, types, columns_only=True).schema
+            schema = read_footer(file, format_, types, columns_only=True, footer_bytes=footer_bytes).schema
         except SourceBroken as error:
             bad.append(_bad_file(file, error))
         else:
@@ -240,7 +247,14 @@ def first_schema(
     return None, pa.schema([])
 
 
-def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading = lambda _: nullcontext()) -> Plan:
+def make_plan(
+    job: Unplanned,
+    pace: Pace,
+    *,
+    threads: int = 16,
+    reading: Reading = lambda _: nullcontext(),
+    footer_bytes: int = FOOTER_BYTES,
+) -> Plan:
     """Plans a job; it blocks until every footer is read.
 
     Args:
@@ -248,6 +262,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         pace: What is known of the model's speed.
         threads: Footers that are read at once.
         reading: Learns which files are being read.
+        footer_bytes: The size that the footer of a file may have.
 
     Raises:
         InvalidRequest: A file is damaged and the job does not skip such, lacks a column, or has another type than the
@@ -256,7 +271,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         StoreError: A store can't be read.
     """
     spec, check_read = job.spec, readable(job.grant).check
-    files = find_files(spec.inputs, check_read)
+    files = find_files(spec.inputs, check_read, looks_above=False)  # which was done when the job was taken
     format_ = common_format(files, spec)
     spec = _with_escape(spec, files) if format_ == "csv" else spec
     columns = _CommonColumns(spec, job.model, format_)
@@ -267,7 +282,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
         with reading(file.url):
             check_read(file.url)  # again: the files may have been found long ago
             try:
-                footer = patiently(lambda: _read_and_kept(file, format_, types, job))
+                footer = patiently(lambda: _read_and_kept(file, format_, types, job, footer_bytes))
             except SourceBroken as error:
                 return _bad_file(file, error)
         return footer._replace(schema=partitions.beside(footer.schema, file.url)) if footer.schema.names else footer
@@ -299,10 +314,10 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
     )
 
 
-def _read_and_kept(file: Stat, format_: FileFormat, types: TextTypes, job: Unplanned) -> Footer:
+def _read_and_kept(file: Stat, format_: FileFormat, types: TextTypes, job: Unplanned, footer_bytes: int) -> Footer:
     """Reads the footer of a file; keeps the text of one that has to be decoded."""
     if not (is_text(format_) and types.form.is_decoded(file.url, format_)):
-        return read_footer(file, format_, types)
+        return read_footer(file, format_, types, footer_bytes=footer_bytes)
     keeper = PieceKeeper(writable(job.grant), types.form.kept_url, file.url, file.etag)
     footer = read_footer(file, format_, types, on_block=keeper.add)
     keeper.finish()

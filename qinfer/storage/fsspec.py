@@ -10,9 +10,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -32,7 +34,9 @@ _BEYOND_THE_END = 416  # what a range of an empty object is answered with
 _CONFLICTS = 6  # tries, while others write the same name in S3
 _CONFLICT_S = 0.1  # before the second; doubled after each
 _MOST_CHUNKS = 10_000
+_WORTH_A_PAGE = 4  # objects that a listing tells of
 _PAGE = 1000  # objects of a listing of S3 in one answer
+_OF_PATTERNS = frozenset("*?[")
 _MARKS = ("generation", "ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
 
 
@@ -189,8 +193,13 @@ class FsspecStore(Store):
 
     def delete_folder(self, url: str) -> None:
         """Implements `Store.delete_folder`."""
+        path = self._path(url)
+        if _OF_PATTERNS.intersection(path):  # the driver would delete all that such a pattern means
+            for file in self.scan(url):
+                self.delete(file.url)
+            return
         with mapped(url), suppress(FileNotFoundError):
-            self._files.rm(self._path(url), recursive=True)
+            self._files.rm(path, recursive=True)
 
     def _upload_options(self, size_bytes: int) -> dict[str, int]:
         """Returns options of the driver's `put_file`, by which little of a file is in memory at a time."""
@@ -255,20 +264,65 @@ class S3Store(FsspecStore):
 
     def scan(self, prefix: str) -> Iterator[Stat]:
         """Implements `Store.scan`."""
-        base = prefix.rstrip("/")
+        base, token = prefix.rstrip("/"), dict[str, str]()
         with mapped(prefix):
-            bucket, key, _ = self._files.split_path(self._path(base))
-            folder = f"{key}/" if key else ""
-            asked: dict[str, str | int] = {"Bucket": bucket, "Prefix": folder, "MaxKeys": _PAGE}
+            _, folder = self._place(base)
             while True:
-                page = self._files.call_s3("list_objects_v2", self._files.req_kw, **asked, **self._listing_options)
+                page = self._page(base, **token)
                 for found in page.get("Contents", ()):
                     name = found["Key"][len(folder) :]
                     if name and not name.endswith("/"):
                         yield Stat(f"{base}/{name}", found["Size"], found["ETag"].strip('"'))
                 if not page.get("NextContinuationToken"):
                     return
-                asked["ContinuationToken"] = page["NextContinuationToken"]
+                token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def listed(self, urls: Sequence[str]) -> dict[str, Stat | None]:
+        """Implements `Store.listed`: pages of a folder are asked for while each tells of several objects."""
+        found: dict[str, Stat | None] = {}
+        in_folders = sorted(url for url in urls if url.count("/") > 2)  # others are buckets
+        for folder, own in groupby(in_folders, lambda url: url.rpartition("/")[0]):
+            left = deque(url.rpartition("/")[2] for url in own)
+            # Who may look at an object may not always list.
+            with mapped(folder), suppress(PermissionError, FileNotFoundError):
+                while len(left) >= _WORTH_A_PAGE:
+                    before = len(left)
+                    found |= self._of_page(folder, left)
+                    if before - len(left) < _WORTH_A_PAGE:
+                        break
+        return found
+
+    def _of_page(self, folder: str, names: deque[str]) -> dict[str, Stat | None]:
+        """Returns what a page of a folder says of the first of some names in order, and takes these away."""
+        _, prefix = self._place(folder)
+        page = self._page(folder, StartAfter=f"{prefix}{names[0][:-1]}")
+        there = {one["Key"]: one for one in page.get("Contents", ())}
+        last = max(there, default="") if page.get("NextContinuationToken") else None
+        found: dict[str, Stat | None] = {}
+        while names and (last is None or f"{prefix}{names[0]}" <= last):
+            url, one = f"{folder}/{names[0]}", there.get(f"{prefix}{names.popleft()}")
+            found[url] = None if one is None else Stat(url, one["Size"], one["ETag"].strip('"'))
+        return found
+
+    def possible_folders(self, folder: str, names: Collection[str]) -> set[str]:
+        """Implements `Store.possible_folders`, by one page."""
+        with mapped(folder):
+            page, (_, prefix) = self._page(folder, Delimiter="/"), self._place(folder)
+        there = {one["Prefix"][len(prefix) : -1] for one in page.get("CommonPrefixes", ())}
+        is_whole = not page.get("NextContinuationToken")
+        return {name for name in names if name in there or not (is_whole or name < max(there, default=""))}
+
+    def _place(self, folder: str) -> tuple[str, str]:
+        """Returns the bucket of a folder, and what all keys in the folder begin with."""
+        bucket, key, _ = self._files.split_path(self._path(folder))
+        return bucket, f"{key}/" if key else ""
+
+    def _page(self, folder: str, **asked: str) -> dict[str, Any]:
+        """Returns a page of a folder's listing."""
+        bucket, prefix = self._place(folder)
+        options = {"Bucket": bucket, "Prefix": prefix, "MaxKeys": _PAGE, **asked, **self._listing_options}
+        found: dict[str, Any] = self._files.call_s3("list_objects_v2", self._files.req_kw, **options)
+        return found
 
     def _upload_options(self, size_bytes: int) -> dict[str, int]:
         return {"chunksize": max(self.chunk_bytes, -(-size_bytes // _MOST_CHUNKS)), "max_concurrency": UPLOADS}

@@ -114,7 +114,8 @@ class LocalStore(Store):
             path = _path(url)
             try:
                 return _stat(url, path.stat()) if path.is_file() else None
-            except (FileNotFoundError, NotADirectoryError):
+            except OSError as error:
+                _raise(error)
                 return None
 
     def children(self, folder: str) -> list[Child]:
@@ -270,7 +271,8 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _raise(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+    """Raises what does not mean that a file is not there."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError) and error.errno != errno.ENAMETOOLONG:
         raise error
 
 

@@ -18,7 +18,7 @@ _IS_ANOTHER = 412
 
 
 class KnownObject(io.RawIOBase):
-    """An object that is read by exact ranges; for one thread.
+    """An object that is read by exact ranges; for one thread, but for `read_at`.
 
     Args:
         files: The driver.
@@ -35,19 +35,23 @@ class KnownObject(io.RawIOBase):
     def read(self, size: int | None = -1, /) -> bytes:
         """Reads on from the current position."""
         left = max(0, self._file.size_bytes - self._at)
-        count = left if size is None or size < 0 else min(size, left)
-        if not count:
+        data = self.read_at(left if size is None or size < 0 else size, self._at)
+        self._at += len(data)
+        return data
+
+    def read_at(self, size: int, place: int) -> bytes:
+        """Reads so many bytes at a place, fewer at the end; from any thread."""
+        end = min(place + size, self._file.size_bytes)
+        if place >= end:
             return b""
         try:
-            data: bytes = sync(self._files.loop, self._get, self._at, self._at + count)
+            return bytes(sync(self._files.loop, self._get, place, end))
         except StoreChanged:
             raise
         except Exception as error:  # noqa: BLE001  the boundary to the driver
             if answer_of(error).status == _IS_ANOTHER:
                 raise self._changed() from None
             fail(error, self._file.url)
-        self._at += len(data)
-        return data
 
     def readall(self) -> bytes:
         """Reads what is left."""

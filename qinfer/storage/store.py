@@ -6,7 +6,7 @@ GOOGLE_APPLICATION_CREDENTIALS. `qinfer.storage.open` opens the store of a URL.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -167,6 +167,23 @@ class Store(ABC):
     @abstractmethod
     def stat(self, url: str) -> Stat | None:
         """Returns what an object is; `None` when there is none, which in some stores includes a missing bucket."""
+
+    def listed(self, urls: Sequence[str]) -> dict[str, Stat | None]:
+        """Returns what listings say of objects, where the store lists many as fast as it looks at one.
+
+        Args:
+            urls: The objects.
+
+        Returns:
+            URL → what `stat` would return; of all, of some, or of none: the others are to be looked at.
+        """
+        del urls
+        return {}
+
+    def possible_folders(self, folder: str, names: Collection[str]) -> set[str]:
+        """Returns which of some names may be folders within a folder; all of them where the store can't tell fast."""
+        del folder
+        return set(names)
 
     @abstractmethod
     def children(self, folder: str) -> list[Child]:

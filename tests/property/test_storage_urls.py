@@ -11,7 +11,7 @@ from qinfer.errors import Forbidden, InvalidRequest
 PREFIX = "s3://bucket/allowed/here"
 TRICKS = ("s3", "S3a", "file", "://", "/", "//", "..", ".", "@", ":", "::", "%2e", "%2f", "%5c", "\\", "?", "#", "*")
 PIECES = st.sampled_from((*TRICKS, "bucket", "allowed", "here", "-x", "é", "x", " ", "\n"))
-SEGMENT = st.text(st.characters(exclude_characters="/\\?#%", min_codepoint=33, codec="utf-8"), min_size=1)
+SEGMENT = st.text(st.characters(exclude_characters="/\\?%", min_codepoint=33, codec="utf-8"), min_size=1)
 
 
 @given(

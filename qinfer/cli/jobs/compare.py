@@ -191,7 +191,7 @@ def read_rules(agree: Sequence[str], rule: "Rule") -> dict[str, "Rule"]:
 
 def beside(location: str) -> str:
     """Returns the folder `_compare` beside what is read: a file, a folder, or the files of a pattern."""
-    fixed = re.split(r"[*?\[]", location, maxsplit=1)[0]
+    fixed = re.split(r"[*\[]", location, maxsplit=1)[0]
     folder, slash, _ = fixed.rstrip("/").rpartition("/") if fixed == location else fixed.rpartition("/")
     if "**" in location:
         # The pattern has all files within.

@@ -1,8 +1,8 @@
 """Columns of text with values of other types: the job says so, or they are copied as well as fed to an input. Pure.
 
-A column that is only copied stays as it is written. Where the job gives a column a type (`JobSpec.types`), the column is
-text in the plan and as it is read, with a note of that type; `TypedColumns` makes its values, and another cell is an
-error of its row.
+A column that is only copied stays as it is written. A column that the job gives a type (`JobSpec.types`) is text in the
+plan and as it is read, with a note of that type; `TypedColumns` makes its values, and another cell is an error of its
+row.
 """
 
 import re

@@ -20,7 +20,9 @@ END_BYTES = 64 * 1024
 BLOCK = struct.Struct("<qi4xq")
 """Layout of a block of the footer: the fields of `Block`."""
 _CONTINUATION = b"\xff\xff\xff\xff"
-_MAX_FOOTER_BYTES = 16 * 2**20  # of a footer, and of a record batch's header
+FOOTER_BYTES = 16 * 2**20
+"""Default of `bulk.max_footer_bytes`."""
+_MAX_HEADER_BYTES = 16 * 2**20  # of a record batch
 
 _FOOTER_SCHEMA, _FOOTER_DICTIONARIES, _FOOTER_BATCHES, _FOOTER_METADATA = 1, 2, 3, 4
 # Message: version, the header's type, the header, its body's length, metadata.
@@ -46,18 +48,19 @@ class Block(NamedTuple):
     body: int
 
 
-def open_arrow(file: BinaryIO | Any) -> pa.ipc.RecordBatchFileReader:
+def open_arrow(file: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> pa.ipc.RecordBatchFileReader:
     """Opens a file, however little its writer is to be trusted.
 
     Args:
         file: A file in Arrow's file format.
+        footer_bytes: The size that its footer may have.
 
     Raises:
         ValueError: The footer is damaged, or larger than may be.
         pyarrow.ArrowException, OSError: The file is damaged, or can't be read.
     """
     try:
-        footer = _footer(file)
+        footer = _footer(file, footer_bytes)
         schema = field_of(footer, unsigned(footer, 0), _FOOTER_SCHEMA)
         if schema:
             check_schema(footer, schema + unsigned(footer, schema), _FOOTER_METADATA)
@@ -66,17 +69,18 @@ def open_arrow(file: BinaryIO | Any) -> pa.ipc.RecordBatchFileReader:
     return pa.ipc.open_file(file)
 
 
-def batch_rows(file: BinaryIO) -> tuple[int, ...]:
+def batch_rows(file: BinaryIO, footer_bytes: int = FOOTER_BYTES) -> tuple[int, ...]:
     """Returns the rows of each record batch.
 
     Args:
         file: A file in Arrow's file format.
+        footer_bytes: The size that its footer may have.
 
     Raises:
         ValueError: It is none, or damaged.
     """
     try:
-        return tuple(_length(file, block) for block in _blocks(file, _FOOTER_BATCHES))
+        return tuple(_length(file, block) for block in _blocks(file, _FOOTER_BATCHES, footer_bytes))
     except (struct.error, IndexError) as error:
         raise ValueError(f"its footer is damaged: {error}") from None
 
@@ -106,16 +110,24 @@ class BatchSizes:
         file: A file in Arrow's file format.
         schema: Its columns.
         columns: The names of those that are read.
+        footer_bytes: The size that its footer may have.
 
     Raises:
         ValueError: The file is damaged.
     """
 
-    def __init__(self, file: BinaryIO | Any, schema: pa.Schema, columns: Collection[str]) -> None:
+    def __init__(
+        self,
+        file: BinaryIO | Any,
+        schema: pa.Schema,
+        columns: Collection[str],
+        footer_bytes: int = FOOTER_BYTES,
+    ) -> None:
         self._file, self._schema, self._columns = file, schema, columns
         try:
-            self._blocks = _blocks(file, _FOOTER_BATCHES)
-            self._dictionaries = sum(_buffer_bytes(file, block) for block in _blocks(file, _FOOTER_DICTIONARIES))
+            self._blocks = _blocks(file, _FOOTER_BATCHES, footer_bytes)
+            dictionaries = _blocks(file, _FOOTER_DICTIONARIES, footer_bytes)
+            self._dictionaries = sum(_buffer_bytes(file, block) for block in dictionaries)
         except (struct.error, IndexError) as error:
             raise ValueError(f"its footer is damaged: {error}") from None
 
@@ -210,9 +222,9 @@ def _variadic(message: bytes, table: int) -> Iterator[int]:
             yield _LENGTH.unpack_from(message, vector + 4 + _LENGTH.size * index)[0]
 
 
-def _blocks(file: BinaryIO, number: int) -> list[Block]:
+def _blocks(file: BinaryIO, number: int, footer_bytes: int = FOOTER_BYTES) -> list[Block]:
     """Reads where the messages are that a field of the footer lists."""
-    footer = _footer(file)
+    footer = _footer(file, footer_bytes)
     field = field_of(footer, unsigned(footer, 0), number)
     if not field:
         return []
@@ -227,7 +239,20 @@ def _blocks(file: BinaryIO, number: int) -> list[Block]:
     return blocks
 
 
-def _footer(file: BinaryIO) -> bytes:
+def check_footer_size(size: int, most: int, parts: str) -> None:
+    """Checks the size of a footer.
+
+    Raises:
+        ValueError: It is larger than may be.
+    """
+    if size > most:
+        raise ValueError(
+            f"its footer has {size} bytes, and may have {most}; write fewer {parts} or columns, or raise "
+            "QINFER_BULK__MAX_FOOTER_BYTES"
+        )
+
+
+def _footer(file: BinaryIO, footer_bytes: int) -> bytes:
     """Reads the flatbuffer at a file's end."""
     end = file.seek(0, 2)
     file.seek(max(0, end - END_BYTES))
@@ -235,10 +260,7 @@ def _footer(file: BinaryIO) -> bytes:
     size, magic = TAIL.unpack(data[-TAIL.size :])
     if magic != _MAGIC or not 0 < size <= end - TAIL.size:
         raise ValueError("it does not end as Arrow's file format does")
-    if size > _MAX_FOOTER_BYTES:
-        raise ValueError(
-            f"its footer has {size} bytes, and may have {_MAX_FOOTER_BYTES}; write fewer record batches or columns"
-        )
+    check_footer_size(size, footer_bytes, "record batches")
     if size > len(data) - TAIL.size:
         file.seek(end - TAIL.size - size)
         return file.read(size)
@@ -263,7 +285,7 @@ def _header(file: BinaryIO, block: Block) -> tuple[bytes, int]:
 
 def _message(file: BinaryIO, block: Block) -> bytes:
     """Reads the flatbuffer of a message."""
-    if not 0 < block.header <= _MAX_FOOTER_BYTES:
+    if not 0 < block.header <= _MAX_HEADER_BYTES:
         raise ValueError(f"a record batch's header has {block.header} bytes")
     file.seek(block.offset)
     data = file.read(block.header)

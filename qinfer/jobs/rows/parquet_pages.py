@@ -14,15 +14,15 @@ from typing import Any, BinaryIO, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from qinfer.jobs.rows.arrow_footer import END_BYTES
+from qinfer.jobs.rows.arrow_footer import END_BYTES, FOOTER_BYTES, check_footer_size
 from qinfer.jobs.rows.arrow_schema import MAX_METADATA_BYTES, SchemaTooLarge, check_schema_text
 from qinfer.jobs.rows.parquet_instants import ARROW_SCHEMA
 
-MAX_FOOTER_BYTES = 16 * 2**20
 MAX_PAGES = 100_000
 """A column chunk may have so many."""
+PADDING_BYTES = 100
+"""Old writers of parquet-mr leave the dictionary's header out of a column chunk's size (PARQUET-816)."""
 
-_STRING_BYTES = 16 * 2**20
 _ITEMS = 100_000
 _SMALL_FOOTER_BYTES = 128 * 1024  # can't take too much memory
 _ITEM_BYTES = (200, 800)  # of a schema element or row group, of a column chunk; about what Arrow takes for each
@@ -31,7 +31,6 @@ _NEXT_IS_BINARY, _STOP = b"\x18", b"\0"
 _LONG_TEXT = 4096
 _TAIL = struct.Struct("<I4s")
 _MAGIC = (b"PAR1", b"PARE")
-_PADDING_BYTES = 100  # old writers of parquet-mr leave the dictionary's header out of the chunk's size (PARQUET-816)
 _FIRST_READ_BYTES = 512
 _MAX_HEADER_BYTES = 2**20
 
@@ -98,11 +97,12 @@ class ChunkPages(NamedTuple):
         return pages._replace(value_bytes=max(self.value_bytes, each))
 
 
-def read_metadata(content: BinaryIO | Any) -> pq.FileMetaData:
+def read_metadata(content: BinaryIO | Any, footer_bytes: int = FOOTER_BYTES) -> pq.FileMetaData:
     """Reads the footer of a Parquet file, however little its writer is to be trusted.
 
     Args:
         content: The file.
+        footer_bytes: The size that the footer may have; in memory it may take eight times as much.
 
     Raises:
         ValueError: The footer is larger than may be, or the file has none.
@@ -114,28 +114,25 @@ def read_metadata(content: BinaryIO | Any) -> pq.FileMetaData:
     if len(data) < _TAIL.size or data[-len(_MAGIC[0]) :] not in _MAGIC:
         raise ValueError("it does not end as Parquet files do")
     size, _ = _TAIL.unpack(data[-_TAIL.size :])
-    if size > MAX_FOOTER_BYTES:
-        raise ValueError(
-            f"its footer has {size} bytes, and may have {MAX_FOOTER_BYTES}; write fewer row groups or columns"
-        )
+    check_footer_size(size, footer_bytes, "row groups")
     if size > len(data) - _TAIL.size:
         content.seek(max(0, end - _TAIL.size - size))
         data = content.read(size + _TAIL.size)
-    _check_metadata(data[-_TAIL.size - size : -_TAIL.size])
+    _check_metadata(data[-_TAIL.size - size : -_TAIL.size], footer_bytes)
     footer = pa.BufferReader(pa.py_buffer(data).slice(len(data) - _TAIL.size - size))  # a store is not asked again
     file = pq.ParquetFile(
-        footer, pre_buffer=False, thrift_string_size_limit=_STRING_BYTES, thrift_container_size_limit=_ITEMS
+        footer, pre_buffer=False, thrift_string_size_limit=footer_bytes, thrift_container_size_limit=_ITEMS
     )
     return file.metadata
 
 
-def _check_metadata(footer: bytes) -> None:
+def _check_metadata(footer: bytes, footer_bytes: int) -> None:
     """Makes sure that a footer takes no more memory than it may: a column chunk of three bytes takes 800.
 
     Raises:
         ValueError: The footer takes more, or is damaged.
     """
-    items = _Items(footer)
+    items = _Items(footer, MAX_METADATA_BYTES * footer_bytes // FOOTER_BYTES)
     try:
         schemas = _arrow_schemas(footer)
         if schemas is None or len(footer) > _SMALL_FOOTER_BYTES:
@@ -170,16 +167,16 @@ def _arrow_schemas(footer: bytes) -> list[bytes] | None:
 
 
 class _Items:
-    """Adds up what the items of all lists in a footer take in memory.
+    """Adds up what the items of all lists in a footer take in memory, up to a limit.
 
     Attributes:
         texts: All texts of a length at which they could be the schema of many columns.
     """
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, limit_bytes: int) -> None:
         self.texts: list[bytes] = []
         self._data = data
-        self._left_bytes = MAX_METADATA_BYTES
+        self._left_bytes = limit_bytes
 
     def of_structure(self, at: int, depth: int = 0) -> int:
         """Returns where a structure ends.
@@ -208,7 +205,10 @@ class _Items:
         count, at = (head >> 4, at + 1) if head >> 4 < _LONG_LIST else varint(self._data, at + 1)
         self._left_bytes -= count * (_ITEM_BYTES[depth] if depth < len(_ITEM_BYTES) else _INNER_ITEM_BYTES)
         if self._left_bytes < 0:
-            raise ValueError("its footer takes too much memory; write fewer row groups, or files of fewer columns")
+            raise ValueError(
+                "its footer takes too much memory; write fewer row groups, or files of fewer columns, or raise "
+                "QINFER_BULK__MAX_FOOTER_BYTES"
+            )
         for _ in range(count):
             at = at + 1 if head & 15 in (_TRUE, _FALSE) else self._of_value(at, head & 15, depth + 1)
         return at
@@ -258,17 +258,21 @@ def data_pages(read_at: ReadAt, chunk: Any) -> Iterator[PageData]:
             yield PageData(data, header[_DECOMPRESSED], own[_VALUES], levels_bytes)
 
 
+def chunk_begin(chunk: Any) -> int:
+    """Returns where a column chunk (`pyarrow.parquet.ColumnChunkMetaData`) begins in its file."""
+    dictionary = chunk.dictionary_page_offset
+    return int(dictionary if dictionary and 0 < dictionary < chunk.data_page_offset else chunk.data_page_offset)
+
+
 def _headers(read_at: ReadAt, chunk: Any) -> Iterator[tuple[dict[int, Any], int]]:
     """Reads the page headers of a column chunk: the fields of each, and where its data begins."""
-    place = chunk.data_page_offset
-    if chunk.dictionary_page_offset and 0 < chunk.dictionary_page_offset < place:
-        place = chunk.dictionary_page_offset
+    place = chunk_begin(chunk)
     end = place + chunk.total_compressed_size
     values = count = 0
     while values < chunk.num_values and place < end:
         header, size = _header(read_at, place)
         stored, decompressed = header.get(_COMPRESSED, -1), header.get(_DECOMPRESSED, -1)
-        if not (isinstance(stored, int) and 0 <= stored <= end + _PADDING_BYTES - place - size):
+        if not (isinstance(stored, int) and 0 <= stored <= end + PADDING_BYTES - place - size):
             raise ValueError(f"a page's header says that it has {stored!r} bytes, more than its column chunk")
         if not (isinstance(decompressed, int) and 0 <= decompressed <= chunk.total_uncompressed_size):
             raise ValueError(

@@ -1,12 +1,12 @@
 """The rows of a Parquet file, a bounded part of them in memory at a time, whatever its writer made of it.
 
 A row group's pages are read through buffers as they are decoded, so that memory does not depend on the size of row
-groups; small row groups in a store that is far are fetched ahead, all columns at once. How many rows are decoded at a
-time follows from the pages' headers. A column of byte arrays whose dictionary has long values is read as indices and a
+groups; those of a store that is far are fetched before (`parquet_windows`). How many rows are decoded at a time
+follows from the pages' headers. A column of byte arrays whose dictionary has long values is read as indices and a
 dictionary, and the rows are cut apart before they get their values (`qinfer.jobs.columns.decoded_sizes`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ from qinfer.jobs.plan import Range
 from qinfer.jobs.rows.parquet_instants import INT96, arrow_schema, exact
 from qinfer.jobs.rows.parquet_levels import RowLengths
 from qinfer.jobs.rows.parquet_pages import ChunkPages, ReadAt, data_pages, read_metadata, read_pages
-from qinfer.jobs.rows.source import SourceBroken
+from qinfer.jobs.rows.parquet_windows import Windows, spans_of
+from qinfer.jobs.rows.source import Limits, SourceBroken
 
 _MOST_ROWS = 65_536  # are decoded at a time
 _MOST_TEXT_ROWS = 8192  # of a column that a dictionary may make much smaller than its values are
@@ -31,7 +32,7 @@ _LEAST_BUFFER_BYTES = 64 * 1024
 _MOST_BUFFER_BYTES = 2**20
 _FAR_LEAST_BUFFER_BYTES = 2**20
 _FAR_MOST_BUFFER_BYTES = 16 * 2**20
-_FETCHED_BYTES = 96 * 2**20  # the largest row group, compressed, that is fetched at once
+_FETCHED_BYTES = 96 * 2**20  # the largest row group, compressed, that is fetched before it is decoded
 _THREADS = 16
 _PEEKED_ROWS = 1024
 
@@ -103,8 +104,8 @@ class ParquetGroups:
         names: The columns that are wanted, and the fields of structs, by their paths.
         url: Its URL, for messages.
         far: Whether each read takes long, as those of object stores do.
-        rows_bytes: About so many bytes of rows are decoded at a time.
-        page_bytes: What the pages and dictionaries that decoders hold may take together.
+        limits: What may be held in memory.
+        wanted: The row groups that will be read, in order; none = all.
 
     Attributes:
         schema: The file's columns.
@@ -114,17 +115,24 @@ class ParquetGroups:
     """
 
     def __init__(
-        self, content: Any, names: Sequence[str], url: str, *, far: bool, rows_bytes: int, page_bytes: int
+        self,
+        content: Any,
+        names: Sequence[str],
+        url: str,
+        *,
+        far: bool,
+        limits: Limits,
+        wanted: Sequence[int] = (),
     ) -> None:
-        self._content, self._names, self._url, self._far = content, list(names), url, far
-        self._rows_bytes, self._page_bytes = rows_bytes, page_bytes
-        self._metadata = read_metadata(content)
+        self._content, self._names, self._url = content, list(names), url
+        self._far = far and not isinstance(content, pa.NativeFile)  # which lies in memory
+        self._rows_bytes, self._page_bytes = limits.rows_bytes, limits.page_bytes
+        self._metadata = read_metadata(content, limits.footer_bytes)
         self.schema: pa.Schema = arrow_schema(content, self._metadata)
         self._leaves = _leaves(self._metadata, self._names)
         self._int96 = _int96(self._metadata, self._names, self._leaves)
-        groups = [self._metadata.row_group(group).total_byte_size for group in range(self._metadata.num_row_groups)]
-        largest = self._stored_bytes(groups.index(max(groups))) if groups else 0
-        self._fetched = far and largest <= _FETCHED_BYTES
+        groups = range(self._metadata.num_row_groups)
+        self._windows = self._fetched(set(wanted).intersection(groups) if wanted else groups) if self._far else None
 
     def batches(self, wanted: Range) -> Iterator[pa.RecordBatch]:
         """Reads a row group from its first row on; byte arrays may be indices and a dictionary.
@@ -136,6 +144,8 @@ class ParquetGroups:
         group = wanted.row_group
         if not 0 <= group < self._metadata.num_row_groups:
             raise SourceBroken(f"'{self._url}' has no row group {group}")
+        if self._windows is not None:
+            self._windows.begin(group)
         reading = self._reading(group)
         file = self._open(reading.indices)
         has_indices = any("dictionary<" in str(kind) for kind in file.schema_arrow.types)
@@ -163,12 +173,18 @@ class ParquetGroups:
             metadata=self._metadata,
             read_dictionary=list(indices) or None,
             coerce_int96_timestamp_unit=unit,
-            pre_buffer=self._fetched,
-            buffer_size=0 if self._fetched else _buffer_bytes(len(self._leaves), far=self._far),
+            pre_buffer=False,
+            buffer_size=0 if self._windows else _buffer_bytes(len(self._leaves), far=self._far),
         )
 
-    def _stored_bytes(self, group: int) -> int:
-        return sum(self._metadata.row_group(group).column(leaf).total_compressed_size for leaf in self._leaves)
+    def _fetched(self, groups: Iterable[int]) -> Windows | None:
+        """Has the column chunks of some row groups fetched before they are read; `None` = one of them is too large."""
+        size = self._content.seek(0, 2)
+        spans = {group: spans_of(self._metadata.row_group(group), self._leaves, size) for group in sorted(groups)}
+        if any(sum(span.end - span.begin for span in own) > _FETCHED_BYTES for own in spans.values()):
+            return None
+        self._content = windows = Windows(self._content, _read_at(self._content), spans)
+        return windows
 
     def _reading(self, group: int) -> _Reading:
         """Decides how a row group is read, by its page headers and dictionaries."""
@@ -210,7 +226,7 @@ class ParquetGroups:
             width = column.length if kind == "FIXED_LEN_BYTE_ARRAY" else _WIDTHS.get(kind, 0)
             return _Leaf(column.path, kind, width, column.max_repetition_level, read_pages(read_at, chunk))
 
-        if not self._far:
+        if not self._far or self._windows:
             return [leaf_of(number) for number in self._leaves]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-pages") as pool:
             return list(pool.map(leaf_of, self._leaves))
@@ -271,8 +287,8 @@ def _dictionary_in(array: pa.Array) -> pa.Array | None:
 
 def _read_at(content: Any) -> ReadAt:
     """Returns a function that reads a file anywhere, from any thread."""
-    if isinstance(content, pa.NativeFile):
-        return lambda size, place: content.read_at(size, place)
+    if hasattr(content, "read_at"):
+        return lambda size, place: bytes(content.read_at(size, place))
     lock = Lock()
 
     def read(size: int, place: int) -> bytes:

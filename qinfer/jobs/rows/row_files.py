@@ -18,28 +18,9 @@ from qinfer.jobs.job import Csv
 from qinfer.jobs.plan import Range
 from qinfer.jobs.rows.arrow_footer import BatchSizes, open_arrow
 from qinfer.jobs.rows.parquet_rows import ParquetGroups
-from qinfer.jobs.rows.source import FileFormat, SourceBroken
+from qinfer.jobs.rows.source import FileFormat, Limits, SourceBroken
 from qinfer.jobs.rows.text_rows import FAULT, CsvReader, open_text
 from qinfer.jobs.rows.text_streams import TextFormat, TextStream
-
-_CHUNKS = 6  # that a worker holds at once: three, as rows and as tensors
-
-
-class Limits(NamedTuple):
-    """The bounds of what reading a file holds in memory.
-
-    Attributes:
-        rows_bytes: The bytes of rows that are decoded together; a row that takes more is an error.
-        page_bytes: The bytes of what rows are decoded from: pages and dictionaries, or a record batch.
-    """
-
-    rows_bytes: int
-    page_bytes: int
-
-    @classmethod
-    def of(cls, read_bytes: int) -> "Limits":
-        """Returns the bounds for a worker that may hold about so many bytes of rows (`bulk.max_read_bytes`)."""
-        return cls(read_bytes // _CHUNKS, 2 * read_bytes)
 
 
 class Wanted(NamedTuple):
@@ -49,11 +30,13 @@ class Wanted(NamedTuple):
         columns: Each as a column that is named by its path, in the type that it gets.
         nested: The columns of the files that they are in, with structs that have nothing else.
         may_lack: A file may lack some of the columns, which are null then.
+        groups: The row groups that are read, in order.
     """
 
     columns: pa.Schema
     nested: pa.Schema
     may_lack: bool = False
+    groups: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, schema: pa.Schema, paths: Iterable[str]) -> "Wanted":
@@ -102,7 +85,8 @@ def open_rows(content: Any, format_: FileFormat, wanted: Wanted, url: str, *, fa
 class _Parquet:
     def __init__(self, content: Any, wanted: Wanted, url: str, *, far: bool, limits: Limits) -> None:
         self._url = url
-        self._groups = ParquetGroups(content, wanted.columns.names, url, far=far, **limits._asdict())
+        names = wanted.columns.names
+        self._groups = ParquetGroups(content, names, url, far=far, limits=limits, wanted=wanted.groups)
         self._columns = _Columns(self._groups.schema, wanted, url, limits.rows_bytes)
 
     def batches(self, wanted: Range) -> Iterator[Rows]:
@@ -117,10 +101,10 @@ class _Parquet:
 class _Arrow:
     def __init__(self, content: Any, wanted: Wanted, url: str, limits: Limits) -> None:
         self._content, self._url, self._limits = content, url, limits
-        there = open_arrow(content).schema
+        there = open_arrow(content, limits.footer_bytes).schema
         self._columns = _Columns(there, wanted, url, limits.rows_bytes)
         names = pruned(there, wanted.columns.names).names
-        self._sizes = BatchSizes(content, there, names)
+        self._sizes = BatchSizes(content, there, names, limits.footer_bytes)
         fields = [there.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         self._reader = pa.ipc.open_file(content, options=options)

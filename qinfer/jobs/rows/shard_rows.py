@@ -19,8 +19,8 @@ from qinfer.errors import QinferError, StoreChanged, StoreNotFound
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import NO_GROUPS, Range, Shard
 from qinfer.jobs.rows.partitions import partition_arrays
-from qinfer.jobs.rows.row_files import Limits, RowFile, Rows, TextRows, Wanted, open_rows
-from qinfer.jobs.rows.source import SourceBroken, format_of, is_text, reason_of
+from qinfer.jobs.rows.row_files import RowFile, Rows, TextRows, Wanted, open_rows
+from qinfer.jobs.rows.source import FileFormat, Limits, SourceBroken, format_of, is_text, reason_of
 from qinfer.jobs.rows.text_rows import header_of
 from qinfer.jobs.rows.text_streams import InputForm, KeptText, TextStream, open_stream
 from qinfer.storage.errors import store_error
@@ -33,6 +33,7 @@ from qinfer.storage.store import Stat, Store
 READ_BYTES = 64 * 2**20
 """Default of `bulk.max_read_bytes`."""
 
+_LIMITS = Limits.of(READ_BYTES)
 _AHEAD = 8
 _SMALL_BYTES = 4 * 2**20
 _LOST_ROWS = 4096  # in one batch
@@ -100,10 +101,10 @@ class ShardReader:
         schema: The inputs' columns, in the types that they are read as (of the plan).
         spec: What the job says of its files: their form, and what is done with those that can't be read.
         store: Finds the store of a URL; also of those of the job's kept pieces (`InputForm.kept_url`).
-        read_bytes: About so many bytes of rows are held at once by whoever scores them.
+        limits: What may be held in memory.
 
     Attributes:
-        limits: What of it one batch may take.
+        limits: The same.
         schema: The columns of the batches; those that have dictionaries in the files have their values.
     """
 
@@ -115,9 +116,9 @@ class ShardReader:
         spec: JobSpec = _ANY_JOB,
         store: Callable[[str], Store] = store_for,
         *,
-        read_bytes: int = READ_BYTES,
+        limits: Limits = _LIMITS,
     ) -> None:
-        self.limits = Limits.of(read_bytes)
+        self.limits = limits
         self.schema = Wanted.of(schema, columns).columns
         ranges = shard.ranges if shard.rows else ()
         partitions = partition_values(ranges[0].url) if ranges and spec.partitioning else {}
@@ -301,18 +302,21 @@ class _Source:
         if not self._is_seen:
             self.check()
 
-    def content(self, *, sequential: bool) -> Any:
+    def content(self, format_: FileFormat) -> Any:
         """Opens the file for pyarrow; checks it before, unless reads will; a small one that is far is read whole.
 
         Raises:
             SourceChanged: It is another one, or gone.
             StoreError: The store fails.
         """
-        found = self._planned if self._is_seen else self.check()
+        found, sequential = self._planned if self._is_seen else self.check(), is_text(format_)
         if not self.is_far:
             return self._store.open(self.url) if sequential else pa.OSFile(str(local_path(self.url)))
         if found.size_bytes > _SMALL_BYTES:
-            native = open_native(self._store, self.url) if self.url.startswith("s3://") and not sequential else None
+            is_native = (
+                self.url.startswith("s3://") and format_ == "arrow"
+            )  # of Parquet, large parts are fetched at once
+            native = open_native(self._store, self.url) if is_native else None
             self._is_seen = self._is_seen and native is None  # Arrow's client puts no condition
             return native or self._store.open_known(found, sequential=sequential)
         with self._store.open_known(found, sequential=True) as file:
@@ -368,7 +372,8 @@ class _SourceFiles:
             format_ = format_of(source.url, self._form.format)
             if is_text(format_):
                 return TextRows(content, format_, self._wanted, source.url, self._limits, self._form.csv)
-            return open_rows(content, format_, self._wanted, source.url, far=source.is_far, limits=self._limits)
+            wanted = self._wanted._replace(groups=tuple(dict.fromkeys(one.row_group for one in ranges)))
+            return open_rows(content, format_, wanted, source.url, far=source.is_far, limits=self._limits)
         except BaseException:
             content.close()
             raise
@@ -383,7 +388,7 @@ class _SourceFiles:
 
     def _content(self, source: _Source, ranges: Sequence[Range]) -> Any:
         format_ = format_of(source.url, self._form.format)
-        content = source.content(sequential=is_text(format_))
+        content = source.content(format_)
         if not is_text(format_):
             return content
         text, begin = open_stream(content, source.url, format_, self._form), ranges[0].begin

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import BinaryIO, Literal, NamedTuple, TypeGuard
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ import pyarrow as pa
 from qinfer.errors import InputMissing, InvalidRequest, StoreDenied, StoreNotFound, StoreUnavailable
 from qinfer.jobs.job import InputFormat
 from qinfer.jobs.plan import Cut
-from qinfer.jobs.rows.arrow_footer import batch_rows, open_arrow
+from qinfer.jobs.rows.arrow_footer import FOOTER_BYTES, batch_rows, open_arrow
 from qinfer.jobs.rows.json_fields import Mixed
 from qinfer.jobs.rows.parquet_instants import arrow_schema
 from qinfer.jobs.rows.parquet_pages import read_metadata
@@ -38,12 +39,33 @@ TEXT_FORMATS = ("csv", "jsonl")
 _THREADS = 16
 _SMALL_BATCH_BYTES = 256 * 1024
 _REASON_CHARACTERS = 200
+_CHUNKS = 6  # that a worker holds at once: three, as rows and as tensors
 _TOO_MANY = f"the inputs are more than {MAX_FILES} files, which is the most; make several jobs"
 _HIDDEN = "(?![._])"  # as all who read a folder do: `_SUCCESS`, `.part-0.crc`
+_HIDDEN_BELOW = re.compile(r"/[._]")
 
 
 class SourceBroken(InvalidRequest):
     """An input file is damaged, lacks planned columns, or takes too much memory; the message names its URL."""
+
+
+class Limits(NamedTuple):
+    """The bounds of what reading a file holds in memory.
+
+    Attributes:
+        rows_bytes: The bytes of rows that are decoded together; a row that takes more is an error.
+        page_bytes: The bytes of what rows are decoded from: pages and dictionaries, or a record batch.
+        footer_bytes: The size that a footer may have (`bulk.max_footer_bytes`).
+    """
+
+    rows_bytes: int
+    page_bytes: int
+    footer_bytes: int = FOOTER_BYTES
+
+    @classmethod
+    def of(cls, read_bytes: int, footer_bytes: int = FOOTER_BYTES) -> "Limits":
+        """Returns the bounds for a worker that may hold about so many bytes of rows (`bulk.max_read_bytes`)."""
+        return cls(read_bytes // _CHUNKS, 2 * read_bytes, footer_bytes)
 
 
 class Footer(NamedTuple):
@@ -74,17 +96,20 @@ def find_files(
     *,
     enough: int = MAX_FILES + 1,
     within_s: float = math.inf,
+    looks_above: bool = True,
 ) -> list[Stat]:
     """Lists the files of a job; it looks at several URLs at once.
 
     `*` stands for any part of a name, `**` for any folders, `[0-9]` for one of some characters; names that begin with
-    `_` or `.` are matched only by patterns that begin so. A folder means the files in it, in folders as well.
+    `_` or `.` are matched only by patterns that begin so. A file or folder with just the name of the
+    pattern goes before. A folder means the files in it, in folders as well.
 
     Args:
         inputs: URLs of files and folders, and patterns, each in its one spelling.
         check_read: Is asked before a file or folder is looked at, and for each file that a pattern means.
         enough: No more of a folder is looked at when its patterns have so many files, and each at least one.
         within_s: Seconds that looking at folders may take.
+        looks_above: Look whether a folder is within one of a table.
 
     Returns:
         The files: inputs in their order, those of one pattern sorted. A file that several name is there once.
@@ -97,17 +122,17 @@ def find_files(
     """
     until_s = time.monotonic() + within_s
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:
-        literal = [url for url in inputs if "*" not in url]
+        # A listing shows whether an object has the name of a pattern; of directories it may be ended before.
+        literal = [url for url in inputs if "*" not in url or local_path(url)]
         for url in literal:
             check_read(url)
-        found_ones = pool.map(lambda url: patiently(lambda: store_for(url).stat(url)), literal)
-        stats = dict(zip(literal, found_ones, strict=True))
+        stats = _stats(literal, pool)
         folders: dict[str, dict[str, re.Pattern[str]]] = {}
         for url in inputs:
             if stats.get(url) is None:
-                folder = _folder(url) if _is_pattern(url) and not _is_folder(url) else url
+                folder = _folder(url)
                 check_read(folder)
-                if folder not in folders:
+                if looks_above and folder not in folders:
                     check_above(folder, check_read)
                 folders.setdefault(folder, {})[url] = _compiled(url[len(folder) :].lstrip("/") or "**")
         listings = pool.map(lambda folder: _listing(folder, folders[folder], enough, until_s), folders)
@@ -125,6 +150,19 @@ def find_files(
     if len(found) > MAX_FILES:
         raise InvalidRequest(_TOO_MANY)
     return list(found.values())
+
+
+def _stats(urls: Sequence[str], pool: ThreadPoolExecutor) -> dict[str, Stat | None]:
+    """Looks at files, at several at once; objects of one folder are looked up in its listing where that is faster."""
+    found: dict[str, Stat | None] = {}
+    schemes: dict[str, list[str]] = {}
+    for url in urls:
+        schemes.setdefault(url.partition("://")[0], []).append(url)
+    for own in schemes.values():
+        found |= patiently(partial(store_for(own[0]).listed, own))
+    others = [url for url in urls if url not in found]
+    stats = pool.map(lambda url: patiently(lambda: store_for(url).stat(url)), others)
+    return found | dict(zip(others, stats, strict=True))
 
 
 def format_of(url: str, input_format: InputFormat) -> FileFormat:
@@ -157,6 +195,7 @@ def read_footer(
     *,
     columns_only: bool = False,
     on_block: OnBlock = lambda *_: None,
+    footer_bytes: int = FOOTER_BYTES,
 ) -> Footer:
     """Reads what planning needs of a file; CSV and JSON lines are read to their end.
 
@@ -166,6 +205,7 @@ def read_footer(
         types: What the job needs of the columns of CSV and JSON lines.
         columns_only: Read the columns, of CSV and JSON lines those of the first block, and perhaps no rows.
         on_block: Is given the text of CSV and JSON lines, block by block.
+        footer_bytes: The size that a footer of Parquet or Arrow may have.
 
     Raises:
         SourceBroken: It is damaged or not of this format, or, in a directory, not open to this server.
@@ -177,9 +217,9 @@ def read_footer(
     try:
         with store_for(file.url).open_known(file, sequential=is_text(format_) and not columns_only) as content:
             if format_ == "parquet":
-                footer = _parquet(content)
+                footer = _parquet(content, footer_bytes)
             elif format_ == "arrow":
-                footer = _arrow(content, file, columns_only=columns_only)
+                footer = _arrow(content, file, footer_bytes, columns_only=columns_only)
             else:
                 text = open_stream(content, file.url, format_, types.form)
                 check_text(text, format_)
@@ -225,28 +265,29 @@ def _read_names(schema: pa.Schema) -> None:
             types.append(field.type)
 
 
-def _parquet(content: BinaryIO) -> Footer:
-    metadata = read_metadata(content)
+def _parquet(content: BinaryIO, footer_bytes: int) -> Footer:
+    metadata = read_metadata(content, footer_bytes)
     groups = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     return Footer(arrow_schema(content, metadata), sum(groups), groups)
 
 
-def _arrow(content: BinaryIO, file: Stat, *, columns_only: bool) -> Footer:
-    reader = open_arrow(content)
+def _arrow(content: BinaryIO, file: Stat, footer_bytes: int, *, columns_only: bool) -> Footer:
+    reader = open_arrow(content, footer_bytes)
     count = reader.num_record_batches
     if columns_only:
         return Footer(reader.schema, 0, ())
     if count and file.size_bytes // count < _SMALL_BATCH_BYTES:  # a request for each would take longer
         with store_for(file.url).open_known(file, sequential=True) as whole:
-            groups = batch_rows(whole)
+            groups = batch_rows(whole, footer_bytes)
     else:
-        groups = batch_rows(content)
+        groups = batch_rows(content, footer_bytes)
     return Footer(reader.schema, sum(groups), groups)
 
 
 def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, until_s: float) -> dict[str, list[Stat]]:
     """Returns the files below a folder that each of some patterns means; no other is kept in memory."""
     found: dict[str, list[Stat]] = {url: [] for url in patterns}
+    named: dict[str, list[Stat]] = {}  # by patterns that are the names of something
     tables: set[tuple[str, str]] = set()
     kept = 0
     for file in store_for(folder).scan(folder):
@@ -254,17 +295,23 @@ def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, unt
         if table := table_of_log(name):
             tables.add(table)
         for url, pattern in patterns.items():
-            if pattern.fullmatch(name):
+            is_named = url != folder and f"{file.url}/".startswith(f"{url}/")
+            if is_named and not _HIDDEN_BELOW.search(file.url[len(url) :]):
+                named.setdefault(url, []).append(file)
+            elif pattern.fullmatch(name):
                 found[url].append(file)
-                kept += 1
+            else:
+                continue
+            kept += 1
         if kept > MAX_FILES * len(patterns):
             raise InvalidRequest(_TOO_MANY)
         if time.monotonic() > until_s:
             raise StoreUnavailable(
                 f"looking at all that is below '{folder}' takes too long; name files or folders further down"
             )
-        if kept >= enough and all(found.values()):
+        if kept >= enough and all(found[url] or url in named for url in patterns):
             break
+    found |= named
     check_names(folder, tables, (file.url[len(folder) :].lstrip("/") for files in found.values() for file in files))
     return {url: sorted(files) for url, files in found.items()}
 
@@ -287,16 +334,14 @@ def _is_pattern(url: str) -> bool:
     return "*" in url or "[" in url
 
 
-def _is_folder(url: str) -> bool:
-    """Tells whether a URL that could be a pattern is the name of a folder with files in it."""
-    return "*" not in url and next(iter(store_for(url).scan(url)), None) is not None
-
-
 def _folder(url: str) -> str:
-    """Returns the URL of the last folder before a pattern begins."""
+    """Returns the URL of the last folder before a pattern begins; of what is a folder by its whole name, that."""
+    is_shown = "*" in url and not local_path(url)  # by the listing of the folder before
+    if not _is_pattern(url) or (not is_shown and next(iter(store_for(url).scan(url)), None) is not None):
+        return url
     scheme, separator, path = url.partition("://")
-    fixed = re.split(r"[*\[]", path, maxsplit=1)[0].rpartition("/")[0]
-    return f"{scheme}{separator}{fixed or '/'}"
+    folder = re.split(r"[*\[]", path, maxsplit=1)[0].rpartition("/")[0]
+    return f"{scheme}{separator}{folder or '/'}"
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

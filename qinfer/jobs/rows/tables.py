@@ -64,7 +64,7 @@ def check_names(folder: str, tables: Iterable[tuple[str, str]], names: Iterable[
 
 
 def check_above(folder: str, check_read: Callable[[str], None]) -> None:
-    """Checks that neither a folder nor one above it is a table, as far as they may be read.
+    """Checks that no folder above one is a table, as far as they may be read; its own listing tells of tables below.
 
     Raises:
         InvalidRequest: One is.
@@ -72,18 +72,24 @@ def check_above(folder: str, check_read: Callable[[str], None]) -> None:
     for above in _above(folder):
         with suppress(StoreError, Forbidden):
             check_read(above)
+            there = store_for(above).possible_folders(above, [name for name, _ in _MARKS.values()])
             for kind, (name, files) in _MARKS.items():
-                log = f"{above}/{name}"
-                names = (file.url.removeprefix(log).lstrip("/") for file in store_for(log).scan(log))
-                if any(files.fullmatch(each) for each in islice(names, _MOST_NAMES)):
+                if name in there and _is_log(f"{above}/{name}", files):
                     raise InvalidRequest(_refused(above, kind))
+
+
+def _is_log(folder: str, files: re.Pattern[str]) -> bool:
+    """Tells whether one of the first files below a folder is of a table's log."""
+    names = (file.url.removeprefix(folder).lstrip("/") for file in store_for(folder).scan(folder))
+    return any(files.fullmatch(name) for name in islice(names, _MOST_NAMES))
 
 
 def _above(folder: str) -> Iterator[str]:
     scheme, separator, path = folder.partition("://")
     parts = path.rstrip("/").split("/")
-    least = 1 if separator and scheme != "file" else 2  # a bucket, or a folder beneath the root
-    for end in range(len(parts), least - 1, -1):
+    is_local = not separator or scheme == "file"
+    least = 2 if is_local else 1  # a folder beneath the root, or a bucket
+    for end in range(len(parts) - (not is_local), least - 1, -1):  # listings of directories have no hidden folders
         yield f"{scheme}{separator}{'/'.join(parts[:end])}"
 
 

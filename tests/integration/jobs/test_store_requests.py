@@ -3,9 +3,11 @@
 import io
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -79,7 +81,8 @@ def inputs_asked(server: S3Server) -> Counter[str]:
     return Counter(method for method, path in server.requests if "/out" not in path)
 
 
-def test_a_job_asks_for_its_inputs_no_more_than_a_fifth_beyond_a_loop(server: S3Server, bucket: str) -> None:
+def loop_over(server: S3Server, urls: Sequence[str] = (), folder: str = "") -> Counter[str]:
+    """Returns how often a loop asks that reads the columns of some files, or of those of a folder, by s3fs."""
     environment = server.environment
     files = s3fs.S3FileSystem(
         key=environment["AWS_ACCESS_KEY_ID"],
@@ -88,20 +91,79 @@ def test_a_job_asks_for_its_inputs_no_more_than_a_fifth_beyond_a_loop(server: S3
         use_listings_cache=False,
         skip_instance_cache=True,
     )
-    for name in files.ls(f"{bucket}/in", detail=False):
+    server.requests.clear()
+    for name in files.ls(folder, detail=False) if folder else urls:
         with files.open(name) as content:
             pq.read_table(content, columns=list(COLUMNS))
-    loop = inputs_asked(server)
-    server.requests.clear()
-
-    plan = planned(bucket, job(bucket))
-    rows = sum(rows_read(plan, shard) for shard in plan.shards)
-
     asked = inputs_asked(server)
+    server.requests.clear()
+    return asked
+
+
+def asked_by(server: S3Server, bucket: str, spec: JobSpec) -> tuple[Counter[str], int]:
+    """Returns how often a job asks for its inputs, and how many rows it reads."""
+    server.requests.clear()
+    server.lists.clear()
+    plan = planned(bucket, spec)
+    rows = sum(rows_read(plan, shard) for shard in plan.shards)
+    return inputs_asked(server), rows
+
+
+def test_a_job_asks_for_its_inputs_no_more_than_a_fifth_beyond_a_loop(server: S3Server, bucket: str) -> None:
+    loop = loop_over(server, folder=f"{bucket}/in")
+
+    asked, rows = asked_by(server, bucket, job(bucket))
+
     assert rows == FILES * ROWS
     assert loop == {"HEAD": FILES, "GET": FILES + 1}
     assert asked["HEAD"] == 0
     assert asked.total() <= 1.2 * loop.total(), asked
+    assert lists(server, "in") <= 2  # when it is created, and when it is planned
+    assert lists(server) <= 5, server.lists
+
+
+def test_inputs_that_are_named_one_by_one_are_asked_for_as_seldom(server: S3Server, bucket: str) -> None:
+    urls = [f"{bucket}/in/{number:03d}.parquet" for number in range(FILES)]
+    loop = loop_over(server, urls)
+
+    asked, rows = asked_by(server, bucket, msgspec.structs.replace(job(bucket), inputs=tuple(reversed(urls))))
+
+    assert rows == FILES * ROWS
+    assert loop == {"HEAD": FILES, "GET": FILES}
+    assert asked.total() <= 1.2 * loop.total(), asked
+
+
+@pytest.mark.parametrize(("files", "groups"), [(10, 1), (10, 12)])
+def test_large_files_are_asked_for_as_seldom(server: S3Server, bucket: str, files: int, groups: int) -> None:
+    """However many row groups, columns and pages they have."""
+    rows = 220_000
+    random = np.random.default_rng(1)
+    table = pa.table(
+        {
+            "id": np.arange(rows),
+            "x": pa.FixedSizeListArray.from_arrays(pa.array(random.random(2 * rows, np.float32)), 2),
+            "name": pa.array([f"{number:x}" for number in random.integers(2**60, size=rows)]),
+            "unread": random.random(rows),
+        }
+    )
+    for number in range(files):
+        sink = io.BytesIO()
+        pq.write_table(table, sink, row_group_size=rows // groups)
+        store_for(bucket).write(sink.getvalue(), f"{bucket}/large/{number}.parquet")
+    assert sink.tell() > 5 * 2**20
+    loop = loop_over(server, folder=f"{bucket}/large")
+
+    spec = msgspec.structs.replace(job(bucket), inputs=(f"{bucket}/large/*",))
+    spec = msgspec.structs.replace(spec, output=msgspec.structs.replace(spec.output, rows_per_part=10**7))
+    asked, found = asked_by(server, bucket, spec)
+
+    assert found == files * rows
+    assert asked.total() <= 1.2 * loop.total(), (asked, loop)
+
+
+def lists(server: S3Server, folder: str = "") -> int:
+    """Returns how many listings there were, of one folder where that is given."""
+    return sum(prefix == f"{folder}/" for prefix in server.lists) if folder else len(server.lists)
 
 
 def test_a_part_costs_four_requests(server: S3Server, bucket: str, tmp_path: Path) -> None:

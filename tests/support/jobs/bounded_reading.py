@@ -145,6 +145,7 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     from qinfer.jobs.columns.schemas import decode_schema, encode_schema
     from qinfer.jobs.job import JobSpec, Output
     from qinfer.jobs.plan import Plan, Range, Shard, decode_plan_head, encode_plan_head
+    from qinfer.jobs.rows.source import Limits
     from qinfer.models.spec import ModelSpec, TensorSpec
     from qinfer.storage.open import store_for
     from qinfer_workers.jobs.scoring.batch_size import BatchSize
@@ -167,9 +168,8 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
         first += rows
     shard = Shard(0, "part-00000.parquet", first, tuple(ranges))
     copied = tuple(name for name in schema.names if name.startswith("k"))
-    out = folder / "out"
     spec = JobSpec(
-        model="m", inputs=(url,), output=Output(url=f"file://{out}"), error_threshold=-1.0, passthrough=copied
+        model="m", inputs=(url,), output=Output(url=f"file://{folder}/out"), error_threshold=-1.0, passthrough=copied
     )
     model = ModelSpec(
         name="m",
@@ -181,7 +181,7 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     plan = Plan(job_id="job", spec=spec, model_hash="", schema=encode_schema(schema), sources=(), shards=(), rows=first)
     task = Task(
         job_id="job", spec=spec, shard=shard, model=model, head=decode_plan_head(encode_plan_head(plan)), model_hash="",
-        max_errors=-1, spool=folder, read_bytes=READ_BYTES, grant=Grant(("file:///",), ("file:///",)),
+        max_errors=-1, spool=folder, limits=Limits.of(READ_BYTES), grant=Grant(("file:///",), ("file:///",)),
     )  # fmt: skip
     files, work = ShardFiles(task), threading.Event()
     chunks = Chunks(BatchSize(1024, 0.02), work.set, lambda: None)
@@ -198,7 +198,7 @@ def _score(case: Case, folder: Path, found: Found, base: int) -> None:
     finally:
         writer.join()
         scorer.join()
-    part = pq.read_table(out / shard.part, columns=["error_message"])
+    part = pq.read_table(folder / "out" / shard.part, columns=["error_message"])
     messages = part.column("error_message").drop_null()
     found.rows, found.failed, found.scored = part.num_rows, len(messages), sum(scored)
     found.message = messages[0].as_py() if len(messages) else ""

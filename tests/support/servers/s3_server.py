@@ -51,6 +51,7 @@ class S3Server:
         busy: Decides about each request, if it is there: a share of `busy_share` of them is answered by 503.
         asked: How often each kind of request came, such as `PUT` and `PUT if-none-match`.
         requests: Method and path of each request.
+        lists: The prefix of each listing.
     """
 
     def __init__(self) -> None:
@@ -70,6 +71,7 @@ class S3Server:
         self.busy: random.Random | None = None
         self.busy_share = 0.3
         self.requests: list[tuple[str, str]] = []
+        self.lists: list[str] = []
         self.asked: Counter[str] = Counter()
 
     @property
@@ -88,6 +90,8 @@ class S3Server:
         if self.ignores_match:
             environ.pop("HTTP_IF_MATCH", None)
         self.requests.append((method, environ["PATH_INFO"]))
+        if "list-type" in query:
+            self.lists.append(query.get("prefix", [""])[0])
         writes = (method == "PUT" and "partNumber" not in query) or (method == "POST" and "uploadId" in query)
         conditional = writes and environ.get("HTTP_IF_NONE_MATCH") == "*"
         if method == "PUT" and environ["PATH_INFO"].count("/") > 1:

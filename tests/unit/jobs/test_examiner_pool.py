@@ -34,6 +34,7 @@ from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.parts import PartWriter, part_metadata, part_of
 from qinfer.jobs.plan import ExpectedParts, Shard, Unplanned, decode_plan
 from qinfer.jobs.planning import examine, make_plan
+from qinfer.jobs.rows.arrow_footer import FOOTER_BYTES
 from qinfer.jobs.shards import Pace
 from qinfer.storage.open import store_for
 from qinfer.testing import eventually, stub_spec, wait_until
@@ -402,7 +403,7 @@ def test_a_parent_that_dies_before_it_reads_leaves_none() -> None:
     mine, theirs = socket.socketpair()
     with open(os.memfd_create("notes"), "rb") as notes, theirs:
         process = subprocess.Popen(COMMAND, stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=[notes.fileno()])
-        mine.sendall(packed(Hello((), SMALLEST, notes.fileno())))
+        mine.sendall(packed(Hello((), SMALLEST, notes.fileno(), FOOTER_BYTES)))
     try:
         select.select([mine], [], [])
         mine.close()

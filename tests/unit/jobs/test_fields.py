@@ -19,6 +19,7 @@ from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.plan import Unplanned
 from qinfer.jobs.planning import make_plan
 from qinfer.jobs.rows.shard_rows import ShardReader
+from qinfer.jobs.rows.source import Limits
 from qinfer.jobs.shards import Pace
 from tests.support.jobs.bulk_data import ANY_FILE, HASH, JOB, job_of, model_of, shard_of, tensor, write
 
@@ -145,7 +146,7 @@ def test_long_values_of_a_dictionary_within_a_struct_are_read(tmp_path: Path) ->
     rows = [{"id": n, "image": {"bytes": bytes([n % 3]) * 2**20, "path": ""}} for n in range(30)]
     url = write(tmp_path / "x.parquet", table(rows))
 
-    with closing(ShardReader(shard_of(url), ["image.bytes"], SCHEMA, read_bytes=24 * 2**20)) as reader:
+    with closing(ShardReader(shard_of(url), ["image.bytes"], SCHEMA, limits=Limits.of(24 * 2**20))) as reader:
         sizes, first = [], []
         while (batch := reader.read(30)) is not None:
             sizes.append(batch.record.num_rows)

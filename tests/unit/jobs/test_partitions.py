@@ -14,6 +14,7 @@ from qinfer.jobs.job import JobSpec, Output, check_spec
 from qinfer.jobs.plan import Plan, Unplanned
 from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.rows.shard_rows import ShardReader
+from qinfer.jobs.rows.source import Limits
 from qinfer.jobs.shards import Pace
 from qinfer.models.spec import TensorSpec
 from qinfer.storage.hive import partition_values
@@ -54,7 +55,7 @@ def rows_of(plan: Plan, *columns: str, read_bytes: int = 2**26) -> list[tuple[An
     found: list[tuple[Any, ...]] = []
     schema = decode_schema(plan.schema)
     for shard in plan.shards:
-        with closing(ShardReader(shard, columns, schema, plan.spec, read_bytes=read_bytes)) as reader:
+        with closing(ShardReader(shard, columns, schema, plan.spec, limits=Limits.of(read_bytes))) as reader:
             while (batch := reader.read(1000)) is not None:
                 assert batch.record.schema.equals(reader.schema)
                 assert sum(segment.rows for segment in batch.segments) == batch.record.num_rows
@@ -200,7 +201,7 @@ def test_long_values_take_no_more_memory_than_rows_may(tmp_path: Path) -> None:
     table_of(tmp_path, "parquet", "/".join(f"{name}={'v' * 200}" for name in "abcde"), rows=5000)
     plan = planned(tmp_path)
     shard, schema = max(plan.shards, key=lambda shard: shard.rows), decode_schema(plan.schema)
-    with closing(ShardReader(shard, ("x", *"abcde"), schema, plan.spec, read_bytes=6 * 2**20)) as reader:
+    with closing(ShardReader(shard, ("x", *"abcde"), schema, plan.spec, limits=Limits.of(6 * 2**20))) as reader:
         sizes = []
         while (batch := reader.read(5000)) is not None:
             sizes.append((batch.record.num_rows, batch.record.nbytes))

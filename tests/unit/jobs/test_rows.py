@@ -19,7 +19,7 @@ from qinfer.errors import StoreUnavailable
 from qinfer.jobs.columns.schemas import common_type, decode_schema, encode_schema
 from qinfer.jobs.plan import Range, Shard
 from qinfer.jobs.rows.shard_rows import Segment, ShardReader, SourceChanged
-from qinfer.jobs.rows.source import SourceBroken, format_of, read_footer
+from qinfer.jobs.rows.source import Limits, SourceBroken, format_of, read_footer
 from qinfer.storage.open import store_for
 from qinfer.storage.s3_native import open_native
 from qinfer.storage.store import Stat
@@ -289,7 +289,7 @@ def test_wide_rows_that_cannot_be_read_take_no_more_memory_than_others(tmp_path:
     wide = pa.schema([("x", pa.list_(pa.float32(), 100_000))])
     url = write(tmp_path / "a.parquet", pa.table({"y": list(range(1000))}))
 
-    with closing(ShardReader(shard_of(url), ("x",), wide, SKIPS, read_bytes=6 * 2**20)) as reader:
+    with closing(ShardReader(shard_of(url), ("x",), wide, SKIPS, limits=Limits.of(6 * 2**20))) as reader:
         sizes = []
         while (batch := reader.read(1000)) is not None:
             sizes.append((batch.record.num_rows, batch.record.nbytes))
@@ -460,8 +460,8 @@ def test_large_objects_are_read_by_arrows_own_client_where_it_can(
     monkeypatch.setattr("qinfer.jobs.rows.shard_rows.open_native", open_and_tell)
     if way == "fsspec":
         monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": s3.environment["AWS_ENDPOINT_URL"]})
-    write(tmp_path / "a b.parquet", table(500), group=100)
-    url = f"{s3.upload(tmp_path, to='native')}/a b.parquet"
+    write(tmp_path / "a b.arrow", table(500), group=100)
+    url = f"{s3.upload(tmp_path, to='native')}/a b.arrow"
 
     assert numbers(read(shard_of(url), 300, SCHEMA)) == list(range(500))
     assert [file is None for file in opened] == [way == "fsspec"]

@@ -19,9 +19,9 @@ from qinfer.jobs.columns.schemas import decode_schema
 from qinfer.jobs.job import Csv, JobSpec, Output
 from qinfer.jobs.plan import Plan, Range, Unplanned
 from qinfer.jobs.planning import examine, make_plan
-from qinfer.jobs.rows.row_files import Limits, TextRows, Wanted
+from qinfer.jobs.rows.row_files import TextRows, Wanted
 from qinfer.jobs.rows.shard_rows import ShardReader
-from qinfer.jobs.rows.source import FileFormat, read_footer
+from qinfer.jobs.rows.source import FileFormat, Limits, read_footer
 from qinfer.jobs.rows.text_streams import TextFormat, TextStream
 from qinfer.jobs.rows.text_types import text_types
 from qinfer.jobs.shards import Pace

@@ -30,6 +30,8 @@ from qinfer.jobs.columns.schemas import encode_schema
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import RECORDS, PlanHead, Range, Shard, decode_plan_head
 from qinfer.jobs.queue.records import ShardOutcome
+from qinfer.jobs.rows.arrow_footer import FOOTER_BYTES
+from qinfer.jobs.rows.source import Limits
 from qinfer.models.spec import Device as DeviceSpec
 from qinfer.models.spec import ModelSpec
 from qinfer.queue.entries import Entry, Lane, Lease
@@ -108,7 +110,7 @@ class Ground:
             "model_hash": "h",
             "max_errors": -1,
             "spool": self.folder,
-            "read_bytes": 2**26,
+            "limits": Limits.of(2**26),
             "grant": ANY_FILE,
             **options,
         }
@@ -135,6 +137,7 @@ class Ground:
             hurry=self.hurry,
             spool=self.folder,
             read_bytes=2**26,
+            footer_bytes=FOOTER_BYTES,
             stores=StoreSettings(allow=ANY_FILE.read),
             line=self.line,
         )

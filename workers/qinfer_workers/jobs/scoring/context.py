@@ -123,6 +123,7 @@ class Served:
         hurry: Set when nobody waits any longer for executions to end.
         spool: A folder for parts until they are committed.
         read_bytes: About so many bytes of rows are held at once.
+        footer_bytes: The size that the footer of an input file may have.
         stores: The stores that jobs may use.
         ensembles: What ensembles are run by.
         line: Held by the shard that is scored; the one behind it is read meanwhile.
@@ -138,6 +139,7 @@ class Served:
     hurry: asyncio.Event
     spool: Path
     read_bytes: int
+    footer_bytes: int
     stores: StoreSettings
     ensembles: EnsembleParts | None = None
     line: asyncio.Lock = field(default_factory=asyncio.Lock)

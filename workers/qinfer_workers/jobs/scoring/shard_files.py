@@ -27,6 +27,7 @@ from qinfer.jobs.plan import PlanHead, Shard, url_of
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.jobs.resumption import KeptPiece, RowSpan, pieces_folder, rows_of
 from qinfer.jobs.rows.shard_rows import RowBatch, ShardReader
+from qinfer.jobs.rows.source import Limits
 from qinfer.jobs.rows.text_streams import InputForm
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.open import store_for
@@ -87,7 +88,7 @@ class Task:
         model_hash: What the model's files are here.
         max_errors: How many rows may fail before it is not worth going on; -1 = all.
         spool: A folder for the part until it is committed.
-        read_bytes: About so many bytes of rows are held at once.
+        limits: What may be held in memory.
         grant: The URL prefixes that the job may use.
         store_for: Finds the store of a URL.
     """
@@ -100,7 +101,7 @@ class Task:
     model_hash: str
     max_errors: int
     spool: Path
-    read_bytes: int
+    limits: Limits
     grant: Grant
     store_for: Callable[[str], Store] = store_for
 
@@ -210,7 +211,7 @@ class ShardFiles:
             return outputs(url) if is_below(url, kept_url) else inputs(url)
 
         shard = rows_of(task.shard, self.step.first, self.step.stop)
-        return ShardReader(shard, columns, schema, task.spec, store_of, read_bytes=task.read_bytes)
+        return ShardReader(shard, columns, schema, task.spec, store_of, limits=task.limits)
 
     def write(self, chunks: Chunks) -> ShardOutcome | None:
         """Writes the scored rows, and commits the part; `None` if the chunks were stopped, or are a piece of the shard.

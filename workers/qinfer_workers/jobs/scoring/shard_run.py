@@ -22,6 +22,7 @@ from qinfer.jobs.job import decode_spec
 from qinfer.jobs.plan import PlanHead, ShardTicket, decode_plan_head
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, granted
 from qinfer.jobs.resumption import bound_to
+from qinfer.jobs.rows.source import Limits
 from qinfer.models.pins import is_executed
 from qinfer_workers.inference.executor import Borrower, ThreadExecutor, in_thread
 from qinfer_workers.jobs.scoring.arbiter import Turn
@@ -365,7 +366,7 @@ async def make_run(
         model_hash=model_hash,
         max_errors=record.max_errors,
         spool=served.spool,
-        read_bytes=served.read_bytes,
+        limits=Limits.of(served.read_bytes, served.footer_bytes),
         grant=grant,
     )
     name = f"{record.id}-{ticket.shard.index}"

@@ -157,6 +157,7 @@ class ShardService:
                 hurry=self._context.hurry,
                 spool=self._spool,
                 read_bytes=self._settings.max_read_bytes,
+                footer_bytes=self._settings.max_footer_bytes,
                 stores=self._stores,
                 ensembles=self._ensembles,
             )

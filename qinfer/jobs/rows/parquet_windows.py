@@ -1,0 +1,143 @@
+"""The column chunks of a Parquet file in a store that is far, fetched in few large reads before they are decoded.
+
+A store takes tens of milliseconds for each read, however small, and counts each. Chunks that are near each other, of
+one row group or of several, are fetched together as a window; the window behind those that are needed is fetched
+meanwhile. Page headers and pages are read in memory.
+"""
+
+import io
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from qinfer.jobs.rows.parquet_pages import PADDING_BYTES, ReadAt, chunk_begin
+
+_MOST_BYTES = 48 * 2**20  # of a window, but for a larger chunk
+_SMALL_GAP_BYTES = 256 * 1024  # between two chunks takes less long than another read
+_MOST_GAP_BYTES = 4 * 2**20
+_FETCHES = 16  # at once, of one file
+
+
+class Span(NamedTuple):
+    """Some bytes of a file, from a place to the one behind the last."""
+
+    begin: int
+    end: int
+
+
+def spans_of(group: Any, leaves: Iterable[int], file_bytes: int) -> list[Span]:
+    """Returns where the column chunks of some leaf columns of a row group are.
+
+    Args:
+        group: The row group (`pyarrow.parquet.RowGroupMetaData`).
+        leaves: The numbers of the columns.
+        file_bytes: The size of the file.
+    """
+    found = []
+    for chunk in map(group.column, leaves):
+        begin = min(max(0, chunk_begin(chunk)), file_bytes)
+        end = begin + max(0, chunk.total_compressed_size) + PADDING_BYTES
+        found.append(Span(begin, min(end, file_bytes)))
+    return found
+
+
+def windows_of(spans: Iterable[Span]) -> list[Span]:
+    """Returns windows that have some spans, in the file's order: few, and without much beside the spans."""
+    windows: list[Span] = []
+    useful = 0
+    for span in sorted(spans):
+        begin, end = windows[-1] if windows else span
+        gap, allowed = span.begin - end, max(_SMALL_GAP_BYTES, min(useful, _MOST_GAP_BYTES))
+        if windows and gap <= allowed and span.end - begin <= _MOST_BYTES:
+            windows[-1] = Span(begin, max(end, span.end))
+            useful += span.end - span.begin
+        else:
+            windows.append(span)
+            useful = span.end - span.begin
+    return windows
+
+
+class Windows(io.RawIOBase):
+    """A file of which some spans can be read, for one thread; closed with what it is read of.
+
+    Args:
+        content: The file.
+        read_at: Reads it anywhere, from any thread.
+        groups: Row group → its spans, in the order in which the groups will be read.
+    """
+
+    def __init__(self, content: Any, read_at: ReadAt, groups: Mapping[int, Sequence[Span]]) -> None:
+        self._content, self._read_at = content, read_at
+        self._windows = windows_of(span for spans in groups.values() for span in spans)
+        self._begins = [window.begin for window in self._windows]
+        self._of = {group: [self._number(span.begin) for span in spans] for group, spans in groups.items()}
+        self._held: dict[int, Future[bytes]] = {}
+        self._pool = ThreadPoolExecutor(_FETCHES, thread_name_prefix="qinfer-window")
+        self._at = 0
+
+    def begin(self, group: int) -> None:
+        """Has the windows of a row group fetched, and the next one; forgets those before."""
+        needed = set(self._of[group])
+        following = max(needed, default=-1) + 1
+        wanted = needed | ({following} if following < len(self._windows) else set())
+        for number in self._held.keys() - wanted:
+            del self._held[number]
+        for number in sorted(wanted - self._held.keys()):
+            begin, end = self._windows[number]
+            self._held[number] = self._pool.submit(self._read_at, end - begin, begin)
+
+    def read_at(self, size: int, place: int) -> bytes:
+        """Reads so many bytes at a place, fewer at a window's end; what is in no window is read from the file."""
+        number = self._number(place)
+        held = self._held.get(number)
+        if held is None or place >= self._windows[number].end:
+            return self._read_at(size, place)
+        first = place - self._windows[number].begin
+        return held.result()[first : first + size]
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Reads on from the current position."""
+        size = 0 if size is None or size < 0 else size
+        data = self.read_at(size, self._at)
+        if len(data) < size:
+            data = self._read_at(size, self._at)
+        self._at += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Moves the position; from the end, as the file does."""
+        self._at = self._content.seek(0, whence) + offset if whence == io.SEEK_END else offset + self._at * whence
+        return self._at
+
+    def tell(self) -> int:
+        """Returns the position."""
+        return self._at
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def close(self) -> None:
+        """Closes the file, and waits for no fetch."""
+        if not self.closed:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for fetch in self._held.values():
+                fetch.add_done_callback(_heard)
+            self._held.clear()
+            self._content.close()
+        super().close()
+
+    def _number(self, place: int) -> int:
+        """Returns the window that a place is in, or the last before it; -1 = it is before all."""
+        return bisect_right(self._begins, place) - 1
+
+
+def _heard(fetch: "Future[bytes]") -> None:
+    with suppress(Exception):  # nobody waits for it
+        fetch.result()
