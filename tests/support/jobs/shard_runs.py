@@ -37,7 +37,8 @@ def shards_of(*urls: str, rows: int = 0) -> list[Shard]:
     for url in urls:
         stat = store_for(url).stat(url)
         assert stat is not None
-        metadata = pq.read_metadata(url.removeprefix("file://"))
+        with store_for(url).open(url) as content:
+            metadata = pq.read_metadata(content)
         first = 0
         for group in range(metadata.num_row_groups):
             count = metadata.row_group(group).num_rows
@@ -57,7 +58,9 @@ def job_spec(urls: Sequence[str], folder: Path, **options: Any) -> JobSpec:
 
 def plan_head(shards: Sequence[Shard], model_hash: str = "", executes: Sequence[Executed] = ()) -> bytes:
     """Returns what a record says of the plan: all files have the columns of the first."""
-    schema = encode_schema(pq.read_schema(shards[0].ranges[0].url.removeprefix("file://")))
+    url = shards[0].ranges[0].url
+    with store_for(url).open(url) as content:
+        schema = encode_schema(pq.read_schema(content))
     spec = JobSpec(model="stub", inputs=("file:///in",), output=Output(url="file:///out"))
     plan = Plan(
         job_id=JOB,
