@@ -335,6 +335,8 @@ class Client(ModelCalls):
     def cancel(self, request: RequestHandle | str) -> str:
         """Cancels a request; an execution that has begun may still run to its end.
 
+        The result of a request that has ended is removed.
+
         Returns:
             The request's state: `cancelled`, or its earlier end.
 

@@ -9,7 +9,8 @@ The promises, each a test in `tests/contract/`:
    one step; of several callers one is first, and only its outcome is ever visible.
 3. `accept` and `find` with an id or an idempotency key that is known already change nothing and say which request it
    was; where that has ended and has an outbox of its own, its end is told there again.
-4. A result can be read again and again until its time to live is over; afterwards a tombstone tells so for a while.
+4. A result can be read again and again until its time to live is over, or `forget` removes it; afterwards a tombstone
+   tells so for a while, and ids and idempotency keys are known as before.
 5. `due` knows every request whose deadline passed, with zero workers too.
 6. An end that is to be told, by a webhook or through an outbox that a program named, is a delivery: see `deliveries`.
 
@@ -74,6 +75,7 @@ _RECORD_FIELDS = (
 _ACCEPT = load_script("each", *PLACING, "origin", "drop", "deliveries", "requests/known", "requests/accept")
 _SETTLE = load_script("each", "now_ms", "drop", "holder", "deliveries", "note_cancel", "requests/settle")
 _FIND = load_script("requests/find", "now_ms", "deliveries", "requests/known")
+_FORGET = load_script("requests/forget", "now_ms", "drop")
 _RECORD = load_script("requests/record")
 _DUE = load_script("requests/due", "now_ms")
 _ENDINGS = load_script("requests/endings", "now_ms", "deliveries")
@@ -236,6 +238,12 @@ class Requests:
         """Returns the `Outcome.blob` of a request that ended; `None` when it has not, or its time is over."""
         name = keys.result(address.model, address.partition, address.id)
         return await self._values.get(keys.slot(name), name)
+
+    async def forget(self, address: Address) -> None:
+        """Removes the result of a request that has ended, unless its end goes to an outbox; its record stays."""
+        names = [_record_key(address), _result_name(address).encode()]
+        names.append(keys.responses(address.model, address.partition, address.id).encode())
+        self._values.forget(await self._router.run(keys.slot(names[0]), _FORGET, names))
 
     async def watch(self, address: Address, reply_to: str) -> RequestRecord | None:
         """Returns the record, and has a hint sent to `reply_to` when the request ends.

@@ -121,7 +121,8 @@ _RESULT = operation(
     query("wait", "Seconds to wait for the end.", type="number", minimum=0),
 )
 _CANCEL = operation(
-    "Cancel a request", {200: answer("The request as it ended.", RequestBody), **errors(401, 403, 404, 503)}
+    "Cancel a request, or remove its result",
+    {200: answer("The request as it ended.", RequestBody), **errors(401, 403, 404, 503)},
 )
 
 _EVENT = 'event: state\nid: 1-succeeded\ndata: {"id": "…", "state": "succeeded", …}\n\n'
@@ -171,7 +172,10 @@ def request_routes(services: Services) -> APIRouter:
     @router.delete("/v1/models/{model}/requests/{request_id}", name="cancel_of_model", **_CANCEL)
     @router.delete("/v1/requests/{request_id}", name="cancel", **_CANCEL)
     async def cancel(request: Request) -> HttpResponse:
-        """Cancels a request, unless it has ended; one with an id that its client chose is below its model."""
+        """Cancels a request, or removes the result of one that has ended: it is 410 from then on.
+
+        Its record and its idempotency key stay. One with an id that its client chose is below its model.
+        """
         context, address = await _located(services, request)
         return _shown(services, await services.requests.cancel(context, address), 200)
 

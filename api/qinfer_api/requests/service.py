@@ -312,19 +312,22 @@ class AsyncRequests:
             index += len(blobs)
 
     async def cancel(self, context: Context, address: Address) -> RequestRecord:
-        """Ends a request, unless it has ended; returns its record then.
+        """Ends a request, or removes the result of one that has ended; returns its record then.
 
         Raises:
             RequestNotFound: Nothing is known of it, or it is another tenant's.
         """
         record = await self.record(context, address)
         if record.state.is_terminal:
-            return record
+            await self.delivery.requests.forget(address)
+            return await self.record(context, address)
         outcome = failed_outcome(address, RequestState.CANCELLED, Cancelled(_CANCELLED), record.version)
         (is_first,) = await self.delivery.requests.settle([Settlement(address=address, outcome=outcome)])
         if is_first:
             self.tally.failed(address.model, record.version, Cancelled.code)
             self.tally.ended(address.model, record.version, Cancelled.code)
+        else:  # it has ended meanwhile
+            await self.delivery.requests.forget(address)
         return await self.record(context, address)
 
     def check_up(self, model: str, partition: int = 0) -> None:

@@ -458,6 +458,30 @@ async def test_thousands_are_confirmed_by_one_call(redis_queue: RedisQueue) -> N
     assert redis_queue.on_owner("XLEN", QUEUE) == 0
 
 
+async def test_a_result_that_an_outbox_tells_is_not_removed(queue: RedisQueue) -> None:
+    """It is the reader's of the outbox."""
+    delivery = await queue.connect()
+    await accept(delivery, outbox=BOX)
+    await settle(delivery, ended())
+
+    await delivery.requests.forget(address())
+
+    assert [ending.blob for ending in await take_all(delivery)] == [b"blob of succeeded"]
+
+
+async def test_a_removed_result_leaves_no_object(object_queue: RedisQueue) -> None:
+    delivery = await object_queue.connect()
+    await accept(delivery)
+    await settle(delivery, ended())
+    name = object_queue.on_owner("HGET", keys.result("digits", 0, "r1"), "name").decode()
+    store = Path(object_queue.limits.payload_url.removeprefix("file://"))
+
+    await delivery.requests.forget(address())
+    await delivery.requests._values.settle()
+
+    assert not (store / name).exists()
+
+
 async def test_an_object_that_was_deleted_is_a_result_that_is_gone(object_queue: RedisQueue) -> None:
     """The others come with theirs."""
     delivery = await object_queue.connect()

@@ -134,6 +134,40 @@ async def test_to_end_a_request_again_changes_nothing(queue: RedisQueue) -> None
     assert await delivery.requests.result(address()) == b"blob of succeeded"
 
 
+@pytest.mark.parametrize("state", [SUCCEEDED, FAILED])
+async def test_a_result_can_be_removed_before_its_time(queue: RedisQueue, state: RequestState) -> None:
+    """The record stays, and what has failed tells why; id and idempotency key are known as before."""
+    delivery = await queue.connect()
+    first = await accept(delivery, idempotency_key="key", idempotency_ttl_s=100.0)
+    await settle(delivery, ended("r1", state, code="" if state is SUCCEEDED else "inference_failed"))
+    before = await delivery.requests.record(address())
+
+    await delivery.requests.forget(address())
+
+    record = await delivery.requests.record(address())
+    assert before is not None
+    assert record is not None
+    assert (record.state, record.code, record.has_result) == (state, before.code, False)
+    assert (record.expires_at < before.expires_at) == (state is SUCCEEDED)
+    assert await delivery.requests.result(address()) is None
+    again = await accept(delivery, idempotency_key="key", idempotency_ttl_s=100.0)
+    assert (again.id, again.is_new) == (first.id, False)
+
+
+async def test_what_has_not_ended_is_not_removed(queue: RedisQueue) -> None:
+    """Nor does anything come of an id that is not known."""
+    delivery = await queue.connect()
+    await accept(delivery)
+
+    for name in ("r1", "unknown"):
+        await delivery.requests.forget(address(name))
+
+    assert [lease.frame for lease in await fetch(delivery)] == [b"r1"]
+    assert await delivery.requests.record(address("unknown")) is None
+    assert await settle(delivery, ended()) == [True]
+    assert await delivery.requests.result(address()) == b"blob of succeeded"
+
+
 async def test_the_items_of_a_batch_end_each_for_itself(queue: RedisQueue) -> None:
     """In one call: one is new to its end, one had ended before, one is unknown."""
     delivery = await queue.connect()

@@ -55,6 +55,19 @@ async def test_responses_are_read_in_order_from_any_on(queue: RedisQueue) -> Non
     assert (record.state, record.responses) == (RequestState.RUNNING, 3)
 
 
+async def test_responses_are_removed_with_the_result(queue: RedisQueue) -> None:
+    delivery = await queue.connect()
+    await accept(delivery)
+    [lease] = await fetch(delivery)
+    await append(delivery, lease, 0, b"a")
+    await settle(delivery, ended("r1", entry=lease.entry))
+
+    await delivery.requests.forget(address())
+
+    assert await read(delivery) == []
+    assert not queue.on_owner("EXISTS", RESPONSES)
+
+
 async def test_a_repetition_stores_nothing_twice(queue: RedisQueue) -> None:
     """After a lost reply the worker appends the same again, perhaps together with what has come since."""
     delivery = await queue.connect()

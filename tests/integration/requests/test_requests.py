@@ -172,7 +172,7 @@ async def test_a_reader_that_leaves_is_forgotten(running: Running, client: httpx
 
 
 async def test_cancel(client: httpx.AsyncClient, running: Running) -> None:
-    """It leaves the queue, and says so from then on; an end that it had is not changed."""
+    """It leaves the queue, and says so from then on."""
     before = await running.depth("stuck")
     record = await submitted(client, STUCK)
 
@@ -183,9 +183,23 @@ async def test_cancel(client: httpx.AsyncClient, running: Running) -> None:
     assert await running.depth("stuck") == before
     result = await client.get(record["links"]["result"])
     assert (result.status_code, result.json()) == (400, {"error": "[request id: mine] the request was cancelled"})
-    done = await submitted(client)
+
+
+async def test_delete_removes_the_result_of_what_has_ended(client: httpx.AsyncClient, running: Running) -> None:
+    """410 as after its time to live, now; the same key stays the same request, which is not executed again."""
+    key = {"idempotency-key": "once"}
+    done = (await client.post(ECHO, json=BODY, headers=key)).json()
     await ended(client, done)
-    assert (await client.delete(done["links"]["self"])).json()["state"] == "succeeded"
+    executed = len(running.requests)
+
+    reply = await client.delete(done["links"]["self"])
+    result = await client.get(done["links"]["result"])
+    again = await client.post(ECHO, json=BODY, headers=key)
+
+    assert (reply.status_code, reply.json()["state"]) == (200, "succeeded")
+    assert result.status_code == 410
+    assert (again.json()["id"], again.headers["idempotent-replayed"]) == (done["id"], "true")
+    assert len(running.requests) == executed
 
 
 async def test_the_same_key_is_the_same_request(client: httpx.AsyncClient, running: Running) -> None:
