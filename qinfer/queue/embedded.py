@@ -58,6 +58,20 @@ def find_redis_server() -> Path:
     )
 
 
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Returns the memory that processes here have together: the machine's, or less where a cgroup has a limit.
+
+    Args:
+        root: Where the kernel's files are.
+    """
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [pages]
+    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # there is none, or it says `max`
+            limits.append(int((root / name).read_text()))
+    return min(limits)
+
+
 _ORPHAN_S = 65.0  # above `ORPHAN_DRAIN_S` of the programs, which end requests by this server
 _WATCH = """
 PATH=$PATH:/usr/bin:/bin
@@ -79,6 +93,7 @@ class EmbeddedRedis:
         durability: `always` syncs each write before it answers, `everysec` each second; as `RedisSettings.durability`.
         environment: The server's whole environment; that of this process when `None`.
         orphan_s: Seconds that the server lives on when this process was killed.
+        max_memory_bytes: The memory above which it takes no writes; 0 = half of this machine's, or of its cgroup's.
 
     Attributes:
         process: The running server, for a supervisor to watch; `None` before `start`.
@@ -91,9 +106,11 @@ class EmbeddedRedis:
         durability: str = "everysec",
         environment: Mapping[str, str] | None = None,
         orphan_s: float = _ORPHAN_S,
+        max_memory_bytes: int = 0,
     ) -> None:
         self._watch: subprocess.Popen[bytes] | None = None
         self._orphan_s = orphan_s
+        self._max_memory_bytes = max_memory_bytes
         self.process: subprocess.Popen[bytes] | None = None
         self._durability = durability
         self._data_dir = data_dir.absolute()
@@ -218,6 +235,7 @@ class EmbeddedRedis:
             # A request writes about 1 kB: the default of 64 MB would fork for a rewrite every few seconds under load.
             "auto-aof-rewrite-min-size": "256mb",
             "save": "",
+            "maxmemory": str(self._max_memory_bytes or memory_bytes() // 2),
             "maxmemory-policy": "noeviction",
         }
         return [word for name, value in options.items() for word in (f"--{name}", value)]

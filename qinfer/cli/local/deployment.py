@@ -12,7 +12,6 @@ This process runs as long as the others do, so it imports little; `qinfer.cli.lo
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
 from qinfer.cli.local import runfile
@@ -55,7 +54,7 @@ def run_deployment(options: UpOptions) -> None:
         if options.redis_url:
             LocalDeployment(options, plan, preparer, supervisor, messages).serve(options.redis_url)
             return
-        redis = PrivateRedis(options.data_dir, options.settings["redis"]["durability"], system_environment(os.environ))
+        redis = PrivateRedis(options, system_environment(os.environ))
         before = runfile.read(options.data_dir)
         supervisor.add(redis, REDIS_POLICY, stop_s=KILL_MARGIN_S)
         try:
@@ -105,15 +104,19 @@ class PrivateRedis:
     """The embedded Redis as a process under the supervisor.
 
     Args:
-        data_dir: See `EmbeddedRedis`.
-        durability: See `EmbeddedRedis`.
+        options: The options of `qinfer up`.
         env: Its whole environment.
     """
 
     name = "Redis"
 
-    def __init__(self, data_dir: Path, durability: str, env: Mapping[str, str]) -> None:
-        self._redis = EmbeddedRedis(data_dir, durability=durability, environment=env)
+    def __init__(self, options: UpOptions, env: Mapping[str, str]) -> None:
+        self._redis = EmbeddedRedis(
+            options.data_dir,
+            durability=options.settings["redis"]["durability"],
+            environment=env,
+            max_memory_bytes=options.redis_memory_bytes,
+        )
         self.url = self._redis.url
 
     def start(self) -> None:

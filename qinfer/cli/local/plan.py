@@ -21,6 +21,7 @@ class UpOptions:
         allow_client_shm: Clients on this host may pass tensors in system shared memory.
         data_dir: The directory of the private Redis' data.
         redis_url: The Redis to use; empty = a private one.
+        redis_memory_bytes: The memory of the private Redis above which it takes no writes; 0 = half of what there is.
         workers: The number of workers.
         autoscale: The minimum and maximum number of workers, in place of `workers`.
         ready_timeout_s: Seconds to wait until the models are loaded.
@@ -30,6 +31,7 @@ class UpOptions:
     allow_client_shm: bool
     data_dir: Path
     redis_url: str
+    redis_memory_bytes: int
     workers: int
     autoscale: tuple[int, int] | None
     ready_timeout_s: float

@@ -93,6 +93,14 @@ RedisOption = Annotated[
         help="Use this Redis instead of a private one. Put a URL with a password into the environment variable.",
     ),
 ]
+RedisMemoryOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        show_default="half of this machine's, or of its cgroup's",
+        help="Megabytes of memory above which the private Redis takes no new requests.",
+    ),
+]
 AllowStoreOption = Annotated[
     list[str] | None,
     typer.Option(help="A location bulk jobs may read and write, such as ./data or s3://bucket/folder; repeatable."),
@@ -141,6 +149,7 @@ def up(
     rate_limit: RateLimitOption = "off",
     rate_limit_resource: RateLimitResourceOption = None,
     redis: RedisOption = "",
+    redis_memory: RedisMemoryOption = 0,
     durability: DurabilityOption = "everysec",
     workers: WorkersOption = None,
     autoscale: AutoscaleOption = "",
@@ -171,6 +180,7 @@ def up(
         allow_client_shm=allow_client_shm,
         data_dir=data_dir,
         redis_url=redis,
+        redis_memory_bytes=redis_memory * 2**20,
         workers=workers or 1,
         autoscale=_range(autoscale, workers),
         ready_timeout_s=ready_timeout,

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from qinfer.errors import BrokerUnavailable, SettingsError
-from qinfer.queue.embedded import EmbeddedRedis, find_redis_server
+from qinfer.queue.embedded import EmbeddedRedis, find_redis_server, memory_bytes
 from tests.support.servers.servers import matrix, redis_6_2, system_redis, wait_until
 
 SUPERVISOR = """
@@ -40,6 +40,29 @@ def test_it_is_durable_private_and_never_evicts(tmp_path: Path, binary: Path) ->
         wanted = {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction", "port": "0"}
         assert {name: config[name] for name in wanted} == wanted
         assert (tmp_path / "data").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("given", [0, 2**26])
+def test_its_memory_has_a_limit(tmp_path: Path, given: int) -> None:
+    """Half of what there is, or what is given: above that it refuses writes, and is not killed by the kernel."""
+    with EmbeddedRedis(tmp_path, max_memory_bytes=given) as server, client(server) as redis_client:
+        assert redis_client.config_get("maxmemory") == {"maxmemory": str(given or memory_bytes() // 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "limit"),
+    [
+        ("sys/fs/cgroup/memory.max", "1048576\n", 2**20),
+        ("sys/fs/cgroup/memory.max", "max\n", None),
+        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "2097152\n", 2**21),
+        ("sys/fs/cgroup/memory/memory.limit_in_bytes", f"{2**63 - 4096}\n", None),
+    ],
+)
+def test_the_memory_of_a_cgroup_is_all_there_is(tmp_path: Path, name: str, text: str, limit: int | None) -> None:
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text(text)
+
+    assert memory_bytes(tmp_path) == (limit or memory_bytes(tmp_path / "none"))
 
 
 def test_always_syncs_each_write(tmp_path: Path, binary: Path) -> None:
