@@ -26,6 +26,7 @@ from qinfer.errors import (
 )
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.routes import Route
+from qinfer.models.spec import ModelSpec
 from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.tracing import Attributes
@@ -35,7 +36,7 @@ from qinfer.submission.pending import Pending, Sink
 from qinfer.submission.submit import Submission, check
 from qinfer.traffic.choice import Header, no_header
 from qinfer.traffic.routing import Endpoints
-from qinfer.traffic.tally import TargetTally
+from qinfer.traffic.tally import TargetTally, key_of, witness_of
 from qinfer_api.access_log import AccessLog, wrappers_of
 from qinfer_api.auth import ANONYMOUS, Auth, Context
 from qinfer_api.quotas import Quota
@@ -98,6 +99,10 @@ class Dispatcher:
     def has_tenants(self) -> bool:
         """Whether several tenants have keys: what one has is then kept from the others."""
         return self._auth is not None and len(self._auth.tenants) > 1
+
+    def sharing(self, context: Context) -> str:
+        """Returns the tenant that shares a limit with others (`SharedLimit`); empty = there are no others."""
+        return context.tenant if self.has_tenants else ""
 
     def authorize(self, context: Context, scope: Scope, peer: str = "") -> Context:
         """Finds out who asks, and whether they may: see `Auth.authorize`; does nothing where everyone may."""
@@ -257,24 +262,27 @@ class Dispatcher:
         if within_s < timeout_s:
             timeout_s = max(within_s, _SHORTEST_S)
         shadows = self.shadows.drawn(request) if request.endpoint and self.shadows is not None else ()
-        if request.endpoint or self.access is not None:
-            sink = self._noted(sink, context, request, shadows)
+        given_s = math.inf
+        if request.endpoint:
+            given_s = _given_s(request, spec, timeout_s)
+            sink = TargetSink(self.targets, sink, request, shadows, given_s)
+        sink = sink if self.access is None else self.access.noted(sink, context, request)
         try:
             pending = self.submission.submit(served, request, sink, timeout_s, quota)
         except QinferError as error:
-            self._refused(request, error, shadows)
+            self._refused(request, error, shadows, given_s)
             raise
         for shadow in shadows:
             shadow.start(request)
         return pending
 
-    def _refused(self, request: InferRequest, error: QinferError, shadows: Sequence[Shadow]) -> None:
+    def _refused(self, request: InferRequest, error: QinferError, shadows: Sequence[Shadow], given_s: float) -> None:
         """Ends the shadows of a request that came not into the queue, and counts it if it was its caller's to know."""
         for shadow in shadows:
             shadow.left()
         if isinstance(error, InvalidRequest | Overloaded):
             if request.endpoint:
-                self.targets.refused(request, error.code)
+                self.targets.failed(key_of(request), error.code, witness_of(request), given_s)
             error.args = (self.prefix_of(request) + error.message,)
 
     def prefix_of(self, request: InferRequest) -> str:
@@ -282,12 +290,6 @@ class Dispatcher:
         if not request.client_id and not request.id:
             request.id = self._new_id()
         return of_request(request.client_id or request.id)
-
-    def _noted(self, sink: Sink, context: Context, request: InferRequest, shadows: Sequence[Shadow]) -> Sink:
-        """Returns a sink in place of a request's own, which takes note of its end."""
-        if request.endpoint:
-            sink = TargetSink(self.targets, sink, request, shadows)
-        return sink if self.access is None else self.access.noted(sink, context, request)
 
     def check(self, request: InferRequest, served: Served) -> None:
         """Checks a request against its model; `submit` does it, unless it was done before, in a thread for a large one.
@@ -394,6 +396,12 @@ class Dispatcher:
         self._tally.ended(pending.model, pending.version, failure.code, pending.started_s)
         answer = Response(request_id=pending.request_id, model=pending.model, version=pending.version, failure=failure)
         self._answered(pending, answer)
+
+
+def _given_s(request: InferRequest, spec: ModelSpec, timeout_s: float) -> float:
+    """Returns the time that a caller gives its request; infinite where that is what the model's configuration gives."""
+    own_s = spec.max_timeout_s if spec.decoupled else spec.default_timeout_s
+    return min(timeout_s if timeout_s < own_s else math.inf, request.timeout_s or math.inf)
 
 
 def checked_timeout_s(asked_s: float, longest_s: float) -> float:

@@ -27,7 +27,7 @@ from qinfer.tensors import Tensor
 from qinfer.traffic.endpoints import Target
 from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.shadows import Differences, Found
-from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally
+from qinfer.traffic.tally import Key, ShadowOutcome, TargetTally, witness_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,16 +77,16 @@ class Shadows:
         return [shadow for target in targets if (shadow := self._shadow(target, request)) is not None]
 
     def _shadow(self, target: Target, request: InferRequest) -> "Shadow | None":
-        key = request.endpoint, target.label
+        key, witness = (request.endpoint, target.label), witness_of(request)
         try:
             served, size = self._endpoints.catalog.find(*target.place), tensor_bytes(request)
             if served is not None and self._has_room(size):
                 self._in_flight += 1
                 self._bytes += size
-                return Shadow(self, key, served, size)
+                return Shadow(self, key, served, size, witness)
         except Exception:  # the boundary of shadows: their request goes on, whatever it is
             logger.exception("shadow not drawn", extra={"target": key[1]})
-        self._tally.shadow(key, ShadowOutcome.DROPPED)
+        self._tally.shadow(key, ShadowOutcome.DROPPED, witness)
         return None
 
     def _has_room(self, size: int) -> bool:
@@ -160,7 +160,7 @@ class Shadows:
         """Counts a shadow that has ended, and frees what it held."""
         self._in_flight -= 1
         self._bytes -= size
-        self._tally.shadow(shadow.key, outcome)
+        self._tally.shadow(shadow.key, outcome, shadow.witness)
 
     async def found(self, endpoint: str) -> dict[str, Found]:
         """Returns what was found of the shadows of an endpoint, by their targets."""
@@ -182,17 +182,19 @@ class Shadow(Inner):
         key: Its endpoint and target.
         served: The model version that executes it.
         size: The bytes of its inputs.
+        witness: The tenant whose evidence it is; `None` = it is not evidence.
 
     Attributes:
-        key: As given, like the next.
+        key: As given, like the next two.
         served: The same.
+        witness: The same.
         name: Names the request in samples: by its caller's id, else by the shadow's own.
     """
 
-    __slots__ = ("_has_ended", "_other", "_pending", "_shadows", "_size", "_stable", "key", "name", "served")
+    __slots__ = ("_has_ended", "_other", "_pending", "_shadows", "_size", "_stable", "key", "name", "served", "witness")
 
-    def __init__(self, shadows: Shadows, key: Key, served: Served, size: int) -> None:
-        self.key, self.served, self.name = key, served, ""
+    def __init__(self, shadows: Shadows, key: Key, served: Served, size: int, witness: str | None = "") -> None:
+        self.key, self.served, self.name, self.witness = key, served, "", witness
         self._shadows = shadows
         self._size = size
         self._pending: Pending | None = None

@@ -1,12 +1,13 @@
 """The sink of a request to an endpoint, which counts how it ends, by the target that answered."""
 
+import math
 import time
 from collections.abc import Sequence
 
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import ErrorCode
 from qinfer.submission.pending import Sink
-from qinfer.traffic.tally import TargetTally, key_of
+from qinfer.traffic.tally import TargetTally, key_of, witness_of
 from qinfer_api.shadows import Shadow
 
 
@@ -18,18 +19,31 @@ class TargetSink:
         inner: The request's own sink.
         request: The request, whose target was chosen.
         shadows: Those who get the same answer as the caller, after the caller.
+        given_s: The time that its caller gave it; infinite = what the model's configuration gives.
 
     Attributes:
         inner: As given.
     """
 
-    __slots__ = ("_began_s", "_key", "_shadows", "_tally", "_version", "frontend", "inner", "no_stream")
+    __slots__ = (
+        *("_began_s", "_given_s", "_key", "_shadows", "_tally", "_version", "_witness"),
+        *("frontend", "inner", "no_stream"),
+    )
 
-    def __init__(self, tally: TargetTally, inner: Sink, request: InferRequest, shadows: Sequence[Shadow] = ()) -> None:
+    def __init__(
+        self,
+        tally: TargetTally,
+        inner: Sink,
+        request: InferRequest,
+        shadows: Sequence[Shadow] = (),
+        given_s: float = math.inf,
+    ) -> None:
         self._tally = tally
         self._shadows = shadows
         self._key = key_of(request)
         self._version = request.version
+        self._witness = witness_of(request)
+        self._given_s = given_s
         self._began_s = time.monotonic()
         self.inner = inner
         self.no_stream = inner.no_stream
@@ -42,9 +56,9 @@ class TargetSink:
                 answered_by = self._key[0], f"{response.model}:{response.version}"
                 self._tally.moved(answered_by, time.monotonic() - self._began_s, response)
             elif response.failure is None:
-                self._tally.answered(self._key, time.monotonic() - self._began_s, response)
+                self._tally.answered(self._key, time.monotonic() - self._began_s, response, self._witness)
             else:
-                self._tally.failed(self._key, response.failure.code)
+                self._tally.failed(self._key, response.failure.code, self._witness, self._given_s)
         self.inner.deliver(response)
         if response.final:
             for shadow in self._shadows:
@@ -52,6 +66,6 @@ class TargetSink:
 
     def left(self, *_: object) -> None:
         """Takes note that the caller went away."""
-        self._tally.failed(self._key, ErrorCode.CANCELLED)
+        self._tally.failed(self._key, ErrorCode.CANCELLED, self._witness)
         for shadow in self._shadows:
             shadow.left()

@@ -84,6 +84,8 @@ class InferRequest(msgspec.Struct, kw_only=True):
         endpoint: The endpoint that it named, once its target was chosen: model and version are the target's then. It
             does not travel.
         spares_outputs: The outputs that it names may be left out, as a step of an ensemble has it.
+        assigned: The endpoint drew its target: its caller named none, and met no condition on headers or parameters. It
+            does not travel.
         moves: The endpoint's stable target may answer it, if its own target is rolled back while it waits. It does not
             travel in the frame.
     """
@@ -110,6 +112,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
     inputs_digest: bytes = b""
     step_key: str = ""
     endpoint: str = ""
+    assigned: bool = False
     moves: bool = False
     spares_outputs: bool = False
 

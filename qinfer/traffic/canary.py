@@ -9,13 +9,16 @@ from the first step to the last; the rate of false rollbacks that the plan allow
 divided evenly over the checks. Whether requests are slow is told by limits that are fixed from stable's latencies when
 a step begins, so that load that slows both targets down proves nothing against the canary.
 
+Where there are several tenants, none of them decides alone (`qinfer.traffic.tenant_parts`).
+
 A step lasts its least time and its least number of requests, and longer while the evidence of a check is more than half
-of the way to a decision. A transition is to be stored only if endpoint and step are still (`revision`, `step`) of the
-state that it was decided from: then a controller that has lost its lease changes nothing.
+of the way to a decision, or more of the canary's requests fail than may, however many of stable's do. A transition is
+to be stored only if endpoint and step are still (`revision`, `step`) of the state that it was decided from: then a
+controller that has lost its lease changes nothing.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Literal
 
@@ -24,12 +27,24 @@ import numpy as np
 from msgspec.structs import replace
 
 from qinfer.errors import InvalidRequest
-from qinfer.traffic.evidence import Block, Evidence
+from qinfer.traffic.evidence import Block, Blocks, Evidence, merged
+from qinfer.traffic.tenant_parts import ALONE_S, LEAST_OF_OTHERS, Heard, bounded, heard, told_apart, without
 
 LEAST_LATENCIES = 100
 """Latencies of stable that a limit needs."""
+_LEAST_OF_A_TENANT = 25
+"""Latencies of a tenant with which it has a quantile of its own."""
+
+DEADLINE, _DEADLINE_QUANTILE = "deadline", 0.99
+"""The limit that is no check's: stable's latency, below which a deadline is its caller's own fault."""
+
 _CLOSE = 0.5
 """The part of the way to a decision (of its logarithm) from which on evidence holds a canary back."""
+_OF_OTHERS = 0.75
+"""The part of it that the evidence must come without any one of several tenants."""
+
+Latencies = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
+"""`execution` and `latency` → stratum → tenant → seconds."""
 
 BY_HAND, NO_DATA = "by hand", "no data"
 """Why a canary is paused; one without data goes on by itself when there are some."""
@@ -90,12 +105,15 @@ class CanaryPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         checks: The checks.
         false_rollbacks: The rate of canaries as good as stable that may be rolled back, at most.
         no_data_s: Seconds without requests of a target after which the canary is paused.
+        most_errors: The share of the canary's requests in a step up to which it goes on by itself, however many of
+            stable's fail; 1 = all may fail.
     """
 
     steps: tuple[Step, ...]
     checks: tuple[Check, ...] = CHECKS
     false_rollbacks: float = 0.01
     no_data_s: float = 600.0
+    most_errors: float = 0.1
 
     @property
     def decides(self) -> float:
@@ -119,6 +137,8 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         limits: Check → stratum → seconds above which a request is slow in this step.
         paused: Why it is paused; empty = it is not.
         ended: The action that has ended it; empty = it goes on.
+        tenants: Tenant → its requests of the canary in this step.
+        without: Tenant → check → the evidence of the others, where there are any.
     """
 
     stable: int
@@ -133,6 +153,8 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     limits: dict[str, dict[str, float]] = {}
     paused: str = ""
     ended: str = ""
+    tenants: dict[str, Heard] = {}
+    without: dict[str, dict[str, Evidence]] = {}
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,12 +166,14 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         step: The step that they belong to.
         blocks: Check → stratum → requests; those of `errors` are all requests. Only requests alike but for the target
             share a stratum: of execution times those of like batch size.
+        parts: Tenant → its part of them; empty = all are one tenant's.
     """
 
     now_s: float
     revision: int
     step: int
-    blocks: Mapping[str, Mapping[str, Block]]
+    blocks: Blocks
+    parts: Mapping[str, Blocks] = {}
 
 
 class Action(StrEnum):
@@ -244,6 +268,8 @@ def checked(plan: CanaryPlan) -> CanaryPlan:
     names = [check.name for check in plan.checks]
     if "errors" not in names or len(set(names)) < len(names):
         raise InvalidRequest(f"the checks are {', '.join(names) or 'none'}; name each once, and errors among them")
+    if not 0 < plan.most_errors <= 1:
+        raise InvalidRequest(f"most_errors is {plan.most_errors:g}; make it a share above 0, up to 1 for any")
     if not (0 < plan.false_rollbacks < 1 and plan.no_data_s > 0):
         raise InvalidRequest(
             f"false_rollbacks is {plan.false_rollbacks:g} and no_data_s {plan.no_data_s:g}; make the first a share "
@@ -289,26 +315,53 @@ def begin(plan: CanaryPlan, stable: int, canary: int, revision: int, now_s: floa
         since_s=now_s,
         stable_at_s=now_s,
         canary_at_s=now_s,
-        evidence={check.name: Evidence().begun(1.0 / len(plan.steps)) for check in plan.checks},
+        evidence=_no_evidence(plan, 1),
     )
 
 
-def with_limits(
-    plan: CanaryPlan, state: CanaryState, latencies: Mapping[str, Mapping[str, Sequence[float]]]
-) -> CanaryState:
+def _no_evidence(plan: CanaryPlan, steps: int) -> dict[str, Evidence]:
+    """Returns the evidence of each check where nothing was counted in so many steps."""
+    none = Evidence()
+    for _ in range(steps):
+        none = none.begun(1.0 / len(plan.steps))
+    return {check.name: none for check in plan.checks}
+
+
+def with_limits(plan: CanaryPlan, state: CanaryState, latencies: Latencies, now_s: float) -> CanaryState:
     """Returns the state with limits where there are none yet in this step; to be stored, for gateways count by them.
 
     Args:
         plan: The plan.
         state: The state.
-        latencies: `execution` and `latency` → stratum → stable's latest, in seconds, of at least `LEAST_LATENCIES`.
+        latencies: Stable's latest.
+        now_s: The time.
     """
     limits = {name: dict(known) for name, known in state.limits.items()}
-    for check in plan.checks:
-        for stratum, found in latencies.get(check.of, {}).items():
-            if check.quantile and len(found) >= LEAST_LATENCIES:
-                limits.setdefault(check.name, {}).setdefault(stratum, float(np.quantile(found, check.quantile)))
+    waits = len(state.tenants) > 1 and now_s - state.since_s < ALONE_S
+    wanted = [(check.name, check.of, check.quantile) for check in plan.checks if check.quantile]
+    for name, of, quantile in (*wanted, (DEADLINE, "latency", _DEADLINE_QUANTILE)):
+        for stratum, found in latencies.get(of, {}).items():
+            limit = _limit([*found.values()], quantile, least=2 if waits else 1)
+            if limit is not None:
+                limits.setdefault(name, {}).setdefault(stratum, limit)
     return replace(state, limits=limits)
+
+
+def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> float | None:
+    """Returns the quantile of latencies, the median of the tenants' own; `None` = there are too few.
+
+    Args:
+        found: The latencies of each tenant.
+        quantile: Which quantile.
+        least: The number of tenants that must have one.
+    """
+    if sum(map(len, found)) < LEAST_LATENCIES:
+        return None
+    enough = [seconds for seconds in found if len(seconds) >= _LEAST_OF_A_TENANT]
+    if len(enough) < least:
+        return None if least > 1 else float(np.quantile(np.concatenate(found), quantile))
+    own = sorted(float(np.quantile(seconds, quantile)) for seconds in enough)
+    return own[(len(own) - 1) // 2]
 
 
 def decide(plan: CanaryPlan, state: CanaryState, seen: Seen) -> tuple[Decision, CanaryState]:
@@ -320,7 +373,8 @@ def decide(plan: CanaryPlan, state: CanaryState, seen: Seen) -> tuple[Decision, 
         return _decision(plan, state, Action.HOLD, reason), state
     state = _observed(plan, state, seen)
     verdicts = verdicts_of(plan, state)
-    if guilty := [str(verdict) for verdict in verdicts if verdict.has_decided]:
+    names = bounded(state.tenants, state.since_s, seen.now_s, plan.no_data_s)
+    if guilty := [str(one) for one in verdicts if one.has_decided and _others_agree(plan, state, one.check, names)]:
         return roll_back(plan, state, "; ".join(guilty))
     silent_s = seen.now_s - min(state.stable_at_s, state.canary_at_s)
     if silent_s >= plan.no_data_s and not state.paused:
@@ -328,7 +382,7 @@ def decide(plan: CanaryPlan, state: CanaryState, seen: Seen) -> tuple[Decision, 
         return pause(plan, state, NO_DATA, f"{target} has had no requests for {silent_s:.0f} s")
     if state.paused == NO_DATA and silent_s < plan.no_data_s:
         return resume(plan, state, "there are requests again")
-    if reason := _why_not_yet(plan, state, verdicts, seen.now_s):
+    if reason := _why_not_yet(plan, state, seen.now_s, names) or "; ".join(_doubts(plan, state, verdicts, names)):
         return _decision(plan, state, Action.HOLD, reason), state
     return promote(plan, state, seen.now_s, f"no check has found the canary worse in {state.requests:,} requests")
 
@@ -341,17 +395,46 @@ def _why_not_counted(state: CanaryState, seen: Seen) -> str:
     return ""
 
 
-def _why_not_yet(plan: CanaryPlan, state: CanaryState, verdicts: Sequence[Verdict], now_s: float) -> str:
-    """Returns why a canary stays in its step; empty = nothing keeps it there."""
+def _others_agree(plan: CanaryPlan, state: CanaryState, check: str, names: Collection[str]) -> bool:
+    """Tells whether a check is most of the way to a decision without any one of the tenants."""
+    return all(state.without[name][check].log >= _OF_OTHERS * math.log(plan.decides) for name in names)
+
+
+def _why_not_yet(plan: CanaryPlan, state: CanaryState, now_s: float, names: Collection[str]) -> str:
+    """Returns why a canary stays in its step for now.
+
+    One tenant's requests are half of a step's at most until the others have sent some.
+    """
     if state.paused:
         return f"paused: {state.paused}"
     step, lasts_s = plan.steps[state.step], now_s - state.since_s
-    if lasts_s < step.least_s or state.requests < step.least_requests:
+    half = math.ceil(step.least_requests / 2)
+    early = [name for name in names if without(state.tenants, name).requests < LEAST_OF_OTHERS]
+    requests = state.requests - sum(max(state.tenants[name].requests - half, 0) for name in early)
+    if lasts_s < step.least_s or requests < step.least_requests:
+        more = f", of one tenant {half:,} at most" if requests < state.requests else ""
         return (
             f"step {state.step + 1} of {len(plan.steps)}: {max(lasts_s, 0):.0f} s of at least {step.least_s:g} s, "
-            f"{state.requests:,} requests of at least {step.least_requests:,}"
+            f"{requests:,} requests of at least {step.least_requests:,}{more}"
         )
-    return "; ".join(f"close: {verdict}" for verdict in verdicts if verdict.is_close)
+    return ""
+
+
+def _doubts(plan: CanaryPlan, state: CanaryState, verdicts: Sequence[Verdict], names: Collection[str]) -> Iterator[str]:
+    """Yields the reasons for which a canary is not promoted though its step is over."""
+    for verdict in verdicts:
+        if verdict.has_decided:
+            yield f"one tenant alone is no reason to roll back; decide by hand: {verdict}"
+        elif verdict.is_close:
+            yield f"close: {verdict}"
+        elif any(state.without[name][verdict.check].value >= plan.decides for name in names):
+            yield f"one tenant's requests hide what those of the others show; decide by hand: {verdict}"
+    counted = [each for name in ("", *names) if (each := without(state.tenants, name)).requests]
+    if counted and all(each.bad > plan.most_errors * each.requests for each in counted):
+        yield (
+            f"{counted[0].bad:,} of {counted[0].requests:,} requests of the canary in this step have failed; "
+            f"most_errors allows {plan.most_errors:.2%}, however many of stable's fail"
+        )
 
 
 def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> tuple[Decision, CanaryState]:
@@ -376,6 +459,10 @@ def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> 
         evidence={name: one.begun(part) for name, one in state.evidence.items()},
         limits={},
         paused="",
+        tenants=dict.fromkeys(state.tenants, Heard()),
+        without={
+            tenant: {name: one.begun(part) for name, one in others.items()} for tenant, others in state.without.items()
+        },
     )
     return _decision(plan, after, Action.PROMOTE, f"to step {after.step + 1} of {len(plan.steps)}: {reason}"), after
 
@@ -420,21 +507,35 @@ def verdicts_of(plan: CanaryPlan, state: CanaryState) -> tuple[Verdict, ...]:
 
 
 def _observed(plan: CanaryPlan, state: CanaryState, seen: Seen) -> CanaryState:
-    evidence = dict(state.evidence)
-    for check in plan.checks:
-        before, blocks = evidence[check.name], seen.blocks.get(check.name, {})
-        if check.allowed is None:
-            evidence[check.name] = before.against_stable(blocks, check.tolerated)
-        else:
-            evidence[check.name] = before.against_share(blocks, check.allowed)
+    parts = told_apart(seen.parts or {"": seen.blocks}, state.tenants)
+    tenants, others = heard(state.tenants, parts, seen.now_s), dict[str, dict[str, Evidence]]()
+    for name in tenants if len(tenants) > 1 else ():
+        before = state.without.get(name) or (
+            _no_evidence(plan, state.step + 1) if name in state.tenants else state.evidence
+        )
+        others[name] = _evidence(plan, before, merged(part for other, part in parts.items() if other != name))
     all_ = sum(seen.blocks.get("errors", {}).values(), Block())
     return replace(
         state,
-        evidence=evidence,
+        evidence=_evidence(plan, state.evidence, seen.blocks),
+        tenants=tenants,
+        without=others,
         requests=state.requests + all_.canary.requests,
         stable_at_s=seen.now_s if all_.stable.requests else state.stable_at_s,
         canary_at_s=seen.now_s if all_.canary.requests else state.canary_at_s,
     )
+
+
+def _evidence(plan: CanaryPlan, before: Mapping[str, Evidence], seen: Blocks) -> dict[str, Evidence]:
+    """Returns the evidence of each check after further requests."""
+    evidence = dict(before)
+    for check in plan.checks:
+        known, blocks = evidence[check.name], seen.get(check.name, {})
+        if check.allowed is None:
+            evidence[check.name] = known.against_stable(blocks, check.tolerated)
+        else:
+            evidence[check.name] = known.against_share(blocks, check.allowed)
+    return evidence
 
 
 def _decision(plan: CanaryPlan, state: CanaryState, action: Action, reason: str) -> Decision:

@@ -72,6 +72,12 @@ class Split:
         key = self._key(asked)
         return by_chance(self._weights, self._chance()) if key is None else by_key(self._weights, self._name, key)
 
+    def is_steered(self, asked: Asked) -> bool:
+        """Tells whether the caller has chosen its target, by a header or a parameter that a condition is about."""
+        return any(
+            (condition.headers or condition.parameters) and meets(asked, condition) for condition, _ in self._conditions
+        )
+
     def _key(self, asked: Asked) -> str | None:
         """Returns what keeps its target; `None` = nothing does."""
         if asked.sequence is not None:

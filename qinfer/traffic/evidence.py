@@ -21,7 +21,7 @@ only: part of the evidence is kept for each later step, and begins with it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -80,6 +80,21 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 
     def __add__(self, other: "Block") -> "Block":
         return Block(self.stable + other.stable, self.canary + other.canary)
+
+
+Blocks = Mapping[str, Mapping[str, Block]]
+"""Check → stratum → requests."""
+
+
+def merged(parts: Iterable[Blocks]) -> Blocks:
+    """Returns the sum of the requests of several tenants."""
+    found: dict[str, dict[str, Block]] = {}
+    for part in parts:
+        for check, blocks in part.items():
+            strata = found.setdefault(check, {})
+            for stratum, block in blocks.items():
+                strata[stratum] = strata.get(stratum, Block()) + block
+    return found
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True):

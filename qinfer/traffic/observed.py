@@ -1,32 +1,36 @@
 """What one gateway counts of canaries on trial: integer adds for each request, and one script a second.
 
 For each trial there is a `TargetCounts` for the stable target and one for the canary. Counts belong to the endpoint's
-revision; those of an older one are dropped. A request is counted when it ends, by the revision of that moment:
+revision; those of an older one are dropped. A request is counted when it ends, by the revision of that moment, and by
+its tenant. Only requests whose target was drawn for them are counted: not those that name it (`InferRequest.assigned`).
 
-- errors: the server's failures only; a caller's mistake, or a caller who went away, is no request of either kind.
+- errors: the server's failures only; a caller's mistake, or a caller who went away, is no request of either kind. Nor
+  is one that ends by its deadline, where its caller gave it less time than 99 % of stable's answers take.
 - execution: of the batch that a request was in, once for each batch, among batches of exactly the same size: a target
   with more load has larger batches.
 - latency: from the request to its answer, as the gateway sees it; of the first request of a batch only. What holds a
-  batch up makes all of its requests late: counted one by one they would roll back canaries as good as stable.
+  batch up makes all of its requests late: counted one by one they would roll back canaries as good as stable. A batch
+  of several tenants is that first request's tenant's.
 - disagreements: of a request that the canary executed as a shadow, counted by whoever compares; it is one of the
   canary's requests, among `errors` too.
 
 A request that the response cache answered was executed by neither target, and says nothing about time.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from qinfer.core.messages import Response
 from qinfer.errors import ErrorCode
-from qinfer.traffic.canary import CanaryPlan
+from qinfer.traffic.canary import DEADLINE, CanaryPlan
 from qinfer.traffic.endpoints import Endpoint, Role
 from qinfer.traffic.trial_store import written_latency
 from qinfer.traffic.trials import Trial, count_names
 
 MOST_LATENCIES = 200
-"""Latencies that are kept until the next push."""
+"""Latencies of a tenant that are kept until the next push."""
 
 SERVER_FAILURES = frozenset(
     {
@@ -46,6 +50,8 @@ SERVER_FAILURES = frozenset(
     }
 )
 """Failures that count against the target that was asked."""
+
+_DEADLINES = frozenset({ErrorCode.DEADLINE_EXCEEDED, ErrorCode.DEADLINE_INFEASIBLE})
 
 _EXECUTION, _LATENCY = "execution", "latency"
 _WHOLE = 0  # the stratum of what is not divided
@@ -72,26 +78,26 @@ class TargetCounts:
         for check in plan.checks:
             if check.quantile:
                 self._timed[check.of].append(_Timed(check.name, {}))
-        self._requests: Counter[tuple[str, int]] = Counter()
-        self._bad: Counter[tuple[str, int]] = Counter()
-        keeps = role is Role.STABLE
-        self._sample: deque[tuple[str, int, float]] | None = deque(maxlen=MOST_LATENCIES) if keeps else None
+        self._deadline: dict[int, float] = {}
+        self._requests: Counter[tuple[str, int, str]] = Counter()
+        self._bad: Counter[tuple[str, int, str]] = Counter()
+        self._samples: dict[str, deque[tuple[str, int, float]]] = {}
         self._last_ns = -1
 
     def use(self, limits: Mapping[str, Mapping[str, float]]) -> None:
         """Takes over the limits of a trial's state."""
-        for timed in self._timed.values():
-            for one in timed:
-                one.limits.update({int(stratum or _WHOLE): at for stratum, at in limits.get(one.check, {}).items()})
+        own = [(one.check, one.limits) for timed in self._timed.values() for one in timed]
+        for name, known in (*own, (DEADLINE, self._deadline)):
+            known.update({int(stratum or _WHOLE): at for stratum, at in limits.get(name, {}).items()})
 
-    def answered(self, seconds: float, response: Response) -> None:
-        """Counts a request that was answered with outputs, `seconds` after it was received."""
-        if self.executed(response):
-            self._time(_LATENCY, _WHOLE, seconds)
+    def answered(self, seconds: float, response: Response, tenant: str = "") -> None:
+        """Counts a tenant's request that was answered with outputs, `seconds` after it was received."""
+        if self.executed(response, tenant):
+            self._time(_LATENCY, _WHOLE, tenant, seconds)
 
-    def executed(self, response: Response) -> bool:
+    def executed(self, response: Response, tenant: str = "") -> bool:
         """Counts a request that was answered with outputs, however late; returns whether its latency counts, too."""
-        self._requests["errors", _WHOLE] += 1
+        self._requests["errors", _WHOLE, tenant] += 1
         if response.cache == "hit":
             return False
         timing = response.timing
@@ -99,47 +105,57 @@ class TargetCounts:
             if timing.infer_ns == self._last_ns:
                 return False  # the others of its batch come right behind it, and are late together
             self._last_ns = timing.infer_ns
-            self._time(_EXECUTION, timing.batch_size, timing.infer_ns * 1e-9)
+            self._time(_EXECUTION, timing.batch_size, tenant, timing.infer_ns * 1e-9)
         return True
 
-    def failed(self, reason: str) -> None:
-        """Counts a request that ended without outputs, by `ErrorCode` value."""
-        if reason in SERVER_FAILURES:
-            self._requests["errors", _WHOLE] += 1
-            self._bad["errors", _WHOLE] += 1
+    def failed(self, reason: str, tenant: str = "", given_s: float = math.inf) -> None:
+        """Counts a request that ended without outputs.
 
-    def compared(self, *, disagrees: bool) -> None:
+        Args:
+            reason: The `ErrorCode` value.
+            tenant: The tenant that has sent it.
+            given_s: The time that its caller gave it; infinite = what the model's configuration gives.
+        """
+        is_callers = reason in _DEADLINES and given_s < self._deadline.get(_WHOLE, math.inf)
+        if reason in SERVER_FAILURES and not is_callers:
+            self._requests["errors", _WHOLE, tenant] += 1
+            self._bad["errors", _WHOLE, tenant] += 1
+
+    def compared(self, tenant: str = "", *, disagrees: bool) -> None:
         """Counts a request that it executed as a shadow, whose answers were compared; of the canary only."""
-        self._requests["errors", _WHOLE] += 1
-        self._requests["disagreements", _WHOLE] += 1
-        self._bad["disagreements", _WHOLE] += disagrees
+        self._requests["errors", _WHOLE, tenant] += 1
+        self._requests["disagreements", _WHOLE, tenant] += 1
+        self._bad["disagreements", _WHOLE, tenant] += disagrees
 
     def take(self) -> tuple[dict[str, int], list[str]]:
         """Returns what was counted since the last time, by `count_names`, and the latencies that limits lack."""
         counts: dict[str, int] = {}
-        for (check, stratum), requests in self._requests.items():
-            of_all, of_bad = count_names(self._role, check, _text(stratum))
+        for (check, stratum, tenant), requests in self._requests.items():
+            of_all, of_bad = count_names(self._role, check, _text(stratum), tenant)
             counts[of_all] = requests
-            if bad := self._bad[check, stratum]:
+            if bad := self._bad[check, stratum, tenant]:
                 counts[of_bad] = bad
         self._requests.clear()
         self._bad.clear()
-        latencies = [written_latency(of, _text(stratum), seconds) for of, stratum, seconds in self._sample or ()]
-        if self._sample:
-            self._sample.clear()
+        latencies = [
+            written_latency(of, _text(stratum), seconds, tenant)
+            for tenant, sample in self._samples.items()
+            for of, stratum, seconds in sample
+        ]
+        self._samples.clear()
         return counts, latencies
 
-    def _time(self, of: str, stratum: int, seconds: float) -> None:
-        lacks_limit = False
+    def _time(self, of: str, stratum: int, tenant: str, seconds: float) -> None:
+        lacks_limit = of == _LATENCY and not self._deadline
         for one in self._timed[of]:
             limit = one.limits.get(stratum)
             if limit is None:
                 lacks_limit = True
             else:
-                self._requests[one.check, stratum] += 1
-                self._bad[one.check, stratum] += seconds > limit
-        if lacks_limit and self._sample is not None:
-            self._sample.append((of, stratum, seconds))
+                self._requests[one.check, stratum, tenant] += 1
+                self._bad[one.check, stratum, tenant] += seconds > limit
+        if lacks_limit and self._role is Role.STABLE:
+            self._samples.setdefault(tenant, deque(maxlen=MOST_LATENCIES)).append((of, stratum, seconds))
 
 
 def _text(stratum: int) -> str:

@@ -126,6 +126,7 @@ class Endpoints:
         else:
             asked = Asked(tenant, header, request.parameters, request.sequence)
             model, version = self._usable(routed, routed.split.choose(asked))
+            request.assigned = not routed.split.is_steered(asked)
             request.moves = model == routed.stable.model and version != routed.stable.number
         request.endpoint, request.model, request.version = request.model, model, version
         request.generation = 0  # it may have been checked against another model

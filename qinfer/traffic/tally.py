@@ -1,5 +1,6 @@
 """Counts of one gateway by endpoint and target."""
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
@@ -54,23 +55,33 @@ class TargetTally:
         """Counts a request that was stored, to be executed later."""
         self._requests[key_of(request)] += 1
 
-    def refused(self, request: InferRequest, reason: str) -> None:
-        """Counts a request that its target's queue did not take, by `ErrorCode` value."""
-        self.failed(key_of(request), reason)
+    def answered(self, key: Key, seconds: float, response: Response, tenant: str | None = "") -> None:
+        """Counts a request that was answered with outputs.
 
-    def answered(self, key: Key, seconds: float, response: Response) -> None:
-        """Counts a request that was answered with outputs, `seconds` after it was received; of a stream the last."""
+        Args:
+            key: Its endpoint and target.
+            seconds: From when it was received.
+            response: Its response; of a stream the last.
+            tenant: The tenant that has sent it; `None` = it is no evidence.
+        """
         self._requests[key] += 1
-        if (on_trial := self.observed.by_target.get(key)) is not None:
-            on_trial.answered(seconds, response)
+        if tenant is not None and (on_trial := self.observed.by_target.get(key)) is not None:
+            on_trial.answered(seconds, response, tenant)
         self._time(key, seconds)
 
-    def failed(self, key: Key, reason: str) -> None:
-        """Counts a request that ended without outputs, by `ErrorCode` value."""
+    def failed(self, key: Key, reason: str, tenant: str | None = "", given_s: float = math.inf) -> None:
+        """Counts a request that ended without outputs, or that its target's queue did not take.
+
+        Args:
+            key: Its endpoint and target.
+            reason: The `ErrorCode` value.
+            tenant: The tenant that has sent it; `None` = it is no evidence.
+            given_s: The time that its caller gave it; infinite = what the model's configuration gives.
+        """
         self._requests[key] += 1
         self._failures[key, reason] += 1
-        if (on_trial := self.observed.by_target.get(key)) is not None:
-            on_trial.failed(reason)
+        if tenant is not None and (on_trial := self.observed.by_target.get(key)) is not None:
+            on_trial.failed(reason, tenant, given_s)
 
     def moved(self, key: Key, seconds: float, response: Response) -> None:
         """Counts the end of a request that had waited for another target: it is no evidence of how either answers.
@@ -97,15 +108,15 @@ class TargetTally:
         """Returns how many requests to an endpoint a model version has got."""
         return self._requests[endpoint, f"{model}:{version}"]
 
-    def shadow(self, key: Key, outcome: ShadowOutcome) -> None:
-        """Counts a shadow that has ended."""
+    def shadow(self, key: Key, outcome: ShadowOutcome, tenant: str | None = "") -> None:
+        """Counts a shadow that has ended, of a tenant's request; `None` = it is no evidence."""
         self._shadows[key, outcome] += 1
-        if (on_trial := self.observed.by_target.get(key)) is None:
+        if tenant is None or (on_trial := self.observed.by_target.get(key)) is None:
             return
         if outcome is ShadowOutcome.FAILED:
-            on_trial.failed(ErrorCode.INFERENCE_FAILED)
+            on_trial.failed(ErrorCode.INFERENCE_FAILED, tenant)
         elif outcome is not ShadowOutcome.DROPPED:
-            on_trial.compared(disagrees=outcome is ShadowOutcome.DISAGREED)
+            on_trial.compared(tenant, disagrees=outcome is ShadowOutcome.DISAGREED)
 
     def shadows(self, endpoint: str, target: str) -> ShadowCounts:
         """Returns the shadows that a target has executed for an endpoint.
@@ -181,6 +192,11 @@ class TargetTally:
 def key_of(request: InferRequest) -> Key:
     """Returns what a request to an endpoint is counted by."""
     return request.endpoint, f"{request.model}:{request.version}"
+
+
+def witness_of(request: InferRequest) -> str | None:
+    """Returns the tenant whose evidence a request is; `None` = it is none, for its caller chose its target."""
+    return request.tenant if request.assigned else None
 
 
 def _labels(key: Key, **more: str) -> dict[str, str]:

@@ -16,9 +16,10 @@ from qinfer.models.store import ControlStore, translated
 from qinfer.queue import keys
 from qinfer.queue.deliveries import WEBHOOKS
 from qinfer.queue.router import load_script, ttl_ms
+from qinfer.traffic.canary import Latencies
 from qinfer.traffic.endpoints import Endpoint
 from qinfer.traffic.routing import DEAF_AFTER_S
-from qinfer.traffic.trials import TRIALS, Change, Event, Latencies, Trial
+from qinfer.traffic.trials import TRIALS, Change, Event, Trial
 from qinfer.wire.versions import encode_document
 
 LEASE_S = 5.0
@@ -146,9 +147,9 @@ class TrialStore:
         """Returns the latest latencies of the stable target, as far as gateways lack limits for their strata."""
         with translated():
             found = await self._control.client.lrange(keys.trial_latencies(name, revision), 0, -1)
-        read: dict[str, dict[str, list[float]]] = {}
-        for of, stratum, seconds in (text.decode().split("|") for text in found):
-            read.setdefault(of, {}).setdefault(stratum, []).append(float(seconds))
+        read: dict[str, dict[str, dict[str, list[float]]]] = {}
+        for of, stratum, seconds, *tenant in (text.decode().split("|", 3) for text in found):
+            read.setdefault(of, {}).setdefault(stratum, {}).setdefault("".join(tenant), []).append(float(seconds))
         return read
 
     async def lead(self, owner: str) -> bool:
@@ -175,9 +176,9 @@ class TrialStore:
         return {gateway.decode(): int(revision) for gateway, revision in zip(words, words, strict=True)}
 
 
-def written_latency(of: str, stratum: str, seconds: float) -> str:
-    """Returns a latency as `TrialStore.count` takes it."""
-    return f"{of}|{stratum}|{seconds:.9f}"
+def written_latency(of: str, stratum: str, seconds: float, tenant: str = "") -> str:
+    """Returns a latency of a tenant's request as `TrialStore.count` takes it."""
+    return f"{of}|{stratum}|{seconds:.9f}" + (f"|{tenant}" if tenant else "")
 
 
 def _read(raw: bytes) -> StoredTrial | None:

@@ -10,7 +10,7 @@ A version that was rolled back stays out, also when the endpoint is declared aga
 declaration that is put while a trial goes on begins it anew.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -18,16 +18,13 @@ from msgspec.structs import replace
 
 from qinfer.errors import Conflict
 from qinfer.traffic import canary
-from qinfer.traffic.canary import Action, CanaryPlan, CanaryState, Decision, Seen, Verdict
+from qinfer.traffic.canary import Action, CanaryPlan, CanaryState, Decision, Latencies, Seen, Verdict
 from qinfer.traffic.endpoints import LATEST, Endpoint, Role, Target
-from qinfer.traffic.evidence import Block, Counts
+from qinfer.traffic.evidence import Block, Blocks, Counts, merged
 from qinfer.wire.versions import Record
 
 BEGIN, CONFIRMED = "begin", "rolled back everywhere"
 """Events beside those of `Action`."""
-
-Latencies = Mapping[str, Mapping[str, Sequence[float]]]
-"""`execution` and `latency` → stratum → seconds."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -185,9 +182,10 @@ def advanced(
         now_s: The time.
     """
     assert endpoint.canary is not None
-    plan, state = endpoint.canary, canary.with_limits(endpoint.canary, trial.state, latencies)
-    blocks = blocks_of(_since(counted, trial.counted))
-    seen = Seen(now_s=now_s, revision=state.revision, step=state.step, blocks=blocks)
+    plan, state = endpoint.canary, canary.with_limits(endpoint.canary, trial.state, latencies, now_s)
+    parts = parts_of(_since(counted, trial.counted))
+    blocks = merged(parts.values())
+    seen = Seen(now_s=now_s, revision=state.revision, step=state.step, blocks=blocks, parts=parts)
     decision, after = canary.decide(plan, state, seen)
     if decision.action is Action.HOLD:
         return Change(replace(trial, state=after, counted=dict(counted), reason=decision.reason))
@@ -334,22 +332,30 @@ def _numbers(verdict: Verdict) -> CheckNumbers:
     )
 
 
-def count_names(role: Role, check: str, stratum: str) -> tuple[str, str]:
-    """Returns the names of two counts: the requests of a target in a stratum of a check, and the bad ones of them."""
-    return f"{role}|{check}|{stratum}|requests", f"{role}|{check}|{stratum}|bad"
+def count_names(role: Role, check: str, stratum: str, tenant: str = "") -> tuple[str, str]:
+    """Returns the names of two counts: a tenant's requests of a target in a stratum of a check, and the bad ones."""
+    of, whose = f"{role}|{check}|{stratum}", f"|{tenant}" if tenant else ""
+    return f"{of}|requests{whose}", f"{of}|bad{whose}"
 
 
-def blocks_of(counts: Mapping[str, int]) -> dict[str, dict[str, Block]]:
-    """Returns counts as what a decision looks at: check → stratum → requests of both targets."""
-    found: dict[str, dict[str, Block]] = {}
-    for check, stratum in {tuple(name.split("|")[1:3]) for name in counts}:
-        stable, tried = (_counts(counts, role, check, stratum) for role in (Role.STABLE, Role.CANARY))
-        found.setdefault(check, {})[stratum] = Block(stable, tried)
-    return found
+def parts_of(counts: Mapping[str, int]) -> dict[str, Blocks]:
+    """Returns counts as what a decision looks at: tenant → check → stratum → requests of both targets."""
+    found: dict[str, dict[str, dict[str, Block]]] = {}
+    for tenant, check, stratum in {_place_of(name) for name in counts}:
+        of = check, stratum, tenant
+        block = Block(_counts(counts, Role.STABLE, *of), _counts(counts, Role.CANARY, *of))
+        found.setdefault(tenant, {}).setdefault(check, {})[stratum] = block
+    return {**found}
 
 
-def _counts(counts: Mapping[str, int], role: Role, check: str, stratum: str) -> Counts:
-    requests, bad = (counts.get(name, 0) for name in count_names(role, check, stratum))
+def _place_of(count: str) -> tuple[str, str, str]:
+    """Returns the tenant, the check and the stratum that a count is of, by its name."""
+    _, check, stratum, _, *tenant = count.split("|", 4)
+    return "".join(tenant), check, stratum
+
+
+def _counts(counts: Mapping[str, int], role: Role, check: str, stratum: str, tenant: str) -> Counts:
+    requests, bad = (counts.get(name, 0) for name in count_names(role, check, stratum, tenant))
     return Counts(requests, min(bad, requests))
 
 

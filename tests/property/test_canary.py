@@ -79,7 +79,8 @@ class Simulation:
             state = self._limited(after) if after.step != state.step else after
 
     def _limited(self, state: CanaryState) -> CanaryState:
-        return with_limits(PLAN, state, {"execution": {"": self._latencies(LATENCIES, self._stable).tolist()}})
+        latencies = {"execution": {"": {"": self._latencies(LATENCIES, self._stable).tolist()}}}
+        return with_limits(PLAN, state, latencies, float(self.requests))
 
     def _seen(self, state: CanaryState) -> Seen:
         weight = PLAN.steps[state.step].weight

@@ -220,7 +220,7 @@ async def _events(services: Services, jobs: BulkJobs, request: Request, job_id: 
     seen = request.headers.get("last-event-id", "")
     if record.is_over and seen == str(record.revision):
         return HttpResponse(status_code=204)
-    jobs.check_watchers()
+    jobs.check_watchers(context)
     changes = jobs.changes(context, record, HEARTBEAT_S)
     events = (None if one is None else _progress(jobs, one) async for one in changes)
     return event_stream(events, seen)

@@ -59,6 +59,7 @@ from qinfer_api.jobs.records import (
     unknown_job,
 )
 from qinfer_api.requests.targets import Targets
+from qinfer_api.shared_limit import SharedLimit
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class BulkJobs:
         estimate: Does the same and returns the job's size; `ExaminerPool.estimate`.
         pace: Returns what is known of the speed of a model version.
         ids: Makes ids.
-        watchers: How many follow a job now.
+        watchers: Counts the clients that follow a job now.
         turns: Of several tenants each has one job checked at a time, so that one whose files take long leaves processes
             to the others.
     """
@@ -116,7 +117,7 @@ class BulkJobs:
     estimate: Callable[[Unplanned, Pace], Awaitable[Estimate]]
     pace: Callable[[str, int], Awaitable[Pace]]
     ids: IdFactory = field(default_factory=IdFactory)
-    watchers: int = 0
+    watchers: SharedLimit = field(default_factory=SharedLimit)
     turns: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def create(self, context: Context, body: bytes, key: str, *, resume: bool = False) -> Ticket:
@@ -298,8 +299,7 @@ class BulkJobs:
             Unauthorized: The caller's key was revoked meanwhile, or has expired.
             Forbidden: The key lacks the scope now.
         """
-        self.watchers += 1
-        try:
+        with self.watchers.place(self.dispatcher.sharing(context)):
             yield record
             quiet_s = 0.0
             while not (record.is_over or self.dispatcher.draining):
@@ -315,18 +315,16 @@ class BulkJobs:
                     quiet_s = 0.0
                     yield None
                 record = found
-        finally:
-            self.watchers -= 1
 
-    def check_watchers(self) -> None:
-        """Checks that one more may follow a job.
+    def check_watchers(self, context: Context) -> None:
+        """Checks that a caller may follow one more job.
 
         Raises:
-            Overloaded: There are as many as there may be, or the gateway is shutting down.
+            Overloaded: There are as many as there may be of its tenant, or the gateway is shutting down.
         """
         if self.dispatcher.draining:
             raise Overloaded("Server exiting")
-        if self.watchers >= MAX_WATCHERS:
+        if not self.watchers.has_room(MAX_WATCHERS, self.dispatcher.sharing(context)):
             raise Overloaded("too many clients follow jobs at this server; ask now and then, or try again later")
 
     def _pinned(self, spec: JobSpec) -> tuple[JobSpec, Served, str]:

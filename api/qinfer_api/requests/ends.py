@@ -8,21 +8,23 @@ many are waited for, is no evidence: which requests these are does not depend on
 
 import asyncio
 import logging
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import QinferError
 from qinfer.queue.entries import RequestRecord, RequestState
-from qinfer.traffic.tally import Key, key_of
+from qinfer.traffic.tally import Key, key_of, witness_of
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.shadows import Shadow
+from qinfer_api.shared_limit import SharedLimit
 
 logger = logging.getLogger(__name__)
 
 MOST = 128
 """The requests of one target that are waited for at a time: each costs a read a second. One that is slow to answer must
-not leave the others without evidence, so each has its own."""
+not leave the others without evidence, so each has its own, and tenants share them."""
 
 SHADOW_WAIT_S = 60.0
 """A shadow waits so long for the answer of its request: its own is in memory meanwhile, and others want its place."""
@@ -40,25 +42,34 @@ class StoredEnds:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._waiting: Counter[Key] = Counter()
+        self._waiting: dict[Key, SharedLimit] = defaultdict(SharedLimit)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def accepted(self, request: InferRequest, ending: Ending) -> None:
-        """Takes note of a request to an endpoint that was stored just now, its memory still there for a shadow."""
-        key, shadows = key_of(request), self._dispatcher.shadows
-        if self._waiting[key] >= MOST:
+    def accepted(self, request: InferRequest, ending: Ending, tenant: str, given_s: float = math.inf) -> None:
+        """Takes note of a request to an endpoint that was stored just now, its memory still there for a shadow.
+
+        Args:
+            request: The request.
+            ending: Waits for its end.
+            tenant: The tenant that shares the places with others; empty = there are no others.
+            given_s: The time that its caller gave it; infinite = what the model's configuration gives.
+        """
+        key, shadows, witness = key_of(request), self._dispatcher.shadows, witness_of(request)
+        if not self._waiting[key].has_room(MOST, tenant):
             return
         drawn = shadows.drawn(request) if shadows is not None else ()
-        if not drawn and key not in self._dispatcher.targets.observed.by_target:
+        is_evidence = witness is not None and key in self._dispatcher.targets.observed.by_target
+        if not drawn and not is_evidence:
             return
         loop = asyncio.get_running_loop()
         for shadow in drawn:
             shadow.start(request)
             loop.call_later(SHADOW_WAIT_S, shadow.left)
-        self._waiting[key] += 1
-        task = loop.create_task(self._follow(key, drawn, ending))
+        self._waiting[key].take(tenant)
+        task = loop.create_task(self._follow(key, drawn, ending, witness, given_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._waiting[key].give_back(tenant))
 
     async def close(self) -> None:
         """Waits for no end any more."""
@@ -67,7 +78,9 @@ class StoredEnds:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _follow(self, key: Key, shadows: Sequence[Shadow], ending: Ending) -> None:
+    async def _follow(
+        self, key: Key, shadows: Sequence[Shadow], ending: Ending, witness: str | None, given_s: float
+    ) -> None:
         record, response = None, None
         try:
             record, response = await ending()
@@ -76,15 +89,14 @@ class StoredEnds:
         except Exception:  # the boundary: what is only watched must not end anything
             logger.exception("end of a stored request not seen")
         finally:
-            self._waiting[key] -= 1
             if record is None or record.state is not RequestState.SUCCEEDED:
                 response = None
             for shadow in shadows:
                 shadow.left() if response is None else shadow.stable_answered(response)
         on_trial = self._dispatcher.targets.observed.by_target.get(key)
-        if on_trial is None or record is None or not record.state.is_terminal:
+        if witness is None or on_trial is None or record is None or not record.state.is_terminal:
             return
         if response is not None:
-            on_trial.executed(response)
+            on_trial.executed(response, witness)
         elif record.state is not RequestState.SUCCEEDED:
-            on_trial.failed(record.code)
+            on_trial.failed(record.code, witness, given_s)

@@ -314,9 +314,10 @@ async def _events(services: Services, request: Request) -> HttpResponse:
         return HttpResponse(status_code=204)
     if services.dispatcher.draining:
         raise Overloaded("Server exiting")
-    if services.requests.waits.is_full:
+    tenant = services.dispatcher.sharing(context)
+    if services.requests.waits.is_full(tenant):
         raise Overloaded("too many clients wait at this server for requests to end; poll, or try again later")
-    changes = services.requests.waits.changes(address, HEARTBEAT_S, partial(recheck, services, request))
+    changes = services.requests.waits.changes(address, HEARTBEAT_S, partial(recheck, services, request), tenant)
     own = (one async for one in changes if one is None or one.tenant == context.tenant)
     return event_stream(_told_events(services, own, *_seen(seen), strict=strict), seen)
 

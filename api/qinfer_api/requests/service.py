@@ -8,6 +8,7 @@ gateway can be asked for it.
 import asyncio
 import contextlib
 import functools
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -258,17 +259,20 @@ class AsyncRequests:
     async def wait(self, context: Context, address: Address, wait_s: float) -> RequestRecord:
         """Returns the record of a request after its end, after `wait_s` seconds, or at once if too many wait here.
 
+        Tenants share the waiters (`SharedLimit`).
+
         Raises:
             Unauthorized: The caller's key was revoked meanwhile, or has expired.
             Forbidden: The key lacks the scope now.
             RequestNotFound: Nothing is known of it, or it is another tenant's.
         """
         record = await self.record(context, address)
-        if record.state.is_terminal or wait_s <= 0 or self.waits.is_full:
+        tenant = self.dispatcher.sharing(context)
+        if record.state.is_terminal or wait_s <= 0 or self.waits.is_full(tenant):
             return record
         wait_s = min(wait_s, self.settings.max_wait_s)
         check = functools.partial(self.dispatcher.recheck, context)
-        return own_record(context.tenant, address, await self.waits.ended(address, wait_s, check))
+        return own_record(context.tenant, address, await self.waits.ended(address, wait_s, check, tenant))
 
     def plan(self, record: RequestRecord) -> OutputPlan:
         """Returns the form in which the outputs of a request travel."""
@@ -389,15 +393,20 @@ class AsyncRequests:
         began_s = self.now_s()
         accepted = await self.delivery.requests.accept(msgspec.structs.replace(acceptance, **stamped._asdict()))
         if accepted.is_new:
-            ending = functools.partial(self._ending, acceptance.address, acceptance.timeout_s)
+            sharing = self.dispatcher.sharing(context)
+            ending = functools.partial(self._ending, acceptance.address, acceptance.timeout_s, sharing)
             self.dispatcher.trace_stored(request, began_s, ending)
-            if request.endpoint and not self.waits.is_full:
-                self.ends.accepted(request, ending)
+            if request.endpoint and not self.waits.is_full(sharing):
+                given_s = acceptance.timeout_s
+                own_s = self._timeout_s(served, None)
+                self.ends.accepted(request, ending, sharing, given_s if given_s < own_s else math.inf)
         return accepted
 
-    async def _ending(self, address: Address, timeout_s: float) -> tuple[RequestRecord | None, Response | None]:
+    async def _ending(
+        self, address: Address, timeout_s: float, tenant: str
+    ) -> tuple[RequestRecord | None, Response | None]:
         """Waits until a request has ended; returns its record, and its last response."""
-        record = await self.waits.ended(address, timeout_s + _GRACE_S, lambda: None)
+        record = await self.waits.ended(address, timeout_s + _GRACE_S, lambda: None, tenant)
         blob = None if record is None else await self.delivery.requests.result(address)
         return record, decode_responses(blob)[-1] if blob else None
 

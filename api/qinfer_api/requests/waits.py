@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from qinfer.queue.entries import Address, RequestRecord
 from qinfer.queue.requests import Requests
+from qinfer_api.shared_limit import SharedLimit
 
 REREAD_S = 1.0
 """Seconds after which a waiter reads again without a hint."""
 
 MAX_WAITS = 4096
-"""Waiters of a gateway at a time: each costs a read a second."""
+"""Waiters of a gateway at a time, which tenants share: each costs a read a second."""
 
 
 class Waits:
@@ -34,13 +35,12 @@ class Waits:
         self._requests = requests
         self._reply_to = reply_to
         self._events: dict[str, set[asyncio.Event]] = {}
-        self._count = 0
+        self._places = SharedLimit()
         self.ending = False
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no more may wait."""
-        return self.ending or self._count >= MAX_WAITS
+    def is_full(self, tenant: str) -> bool:
+        """Tells whether a tenant may have no more waiters; empty = one that shares them with no others."""
+        return self.ending or not self._places.has_room(MAX_WAITS, tenant)
 
     def wake(self, request_id: str) -> None:
         """Has those that wait for a request read again."""
@@ -54,16 +54,19 @@ class Waits:
             for event in events:
                 event.set()
 
-    async def ended(self, address: Address, wait_s: float, check: Callable[[], None]) -> RequestRecord | None:
+    async def ended(
+        self, address: Address, wait_s: float, check: Callable[[], None], tenant: str
+    ) -> RequestRecord | None:
         """Returns a request's record once it has ended, or as it is after `wait_s` seconds; `None` when it is gone.
 
         Args:
             address: The request.
             wait_s: The longest wait.
             check: Called after each reading; may end the wait by raising.
+            tenant: As `is_full` has it.
         """
         ends_s = time.monotonic() + wait_s
-        with self._waiting(address.id) as event:
+        with self._waiting(address.id, tenant) as event:
             record = await self._requests.watch(address, self._reply_to)
             while record is not None and not record.state.is_terminal and not self.ending:
                 left_s = ends_s - time.monotonic()
@@ -75,7 +78,7 @@ class Waits:
         return record
 
     async def changes(
-        self, address: Address, heartbeat_s: float, check: Callable[[], None]
+        self, address: Address, heartbeat_s: float, check: Callable[[], None], tenant: str
     ) -> AsyncIterator[RequestRecord | None]:
         """Yields a request's record now, at each change and after new responses; `None` after `heartbeat_s` without.
 
@@ -85,8 +88,9 @@ class Waits:
             address: The request.
             heartbeat_s: Seconds.
             check: Called after each reading; may end the waiting by raising.
+            tenant: As `is_full` has it.
         """
-        with self._waiting(address.id) as event:
+        with self._waiting(address.id, tenant) as event:
             last: tuple[str, int, int] | None = None
             said_s = time.monotonic()
             record = await self._requests.watch(address, self._reply_to)
@@ -105,15 +109,14 @@ class Waits:
                 check()
 
     @contextlib.contextmanager
-    def _waiting(self, request_id: str) -> Iterator[asyncio.Event]:
+    def _waiting(self, request_id: str, tenant: str) -> Iterator[asyncio.Event]:
         """Gives an event that is set whenever there may be news of a request."""
         event = asyncio.Event()
         self._events.setdefault(request_id, set()).add(event)
-        self._count += 1
         try:
-            yield event
+            with self._places.place(tenant):
+                yield event
         finally:
-            self._count -= 1
             events = self._events[request_id]
             events.discard(event)
             if not events:

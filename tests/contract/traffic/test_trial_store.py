@@ -95,12 +95,15 @@ async def test_a_trial_goes_with_its_endpoint(pair: Pair) -> None:
 async def test_gateways_add_what_they_count(pair: Pair) -> None:
     latency = written_latency("latency", "", 0.25)
 
-    await pair.one.count("é", 2, {"a": 2, "b": 1}, [latency, written_latency("execution", "8", 0.5)])
+    await pair.one.count("é", 2, {"a": 2, "b": 1}, [latency, written_latency("execution", "8", 0.5, "a|b")])
     await pair.other.count("é", 2, {"a": 3}, [latency])
     await pair.other.count("é", 3, {}, [])
 
     assert await pair.other.counted("é", 2) == {"a": 5, "b": 1}
-    assert await pair.other.latencies("é", 2) == {"latency": {"": [0.25, 0.25]}, "execution": {"8": [0.5]}}
+    assert await pair.other.latencies("é", 2) == {
+        "latency": {"": {"": [0.25, 0.25]}},
+        "execution": {"8": {"a|b": [0.5]}},
+    }
     assert (await pair.one.counted("é", 3), await pair.one.latencies("é", 3)) == ({}, {})
 
 

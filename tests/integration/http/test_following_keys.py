@@ -116,7 +116,7 @@ async def test_a_long_poll_ends_with_the_key(door: Door) -> None:
     poll = asyncio.create_task(
         door.client.get(f"{accepted.headers['location']}/result", params={"wait": 30}, timeout=40)
     )
-    await eventually(lambda: waits._count == 1, description="a client that waits")
+    await eventually(lambda: waits._places.taken == 1, description="a client that waits")
 
     await door.revoke()
 
@@ -137,7 +137,7 @@ async def test_an_event_stream_ends_with_the_key(door: Door) -> None:
 
     assert [line for line in rest if line.startswith("event:")] == []
     assert (await door.client.get(path)).status_code == 401
-    assert door.running.gateway.requests.waits._count == 0
+    assert door.running.gateway.requests.waits._places.taken == 0
 
 
 async def test_a_stream_of_responses_ends_with_the_key(door: Door) -> None:

@@ -157,7 +157,7 @@ async def test_who_waits_for_a_stored_request_that_is_lost_is_told() -> None:
         accepted = await client.post("/v1/models/stuck/requests", json=BODY)
         link = accepted.headers["Location"]
         waiting = asyncio.create_task(client.get(f"{link}/result", params={"wait": "30"}))
-        await eventually(lambda: server.running.gateway.requests.waits._count == 1, description="a reader waits")
+        await eventually(lambda: server.running.gateway.requests.waits._places.taken == 1, description="a reader waits")
 
         await server.running.store.client.flushdb()
         reply = await waiting

@@ -121,3 +121,25 @@ async def test_shares_of_tenants_are_shown(callers: Callers) -> None:
 
     shares = re.findall(r'qinfer_tenant_share_ratio\{lane="p1",model="echo",tenant="(\S+)",version="2"\} (\S+)', page)
     assert dict(shares) == {"acme": "0.25", "(others)": "0.75"}
+
+
+async def test_a_tenants_long_polls_leave_some_to_the_others(callers: Callers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of them at most; those above its share are answered at once, and its event streams refused."""
+    monkeypatch.setattr("qinfer_api.requests.waits.MAX_WAITS", 6)
+    waits = callers.running.gateway.requests.waits
+    stuck = {
+        who: (await callers.ask(who, "POST", "/v1/models/stuck/requests", BODY)).json()["links"]
+        for who in ("acme", "other")
+    }
+    polls = [asyncio.create_task(callers.ask("acme", "GET", stuck["acme"]["result"] + "?wait=30")) for _ in range(9)]
+    await eventually(lambda: sum(poll.done() for poll in polls) == 6, description="the polls that are too many")
+
+    refused = await callers.ask("acme", "GET", stuck["acme"]["events"])
+    waiting = asyncio.create_task(callers.ask("other", "GET", stuck["other"]["result"] + "?wait=30"))
+    await eventually(lambda: waits._places.taken == 4, description="the other tenant's poll")
+
+    assert {poll.result().status_code for poll in polls if poll.done()} == {202}
+    assert refused.status_code == 503
+    for who, links in stuck.items():
+        await callers.ask(who, "DELETE", links["self"])
+    assert [(await poll).status_code for poll in (*polls, waiting)].count(400) == 4

@@ -688,7 +688,7 @@ async def test_events_follow_a_job_to_its_end(client: httpx.AsyncClient, running
 
     assert seen == ["planning", "running", "failed"]
     assert (again.status_code, again.content) == (204, b"")
-    assert running.gateway.jobs.watchers == 0
+    assert running.gateway.jobs.watchers.taken == 0
     assert (await client.get(job["links"]["self"])).json()["error"] == "it broke"
 
 
@@ -731,7 +731,7 @@ async def test_a_stream_ends_with_its_callers_key(
 
     assert first == "event: progress"
     assert not any(line.startswith("event:") for line in rest)
-    await eventually(lambda: running.gateway.jobs.watchers == 0, description="the end of the stream")
+    await eventually(lambda: running.gateway.jobs.watchers.taken == 0, description="the end of the stream")
 
 
 async def test_a_quiet_stream_is_kept_alive(
@@ -769,10 +769,10 @@ async def test_a_shutdown_ends_streams(redis_server: RedisServer, place: Place) 
         async with client.stream("GET", job["links"]["events"]) as reply:
             lines = reply.aiter_lines()
             assert await anext(lines) == "event: progress"
-            await eventually(lambda: running.gateway.jobs.watchers == 1)
+            await eventually(lambda: running.gateway.jobs.watchers.taken == 1)
             running.gateway.stop()
             assert [line async for line in lines][-1] == ""
-            assert running.gateway.jobs.watchers == 0
+            assert running.gateway.jobs.watchers.taken == 0
 
 
 async def _first(lines: AsyncIterator[str]) -> AsyncIterator[str]:

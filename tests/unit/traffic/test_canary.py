@@ -168,17 +168,18 @@ def test_counts_of_another_revision_or_step_do_not_count(controller: Controller,
 
 
 def test_limits_are_stables_at_the_steps_beginning(controller: Controller) -> None:
-    slow = {"execution": {"1": [float(n) for n in range(101)], "8": [1.0] * 99}}
-    controller.state = with_limits(PLAN, controller.state, slow)
+    slow = {"execution": {"1": {"": [float(n) for n in range(101)]}, "8": {"": [1.0] * 99}}}
+    controller.state = with_limits(PLAN, controller.state, slow, controller.now_s)
     assert controller.state.limits == {"execution p50": {"1": 50.0}}, "99 are too few"
 
-    later = {"execution": {"1": [7.0] * 200, "8": [8.0] * 200}}
-    controller.state = with_limits(PLAN, controller.state, later)
+    later = {"execution": {"1": {"": [7.0] * 200}, "8": {"": [8.0] * 200}}}
+    controller.state = with_limits(PLAN, controller.state, later, controller.now_s)
     assert controller.state.limits == {"execution p50": {"1": 50.0, "8": 8.0}}, "the first one stays"
 
     controller.see(11)
     assert controller.state.limits == {}
-    assert with_limits(PLAN, controller.state, later).limits == {"execution p50": {"1": 7.0, "8": 8.0}}
+    limits = with_limits(PLAN, controller.state, later, controller.now_s).limits
+    assert limits == {"execution p50": {"1": 7.0, "8": 8.0}}
 
 
 def test_what_waits_for_the_other_target_ends_with_the_step(controller: Controller) -> None:
@@ -229,6 +230,7 @@ def test_disagreements_are_compared_with_the_allowed_share() -> None:
         ({"checks": (Check(of="errors"), Check(of="latency", quantile=0.5, allowed=0.5))}, "the quantile says it"),
         ({"checks": (Check(of="errors", allowed=1.0),)}, "a share from 0 to less than 1"),
         ({"false_rollbacks": 0.0}, "false_rollbacks is 0"),
+        ({"most_errors": 0.0}, "most_errors is 0"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out(change: dict[str, Any], text: str) -> None:

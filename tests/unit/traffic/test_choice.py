@@ -33,6 +33,17 @@ def test_without_shares_and_conditions_all_is_stable() -> None:
     assert version(split, asked("a")) == 1
 
 
+@pytest.mark.parametrize(
+    ("of", "is_steered"),
+    [(asked(), False), (asked("a"), False), (asked(x_beta="1"), True), (Asked(parameters={"n": 3}), True)],
+    ids=["nothing", "tenant", "header", "parameter"],
+)
+def test_a_caller_steers_by_headers_and_parameters(of: Asked, *, is_steered: bool) -> None:
+    when = [{"tenant": "a"}, {"headers": {"X-Beta": "1"}}, {"parameters": {"n": 3}}]
+
+    assert split_of(canary(when=when)).is_steered(of) is is_steered
+
+
 @pytest.mark.parametrize(("chance", "expected"), [(0.0, 1), (0.699, 1), (0.7, 2), (0.899, 2), (0.9, 3), (0.9999, 3)])
 def test_chance_is_a_place_on_a_line_of_weights(chance: float, expected: int) -> None:
     assert version(split_of(canary(weight=0.2), canary(3, weight=0.1), chance=chance), asked()) == expected

@@ -127,6 +127,24 @@ def test_what_a_canary_was_chosen_for_may_be_moved(weight: float, version: int, 
     assert request.moves_by == moves_by
 
 
+@pytest.mark.parametrize(
+    ("version", "parameters", "assigned"),
+    [(0, {}, True), (3, {}, False), (4, {}, False), (0, {"n": 3}, False)],
+    ids=["drawn", "names stable", "names the canary", "steered"],
+)
+def test_a_request_is_assigned_if_its_target_was_drawn(
+    version: int, parameters: dict[str, Any], *, assigned: bool
+) -> None:
+    view = Endpoints(Mock(find=Mock(return_value=Mock()), ready_versions=Mock(return_value=(3, 4))))
+    tried = target(weight=0.5, when=[{"parameters": {"n": 3}}])
+    view.show(Declared({"e": read_endpoint({"name": "e", "targets": [STABLE, tried]})}, 1))
+    request = InferRequest(model="e", inputs=(), version=version, parameters=parameters)
+
+    view.choose(request, "")
+
+    assert request.assigned is assigned
+
+
 def test_a_process_that_was_stopped_asks_no_canary() -> None:
     """It has missed what was changed meanwhile, and reads requests before it hears of that."""
     catalog = Mock(find=Mock(return_value=Mock()), ready_versions=Mock(return_value=(3, 4)))

@@ -14,7 +14,12 @@ from qinfer.traffic.trials import Trial
 
 P50, P99 = Check(of="execution", quantile=0.5), Check(of="execution", quantile=0.99)
 PLAN = CanaryPlan(steps=(Step(weight=0.5),), checks=(Check(of="errors"), P50, P99, Check(of="latency", quantile=0.9)))
-LIMITS = {"execution p50": {"2": 0.010}, "execution p99": {"2": 0.020}, "latency p90": {"": 0.5}}
+LIMITS = {
+    "execution p50": {"2": 0.010},
+    "execution p99": {"2": 0.020},
+    "latency p90": {"": 0.5},
+    "deadline": {"": 2.0},
+}
 
 
 def answer(infer_ms: float = 0.0, batch_size: int = 2, **fields: Any) -> Response:
@@ -57,6 +62,60 @@ def test_a_batch_counts_once() -> None:
 
     assert (found["canary|errors||requests"], found["canary|execution p50|2|requests"]) == (3, 1)
     assert (found["canary|latency p90||requests"], found["canary|latency p90||bad"]) == (1, 1)
+
+
+def test_a_batch_is_the_tenants_whose_request_came_first() -> None:
+    """All its requests count by themselves for errors."""
+    counts = counts_of()
+    for tenant in ("acme", "evil", "evil"):
+        counts.answered(0.6, answer(15), tenant)
+
+    found, _ = counts.take()
+
+    assert {name: n for name, n in found.items() if "errors" in name} == {
+        "canary|errors||requests|acme": 1,
+        "canary|errors||requests|evil": 2,
+    }
+    assert [name for name in found if "execution p50" in name] == [
+        "canary|execution p50|2|requests|acme",
+        "canary|execution p50|2|bad|acme",
+    ]
+
+
+@pytest.mark.parametrize("code", [ErrorCode.DEADLINE_EXCEEDED, ErrorCode.DEADLINE_INFEASIBLE])
+@pytest.mark.parametrize(("limits", "given_s", "bad"), [(LIMITS, 1.9, 0), (LIMITS, 2.1, 1), ({}, 60.0, 0)])
+def test_a_short_deadline_is_its_callers(code: ErrorCode, limits: Any, given_s: float, bad: int) -> None:
+    """Shorter than nearly all of stable's answers take; one of its own is, while that is not known."""
+    counts = TargetCounts(Role.CANARY, PLAN)
+    counts.use(limits)
+
+    counts.failed(code, given_s=given_s)
+    counts.failed(code)
+
+    assert counts.take()[0] == {"canary|errors||requests": 1 + bad, "canary|errors||bad": 1 + bad}
+
+
+def test_stable_lends_latencies_for_deadlines_where_no_check_needs_them() -> None:
+    plan = CanaryPlan(steps=(Step(weight=0.5),), checks=(Check(of="errors"),))
+    counts = TargetCounts(Role.STABLE, plan)
+    counts.answered(0.1, answer(), "acme")
+    assert counts.take()[1] == ["latency||0.100000000|acme"]
+
+    counts.use({"deadline": {"": 2.0}})
+    counts.answered(0.1, answer(), "acme")
+    assert counts.take()[1] == []
+
+
+def test_a_flood_of_one_tenant_leaves_the_samples_of_the_others() -> None:
+    counts = TargetCounts(Role.STABLE, PLAN)
+    counts.answered(0.1, answer(1), "acme")
+    for number in range(2 * MOST_LATENCIES):
+        counts.answered(0.1, answer(number + 2), "evil")
+
+    assert [one for one in counts.take()[1] if one.endswith("|acme")] == [
+        "execution|2|0.001000000|acme",
+        "latency||0.100000000|acme",
+    ]
 
 
 def test_what_the_cache_answered_says_nothing_about_time() -> None:

@@ -10,7 +10,8 @@ from qinfer.errors import Conflict, InvalidRequest
 from qinfer.traffic.canary import Action
 from qinfer.traffic.choice import Asked, Split
 from qinfer.traffic.endpoints import Endpoint, Role, read_endpoint
-from qinfer.traffic.trials import Change, Trial, advanced, begun, by_hand, confirmed, count_names
+from qinfer.traffic.evidence import Block, Counts
+from qinfer.traffic.trials import Change, Trial, advanced, begun, by_hand, confirmed, count_names, parts_of
 from qinfer.wire.versions import decode_document, encode_document
 
 STABLE = {"model": "m", "version": 3, "role": "stable"}
@@ -43,6 +44,16 @@ def counts(stable: int, tried: int, tried_bad: int = 0) -> dict[str, int]:
 
 def shares(endpoint: Endpoint) -> list[tuple[str, int, float]]:
     return [(target.role.value, target.number, endpoint.weight_of(target)) for target in endpoint.targets]
+
+
+def test_counts_have_the_tenants_whose_requests_they_are() -> None:
+    """Those without one are of a server without keys, or of a gateway that knows no tenants yet."""
+    of_acme, of_nobody = count_names(Role.CANARY, "errors", "", "acme"), count_names(Role.STABLE, "errors", "")
+
+    assert parts_of({of_acme[0]: 3, of_acme[1]: 2, of_nobody[0]: 5}) == {
+        "acme": {"errors": {"": Block(Counts(), Counts(3, 2))}},
+        "": {"errors": {"": Block(Counts(5, 0), Counts())}},
+    }
 
 
 @pytest.mark.parametrize(

@@ -179,17 +179,20 @@ class Route:
         self._publish([message for each in rendered for message in each.messages])
 
     def _observe(self, rendered: Rendered) -> None:
-        """Counts the end of a request for a canary on trial, once; how long messages wait says nothing about it."""
+        """Counts the end of a request for a canary on trial, once; how long messages wait says nothing about it.
+
+        A route that names a version has no target chosen, and is no evidence.
+        """
         ending, record = rendered.ending, rendered.ending.record
-        if ending.attempts > 1 or record is None or not self._observed.by_target:
+        if ending.attempts > 1 or record is None or self.options.version or not self._observed.by_target:
             return
         key = self.options.model, f"{record.address.model}:{record.version}"
         if (on_trial := self._observed.by_target.get(key)) is None:
             return
         if record.state is not RequestState.SUCCEEDED:
-            on_trial.failed(record.code)
+            on_trial.failed(record.code, record.tenant)
         elif rendered.final is not None:
-            on_trial.executed(rendered.final)
+            on_trial.executed(rendered.final, record.tenant)
 
     def _publish(self, messages: Sequence[Outgoing]) -> None:
         for is_dead_letter in (False, True):
