@@ -1,5 +1,6 @@
 """A client of a gRPC server's connection that sends raw frames, without a network, and a server to talk to."""
 
+import math
 import struct
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from qinfer_api.rpc.headers import Abort, Method
 from qinfer_api.rpc.heads import Server
 from qinfer_api.rpc.http2 import Connection
 from qinfer_api.rpc.protocol import Call
+from qinfer_api.turns import Turns
 
 LIMITS = Limits(streams=4, header_bytes=2000, idle_frames=50, connection_window_bytes=200_000)
 MAX_MESSAGE_BYTES = 100_000
@@ -49,6 +51,13 @@ class Requests:
         return self.headers(number, self.block(path)) + data_frame(number, message)
 
 
+class Unhurried(Turns):
+    """Turns that never end: a busy machine changes nothing."""
+
+    def begin(self) -> float:
+        return math.inf
+
+
 class Wire(Requests):
     """A client of a connection, without a network: sends bytes, and reads the frames that the server writes.
 
@@ -71,6 +80,7 @@ class Wire(Requests):
         self.cancelled: list[int] = []
         self.server = Server(_methods(self.cancelled), limits, ReceivingBudget(budget_bytes))
         self.server.new_id = lambda: "the-id"
+        self.server.turns = Unhurried()
         self.connection = Connection(self.server)
         self.written = bytearray()
         self.is_closed = self.is_aborted = self.is_reading_paused = False
@@ -84,6 +94,9 @@ class Wire(Requests):
 
     def close(self) -> None:
         self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
 
     def abort(self) -> None:
         self.is_closed = self.is_aborted = True

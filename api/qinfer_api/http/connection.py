@@ -1,12 +1,14 @@
 """A connection of HTTP/1.1 over httptools: requests in, replies out in the order of the requests; bounds; its end.
 
 Each request that is taken waits in a queue until it is answered, and only the first may write. Here each becomes a
-`Cycle`, which runs the ASGI application once it is the first; a subclass may answer some below ASGI. The
-parser gets small slices, and only as long as no request stalls it: one read may have thousands of small requests.
+`Cycle`, which runs the ASGI application once it is the first; a subclass may answer some below ASGI. The parser gets
+small slices, and only as long as no request stalls it: one read may have thousands of small requests. A connection that
+has sent much is read in turns with others (`Turns`).
 """
 
 import asyncio
 import logging
+import time
 from collections import deque
 from email.utils import formatdate
 from typing import Protocol
@@ -29,6 +31,7 @@ from qinfer_api.http.cycle import SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import Head, transfer_codings
 from qinfer_api.http.infer import Headers, Reply, Writer, error_reply
 from qinfer_api.http.visitors import Visitors
+from qinfer_api.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +107,7 @@ class HttpPort:
         visitors: As given.
         writer: Renders replies, unless CORS has another for their origin.
         common: The headers of every reply; another list each second.
+        turns: Says how long a connection is read at a time.
         connections: The open ones.
         tasks: One for each application that runs.
         is_idle: Set when no connection is left.
@@ -116,6 +120,7 @@ class HttpPort:
         self.cors, self.visitors, self.writer = cors, visitors, Writer()
         self.common: Headers = ()
         self.keep_alive_s, self.read_timeout_s = http.keep_alive_s, http.request_read_timeout_s
+        self.turns = Turns()
         self.connections: set[HttpConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.is_idle = asyncio.Event()
@@ -156,7 +161,7 @@ class HttpConnection(asyncio.Protocol):
         self._reading: Exchange | None = None  # the request whose body comes in, unless that is ignored
         self._unparsed = _NOTHING
         self._parser = self._new_parser()
-        self._is_parsing = self._is_paused = False
+        self._is_parsing = self._is_paused = self._awaits_turn = False
         self._closing = False  # no request is taken any more
         self._refused = False  # nothing is read any more
         self._lingers, self._still_sends = False, True  # after it was refused
@@ -187,11 +192,14 @@ class HttpConnection(asyncio.Protocol):
         """Parses what came in until a request stalls that; then has the transport read on, or wait."""
         if self._is_parsing:
             return
-        self._is_parsing = True
+        self._is_parsing, ends_s = True, 0.0
         try:
             while self._unparsed and not self._stalls():
                 taken = self._parse(self._unparsed[: max(SLICE_BYTES, self._body_left)])
                 self._unparsed = self._unparsed[taken:] or _NOTHING  # not the end of a read, which would keep that
+                if self._unparsed and time.monotonic() >= (ends_s := ends_s or self.port.turns.begin()):
+                    self._awaits_turn = True
+                    self.port.turns.wait(self._take_turn)
         finally:
             self._is_parsing = False
         stalls = self._stalls()
@@ -202,10 +210,16 @@ class HttpConnection(asyncio.Protocol):
             else:
                 self.transport.resume_reading()
 
+    def _take_turn(self) -> None:
+        self._awaits_turn = False
+        self.go_on()
+
     def _stalls(self) -> bool:
         queue = self._queue
         if self._refused:
             return not self._lingers
+        if self._awaits_turn:
+            return True
         if len(queue) >= MAX_PIPELINED or not self.writable.is_set() or self._waits_for_memory():
             return True
         return bool(queue) and isinstance(last := queue[-1], Cycle) and last.stalls

@@ -10,6 +10,7 @@ from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import Abort, Head, Method, choose_packing, read_encoding, read_timeout, trailers_only
 from qinfer_api.rpc.http2 import Connection
 from qinfer_api.rpc.protocol import Call
+from qinfer_api.turns import Turns
 
 
 class Server:
@@ -24,6 +25,7 @@ class Server:
     Attributes:
         limits: As given.
         receiving: As given.
+        turns: Says how long a connection is read at a time.
         connections: Those that are open.
         is_closing: No more connections are taken.
         new_id: Makes the ids of calls that become no request.
@@ -39,6 +41,7 @@ class Server:
         self._methods = {path.encode(): method for path, method in methods.items()}
         self.limits = limits
         self.receiving = receiving
+        self.turns = Turns()
         self._visitors = visitors
         self.new_id = IdFactory().ulid
         self.connections: set[Connection] = set()

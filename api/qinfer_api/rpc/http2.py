@@ -5,13 +5,14 @@ by `data_received`, and go out by the transport's `write`.
 
 All that a client can send is bounded (`Limits`). Frames that bring no request further (PING, SETTINGS, RST_STREAM,
 empty DATA, …) use up an allowance, which replies and time fill again; without it the connection ends with
-ENHANCE_YOUR_CALM.
+ENHANCE_YOUR_CALM. One that has sent much is read in turns with others (`Turns`).
 """
 
 import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections import deque
 from typing import Any, Protocol, cast
 
@@ -19,11 +20,15 @@ from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import ConnectionFault, Limits, Malformed
 from qinfer_api.rpc.hpack import MAX_TABLE_BYTES, Decoder, Field, HpackError
 from qinfer_api.rpc.streams import Output, Stream
+from qinfer_api.turns import Turns
 
 logger = logging.getLogger(__name__)
 
 _CACHED_BLOCKS, _CACHED_BLOCK_BYTES = 256, 1024  # together the memory that a client can make a connection keep
 _REMEMBERED_STREAMS = 256
+_SLICE_BYTES = 2048  # frames that begin in so many bytes are read at once
+_BYTES_PER_FRAME = 128  # of a header block that opens nothing: so many cost as much as a frame
+_STREAMS_PER_FRAME = 64  # whose windows change: so many cost as much as a frame
 _PROGRESS = 4  # frames that bring nothing further, allowed for each stream that ends and each frame of DATA
 _NOT_HTTP2 = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n"
@@ -38,11 +43,13 @@ class Service(Protocol):
 
     Attributes:
         limits: The bounds of each connection.
+        turns: Says how long a connection is read at a time.
         connections: Those that are open.
         is_closing: No more connections are taken.
     """
 
     limits: Limits
+    turns: Turns
     connections: "set[Connection]"
     is_closing: bool
 
@@ -81,6 +88,7 @@ class Connection(asyncio.Protocol):
         self._generation = 0
         self._is_tainted = False  # the decoder's table may have fields that may not be sent
         self._rest = b""
+        self._awaits_turn = False  # to read that
         self._has_preface = self._has_settings = False
         self._block: tuple[int, int, bytearray] | None = None  # stream, flags and begin of a block that goes on
         self._streams: dict[int, Stream] = {}
@@ -117,6 +125,8 @@ class Connection(asyncio.Protocol):
             data = self._rest + data
         try:
             position = self._read_frames(data, 0 if self._has_preface else self._read_preface(data))
+            if len(data) - position >= frames.HEAD_BYTES and self._has_preface:
+                position = self._read_on(data, position)
         except ConnectionFault as fault:
             self._fail(fault.code, str(fault))
         except HpackError as error:
@@ -124,11 +134,32 @@ class Connection(asyncio.Protocol):
         else:
             self._rest = data[position:]
 
+    def _read_on(self, data: bytes, position: int) -> int:
+        """Reads more frames than a slice has, until the connection's turn is over."""
+        ends_s, last = self.service.turns.begin(), -1
+        while last < position < len(data):
+            if time.monotonic() >= ends_s:
+                self._awaits_turn = True
+                self.output.transport.pause_reading()
+                self.service.turns.wait(self._go_on)
+                return position
+            last, position = position, self._read_frames(data, position)
+        return position
+
+    def _go_on(self) -> None:
+        """Reads what was left when its turn was over, or its client did not take replies; then reads on."""
+        self._awaits_turn = False
+        if not (self.output.is_paused or self.output.transport.is_closing()):
+            self.data_received(b"")
+            if not (self._awaits_turn or self.output.is_paused or self.output.is_closed):
+                self.output.transport.resume_reading()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancels what is in flight."""
         self.output.is_closed = True
         self._takes_no_more.set()
         self.service.connections.discard(self)
+        self._rest = b""
         for stream in list(self._streams.values()):
             self._drop(stream)
             stream.cancelled()
@@ -144,8 +175,8 @@ class Connection(asyncio.Protocol):
         self.output.is_paused = False
         self._stuck_s = 0.0
         self.output.pump_all()
-        if not (self.output.is_paused or self.output.is_closed):
-            self.output.transport.resume_reading()
+        if not self._awaits_turn:
+            self._go_on()
 
     # -- frames --------------------------------------------------------------------------------------------------------
 
@@ -172,9 +203,11 @@ class Connection(asyncio.Protocol):
         self.output.write_window(0, limits.connection_window_bytes - frames.FIRST_WINDOW_BYTES)
 
     def _read_frames(self, data: bytes, position: int) -> int:
-        """Reads frames from a position on; returns where the first incomplete one begins."""
+        """Reads a slice of frames; returns where the next one begins, or the first incomplete one."""
         end, most = len(data), self.service.limits.frame_bytes
-        while self._has_preface and end - position >= frames.HEAD_BYTES:
+        beyond = position + _SLICE_BYTES
+        last = (end if end < beyond else beyond) - frames.HEAD_BYTES
+        while position <= last and self._has_preface:
             size, flags, number = frames.HEAD.unpack_from(data, position)
             kind, size, number = size & 0xFF, size >> 8, number & frames.LAST_STREAM
             begin = position + frames.HEAD_BYTES
@@ -266,16 +299,20 @@ class Connection(asyncio.Protocol):
         if len(self._heads) >= _CACHED_BLOCKS or not is_stable:
             self._generation = self._decoder.generation
             self._heads.clear()
+        cost = 1 + len(block) // _BYTES_PER_FRAME
         if number <= self._last:
-            self._read_trailers(number, is_ended=is_ended)
+            self._read_trailers(number, cost, is_ended=is_ended)
             return
         self._last = number
+        if fields is None:
+            self._is_tainted = True
+            self._count_idle("heads that are too large", cost)
         try:
             frames.check_fields(fields or () if self._is_tainted else literals)
             head = self.service.read_head(fields)
         except Malformed as error:
             self._is_tainted = True
-            self._count_idle(str(error))
+            self._count_idle(str(error), cost)
             self._write_reset(number, frames.PROTOCOL_ERROR)
             return
         if is_stable and len(block) <= _CACHED_BLOCK_BYTES:
@@ -292,10 +329,10 @@ class Connection(asyncio.Protocol):
         stream = self._streams[number] = self.service.stream(self, number, head, is_ended=is_ended)
         stream.opened()
 
-    def _read_trailers(self, number: int, *, is_ended: bool) -> None:
+    def _read_trailers(self, number: int, cost: int, *, is_ended: bool) -> None:
         """Reads the trailers of a request, which mean nothing here."""
         stream = self._streams.get(number)
-        self._count_idle("trailers")
+        self._count_idle("trailers", cost)
         if stream is None:
             if number not in self._abandoned:
                 raise ConnectionFault(frames.STREAM_CLOSED, f"HEADERS on stream {number}, which is closed")
@@ -355,7 +392,7 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(frames.PROTOCOL_ERROR, f"SETTINGS on stream {number}")
         if len(payload) % frames.SETTING.size or (flags & frames.ACK and payload):
             raise ConnectionFault(frames.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
-        self._count_idle("SETTINGS")
+        self._count_idle("SETTINGS", max(len(payload) // frames.SETTING.size, 1))
         if flags & frames.ACK:
             return
         for key, value in frames.SETTING.iter_unpack(payload):
@@ -365,6 +402,7 @@ class Connection(asyncio.Protocol):
         settings = dict(frames.SETTING.iter_unpack(payload))  # applied once each: a frame may have thousands
         self.output.max_frame = settings.get(frames.MAX_FRAME_SIZE, self.output.max_frame)
         if frames.INITIAL_WINDOW_SIZE in settings:
+            self._count_idle("SETTINGS of windows", len(self._streams) // _STREAMS_PER_FRAME)
             self.output.resize(self._streams.values(), settings[frames.INITIAL_WINDOW_SIZE])
         self._has_settings = True
         self.output.write(frames.SETTINGS, frames.ACK, 0)
@@ -395,8 +433,8 @@ class Connection(asyncio.Protocol):
         if number == 0 or number > self._last:
             raise ConnectionFault(frames.PROTOCOL_ERROR, f"{what} on stream {number}, which was never opened")
 
-    def _count_idle(self, what: str) -> None:
-        self._allowance -= 1
+    def _count_idle(self, what: str, cost: int = 1) -> None:
+        self._allowance -= cost
         if self.output.progress:  # clients answer DATA by WINDOW_UPDATE, and measure its time by PING
             self._allowance += _PROGRESS * self.output.progress
             self._allowance = min(self._allowance, self.service.limits.idle_frames)

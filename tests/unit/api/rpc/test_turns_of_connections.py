@@ -1,0 +1,145 @@
+"""A connection of HTTP/2 that has sent much is read in slices, between others."""
+
+import asyncio
+
+import pytest
+
+from qinfer_api.rpc import frames
+from qinfer_api.turns import Turns
+from tests.support.http2 import DATA, GOAWAY, LIMITS, PING, Wire, prefixed, settings_frame, window
+
+PINGS = 600
+
+
+class Short(Turns):
+    """Turns that are over after each slice."""
+
+    def begin(self) -> float:
+        super().begin()
+        return 0.0
+
+
+@pytest.fixture
+async def hurried() -> Wire:
+    """A connection whose turns are short."""
+    wire = Wire(LIMITS._replace(idle_frames=2000)).greet()
+    wire.server.turns = Short()
+    return wire
+
+
+def pings(count: int) -> bytes:
+    return b"".join(frames.frame(PING, 0, 0, number.to_bytes(8)) for number in range(count))
+
+
+def answered(wire: Wire) -> list[int]:
+    return [int.from_bytes(frame.payload) for frame in wire.read() if frame.kind == PING]
+
+
+async def test_much_is_read_in_several_turns(hurried: Wire) -> None:
+    """All of it, in order; the transport reads nothing meanwhile."""
+    hurried.send(pings(PINGS))
+    first = answered(hurried)
+    was_paused, later, turns = hurried.is_reading_paused, list[int](), 0
+    while hurried.is_reading_paused:
+        await asyncio.sleep(0)
+        later += answered(hurried)
+        turns += 1
+
+    assert was_paused
+    assert 0 < len(first) < PINGS / 4
+    assert first + later == list(range(PINGS))
+    assert turns > 3
+
+
+async def test_others_are_served_between_these_turns(hurried: Wire) -> None:
+    hurried.send(pings(PINGS))
+    other = Wire().greet()
+
+    other.send(other.call(1, b"hello"))
+
+    assert hurried.is_reading_paused
+    assert [frame.payload for frame in other.read() if frame.kind == DATA] == [prefixed(b"hello")]
+
+
+async def test_a_plain_call_is_read_at_once(hurried: Wire) -> None:
+    hurried.send(hurried.call(1, bytes(60_000)))
+
+    assert not hurried.is_reading_paused
+    assert sum(len(frame.payload) for frame in hurried.read() if frame.kind == DATA) == 60_005
+
+
+async def test_what_ends_a_connection_ends_it_in_any_turn(hurried: Wire) -> None:
+    hurried.send(pings(PINGS) + window(0, 0) + pings(PINGS))
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+    assert [frame.kind for frame in hurried.read()][-1] == GOAWAY
+
+
+async def test_a_connection_that_is_lost_reads_nothing_more(hurried: Wire) -> None:
+    hurried.send(pings(PINGS))
+    before = len(answered(hurried))
+    hurried.connection.connection_lost(None)
+
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+    assert before > 0
+    assert answered(hurried) == []
+    assert hurried.connection._rest == b""
+
+
+async def test_a_connection_whose_client_takes_nothing_goes_on_when_it_does(hurried: Wire) -> None:
+    hurried.send(pings(PINGS))
+    first = answered(hurried)
+    hurried.connection.pause_writing()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    held = answered(hurried)
+
+    hurried.connection.resume_writing()
+    later = answered(hurried)
+    while hurried.is_reading_paused:
+        await asyncio.sleep(0)
+        later += answered(hurried)
+
+    assert held == []
+    assert first + later == list(range(PINGS))
+
+
+async def test_settings_are_charged_by_their_entries(wire: Wire) -> None:
+    """A frame may have thousands of them."""
+    entry = (frames.MAX_HEADER_LIST_SIZE, 65_536)
+    wire.send(settings_frame(*[entry] * (LIMITS.idle_frames // 2)))
+    is_open = not wire.is_closed
+
+    wire.send(settings_frame(*[entry] * (LIMITS.idle_frames // 2 + 1)))
+
+    assert is_open
+    assert wire.is_closed
+
+
+async def test_changes_of_many_windows_are_charged_by_the_streams() -> None:
+    wire = Wire(LIMITS._replace(streams=1000)).greet()
+    wire.send(b"".join(wire.call(number, b"", "/t.T/Hang") for number in range(1, 1281, 2)))
+
+    for size in range(4):
+        wire.send(settings_frame((frames.INITIAL_WINDOW_SIZE, 60_000 + size)))
+    is_open = not wire.is_closed
+    wire.send(settings_frame((frames.INITIAL_WINDOW_SIZE, 70_000)))
+
+    assert is_open
+    assert wire.is_closed
+
+
+@pytest.mark.parametrize("is_malformed", [True, False])
+async def test_large_heads_that_open_nothing_are_charged_by_their_size(*, is_malformed: bool) -> None:
+    wire = Wire(LIMITS._replace(header_bytes=20_000 if is_malformed else 2000)).greet()
+    extra = ("X" if is_malformed else "x", "y" * 4000)
+
+    wire.send(wire.headers(1, wire.block("/t.T/Echo", extra)))
+    is_open = not wire.is_closed
+    wire.send(wire.headers(3, wire.block("/t.T/Echo", extra, ("z", "z" * 4000))))
+
+    assert is_open
+    assert wire.is_closed
