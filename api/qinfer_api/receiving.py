@@ -4,11 +4,16 @@ A body reserves its bytes before its client may send them. When the budget is sp
 its client is held back by flow control; a small one, whose bytes are under way already, is refused. An eighth of the
 budget is kept for small bodies, so that large uploads do not shut them out. A compressed body reserves what may come of
 it, too, and holds what has come of it until it is decoded: a few kilobytes can be the memory of many.
+
+Each owner has at most twice as much as it leaves free, so that one tenant never has all of it (the rule of Choudhury
+and Hahne for buffers that switches share, IEEE/ACM Transactions on Networking 6(2), 1998). A large body whose bytes
+come too slowly is given up, from the start: its memory is for those who send.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
+from itertools import takewhile
 
 from qinfer.errors import Overloaded
 
@@ -18,10 +23,23 @@ SMALL_BYTES = 64 * 1024
 MAX_WAITING = 256
 """Large bodies that may wait for their turn; each may have sent `SMALL_BYTES` by then."""
 
+PATIENCE_S = 10
+"""Seconds that a large body may be late."""
+
+LEAST_BYTES_PER_S = 64 * 1024
+"""A large body comes at this rate, or in `WHOLE_WITHIN_S`."""
+
+WHOLE_WITHIN_S = 60
+
 SPENT = (
     "the gateway receives as many bytes as it may (QINFER_LIMITS__MAX_RECEIVING_BYTES); try again, or another gateway"
 )
 """The text of refusals."""
+
+TOO_SLOW = "the body came too slowly: send 64 KiB a second, or all of it in a minute"
+"""The text of the error of a body that is given up."""
+
+_SHARE = 2  # an owner has at most so many times what is free
 
 
 class Reservation:
@@ -34,14 +52,44 @@ class Reservation:
         is_granted: The client may send the body.
     """
 
-    __slots__ = ("_budget", "granted", "is_granted", "owner", "size")
+    __slots__ = ("_arrived", "_budget", "_late", "_seconds", "granted", "is_granted", "owner", "size")
 
     def __init__(self, budget: "ReceivingBudget", owner: Hashable, size: int, granted: Callable[[], None]) -> None:
         self._budget = budget
+        self._arrived: Callable[[], int] | None = None
+        self._late: Callable[[], None] | None = None
+        self._seconds = 0
         self.owner = owner
         self.size = size
         self.granted = granted
         self.is_granted = False
+
+    def watch(self, arrived: Callable[[], int], late: Callable[[], None]) -> None:
+        """Has a body given up that comes too slowly once it may.
+
+        Args:
+            arrived: Tells how many bytes have come.
+            late: Gives the body up.
+        """
+        self._arrived, self._late = arrived, late
+        self._budget.watched[self] = None
+
+    def unwatch(self) -> None:
+        """Takes note that the body has come in whole."""
+        if self._late is not None:
+            self._arrived = self._late = None
+            del self._budget.watched[self]
+
+    def second_passed(self) -> None:
+        """Gives the body up if it is late."""
+        if self._arrived is None or self._late is None or not self.is_granted or self.size <= SMALL_BYTES:
+            return
+        self._seconds += 1
+        rate = min(self.size / WHOLE_WITHIN_S, LEAST_BYTES_PER_S)
+        if self._arrived() < rate * (self._seconds - PATIENCE_S):
+            late = self._late
+            self.unwatch()
+            late()
 
     def grow(self, size: int) -> None:
         """Makes a granted reservation as large as a body whose size was not known before has become.
@@ -57,25 +105,35 @@ class Reservation:
         if size < self.size:
             self._budget.shrink(self, size)
 
+    def withdraw(self) -> None:
+        """Stops waiting, as if its turn had not come in time; changes nothing once it is granted."""
+        if not self.is_granted:
+            self.release()
+            self.granted()
+
     def release(self) -> None:
         """Gives the memory back, or stops waiting for it; a second time changes nothing."""
+        self.unwatch()
         if self.size:
             self._budget.released(self)
 
 
 class ReceivingBudget:
-    """Grants memory to bodies; those who hold least go first.
+    """Grants memory to bodies; the smaller ones of owners that hold less go first.
 
     Args:
         max_bytes: The memory of all bodies together. A larger body is let in alone.
 
     Attributes:
         held_bytes: Bytes that are granted.
+        watched: The reservations of bodies that may be given up.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
+        self._max_large_bytes = max_bytes - max_bytes // 8
         self.held_bytes = 0
+        self.watched: dict[Reservation, None] = {}
         self._large = 0
         self._held: dict[Hashable, int] = {}
         self._waiting: dict[Reservation, None] = {}  # in the order of their arrival
@@ -97,33 +155,43 @@ class ReceivingBudget:
             The reservation; `None` = the budget is spent, and the body can't wait.
         """
         one = Reservation(self, owner, size, granted)
-        if (size <= SMALL_BYTES or not self._waiting) and self._fits(size):
+        if self._fits(one) and (size <= SMALL_BYTES or self._first_huge() is None):
             self._grant(one)
-        elif size <= SMALL_BYTES or len(self._waiting) >= MAX_WAITING:
+        elif size <= SMALL_BYTES or not self._may_wait(owner):
             return None
         else:
             self._waiting[one] = None
         return one
 
+    def second_passed(self) -> None:
+        """Gives up the bodies that come too slowly."""
+        for one in tuple(self.watched):
+            one.second_passed()
+
     @asynccontextmanager
-    async def reserved(self, owner: Hashable, size: int, within_s: float) -> AsyncIterator[Reservation]:
+    async def reserved(
+        self, owner: Hashable, size: int, within_s: float, waits: Callable[[Reservation], None] | None = None
+    ) -> AsyncIterator[Reservation]:
         """Holds memory for a body during the block, from its turn on.
 
         Args:
             owner: Who is counted for it.
             size: Bytes, more than 0.
             within_s: How long its turn may take.
+            waits: Gets the reservation if it has to wait, and may withdraw it.
 
         Raises:
             Overloaded: The budget is spent.
         """
-        one = await self.granted(owner, size, within_s)
+        one = await self.granted(owner, size, within_s, waits)
         try:
             yield one
         finally:
             one.release()
 
-    async def granted(self, owner: Hashable, size: int, within_s: float) -> Reservation:
+    async def granted(
+        self, owner: Hashable, size: int, within_s: float, waits: Callable[[Reservation], None] | None = None
+    ) -> Reservation:
         """Waits for the turn of a body: see `reserved`; the caller releases what it returns."""
         turn = asyncio.Event()
         one = self.reserve(owner, size, turn.set)
@@ -131,21 +199,25 @@ class ReceivingBudget:
             raise Overloaded(SPENT)
         try:
             if not one.is_granted:
+                if waits is not None:
+                    waits(one)
                 async with asyncio.timeout(within_s):
                     await turn.wait()
         except TimeoutError:
             one.release()
-            raise Overloaded(SPENT) from None
         except BaseException:
             one.release()
             raise
+        if not one.is_granted:
+            raise Overloaded(SPENT)
         return one
 
     def grow(self, one: Reservation, size: int) -> bool:
         """Makes a granted reservation larger; `False` = the budget is spent, and the body can't wait."""
         more, was_large = size - one.size, one.size > SMALL_BYTES
+        free = self._max_large_bytes - self.held_bytes
         is_alone = self._large == was_large
-        if not is_alone and self.held_bytes + more > self._max_bytes - self._max_bytes // 8:
+        if not is_alone and max(_SHARE * more, self._held[one.owner] + more) > _SHARE * free:
             return False
         self._large += (size > SMALL_BYTES) - was_large
         one.size = size
@@ -166,6 +238,8 @@ class ReceivingBudget:
         size, one.size = one.size, 0
         if not one.is_granted:
             del self._waiting[one]
+            if size > self._max_large_bytes:
+                self._grant_next()
             return
         self.held_bytes -= size
         self._large -= size > SMALL_BYTES
@@ -174,10 +248,18 @@ class ReceivingBudget:
             del self._held[one.owner]
         self._grant_next()
 
-    def _fits(self, size: int) -> bool:
-        if size <= SMALL_BYTES:
-            return self.held_bytes + size <= self._max_bytes
-        return not self._large or self.held_bytes + size <= self._max_bytes - self._max_bytes // 8
+    def _needs(self, one: Reservation) -> int:
+        """Returns the free bytes, times `_SHARE`, without which a reservation can't be granted."""
+        return max(_SHARE * one.size, self._held.get(one.owner, 0) + one.size)
+
+    def _fits(self, one: Reservation) -> bool:
+        if one.size <= SMALL_BYTES:
+            return self._needs(one) <= _SHARE * (self._max_bytes - self.held_bytes)
+        return not self._large or self._needs(one) <= _SHARE * (self._max_large_bytes - self.held_bytes)
+
+    def _may_wait(self, owner: Hashable) -> bool:
+        free = MAX_WAITING - len(self._waiting)
+        return free > 0 and sum(each.owner == owner for each in self._waiting) < _SHARE * free
 
     def _grant(self, one: Reservation) -> None:
         one.is_granted = True
@@ -185,10 +267,21 @@ class ReceivingBudget:
         self._large += one.size > SMALL_BYTES
         self._held[one.owner] = self._held.get(one.owner, 0) + one.size
 
+    def _first_huge(self) -> Reservation | None:
+        """Returns the first body that waits until it is alone; later ones would keep it waiting for ever."""
+        return next((each for each in self._waiting if each.size > self._max_large_bytes), None)
+
+    def _next(self) -> Reservation:
+        huge = self._first_huge()
+        ahead = list(takewhile(lambda each: each is not huge, self._waiting))
+        if not ahead:
+            return next(iter(self._waiting))
+        return min(ahead, key=lambda each: (self._needs(each), self._held.get(each.owner, 0)))
+
     def _grant_next(self) -> None:
         while self._waiting:
-            one = min(self._waiting, key=lambda each: self._held.get(each.owner, 0))
-            if not self._fits(one.size):
+            one = self._next()
+            if not self._fits(one):
                 return
             del self._waiting[one]
             self._grant(one)

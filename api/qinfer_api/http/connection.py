@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Scope
 from qinfer.core.messages import IdFactory
 from qinfer.core.settings import HttpSettings
 from qinfer_api.http.cors import Cors
-from qinfer_api.http.cycle import SENT_HEADERS, WRITTEN, Cycle
+from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import Head, transfer_codings
 from qinfer_api.http.infer import Headers, Reply, Writer, error_reply
 from qinfer_api.http.visitors import Visitors
@@ -446,7 +446,12 @@ class HttpConnection(asyncio.Protocol):
         peer, own = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
         self.peer = str(peer[0]) if peer else ""
         scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
-        self._ends = {"scheme": scheme, "client": peer[:2] if peer else None, "server": own[:2] if own else None}
+        self._ends = {
+            "scheme": scheme,
+            "client": peer[:2] if peer else None,
+            "server": own[:2] if own else None,
+            "extensions": {CLOSE: transport.close},
+        }
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells the applications, and breaks the cycles of references."""

@@ -20,6 +20,12 @@ SENT_HEADERS = "sent_headers"
 IN_REPLY_TO = "in_reply_to"
 """Key of a request's ASGI state: what has the id that its reply names, once it has one."""
 
+ON_LEAVE = "on_leave"
+"""Key of a request's ASGI state: called once its client has left; a route that waits for something sets it."""
+
+CLOSE = "close"
+"""Key of the extensions of a request's scope: closes its connection."""
+
 WRITTEN = Reply(0, b"")
 """The reply of a request whose application has written it by itself."""
 
@@ -92,6 +98,9 @@ class Cycle:
         """Tells the application that its client has left, or is answered otherwise."""
         self._is_gone = True
         self._news.set()
+        on_leave = self.scope["state"].get(ON_LEAVE)
+        if on_leave is not None:
+            on_leave()
 
     async def _run(self) -> None:
         try:

@@ -64,6 +64,11 @@ class FastPath(HttpPort):
         """Makes the protocol of a connection."""
         return QinferHttpProtocol(self)
 
+    def tick(self, now_s: float) -> None:
+        """Gives up bodies that come too slowly, besides what every port does."""
+        super().tick(now_s)
+        self.receiving.second_passed()
+
 
 class QinferHttpProtocol(HttpConnection):
     """One connection with a fast path."""
@@ -129,6 +134,7 @@ class QinferHttpProtocol(HttpConnection):
             self._memory = fast.receiving.reserve(tenant or self, head.length, self._let_in)
             if self._memory is None:
                 raise Overloaded(SPENT)
+            self._memory.watch(lambda: head.length - self._body_left, self._time_out)
         except QinferError as error:
             self._drop(call, head, error)
         else:

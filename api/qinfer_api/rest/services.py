@@ -34,7 +34,7 @@ from qinfer.wire.outputs import OutputPlan
 from qinfer_api.audit import administrative
 from qinfer_api.auth import ANONYMOUS, Context, Restrictions, caller_of
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.cycle import IN_REPLY_TO, SENT_HEADERS
+from qinfer_api.http.cycle import CLOSE, IN_REPLY_TO, ON_LEAVE, SENT_HEADERS
 from qinfer_api.http.head import MAX_FAST_BYTES
 from qinfer_api.http.infer import (
     JSON_LENGTH_HEADER,
@@ -59,7 +59,7 @@ from qinfer_api.http.infer import (
 from qinfer_api.http.responses import encode_list, event_text
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.reporting import Reporting
-from qinfer_api.receiving import SMALL_BYTES, ReceivingBudget
+from qinfer_api.receiving import SMALL_BYTES, ReceivingBudget, Reservation
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import Json, errors, header
 
@@ -381,13 +381,19 @@ async def received(services: Services, request: Request, max_bytes: int) -> Asyn
     size = room(max(int(declared), 1)) if declared.isdecimal() else SMALL_BYTES
     owner = _caller(request).tenant or request.client
     within_s = min(_MAX_TURN_S, services.settings.http.request_read_timeout_s / 2)
-    async with services.receiving.reserved(owner, size, within_s) as memory:
+
+    def waits(one: Reservation) -> None:
+        request.scope["state"][ON_LEAVE] = one.withdraw
+
+    async with services.receiving.reserved(owner, size, within_s, waits) as memory:
         body = bytearray()
+        memory.watch(body.__len__, request.scope["extensions"][CLOSE])
         async for chunk in request.stream():
             body += chunk
             if len(body) > max_bytes:
                 raise too_large(None, max_bytes, what)
             memory.grow(room(len(body)))
+        memory.unwatch()
         recheck(services, request)
         content: Bytes = body
         if encoding is not None:

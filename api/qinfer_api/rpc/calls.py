@@ -27,6 +27,9 @@ from qinfer_api.rpc.protocol import LARGE_BYTES, MAX_MESSAGE_BYTES, Call
 Serve = Callable[[Bytes, Call], Awaitable[Bytes]]
 """A method's work: takes the encoded request and its call, gives the encoded reply."""
 
+STRANGERS_BYTES = 64 * 1024
+"""The largest message of calls that need no key."""
+
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
 INFERENCE = "inference"
@@ -102,8 +105,10 @@ class Guard:
             scope: What its key must allow; `None` = it needs none.
             takes_stream: Its client sends a stream of messages.
         """
-        # An administrator's models are larger than any request.
+        # An administrator's models are larger than any request, and strangers have no large messages.
         most = MAX_MESSAGE_BYTES if scope is Scope.ADMIN else self._max_message_bytes
+        if scope is None:
+            most = min(most, STRANGERS_BYTES)
         return Method(partial(self.admit, group, scope), start, takes_stream, most)
 
     def unary(self, serve: Serve, group: str, scope: Scope | None = Scope.INFER) -> Method:

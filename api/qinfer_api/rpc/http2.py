@@ -160,7 +160,10 @@ class Connection(asyncio.Protocol):
         self._takes_no_more.set()
         self.service.connections.discard(self)
         self._rest = b""
-        for stream in list(self._streams.values()):
+        streams = list(self._streams.values())
+        for stream in streams:
+            stream.withdraw()
+        for stream in streams:
             self._drop(stream)
             stream.cancelled()
 

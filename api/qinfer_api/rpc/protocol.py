@@ -24,7 +24,7 @@ from qinfer_api.http.infer import (
     header_value,
     room_of,
 )
-from qinfer_api.receiving import SPENT, Reservation
+from qinfer_api.receiving import SPENT, TOO_SLOW, Reservation
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import (
     HEAD,
@@ -90,7 +90,6 @@ class Call(Stream):
     __slots__ = (
         "_body",
         "_change",
-        "_filled",
         "_has_begun",
         "_is_compressed",
         "_is_headed",
@@ -103,6 +102,7 @@ class Call(Stream):
         "_reservation",
         "_reserved_s",
         "_server",
+        "_size",
         "_taken_by_s",
         "_task",
         "_timer",
@@ -126,8 +126,8 @@ class Call(Stream):
         self.cache = self.target = ""
         self._refusal: Exception | None = None
         self._prefix = b""
-        self._body: bytearray | None = None
-        self._filled = 0
+        self._body: bytearray | None = None  # of the message that is coming in, as much as has come
+        self._size = 0  # of that message
         self._is_compressed = False
         self._is_reading = True  # a message is awaited, and the client has to send it in time
         self._moved_s = 0.0
@@ -135,7 +135,7 @@ class Call(Stream):
         self._reservation: Reservation | None = None  # of the message that is coming in
         self._opened_memory: Reservation | None = None  # of the one that was decompressed last
         self._reserved_s = 0.0
-        self._unread = b""  # what came of a message before its memory was granted
+        self._unread: bytearray | None = None  # what came of a message before its memory was granted
         self._has_begun = False
         self._is_headed = False
         self._change: asyncio.Event | None = None
@@ -188,10 +188,10 @@ class Call(Stream):
         except Abort as abort:
             self.fail(abort)
 
-    def _collect(self, data: bytes) -> None:
+    def _collect(self, data: Bytes) -> None:
         """Takes a message that comes in pieces, or several in one."""
         self._moved_s = 0.0
-        if self._reservation is not None and not self._reservation.is_granted:
+        if self._unread is not None:
             self._unread += data
             return
         view = memoryview(data)
@@ -201,11 +201,10 @@ class Call(Stream):
             body = self._body
             if body is None:
                 return
-            piece = view[: len(body) - self._filled]
-            body[self._filled : self._filled + len(piece)] = piece
-            self._filled += len(piece)
+            piece = view[: self._size - len(body)]
+            body += piece
             view = view[len(piece) :]
-            if self._filled < len(body):
+            if len(body) < self._size:
                 return
             content = body if len(body) > LARGE_BYTES else bytes(body)
             message = _Message(content, self._is_compressed, self._reservation)
@@ -221,20 +220,22 @@ class Call(Stream):
             return view
         size = int.from_bytes(self._prefix[1:])
         self._check_size(size)
+        self._check_single(len(self._messages))
         if size:
             room = self._room(size) if self._prefix[0] else size
             self._reservation = self._server.receiving.reserve(self._owner, room, self._let_in)
             if self._reservation is None:
                 raise Abort("RESOURCE_EXHAUSTED", SPENT)
+            self._reservation.watch(self._arrived_bytes, self._give_up)
             if not self._reservation.is_granted:
-                self._unread = bytes(view)
+                self._unread = bytearray(view)
                 return view
         self._make_room(len(view))
         return view
 
     def _let_in(self) -> None:
         """Goes on with a message whose memory is granted."""
-        data, self._unread = self._unread, b""
+        data, self._unread = self._unread or b"", None
         self._make_room(len(data))
         try:
             self._collect(data)
@@ -242,12 +243,19 @@ class Call(Stream):
             self.fail(abort)
 
     def _make_room(self, arrived: int) -> None:
-        """Takes the memory of a message, and lets the client send what is missing of it."""
-        size = int.from_bytes(self._prefix[1:])
+        """Begins a message whose memory is granted, and lets the client send what is missing of it."""
+        self._size = int.from_bytes(self._prefix[1:])
         self._is_compressed = self._prefix[0] != 0
-        self._prefix, self._filled, self._body = b"", 0, bytearray(size)
+        self._prefix, self._body = b"", bytearray()
         self._reserved_s = asyncio.get_running_loop().time()
-        self.grant(size - arrived - self.receive_window)
+        self.grant(self._size - arrived - self.receive_window)
+
+    def _arrived_bytes(self) -> int:
+        """Returns how much has come of the message whose memory is watched."""
+        return self._size if self._body is None else len(self._body)
+
+    def _give_up(self) -> None:
+        self.fail(Abort("CANCELLED", TOO_SLOW))
 
     @property
     def _owner(self) -> Hashable:
@@ -264,12 +272,18 @@ class Call(Stream):
         if size > most:
             raise Abort("RESOURCE_EXHAUSTED", f"Received message larger than max ({size} vs. {most})")
 
+    def _check_single(self, before: int) -> None:
+        assert self.head.method is not None
+        if before and not self.head.method.takes_stream:
+            raise Abort("INTERNAL", "the call takes one message, and there is a second one")
+
     def _arrived(self, message: _Message) -> None:
         """Takes a whole message, as it was sent."""
         assert self.head.method is not None
         self._messages.append(message)
-        if not self.head.method.takes_stream and len(self._messages) > 1:
-            raise Abort("INTERNAL", "the call takes one message, and there is a second one")
+        if message.reservation is not None and (self.is_ended or self.head.method.takes_stream):
+            message.reservation.unwatch()
+        self._check_single(len(self._messages) - 1)
         if message.is_compressed and self.head.encoding is None:
             raise Abort("INTERNAL", "a message is compressed, and grpc-encoding does not say how")
         if self._change is not None:
@@ -289,6 +303,8 @@ class Call(Stream):
         else:
             message = self._messages.popleft()
             if message.is_compressed:
+                if message.reservation is not None:
+                    message.reservation.unwatch()
                 self.run(self._begin_decompressed(message))
             else:
                 if message.reservation is not None:
@@ -343,6 +359,11 @@ class Call(Stream):
         except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` says what it was
             self.fail(error)
 
+    def withdraw(self) -> None:
+        """Waits for no memory any more, so that none is granted to a call whose connection is lost."""
+        if self._reservation is not None and not self._reservation.is_granted:
+            self._reservation.release()
+
     def cancelled(self) -> None:
         """Ends what the call has begun."""
         on_cancel, self.on_cancel = self.on_cancel, None
@@ -369,8 +390,7 @@ class Call(Stream):
         self._give_back()
         reservations = [self._reservation, *(message.reservation for message in self._messages)]
         self._messages.clear()
-        self._body = self._reservation = None
-        self._unread = b""
+        self._body = self._reservation = self._unread = None
         for reservation in reservations:
             if reservation is not None:
                 reservation.release()
@@ -392,7 +412,7 @@ class Call(Stream):
         elif now_s - self._moved_s > limits.body_s:
             is_waiting = one is not None and not one.is_granted
             self.fail(Abort("RESOURCE_EXHAUSTED", SPENT) if is_waiting else Abort("CANCELLED", _TOO_LATE))
-        elif self._body is not None and now_s - self._reserved_s > limits.body_s + len(self._body) / _MIN_BYTES_PER_S:
+        elif self._body is not None and now_s - self._reserved_s > limits.body_s + self._size / _MIN_BYTES_PER_S:
             self.fail(Abort("CANCELLED", _TOO_LATE))
 
     def _check_taken(self, now_s: float) -> None:

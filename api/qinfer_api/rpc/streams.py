@@ -61,6 +61,9 @@ class Stream:
     def data_received(self, data: bytes) -> None:
         """Takes bytes of the request's body; `is_ended` is set before the last ones."""
 
+    def withdraw(self) -> None:
+        """The connection is lost: gives up what the stream waits for, before any of its streams is cancelled."""
+
     def cancelled(self) -> None:
         """The client has reset the stream, or its connection is lost."""
 

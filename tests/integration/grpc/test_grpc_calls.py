@@ -45,6 +45,14 @@ async def test_every_call_of_the_service_is_there(server: Rpc) -> None:
             assert (method, code, "is no message" in text) == (method, "INVALID_ARGUMENT", True)
 
 
+@pytest.mark.parametrize("method", ["ServerLive", "ServerReady", "ModelReady"])
+async def test_calls_that_need_no_key_have_no_large_messages(server: Rpc, method: str) -> None:
+    """Strangers could reserve the memory of others' requests with them."""
+    call = server.channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
+
+    assert (await _refused(call(bytes(70_000))))[0] == "RESOURCE_EXHAUSTED"
+
+
 async def test_server_metadata(client: Any) -> None:
     """What stock clients look at."""
     about = await client.get_server_metadata()

@@ -14,6 +14,7 @@ import pytest
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.testing import eventually
 from qinfer_api.http.infer import InferCodec
+from qinfer_api.receiving import PATIENCE_S
 from tests.integration.http.test_connection import Client, connected
 from tests.support.gateway import Running, running_gateway, settings_of
 
@@ -178,6 +179,38 @@ async def test_clients_that_leave_hold_nothing(running: Running) -> None:
         waiting.send(head(LARGE) + body(LARGE)[:-1])
         await until_waiting(running, 1)
     await until_held(running, 0)
+
+
+async def test_a_client_that_leaves_waits_no_longer(running: Running) -> None:
+    """Its place is free at once, and not only when its turn comes."""
+    async with holding(running, LARGE), holding(running, LARGE):
+        async with connected(running) as waiting:
+            waiting.send(head(LARGE) + body(LARGE)[:1000])
+            await until_waiting(running, 1)
+
+        await until_waiting(running, 0)
+        assert running.gateway.receiving.held_bytes == 2 * LARGE
+
+
+@pytest.mark.parametrize(
+    ("sent", "held"),
+    [
+        pytest.param(head(LARGE) + body(LARGE)[:1000], LARGE, id="a length"),
+        pytest.param(head(MIDDLE) + body(MIDDLE)[:1000], MIDDLE, id="middle size"),
+        pytest.param(head(None, "Content-Encoding: gzip") + chunk(bytes(500)), 516_500, id="chunks"),
+    ],
+)
+async def test_a_body_that_comes_too_slowly_loses_its_memory(running: Running, sent: bytes, held: int) -> None:
+    """Long before its time to be sent is over, and with its connection."""
+    async with connected(running) as slow:
+        slow.send(sent)
+        await until_held(running, held)
+
+        for _ in range(PATIENCE_S + 1):
+            running.gateway.receiving.second_passed()
+
+        assert await slow.is_closed()
+        await until_held(running, 0)
 
 
 async def test_a_body_of_middle_size_waits_too(running: Running) -> None:

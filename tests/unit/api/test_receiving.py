@@ -1,11 +1,20 @@
 """The memory that bodies share: who waits, who is refused, and whose turn comes next."""
 
 import asyncio
+import contextlib
 
 import pytest
 
 from qinfer.errors import Overloaded
-from qinfer_api.receiving import MAX_WAITING, SMALL_BYTES, ReceivingBudget, Reservation
+from qinfer_api.receiving import (
+    LEAST_BYTES_PER_S,
+    MAX_WAITING,
+    PATIENCE_S,
+    SMALL_BYTES,
+    WHOLE_WITHIN_S,
+    ReceivingBudget,
+    Reservation,
+)
 
 MAX_BYTES = 800 * 1024
 LARGE = 300 * 1024
@@ -42,7 +51,7 @@ def test_what_does_not_fit_waits_and_small_bodies_do_not() -> None:
 
 def test_small_bodies_are_refused_when_all_is_spent() -> None:
     bodies = Bodies()
-    ours = [bodies.ask("small", SMALL_BYTES) for _ in range(MAX_BYTES // SMALL_BYTES)]
+    ours = [bodies.ask(f"small {number}", SMALL_BYTES) for number in range(MAX_BYTES // SMALL_BYTES)]
 
     assert None not in ours
     assert bodies.ask("one too many", SMALL_BYTES) is None
@@ -60,6 +69,58 @@ def test_who_holds_least_goes_first() -> None:
     assert bodies.granted == ["a1", "a2", "b1"]
 
 
+def test_who_fits_does_not_wait_behind_those_who_do_not() -> None:
+    bodies = Bodies()
+    for name in ("first", "second", "third"):
+        bodies.ask(name, LARGE)
+
+    bodies.ask("less", 2 * SMALL_BYTES - 1)
+
+    assert bodies.granted == ["first", "second"]
+    assert bodies.budget.waiting == 2
+    assert bodies.ask("little", SMALL_BYTES + 1) is not None
+    assert bodies.granted == ["first", "second", "little"]
+
+
+@pytest.mark.parametrize("size", [1000, 10_000, LARGE // 4, 48_000_000])
+def test_one_owner_leaves_memory_for_others(size: int) -> None:
+    """Whatever one asks for: another one's body, large or small, is let in at once."""
+    bodies = Bodies()
+    bodies.budget = ReceivingBudget(max(MAX_BYTES, 20 * size))
+    for _ in range(2 * bodies.budget._max_bytes // size):
+        bodies.ask("greedy", size)
+    bodies.granted.clear()
+
+    bodies.ask("other", SMALL_BYTES + 1)
+    bodies.ask("small", SMALL_BYTES)
+
+    assert bodies.granted == ["other", "small"]
+
+
+def test_one_owner_leaves_others_a_place_to_wait() -> None:
+    bodies = Bodies()
+    bodies.ask("first", MAX_BYTES)
+    for _ in range(2 * MAX_WAITING):
+        bodies.ask("greedy", LARGE)
+
+    assert bodies.budget.waiting < MAX_WAITING
+    assert bodies.ask("other", LARGE) is not None
+
+
+def test_a_body_that_grows_leaves_memory_for_others() -> None:
+    bodies = Bodies()
+    grown = [bodies.ask("greedy", 1) for _ in range(3)]
+    for one in grown:
+        assert one is not None
+        with contextlib.suppress(Overloaded):
+            one.grow(LARGE - 1)
+    bodies.granted.clear()
+
+    bodies.ask("other", SMALL_BYTES + 1)
+
+    assert bodies.granted == ["other"]
+
+
 def test_what_is_larger_than_the_budget_comes_in_alone() -> None:
     bodies = Bodies()
     first = bodies.ask("first", LARGE)
@@ -74,6 +135,73 @@ def test_what_is_larger_than_the_budget_comes_in_alone() -> None:
     huge.release()
     huge.release()
     assert bodies.budget.held_bytes == 0
+
+
+def test_small_bodies_do_not_keep_a_huge_one_waiting_for_ever() -> None:
+    bodies = Bodies()
+    first, huge = bodies.ask("first", LARGE), bodies.ask("huge", 10 * MAX_BYTES)
+    later = bodies.ask("later", 2 * SMALL_BYTES)
+    assert bodies.granted == ["first"]
+
+    assert first is not None
+    first.release()
+    assert bodies.granted == ["first", "huge"]
+
+    assert huge is not None
+    assert later is not None
+    huge.release()
+    assert bodies.granted == ["first", "huge", "later"]
+
+
+def test_a_huge_one_that_leaves_lets_those_behind_it_in() -> None:
+    bodies = Bodies()
+    bodies.ask("first", LARGE)
+    huge = bodies.ask("huge", 10 * MAX_BYTES)
+    bodies.ask("later", 2 * SMALL_BYTES)
+
+    assert huge is not None
+    huge.release()
+
+    assert bodies.granted == ["first", "later"]
+
+
+@pytest.mark.parametrize(
+    ("size", "rate", "seconds"),
+    [
+        pytest.param(10 * 2**20, 0, PATIENCE_S + 1, id="nothing"),
+        pytest.param(10 * 2**20, LEAST_BYTES_PER_S // 2, 2 * PATIENCE_S + 1, id="half of the rate"),
+        pytest.param(10 * 2**20, LEAST_BYTES_PER_S, 0, id="the rate"),
+        pytest.param(2 * SMALL_BYTES, 2 * SMALL_BYTES / WHOLE_WITHIN_S, 0, id="a body of a minute"),
+        pytest.param(SMALL_BYTES, 0, 0, id="a small body"),
+    ],
+)
+def test_a_large_body_that_comes_too_slowly_is_given_up(size: int, rate: float, seconds: int) -> None:
+    budget, second, ended = ReceivingBudget(2**30), 0, []
+    one = budget.reserve("", size, lambda: None)
+    assert one is not None
+    one.watch(lambda: int(rate * second) + 1, lambda: ended.append(second))
+
+    for second in range(1, 100):  # noqa: B007 - what has come by then is worked out of it
+        budget.second_passed()
+
+    assert ended == ([seconds] if seconds else [])
+
+
+def test_who_waits_or_has_sent_all_is_not_late() -> None:
+    bodies, ended = Bodies(), list[str]()
+    first, late = bodies.ask("first", MAX_BYTES), bodies.ask("late", LARGE)
+    for one in (first, late):
+        assert one is not None
+        one.watch(lambda: 0, lambda: ended.append("late"))
+    assert first is not None
+    first.unwatch()
+
+    for _ in range(100):
+        bodies.budget.second_passed()
+
+    assert ended == []
+    first.release()
+    assert list(bodies.budget.watched) == [late]
 
 
 def test_who_stops_waiting_is_forgotten_and_the_waiting_are_bounded() -> None:
@@ -138,6 +266,16 @@ async def test_a_turn_that_does_not_come_is_a_refusal() -> None:
     assert first is not None
     first.release()
     assert bodies.budget.held_bytes == 0
+
+
+async def test_a_body_whose_client_leaves_waits_no_longer() -> None:
+    bodies = Bodies()
+    bodies.ask("first", MAX_BYTES)
+
+    with pytest.raises(Overloaded):
+        await bodies.budget.granted("late", LARGE, 60.0, lambda one: one.withdraw())
+
+    assert bodies.budget.waiting == 0
 
 
 async def test_whoever_waits_is_let_in_at_the_end_of_another() -> None:
