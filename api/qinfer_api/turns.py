@@ -1,8 +1,9 @@
-"""Turns of the event loop: a connection that has sent much is read for a moment, then others have their turn.
+"""Turns of the event loop: connections that have sent much are read for a moment, then others have their turn.
 
 One read has up to 256 KB, and one look at a socket up to 32 reads; hostile frames of that size take seconds. So a
-connection is read in slices. One that has more when its turn is over is paused, and goes on in a later turn of the
-loop, behind those that wait already. Reads of one slice, as plain requests are, ask nothing here.
+connection is read in slices. One that has more when the turn is over is paused, and goes on in a later turn of the
+loop. Those that have just sent go first: cheap bytes, as an upload's, do not wait behind floods. Small reads, as plain
+requests are, ask nothing here.
 """
 
 import asyncio
@@ -10,40 +11,57 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+SMALL_BYTES = 2048
+"""A read of so many bytes is small."""
+
 TURN_S = 0.002
 """Seconds in one turn of the loop for all connections of a port that have sent much."""
 
 LEAST_S = 0.0002
-"""Seconds for one of them where others have used these up: as long as cheap bytes need, an upload's."""
+"""Seconds of those for one that waited."""
 
 
 class Turns:
-    """Says how long connections may be read that have sent much; one for all connections of a port."""
+    """Says when connections may be read that have sent much; one for all connections of a port."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._fresh: deque[Callable[[], None]] = deque()
+        self._others: deque[Callable[[], None]] = deque()
         self._is_running = False
         self._ends_s = 0.0
 
-    def begin(self) -> float:
-        """Returns the monotonic time at which a connection's turn ends."""
+    def may_read(self) -> bool:
+        """Tells whether a connection may be read that has sent much."""
         now_s = time.monotonic()
         if not self._is_running:
-            self._is_running = True
-            self._ends_s = now_s + TURN_S
-            asyncio.get_running_loop().call_soon(self._next)
-        return max(self._ends_s, now_s + LEAST_S)
+            self._begin(now_s)
+        return now_s < self._ends_s
 
-    def wait(self, go_on: Callable[[], None]) -> None:
-        """Calls a connection whose turn is over in a later turn of the loop."""
-        self._waiting.append(go_on)
+    def wait(self, go_on: Callable[[], None], *, is_fresh: bool) -> None:
+        """Calls a connection in a later turn of the loop.
+
+        Args:
+            go_on: Reads on.
+            is_fresh: Nothing of what it sent was read yet.
+        """
+        (self._fresh if is_fresh else self._others).append(go_on)
+
+    def _begin(self, now_s: float) -> None:
+        self._is_running, self._ends_s = True, now_s + TURN_S
+        asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
         self._is_running = False
-        if not self._waiting:
+        if not (self._fresh or self._others):
             return
-        ends_s = self.begin()
-        for _ in range(len(self._waiting)):
-            self._waiting.popleft()()
-            if time.monotonic() >= ends_s:
+        self._begin(time.monotonic())
+        self._serve(self._fresh)
+        if self._others:
+            self._ends_s = max(self._ends_s, time.monotonic() + LEAST_S)
+            self._serve(self._others)
+
+    def _serve(self, waiting: deque[Callable[[], None]]) -> None:
+        for _ in range(len(waiting)):
+            if time.monotonic() >= self._ends_s:
                 return
+            waiting.popleft()()

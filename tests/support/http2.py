@@ -1,7 +1,7 @@
 """A client of a gRPC server's connection that sends raw frames, without a network, and a server to talk to."""
 
-import math
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import hpack
@@ -54,8 +54,26 @@ class Requests:
 class Unhurried(Turns):
     """Turns that never end: a busy machine changes nothing."""
 
-    def begin(self) -> float:
-        return math.inf
+    def may_read(self) -> bool:
+        return True
+
+
+class Short(Turns):
+    """Turns of one slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+        self._is_used = False
+
+    def may_read(self) -> bool:
+        super().may_read()
+        self._is_used = not self._is_used
+        return self._is_used
+
+    def wait(self, go_on: Callable[[], None], *, is_fresh: bool) -> None:
+        self.waits += 1
+        super().wait(go_on, is_fresh=is_fresh)
 
 
 class Wire(Requests):

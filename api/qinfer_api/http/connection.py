@@ -8,7 +8,6 @@ has sent much is read in turns with others (`Turns`).
 
 import asyncio
 import logging
-import time
 from collections import deque
 from email.utils import formatdate
 from typing import Protocol
@@ -31,7 +30,7 @@ from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import Head, transfer_codings
 from qinfer_api.http.infer import Headers, Reply, Writer, error_reply
 from qinfer_api.http.visitors import Visitors
-from qinfer_api.turns import Turns
+from qinfer_api.turns import SMALL_BYTES, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -192,14 +191,15 @@ class HttpConnection(asyncio.Protocol):
         """Parses what came in until a request stalls that; then has the transport read on, or wait."""
         if self._is_parsing:
             return
-        self._is_parsing, ends_s = True, 0.0
+        self._is_parsing, is_fresh = True, True
         try:
             while self._unparsed and not self._stalls():
-                taken = self._parse(self._unparsed[: max(SLICE_BYTES, self._body_left)])
-                self._unparsed = self._unparsed[taken:] or _NOTHING  # not the end of a read, which would keep that
-                if self._unparsed and time.monotonic() >= (ends_s := ends_s or self.port.turns.begin()):
+                if len(self._unparsed) > max(SMALL_BYTES, self._body_left) and not self.port.turns.may_read():
                     self._awaits_turn = True
-                    self.port.turns.wait(self._take_turn)
+                    self.port.turns.wait(self._take_turn, is_fresh=is_fresh)
+                    break
+                taken, is_fresh = self._parse(self._unparsed[: max(SLICE_BYTES, self._body_left)]), False
+                self._unparsed = self._unparsed[taken:] or _NOTHING  # not the end of a read, which would keep that
         finally:
             self._is_parsing = False
         stalls = self._stalls()

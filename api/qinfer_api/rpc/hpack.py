@@ -18,6 +18,7 @@ Field = tuple[bytes, bytes]
 
 _ENTRY_BYTES = 32  # what an entry counts beside its name and value (section 4.1)
 _MAX_INTEGER_BYTES = 5
+_MAX_RESIZES = 2  # of the table before the first field of a block (section 4.2)
 
 
 class HpackError(Exception):
@@ -54,7 +55,7 @@ class Decoder:
         fields: list[Field] = []
         literals: list[Field] = []
         entries = self._entries
-        position, end = 0, len(block)
+        position, end, resized = 0, len(block), 0
         try:
             while position < end:
                 byte = block[position]
@@ -65,8 +66,9 @@ class Decoder:
                         index, position = _long_integer(block, position, 0x7F)
                     fields.append(_STATIC[index] if index < _FIRST_OWN else entries[_FIRST_OWN - 1 - index])
                 elif byte & 0xE0 == 0x20:
-                    if fields:
-                        raise HpackError("the size of the table changes after a field")
+                    resized += 1
+                    if fields or resized > _MAX_RESIZES:
+                        raise HpackError("the size of the table changes after a field, or too often")
                     wanted, position = _integer(block, position, byte, 0x1F)
                     self._resize(wanted)
                 else:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
 from collections import deque
 from typing import Any, Protocol, cast
 
@@ -20,13 +19,12 @@ from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import ConnectionFault, Limits, Malformed
 from qinfer_api.rpc.hpack import MAX_TABLE_BYTES, Decoder, Field, HpackError
 from qinfer_api.rpc.streams import Output, Stream
-from qinfer_api.turns import Turns
+from qinfer_api.turns import SMALL_BYTES, Turns
 
 logger = logging.getLogger(__name__)
 
 _CACHED_BLOCKS, _CACHED_BLOCK_BYTES = 256, 1024  # together the memory that a client can make a connection keep
 _REMEMBERED_STREAMS = 256
-_SLICE_BYTES = 2048  # frames that begin in so many bytes are read at once
 _BYTES_PER_FRAME = 128  # of a header block that opens nothing: so many cost as much as a frame
 _STREAMS_PER_FRAME = 64  # whose windows change: so many cost as much as a frame
 _PROGRESS = 4  # frames that bring nothing further, allowed for each stream that ends and each frame of DATA
@@ -124,9 +122,11 @@ class Connection(asyncio.Protocol):
         if self._rest:
             data = self._rest + data
         try:
-            position = self._read_frames(data, 0 if self._has_preface else self._read_preface(data))
-            if len(data) - position >= frames.HEAD_BYTES and self._has_preface:
-                position = self._read_on(data, position)
+            position = 0 if self._has_preface else self._read_preface(data)
+            if len(data) <= SMALL_BYTES:
+                position = self._read_frames(data, position, len(data) - frames.HEAD_BYTES)
+            else:
+                position = self._read_in_turns(data, position)
         except ConnectionFault as fault:
             self._fail(fault.code, str(fault))
         except HpackError as error:
@@ -134,16 +134,16 @@ class Connection(asyncio.Protocol):
         else:
             self._rest = data[position:]
 
-    def _read_on(self, data: bytes, position: int) -> int:
-        """Reads more frames than a slice has, until the connection's turn is over."""
-        ends_s, last = self.service.turns.begin(), -1
-        while last < position < len(data):
-            if time.monotonic() >= ends_s:
+    def _read_in_turns(self, data: bytes, position: int) -> int:
+        """Reads frames until the turn is over; the rest waits for another."""
+        turns, before, last = self.service.turns, -1, len(data) - frames.HEAD_BYTES
+        while before < position <= last:
+            if not turns.may_read():
                 self._awaits_turn = True
                 self.output.transport.pause_reading()
-                self.service.turns.wait(self._go_on)
-                return position
-            last, position = position, self._read_frames(data, position)
+                turns.wait(self._go_on, is_fresh=before < 0)
+                break
+            before, position = position, self._read_frames(data, position, min(position + SMALL_BYTES, last))
         return position
 
     def _go_on(self) -> None:
@@ -205,11 +205,9 @@ class Connection(asyncio.Protocol):
         self.output.write(frames.SETTINGS, 0, 0, b"".join([frames.SETTING.pack(*setting) for setting in settings]))
         self.output.write_window(0, limits.connection_window_bytes - frames.FIRST_WINDOW_BYTES)
 
-    def _read_frames(self, data: bytes, position: int) -> int:
-        """Reads a slice of frames; returns where the next one begins, or the first incomplete one."""
+    def _read_frames(self, data: bytes, position: int, last: int) -> int:
+        """Reads the whole frames that begin from one position to another; returns where the next one begins."""
         end, most = len(data), self.service.limits.frame_bytes
-        beyond = position + _SLICE_BYTES
-        last = (end if end < beyond else beyond) - frames.HEAD_BYTES
         while position <= last and self._has_preface:
             size, flags, number = frames.HEAD.unpack_from(data, position)
             kind, size, number = size & 0xFF, size >> 8, number & frames.LAST_STREAM

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qinfer.core.settings import HttpSettings
 from qinfer_api.http.connection import MAX_PIPELINED, SLICE_BYTES, HttpPort
 from qinfer_api.http.server import HttpServer
-from qinfer_api.turns import Turns
+from tests.support.http2 import Short
 
 TIMEOUT_S = 20
 GET = b"GET /a%20b?c=d HTTP/1.1\r\nHost: q\r\n\r\n"
@@ -237,25 +237,15 @@ async def test_requests_of_one_read_are_taken_a_few_at_a_time() -> None:
 
 async def test_who_has_sent_much_is_read_between_others() -> None:
     """Chunks of a byte cost much; the connection is paused, goes on, and all of it is answered."""
-    count, turns = 30_000, 0
-
-    class Short(Turns):
-        def begin(self) -> float:
-            super().begin()
-            return 0.0
-
-        def wait(self, go_on: Callable[[], None]) -> None:
-            nonlocal turns
-            turns += 1
-            super().wait(go_on)
+    count = 30_000
 
     async with serving(echo) as (port, reader, writer), asyncio.timeout(TIMEOUT_S):
-        port.turns = Short()
+        port.turns = turns = Short()
         writer.write(b"POST / HTTP/1.1\r\nHost: q\r\nTransfer-Encoding: chunked\r\n\r\n")
         writer.write(b"1\r\nx\r\n" * count + b"0\r\n\r\n" + LAST)
         replies = await reader.read()
 
-    assert turns > 3
+    assert turns.waits > 3
     assert replies.count(OK) == 2
     assert b"x" * count in replies
 

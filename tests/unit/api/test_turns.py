@@ -1,11 +1,11 @@
-"""Turns of the event loop: connections that have sent much go on one after the other, and nothing waits for ever."""
+"""Turns of the event loop: connections that have sent much go on one after the other, and none waits for ever."""
 
 import asyncio
 
 import pytest
 
 from qinfer_api import turns
-from qinfer_api.turns import LEAST_S, TURN_S, Turns
+from qinfer_api.turns import TURN_S, Turns
 
 
 class Clock:
@@ -25,16 +25,32 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
+class Reader:
+    """A connection that reads on for a while whenever it may."""
+
+    def __init__(self, ours: Turns, clock: Clock, served: list[str], name: str) -> None:
+        self.ours, self.clock, self.served, self.name = ours, clock, served, name
+
+    def read(self) -> None:
+        """Reads for the rest of the turn, and has more."""
+        assert self.ours.may_read()
+        self.served.append(self.name)
+        self.clock.now_s += TURN_S
+        self.ours.wait(self.read, is_fresh=False)
+
+
 async def test_all_that_is_read_in_one_turn_of_the_loop_has_one_time(clock: Clock) -> None:
     ours = Turns()
 
-    ends_s = [ours.begin()]
+    found = [ours.may_read()]
+    clock.now_s += TURN_S / 2
+    found.append(ours.may_read())
     clock.now_s += TURN_S
-    ends_s.append(ours.begin())
+    found.append(ours.may_read())
     await asyncio.sleep(0)
-    ends_s.append(ours.begin())
+    found.append(ours.may_read())
 
-    assert ends_s == [100.0 + TURN_S, clock.now_s + LEAST_S, clock.now_s + TURN_S]
+    assert found == [True, True, False, True]
 
 
 async def test_who_waits_goes_on_in_order_as_long_as_a_turn_lasts(clock: Clock) -> None:
@@ -44,9 +60,9 @@ async def test_who_waits_goes_on_in_order_as_long_as_a_turn_lasts(clock: Clock) 
         served.append(number)
         clock.now_s += TURN_S / 2
 
-    ours.begin()
+    ours.may_read()
     for number in range(5):
-        ours.wait(lambda number=number: go_on(number))  # type: ignore[misc]
+        ours.wait(lambda number=number: go_on(number), is_fresh=True)  # type: ignore[misc]
     found = []
     for _ in range(4):
         await asyncio.sleep(0)
@@ -56,22 +72,28 @@ async def test_who_waits_goes_on_in_order_as_long_as_a_turn_lasts(clock: Clock) 
     assert served == [0, 1, 2, 3, 4]
 
 
-async def test_who_waits_again_comes_behind_the_others(clock: Clock) -> None:
+async def test_who_reads_long_has_a_turn_each(clock: Clock) -> None:
     ours, served = Turns(), list[str]()
-
-    def go_on(name: str) -> None:
-        served.append(name)
-        clock.now_s = ours.begin()
-        if len(served) < 6:
-            ours.wait(lambda: go_on(name))
-
-    ours.begin()
     for name in "abc":
-        ours.wait(lambda name=name: go_on(name))  # type: ignore[misc]
-    for _ in range(10):
+        ours.wait(Reader(ours, clock, served, name).read, is_fresh=False)
+
+    ours.may_read()
+    for _ in range(7):
         await asyncio.sleep(0)
 
-    assert "".join(served) == "abcabcab"
+    assert "".join(served) == "abcabca"
+
+
+async def test_who_has_just_sent_goes_first_and_keeps_no_one_waiting_for_ever(clock: Clock) -> None:
+    ours, served = Turns(), list[str]()
+    ours.wait(Reader(ours, clock, served, "a").read, is_fresh=False)
+
+    ours.may_read()
+    for name in ("x", "y"):
+        ours.wait(Reader(ours, clock, served, name).read, is_fresh=True)
+        await asyncio.sleep(0)
+
+    assert "".join(served) == "xayx"
 
 
 async def test_a_failure_stops_no_one_else(clock: Clock) -> None:
@@ -82,9 +104,9 @@ async def test_a_failure_stops_no_one_else(clock: Clock) -> None:
     def fail() -> None:
         raise ValueError("a defect")
 
-    ours.begin()
-    ours.wait(fail)
-    ours.wait(lambda: served.append("next"))
+    ours.may_read()
+    ours.wait(fail, is_fresh=True)
+    ours.wait(lambda: served.append("next"), is_fresh=False)
     for _ in range(3):
         await asyncio.sleep(0)
 

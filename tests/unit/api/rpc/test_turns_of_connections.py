@@ -5,18 +5,9 @@ import asyncio
 import pytest
 
 from qinfer_api.rpc import frames
-from qinfer_api.turns import Turns
-from tests.support.http2 import DATA, GOAWAY, LIMITS, PING, Wire, prefixed, settings_frame, window
+from tests.support.http2 import DATA, GOAWAY, LIMITS, PING, Short, Wire, prefixed, settings_frame, window
 
 PINGS = 600
-
-
-class Short(Turns):
-    """Turns that are over after each slice."""
-
-    def begin(self) -> float:
-        super().begin()
-        return 0.0
 
 
 @pytest.fixture
