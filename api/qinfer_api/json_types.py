@@ -10,7 +10,8 @@ from typing import TypeVar
 import msgspec
 
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError
-from qinfer.wire.kserve_json import check_depth
+from qinfer.tensors import Bytes
+from qinfer.wire.json_scan import check_depth
 
 T = TypeVar("T")
 
@@ -19,7 +20,7 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 _WRONG = re.compile(r"Expected `(?P<kind>\w+).* - at `\$\.(?:\w+\.)*(?P<name>\w+)", re.DOTALL)
 
 
-def decode_json(body: bytes, kind: type[T], max_depth: int, *, prefix: str = "", call: str = "") -> T:
+def decode_json(body: Bytes, kind: type[T], max_depth: int, *, prefix: str = "", call: str = "") -> T:
     """Decodes a JSON object.
 
     Args:

@@ -3,7 +3,8 @@
 A body reserves its bytes before its client may send them. When the budget is spent, a large body waits for its turn and
 its client is held back by flow control; a small one, whose bytes are under way already, is refused. An eighth of the
 budget is kept for small bodies, so that large uploads do not shut them out. A compressed body reserves what may come of
-it, too, and holds what has come of it until it is decoded: a few kilobytes can be the memory of many.
+it, too, and holds what has come of it until it is decoded: a few kilobytes can be the memory of many. Bodies whose
+decoding makes much of them are decoded one at a time, and what each becomes is counted, too.
 
 Each owner has at most twice as much as it leaves free, so that one tenant never has all of it (the rule of Choudhury
 and Hahne for buffers that switches share, IEEE/ACM Transactions on Networking 6(2), 1998). A large body whose bytes
@@ -136,6 +137,7 @@ class ReceivingBudget:
         self.watched: dict[Reservation, None] = {}
         self._large = 0
         self._held: dict[Hashable, int] = {}
+        self._decoding = asyncio.Lock()
         self._waiting: dict[Reservation, None] = {}  # in the order of their arrival
 
     @property
@@ -211,6 +213,24 @@ class ReceivingBudget:
         if not one.is_granted:
             raise Overloaded(SPENT)
         return one
+
+    @asynccontextmanager
+    async def decoding(self, size: int) -> AsyncIterator[None]:
+        """Has large bodies decoded one at a time, and counts what this one becomes during the block.
+
+        What it becomes counts beyond the limit, too, so that no body waits for memory that others hold who wait for
+        this turn; meanwhile, new bodies wait.
+
+        Args:
+            size: The most bytes that it becomes.
+        """
+        async with self._decoding:
+            self.held_bytes += size
+            try:
+                yield
+            finally:
+                self.held_bytes -= size
+                self._grant_next()
 
     def grow(self, one: Reservation, size: int) -> bool:
         """Makes a granted reservation larger; `False` = the budget is spent, and the body can't wait."""

@@ -5,16 +5,15 @@
 half, so it runs second. `apply_parameters` sorts the parameters of every request that has any (reference §1.6).
 """
 
-import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec import UNSET
 
 from qinfer.core.messages import Sequence
 from qinfer.errors import InvalidRequest, MalformedJson, UnsupportedDatatype
+from qinfer.wire.json_load import load
+from qinfer.wire.json_pieces import LongArray
 from qinfer.wire.kserve_types import INPUTS, Input, InputParameters, Output, OutputParameters, Request
 
 STEP = "qinfer_step"
@@ -35,10 +34,6 @@ _NOT_BOOLEAN = "attempt to access JSON non-boolean as boolean"
 _NOT_STRING = "attempt to access JSON non-string as string"
 _NOT_ARRAY = "attempt to access JSON non-array as array"
 
-# rapidjson also knows `Inf` and `-NaN`, which Python's parser does not; strings are matched to be left alone. What is
-# between quotes is taken possessively, and to the end where the last quote is missing: no text makes it look twice.
-_SPECIAL_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*+"?|-NaN|Inf(?:inity)?', re.DOTALL)
-
 
 def read(text: bytes, max_depth: int) -> Request:
     """Reads an infer request as Triton does.
@@ -48,7 +43,11 @@ def read(text: bytes, max_depth: int) -> Request:
         MalformedJson: A value has the wrong type, or a required one is missing.
         UnsupportedDatatype: An input's datatype is unknown.
     """
-    document = load(text, max_depth)
+    return build(load(text, max_depth))
+
+
+def build(document: Any) -> Request:
+    """Reads a parsed infer request as Triton does; see `read`."""
     if not isinstance(document, dict):
         raise _missing("inputs")
     request_id = document.get("id", "")
@@ -62,60 +61,6 @@ def read(text: bytes, max_depth: int) -> Request:
         parameters=parameters,
         outputs=[_output(entry) for entry in _array(document, "outputs")] if "outputs" in document else [],
     )
-
-
-def load(text: bytes, max_depth: int) -> Any:
-    """Parses JSON as Triton does: NaN and Infinity are numbers, and a number too large for a double is a mistake.
-
-    Raises:
-        InvalidRequest: The text is no JSON, or too deep.
-    """
-    try:
-        try:
-            return msgspec.json.decode(text)
-        except msgspec.DecodeError:
-            if b"NaN" not in text and b"Inf" not in text:
-                raise
-            document = json.loads(_SPECIAL_NUMBER.sub(_as_python, text), parse_float=_finite)
-            msgspec.json.encode(document)  # finds the lone surrogates that Python's parser lets through
-            return document
-    except RecursionError:
-        raise too_deep(max_depth) from None
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from None
-
-
-def repeated_key(text: bytes, nested: str) -> str | None:
-    """Returns the first key that a JSON object has twice, itself or in one member; `None` if there is none.
-
-    Args:
-        text: The object, which was parsed already.
-        nested: The name of the member, an object.
-    """
-    pairs: Any = json.loads(_SPECIAL_NUMBER.sub(_as_python, text), object_pairs_hook=_Pairs)
-    for members in (pairs, *(value for key, value in pairs if key == nested)):
-        seen: set[str] = set()
-        for key, _ in members:
-            if key in seen:
-                return str(key)
-            seen.add(key)
-    return None
-
-
-class _Pairs(list[tuple[str, Any]]):
-    """The members of an object."""
-
-
-def _as_python(match: re.Match[bytes]) -> bytes:
-    token = match.group()
-    return {b"-NaN": b"NaN", b"Inf": b"Infinity"}.get(token, token)
-
-
-def _finite(literal: str) -> float:
-    value = float(literal)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError("Number too big to be stored in double.")
-    return value
 
 
 def read_input(entry: Any) -> Input:
@@ -133,6 +78,9 @@ def read_input(entry: Any) -> Input:
     check_one_source(fields.get("data", UNSET), size, region)
     name = _string(fields, "name")
     datatype = _string(fields, "datatype")
+    given = fields.get("shape")
+    if isinstance(given, LongArray) and not given.is_text:
+        raise InvalidRequest(f"the shape of input '{name}' has {given.top} dimensions, more than any tensor")
     shape = _array(fields, "shape")
     for dimension in shape:
         _check(_is_unsigned(dimension), "shape", _NOT_UNSIGNED)
@@ -146,8 +94,15 @@ def read_input(entry: Any) -> Input:
     data: Any = UNSET
     if "data" in fields:
         # Triton does not look at the data of an empty tensor.
-        data = [] if 0 in shape else _flat(_array(fields, "data"), datatype)
+        data = [] if 0 in shape else _data(fields, datatype)
     return cls(name, tuple(shape), parameters, data)
+
+
+def _data(fields: Mapping[str, Any], datatype: str) -> list[Any] | LongArray:
+    data = fields["data"]
+    if isinstance(data, LongArray) and not data.is_text:
+        return data
+    return flat(_array(fields, "data"), datatype)
 
 
 def _shared_memory(raw: Mapping[str, Any]) -> tuple[Any, int, int]:
@@ -185,7 +140,7 @@ def _output(entry: Any) -> Output:
     return Output(_string(fields, "name"), OutputParameters(binary, classes, *_shared_memory(raw)))
 
 
-def _flat(data: list[Any], datatype: str) -> list[Any]:
+def flat(data: list[Any], datatype: str) -> list[Any]:
     """Flattens nested data of any regularity, as Triton's reader does, and checks the elements' types."""
     data = list(_leaves(data))
     types = set(map(type, data))
@@ -354,8 +309,3 @@ def _missing(name: str) -> MalformedJson:
 def _check(good: bool, name: str, text: str) -> None:  # noqa: FBT001  # private; reads as an assertion
     if not good:
         raise MalformedJson(f"Unable to parse '{name}': {text}")
-
-
-def too_deep(limit: int) -> InvalidRequest:
-    """Makes the error that Triton answers with."""
-    return InvalidRequest(f"JSON nesting depth exceeds maximum allowed limit ({limit})")

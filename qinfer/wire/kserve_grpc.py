@@ -5,8 +5,8 @@ Inputs in shared memory are skipped in both. Replies are put together from encod
 outputs is the same for many requests and is kept, and the tensors' bytes are copied once, into the reply. All outputs
 are raw: Triton's client reads no others.
 
-Tensor bytes are cut out of a message before protobuf parses it, and put in after it was printed. A message is a
-sequence of (tag, value); the tag's low three bits say how long the value is, the others which field it is.
+Tensor bytes are cut out of a message before protobuf parses it (`message_fields.py`), and put in after it was printed;
+so are typed contents, if they are large (`typed_contents.py`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,18 +17,15 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from qinfer.core.messages import InferRequest, Response, Scalar
-from qinfer.errors import InvalidRequest
+from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes
 from qinfer.wire.frame import Repeats
 from qinfer.wire.kserve_exact import STEP, STRICT_JSON, apply_parameters
+from qinfer.wire.kserve_json import elements_of
+from qinfer.wire.message_fields import FIXED_BYTES, LENGTH, MAX_FIELDS, VARINT, malformed, varint
 from qinfer.wire.outputs import OutputPlan, Regions, prepare, read_special
 from qinfer.wire.protos import grpc_service_pb2 as pb
-
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
-
-MAX_FIELDS = 65_536
-"""Top-level fields of a message that is cut up: walking over them costs more than their bytes say."""
+from qinfer.wire.typed_contents import TYPED, Contents
 
 
 def cut_out(message: Bytes, field: int) -> tuple[Bytes, list[memoryview]]:
@@ -45,7 +42,7 @@ def cut_out(message: Bytes, field: int) -> tuple[Bytes, list[memoryview]]:
         InvalidRequest: The message is cut off, holds what protobuf does not know, or more than `MAX_FIELDS` fields.
     """
     view, end, position, kept = memoryview(message), len(message), 0, 0
-    wanted = field << 3 | _LENGTH
+    wanted = field << 3 | LENGTH
     rest: list[Bytes] = []
     found: list[memoryview] = []
     count = 0
@@ -55,14 +52,14 @@ def cut_out(message: Bytes, field: int) -> tuple[Bytes, list[memoryview]]:
             if count > MAX_FIELDS:
                 raise InvalidRequest(f"the request has more than {MAX_FIELDS} inputs, outputs and parameters")
             start = position
-            tag, position = _varint(message, position)
+            tag, position = varint(message, position)
             kind = tag & 7
-            if kind == _LENGTH:
-                size, position = _varint(message, position)
-            elif kind == _VARINT:
-                size, position = 0, _varint(message, position)[1]
+            if kind == LENGTH:
+                size, position = varint(message, position)
+            elif kind == VARINT:
+                size, position = 0, varint(message, position)[1]
             else:
-                size = _FIXED_BYTES[kind]
+                size = FIXED_BYTES[kind]
             if tag == wanted:
                 rest.append(view[kept:start])
                 found.append(view[position : position + size])
@@ -83,44 +80,21 @@ def values_of(message: bytes) -> memoryview:
 
     The packed form of numbers of fixed size, and of booleans, is their bytes in little-endian order.
     """
-    _, position = _varint(message, 0)
-    size, position = _varint(message, position)
+    _, position = varint(message, 0)
+    size, position = varint(message, position)
     return memoryview(message)[position : position + size]
 
 
 def prefix(field: int, size: int) -> bytes:
     """Returns what stands before a value of `size` bytes of the field with this number, at most 15."""
     if size < 0x80:
-        return bytes((field << 3 | _LENGTH, size))
-    parts = [field << 3 | _LENGTH]
+        return bytes((field << 3 | LENGTH, size))
+    parts = [field << 3 | LENGTH]
     while size > 0x7F:
         parts.append(size & 0x7F | 0x80)
         size >>= 7
     parts.append(size)
     return bytes(parts)
-
-
-def malformed() -> InvalidRequest:
-    """Returns the error of a message that can't be read."""
-    return InvalidRequest("the request is no message of the kind that this call takes; send what its .proto says")
-
-
-def _varint(message: Bytes, position: int) -> tuple[int, int]:
-    """Reads a number; returns it, and where the next thing begins."""
-    value = message[position]
-    position += 1
-    if value < 0x80:
-        return value, position
-    value &= 0x7F
-    shift = 7
-    while shift < 70:
-        byte = message[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    raise malformed()
 
 
 _PLAIN = OutputPlan()
@@ -281,27 +255,38 @@ def _known(name: str, kind: str, value: Any) -> Any:
     return value
 
 
+MAX_HEAD_BYTES = 2**20
+"""What a large message may take without the data of its inputs."""
+
+MAX_TYPED_BYTES = 64 * 2**20
+LARGE_BYTES = 256 * 1024
+"""What is larger is not parsed by protobuf."""
+
+_INPUTS_FIELD = pb.ModelInferRequest.INPUTS_FIELD_NUMBER
+_CONTENTS_FIELD = pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER
 _RAW_INPUTS_FIELD = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
 _COPY_MAX_BYTES = 16 * 1024  # up to here protobuf's own copies cost less than walking over the message
 
-_TYPED = {  # field of InferTensorContents → the datatypes that it may hold, the one it is called first
-    "bool_contents": ("BOOL",),
-    "int_contents": ("INT32", "INT16", "INT8"),
-    "int64_contents": ("INT64",),
-    "uint_contents": ("UINT32", "UINT16", "UINT8"),
-    "uint64_contents": ("UINT64",),
-    "fp32_contents": ("FP32",),
-    "fp64_contents": ("FP64",),
-}
 _PACKED = ("BOOL", "FP32", "FP64")  # protobuf writes a list of these as tensors do
-_CHUNK = 64 * 1024  # elements that are converted at once: other threads get their turn in between
 
 
 class Message(NamedTuple):
-    """An infer request that was parsed and not yet looked at: the message, and its raw inputs beside it."""
+    """An infer request that was parsed and not yet looked at.
+
+    Attributes:
+        fields: The message, without what is beside it.
+        raw: Its raw inputs.
+        typed: The typed contents of its inputs by their places, if they are large.
+    """
 
     fields: Any
     raw: list[Bytes]
+    typed: Mapping[int, Bytes] = {}
+
+    @property
+    def typed_bytes(self) -> int:
+        """The size of the typed contents that are large."""
+        return sum(map(len, self.typed.values()))
 
 
 class Decoded(NamedTuple):
@@ -321,37 +306,62 @@ class Decoded(NamedTuple):
 
 
 def parse_infer(blob: Bytes) -> Message:
-    """Parses a ModelInferRequest; large raw inputs become views into `blob`.
+    """Parses a ModelInferRequest; large inputs become views into `blob`.
 
     Raises:
         InvalidRequest: It is none.
+        PayloadTooLarge: It has too much that is no tensor.
     """
     try:
         if len(blob) <= _COPY_MAX_BYTES:
             fields = pb.ModelInferRequest.FromString(bytes(blob))
             return Message(fields, list(fields.raw_input_contents))
         rest, raw = cut_out(blob, _RAW_INPUTS_FIELD)
-        return Message(pb.ModelInferRequest.FromString(bytes(rest)), list(raw))
+        typed: dict[int, Bytes] = {}
+        if len(rest) > LARGE_BYTES:
+            rest = _without_contents(rest, typed)
+        return Message(pb.ModelInferRequest.FromString(bytes(rest)), list(raw), typed)
     except DecodeError:
         raise malformed() from None
 
 
-def decode_infer(message: Message, regions: Regions) -> Decoded:
+def _without_contents(message: Bytes, typed: dict[int, Bytes]) -> bytes:
+    """Takes the typed contents of all inputs out of a large message; an input that had some keeps empty ones."""
+    rest, inputs = cut_out(message, _INPUTS_FIELD)
+    parts: list[Bytes] = [rest]
+    for place, one in enumerate(inputs):
+        shell, contents = cut_out(one, _CONTENTS_FIELD)
+        if contents:
+            typed[place] = contents[0] if len(contents) == 1 else b"".join(contents)
+            shell = b"".join((shell, prefix(_CONTENTS_FIELD, 0)))
+        parts += (prefix(_INPUTS_FIELD, len(shell)), shell)
+    head = b"".join(parts)
+    if len(head) > MAX_HEAD_BYTES:
+        raise PayloadTooLarge(
+            f"the request takes {len(head)} bytes without the data of its inputs, more than {MAX_HEAD_BYTES}; send "
+            "what is large as a tensor"
+        )
+    return head
+
+
+def decode_infer(message: Message, regions: Regions, max_bytes: int = MAX_TYPED_BYTES) -> Decoded:
     """Decodes a parsed request.
 
     Args:
         message: The request.
         regions: The shared memory that clients registered.
+        max_bytes: The bytes of all its tensors together that come as large typed contents.
 
     Raises:
         InvalidRequest: A field is wrong, or inputs and data do not match.
+        PayloadTooLarge: Typed contents take more bytes as tensors.
         QinferError: A region is not registered or too small, or shared memory is off.
     """
-    fields, raw = message
+    fields, raw, typed = message
     model: str = fields.model_name
     inputs: list[Tensor] = []
     position = 0
-    for entry in fields.inputs:
+    for place, entry in enumerate(fields.inputs):
         data: Bytes
         if entry.parameters and (region := shared_memory_of(entry)) is not None:
             if entry.HasField("contents"):
@@ -360,6 +370,9 @@ def decode_infer(message: Message, regions: Regions) -> Decoded:
                     f"for model '{model}'"
                 )
             data = regions.view(*region)
+        elif typed and place in typed:
+            data = _large(entry, Contents(typed[place]), raw, model, max_bytes)
+            max_bytes -= len(data)
         elif not raw or entry.HasField("contents"):
             data = _typed(entry, raw, model)
         elif position < len(raw):
@@ -421,7 +434,7 @@ class Repetitions:
 
     def learn(self, blob: Bytes, message: Message, decoded: Decoded) -> None:
         """Remembers a message, if others may be like it."""
-        fields, raw = message
+        fields, raw, _ = message
         request = decoded.request
         if len(raw) != 1 or len(request.inputs) != 1 or request.inputs[0].data is not raw[0]:
             return
@@ -455,30 +468,40 @@ def _typed(entry: Any, raw: list[Bytes], model: str) -> Bytes:
     """Turns an input's typed contents into tensor bytes."""
     if not entry.HasField("contents"):
         raise _no_data(entry.name, model)
-    if raw:
-        raise InvalidRequest(
-            f"contents field must not be specified when using raw_input_contents for '{entry.name}' for model '{model}'"
-        )
     filled = entry.contents.ListFields()
+    field = filled[0][0].number if filled else 0
+    _check_typed(entry, field, raw, model, is_mixed=len(filled) > 1)
     if not filled:
         return b""
-    unexpected = f"unexpected explicit tensor data for input tensor '{entry.name}' for model '{model}'"
-    if len(filled) > 1:
-        raise InvalidRequest(f"{unexpected}, binary data was already supplied.")
-    field, values = filled[0]
-    held = _TYPED.get(field.name, ("BYTES",))
-    if entry.datatype not in held:
-        raise InvalidRequest(f"{unexpected} of type '{held[0]}', expected datatype '{entry.datatype}'")
+    values = filled[0][1]
     if entry.datatype == "BYTES":
         return pack_bytes(values)
     if entry.datatype in _PACKED:
         return values_of(entry.contents.SerializeToString())
     # A number that the datatype can't hold keeps its low bytes, as with Triton.
-    wide, narrow = DATATYPES[held[0]].numpy, DATATYPES[entry.datatype].numpy
-    starts = range(0, len(values), _CHUNK)
-    return b"".join(
-        [np.array(values[at : at + _CHUNK], dtype=wide).astype(narrow, copy=False).tobytes() for at in starts]
-    )
+    wide, narrow = DATATYPES[TYPED[field][0]].numpy, DATATYPES[entry.datatype].numpy
+    return np.array(values, dtype=wide).astype(narrow, copy=False).tobytes()
+
+
+def _large(entry: Any, contents: Contents, raw: list[Bytes], model: str, most: int) -> Bytes:
+    """Turns an input's large typed contents into tensor bytes."""
+    _check_typed(entry, contents.field, raw, model, is_mixed=contents.is_mixed)
+    if not contents.field:
+        return b""
+    return contents.tensor_bytes(entry.name, entry.datatype, elements_of(entry.name, entry.shape), most)
+
+
+def _check_typed(entry: Any, field: int, raw: list[Bytes], model: str, *, is_mixed: bool) -> None:
+    """Checks the typed contents of an input: `field` is that which is filled, 0 = none."""
+    if raw:
+        raise InvalidRequest(
+            f"contents field must not be specified when using raw_input_contents for '{entry.name}' for model '{model}'"
+        )
+    unexpected = f"unexpected explicit tensor data for input tensor '{entry.name}' for model '{model}'"
+    if is_mixed:
+        raise InvalidRequest(f"{unexpected}, binary data was already supplied.")
+    if field and entry.datatype not in TYPED[field]:
+        raise InvalidRequest(f"{unexpected} of type '{TYPED[field][0]}', expected datatype '{entry.datatype}'")
 
 
 def _no_data(name: str, model: str) -> InvalidRequest:

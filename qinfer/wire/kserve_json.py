@@ -22,12 +22,12 @@ from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 from qinfer.wire import kserve_exact
-from qinfer.wire.kserve_types import NAMES, UNPARSABLE, Input, InputParameters, Output, parse
+from qinfer.wire.json_pieces import STRUCT_CODES, Bounds, Document, LongArray
+from qinfer.wire.json_scan import LARGE_BYTES, check_depth
+from qinfer.wire.kserve_types import NAMES, UNPARSABLE, Input, InputParameters, Output, Request, parse
 from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepare, read_special
 
-STRUCT_CODES = {d.name: d.typecode for d in DATATYPES.values() if d.name not in ("FP16", "BF16", "BYTES")}
-"""Datatypes whose JSON elements `struct` packs; BYTES has its own layout, FP16 and BF16 travel as binary only."""
-
+_BOUNDS = Bounds()
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
@@ -75,7 +75,7 @@ def decode_infer(
     json_length: int | None,
     model: str,
     version: int,
-    max_depth: int = 100,
+    bounds: Bounds = _BOUNDS,
     regions: Regions = NO_REGIONS,
 ) -> tuple[InferRequest, OutputPlan]:
     """Decodes an infer request; a raw binary one, of JSON length 0, is for `raw_request`.
@@ -85,35 +85,37 @@ def decode_infer(
         json_length: The header `Inference-Header-Content-Length`; `None` when the request has none.
         model: The model's name, from the URL.
         version: The version from the URL; 0 if there is none.
-        max_depth: Deepest JSON nesting allowed.
+        bounds: What its JSON may become.
         regions: The shared memory that inputs are copied from.
 
     Raises:
         InvalidRequest: A field is wrong, or the sizes do not add up.
         MalformedJson: A JSON value has the wrong type.
+        PayloadTooLarge: Its JSON would become too large.
         UnsupportedDatatype: An input's datatype is unknown.
         QinferError: A shared memory region is not registered or too small, or shared memory is off.
     """
-    text, tail = (body, b"") if json_length is None and isinstance(body, bytes) else _split(body, json_length)
-    check_depth(text, max_depth)
-    try:
-        parsed = parse(text)
-    except UNPARSABLE:
-        parsed = kserve_exact.read(text, max_depth)
+    text, tail = _split(body, json_length)
+    document, parsed = _parsed(text, bounds)
     form = _PLAIN
     fields: dict[str, Any] = {}
     if parsed.parameters is not UNSET:
         form = kserve_exact.apply_parameters(parsed.parameters, fields)
     inputs = []
-    position = 0
+    position, left = 0, bounds.nbytes
     for entry in parsed.inputs:
-        if entry.parameters is UNSET and entry.data is not UNSET:
-            data: Bytes = pack(entry)
+        if document is not None and entry.data is not UNSET:
+            data: Bytes = pack(entry, left)
+            left -= len(data)
+        elif entry.parameters is UNSET and entry.data is not UNSET:
+            data = pack(entry)
         else:
             data, position = _from_elsewhere(entry, tail, position, model, regions)
         inputs.append(Tensor(entry.name, NAMES[type(entry)], entry.shape, data))
     if position != len(tail):
         raise InvalidRequest(f"unexpected additional input data for model '{model}'")
+    if document is not None:
+        document.check()
     outputs: tuple[str, ...] = ()
     plan = _BINARY_PLAN if form.binary else _STRICT_PLAN if form.strict else _JSON_PLAN
     if parsed.outputs:
@@ -173,12 +175,25 @@ _BINARY_PLAN = OutputPlan(binary=True)
 _PLAIN = kserve_exact.Form()
 
 
-def _split(body: Bytes, json_length: int | None) -> tuple[bytes, Bytes]:
+def _parsed(text: Bytes, bounds: Bounds) -> tuple[Document | None, Request]:
+    """Parses the JSON of a request; a large one is a document, too, and the data of its inputs still text."""
+    if len(text) > LARGE_BYTES:
+        document = Document(text, bounds)
+        return document, kserve_exact.build(document.value)
+    check_depth(text, bounds.depth)
+    try:
+        return None, parse(bytes(text))
+    except UNPARSABLE:
+        return None, kserve_exact.read(bytes(text), bounds.depth)
+
+
+def _split(body: Bytes, json_length: int | None) -> tuple[Bytes, Bytes]:
     if json_length is None:
-        return (body if isinstance(body, bytes) else bytes(body)), b""
+        return body, b""
     if not 0 <= json_length <= len(body):
         raise InvalidRequest(f"inference header size should be in range (0, {len(body)}), got: {json_length}")
-    return bytes(body[:json_length]), memoryview(body)[json_length:]
+    view = memoryview(body)
+    return view[:json_length], view[json_length:]
 
 
 def _from_elsewhere(entry: Input, tail: Bytes, position: int, model: str, regions: Regions) -> tuple[Bytes, int]:
@@ -205,34 +220,41 @@ def _without_binary(entry: Input, parameters: InputParameters, regions: Regions)
     return regions.view(region, parameters.shared_memory_offset, parameters.shared_memory_byte_size)
 
 
-def pack(entry: Input) -> bytes:
+def pack(entry: Input, most: int = _BOUNDS.nbytes) -> Bytes:
     """Turns an input's JSON elements into tensor bytes.
+
+    Args:
+        entry: The input.
+        most: The bytes that those of a long array may take.
 
     Raises:
         InvalidRequest: Its datatype does not travel as JSON, or a value is out of its range.
         MalformedJson: There are not as many elements as the shape says.
+        PayloadTooLarge: The elements of a long array take more bytes.
     """
     data: Any = entry.data
     datatype = NAMES[type(entry)]
-    packing = packing_of(datatype, entry.shape)
+    packing = None if isinstance(data, LongArray) else packing_of(datatype, entry.shape)
     if packing is not None and len(data) == packing.elements:
         try:
             return packing.pack(*data)
         except (struct.error, OverflowError):
             pass  # the mistake is named below
-    count = _elements_of(entry.name, entry.shape)
+    count = elements_of(entry.name, entry.shape)
     if not count:
         return b""
     if count * DATATYPES[datatype].itemsize > _MAX_INT64:
         raise InvalidRequest(f"byte size overflow for input '{entry.name}'")
     code = STRUCT_CODES.get(datatype)
-    if code is None:
-        if datatype == "BYTES":
-            return pack_bytes(element.encode() for element in data)
+    if code is None and datatype != "BYTES":
         raise InvalidRequest(
             f"receiving {datatype} data via JSON is not supported. "
             f"Please use the binary data format for input {entry.name}"
         )
+    if isinstance(data, LongArray):
+        return data.tensor_bytes(entry.name, datatype, count, most, kserve_exact.flat)
+    if code is None:
+        return pack_bytes(element.encode() for element in data)
     if len(data) != count:
         raise MalformedJson("Unable to parse 'data': Shape does not match true shape of 'data' field")
     try:
@@ -243,8 +265,12 @@ def pack(entry: Input) -> bytes:
         ) from None
 
 
-def _elements_of(name: str, shape: tuple[int, ...]) -> int:
-    """Counts the elements of a shape that a client sent: many large dimensions are a number nobody wants to compute."""
+def elements_of(name: str, shape: Sequence[int]) -> int:
+    """Counts the elements of a shape that a client sent: many large dimensions make a number too long to compute.
+
+    Raises:
+        InvalidRequest: There are more than any tensor has.
+    """
     if 0 in shape:
         return 0
     count = 1
@@ -339,33 +365,3 @@ def _strings(tensor: Tensor) -> list[str]:
     if len(elements) != prod(tensor.shape):
         raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
     return elements
-
-
-_TO_SQUARE = bytes.maketrans(b"{}", b"[]")
-_ALL_BUT_STRUCTURE = bytes(c for c in range(256) if c not in b'[]{}"')
-
-
-def check_depth(text: bytes | memoryview, limit: int) -> None:
-    """Refuses JSON nested deeper than `limit`; text that is no JSON may pass, for the parser to refuse.
-
-    Raises:
-        InvalidRequest: It is nested too deep (Triton's text).
-    """
-    raw = text if isinstance(text, bytes) else bytes(text)
-    # Depth can't exceed the number of brackets: two scans at memory speed settle nearly every request.
-    if raw.count(b"[") + raw.count(b"{") > limit and _is_deeper(raw, limit):
-        raise kserve_exact.too_deep(limit)
-
-
-def _is_deeper(raw: bytes, limit: int) -> bool:
-    if b"\\" in raw:  # drop escapes, so that each quote left begins or ends a string
-        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    outside_strings = raw.translate(_TO_SQUARE, _ALL_BUT_STRUCTURE).split(b'"')[::2]
-    brackets = b"".join(outside_strings)
-    for _ in range(limit):  # each pass removes the innermost level
-        rest = brackets.replace(b"[]", b"")
-        if len(rest) == len(brackets):
-            break
-        brackets = rest
-    # What is left is deeper, or unbalanced: that counts when it opens more levels than it may.
-    return brackets.count(b"[") > limit or b"[]" in brackets

@@ -38,13 +38,14 @@ class Input(msgspec.Struct, tag_field="datatype", gc=False):
     data: Any = UNSET
 
 
-_ELEMENTS: dict[str, Any] = {
+ELEMENTS: dict[str, Any] = {
     "BOOL": bool,
     **dict.fromkeys(("UINT8", "UINT16", "UINT32", "UINT64"), Natural),
     **dict.fromkeys(("INT8", "INT16", "INT32", "INT64"), int),
     **dict.fromkeys(("FP32", "FP64"), float),
     "BYTES": str,
 }
+"""The types of the elements of a datatype that travels as JSON."""
 
 
 def _input_of(datatype: str, data: Any) -> type[Input]:
@@ -53,7 +54,7 @@ def _input_of(datatype: str, data: Any) -> type[Input]:
     return cast("type[Input]", made)
 
 
-INPUTS = {name: _input_of(name, list[element]) for name, element in _ELEMENTS.items()}  # type: ignore[valid-type]
+INPUTS = {name: _input_of(name, list[element]) for name, element in ELEMENTS.items()}  # type: ignore[valid-type]
 """Datatype name → its struct."""
 
 # FP16 and BF16 travel as binary data only: what `data` holds is refused later.

@@ -12,7 +12,8 @@ from hypothesis.extra import numpy as npst
 from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest, RequestError
 from qinfer.tensors import DATATYPES, Tensor, from_numpy, to_numpy
-from qinfer.wire.kserve_json import check_depth, decode_infer, encode_infer
+from qinfer.wire.json_scan import check_depth
+from qinfer.wire.kserve_json import decode_infer, encode_infer
 from qinfer.wire.outputs import OutputPlan
 
 NUMPY = {d.name: np.dtype(d.numpy) for d in DATATYPES.values() if d.numpy}

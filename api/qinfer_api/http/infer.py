@@ -33,6 +33,7 @@ from qinfer.errors import (
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec
 from qinfer.tensors import DATATYPES, Bytes, Tensor
+from qinfer.wire.json_pieces import Bounds
 from qinfer.wire.kserve_exact import check_forwarded
 from qinfer.wire.kserve_json import decode_infer, encode_infer
 from qinfer.wire.outputs import OutputPlan, Regions, bind
@@ -343,14 +344,15 @@ class InferCodec:
         settings: How deep JSON may be, and how large the inputs of one request in shared memory.
 
     Attributes:
+        bounds: What the JSON of a request may become.
         memory: As given.
         shares_memory: Whether clients may use shared memory.
     """
 
     def __init__(self, dispatcher: Dispatcher, memory: SharedMemory, settings: Settings) -> None:
         self._dispatcher = dispatcher
-        self._max_json_depth = settings.limits.max_json_depth
         self._max_input_bytes = settings.http.max_input_bytes
+        self.bounds = Bounds(settings.limits.max_json_depth, settings.http.max_input_bytes)
         self.memory = memory
         self.shares_memory = memory.allowed
 
@@ -373,7 +375,7 @@ class InferCodec:
             served = served or self._dispatcher.resolve(target.model, target.version)
             return read_raw(body, target.model, target.version, served.spec)
         regions = self.memory.limited(self._max_input_bytes) if self.shares_memory else self.memory
-        request, plan = decode_infer(body, length, target.model, target.version, self._max_json_depth, regions)
+        request, plan = decode_infer(body, length, target.model, target.version, self.bounds, regions)
         plan = noting(plan, regions)
         if plan.special is not None:
             plan = bound(plan, served or self._dispatcher.resolve(target.model, target.version))

@@ -11,7 +11,7 @@ from qinfer.errors import CorruptEntry, InvalidRequest
 from qinfer.jobs.job import JobState
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue import keys
-from qinfer.wire.kserve_json import check_depth
+from qinfer.wire.json_scan import check_depth
 from qinfer_api.auth import Context
 from qinfer_api.jobs.records import (
     Changes,
@@ -209,7 +209,7 @@ async def _list(services: Services, jobs: BulkJobs, request: Request) -> HttpRes
 
 
 async def _body_of(services: Services, request: Request) -> bytes:
-    text = bytes(await read_body(services, request, min(MAX_BODY_BYTES, services.settings.http.max_input_bytes)))
+    text = await read_body(services, request, min(MAX_BODY_BYTES, services.settings.http.max_input_bytes), bytes)
     check_depth(text, services.settings.limits.max_json_depth)
     return text
 

@@ -10,6 +10,7 @@ import binascii
 import contextlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter
@@ -37,7 +38,7 @@ from qinfer_api.labeling.wire import (
     read_call,
 )
 from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
-from qinfer_api.rest.services import Services, authorize, context_of, off_loop, read_body, send, send_json, unless_left
+from qinfer_api.rest.services import Services, authorize, context_of, read_body, send, send_json, unless_left
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +173,8 @@ async def _event(services: Services, labeling: Labeling, model: str, request: Re
 
 
 async def _read(services: Services, request: Request, kind: type[Call]) -> Call:
-    text = bytes(await read_body(services, request, services.settings.http.max_input_bytes))
-    return await off_loop(len(text), read_call, text, services.settings.limits.max_json_depth, kind)
+    depth, most = services.settings.limits.max_json_depth, services.settings.http.max_input_bytes
+    return await read_body(services, request, most, partial(read_call, max_depth=depth, kind=kind))
 
 
 def _context(services: Services, request: Request) -> Context:

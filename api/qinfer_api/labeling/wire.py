@@ -13,7 +13,8 @@ from msgspec import Meta
 
 from qinfer.errors import InvalidRequest
 from qinfer.labeling.mapping import shown
-from qinfer.wire.kserve_json import check_depth
+from qinfer.tensors import Bytes
+from qinfer.wire.json_scan import check_depth
 
 MAX_ID = 2**53 - 1
 """The largest id of a task or project."""
@@ -178,7 +179,7 @@ class LabelOrder(msgspec.Struct, frozen=True):
     next: int | None
 
 
-def read_call(body: bytes, max_depth: int, kind: type[Call]) -> Call:
+def read_call(body: Bytes, max_depth: int, kind: type[Call]) -> Call:
     """Reads a call.
 
     Raises:

@@ -52,7 +52,6 @@ from qinfer_api.rest.services import (
     idempotency_key,
     is_strict,
     off_loop,
-    read_body,
     read_preferences,
     received,
     recheck,
@@ -272,7 +271,8 @@ async def _repeated(
     if not (options.request_id or options.idempotency_key):
         return None
     if body is None:
-        body = await read_body(services, request, services.settings.http.max_input_bytes)
+        async with received(services, request, services.settings.http.max_input_bytes) as read:
+            return await _repeated(services, context, target, request, options, read)
     return await services.requests.repeated(context, target.model, await _hashed(options, target, request, body))
 
 

@@ -32,16 +32,10 @@ from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.submission.pending import Pending, Sink
 from qinfer.tensors import Bytes, Tensor, element_count
-from qinfer.wire.kserve_exact import (
-    SEQUENCE_KEYS,
-    STRICT_JSON,
-    apply_parameters,
-    custom_parameter,
-    load,
-    read_input,
-    repeated_key,
-)
-from qinfer.wire.kserve_json import check_depth, elements, pack
+from qinfer.wire.json_load import repeated_key
+from qinfer.wire.json_pieces import Bounds, Document, LongArray
+from qinfer.wire.kserve_exact import SEQUENCE_KEYS, STRICT_JSON, apply_parameters, custom_parameter, read_input
+from qinfer.wire.kserve_json import elements, pack
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import (
@@ -73,10 +67,10 @@ from qinfer_api.rest.services import (
     choose,
     context_of,
     decoded_infer,
+    decoded_tensors,
     forward_headers,
     is_strict,
     off_loop,
-    read_body,
     read_preferences,
     received,
     recheck,
@@ -277,8 +271,9 @@ async def _submit(services: Services, target: Target, request: Request, sink: St
         served = dispatcher.resolve(target.model, target.version)
         if not _is_identity(request):
             raise InvalidRequest("Unsupported content-encoding, only 'identity' is supported.")
-        content = await read_body(services, request, services.settings.http.max_input_bytes)
-        asked = await off_loop(len(content), _decode, services, served, target, request, content)
+        async with received(services, request, services.settings.http.max_input_bytes) as content:
+            decode = partial(_decode, services, served, target, request, content)
+            asked = await decoded_tensors(services, len(content), len(content), decode)
         answers(request, asked.request)
         return dispatcher.submit(context, asked.request, sink, asked_s=asked_s), asked
     except QinferError as error:
@@ -287,8 +282,7 @@ async def _submit(services: Services, target: Target, request: Request, sink: St
 
 def _decode(services: Services, served: Served, target: Target, request: Request, content: Bytes) -> "_Asked":
     """Decodes and checks a body, which takes long for a large one, and chooses its target."""
-    limits = services.settings.limits
-    decoded, strict = read_generate(bytes(content), target.model, target.version, served.spec, limits.max_json_depth)
+    decoded, strict = read_generate(content, target.model, target.version, served.spec, services.codec.bounds)
     strict = is_strict(request) or strict
     forward_headers(services, request, decoded)
     answers(request, decoded)
@@ -418,7 +412,7 @@ class _Asked(NamedTuple):
     strict: bool
 
 
-def read_generate(text: bytes, model: str, version: int, spec: ModelSpec, max_depth: int) -> _Asked:
+def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: Bounds) -> _Asked:
     """Decodes a generate request.
 
     Args:
@@ -426,15 +420,16 @@ def read_generate(text: bytes, model: str, version: int, spec: ModelSpec, max_de
         model: The model's name.
         version: The version asked for; 0 if none was.
         spec: The model.
-        max_depth: Deepest JSON nesting allowed.
+        bounds: What it may become.
 
     Raises:
         InvalidRequest: It is no JSON, or an input's elements do not make a tensor of its shape.
         MalformedJson: A JSON value has the wrong type.
     """
-    document = _load(text, max_depth)
+    read = Document(text, bounds)
+    document, left = _checked(read.value), bounds.nbytes
     inputs = {expected.name: expected for expected in spec.inputs}
-    if _may_repeat(text, document) and (twice := repeated_key(text, _NESTED)) is not None:
+    if _may_repeat(read.rest, document) and (twice := repeated_key(read.rest, _NESTED)) is not None:
         raise InvalidRequest(f"{'input' if twice in inputs else 'parameter'} '{twice}' already exists in request")
     if _NESTED in document and _NESTED in inputs:
         raise InvalidRequest(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
@@ -447,11 +442,13 @@ def read_generate(text: bytes, model: str, version: int, spec: ModelSpec, max_de
             if key in inputs:
                 if key in tensors:
                     raise InvalidRequest(f"input '{key}' already exists in request")
-                tensors[key] = _tensor(inputs[key], value, batched=spec.max_batch_size > 0)
+                tensors[key] = _tensor(inputs[key], value, left, batched=spec.max_batch_size > 0)
+                left -= tensors[key].nbytes
             elif key == STRICT_JSON or (key in SEQUENCE_KEYS and spec.sequences is not None):
                 flags[key] = value
             elif members is not document or key not in (_ID, _NESTED):
                 parameters[key] = custom_parameter(key, value)
+    read.check()
     form = apply_parameters(flags, fields)
     request = InferRequest(
         model=model,
@@ -485,10 +482,8 @@ def encode_generate(response: Response, client_id: str, *, strict: bool = False)
     return msgspec.json.encode({**rendered, **outputs, **members})
 
 
-def _load(text: bytes, max_depth: int) -> dict[str, Any]:
-    """Parses a body, and checks the types of the members with a meaning."""
-    check_depth(text, max_depth)
-    document = load(text, max_depth)
+def _checked(document: Any) -> dict[str, Any]:
+    """Returns a parsed body, with the types of the members with a meaning checked."""
     if not isinstance(document, dict):
         raise MalformedJson("attempt to get members for non-object")
     if not isinstance(document.get(_ID, ""), str):
@@ -511,11 +506,11 @@ def _value(tensor: Tensor, *, strict: bool) -> bytes:
     return text[1:-1] if element_count(tensor.shape) == 1 else text
 
 
-def _tensor(expected: TensorSpec, value: Any, *, batched: bool) -> Tensor:
-    data = value if isinstance(value, list) else [value]
-    shape = _shape(expected, len(data), batched=batched)
+def _tensor(expected: TensorSpec, value: Any, most: int, *, batched: bool) -> Tensor:
+    data = value if isinstance(value, list | LongArray) else [value]
+    shape = _shape(expected, data.top if isinstance(data, LongArray) else len(data), batched=batched)
     entry = read_input({"name": expected.name, "datatype": expected.datatype, "shape": shape, "data": data})
-    return Tensor(expected.name, expected.datatype, tuple(shape), pack(entry))
+    return Tensor(expected.name, expected.datatype, tuple(shape), pack(entry, most))
 
 
 def _shape(expected: TensorSpec, count: int, *, batched: bool) -> list[int]:

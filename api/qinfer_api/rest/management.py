@@ -9,6 +9,7 @@ none of them, so that clients which clear both kinds at their start can go on.
 import asyncio
 import base64
 import binascii
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -391,8 +392,9 @@ def _add_system(router: APIRouter, services: Services) -> None:
     async def register_system_region(region: str, request: Request) -> HttpResponse:
         """Opens a shared memory object of this host under a name."""
         memory.check_allowed()
-        text = bytes(await read_body(services, request, _MAX_BODY_BYTES))
-        call = decode_json(text, RegionCall, services.settings.limits.max_json_depth, call=_CALL)
+        depth = services.settings.limits.max_json_depth
+        decode = partial(decode_json, kind=RegionCall, max_depth=depth, call=_CALL)
+        call = await read_body(services, request, _MAX_BODY_BYTES, decode)
         await asyncio.to_thread(memory.register, region, call.key, call.offset, call.byte_size)
         return send(_DONE)
 

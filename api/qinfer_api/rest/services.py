@@ -29,6 +29,7 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.models.control import ModelControl
 from qinfer.queue.entries import Address
 from qinfer.tensors import Bytes
+from qinfer.wire.json_scan import LARGE_BYTES, check_size
 from qinfer.wire.kserve_types import InputParameters, OutputParameters
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.audit import administrative
@@ -46,6 +47,7 @@ from qinfer_api.http.infer import (
     error_reply,
     failure_reply,
     forwarded,
+    parse_json_length,
     parse_version,
     read_seconds,
     request_encoding,
@@ -351,14 +353,25 @@ OUTPUTS: Json = {
 INFER_ERRORS = errors(400, 401, 403, 404, 500, 501, 503)
 
 
+_MOST_OF_TEXT = 4  # bytes of a tensor that come of a byte of JSON: `0,` is an INT64
 _MAX_TURN_S = 30.0
 """Longest wait of a large body for memory, in seconds."""
 
 
-async def read_body(services: Services, request: Request, max_bytes: int) -> Bytes:
-    """Reads the body as `received` does, for whoever does not keep it while others come in."""
+async def read_body(services: Services, request: Request, max_bytes: int, decode: Callable[[Bytes], T]) -> T:
+    """Reads a body as `received` does, and decodes it; for JSON that is no inference.
+
+    Raises:
+        PayloadTooLarge: It has too many values.
+        QinferError: As `received` and `decode`.
+    """
     async with received(services, request, max_bytes) as body:
-        return body
+        if len(body) <= MAX_FAST_BYTES:
+            return decode(body)
+        depth, most = services.settings.limits.max_json_depth, services.settings.http.max_input_bytes
+        size = await asyncio.to_thread(check_size, body, depth, most)
+        async with services.receiving.decoding(size):
+            return await asyncio.to_thread(decode, body)
 
 
 @asynccontextmanager
@@ -413,11 +426,28 @@ async def read_json(
         UnsupportedFeature: It is in an encoding that is not known.
         QinferError: As `decode_json`.
     """
-    body = bytes(await read_body(services, request, services.settings.http.max_input_bytes))
-    if not body and may_be_empty:
-        body = b"{}"
-    decode = partial(decode_json, max_depth=services.settings.limits.max_json_depth, prefix=prefix)
-    return await off_loop(len(body), decode, body, kind)
+    depth, most = services.settings.limits.max_json_depth, services.settings.http.max_input_bytes
+
+    def decode(body: Bytes) -> T:
+        return decode_json(body if body or not may_be_empty else b"{}", kind, depth, prefix=prefix)
+
+    return await read_body(services, request, most, decode)
+
+
+async def decoded_tensors(services: Services, json_bytes: int, nbytes: float, decode: Callable[[], T]) -> T:
+    """Decodes a body with tensors: large JSON in its turn.
+
+    Args:
+        services: The use cases.
+        json_bytes: How much of it is JSON.
+        nbytes: How much of it is read in all.
+        decode: Does it, in a thread where that takes milliseconds.
+    """
+    if json_bytes <= LARGE_BYTES:
+        return await off_loop(nbytes, decode)
+    most = services.settings.http.max_input_bytes
+    async with services.receiving.decoding(min(_MOST_OF_TEXT * json_bytes, most)):
+        return await asyncio.to_thread(decode)
 
 
 async def decoded_infer(
@@ -438,7 +468,9 @@ async def decoded_infer(
         services.dispatcher.check(decoded, target_served)
         return decoded, services.codec.routed(decoded, plan, target_served) if decoded.endpoint else plan
 
-    return await off_loop(math.inf if services.codec.shares_memory else len(body), decode)
+    length = parse_json_length(request.headers.get(JSON_LENGTH_HEADER), len(body))
+    nbytes = math.inf if services.codec.shares_memory else len(body)
+    return await decoded_tensors(services, len(body) if length is None else length, nbytes, decode)
 
 
 def as_accepted(request: Request, plan: OutputPlan) -> OutputPlan:

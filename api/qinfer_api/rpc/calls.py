@@ -16,7 +16,7 @@ from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Scalar
 from qinfer.errors import Forbidden, Unauthorized
 from qinfer.tensors import Bytes
-from qinfer.wire.kserve_grpc import malformed
+from qinfer.wire.message_fields import check_fields, malformed
 from qinfer_api.audit import administrative
 from qinfer_api.auth import Context, Restrictions, caller_of
 from qinfer_api.http.infer import compile_forward
@@ -141,6 +141,7 @@ class Guard:
 
         async def serve(blob: Bytes, call: Call) -> Bytes:
             message = await read(request, blob)
+            call.taken()
             context, peer = call.context, call.connection.peer
             is_act = scope is Scope.ADMIN
             if is_change is not None and is_change(message):
@@ -168,7 +169,10 @@ def parse(message: Any, blob: Bytes) -> Any:
 
     Raises:
         InvalidRequest: It is none of that class.
+        PayloadTooLarge: It is large, and has too many fields.
     """
+    if len(blob) > LARGE_BYTES:
+        check_fields(blob, message.DESCRIPTOR)
     try:
         return message.FromString(bytes(blob))
     except DecodeError:

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _NO_PLAN = OutputPlan()
+_MOST_OF_CONTENTS = 8  # bytes of a tensor that come of a byte of typed contents
 
 LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
 """The levels of zlib that the setting stands for."""
@@ -143,6 +144,8 @@ class Infer:
         self.dispatcher = services.dispatcher
         self._memory = services.codec.memory
         self._reads_memory = services.codec.reads_memory
+        self._receiving = services.receiving
+        self._max_typed_bytes = services.settings.grpc.max_message_bytes
         self._max_input_bytes = services.settings.http.max_input_bytes
         self._compression = LEVELS[services.settings.grpc.infer_response_compression]
         self._repetitions = Repetitions()
@@ -227,10 +230,18 @@ class Infer:
         message = await asyncio.to_thread(parse_infer, blob)
         sink.client_id = message.fields.id
         try:
-            return self._submit(await asyncio.to_thread(self._decode_and_check, message, call), call, sink)
+            async with self._turn(message.typed_bytes):
+                decoded = await asyncio.to_thread(self._decode_and_check, message, call)
+            return self._submit(decoded, call, sink)
         except QinferError as error:
             fields = message.fields
             raise self._refused(fields.model_name, fields.model_version, error, call) from None
+
+    def _turn(self, typed_bytes: int) -> contextlib.AbstractAsyncContextManager[None]:
+        """Waits for the turn of a request with large typed contents."""
+        if not typed_bytes:
+            return contextlib.nullcontext()
+        return self._receiving.decoding(min(_MOST_OF_CONTENTS * typed_bytes, self._max_typed_bytes))
 
     def encode(self, response: Response, sink: InferSink) -> list[Bytes]:
         """Encodes a response that carries outputs as a ModelInferResponse, in pieces.
@@ -243,7 +254,7 @@ class Infer:
     def _decode(self, message: Message) -> Decoded:
         memory = self._memory
         regions = memory.limited(self._max_input_bytes) if memory.allowed else memory
-        decoded = decode_infer(message, regions)
+        decoded = decode_infer(message, regions, self._max_typed_bytes)
         plan = noting(decoded.plan, regions)
         return decoded if plan is decoded.plan else decoded._replace(plan=plan)
 
@@ -416,9 +427,11 @@ class _Stream:
                 slot.pending = await infer.submit_slowly(blob, self._call, slot)
             else:
                 slot.pending = infer.submit(blob, self._call, slot)
+            self._call.taken()
             if slot.pending.stream is not None:
                 self._leave_order(slot)
         except QinferError as error:
+            self._call.taken()
             self._fail(slot, error)
         except asyncio.CancelledError:  # the gateway drains
             self._fail(slot, Overloaded(SHUTTING_DOWN))

@@ -307,26 +307,26 @@ class Call(Stream):
                     message.reservation.unwatch()
                 self.run(self._begin_decompressed(message))
             else:
-                if message.reservation is not None:
-                    message.reservation.release()
+                self._opened_memory = message.reservation
                 self._begin(message.content)
+                if self._task is None:
+                    self.taken()
 
     async def _begin_decompressed(self, message: _Message) -> None:
         self._begin(await self._opened(message))
 
     async def _opened(self, message: _Message) -> Bytes:
-        """Returns the content of a message; what was compressed stays in its memory until the call has taken it."""
+        """Returns the content of a message, which stays in its memory until the call has taken it."""
         assert self.head.method is not None
-        self._give_back()
+        self.taken()
         self._opened_memory = message.reservation
+        if not message.is_compressed or self.head.encoding is None:
+            return message.content
         try:
-            if message.is_compressed and self.head.encoding is not None:
-                return await self._decompressed(message.content, self.head.encoding, self.head.method.max_message_bytes)
+            return await self._decompressed(message.content, self.head.encoding, self.head.method.max_message_bytes)
         except BaseException:
-            self._give_back()
+            self.taken()
             raise
-        self._give_back()
-        return message.content
 
     async def _decompressed(self, content: Bytes, encoding: Encoding, most: int) -> bytes:
         try:
@@ -343,8 +343,8 @@ class Call(Stream):
             self._opened_memory.shrink(max(len(plain), 1))
         return plain
 
-    def _give_back(self) -> None:
-        """Gives the memory of the message that was opened last back."""
+    def taken(self) -> None:
+        """Gives the memory of the message that was opened last back: it is decoded."""
         memory, self._opened_memory = self._opened_memory, None
         if memory is not None:
             memory.release()
@@ -387,7 +387,7 @@ class Call(Stream):
         if not self._messages and self._reservation is None and self._opened_memory is None:
             self._body = None
             return
-        self._give_back()
+        self.taken()
         reservations = [self._reservation, *(message.reservation for message in self._messages)]
         self._messages.clear()
         self._body = self._reservation = self._unread = None
@@ -443,7 +443,7 @@ class Call(Stream):
     def _ran(self, task: "asyncio.Task[None]") -> None:
         if self._task is task:
             self._task = None
-            self._give_back()
+            self.taken()
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
 
@@ -453,6 +453,7 @@ class Call(Stream):
 
     async def read(self) -> Bytes | None:
         """Returns the next message of a stream; `None` = there is none to come."""
+        self.taken()
         if self._change is None:
             self._change = asyncio.Event()
         while not self._messages:

@@ -152,7 +152,8 @@ def test_typed_contents_of_every_datatype(datatype: str, field: str, values: lis
 def test_typed_contents_of_many_elements(datatype: str, field: str, numpy: str) -> None:
     """They are converted in pieces, of which none is lost."""
     values = np.arange(150_000).astype(numpy)
-    decoded = _decode(_request(inputs=[_input(datatype, contents=_contents(**{field: values.tolist()}))]))
+    contents = _contents(**{field: values.tolist()})
+    decoded = _decode(_request(inputs=[_input(datatype, shape=[150_000], contents=contents)]))
 
     assert bytes(decoded.request.inputs[0].data) == values.tobytes()
 

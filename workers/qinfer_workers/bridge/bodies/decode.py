@@ -24,6 +24,7 @@ from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.models.validate import validate
 from qinfer.tensors import DATATYPES, Bytes, Tensor
+from qinfer.wire.json_pieces import Bounds
 from qinfer.wire.kserve_json import decode_infer
 from qinfer.wire.outputs import OutputPlan, bind
 from qinfer_workers.bridge.bodies.content import (
@@ -157,6 +158,7 @@ class BodyCodec:
     def __init__(self, options: BodyOptions, spec: ModelSpec, version: int = 0) -> None:
         self.spec = spec
         self._options = options
+        self._bounds = Bounds(options.max_json_depth, options.max_bytes)
         self._version = version
         self._default = parse_content_type(options.content_type)
         self._raw = RawInput(options.input, spec)
@@ -246,9 +248,7 @@ class BodyCodec:
 
     def _kserve(self, body: Bytes, length: int | None, *, is_guess: bool) -> Decoded:
         try:
-            request, plan = decode_infer(
-                body, length, self.spec.name, self._version, self._options.max_json_depth, _REGIONS
-            )
+            request, plan = decode_infer(body, length, self.spec.name, self._version, self._bounds, _REGIONS)
             rows = validate(request, self.spec)
         except QinferError as error:
             reason = error.message if length is not None else _without_inputs(body) or error.message

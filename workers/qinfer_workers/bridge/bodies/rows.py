@@ -29,7 +29,7 @@ from qinfer.jobs.rows.arrow_footer import BLOCK, TAIL, open_arrow
 from qinfer.jobs.rows.arrow_schema import check_schema_message, field_of, unsigned
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Bytes, Tensor, from_numpy
-from qinfer.wire.kserve_json import check_depth
+from qinfer.wire.json_scan import check_depth
 from qinfer_workers.bridge.config import BodyOptions
 
 _BUFFER = struct.Struct("<qq")  # offset in the message's body, length

@@ -1,0 +1,340 @@
+"""Large JSON with tensors in it, decoded piece by piece: no more than a piece of the elements are objects at a time.
+
+The long arrays of a text are cut out of it; the rest, which is small, is parsed as ever, and has a `LongArray` in the
+place of each. Its elements are counted already; they become a tensor's bytes when its datatype and shape are known. A
+piece ends before a comma outside of strings, and is made whole by the brackets that are open there; with a neutral
+element at the cut, so that a comma with nothing beside it is a mistake as in any text.
+"""
+
+import re
+import secrets
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from qinfer.errors import InvalidRequest, PayloadTooLarge
+from qinfer.tensors import DATATYPES, Bytes, pack_bytes
+from qinfer.wire.json_load import load
+from qinfer.wire.json_scan import LARGE_BYTES, WINDOW_BYTES, Scan, Span, check_depth, check_size, long_arrays, windows
+from qinfer.wire.kserve_types import ELEMENTS, UNPARSABLE
+
+LONG_BYTES = 4096
+"""An array of this size and more is decoded in pieces; shorter ones stay in the text."""
+
+GIANT_BYTES = 4 * WINDOW_BYTES
+"""A string of this size is decoded in pieces, too: one character may make each of the others four bytes."""
+
+REST_SHARE = 4
+"""The text without its long arrays may become this part of what a request may have."""
+
+STRUCT_CODES = {d.name: d.typecode for d in DATATYPES.values() if d.name not in ("FP16", "BF16", "BYTES")}
+"""Datatypes whose JSON elements `struct` packs; BYTES has its own layout, FP16 and BF16 travel as binary only."""
+
+Flatten = Callable[[list[Any], str], list[Any]]
+"""Flattens nested data, and checks the types of its elements for a datatype."""
+
+_DECODERS = {name: msgspec.json.Decoder(list[kind]) for name, kind in ELEMENTS.items()}  # type: ignore[valid-type]
+_NEUTRAL = {"BYTES": b'""', "BOOL": b"false"}
+_UNPARSABLE = "failed to parse the request JSON buffer"
+_LENGTH = struct.Struct("<I")
+_AT_BYTE = re.compile(r"\(byte (\d+)\)")
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_WHOLE = re.compile(  # whole characters and escapes, and both halves of a surrogate pair together
+    rb"(?:[^\\\x80-\xff]++|[\xc0-\xff][\x80-\xbf]++(?=[^\x80-\xbf])"
+    rb"|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u(?![dD][89abAB])....|\\[^u])*+",
+    re.DOTALL,
+)
+
+
+class Bounds(NamedTuple):
+    """What the JSON of a request may become.
+
+    Attributes:
+        depth: How deep it may be nested.
+        nbytes: The bytes of all its tensors together, if it is a large one.
+    """
+
+    depth: int = 100
+    nbytes: int = 64 * 2**20
+
+
+class _Piece(NamedTuple):
+    """A piece of an array as JSON of its own.
+
+    Attributes:
+        text: The JSON.
+        shift: What a place in it has to be moved by to be one in the whole text.
+        is_first: It begins where the array does; others begin with a neutral element.
+        is_last: It ends where the array does; others end with a neutral element.
+        giants: The strings in the whole text that were left out, by the ones that stand for them.
+    """
+
+    text: bytes
+    shift: int
+    is_first: bool
+    is_last: bool
+    giants: Mapping[str, Span]
+
+
+class LongArray:
+    """An array that was cut out of a text, or a giant string, which counts as one element.
+
+    Args:
+        text: The text.
+        span: Where in the text it is.
+        is_text: It is a string.
+
+    Attributes:
+        is_text: As given.
+        top: How many elements it has itself.
+        most: How many elements it has at most, those of the arrays in it.
+        least: How many it has at least: it is fewer than `most` where some of these arrays may be empty.
+        is_read: All of it was parsed.
+    """
+
+    def __init__(self, text: Bytes, span: Span, *, is_text: bool = False) -> None:
+        self._view, self._span = memoryview(text), span
+        self.is_text = is_text
+        is_empty = not (span.commas or span.arrays or is_text) and not self._text(span.begin + 1, span.end - 1).strip()
+        self.top, self.most = (0, 0) if is_empty else (span.top + 1, span.commas + 1)
+        self.least = max(self.most - span.arrays, 0)
+        self.is_read = False
+
+    def tensor_bytes(self, name: str, datatype: str, count: int, most: int, flatten: Flatten) -> bytearray:
+        """Decodes it into the bytes of a tensor.
+
+        Args:
+            name: The tensor's name, for errors.
+            datatype: One that travels as JSON.
+            count: How many elements it must have.
+            most: The bytes that it may take.
+            flatten: Flattens nested data, and checks its types.
+
+        Raises:
+            InvalidRequest: It is no JSON, has another number of elements, or one that is out of range.
+            MalformedJson: An element has the wrong type.
+            PayloadTooLarge: It takes more bytes.
+        """
+        if not self.least <= count <= self.most:
+            raise _miscounted(name, self.most, count)
+        check_nbytes(name, count * (DATATYPES[datatype].itemsize or _LENGTH.size), most)
+        out, found = bytearray(), 0
+        for piece in self._pieces(_NEUTRAL.get(datatype, b"0")):
+            elements = self._elements(piece, datatype, flatten)
+            found += len(elements)
+            if found > count:
+                raise _miscounted(name, found, count)
+            if datatype != "BYTES":
+                out += _packed(name, datatype, elements)
+            elif piece.giants:
+                self._add_strings(elements, piece.giants, out)
+            else:
+                out += pack_bytes([element.encode() for element in elements])
+            check_nbytes(name, len(out), most)
+        if found != count:
+            raise _miscounted(name, found, count)
+        self.is_read = True
+        return out
+
+    def _add_strings(self, elements: list[str], giants: Mapping[str, Span], out: bytearray) -> None:
+        for element in elements:
+            if element in giants:
+                self._add_giant(giants[element], out)
+            else:
+                out += pack_bytes((element.encode(),))
+
+    def _add_giant(self, span: Span, out: bytearray) -> None:
+        """Decodes a giant string into an element of a BYTES tensor."""
+        at, end, begin = span.begin + 1, span.end - 1, len(out)
+        out += bytes(_LENGTH.size)
+        while at < end:
+            piece = self._text(at, min(at + WINDOW_BYTES, end))
+            if at + len(piece) < end and (whole := _WHOLE.match(piece)) is not None:
+                piece = piece[: whole.end()] or piece
+            try:
+                out += msgspec.json.decode(b'"%b"' % piece, type=str).encode()
+            except UNPARSABLE as error:
+                raise _shifted(f"{_UNPARSABLE}: {error}", at - 1) from None
+            at += len(piece)
+        _LENGTH.pack_into(out, begin, len(out) - begin - _LENGTH.size)
+
+    def check(self, max_depth: int) -> None:
+        """Parses it for its mistakes alone, unless that was done.
+
+        Raises:
+            InvalidRequest: It is no JSON.
+        """
+        if self.is_read:
+            return
+        for piece in self._pieces(b"0"):
+            _load(piece, max_depth)
+            for span in piece.giants.values():
+                self._add_giant(span, bytearray())
+
+    def _elements(self, piece: _Piece, datatype: str, flatten: Flatten) -> list[Any]:
+        try:
+            if self._span.arrays:
+                raise msgspec.DecodeError
+            elements = _DECODERS[datatype].decode(piece.text)
+        except UNPARSABLE:
+            elements = flatten(_load(piece, 0), datatype)
+        return elements[0 if piece.is_first else 1 : None if piece.is_last else -1]
+
+    def _pieces(self, neutral: bytes) -> Iterator[_Piece]:
+        if self.is_text:
+            name = secrets.token_hex()
+            yield _Piece(b'["%b"]' % name.encode(), 0, True, True, {name: self._span})
+            return
+        cut, depth, opened = self._span.begin, 0, b""
+        for at, new_depth in self._cuts():
+            text, giants = _without_giants(self._view, cut, at)
+            text = b"%b%b,%b%b" % (opened, text, neutral, b"]" * new_depth)
+            yield _Piece(text, cut - len(opened), not depth, False, giants)
+            cut, depth, opened = at, new_depth, b"[" * new_depth + neutral
+        text, giants = _without_giants(self._view, cut, self._span.end)
+        yield _Piece(opened + text, cut - len(opened), not depth, True, giants)
+
+    def _cuts(self) -> Iterator[tuple[int, int]]:
+        """Yields where it is cut: at the last comma of each window, with the depth there."""
+        scan, depth = Scan(), 0
+        for begin, window in windows(self._view, self._span.begin, self._span.end):
+            at, levels, commas = scan.levels(window, depth)
+            if len(commas):
+                yield begin + int(at[commas[-1]]), int(levels[commas[-1]])
+            if len(levels):
+                depth = int(levels[-1])
+
+    def _text(self, begin: int, end: int) -> bytes:
+        return bytes(self._view[begin:end])
+
+
+class Document:
+    """A JSON text that is parsed but for its long arrays.
+
+    Args:
+        text: The text.
+        bounds: What it may become.
+
+    Attributes:
+        value: What it holds; a long array, or a giant string, is a `LongArray`.
+        rest: The text that was parsed, with something short in the place of each.
+
+    Raises:
+        InvalidRequest: It is no JSON, or too deep.
+        PayloadTooLarge: It has too many values beside those of its long arrays.
+    """
+
+    def __init__(self, text: Bytes, bounds: Bounds) -> None:
+        self._depth = bounds.depth
+        self._cut: dict[str, LongArray] = {}
+        self._shifts: list[tuple[int, int]] = []
+        if len(text) <= LARGE_BYTES:
+            self.rest = bytes(text)
+            check_depth(self.rest, bounds.depth)
+        else:
+            self.rest = self._without(text, long_arrays(text, LONG_BYTES, bounds.depth))
+            if len(self.rest) > LARGE_BYTES:
+                check_size(self.rest, bounds.depth, len(self.rest) + bounds.nbytes // REST_SHARE)
+        try:
+            value = [load(self.rest, bounds.depth)]
+        except InvalidRequest as error:
+            raise self._moved(error) from None
+        self._restore(value)
+        self.value = value[0]
+
+    def check(self) -> None:
+        """Parses what was not looked at, for its mistakes.
+
+        Raises:
+            InvalidRequest: It is no JSON.
+        """
+        for array in self._cut.values():
+            array.check(self._depth)
+
+    def _without(self, text: Bytes, arrays: list[Span]) -> bytes:
+        view, kept, size = memoryview(text), 0, 0
+        parts: list[Bytes] = []
+        for span in (*arrays, Span(len(text), len(text), 0, 0, 0)):
+            part, giants = _without_giants(view, kept, span.begin)
+            self._cut |= {name: LongArray(text, giant, is_text=True) for name, giant in giants.items()}
+            name = secrets.token_hex()
+            if span.begin < len(text):
+                self._cut[name] = LongArray(text, span)
+                part += b'"%b"' % name.encode()
+            parts.append(part)
+            size, kept = size + len(part), span.end
+            self._shifts.append((size, kept - size))
+        return b"".join(parts)
+
+    def _restore(self, value: Any) -> None:
+        """Puts the arrays into their places; a client can't know the texts that stand for them."""
+        nodes: list[Any] = [value] if self._cut else []
+        while nodes:
+            node = nodes.pop()
+            for key, inner in list(node.items() if isinstance(node, dict) else enumerate(node)):
+                if isinstance(key, str) and key in self._cut:
+                    raise InvalidRequest(f"a member of the JSON has a name of more than {GIANT_BYTES} bytes")
+                if isinstance(inner, str):
+                    node[key] = self._cut.get(inner, inner)
+                elif isinstance(inner, dict | list):
+                    nodes.append(inner)
+
+    def _moved(self, error: InvalidRequest) -> InvalidRequest:
+        found = _AT_BYTE.search(error.message)
+        place = 0 if found is None else int(found[1])
+        return _shifted(error.message, next((by for at, by in reversed(self._shifts) if at <= place), 0))
+
+
+def _without_giants(view: memoryview, begin: int, end: int) -> tuple[bytes, Mapping[str, Span]]:
+    """Returns a part of a text with something short in the place of giant strings, and where these are."""
+    if end - begin <= GIANT_BYTES:
+        return bytes(view[begin:end]), {}
+    parts, giants, kept = list[Bytes](), dict[str, Span](), begin
+    for match in _STRING.finditer(view, begin, end):
+        if match.end() - match.start() > GIANT_BYTES:
+            name = secrets.token_hex()
+            giants[name] = Span(match.start(), match.end(), 0, 0, 0)
+            parts += (view[kept : match.start()], b'"%b"' % name.encode())
+            kept = match.end()
+    parts.append(view[kept:end])
+    return b"".join(parts), giants
+
+
+def _load(piece: _Piece, max_depth: int) -> Any:
+    try:
+        return load(piece.text, max_depth)
+    except InvalidRequest as error:
+        raise _shifted(error.message, piece.shift) from None
+
+
+def _shifted(message: str, by: int) -> InvalidRequest:
+    """Returns the error of a part of a text, which names a place in the whole."""
+    return InvalidRequest(_AT_BYTE.sub(lambda at: f"(byte {int(at[1]) + by})", message))
+
+
+def _packed(name: str, datatype: str, elements: list[Any]) -> bytes:
+    try:
+        return struct.pack(f"<{len(elements)}{STRUCT_CODES[datatype]}", *elements)
+    except (struct.error, OverflowError):
+        raise InvalidRequest(
+            f"Unable to parse 'data': input '{name}' has a value outside the range of {datatype}"
+        ) from None
+
+
+def _miscounted(name: str, found: int, count: int) -> InvalidRequest:
+    return InvalidRequest(f"input '{name}' has {found} elements in its data, and its shape takes {count}")
+
+
+def check_nbytes(name: str, nbytes: int, most: int) -> None:
+    """Checks the size of a tensor of a large request.
+
+    Raises:
+        PayloadTooLarge: It takes more bytes than are left.
+    """
+    if nbytes > most:
+        raise PayloadTooLarge(
+            f"input '{name}' takes {nbytes} bytes as a tensor, and {most} are left of what a request's inputs may take "
+            "(QINFER_HTTP__MAX_INPUT_BYTES)"
+        )

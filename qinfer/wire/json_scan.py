@@ -1,0 +1,301 @@
+"""What large JSON holds, told before it is parsed: its values, its depth, and its long arrays. Nothing here decodes.
+
+A parser makes an object of every value: of two bytes of text it can make a hundred of memory, and while it does so no
+other thread runs. The structure of a text is found here by numpy, a window at a time and without an object for any of
+it. Brackets and commas within strings do not count; text that is no JSON may pass, for the parser to refuse.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from qinfer.errors import InvalidRequest, PayloadTooLarge
+from qinfer.tensors import Bytes
+
+LARGE_BYTES = 256 * 1024
+"""Larger texts are looked through before they are parsed; smaller ones can't become much."""
+
+WINDOW_BYTES = 256 * 1024
+"""Text that is looked at, or parsed, at once: other threads have their turn in between."""
+
+VALUE_BYTES = 128
+"""About what the parser makes of a value: a dictionary of one member has two, and takes twice as much."""
+
+_Bytes = npt.NDArray[np.uint8]
+_Numbers = npt.NDArray[np.intp]
+
+_QUOTE, _BACKSLASH, _COMMA = b'"\\,'
+_OPEN, _CLOSE, _BEGIN, _END = b"[]{}"
+_IS_STRUCTURE = np.zeros(256, bool)
+_IS_STRUCTURE[list(b",[]{}")] = True
+_DELTAS = np.zeros(256, np.int8)
+_DELTAS[[_OPEN, _BEGIN]] = 1
+_DELTAS[[_CLOSE, _END]] = -1
+
+
+class Marks(NamedTuple):
+    """The structure of a window: where a bracket, a brace or a comma is outside of strings, and which it is."""
+
+    at: _Numbers
+    kinds: _Bytes
+
+
+class Scan:
+    """Walks over a text once, in windows; remembers from one to the next whether a string goes on."""
+
+    def __init__(self) -> None:
+        self._is_inside = False
+        self._is_escaped = False
+
+    def marks(self, window: Bytes) -> Marks:
+        """Returns the structure of the next window."""
+        text = np.frombuffer(window, np.uint8)
+        quotes = text == _QUOTE
+        if not len(text):
+            return Marks(np.flatnonzero(quotes), text)
+        if self._is_escaped or (text == _BACKSLASH).any():
+            self._drop_escaped(text, quotes)
+        inside = np.bitwise_xor.accumulate(quotes)
+        if self._is_inside:
+            np.logical_not(inside, out=inside)
+        self._is_inside = bool(inside[-1])
+        at = np.flatnonzero(_IS_STRUCTURE[text] & ~inside)
+        return Marks(at, text[at])
+
+    def _drop_escaped(self, text: _Bytes, quotes: npt.NDArray[np.bool_]) -> None:
+        """Clears the quotes behind an odd number of backslashes."""
+        slashes = np.flatnonzero(text == _BACKSLASH)
+        if self._is_escaped and not (len(slashes) and slashes[0] == 0):
+            quotes[0] = False
+        was_escaped, self._is_escaped = self._is_escaped, False
+        if not len(slashes):
+            return
+        begins = np.flatnonzero(np.diff(slashes, prepend=-2) != 1)  # of runs of backslashes
+        place = np.arange(len(slashes)) - np.repeat(begins, np.diff(begins, append=len(slashes)))
+        if was_escaped and slashes[0] == 0:
+            place[: begins[1] if len(begins) > 1 else len(place)] += 1
+        escaped = slashes[place % 2 == 0] + 1
+        if escaped.size and escaped[-1] == len(text):
+            self._is_escaped, escaped = True, escaped[:-1]
+        quotes[escaped] = False
+
+    def levels(self, window: Bytes, depth: int) -> tuple[_Numbers, _Numbers, _Numbers]:
+        """Returns where the structure of the next window is, how deep it is behind each, and which of it are commas."""
+        at, kinds = self.marks(window)
+        return at, depth + np.cumsum(_DELTAS[kinds], dtype=np.intp), np.flatnonzero(kinds == _COMMA)
+
+
+def windows(text: Bytes, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+    """Yields the windows of a part of a text, each with where it begins."""
+    view = memoryview(text)
+    for at in range(begin, end, WINDOW_BYTES):
+        yield at, view[at : min(at + WINDOW_BYTES, end)]
+
+
+def check_size(text: Bytes, max_depth: int, max_bytes: int) -> int:
+    """Checks a large text that will be parsed as a whole.
+
+    Args:
+        text: The text.
+        max_depth: How deep it may be nested.
+        max_bytes: What it may take when it is parsed; named in the error as `QINFER_HTTP__MAX_INPUT_BYTES`.
+
+    Returns:
+        About how many bytes it takes when it is parsed.
+
+    Raises:
+        InvalidRequest: It is nested too deep.
+        PayloadTooLarge: It has too many values.
+    """
+    scan, depth, values = Scan(), 0, 1
+    most = max(max_bytes - len(text), 0) // VALUE_BYTES
+    for _, window in windows(text, 0, len(text)):
+        kinds = scan.marks(window).kinds
+        depth = _deeper(depth, kinds, max_depth)
+        values += int(np.count_nonzero((kinds == _COMMA) | (kinds == _OPEN) | (kinds == _BEGIN)))
+        if values > most:
+            raise too_many(values, most, len(text))
+    return len(text) + values * VALUE_BYTES
+
+
+def too_many(found: int, most: int, nbytes: int) -> PayloadTooLarge:
+    """Returns the error of a text that would become too large."""
+    return PayloadTooLarge(
+        f"the JSON of {nbytes} bytes has at least {found} values, more than the {most} that it may have: parsed, they "
+        "take a multiple of their text. Send fewer at a time, or raise QINFER_HTTP__MAX_INPUT_BYTES"
+    )
+
+
+def too_deep(limit: int) -> InvalidRequest:
+    """Makes the error that Triton answers with."""
+    return InvalidRequest(f"JSON nesting depth exceeds maximum allowed limit ({limit})")
+
+
+class Span(NamedTuple):
+    """An array in a text that holds no object.
+
+    Attributes:
+        begin: Where its bracket is.
+        end: Behind its last one.
+        commas: Its commas, at all depths.
+        top: Those that separate its own elements.
+        arrays: The arrays within it.
+    """
+
+    begin: int
+    end: int
+    commas: int
+    top: int
+    arrays: int
+
+
+class _Open:
+    """An array whose end has not been found."""
+
+    def __init__(self, begin: int) -> None:
+        self.begin, self.depth = begin, 0
+        self.commas = self.top = self.arrays = 0
+
+    def add(self, kinds: _Bytes) -> int:
+        """Takes marks up to its last bracket, or all of them; returns how many it took."""
+        levels = self.depth + np.cumsum(_DELTAS[kinds], dtype=np.int64)
+        ends = np.flatnonzero(levels == 0)
+        taken = int(ends[0]) + 1 if len(ends) else len(kinds)
+        kinds, levels = kinds[:taken], levels[:taken]
+        is_comma = kinds == _COMMA
+        self.commas += int(np.count_nonzero(is_comma))
+        self.top += int(np.count_nonzero(is_comma & (levels == 1)))
+        self.arrays += int(np.count_nonzero(kinds == _OPEN))
+        if taken:
+            self.depth = int(levels[-1])
+        return taken
+
+    def span(self, end: int) -> Span:
+        return Span(self.begin, end, self.commas, self.top, self.arrays - 1)
+
+
+class _Finder:
+    """Finds long arrays in the runs of marks between two braces."""
+
+    def __init__(self, min_bytes: int) -> None:
+        self.found: list[Span] = []
+        self._min_bytes = min_bytes
+        self._open: _Open | None = None  # the one that the last window ended in
+
+    def add(self, begin: int, marks: Marks) -> None:
+        """Takes the marks of a window, which begins at `begin`."""
+        at, kinds = marks
+        braces = np.flatnonzero((kinds == _BEGIN) | (kinds == _END))
+        edges = np.concatenate(([-1], braces, [len(kinds)]))
+        for first, last in pairwise(edges) if len(edges) < 4 else self._long(at, edges):
+            run = Marks(begin + at[first + 1 : last], kinds[first + 1 : last])
+            if self._open is not None:
+                run = self._go_on(self._open, run)
+            if len(run.at):
+                self._look(run)
+            if last < len(kinds):
+                self._open = None  # it holds an object
+
+    def _long(self, at: _Numbers, edges: _Numbers) -> list[tuple[int, int]]:
+        """Returns the runs that may hold a long array: the first, the last, and the long ones."""
+        inner = edges[1:-1]
+        is_long = np.flatnonzero(np.diff(at[inner]) >= self._min_bytes)
+        pairs = [(int(inner[k]), int(inner[k + 1])) for k in is_long]
+        return [(-1, int(inner[0])), *pairs, (int(inner[-1]), int(edges[-1]))]
+
+    def _go_on(self, one: _Open, run: Marks) -> Marks:
+        """Takes what belongs to the array that is open; returns the marks behind it."""
+        taken = one.add(run.kinds)
+        if not one.depth and taken:
+            self._keep(one.span(int(run.at[taken - 1]) + 1))
+            self._open = None
+        return Marks(run.at[taken:], run.kinds[taken:])
+
+    def _look(self, run: Marks) -> None:
+        """Finds the arrays of a run that are in no other array which ends in it."""
+        at, kinds = run
+        deltas = _DELTAS[kinds].astype(np.int64)
+        after = np.cumsum(deltas)
+        before = after - deltas
+        lowest = np.minimum.accumulate(before)
+        opens = np.flatnonzero((kinds == _OPEN) & (before == lowest))
+        closes = np.flatnonzero((kinds == _CLOSE) & (after == lowest))
+        lengths = at[closes] - at[opens[: len(closes)]]
+        for k in np.flatnonzero(lengths + 1 >= self._min_bytes):
+            one = _Open(int(at[opens[k]]))
+            one.add(kinds[opens[k] : closes[k] + 1])
+            self._keep(one.span(int(at[closes[k]]) + 1))
+        if len(opens) > len(closes):
+            self._open = _Open(int(at[opens[-1]]))
+            self._open.add(kinds[opens[-1] :])
+
+    def _keep(self, span: Span) -> None:
+        if span.end - span.begin >= self._min_bytes:
+            self.found.append(span)
+
+
+def long_arrays(text: Bytes, min_bytes: int, max_depth: int) -> list[Span]:
+    """Finds the arrays of a text that hold no object, and are in no such array.
+
+    Args:
+        text: The text.
+        min_bytes: How long an array is at least that is wanted.
+        max_depth: How deep the text may be nested.
+
+    Raises:
+        InvalidRequest: It is nested too deep.
+    """
+    scan, finder, depth = Scan(), _Finder(min_bytes), 0
+    for begin, window in windows(text, 0, len(text)):
+        marks = scan.marks(window)
+        depth = _deeper(depth, marks.kinds, max_depth)
+        finder.add(begin, marks)
+    return finder.found
+
+
+def _deeper(depth: int, kinds: _Bytes, limit: int) -> int:
+    """Returns the depth behind some marks."""
+    if not len(kinds):
+        return depth
+    levels = depth + np.cumsum(_DELTAS[kinds], dtype=np.int64)
+    if levels.max() > limit:
+        raise too_deep(limit)
+    return int(levels[-1])
+
+
+_TO_SQUARE = bytes.maketrans(b"{}", b"[]")
+_ALL_BUT_STRUCTURE = bytes(c for c in range(256) if c not in b'[]{}"')
+
+
+def check_depth(text: Bytes, limit: int) -> None:
+    """Refuses JSON nested deeper than `limit`; text that is no JSON may pass, for the parser to refuse.
+
+    Raises:
+        InvalidRequest: It is nested too deep (Triton's text).
+    """
+    if len(text) > LARGE_BYTES:
+        scan, depth = Scan(), 0
+        for _, window in windows(text, 0, len(text)):
+            depth = _deeper(depth, scan.marks(window).kinds, limit)
+        return
+    raw = text if isinstance(text, bytes) else bytes(text)
+    # Depth can't exceed the number of brackets: two scans at memory speed settle nearly every request.
+    if raw.count(b"[") + raw.count(b"{") > limit and _is_deeper(raw, limit):
+        raise too_deep(limit)
+
+
+def _is_deeper(raw: bytes, limit: int) -> bool:
+    if b"\\" in raw:  # drop escapes, so that each quote left begins or ends a string
+        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside_strings = raw.translate(_TO_SQUARE, _ALL_BUT_STRUCTURE).split(b'"')[::2]
+    brackets = b"".join(outside_strings)
+    for _ in range(limit):  # each pass removes the innermost level
+        rest = brackets.replace(b"[]", b"")
+        if len(rest) == len(brackets):
+            break
+        brackets = rest
+    # What is left is deeper, or unbalanced: that counts when it opens more levels than it may.
+    return brackets.count(b"[") > limit or b"[]" in brackets

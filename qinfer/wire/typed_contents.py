@@ -1,0 +1,257 @@
+"""The typed contents of an input over gRPC, read without protobuf, which would make objects of all of them at once.
+
+The numbers of a list come packed, one behind the other; strings come one field each. Both are counted and turned into
+a tensor's bytes by numpy, a window at a time. Contents of one input that come in several pieces are one list.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from qinfer.errors import InvalidRequest, PayloadTooLarge
+from qinfer.tensors import DATATYPES, Bytes
+from qinfer.wire.message_fields import FIXED_BYTES, LENGTH, MAX_FIELDS, VARINT, malformed, varint
+
+WINDOW_BYTES = 256 * 1024
+"""Bytes that are looked at at once: other threads have their turn in between."""
+
+TYPED = {  # field of InferTensorContents → the datatypes that it may hold, the one it is called first
+    1: ("BOOL",),
+    2: ("INT32", "INT16", "INT8"),
+    3: ("INT64",),
+    4: ("UINT32", "UINT16", "UINT8"),
+    5: ("UINT64",),
+    6: ("FP32",),
+    7: ("FP64",),
+    8: ("BYTES",),
+}
+"""Number of a field of InferTensorContents → the datatypes that it may hold, the one it is called first."""
+
+_WIDTHS = {6: 4, 7: 8}  # bytes of the numbers of the fields whose numbers have one size
+_STRINGS = 8 << 3 | LENGTH
+_MAX_VARINT_BYTES = 10
+_PREFIX_BYTES = 4  # of an element of a BYTES tensor
+_JUMPS = 4  # doublings: a list of strings is followed 16 at a time
+
+_Bytes = npt.NDArray[np.uint8]
+_Numbers = npt.NDArray[np.int64]
+
+
+class Contents:
+    """The typed contents of one input, as they came.
+
+    Args:
+        text: The encoded InferTensorContents.
+
+    Attributes:
+        field: The number of the field that is filled; 0 = none.
+        is_mixed: More than one is filled.
+
+    Raises:
+        InvalidRequest: They are damaged.
+    """
+
+    def __init__(self, text: Bytes) -> None:
+        self._text = memoryview(text)
+        self.field, self.is_mixed = 0, False
+        self._numbers: Bytes = b""
+        if len(text) and text[0] == _STRINGS:
+            self.field = _STRINGS >> 3
+        else:
+            self._numbers = self._joined_lists()
+
+    def tensor_bytes(self, name: str, datatype: str, count: int, most: int) -> Bytes:
+        """Returns the bytes of a tensor.
+
+        Args:
+            name: The input's name, for errors.
+            datatype: One of those that the field may hold.
+            count: How many elements its shape takes.
+            most: The bytes that it may take.
+
+        Raises:
+            InvalidRequest: They are damaged, or have another number of elements.
+            PayloadTooLarge: They take more bytes.
+        """
+        itemsize = DATATYPES[datatype].itemsize or _PREFIX_BYTES
+        if count * itemsize > most:
+            raise _too_large(name, count * itemsize, most)
+        if datatype == "BYTES":
+            return self._strings(name, count, most)
+        is_fixed = self.field in _WIDTHS
+        text = memoryview(self._numbers)
+        found = len(text) // itemsize if is_fixed else _count(text)
+        if found != count:
+            raise _miscounted(name, found, count)
+        if is_fixed:
+            return text
+        out = bytearray()
+        for numbers in _numbers(text):
+            if datatype == "BOOL":
+                out += (numbers != 0).tobytes()
+            else:  # a number that the datatype can't hold keeps its low bytes, as with Triton
+                out += numbers.astype(DATATYPES[datatype].numpy).tobytes()
+        return out
+
+    def _joined_lists(self) -> Bytes:
+        """Notes which field is filled; returns its numbers, packed."""
+        text, position, end, count = self._text, 0, len(self._text), 0
+        lists: list[memoryview] = []
+        try:
+            while position < end:
+                count += 1
+                if count > MAX_FIELDS:
+                    raise PayloadTooLarge(
+                        f"the contents of an input have more than {MAX_FIELDS} fields; send their numbers packed, as "
+                        "proto3 does, or as raw_input_contents"
+                    )
+                tag, position = varint(text, position)
+                kind, begin = tag & 7, position
+                if kind == LENGTH:
+                    size, begin = varint(text, position)
+                    position = begin + size
+                else:
+                    position = varint(text, position)[1] if kind == VARINT else position + FIXED_BYTES[kind]
+                if tag >> 3 not in TYPED:
+                    continue  # protobuf passes over fields that it does not know
+                self.is_mixed = self.is_mixed or self.field not in (0, tag >> 3)
+                self.field = tag >> 3
+                lists.append(text[begin:position])
+        except (IndexError, KeyError):
+            raise malformed() from None
+        size = _WIDTHS.get(self.field, 0)
+        if position != end or any(len(one) % size if size else len(one) and one[-1] >= 0x80 for one in lists):
+            raise malformed()
+        return lists[0] if len(lists) == 1 else b"".join(lists)
+
+    def _strings(self, name: str, count: int, most: int) -> bytearray:
+        text, position, end = self._text, 0, len(self._text)
+        out, found = bytearray(), 0
+        while position < end:
+            window = np.frombuffer(text[position : position + WINDOW_BYTES], np.uint8)
+            run = None if (window[1:3] >= 0x80).sum() == 2 else _run(window)
+            if run is None:  # one with a long head, or longer than a window
+                position = self._long_string(position, out)
+                found += 1
+            else:
+                out += _joined(window, run)
+                position += run.end
+                found += len(run.begins)
+            if found > count:
+                raise _miscounted(name, found, count)
+            if len(out) > most:
+                raise _too_large(name, len(out), most)
+        if found != count:
+            raise _miscounted(name, found, count)
+        return out
+
+    def _long_string(self, position: int, out: bytearray) -> int:
+        try:
+            tag, begin = varint(self._text, position)
+            size, begin = varint(self._text, begin)
+        except IndexError:
+            raise malformed() from None
+        end = begin + size
+        if tag != _STRINGS or end > len(self._text):
+            raise malformed()
+        out += size.to_bytes(_PREFIX_BYTES, "little")
+        out += self._text[begin:end]
+        return end
+
+
+class _Run(NamedTuple):
+    """Strings that are whole in a window: where each field begins, the sizes of its head and its text, the last end."""
+
+    begins: _Numbers
+    heads: _Numbers
+    sizes: _Numbers
+    end: int
+
+
+def _run(window: _Bytes) -> _Run | None:
+    """Finds the strings at the begin of a window; `None` = the first one is not whole in it, or has a long head."""
+    count = len(window)
+    padded = np.concatenate((window, np.zeros(2, np.uint8)))
+    first, second = padded[1 : count + 1].astype(np.int32), padded[2:].astype(np.int32)
+    is_wide = first >= 0x80
+    heads = np.where(is_wide, 3, 2)
+    sizes = np.where(is_wide, first & 0x7F | second << 7, first)
+    ends = np.arange(count) + heads + sizes
+    ends[(is_wide & (second >= 0x80)) | (ends > count)] = count + 1  # nothing is known of what is behind it
+    following = np.append(np.minimum(ends, count), count)
+    jumps = [following]
+    for _ in range(_JUMPS):
+        jumps.append(jumps[-1][jumps[-1]])
+    far, place, coarse = jumps.pop(), 0, list[int]()
+    while place < count:
+        coarse.append(place)
+        place = int(far[place])
+    begins = np.array(coarse, np.int64)
+    for jump in reversed(jumps):
+        begins = np.concatenate((begins, jump[begins]))
+    begins = np.unique(begins)
+    begins = begins[begins < count]
+    if (window[begins] != _STRINGS).any():
+        raise malformed()
+    begins = begins[ends[begins] <= count]  # all but the last one, at most
+    if not len(begins):
+        return None
+    return _Run(begins, heads[begins], sizes[begins], int(ends[begins[-1]]))
+
+
+def _joined(window: _Bytes, run: _Run) -> bytes:
+    """Returns strings as elements of a BYTES tensor."""
+    is_text = np.ones(run.end, bool)
+    is_text[run.begins] = is_text[run.begins + 1] = False
+    is_text[run.begins[run.heads == 3] + 2] = False
+    sizes = run.sizes.astype(np.int64)
+    places = np.cumsum(sizes + _PREFIX_BYTES) - sizes - _PREFIX_BYTES
+    out = np.empty(int(sizes.sum()) + _PREFIX_BYTES * len(sizes), np.uint8)
+    is_own = np.ones(len(out), bool)
+    for byte in range(_PREFIX_BYTES):
+        out[places + byte] = sizes >> 8 * byte & 0xFF
+        is_own[places + byte] = False
+    out[is_own] = window[: run.end][is_text]
+    return out.tobytes()
+
+
+def _count(text: memoryview) -> int:
+    """Counts packed numbers: the last byte of each has no high bit."""
+    return sum(
+        int(np.count_nonzero(np.frombuffer(text[at : at + WINDOW_BYTES], np.uint8) < 0x80))
+        for at in range(0, len(text), WINDOW_BYTES)
+    )
+
+
+def _numbers(text: memoryview) -> Iterator[npt.NDArray[np.uint64]]:
+    """Reads packed numbers."""
+    position = 0
+    while position < len(text):
+        window = np.frombuffer(text[position : position + WINDOW_BYTES], np.uint8)
+        ends = np.flatnonzero(window < 0x80)
+        if not len(ends):
+            raise malformed()
+        begins = np.concatenate(([0], ends[:-1] + 1))
+        widths = ends - begins + 1
+        longest = int(widths.max())
+        if longest > _MAX_VARINT_BYTES:
+            raise malformed()
+        numbers: npt.NDArray[np.uint64] = window[begins].astype(np.uint64) & np.uint64(0x7F)
+        for byte in range(1, longest):
+            has = widths > byte
+            numbers[has] |= (window[begins[has] + byte].astype(np.uint64) & np.uint64(0x7F)) << np.uint64(7 * byte)
+        position += int(ends[-1]) + 1
+        yield numbers
+
+
+def _miscounted(name: str, found: int, count: int) -> InvalidRequest:
+    return InvalidRequest(f"input '{name}' has {found} elements in its contents, and its shape takes {count}")
+
+
+def _too_large(name: str, nbytes: int, most: int) -> PayloadTooLarge:
+    return PayloadTooLarge(
+        f"input '{name}' takes {nbytes} bytes as a tensor, and {most} are left of what a request's inputs may take "
+        "(QINFER_GRPC__MAX_MESSAGE_BYTES)"
+    )
