@@ -152,9 +152,16 @@ class LimitSettings(Section):
         10_000, gt=0, description="Requests that may wait in one lane; a model's `qinfer.lane_capacity` overrides it."
     )
     max_receiving_bytes: int = Field(
-        2**30,
+        160 * 2**20,
         ge=2**20,
-        description="Bytes of requests that one gateway may be receiving at a time; larger bodies wait for their turn.",
+        description="Bytes of requests that one gateway may be receiving at a time, with what becomes of those that it "
+        "decodes; further bodies wait for their turn, and one that is larger comes alone.",
+    )
+    max_strings: int = Field(
+        1_000_000,
+        gt=0,
+        description="Elements that the BYTES inputs of one request may have together: in workers and models each is an "
+        "object of its own; a model's `qinfer.max_strings` overrides it.",
     )
     inline_max_bytes: int = Field(
         2**18, gt=0, description="Larger tensors of a request are stored outside the stream; outputs above 1 MiB."

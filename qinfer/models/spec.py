@@ -266,6 +266,7 @@ class ModelSpec:
         execute_timeout_s: An execution may take so long; 0 = there is no limit, as for the next two.
         load_timeout_s: The load of an instance may take so long.
         warmup_timeout_s: The warm-up of an instance may take so long.
+        max_strings: Elements that the BYTES inputs of one request may have together.
     """
 
     name: str
@@ -305,6 +306,7 @@ class ModelSpec:
     execute_timeout_s: float = 0.0
     load_timeout_s: float = 0.0
     warmup_timeout_s: float = 0.0
+    max_strings: int = 1_000_000
 
     @property
     def max_request_rows(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import prod
 
 from qinfer.core.messages import InferRequest
-from qinfer.errors import InvalidRequest
+from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import DATATYPES, Tensor
 
@@ -35,6 +35,7 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
 
     Raises:
         InvalidRequest: The request does not fit the model.
+        PayloadTooLarge: It has more strings than it may.
     """
     if request.outputs:
         _check_outputs(request.outputs, spec)
@@ -43,6 +44,7 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
         return rows
     pairs = _pair(request.inputs, spec)
     batch_size = _batch_size(request.inputs, spec, max_rows or spec.max_batch_size) if spec.max_batch_size else 0
+    strings = 0
     for tensor, expected in pairs:
         if tensor.datatype != expected.datatype:
             raise InvalidRequest(
@@ -55,6 +57,8 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
         # Triton drops a batch dimension of 0 here, so that an empty batch fails as one of too few elements.
         count = prod(tensor.shape) if batch_size or not spec.max_batch_size else prod(dims)
         if tensor.datatype == "BYTES":
+            strings += count
+            _check_count(strings, spec)
             _check_strings(tensor, count, spec.name)
         else:
             size = count * DATATYPES[tensor.datatype].itemsize
@@ -197,6 +201,14 @@ def _fits(dims: Sequence[int], declared: Sequence[int]) -> bool:
 
 def _dims(dims: Sequence[int]) -> str:
     return "[" + ",".join(map(str, dims)) + "]"
+
+
+def _check_count(strings: int, spec: ModelSpec) -> None:
+    if strings > spec.max_strings:
+        raise PayloadTooLarge(
+            f"the request has at least {strings} strings for model '{spec.name}', which takes {spec.max_strings} at a "
+            "time (QINFER_LIMITS__MAX_STRINGS, or qinfer.max_strings in its configuration); send fewer"
+        )
 
 
 def _check_strings(tensor: Tensor, expected: int, model: str) -> None:

@@ -28,6 +28,7 @@ from qinfer.wire.kserve_types import NAMES, UNPARSABLE, Input, InputParameters, 
 from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepare, read_special
 
 _BOUNDS = Bounds()
+_PIECE_ELEMENTS = 65_536  # of an output that are objects at once
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
@@ -330,13 +331,28 @@ def elements(tensor: Tensor, *, strict: bool = False) -> bytes:
     """
     packing = packing_of(tensor.datatype, tensor.shape)
     if packing is not None and len(tensor.data) == packing.nbytes:
+        if packing.elements > _PIECE_ELEMENTS:
+            return _long_elements(tensor, strict=strict)
         values: Sequence[Any] = packing.unpack(tensor.data)
     else:
         values = _unusual_elements(tensor)
+    return _text(values, strict=strict)
+
+
+def _text(values: Sequence[Any], *, strict: bool) -> bytes:
     text = _encoder.encode(values)
     if not strict and text.find(b"n") >= 0:  # null, which msgspec writes for NaN and infinities, and Triton as words
         text = json.dumps(values, separators=(",", ":")).encode()
     return text
+
+
+def _long_elements(tensor: Tensor, *, strict: bool) -> bytes:
+    """Encodes many numbers a piece at a time: as objects all of them would take a multiple of their bytes."""
+    values = memoryview(tensor.data).cast(STRUCT_CODES[tensor.datatype])  # type: ignore[call-overload]  # as below
+    starts = range(0, len(values), _PIECE_ELEMENTS)
+    pieces = [_text(values[at : at + _PIECE_ELEMENTS].tolist(), strict=strict)[1:-1] for at in starts]
+    pieces[0], pieces[-1] = b"[" + pieces[0], pieces[-1] + b"]"
+    return b",".join(pieces)
 
 
 def _unusual_elements(tensor: Tensor) -> Sequence[Any]:

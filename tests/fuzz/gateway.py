@@ -40,6 +40,8 @@ from tests.support.gateway import MODELS, running_gateway, settings_of
 from tests.support.servers.servers import RedisServer, embedded_server, redis_6_2
 
 GOOD: dict[str, Any] = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "BYTES", "data": ["good"]}]}
+MAX_INPUT_BYTES = 2**22
+"""The largest body, and message."""
 GROWTH_BYTES = 200 * 2**20
 """Memory that the gateway may have more after a run than before: its limits leave it a multiple of what it receives."""
 SCOPES = {"acme": (Scope.INFER,), "other": (Scope.INFER,), "root": (Scope.ADMIN,)}
@@ -98,6 +100,17 @@ class FuzzedGateway:
         """Sees that what requests needed was given back."""
         assert self._process.memory_info().rss - self._rss_bytes < GROWTH_BYTES
 
+    @contextmanager
+    def growing_within(self, most_bytes: int) -> Iterator[None]:
+        """Sees that its memory is never so much more than before during the block."""
+        proc = Path(f"/proc/{self._process.pid}")
+        before = self._process.memory_info().rss
+        (proc / "clear_refs").write_text("5")  # forgets the peak
+        yield
+        peak = re.search(r"VmHWM:\s*(\d+) kB", (proc / "status").read_text())
+        assert peak is not None
+        assert int(peak[1]) * 1024 - before < most_bytes
+
     def close(self) -> None:
         self._client.close()
 
@@ -128,10 +141,10 @@ def settings(folder: Path, broker: str) -> Settings:
     everywhere = f"file://{folder}"
     shared = TenantStores(read=(everywhere,), write=(everywhere,))
     base = settings_of(
-        limits={"default_timeout_s": 0.3, "max_timeout_s": 0.3, "max_receiving_bytes": 2**26},
-        http={"request_read_timeout_s": 2.0, "max_input_bytes": 2**22},
+        limits={"default_timeout_s": 0.3, "max_timeout_s": 0.3, "max_receiving_bytes": 5 * MAX_INPUT_BYTES // 2},
+        http={"request_read_timeout_s": 2.0, "max_input_bytes": MAX_INPUT_BYTES},
         auth={"mode": "keys", "keys_file": str(folder / "keys.json")},
-        grpc={"max_message_bytes": 2**22},
+        grpc={"max_message_bytes": MAX_INPUT_BYTES},
     )
     return base.model_copy(
         update={

@@ -41,6 +41,7 @@ EXECUTE_TIMEOUT = "qinfer.execute_timeout_s"
 LOAD_TIMEOUT = "qinfer.load_timeout_s"
 WARMUP_TIMEOUT = "qinfer.warmup_timeout_s"
 STRICT_OUTPUTS = "qinfer.strict_outputs"
+MAX_STRINGS = "qinfer.max_strings"
 KNOWN_PARAMETERS = (
     DEFAULT_TIMEOUT,
     MAX_TIMEOUT,
@@ -59,6 +60,7 @@ KNOWN_PARAMETERS = (
     LOAD_TIMEOUT,
     WARMUP_TIMEOUT,
     STRICT_OUTPUTS,
+    MAX_STRINGS,
 )
 _USUAL = LimitSettings()
 
@@ -122,6 +124,7 @@ def to_spec(
         execute_timeout_s=float(parameters.get(EXECUTE_TIMEOUT, limits.execute_timeout_s)),
         load_timeout_s=float(parameters.get(LOAD_TIMEOUT, 0)),
         warmup_timeout_s=float(parameters.get(WARMUP_TIMEOUT, 0)),
+        max_strings=int(parameters.get(MAX_STRINGS, limits.max_strings)),
     )
 
 
@@ -172,6 +175,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     LOAD_TIMEOUT: ("a number of seconds, or 0", _is_duration),
     WARMUP_TIMEOUT: ("a number of seconds, or 0", _is_duration),
     STRICT_OUTPUTS: ("'true' or 'false'", lambda text: text in ("true", "false")),
+    MAX_STRINGS: ("an integer above 0", lambda text: _is_count(text) and int(text) > 0),
 }
 
 PARAMETERS = {
@@ -200,6 +204,8 @@ PARAMETERS = {
     "limit.",
     STRICT_OUTPUTS: "`true` = outputs whose datatype or shape is not the declared one are refused. By default they are "
     "passed on with one warning, as in Triton; [bulk jobs](../how-to/bulk-jobs.md) refuse them in any case.",
+    MAX_STRINGS: "Elements that the BYTES inputs of one request may have together; in workers, and in the processes of "
+    "`python` models, each is an object of about 100 bytes.",
 }
 """The meaning of each of `KNOWN_PARAMETERS`, for the reference page."""
 

@@ -399,14 +399,16 @@ def test_capacity_and_workers() -> None:
     parameters = """
     parameters { key: "qinfer.lane_capacity" value { string_value: "12" } }
     parameters { key: "qinfer.min_workers" value { string_value: "0" } }
+    parameters { key: "qinfer.max_strings" value { string_value: "7" } }
     parameters { key: "qinfer.binary_outputs" value { string_value: "y, z" } }
     """
 
     own, default = to_spec(normal(ONNX + parameters), LIMITS), to_spec(normal(ONNX), LIMITS)
 
-    assert (own.lane_capacity, own.min_workers) == (12, 0)
+    assert (own.lane_capacity, own.min_workers, own.max_strings) == (12, 0, 7)
     assert own.parameters["qinfer.binary_outputs"] == "y, z"
     assert (default.lane_capacity, default.min_workers) == (LIMITS.lane_capacity, 1)
+    assert default.max_strings == LIMITS.max_strings
 
 
 def test_without_dynamic_batching_requests_are_not_merged() -> None:

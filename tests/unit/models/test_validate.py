@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qinfer.core.messages import InferRequest
-from qinfer.errors import InvalidRequest
+from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.models.validate import validate
 from qinfer.tensors import Tensor, from_numpy, pack_bytes
@@ -252,3 +252,29 @@ def test_nothing_of_a_shape_larger_than_any_array_is_refused() -> None:
         validate(_request(Tensor("a", "FP32", (0, 2**62), b"")), spec)
 
     assert validate(_request(Tensor("a", "FP32", (0, 2**40), b"")), spec) == 1
+
+
+def test_more_strings_than_a_model_takes_are_refused_uncounted() -> None:
+    """Each would be an object in the worker; their number is that of the shape."""
+    spec = ModelSpec(
+        name="m",
+        backend="b",
+        inputs=(TensorSpec(name="x", datatype="BYTES", dims=(-1,)),),
+        outputs=(),
+        max_strings=1000,
+    )
+    fits = InferRequest(model="m", inputs=(Tensor("x", "BYTES", (1000,), bytes(4000)),))
+    grows = InferRequest(model="m", inputs=(Tensor("x", "BYTES", (1001,), bytes(4004)),))
+
+    assert validate(fits, spec) == 1
+    with pytest.raises(PayloadTooLarge, match="at least 1001 strings for model 'm', which takes 1000 at a time"):
+        validate(grows, spec)
+
+
+def test_the_strings_of_all_inputs_count() -> None:
+    inputs = (TensorSpec(name="x", datatype="BYTES", dims=(-1,)), TensorSpec(name="y", datatype="BYTES", dims=(-1,)))
+    spec = ModelSpec(name="m", backend="b", inputs=inputs, outputs=(), max_strings=1000)
+    tensors = tuple(Tensor(name, "BYTES", (501,), bytes(2004)) for name in ("x", "y"))
+
+    with pytest.raises(PayloadTooLarge, match="at least 1002 strings"):
+        validate(InferRequest(model="m", inputs=tensors), spec)

@@ -11,8 +11,8 @@ from tritonclient.http import InferenceServerClient, InferInput, InferRequestedO
 
 from qinfer.core.messages import InferRequest, Response, Sequence
 from qinfer.errors import InvalidRequest, OutputMismatch
-from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy
-from qinfer.wire.kserve_json import decode_infer, encode_infer
+from qinfer.tensors import DATATYPES, Tensor, from_numpy, pack_bytes, to_numpy
+from qinfer.wire.kserve_json import decode_infer, elements, encode_infer
 from qinfer.wire.outputs import OutputPlan
 
 JSON_PLAN = OutputPlan()
@@ -331,3 +331,21 @@ def test_replies_for_the_real_client(binary: bool) -> None:  # noqa: FBT001  # a
         if tensor.datatype == "BYTES" and not binary:
             got = np.array([e.encode() for e in got.ravel()], dtype=object).reshape(got.shape)
         assert np.array_equal(got, expected), tensor.name
+
+
+@pytest.mark.parametrize("datatype", ["BOOL", "UINT8", "INT64", "FP32"])
+@pytest.mark.parametrize("count", [65_536, 65_537, 200_000])
+def test_long_outputs_are_written_in_pieces_of_which_none_is_lost(datatype: str, count: int) -> None:
+    values = np.arange(count).astype(DATATYPES[datatype].numpy)
+
+    text = elements(from_numpy("y", values))
+
+    assert json.loads(text) == values.tolist()
+
+
+def test_a_long_output_with_special_numbers() -> None:
+    values = np.zeros(200_000, "<f4")
+    values[100_000] = np.nan
+
+    assert elements(from_numpy("y", values)).count(b"NaN") == 1
+    assert elements(from_numpy("y", values), strict=True).count(b"null") == 1
