@@ -1,8 +1,9 @@
 """System shared memory: clients on this host pass tensors in it instead of in bodies (reference §1.15).
 
-The registry is this process's own: a client registers its regions at each gateway that it talks to. It is off unless
-the operator turns it on, for it lets every client name any shared memory object that this process may open, and so read
-and overwrite what is not its own.
+The registry is this process's own: a client registers its regions at each gateway that it talks to. Each tenant has
+regions of its own, which others neither see nor unregister nor use. It is off unless the operator turns it on, for it
+lets every client name any shared memory object that this process may open, and so read and overwrite what is not its
+own.
 
 Regions are read and written through their descriptors and never mapped: a client that shortens a mapped object would
 have the kernel kill this process (SIGBUS). What is read is a copy, so that nothing changes under a request.
@@ -37,7 +38,7 @@ from qinfer.wire.outputs import no_shared_memory
 DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps its objects
 
 MAX_REGIONS = 10_000
-"""Regions that may be registered at once: each takes a descriptor."""
+"""Regions that may be registered at once: each takes a descriptor. A tenant that has less than its share gets more."""
 
 _MAX_UINT64 = 2**64 - 1
 _RESERVED_PREFIX = "triton_python_backend_shm_region_"
@@ -73,16 +74,23 @@ class _Opened:
 
 
 class SharedMemory:
-    """The regions of one gateway; every method may be called from any thread.
+    """The regions of one gateway's callers without a key; every method may be called from any thread.
 
     Args:
         allowed: Whether clients may use shared memory; every method raises `UnsupportedFeature` where they may not.
+        tenants: The regions of all tenants, where these are one tenant's.
     """
 
-    def __init__(self, *, allowed: bool) -> None:
+    def __init__(self, *, allowed: bool, tenants: "dict[str, SharedMemory] | None" = None) -> None:
         self.allowed = allowed
+        self._tenants = {"": self} if tenants is None else tenants
         self._regions: dict[str, _Opened] = {}
         self._lock = threading.RLock()  # a request may end, and release its regions, wherever memory is freed
+
+    def of(self, tenant: str) -> "SharedMemory":
+        """Returns the regions of a tenant."""
+        known = self._tenants.get(tenant)
+        return known or self._tenants.setdefault(tenant, SharedMemory(allowed=self.allowed, tenants=self._tenants))
 
     def check_allowed(self) -> None:
         """Makes sure that clients may use shared memory.
@@ -119,7 +127,7 @@ class SharedMemory:
         with self._lock:
             if name in self._regions:
                 raise AlreadyExists(f"shared memory region '{name}' already in manager")
-            if len(self._regions) >= MAX_REGIONS:
+            if self._is_full():
                 raise InvalidRequest(f"{MAX_REGIONS} shared memory regions are registered already; unregister some")
             descriptor = _open(name, key)
             try:
@@ -239,10 +247,16 @@ class SharedMemory:
         return Limited(self, max_bytes)
 
     def close(self) -> None:
-        """Closes all regions, also where shared memory is off."""
-        with self._lock:
-            for name in list(self._regions):
-                self._close(name)
+        """Closes all regions, of all tenants, also where shared memory is off."""
+        for memory in self._tenants.values():
+            with memory._lock:
+                for name in list(memory._regions):
+                    memory._close(name)
+
+    def _is_full(self) -> bool:
+        counts = [len(memory._regions) for memory in tuple(self._tenants.values())]
+        own, sharing = len(self._regions), len([count for count in counts if count])
+        return sum(counts) >= MAX_REGIONS and own * sharing >= MAX_REGIONS
 
     def _leave(self, name: str) -> None:
         opened = self._regions.get(name)

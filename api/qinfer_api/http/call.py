@@ -109,7 +109,7 @@ class Call:
                 thread = run(None, self._read_checked, dispatcher, head, context, body)
                 thread.add_done_callback(partial(self._read_in_thread, dispatcher, head, context))
                 return
-            request, self._plan = codec.decode(head.target, body, head.json_length)
+            request, self._plan = codec.decode(head.target, body, head.json_length, context.tenant)
             if head.strict:
                 self._plan = strictly(self._plan)
             if head.forwarded:
@@ -127,7 +127,7 @@ class Call:
 
     def _read_checked(self, dispatcher: Dispatcher, head: Head, context: Context, body: bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
-        request, plan = self._codec.decode(head.target, body, head.json_length, served)
+        request, plan = self._codec.decode(head.target, body, head.json_length, context.tenant, served)
         if head.strict:
             plan = strictly(plan)
         with_headers(request, head.forwarded)

@@ -357,7 +357,7 @@ class InferCodec:
         self.shares_memory = memory.allowed
 
     def decode(
-        self, target: Target, body: Bytes, json_length: str | None, served: Served | None = None
+        self, target: Target, body: Bytes, json_length: str | None, tenant: str, served: Served | None = None
     ) -> tuple[InferRequest, OutputPlan]:
         """Decodes the body of an infer request.
 
@@ -365,6 +365,7 @@ class InferCodec:
             target: What its URL names.
             body: The body, without its encoding.
             json_length: The text of the header `Inference-Header-Content-Length`.
+            tenant: The tenant, whose shared memory it may name.
             served: What the request is for, if that was looked up already.
 
         Raises:
@@ -374,7 +375,7 @@ class InferCodec:
         if length == 0:
             served = served or self._dispatcher.resolve(target.model, target.version)
             return read_raw(body, target.model, target.version, served.spec)
-        regions = self.memory.limited(self._max_input_bytes) if self.shares_memory else self.memory
+        regions = self.memory.of(tenant).limited(self._max_input_bytes) if self.shares_memory else self.memory
         request, plan = decode_infer(body, length, target.model, target.version, self.bounds, regions)
         plan = noting(plan, regions)
         if plan.special is not None:
@@ -387,7 +388,7 @@ class InferCodec:
         if response.failure is not None:
             return refusal(response.failure, target)
         try:
-            encoded = encode_infer(response, client_id, plan, self.memory)
+            encoded = encode_infer(response, client_id, plan, regions_of(plan, self.memory))
         except QinferError as error:
             return failure_reply(error)
         return Reply(200, encoded.body, encoded.json_length, cache=response.cache, target=target)
@@ -418,6 +419,11 @@ class InferCodec:
 def strictly(plan: OutputPlan) -> OutputPlan:
     """Returns a plan whose JSON has no NaN and no infinities."""
     return msgspec.structs.replace(plan, strict=True)
+
+
+def regions_of(plan: OutputPlan, default: Regions) -> Regions:
+    """Returns the shared memory that the outputs of a request may go to."""
+    return plan.held if isinstance(plan.held, Limited) else default
 
 
 def noting(plan: OutputPlan, regions: Regions) -> OutputPlan:

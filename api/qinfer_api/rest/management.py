@@ -28,7 +28,7 @@ from qinfer_api.json_types import decode_json
 from qinfer_api.observe.statistics import ModelStats
 from qinfer_api.observe.trace_file import TraceChanges
 from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
-from qinfer_api.rest.services import Services, guarded, read_body, read_json, send, send_json, target_of
+from qinfer_api.rest.services import Services, caller, guarded, read_body, read_json, send, send_json, target_of
 from qinfer_api.server_settings import LogChanges, LogValues, TraceValues
 from qinfer_api.shared_memory import Region
 
@@ -373,14 +373,14 @@ def _add_system(router: APIRouter, services: Services) -> None:
     memory = services.codec.memory
 
     @router.get(f"{_SYSTEM}/status", name="system_regions", **_STATUS)
-    async def system_regions() -> HttpResponse:
-        """Tells the registered regions."""
-        return send_json(memory.status())
+    async def system_regions(request: Request) -> HttpResponse:
+        """Tells the registered regions, of the caller's tenant."""
+        return send_json(memory.of(caller(request).tenant).status())
 
     @router.get(f"{_SYSTEM}/region/{{region}}/status", name="system_region", **_STATUS)
-    async def system_region(region: str) -> HttpResponse:
+    async def system_region(region: str, request: Request) -> HttpResponse:
         """Tells about one region."""
-        return send_json(memory.status(region))
+        return send_json(memory.of(caller(request).tenant).status(region))
 
     @router.post(f"{_SYSTEM}/register", include_in_schema=False)
     async def register_nothing() -> HttpResponse:
@@ -395,19 +395,20 @@ def _add_system(router: APIRouter, services: Services) -> None:
         depth = services.settings.limits.max_json_depth
         decode = partial(decode_json, kind=RegionCall, max_depth=depth, call=_CALL)
         call = await read_body(services, request, _MAX_BODY_BYTES, decode)
-        await asyncio.to_thread(memory.register, region, call.key, call.offset, call.byte_size)
+        own = memory.of(caller(request).tenant)
+        await asyncio.to_thread(own.register, region, call.key, call.offset, call.byte_size)
         return send(_DONE)
 
     @router.post(f"{_SYSTEM}/unregister", name="unregister_system_regions", **_ACTION)
-    async def unregister_system_regions() -> HttpResponse:
-        """Forgets all regions."""
-        memory.unregister_all()
+    async def unregister_system_regions(request: Request) -> HttpResponse:
+        """Forgets all regions of the caller's tenant."""
+        memory.of(caller(request).tenant).unregister_all()
         return send(_DONE)
 
     @router.post(f"{_SYSTEM}/region/{{region}}/unregister", name="unregister_system_region", **_ACTION)
-    async def unregister_system_region(region: str) -> HttpResponse:
+    async def unregister_system_region(region: str, request: Request) -> HttpResponse:
         """Forgets a region; one that is not registered is forgotten already."""
-        memory.unregister(region)
+        memory.of(caller(request).tenant).unregister(region)
         return send(_DONE)
 
 

@@ -160,12 +160,13 @@ def recheck(services: Services, request: Request) -> None:
         Unauthorized: The key was revoked, or has expired.
         Forbidden: The key lacks the scope now.
     """
-    services.dispatcher.recheck(_caller(request))
+    services.dispatcher.recheck(caller(request))
 
 
-def _caller(request: Request) -> Context:
-    caller: Context = getattr(request.state, "caller", ANONYMOUS)
-    return caller
+def caller(request: Request) -> Context:
+    """Returns the caller of a request, which is authorized."""
+    found: Context = getattr(request.state, "caller", ANONYMOUS)
+    return found
 
 
 def answers(request: Request, asked: InferRequest | Address) -> None:
@@ -392,7 +393,7 @@ async def received(services: Services, request: Request, max_bytes: int) -> Asyn
         raise too_large(int(declared), max_bytes, what)
     room = partial(room_of, encoding=encoding, max_bytes=max_bytes)
     size = room(max(int(declared), 1)) if declared.isdecimal() else SMALL_BYTES
-    owner = _caller(request).tenant or request.client
+    owner = caller(request).tenant or request.client
     within_s = min(_MAX_TURN_S, services.settings.http.request_read_timeout_s / 2)
 
     def waits(one: Reservation) -> None:
@@ -460,7 +461,8 @@ async def decoded_infer(
     """
 
     def decode() -> tuple[InferRequest, OutputPlan]:
-        decoded, plan = services.codec.decode(target, body, request.headers.get(JSON_LENGTH_HEADER), served)
+        length, tenant = request.headers.get(JSON_LENGTH_HEADER), caller(request).tenant
+        decoded, plan = services.codec.decode(target, body, length, tenant, served)
         plan = as_accepted(request, plan)
         forward_headers(services, request, decoded)
         answers(request, decoded)
@@ -513,7 +515,7 @@ def choose(services: Services, request: Request, decoded: InferRequest, served: 
     Raises:
         QinferError: The target can't be asked.
     """
-    services.dispatcher.choose(_caller(request), decoded, request.headers.get)
+    services.dispatcher.choose(caller(request), decoded, request.headers.get)
     if not decoded.endpoint or (served.spec.name, served.version) == (decoded.model, decoded.version):
         return served
     return services.dispatcher.of_model(decoded.model, decoded.version)

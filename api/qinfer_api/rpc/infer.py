@@ -30,7 +30,7 @@ from qinfer.wire.kserve_grpc import (
     parse_infer,
 )
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.http.infer import answered_by, bound, hold, noting, parse_version, with_headers
+from qinfer_api.http.infer import answered_by, bound, hold, noting, parse_version, regions_of, with_headers
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, Guard
 from qinfer_api.rpc.headers import Abort, Method
@@ -218,7 +218,7 @@ class Infer:
         message = parse_infer(blob)
         sink.client_id = message.fields.id
         try:
-            decoded = self._decode(message)
+            decoded = self._decode(message, call.context.tenant)
             self._repetitions.learn(blob, message, decoded)
             return self._submit(self._completed(decoded, call), call, sink)
         except QinferError as error:
@@ -249,10 +249,10 @@ class Infer:
         Raises:
             QinferError: An output can't be given back as the request wants it.
         """
-        return encode_infer(response, sink.client_id, sink.plan, self._memory)
+        return encode_infer(response, sink.client_id, sink.plan, regions_of(sink.plan, self._memory))
 
-    def _decode(self, message: Message) -> Decoded:
-        memory = self._memory
+    def _decode(self, message: Message, tenant: str) -> Decoded:
+        memory = self._memory.of(tenant)
         regions = memory.limited(self._max_input_bytes) if memory.allowed else memory
         decoded = decode_infer(message, regions, self._max_typed_bytes)
         plan = noting(decoded.plan, regions)
@@ -269,7 +269,7 @@ class Infer:
         return decoded
 
     def _decode_and_check(self, message: Message, call: Call) -> Decoded:
-        decoded = self._routed(self._completed(self._decode(message), call), call)
+        decoded = self._routed(self._completed(self._decode(message, call.context.tenant), call), call)
         request = decoded.request
         self.dispatcher.check(request, self.dispatcher.of_model(request.model, request.version))
         return decoded

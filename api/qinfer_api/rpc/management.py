@@ -5,7 +5,7 @@ tracing and logging; shared memory, of which CUDA's is never taken; and `grpc.he
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from qinfer_api.about import (
 )
 from qinfer_api.http.infer import parse_version
 from qinfer_api.rest.services import Services
-from qinfer_api.rpc.calls import Guard, parse
+from qinfer_api.rpc.calls import Guard, parse, read
 from qinfer_api.rpc.headers import Method
 from qinfer_api.rpc.protocol import Call
 from qinfer_api.server_settings import LogSettings, LogValues, TraceSettings
@@ -277,20 +277,20 @@ _MEMORY = "shared-memory"
 def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]:
     """Returns the methods: name → method."""
 
-    async def status(request: Any) -> Any:
+    async def status(request: Any, own: SharedMemory) -> Any:
         kind = pb.SystemSharedMemoryStatusResponse
-        regions = {region.name: _message(kind.RegionStatus, region) for region in memory.status(request.name)}
+        regions = {region.name: _message(kind.RegionStatus, region) for region in own.status(request.name)}
         return kind(regions=regions)
 
-    async def register(request: Any) -> Any:
-        memory.register(request.name, request.key, request.offset, request.byte_size)
+    async def register(request: Any, own: SharedMemory) -> Any:
+        own.register(request.name, request.key, request.offset, request.byte_size)
         return pb.SystemSharedMemoryRegisterResponse()
 
-    async def unregister(request: Any) -> Any:
+    async def unregister(request: Any, own: SharedMemory) -> Any:
         if request.name:
-            memory.unregister(request.name)
+            own.unregister(request.name)
         else:
-            memory.unregister_all()
+            own.unregister_all()
         return pb.SystemSharedMemoryUnregisterResponse()
 
     async def cuda_status(request: Any) -> Any:
@@ -304,10 +304,19 @@ def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]
         memory.check_allowed()
         return pb.CudaSharedMemoryUnregisterResponse()
 
+    def of_caller(request: Any, use_case: Callable[[Any, SharedMemory], Awaitable[Any]]) -> Method:
+        """Makes a method that gets the regions of the caller's tenant."""
+
+        async def serve(blob: Bytes, call: Call) -> Bytes:
+            reply = await use_case(await read(request, blob), memory.of(call.context.tenant))
+            return bytes(reply.SerializeToString())
+
+        return guard.unary(serve, _MEMORY)
+
     return {
-        "SystemSharedMemoryStatus": guard.question(pb.SystemSharedMemoryStatusRequest, status, _MEMORY),
-        "SystemSharedMemoryRegister": guard.question(pb.SystemSharedMemoryRegisterRequest, register, _MEMORY),
-        "SystemSharedMemoryUnregister": guard.question(pb.SystemSharedMemoryUnregisterRequest, unregister, _MEMORY),
+        "SystemSharedMemoryStatus": of_caller(pb.SystemSharedMemoryStatusRequest, status),
+        "SystemSharedMemoryRegister": of_caller(pb.SystemSharedMemoryRegisterRequest, register),
+        "SystemSharedMemoryUnregister": of_caller(pb.SystemSharedMemoryUnregisterRequest, unregister),
         "CudaSharedMemoryStatus": guard.question(pb.CudaSharedMemoryStatusRequest, cuda_status, _MEMORY),
         "CudaSharedMemoryRegister": guard.question(pb.CudaSharedMemoryRegisterRequest, cuda_register, _MEMORY),
         "CudaSharedMemoryUnregister": guard.question(pb.CudaSharedMemoryUnregisterRequest, cuda_unregister, _MEMORY),
