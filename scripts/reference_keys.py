@@ -278,6 +278,26 @@ ROWS = (
     ),
     Row(keys.sequence_counts, "hash", "permanent", "counts of sequences: handed over, lost"),
     Row(
+        keys.sequence_numbers,
+        "hash",
+        "permanent",
+        "the first tenant that had a sequence at the model, and how many numbers were allotted to those of others",
+    ),
+    Row(
+        keys.sequence_number,
+        "string",
+        "as long as the record of its sequence",
+        "the name of the sequence of which the model is told by that number",
+        ({"number": "<n>"},),
+    ),
+    Row(
+        keys.sequence_told,
+        "string",
+        "five minutes after the last request",
+        "the number by which a model without sequences is told of requests that name one",
+        ({"name": "<name>"},),
+    ),
+    Row(
         keys.dead_letters,
         "stream",
         "seven days after the last burial, bounded by bytes",

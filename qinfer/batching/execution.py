@@ -21,6 +21,7 @@ from qinfer.backends.base import OTHER_ROWS, Backend, Batch, OneResponse
 from qinfer.batching.policy import Item
 from qinfer.core.call_chain import extended
 from qinfer.core.messages import Failure, Holder, InferRequest, Response, Scalar, Timing
+from qinfer.core.messages import Sequence as Flags
 from qinfer.errors import (
     Cancelled,
     DeliveryError,
@@ -178,11 +179,12 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         waited_for = [item for item in self.items if not item.lost]
         if not waited_for:
             raise Cancelled("nobody waits for this batch any more")
-        first = waited_for[0].request
+        origin, sequence = _origin(self.items, request, waited_for[0].request)
         inherited = msgspec.structs.replace(
             request,
-            tenant=request.tenant or first.tenant,
-            trace=request.trace or first.trace,
+            tenant=request.tenant or origin.tenant,
+            trace=request.trace or origin.trace,
+            sequence=sequence,
             holders=extended([item.request.holders for item in waited_for], self._holder()),
         )
         try:
@@ -272,6 +274,21 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     def output_ns(self) -> int:
         """Time from the first answer to the end of the execution."""
         return self.end_ns - (self.respond_ns or self.end_ns)
+
+
+def _origin(items: Sequence[Pending], call: InferRequest, default: InferRequest) -> tuple[InferRequest, Flags | None]:
+    """Returns the request of a batch for which a model makes a call, and the call's flags with the caller's id.
+
+    A call of a sequence is for the request by whose id the model was told of it: tenants have other ids.
+    """
+    flags = call.sequence
+    if flags is None:
+        return default, None
+    for item in items:
+        told = item.request.sequence
+        if told is not None and told.id == flags.id:
+            return item.request, msgspec.structs.replace(flags, id=told.callers_id)
+    return default, flags
 
 
 def new_batch_id() -> str:

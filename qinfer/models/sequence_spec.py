@@ -155,6 +155,12 @@ class SequenceSpec:
         """Whether the state is in the model's own memory, and lost with it."""
         return not (self.states or self.of_steps)
 
+    @property
+    def told_bits(self) -> int:
+        """The bits of the numbers by which the model is told of sequences; 0 = it is told by text."""
+        corrid = self.control(ControlKind.CORRID)
+        return 64 if corrid is None else 8 * datatype(corrid.datatype).itemsize
+
     def control(self, kind: ControlKind) -> ControlSpec | None:
         """Returns the control input of a kind; `None` = the model has none."""
         return next((control for control in self.controls if control.kind is kind), None)

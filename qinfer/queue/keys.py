@@ -159,6 +159,21 @@ def sequence_counts(model: str, partition: int) -> str:
     return f"{_partition(model, partition)}sequence-counts"
 
 
+def sequence_numbers(model: str, partition: int) -> str:
+    """Returns the hash of a model's first tenant, and of how many numbers were allotted to sequences of others."""
+    return f"{_partition(model, partition)}sequence-numbers"
+
+
+def sequence_number(model: str, partition: int, number: int) -> str:
+    """Returns the string with the name of the sequence that has a number."""
+    return f"{_partition(model, partition)}sequence-number:{number}"
+
+
+def sequence_told(model: str, partition: int, name: str) -> str:
+    """Returns the string with the number by which a model without sequences is told of requests that name one."""
+    return f"{_partition(model, partition)}sequence-told:{name}"
+
+
 def config(model: str) -> str:
     """Returns the hash of a model's normalised configuration and latency model."""
     return f"{_partition(model, 0)}config"

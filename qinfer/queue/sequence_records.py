@@ -116,6 +116,21 @@ class Submitted(msgspec.Struct, frozen=True):
     entry: Entry | None
 
 
+class Renaming(NamedTuple):
+    """Says whether a model is told another id of a sequence than its own: of tenants that are not its first one.
+
+    Attributes:
+        is_other: The tenant is another one than the model's first.
+        number: The number that was allotted, or reserved; 0 = none.
+    """
+
+    is_other: bool = False
+    number: int = 0
+
+
+UNCHANGED = Renaming()
+
+
 class Owned(msgspec.Struct, frozen=True, kw_only=True):
     """A life of a sequence that a worker has become the owner of; it has a `state` where steps are committed."""
 
@@ -126,6 +141,7 @@ class Owned(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     is_explicit: bool
     idle_s: float
+    told: Renaming = UNCHANGED
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -177,6 +193,21 @@ class Sizes(NamedTuple):
     waiting: int
     handed_over: int
     lost: int
+
+
+_QUALIFIED = "qinfer:"
+
+
+def told_id(sequence: SequenceId, told: Renaming) -> int | str:
+    """Returns the correlation id by which a model is told of a sequence, which no sequence of another tenant has.
+
+    A text that looks qualified is qualified, of whichever tenant: no tenant can name the id of another.
+    """
+    given = sequence.correlation_id
+    if told.number:
+        return told.number
+    looks_qualified = bool(sequence.tenant) and isinstance(given, str) and given.startswith(_QUALIFIED)
+    return _QUALIFIED + sequence.name if told.is_other or looks_qualified else given
 
 
 NOT_KEPT = f"the response to this step of the sequence is no longer kept; {BEGIN_AGAIN}"

@@ -58,6 +58,7 @@ from qinfer.queue.sequence_records import (
     News,
     Owned,
     Place,
+    Renaming,
     SequenceId,
     Sizes,
     Step,
@@ -83,7 +84,8 @@ _STAGED_LATE = "the state or the response of a step did not arrive in time; try 
 
 _SHARED = ("now_ms", "drop", "sequences/record")
 _SUBMIT = load_script("each", *_SHARED, "sequences/submit")
-_OWN = load_script("sequences/own", *_SHARED)
+_OWN = load_script("sequences/own", *_SHARED, "sequences/numbers")
+_TELL = load_script("sequences/tell", *_SHARED, "sequences/numbers")
 _TAKE = load_script("sequences/take", *_SHARED)
 _COMMIT = load_script("each", *_SHARED, "sequences/commit")
 _FINISH = load_script("each", *_SHARED, "sequences/finish")
@@ -216,8 +218,16 @@ class Sequences:
         names = [self._owners, owned, *(self._own_lane(version, worker_id) for version in versions)]
         return bool(await self._router.run(self._slot, _LEAVE, names, worker_id))
 
-    async def own(self, worker_id: str, version: int, count: int) -> list[Owned] | None:
+    async def own(
+        self, worker_id: str, version: int, count: int, *, told_bits: int | None = None
+    ) -> list[Owned] | None:
         """Makes a worker the owner of up to `count` sequences that wait for one, `AT_ONCE` at most.
+
+        Args:
+            worker_id: The worker.
+            version: The model version.
+            count: How many at most.
+            told_bits: As of `tell`; `None` = the model is told no ids.
 
         Returns:
             Those that it owns now; `None` where its lease has ended.
@@ -225,8 +235,20 @@ class Sequences:
         if count <= 0:
             return []
         names = [*self._waiting(version), self._own_lane(version, worker_id)]
-        is_alive, found = await self._run(_OWN, names, worker_id, min(count, AT_ONCE), *_WAITING)
+        bits = "" if told_bits is None else told_bits
+        is_alive, found = await self._run(_OWN, names, worker_id, min(count, AT_ONCE), bits, *_WAITING)
         return list(map(_owned, found)) if is_alive else None
+
+    async def tell(self, sequence: SequenceId, bits: int) -> Renaming:
+        """Decides by which id a model without sequences is told of a request that names one.
+
+        Args:
+            sequence: The sequence that the request names.
+            bits: Of the numbers that the model takes, 32 or 64; 0 = it takes text.
+        """
+        key = keys.sequence_told(self._model, self._partition, sequence.name).encode()
+        is_other, number = await self._run(_TELL, [key], sequence.name, bits)
+        return Renaming(bool(is_other), number)
 
     async def take(
         self, worker_id: str, version: int, after: str = "", count: int = 100, max_bytes: int = 2**20
@@ -521,7 +543,7 @@ def _given(step: Committed) -> Items[Any]:
 
 def _owned(found: Items[Any]) -> Owned:
     """Reads one of the replies of own.lua."""
-    name, life, token, committed, generation, kind, idle_ms = found
+    name, life, token, committed, generation, kind, idle_ms, is_other, number = found
     return Owned(
         sequence=SequenceId.of(name.decode(errors="replace")),
         life=life,
@@ -530,4 +552,5 @@ def _owned(found: Items[Any]) -> Owned:
         generation=int(generation),
         is_explicit=kind == b"explicit",
         idle_s=int(idle_ms) / 1000,
+        told=Renaming(bool(is_other), number),
     )

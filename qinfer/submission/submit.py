@@ -217,7 +217,9 @@ class Submission:
             QinferError: As `submit` raises.
         """
         spec = served.spec
-        if spec.decoupled or spec.sequences is not None or validate(request, spec) > max(spec.max_batch_size, 1):
+        # By which id the model is told of a sequence is found out by who reads the lane.
+        names_sequence = spec.sequences is not None or request.sequence is not None
+        if spec.decoupled or names_sequence or validate(request, spec) > max(spec.max_batch_size, 1):
             return None
         return self._by_door(served, request, sink, timeout_s, partial(door.take, must_join=False))
 

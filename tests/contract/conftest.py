@@ -24,6 +24,7 @@ PERMANENT = (
     "deliveries:jobs|later",
     "sequences",
     "sequence-counts",
+    "sequence-numbers",
     "sequence-endings",
     "sequence-owners",
 )  # of a partition; lanes and statistics are told by their numbers

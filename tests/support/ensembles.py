@@ -230,9 +230,9 @@ class EnsemblesServed:
 
 
 @asynccontextmanager
-async def ensembles_served(repository: Path) -> AsyncIterator[EnsemblesServed]:
-    """Runs the gateway, and the workers that are started, until the block ends."""
-    settings = settings_of(limits={"wait_for_workers_s": 10}, grpc={})
+async def ensembles_served(repository: Path, **sections: Any) -> AsyncIterator[EnsemblesServed]:
+    """Runs the gateway, and the workers that are started, until the block ends; takes sections of its settings."""
+    settings = settings_of(limits={"wait_for_workers_s": 10}, grpc={}, **sections)
     repository_settings = RepositorySettings(path=str(repository), control_mode="explicit", load_timeout_s=20.0)
     settings = settings.model_copy(update={"repository": repository_settings})
     async with Database() as database, asyncio.TaskGroup() as tasks:

@@ -129,7 +129,9 @@ class SequenceBatcher(StepRunner[PendingStep]):
         """
         kept = self._kept[step.place.sequence]
         step.key = self._key(step.request, kept.states)
-        listed = Step(item=step, sequence=step.place.sequence, start=step.start, end=step.end)
+        flags = step.request.sequence
+        told_id = None if flags is None else flags.id
+        listed = Step(item=step, sequence=step.place.sequence, start=step.start, end=step.end, told_id=told_id)
         self._scheduler.admit(listed, self._clock.now_s())
         kept.waiting[step] = listed
         self.waiting += 1

@@ -67,7 +67,7 @@ def _holds(kind: ControlKind, step: Step[Item] | None) -> bool:
 
 
 def _correlation_ids(rows: Rows, name: str) -> Array:
-    ids = [None if step is None or step.sequence is None else step.sequence.correlation_id for step in rows]
+    ids = [None if step is None else _told(step) for step in rows]
     kind = datatype(name)
     if kind.numpy is None:
         texts = np.empty(len(ids), dtype=object)
@@ -76,3 +76,9 @@ def _correlation_ids(rows: Rows, name: str) -> Array:
     low_bits = 2 ** (8 * kind.itemsize) - 1
     numbers = [of_step & low_bits if isinstance(of_step, int) else 0 for of_step in ids]
     return np.array(numbers, dtype=f"<u{kind.itemsize}").view(kind.numpy)
+
+
+def _told(step: Step[Any]) -> int | str | None:
+    if step.told_id is not None or step.sequence is None:
+        return step.told_id
+    return step.sequence.correlation_id

@@ -10,6 +10,7 @@ no response has left, so that another worker may begin anew with it.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 
 from qinfer.batching.batcher import LoadedModel, Outlet
 from qinfer.batching.execution import Execution, Pending
@@ -20,7 +21,7 @@ from qinfer.batching.sequences.scheduler import Decision
 from qinfer.batching.sequences.steps import Step, StepBatch
 from qinfer.core import messages
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import Response
+from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InferenceFailed, QinferError, SequenceLost
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.entries import Lane
@@ -79,6 +80,8 @@ class Iterations(StepRunner[Pending]):
         self._changed = changed
         self._held: dict[Pending, _Held] = {}
         self._weight = self._iterations = 0.0
+        # Callers hardly ever name them, none is allotted to one, and models that take 32 bits take them, too.
+        self._numbers = chain.from_iterable(repeat(range(2**29, 2**30)))
 
     @property
     def has_work(self) -> bool:
@@ -113,13 +116,24 @@ class Iterations(StepRunner[Pending]):
     def admit(self, items: Sequence[Pending]) -> None:
         """Takes items, which were classified, and begins those that can begin."""
         for item in items:
-            flags = item.request.sequence
-            named = SequenceId(item.request.tenant, flags.id) if flags is not None and flags.id else None
-            step = Step(item=item, sequence=named)
+            step = Step(item=item, sequence=self._identify(item.request))
             self._scheduler.admit(step, self._clock.now_s())
             self._held[item] = _Held(step, self.model.initial_states)
             _mark(step)
         self.pump()
+
+    def _identify(self, request: InferRequest) -> SequenceId:
+        """Returns the sequence of a request, and has the model told it: a number of its own, unless it names one.
+
+        A name that a request of no sequence or of another tenant has by now is replaced, too.
+        """
+        flags, tenant = request.sequence, request.tenant
+        taken = {of.correlation_id: of.tenant for held in self._held.values() if (of := held.step.sequence)}
+        if flags is not None and flags.id and taken.get(flags.id, tenant) == tenant:
+            return SequenceId(tenant, flags.id)
+        number = next(number for number in self._numbers if number not in taken)
+        request.sequence = messages.Sequence(number) if flags is None else flags.told(number)
+        return SequenceId("", number)
 
     def drop(self, item: Pending) -> None:
         """Forgets an item, if it is here; what executes of it is not answered."""
@@ -203,8 +217,9 @@ class Iterations(StepRunner[Pending]):
 
 def _mark(step: Step[Pending]) -> None:
     """Tells the model, by the flags of its request, whether a step is at its first iteration."""
-    assert step.sequence is not None, "the scheduler has numbered it"
-    step.item.request.sequence = messages.Sequence(step.sequence.correlation_id, start=step.start)
+    flags = step.item.request.sequence
+    assert flags is not None, "it was identified"
+    step.item.request.sequence = messages.Sequence(flags.id, start=step.start, given_id=flags.given_id)
 
 
 class IterativeBatcher:

@@ -43,6 +43,7 @@ class Step(msgspec.Struct, Generic[T], kw_only=True, eq=False):
         start: It is the first of its sequence; of a request that is iterated, in its first iteration.
         end: It is the last of its sequence.
         number: 1, 2, … within its sequence; set by the scheduler.
+        told_id: The correlation id that the model is told; `None` = that of `sequence`.
     """
 
     item: T
@@ -50,6 +51,7 @@ class Step(msgspec.Struct, Generic[T], kw_only=True, eq=False):
     start: bool = False
     end: bool = False
     number: int = 0
+    told_id: int | str | None = None
 
 
 class Ready(msgspec.Struct, Generic[T], frozen=True):

@@ -201,7 +201,9 @@ async def test_start_holds_in_the_first_iteration() -> None:
 
     assert [starts for _, starts in scene.bench.model.batches] == [[1], [0], [0]]
     flags = [flags[0] for flags in scene.bench.model.flags]
-    assert flags == [messages.Sequence(1, start=True), messages.Sequence(1), messages.Sequence(1)]
+    assert flags[0] is not None
+    number = flags[0].id
+    assert flags == [messages.Sequence(number, start=True), messages.Sequence(number), messages.Sequence(number)]
 
 
 async def test_a_correlation_id_of_the_caller_is_kept() -> None:
@@ -212,6 +214,25 @@ async def test_a_correlation_id_of_the_caller_is_kept() -> None:
     scene.bench.end()
 
     assert scene.bench.model.flags == [[messages.Sequence("mine", start=True)]]
+
+
+async def test_ids_of_requests_that_iterate_together_are_never_equal() -> None:
+    """Whether they name one or get a number: the model may keep their state by it."""
+    scene = Scene()
+    items = [scene.item(name, 2) for name in "abcd"]
+    items[1].request.sequence = messages.Sequence(7)
+    items[1].request.tenant = "acme"
+    scene.batcher.admit(items[:2])
+    number = items[0].request.sequence
+    assert number is not None
+    for item, tenant, named in zip(items[2:], ("acme", "evil"), (number.id, 7), strict=True):
+        item.request.sequence, item.request.tenant = messages.Sequence(named), tenant
+
+    scene.batcher.admit(items[2:])
+
+    ids = [item.request.sequence.id for item in items if item.request.sequence is not None]
+    assert (len(set(ids)), ids[1]) == (4, 7)
+    assert [item.request.sequence.callers_id for item in items[1:] if item.request.sequence] == [7, number.id, 7]
 
 
 async def test_each_iteration_is_an_execution_and_the_request_counts_once() -> None:

@@ -1,11 +1,15 @@
 """The intake of a worker: leases become items that may be batched, or are answered, released or buried.
 
 leases ─▶ decode ─▶ tried too often? ─▶ payload apart? ─▶ ready        what can't be executed goes to the publisher
+
+A request of a tenant that names a sequence waits as one with its payload apart does, until Redis has said by which id
+the model is told of it: requests of other tenants may name the same one (`ToldIds`).
 """
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from qinfer.batching.execution import Pending
@@ -18,8 +22,10 @@ from qinfer.models.spec import ModelSpec
 from qinfer.models.validate import validate
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
+from qinfer.queue.sequence_records import SequenceId, told_id
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.versions import NewerVersion
+from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.serving import LaneBatcher
 
@@ -34,11 +40,56 @@ BROKEN = "the worker that executed the request ended in the middle of its respon
 """Why a stream is not executed again."""
 
 
+_TOLD_S = 60.0
+"""The id that a model is told is remembered for so long; Redis keeps it for five minutes."""
+
+_MOST_TOLD = 65536
+
+
 class Taken(NamedTuple):
-    """The items of some leases: those that can run, and those whose external payloads are still to be read."""
+    """The items of some leases: those that can run, and those of which something is still to be read."""
 
     ready: list[Pending]
     external: list[Pending]
+
+
+class ToldIds:
+    """The ids by which models without sequences are told of requests that name one; stateful ones have their service.
+
+    Args:
+        queue: Knows them.
+        monotonic_s: The clock.
+    """
+
+    def __init__(self, queue: Queue, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+        self._queue = queue
+        self._monotonic_s = monotonic_s
+        self._known: dict[tuple[str, SequenceId], tuple[int | str, float]] = {}
+
+    def tell(self, request: InferRequest) -> bool:
+        """Puts the id into a request; returns whether it is known, or none is needed."""
+        flags = request.sequence
+        if flags is None or not flags.id or not request.tenant or flags.given_id:
+            return True
+        told_id, until_s = self._known.get(_named(request), ("", 0.0))
+        if self._monotonic_s() >= until_s:
+            return False
+        request.sequence = flags.told(told_id)
+        return True
+
+    async def ask(self, request: InferRequest, spec: ModelSpec) -> None:
+        """Asks for the id of a request, and puts it in.
+
+        Raises:
+            QinferError: Redis is away.
+        """
+        model, sequence = named = _named(request)
+        bits = 64 if spec.sequences is None else spec.sequences.told_bits
+        told = await self._queue.sequences(model, request.partition).tell(sequence, bits)
+        if len(self._known) >= _MOST_TOLD:
+            self._known.clear()
+        self._known[named] = told_id(sequence, told), self._monotonic_s() + _TOLD_S
+        self.tell(request)
 
 
 class Intake:
@@ -55,6 +106,7 @@ class Intake:
         self._publisher = publisher
         self._most = max(max_deliveries, LEAST_DELIVERIES)
         self._reader = RequestReader()
+        self._told = ToldIds(queue)
         self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
 
     def items(self, batcher: LaneBatcher, leases: Iterable[Lease]) -> Taken:
@@ -71,7 +123,7 @@ class Intake:
             item = self._pending(batcher, lease, request)
             if lease.deliveries > 1 and not self._is_tried(batcher, item):
                 continue
-            if request.payload:
+            if request.payload or not self._is_told(batcher, request):
                 taken.external.append(item)
             elif self._is_ready(batcher, item):
                 taken.ready.append(item)
@@ -103,12 +155,12 @@ class Intake:
         batcher.fail([item], StreamBroken(BROKEN))
 
     async def complete(self, batcher: LaneBatcher, external: Sequence[Pending]) -> list[Pending]:
-        """Reads the external payloads of items; those that are not to be executed are left out.
+        """Reads what is still to be read of items; those that are not to be executed are left out.
 
         A payload that is gone belongs to a cancelled or expired request, which has nobody to answer. When this task is
         cancelled, it gives all items back.
         """
-        reads = [asyncio.ensure_future(self._payload(batcher, item)) for item in external]
+        reads = [asyncio.ensure_future(self._rest(batcher, item)) for item in external]
         try:
             payloads = await asyncio.gather(*reads)
         except asyncio.CancelledError:
@@ -199,13 +251,19 @@ class Intake:
         unknown = InferRequest(model=batcher.model.spec.name, inputs=())
         self._publisher.release_later(self._pending(batcher, lease, unknown), PAUSE_S)
 
-    async def _payload(self, batcher: LaneBatcher, item: Pending) -> bytes | None:
+    def _is_told(self, batcher: LaneBatcher, request: InferRequest) -> bool:
+        """Puts the id into a request that its model is told; False = it is not known yet. Ensembles tell nobody."""
+        return isinstance(batcher, EnsembleBatcher) or self._told.tell(request)
+
+    async def _rest(self, batcher: LaneBatcher, item: Pending) -> bytes | None:
         """Reads an item's tensors; one that can't be read now is released, one whose tensors are gone is finished.
 
         One whose tensors should be there and are not is given up: somebody deleted them from the payload store.
         """
         try:
-            payload = await self._queue.payload(item.lease.entry, item.request.id)
+            if not self._is_told(batcher, item.request):
+                await self._told.ask(item.request, batcher.model.spec)
+            payload = await self._queue.payload(item.lease.entry, item.request.id) if item.request.payload else b""
         except CorruptEntry as error:
             self._bury(batcher, item, error)
             return None
@@ -219,9 +277,11 @@ class Intake:
         return payload
 
     def _complete(self, batcher: LaneBatcher, item: Pending, payload: bytes) -> bool:
+        flags = item.request.sequence
         try:
-            item.request = decode_request(item.lease.frame, payload)
-            item.request.version = batcher.model.version
+            if item.request.payload:
+                item.request = decode_request(item.lease.frame, payload)
+            item.request.version, item.request.sequence = batcher.model.version, flags
         except CorruptEntry as error:
             self._bury(batcher, item, error)
             return False
@@ -241,6 +301,12 @@ class Intake:
             attempt=deliveries,
         )
         self._publisher.bury(item.lease, error, batcher.tally, (item, response))
+
+
+def _named(request: InferRequest) -> tuple[str, SequenceId]:
+    """Returns the model of a request, and the sequence that it names."""
+    assert request.sequence is not None, "it names one"
+    return request.model, SequenceId(request.tenant, request.sequence.id)
 
 
 def given_up(deliveries: int, spec: ModelSpec) -> InferenceFailed:

@@ -30,7 +30,7 @@ from qinfer.models.validate import validate
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_answers import answer_rest, answer_step
-from qinfer.queue.sequence_records import Owned, Place, SequenceId, Taken, Unanswered
+from qinfer.queue.sequence_records import Owned, Place, SequenceId, Taken, Unanswered, told_id
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.states import decode_states
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
@@ -91,6 +91,12 @@ class _Held:
         self.entries: dict[int, str] = {}
         self.repeated: list[Unanswered] = []
         self.arriving: asyncio.Task[None] | None = None
+        self._told_id = told_id(owned.sequence, owned.told)
+
+    def tell(self, request: InferRequest) -> None:
+        """Has the model told the id that no sequence of another tenant has."""
+        if request.sequence is not None:
+            request.sequence = request.sequence.told(self._told_id)
 
 
 class SequenceService:
@@ -127,6 +133,8 @@ class SequenceService:
         else:
             self.batcher = ensemble(self)
         assert model.spec.sequences is not None, "only stateful models have a service"
+        # An ensemble is no model that sees ids: its steps name the caller's, and their models are told others.
+        self._told_bits = None if model.spec.sequences.of_steps else model.spec.sequences.told_bits
         self._is_explicit = model.spec.sequences.is_explicit
         idle_s = model.spec.sequences.max_idle_s
         self._steps = StepPublisher(
@@ -277,7 +285,8 @@ class SequenceService:
         ticket = ""
         while True:
             has_slots = not self._is_draining and self.batcher.free_slots > 0
-            owned = await sequences.own(owner, version, self.batcher.free_slots) if has_slots else []
+            count = self.batcher.free_slots if has_slots else 0
+            owned = await sequences.own(owner, version, count, told_bits=self._told_bits)
             if owned is None:
                 return
             for problem in await asyncio.gather(*map(self._adopt, owned)):
@@ -353,7 +362,7 @@ class SequenceService:
             logger.error("corrupt step", extra={"model": self._model, "entry_id": lease.entry.entry_id})
             self._end(place, token, error)
             return
-        step = self._pending(place, token, lease, request)
+        step = self._pending(held, place, lease, request)
         if lease.deliveries > 1:
             self.batcher.tally.redelivered()
         if lease.deliveries > max(self._parts.settings.max_deliveries, LEAST_DELIVERIES):
@@ -363,8 +372,9 @@ class SequenceService:
         else:
             self._admit(step)
 
-    def _pending(self, place: Place, token: int, lease: Lease, request: InferRequest) -> PendingStep:
+    def _pending(self, held: _Held, place: Place, lease: Lease, request: InferRequest) -> PendingStep:
         enqueued_s = lease.entry.enqueued_s
+        held.tell(request)
         return PendingStep(
             rows=1,
             key=None,
@@ -374,7 +384,7 @@ class SequenceService:
             lease=lease,
             request=request,
             place=place,
-            token=token,
+            token=held.owned.token,
             start=place.number == 1,
             end=request.sequence is not None and request.sequence.end,
         )
@@ -391,6 +401,7 @@ class SequenceService:
                     problem = CorruptEntry("the tensors of the request are gone")
                 else:
                     step.request = decode_request(step.lease.frame, payload)
+                    held.tell(step.request)
             except QinferError as error:
                 problem = error
         if before is not None:

@@ -3,6 +3,7 @@
 -- The record is a hash. Its field `of` is a table, packed by MessagePack, as most scripts read all of it: state (open | ended);
 -- of the life that executes now `life`, its version, generation, kind, idle (ms), owner, token (which rises with each owner),
 -- ticket, committed, deaths (of workers while its next step waited), used (ms), era, apart (1 = its state has a key of its own);
+-- number (that the model is told in place of its id; see numbers.lua);
 -- of the last life `tail`, accepted, hash (of its START), last (the number of its last step; 0 = not known yet); kept says until
 -- when (ms) the keys live; code, text, failed and failed_life say how a life ended by an error.
 -- Further fields, for what is written or read alone: `at` is the life and the last committed step; `state` the state, and
@@ -16,7 +17,7 @@ local DAY_MS = 86400000
 local SLACK_MS = 3600000    -- the keys of a sequence live for so much longer, so that not each step has to say so
 local SHORT_BYTES = 4096    -- a frame of no more travels with the ticket, too
 local EMPTY = {life = 0, committed = 0, token = 0, deaths = 0, idle = 0, used = 0, tail = 0,
-  accepted = 0, failed = 0, failed_life = 0, last = 0, kept = 0, apart = 0, state = '', version = '', generation = '', kind = '', owner = '', ticket = '',
+  accepted = 0, failed = 0, failed_life = 0, last = 0, kept = 0, apart = 0, number = 0, state = '', version = '', generation = '', kind = '', owner = '', ticket = '',
   era = '', hash = '', code = '', text = ''}
 local RECORD = {__index = EMPTY}
 local prefix, era, now
@@ -27,6 +28,7 @@ local function steps_of(name) return prefix .. '0:steps:' .. name end
 local function state_of(name) return prefix .. 'sequence-state:' .. name end
 local function answer_of(name, life, n) return prefix .. string.format('sequence-answer:%d.%d:%s', life, n, name) end
 local function answer_field(life, n) return string.format('answer:%d.%d', life, n) end
+local function number_key(number) return prefix .. string.format('sequence-number:%.0f', number) end
 local function lane_of(version, worker) return prefix .. version .. ':seq@' .. worker end
 -- Counts what the metrics show; counts that are damaged begin again.
 local function count(what)
@@ -110,6 +112,7 @@ local function keep(of, ms)
   for _, key in ipairs({record_of(of.name), steps_of(of.name), state_of(of.name)}) do
     redis.call('PEXPIRE', key, ms + SLACK_MS)
   end
+  if of.number > 0 then redis.call('PEXPIRE', number_key(of.number), ms + SLACK_MS) end
 end
 
 -- Tells whether the response to a step is stored; removes it.
@@ -186,6 +189,7 @@ function over(of, grace)
   if not version then -- there is no next one, or nothing is known of it
     write(of, {state = 'ended', owner = '', ticket = ''})
     redis.call('ZREM', prefix .. 'sequences', of.name)
+    if of.number > 0 then redis.call('PEXPIRE', number_key(of.number), TOMBSTONE_MS) end
     return gone
   end
   write(of, {life = next_life, version = version, generation = generation, kind = kind, idle = tonumber(idle), owner = '',

@@ -43,10 +43,10 @@ if is_start and not is_again then
   if not is_open then
     if most > 0 and redis.call('ZCARD', prefix .. 'sequences') >= most then return {'full'} end
     local version, generation, kind, idle = string.match(about, '^(%S+) (%S+) (%S+) (%S+)$')
-    local life, token = of and of.tail + 1 or 1, of and of.token or 0
+    local life, token, told = of and of.tail + 1 or 1, of and of.token or 0, of and of.number or 0
     of = fresh(name)
     for field, value in pairs({state = 'open', life = life, version = version, generation = generation, kind = kind,
-      idle = tonumber(idle), token = token, era = era, tail = life, accepted = 1, hash = hash}) do of[field] = value end
+      idle = tonumber(idle), token = token, number = told, era = era, tail = life, accepted = 1, hash = hash}) do of[field] = value end
     wait_for_owner(of, 'seq')
     return append(life, 1)
   end

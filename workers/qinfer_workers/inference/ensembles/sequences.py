@@ -272,8 +272,8 @@ class _NumberedSteps:
         assert flags is not None, "a step has flags"
         number = self._counts[model] + 1
         if number == 1 and not self.item.start:
-            raise start_missing(model, flags.id)
-        request.sequence = Flags(flags.id, start=self.item.start, end=flags.end, step=number)
+            raise start_missing(model, flags.callers_id)
+        request.sequence = Flags(flags.callers_id, start=self.item.start, end=flags.end, step=number)
         if self.item.start:
             request.step_key = f"{self.item.request.id}/{model}"
         numbered = self._submitted[model] = _NumberedStep(sink)

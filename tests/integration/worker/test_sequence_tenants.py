@@ -1,0 +1,287 @@
+"""Sequences of several tenants with equal ids: a model that keys its state by the correlation ID mixes none of them.
+
+A gateway with keys, workers with real models, a real Redis. Of each test `acme` is the first tenant.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from onnx import helper
+
+from qinfer.core.api_keys import Scope, add_key
+from tests.support import models
+from tests.support.ensembles import EnsemblesServed, ensemble, ensembles_served, scale
+from tests.support.python_models import HEADER, execute, write_model
+
+pytestmark = pytest.mark.timeout(90)
+
+IDLE = "max_sequence_idle_microseconds: 60000000"
+
+KEEPER = HEADER + (
+    """
+class TritonPythonModel:
+    def initialize(self, args):
+        self.sums = {}
+
+    def execute(self, requests):
+        return [self.step(request) for request in requests]
+
+    def step(self, request):
+        control = pb_utils.get_input_tensor_by_name(request, "CORRID")
+        key = request.correlation_id() if control is None else control.as_numpy().item()
+        if isinstance(key, bytes):
+            key = key.decode()
+        self.sums[key] = self.sums.get(key, 0) + float(x(request).flat[0])
+        told = {"key": str(key), "kind": type(request.correlation_id()).__name__, "id": str(request.correlation_id())}
+        return reply(np.full_like(x(request), self.sums[key]), parameters=told)
+"""
+)
+"""Adds `x` to a sum that it keeps by the correlation ID, and never forgets, whatever the flags are."""
+
+CALLER = execute(
+    """
+responses = []
+for request in requests:
+    call = pb_utils.InferenceRequest(
+        model_name="INT64", requested_output_names=["y"], correlation_id=request.correlation_id(),
+        flags=request.flags(), inputs=[pb_utils.Tensor("x", x(request))])
+    answer = call.exec()
+    if answer.has_error():
+        raise pb_utils.TritonModelException(answer.error().message())
+    responses.append(pb_utils.InferenceResponse(answer.output_tensors(), parameters=json.loads(answer.parameters())))
+return responses
+"""
+)
+"""Passes each step on to a model that keeps a sum, by the correlation ID that it sees."""
+
+TYPES = ["INT64", "UINT64", "INT32", "UINT32", "STRING", "none", "plain", "iterative"]
+
+
+def write_keeper(repository: Path, kind: str, name: str = "", code: str = KEEPER) -> None:
+    """Writes a model that keeps sums, and is told ids of a type; `none` has no CORRID, `plain` no sequences."""
+    control = f'control_input {{ name: "CORRID" control {{ kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_{kind} }} }}'
+    has_control = kind not in {"none", "plain", "iterative"}
+    more = "iterative_sequence: true" if kind == "iterative" else control if has_control else ""
+    scheduling = f"sequence_batching {{ oldest {{ max_candidate_sequences: 64 }} {more} {IDLE} }}"
+    options = {} if kind == "plain" else {"scheduling": scheduling}
+    write_model(repository, code, name or kind, max_batch_size=4, dims=1, **options)
+
+
+class Tenants:
+    """Callers of several tenants, who send steps over HTTP.
+
+    Attributes:
+        scene: The gateway and the workers.
+    """
+
+    def __init__(self, scene: EnsemblesServed, keys: dict[str, str]) -> None:
+        self.scene = scene
+        self._keys = keys
+
+    async def start(self, *names: str) -> None:
+        """Starts a worker."""
+        await self.scene.sync()
+        await self.scene.worker()
+        await self.scene.ready(*names)
+
+    async def send(self, tenant: str, model: str, x: float, sequence: int | str = 7, **flags: bool) -> Any:
+        """Sends a step; returns the body of the reply."""
+        tensor = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [x]}
+        parameters = {"sequence_id": sequence} | {f"sequence_{flag}": value for flag, value in flags.items()}
+        reply = await self.scene.client.post(
+            f"/v2/models/{model}/infer",
+            json={"inputs": [tensor], "parameters": parameters},
+            headers={"authorization": f"Bearer {self._keys[tenant]}"},
+        )
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    async def sum(self, tenant: str, model: str, x: float, sequence: int | str = 7, **flags: bool) -> float:
+        """Sends a step; returns the sum."""
+        return float((await self.send(tenant, model, x, sequence, **flags))["outputs"][0]["data"][0])
+
+    async def told(self, tenant: str, model: str, sequence: int | str = 7) -> dict[str, str]:
+        """Sends a sequence of one step; returns what the model was told."""
+        reply = await self.send(tenant, model, 0, sequence, start=True, end=True)
+        return {name: reply["parameters"][name] for name in ("key", "kind", "id")}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    path = tmp_path / "repository"
+    for kind in ("INT64", "STRING"):
+        write_keeper(path, kind)
+    return path
+
+
+@pytest.fixture
+async def tenants(repository: Path, tmp_path: Path) -> AsyncIterator[Tenants]:
+    file = tmp_path / "keys.json"
+    keys = {name: add_key(file, name, (Scope.INFER,), name)[1] for name in ("acme", "evil", "third")}
+    async with ensembles_served(repository, auth={"mode": "keys", "keys_file": str(file)}) as scene:
+        yield Tenants(scene, keys)
+
+
+async def check_apart(tenants: Tenants, model: str, sequence: int | str = 7) -> None:
+    """Checks that a tenant neither reads nor writes what a model keeps for another."""
+    assert await tenants.sum("acme", model, 0, sequence, start=True) == 0
+    assert await tenants.sum("evil", model, 0, sequence, start=True) == 0
+    assert await tenants.sum("acme", model, 987654, sequence) == 987654
+
+    read = await tenants.sum("evil", model, 0, sequence)
+    await tenants.sum("evil", model, 1000000, sequence)
+
+    assert read == 0
+    assert await tenants.sum("acme", model, 0, sequence) == 987654
+    assert await tenants.sum("evil", model, 0, sequence) == 1000000
+
+
+@pytest.mark.parametrize("kind", TYPES)
+async def test_a_tenant_neither_reads_nor_writes_the_state_of_another(
+    tenants: Tenants, repository: Path, kind: str
+) -> None:
+    if kind not in {"INT64", "STRING"}:
+        write_keeper(repository, kind)
+    await tenants.start(kind)
+
+    await check_apart(tenants, kind)
+
+
+@pytest.mark.parametrize("kind", ["STRING", "none", "plain"])
+async def test_texts_as_ids_are_told_apart(tenants: Tenants, repository: Path, kind: str) -> None:
+    if kind != "STRING":
+        write_keeper(repository, kind)
+    await tenants.start(kind)
+
+    await check_apart(tenants, kind, "call")
+
+
+async def test_the_first_tenant_sees_its_ids_and_others_see_numbers_of_the_type(
+    tenants: Tenants, repository: Path
+) -> None:
+    for kind in TYPES:
+        if kind not in {"INT64", "STRING"}:
+            write_keeper(repository, kind)
+    await tenants.start(*TYPES)
+
+    first = {kind: await tenants.told("acme", kind) for kind in TYPES}
+    other = {kind: await tenants.told("evil", kind) for kind in TYPES}
+    third = {kind: await tenants.told("third", kind) for kind in TYPES}
+
+    assert first == {kind: {"key": "7", "kind": "int", "id": "7"} for kind in TYPES}
+    assert other["STRING"] == {"key": "qinfer:evil:n7", "kind": "str", "id": "qinfer:evil:n7"}
+    for kind in set(TYPES) - {"STRING"}:
+        assert other[kind]["kind"] == "int"
+        assert other[kind]["key"] == other[kind]["id"]
+        assert len({"7", other[kind]["key"], third[kind]["key"]}) == 3
+        assert 0 < int(other[kind]["key"]) < 2 ** (31 if kind.endswith("32") else 53)
+
+
+async def test_a_text_that_looks_like_that_of_another_tenant_is_told_apart(tenants: Tenants) -> None:
+    await tenants.start()
+    await tenants.told("acme", "STRING")
+    others = (await tenants.told("evil", "STRING", "call"))["key"]
+    await tenants.sum("evil", "STRING", 5, "call", start=True)
+
+    assert await tenants.sum("acme", "STRING", 0, others, start=True) == 0
+    assert (await tenants.told("acme", "STRING", "evil:call"))["key"] == "evil:call"
+
+
+async def test_the_number_of_another_tenant_names_no_sequence_of_it(tenants: Tenants) -> None:
+    """The first tenant knows the number, and names it while the other's sequence is open, and once it has ended."""
+    await tenants.start()
+    await tenants.told("acme", "INT64")
+    await tenants.sum("evil", "INT64", 5, start=True)
+    number = int((await tenants.send("evil", "INT64", 0))["parameters"]["key"])
+
+    assert await tenants.sum("acme", "INT64", 1, number, start=True) == 1
+    assert await tenants.sum("evil", "INT64", 0, end=True) == 5
+    assert await tenants.sum("acme", "INT64", 1, number + 1, start=True) == 1
+
+
+async def test_steps_of_an_ensemble_are_told_apart(tenants: Tenants, repository: Path) -> None:
+    scale(repository, "once", 1.0, width=1)
+    steps = ("once", {"x": "x"}, {"y": "scaled"}), ("INT64", {"x": "scaled"}, {"y": "y"})
+    ensemble(repository, "sums", *steps, width=1, max_batch_size=4)
+    await tenants.start()
+
+    await check_apart(tenants, "sums")
+
+
+@pytest.mark.parametrize("kind", ["plain", "none"])
+@pytest.mark.parametrize(("called", "sequence"), [("INT64", 7), ("STRING", "call")])
+async def test_calls_with_the_id_that_a_model_sees_are_told_apart(
+    tenants: Tenants, repository: Path, kind: str, called: str, sequence: int | str
+) -> None:
+    """They are steps of their caller's sequence, also where the first tenant of the called model is another one."""
+    write_keeper(repository, kind, "front", CALLER.replace("INT64", called))
+    await tenants.start()
+    await tenants.told("evil", called, "other" if called == "STRING" else 1)
+
+    await check_apart(tenants, "front", sequence)
+
+
+async def test_calls_of_a_batch_of_several_tenants_are_told_apart(tenants: Tenants, repository: Path) -> None:
+    write_model(repository, CALLER, "front", max_batch_size=4, dims=1, delay_us=50_000)
+    await tenants.start()
+    names = ("acme", "evil", "third")
+
+    async def step(**flags: bool) -> list[float]:
+        steps = [tenants.sum(name, "front", factor, **flags) for name, factor in zip(names, (1, 10, 100), strict=True)]
+        return list(await asyncio.gather(*steps))
+
+    assert [await step(start=True), await step(), await step(end=True)] == [[1, 10, 100], [2, 20, 200], [3, 30, 300]]
+
+
+async def test_the_called_model_has_the_sequence_of_the_client(tenants: Tenants, repository: Path) -> None:
+    """What the client has begun at the called model itself goes on by a call."""
+    write_keeper(repository, "none", "front", CALLER)
+    await tenants.start()
+    await tenants.told("acme", "front")
+    await tenants.told("acme", "INT64", 1)
+    await tenants.sum("evil", "front", 0, start=True)
+
+    before = await tenants.sum("evil", "INT64", 40, 7)
+
+    assert before == 40
+    assert await tenants.sum("evil", "front", 2, 7) == 42
+
+
+async def test_an_onnx_model_is_told_apart_across_workers(tenants: Tenants, repository: Path) -> None:
+    """The number stays the same when the sequence goes on at another worker, whether its own drains or dies."""
+    nodes = [
+        helper.make_node("Add", ["x", "STATE_IN"], ["y"]),
+        helper.make_node("Identity", ["y"], ["STATE_OUT"]),
+        helper.make_node("Identity", ["CORRID"], ["SEEN"]),
+    ]
+    own, state = [("x", "FP32", (1,))], ("FP32", (1,))
+    inputs = [*own, ("STATE_IN", *state), ("CORRID", "INT64", (1,))]
+    outputs = [("y", "FP32", (1,)), ("SEEN", "INT64", (1,))]
+    models.write(repository, "seen", nodes, inputs, [*outputs, ("STATE_OUT", *state)], max_batch_size=4)
+    control = 'control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_INT64 } }'
+    kept = 'state { input_name: "STATE_IN" output_name: "STATE_OUT" data_type: TYPE_FP32 dims: [ 1 ] }'
+    text = models.sequence_batching(models.OLDEST, control, kept, IDLE)
+    (repository / "seen" / "config.pbtxt").write_text(models.config("seen", own, outputs, 4, text))
+    await tenants.start()
+    scene = tenants.scene
+
+    async def step(tenant: str, **flags: bool) -> tuple[float, int]:
+        found = {each["name"]: each["data"][0] for each in (await tenants.send(tenant, "seen", 1, **flags))["outputs"]}
+        return found["y"], found["SEEN"]
+
+    first = {tenant: await step(tenant, start=True) for tenant in ("acme", "evil")}
+    await scene.worker("w2")
+    await scene.stop("w1")
+    second = {tenant: await step(tenant) for tenant in ("acme", "evil")}
+    await scene.kill("w2")
+    await scene.worker("w3")
+    third = {tenant: await step(tenant) for tenant in ("acme", "evil")}
+
+    assert first["acme"] == (1.0, 7)
+    number = first["evil"][1]
+    assert number != 7
+    assert second == {"acme": (2.0, 7), "evil": (2.0, number)}
+    assert third == {"acme": (3.0, 7), "evil": (3.0, number)}
