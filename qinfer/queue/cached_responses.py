@@ -45,9 +45,10 @@ class CachedResponses:
         """Returns an entry; `None` where there is none.
 
         Raises:
-            BrokerUnavailable: Redis can't be reached.
+            BrokerUnavailable: Redis can't be reached, at once.
         """
         name = keys.cached_response(key.hex())
+        self._router.check_up(keys.slot(name))
         found: bytes | None = await self._router.call(keys.slot(name), b"GET", name)
         return found
 

@@ -154,6 +154,10 @@ class Sequences:
             raise outcome
         return outcome
 
+    def check_up(self) -> None:
+        """Raises `BrokerUnavailable` without a connection to the partition's node, which `submit` would wait for."""
+        self._router.check_up(self._slot)
+
     def is_free(self, sequence: SequenceId) -> bool:
         """Tells whether no step of a sequence is being appended: then the next one may be submitted at once."""
         return sequence not in self._locks

@@ -134,6 +134,7 @@ class Submitter:
             about = (payload.request_id, max(1, int(payload.ttl_s * 1000)), packable(payload.data))
             self._run(lane, sender, [(frame, done)], limit, about)
         else:
+            self._router.check_up(keys.lane_slot(lane))  # else it would wait for the connection
             storing = self._submit_large(lane, frame, done, payload, limit, sender)
             task = asyncio.create_task(storing, name="large submit")
             self._large.add(task)

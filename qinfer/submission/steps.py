@@ -48,11 +48,14 @@ class Steps:
         """Submits a step, in the order of the calls; its outcome goes to the table of pending requests.
 
         Args:
-            pending: The request, which is in the table.
+            pending: The request, which comes into the table.
             request: The same, stamped and checked.
             served: The model version that it is for.
             frame: The encoded request.
             payload: Tensors that are too large for the frame.
+
+        Raises:
+            BrokerUnavailable: At once, when the connection is down.
         """
         flags = request.sequence
         assert flags is not None, "a request to a stateful model names its sequence"
@@ -66,6 +69,7 @@ class Steps:
             payload=payload,
         )
         sequences = self._queue.sequences(served.spec.name, _PARTITION)
+        sequences.check_up()
         pending.step = OfStep(sequences, is_numbered=flags.step > 0)
         self._waiting.append(_Waiting(pending, sequences, SequenceId(request.tenant, flags.id), step))
         self._work.set()

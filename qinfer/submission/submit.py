@@ -361,8 +361,8 @@ class Submission:
         if 0 < served.wait_s < timeout_s:
             pending.deadline_s, pending.untaken = deadline_s, partial(self._untaken, served)
             deadline_s = now_s + served.wait_s
-        self.pending.add(pending, deadline_s)
         self._steps.submit(pending, request, served, frame, payload)
+        self.pending.add(pending, deadline_s)
         return pending
 
     def _untaken(self, served: Served) -> QinferError | None:

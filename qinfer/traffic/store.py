@@ -181,6 +181,7 @@ class KeptTargets:
         return None
 
     def _call(self, key: bytes) -> Call:
+        self._router.check_up(keys.slot(key))  # a caller who is refused at once knows when to try again
         return partial(self._router.call, keys.slot(key))
 
 

@@ -151,14 +151,16 @@ def settings_of(
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(settings: Settings | None = None, delivery: Queue | None = None) -> AsyncIterator[Running]:
+async def running_gateway(
+    settings: Settings | None = None, delivery: Queue | None = None, store: ControlStore | None = None
+) -> AsyncIterator[Running]:
     """Runs a gateway and its echo worker until the block ends, then drains it.
 
-    Its queue is in a database of its own unless it is given.
+    Its queue and its control store are in a database of its own unless they are given.
     """
     settings = settings or settings_of()
     async with Database() as database:
-        delivery, store = delivery or await database.delivery(), database.store()
+        delivery, store = delivery or await database.delivery(), store or database.store()
         await declare_models(store, delivery)
         rpc = open_port(settings) if settings.grpc.enabled else None
         listener = bind(settings.http)

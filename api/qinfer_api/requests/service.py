@@ -221,7 +221,6 @@ class AsyncRequests:
         """
         if name not in self.dispatcher.endpoints.by_name:
             return name
-        self.check_up(name)
         kept = await self.kept.find(name, tenant, names_of(request_id, idempotency_key))
         return name if kept is None else kept.model
 
