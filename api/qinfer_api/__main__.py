@@ -17,7 +17,7 @@ import uvloop
 
 from qinfer.core.processes import forbid_inspection
 from qinfer.core.settings import Settings, load_settings
-from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.errors import SettingsError
 from qinfer.observe import logs
 from qinfer_api.app import build
 
@@ -45,9 +45,6 @@ def main() -> int:
     except SettingsError as error:
         logs.cannot_start(os.environ, "qinfer_api", error.message)
         return 2
-    except BrokerUnavailable as error:
-        logger.error("gateway can't start", extra={"error": error.message})
-        return 1
     except asyncio.CancelledError:  # by SIGTERM, while it starts
         return 0
     except KeyboardInterrupt:  # while it starts: later, SIGINT drains

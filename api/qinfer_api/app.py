@@ -57,7 +57,7 @@ from qinfer_api.endpoints.service import EndpointService
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.server import HttpServer, bound_socket, netloc, read_certificate
-from qinfer_api.http.waiting import live_only
+from qinfer_api.http.waiting import live_only, patiently
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
 from qinfer_api.jobs.routes import job_routes
@@ -97,6 +97,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LISTEN_S = 2.0  # the reply stream is there within milliseconds where Redis is
+
 
 async def build(settings: Settings) -> "Gateway":
     """Connects to Redis, synchronises the model repository if there is one here, and makes the gateway.
@@ -104,7 +106,6 @@ async def build(settings: Settings) -> "Gateway":
     While Redis is away it waits, live and not ready.
 
     Raises:
-        BrokerUnavailable: Redis went away again after the connection was made.
         SettingsError: Who may call is not set or can't be read, webhooks can't be signed, an address can't be bound,
             Redis refuses the credentials, a model repository or the labeling mappings can't be read, or traces can't
             be made.
@@ -127,26 +128,19 @@ async def build(settings: Settings) -> "Gateway":
             from qinfer_api.rpc.server import open_port  # loads gRPC, which a gateway without it need not have
 
             rpc = open_port(settings)  # a server that was never started gives its port back when it is collected
-        delivery = await _connected(settings, listener)
+        step = partial(patiently, settings.http, listener)
+        delivery = await step(partial(Queue.connect, settings.redis, settings.limits))
         opened.push_async_callback(delivery.close)
         store = ControlStore(admin_client(settings.redis))
         opened.push_async_callback(store.close)
         source = open_here(settings.repository)
         if source is not None:
-            note_errors(await start(source, store, delivery, settings.repository))
+            note_errors(await step(partial(start, source, store, delivery, settings.repository)))
         gateway = Gateway(settings, delivery, store, listener, source, rpc)
         if metrics_listener is not None:
             gateway.serve_metrics(metrics_listener)
         opened.pop_all()
     return gateway
-
-
-async def _connected(settings: Settings, listener: socket.socket) -> Queue:
-    """Connects to Redis; while that is away, the listener answers that the gateway is live."""
-    with contextlib.suppress(BrokerUnavailable):
-        return await Queue.connect(settings.redis, settings.limits)
-    async with live_only(settings.http, listener):
-        return await Queue.connect_patiently(settings.redis, settings.limits)
 
 
 def bind(http: HttpSettings) -> socket.socket:
@@ -200,7 +194,7 @@ class Gateway:
     ) -> None:
         self._delivery = delivery
         self._store = store
-        self._listener = listener
+        self._http, self._listener = settings.http, listener
         self._drain_s = settings.http.drain_s
         self.name = f"gateway-{IdFactory().ulid()}"
         self.catalog = Catalog(store, settings.limits, delivery)
@@ -228,7 +222,7 @@ class Gateway:
         self.receiving = ReceivingBudget(settings.limits.max_receiving_bytes)
         fast = self._open_fast_path(settings, restrictions)
         services = self._services(settings, fast, restrictions)
-        self.started, self._stopping = asyncio.Event(), asyncio.Event()
+        self.started, self._stopping, self._listening = asyncio.Event(), asyncio.Event(), asyncio.Event()
         scheme = "https" if settings.http.tls_certfile else "http"
         self.url = f"{scheme}://{netloc(*listener.getsockname()[:2])}"
         app = build_app(services, self.jobs, self._labeling, self._endpoint_service())
@@ -359,14 +353,12 @@ class Gateway:
 
     async def serve(self) -> None:
         """Serves until `stop`, then answers the requests in flight within `http.drain_s`, and closes the adapters."""
-        listening = asyncio.Event()
         try:
-            await self.catalog.refresh()
-            await self._endpoints.look()
-            await self._files.write()
+            with contextlib.suppress(BrokerUnavailable):  # told to stop before Redis was there
+                await patiently(self._http, self._listener, self._look, self._stopping)
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._listen(listening)),
+                    group.create_task(self._listen()),
                     group.create_task(self.catalog.run()),
                     group.create_task(self._endpoints.run()),
                     group.create_task(self._files.run()),
@@ -386,7 +378,7 @@ class Gateway:
                     tasks.append(group.create_task(self._watch.run()))
                 if self._labeling.pusher is not None:
                     tasks.append(group.create_task(self._labeling.pusher.run()))
-                await listening.wait()
+                await self._until_replies()
                 await self._serve_all()
                 self._give_up()
                 await self._pending.discard()
@@ -409,9 +401,24 @@ class Gateway:
             await self._delivery.close()
             await self._store.close()
 
-    async def _listen(self, listening: asyncio.Event) -> None:
+    async def _look(self) -> None:
+        """Takes the first look at models and endpoints."""
+        await self.catalog.refresh()
+        await self._endpoints.look()
+        await self._files.write()
+
+    async def _listen(self) -> None:
         pending = self._pending
-        await self._delivery.listen(self.name, pending.receive, listening.set, pending.lose_all)
+        await self._delivery.listen(self.name, pending.receive, self._listening.set, pending.lose_all)
+
+    async def _until_replies(self) -> None:
+        """Waits until answers can come, or it is to stop; live meanwhile, should Redis have gone away again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LISTEN_S):
+                await self._listening.wait()
+        if not self._listening.is_set():
+            async with live_only(self._http, self._listener):
+                await self._listening.wait()
 
     async def _serve_all(self) -> None:
         if self._stopping.is_set():
@@ -436,6 +443,7 @@ class Gateway:
         """Begins to drain, once gRPC's clients know: that takes up to a second. Before it serves, it ends at once."""
         if not self._stopping.is_set():
             self._stopping.set()
+            self._listening.set()
             if self.rpc is None:
                 self._drain()
 

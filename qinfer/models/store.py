@@ -346,15 +346,25 @@ def translated() -> Iterator[None]:
     try:
         yield
     except (RedisError, RedisClusterException, OSError) as error:  # redis-py lets some socket errors through
+        _check_cancelled()
         raise _unreachable(error) from error
     except (AttributeError, RuntimeError) as error:
         if not _is_raised_by_redis_py(error):
             raise
+        _check_cancelled()
         raise _unreachable(error) from error
+    _check_cancelled()
+
+
+def _check_cancelled() -> None:
+    """Raises a cancellation that redis-py has lost: without it a loop would never end.
+
+    It awaits each send in `asyncio.wait_for`, which on Python 3.11 loses one that arrives while the send completes
+    (https://github.com/python/cpython/issues/86296); and what it raises while it closes a broken connection takes the
+    place of one.
+    """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
-        # redis-py awaits each send in `asyncio.wait_for`, which on Python 3.11 loses a cancellation that arrives while
-        # the send completes (https://github.com/python/cpython/issues/86296): without this a loop would never end.
         raise asyncio.CancelledError
 
 

@@ -46,7 +46,6 @@ from functools import cache, partial
 from typing import Any, Self, TypeVar
 
 from qinfer.core.clock import Clock, ServerClock, SystemClock
-from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
 from qinfer.queue import keys
@@ -175,21 +174,6 @@ class Queue:
             raise
         queue._ask_time()
         return queue
-
-    @classmethod
-    async def connect_patiently(cls, settings: RedisSettings, limits: LimitSettings) -> Self:
-        """Connects as `connect` does, and waits for a Redis that is away; the log says so, once a minute."""
-        outage = OutageLog(logger, "start waits for redis", "redis is there: start goes on", remind_s=REMIND_S)
-        backoff = Backoff(longest_s=1.0, jitter=0.5)
-        while True:
-            try:
-                queue = await cls.connect(settings, limits)
-            except BrokerUnavailable as error:
-                outage.failed(error.message)
-                await asyncio.sleep(backoff.next_s())
-                continue
-            outage.over()
-            return queue
 
     def submit(  # noqa: PLR0913 - keywords: what is to be known of an entry
         self,

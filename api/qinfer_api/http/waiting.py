@@ -4,15 +4,34 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from qinfer.core.retry import wait_for_redis
 from qinfer.core.settings import HttpSettings
+from qinfer.errors import BrokerUnavailable
 from qinfer.queue.connection import DOWN
 from qinfer_api.http.connection import HttpPort
 from qinfer_api.http.server import HttpServer
+
+T = TypeVar("T")
+
+
+async def patiently(
+    http: HttpSettings, listener: socket.socket, work: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None
+) -> T:
+    """Does a step of a gateway's start; while Redis is away, the listener answers that the gateway is live.
+
+    Raises:
+        BrokerUnavailable: `stop` was set while Redis was away.
+    """
+    with contextlib.suppress(BrokerUnavailable):
+        return await work()
+    async with live_only(http, listener):
+        return await wait_for_redis(work, stop)
 
 
 @contextlib.asynccontextmanager
@@ -20,12 +39,12 @@ async def live_only(http: HttpSettings, listener: socket.socket) -> AsyncIterato
     """Serves liveness on a socket until the block ends, and leaves the socket to the gateway's own server."""
     server = HttpServer(http, _refuse, HttpPort(http))
     own = socket.socket(fileno=os.dup(listener.fileno()))  # closing a server closes its own
-    async with asyncio.TaskGroup() as group:
-        group.create_task(server.serve(own))
-        try:
-            yield
-        finally:
-            server.turn_away()
+    serving = asyncio.create_task(server.serve(own))  # in no group, which would wrap the errors of the block
+    try:
+        yield
+    finally:
+        server.turn_away()
+        await serving
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:

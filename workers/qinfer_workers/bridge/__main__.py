@@ -22,9 +22,8 @@ from qinfer.core.processes import forbid_inspection
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.observe import logs
-from qinfer.queue.lanes import Queue
 from qinfer_workers.bridge.config import BridgeConfig, load_config
-from qinfer_workers.bridge.program import check, serve
+from qinfer_workers.bridge.program import check, open_links, serve
 from qinfer_workers.health_files import open_health
 from qinfer_workers.liveness import end
 
@@ -41,13 +40,13 @@ async def _serve(config: BridgeConfig, settings: Settings) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, starting.cancel)  # while it may wait for Redis
     touching = None if (health := open_health(settings)) is None else loop.create_task(health.run())
-    delivery = await Queue.connect_patiently(settings.redis, settings.limits)
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD, 20, 50)
-    await serve(config, settings, delivery, stop)
+    async with open_links(settings) as links:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, stop.set)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(GC_THRESHOLD, 20, 50)
+        await serve(config, settings, links, stop)
     if touching is not None:
         touching.cancel()
     return os.EX_OK

@@ -6,14 +6,16 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, start_http_server
 
 from qinfer.bridge.reports import BridgeCollector, BridgeReports, ReportSequence, RouteTally
 from qinfer.core.messages import IdFactory
-from qinfer.core.retry import OutageLog
+from qinfer.core.retry import OutageLog, wait_for_redis
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError, SettingsError
 from qinfer.models.catalog import Catalog
@@ -192,15 +194,51 @@ class Bridge:
             ) from None
 
 
-async def serve(config: BridgeConfig, settings: Settings, delivery: Queue, stop: asyncio.Event) -> None:
-    """Runs a bridge until `stop` is set, and closes its queue.
+class Links(NamedTuple):
+    """A bridge's ways to Redis."""
+
+    delivery: Queue
+    store: ControlStore
+    endpoints: EndpointFollower
+
+
+async def _once(work: Callable[[], Awaitable[Any]]) -> Any:
+    return await work()
+
+
+@asynccontextmanager
+async def open_links(settings: Settings, *, waits: bool = True) -> AsyncIterator[Links]:
+    """Connects to Redis, and takes a first look at models and endpoints.
+
+    Args:
+        settings: Where Redis is.
+        waits: Wait while it is away.
 
     Raises:
-        BrokerUnavailable: Redis went away again at the start.
+        BrokerUnavailable: Redis can't be reached, and `waits` is not set.
+        SettingsError: Redis refuses.
+    """
+    step = wait_for_redis if waits else _once
+    async with AsyncExitStack() as opened:
+        delivery = await step(partial(Queue.connect, settings.redis, settings.limits))
+        opened.push_async_callback(delivery.close)
+        store = ControlStore(admin_client(settings.redis))
+        opened.push_async_callback(store.close)
+        catalog = Catalog(store, settings.limits)
+        endpoints = EndpointFollower(catalog, store, f"bridge-{IdFactory().ulid()}", delivery)
+        await step(catalog.refresh)
+        await step(endpoints.look)
+        yield Links(delivery, store, endpoints)
+
+
+async def serve(config: BridgeConfig, settings: Settings, links: Links, stop: asyncio.Event) -> None:
+    """Runs a bridge until `stop` is set.
+
+    Raises:
         SettingsError: The port of the metrics can't be had.
     """
+    delivery, store, endpoints = links
     async with AsyncExitStack() as opened:
-        store, endpoints = await _open(delivery, settings, opened)
         bridge = Bridge(config, delivery, endpoints, settings)
         tallies = [route.tally for route in bridge.routes]
         reporter = Reporter(bridge.process, tallies, lambda: BridgeReports(admin_client(settings.redis)))
@@ -233,21 +271,9 @@ async def check(config: BridgeConfig, settings: Settings, say: Callable[[str], N
         BrokerUnavailable: Redis can't be reached.
         SettingsError: Redis refuses.
     """
-    async with AsyncExitStack() as opened:
-        _, endpoints = await _open(await Queue.connect(settings.redis, settings.limits), settings, opened)
-        results = [await _check_route(route, endpoints, say) for route in config.routes]
+    async with open_links(settings, waits=False) as links:
+        results = [await _check_route(route, links.endpoints, say) for route in config.routes]
     return all(results)
-
-
-async def _open(delivery: Queue, settings: Settings, opened: AsyncExitStack) -> tuple[ControlStore, EndpointFollower]:
-    opened.push_async_callback(delivery.close)
-    store = ControlStore(admin_client(settings.redis))
-    opened.push_async_callback(store.close)
-    catalog = Catalog(store, settings.limits)
-    await catalog.refresh()
-    endpoints = EndpointFollower(catalog, store, f"bridge-{IdFactory().ulid()}", delivery)
-    await endpoints.look()
-    return store, endpoints
 
 
 async def _check_route(route: RouteOptions, endpoints: EndpointFollower, say: Callable[[str], None]) -> bool:

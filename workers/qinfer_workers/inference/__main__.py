@@ -22,6 +22,7 @@ from qinfer.backends import registry
 from qinfer.backends.parameters import use_engine_cache, use_model_variables
 from qinfer.core.environments import model_environment
 from qinfer.core.processes import forbid_inspection
+from qinfer.core.retry import wait_for_redis
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.models.catalog import Catalog
@@ -63,7 +64,7 @@ async def serve(settings: Settings) -> None:
     tracer = tracing.open_tracer(os.environ, tracing.WORKER, worker_id)
     health = open_health(settings)
     touching = [loop.create_task(health.run())] if health is not None else []
-    queue = await Queue.connect_patiently(settings.redis, settings.limits)
+    queue = await wait_for_redis(partial(Queue.connect, settings.redis, settings.limits))
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     store = ControlStore(admin_client(settings.redis))

@@ -21,6 +21,7 @@ from celery.beat import EmbeddedService
 from celery.worker import state
 
 from qinfer.core.processes import forbid_inspection
+from qinfer.core.retry import wait_for_redis
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import SettingsError
 from qinfer.jobs.examiner_pool import PLAN_SHARES, ExaminerPool
@@ -54,7 +55,7 @@ _LEVELS = {
 
 
 async def _connect(settings: Settings) -> tuple[Queue, ControlStore]:
-    delivery = await Queue.connect_patiently(settings.redis, settings.limits)
+    delivery = await wait_for_redis(partial(Queue.connect, settings.redis, settings.limits))
     return delivery, ControlStore(admin_client(settings.redis))
 
 
