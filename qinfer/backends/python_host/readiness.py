@@ -3,7 +3,8 @@
     worker: ReadinessProbe ── one byte a question ──▶ process: answer_readiness ── "+", or "-" and why not ──▶
 
 Triton asks a model at each check, between two executions. The worker asks it once a second, between two executions,
-and the checks say what it said last. Requests execute in either case, as in Triton.
+and the checks say what it said last. Requests execute in either case, as in Triton; while one that gives no answer is
+waited for, which is `ANSWER_S` once, they wait.
 https://github.com/triton-inference-server/python_backend/pull/430
 """
 
@@ -92,21 +93,50 @@ def answer_readiness(
         turn: Held while the model executes.
         told: Logs an exception of the model's; returns what may be shown of it.
     """
-    seen, shown = "", ""
+    question, own = None, _Own(is_ready, told)
     with suppress(OSError):
         while asks.recv(1):
-            reason = ""
-            try:
+            if question is None:
                 with turn:
-                    answer = is_ready()
-                    if inspect.iscoroutine(answer):
-                        answer = asyncio.run(answer)
-                if not isinstance(answer, bool):
-                    reason = f"its is_ready returned a {type(answer).__name__}, which is no bool"
-                elif not answer:
-                    reason = "its is_ready returned False"
-            except BaseException as error:  # noqa: BLE001  the boundary to the model's code
-                if repr(error) != seen:
-                    seen, shown = repr(error), told(error)
-                reason = shown
+                    question = _Question(own)
+                    question.join(ANSWER_S)
+            reason = _LATE
+            if not question.is_alive():
+                reason, question = question.reason, None
             asks.send((_NO + reason.encode()[: _MOST_BYTES - 1]) if reason else _YES)
+
+
+class _Own:
+    """A model's method; an exception is logged when it is another one than before."""
+
+    def __init__(self, is_ready: Callable[[], object], told: Callable[[BaseException], str]) -> None:
+        self._is_ready, self._told = is_ready, told
+        self._seen = self._shown = ""
+
+    def reason(self) -> str:
+        """Returns why the model says that it is not ready; empty = it is."""
+        try:
+            answer = self._is_ready()
+            if inspect.iscoroutine(answer):
+                answer = asyncio.run(answer)
+        except BaseException as error:  # noqa: BLE001  the boundary to the model's code
+            if repr(error) != self._seen:
+                self._seen, self._shown = repr(error), self._told(error)
+            return self._shown
+        if not isinstance(answer, bool):
+            return f"its is_ready returned a {type(answer).__name__}, which is no bool"
+        return "" if answer else "its is_ready returned False"
+
+
+class _Question(threading.Thread):
+    """One call of a model's method, which may never return: then batches go on, and no other call begins."""
+
+    def __init__(self, own: _Own) -> None:
+        super().__init__(name="is_ready", daemon=True)
+        self._own = own
+        self.reason = ""
+        self.start()
+
+    def run(self) -> None:
+        """Calls it."""
+        self.reason = self._own.reason()

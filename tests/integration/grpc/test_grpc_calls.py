@@ -11,7 +11,7 @@ from tritonclient.grpc.aio import InferenceServerClient, InferInput, InferReques
 from tritonclient.utils import shared_memory
 
 import qinfer
-from qinfer.models.state import Desired
+from qinfer.models.state import Desired, State, VersionState, WorkerRecord
 from qinfer.observe import stats
 from tests.support.rpc import ROW, Rpc, infer_request, rpc
 
@@ -80,6 +80,21 @@ async def test_readiness(server: Rpc, client: Any) -> None:
 
     code, text = await _refused(server.stub.ModelReady(pb.ModelReadyRequest(name="nothing")))
     assert (code, "'nothing' is not found" in text) == ("NOT_FOUND", True)
+
+
+async def test_a_model_that_says_no_is_not_ready(server: Rpc, client: Any) -> None:
+    """By its own `is_ready`, over HTTP as well; the server is ready, and the model answers."""
+    said = VersionState(State.READY, 1, unready="its is_ready returned False")
+    states = {"half": {1: said}, "pair": {1: VersionState(State.READY, 1)}}
+    await server.running.store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=states), ttl_s=3600)
+    await server.running.refresh()
+
+    assert not await client.is_model_ready("half")
+    assert not await client.is_model_ready("half", "1")
+    assert (await server.stub.ModelReady(pb.ModelReadyRequest(name="half"))).ready is False
+    assert await client.is_model_ready("pair")
+    assert await client.is_server_ready()
+    assert await client.is_server_live()
 
 
 async def test_a_model_that_was_unloaded_is_not_ready(server: Rpc, client: Any) -> None:

@@ -46,3 +46,24 @@ async def test_checks_of_readiness_and_the_index_say_what_the_model_says(tmp_pat
         assert outcome((await pool.answered(pool.submit(4.0, "moody")))[0]) == 4.0
         no.unlink()
         await eventually(is_ready, 20.0, "a model that says yes")
+
+
+async def test_an_is_ready_that_hangs_keeps_no_requests_waiting(tmp_path: Path) -> None:
+    """The model is not ready then, and answers all the same."""
+    hangs = tmp_path / "hangs"
+    body = f"def is_ready(self): return not os.path.exists({str(hangs)!r}) or time.sleep(10**6)"
+    write_model(tmp_path / "repository", execute(ECHO, body), "moody", dims=1)
+    async with worker_processes(tmp_path) as pool:
+        await pool.worker()
+        catalog = Catalog(pool.store, LimitSettings())
+        hangs.touch()
+        answers = [outcome((await pool.answered(pool.submit(4.0, "moody")))[0]) for _ in range(3)]
+
+        async def says_no() -> bool:
+            await catalog.refresh()
+            return not is_model_ready(Endpoints(catalog), "moody", 0)
+
+        await eventually(says_no, 30.0, "a model that gives no answer")
+        answers += [outcome((await pool.answered(pool.submit(5.0, "moody")))[0])]
+
+    assert answers == [4.0] * 3 + [5.0]

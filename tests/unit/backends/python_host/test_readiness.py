@@ -62,6 +62,27 @@ def test_one_that_hangs_says_no_and_keeps_no_load_waiting(tmp_path: Path, monkey
         assert "gave no answer" in backend.unready()
 
 
+def test_one_that_hangs_keeps_a_batch_for_its_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not asked again while it hangs; when it has ended, what it says counts."""
+    gate, asked = tmp_path / "gate", tmp_path / "asked"
+    body = (
+        "def is_ready(self):\n"
+        f"    with open({str(asked)!r}, 'a') as file: file.write('x')\n"
+        f"    while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        "    return True"
+    )
+    monkeypatch.setattr(readiness, "ANSWER_S", 0.2)
+    with loaded(tmp_path, execute(ECHO, body)) as backend:
+        answers = [run(backend, floats(3)).array() for _ in range(3)]
+        becomes(backend, "its is_ready gave no answer for 5 s")
+        calls = asked.read_text()
+        gate.touch()
+        becomes(backend, "")
+
+    assert answers == [3.0] * 3
+    assert calls == "x"
+
+
 def test_a_long_execution_is_no_missing_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process answers when it has executed the batch."""
     gate = tmp_path / "gate"
