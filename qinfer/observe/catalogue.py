@@ -212,6 +212,10 @@ LATE_EXECUTIONS = _gauge(
     "qinfer_late_executions",
     "Executions, loads and warm-ups under way of which half of the limit is over, or 300 s where they have none.",
 )
+OVERDUE_EXECUTIONS = _counter(
+    "qinfer_overdue_executions_total",
+    "Executions, loads and warm-ups that were ended because they lasted longer than their limit.",
+)
 MODEL_READY = _gauge(
     "qinfer_model_ready",
     "1 if a live worker can execute the version, or requests may wait for one (qinfer.min_workers 0).",

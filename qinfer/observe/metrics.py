@@ -303,6 +303,7 @@ _FIELDS = (
     (catalogue.REDELIVERIES, stats.REDELIVERIES),
     (catalogue.DEAD_LETTERS_TOTAL, stats.DEAD_LETTERS),
     (catalogue.MODEL_LOAD_FAILURES, stats.LOAD_FAILURES),
+    (catalogue.OVERDUE_EXECUTIONS, stats.OVERDUE),
 )
 _LABELING = (
     (catalogue.LABEL_QUEUED, stats.LABEL_QUEUED),

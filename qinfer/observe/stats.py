@@ -102,6 +102,8 @@ BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS = (
 
 LOAD_FAILURES = "load_failures"
 """Loads of the version that failed in a worker."""
+OVERDUE = "overdue"
+"""Executions, loads and warm-ups that were ended because they lasted longer than their limit."""
 BY_CALLERS = frozenset(
     (
         ErrorCode.INVALID_REQUEST,

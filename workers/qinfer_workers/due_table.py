@@ -16,7 +16,8 @@ from typing import cast
 SLOTS = 1024
 """Instances that have a place; further ones are watched by the worker only."""
 
-NAME_BYTES = 64
+NAME_BYTES = 256
+"""Longer names are cut."""
 
 _DOUBLES = SLOTS * 8
 

@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -29,8 +30,9 @@ import msgspec
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from qinfer.core.processes import LENGTH, forbid_inspection, packed
+from qinfer.queue import keys
 from qinfer.queue.clients import Login, blocking_client
-from qinfer_workers.due_table import DueReader
+from qinfer_workers.due_table import NAME_BYTES, DueReader
 
 REPORTS_PER_RENEWAL = 3
 """How often a worker reports the leases that it holds between two renewals."""
@@ -57,6 +59,7 @@ class Hello(msgspec.Struct, array_like=True):
         lease_s: How long the lease of an owner of sequences is.
         due: The descriptor of the worker's `DueTable`, which the renewer inherits; 0 = it has none.
         log_format: The format of the worker's log.
+        overdue_field: The field of a model version's statistics that counts executions over their limit.
     """
 
     redis: Login
@@ -69,6 +72,7 @@ class Hello(msgspec.Struct, array_like=True):
     lease_s: float = 10.0
     due: int = 0
     log_format: str = "json"
+    overdue_field: str = ""
 
 
 class Held(msgspec.Struct, array_like=True):
@@ -240,15 +244,26 @@ def _is_running(pid: int) -> bool:
     return state not in b"TtZX"
 
 
-def _guard(parent: int, due: DueReader, log_format: str) -> None:
-    """Kills a worker that executes for longer than it may and does not end by itself; in a thread of its own."""
+def _guard(parent: int, due: DueReader, hello: Hello) -> None:
+    """Kills a worker that executes for longer than it may and does not end by itself, and counts what it executed."""
     while os.getppid() == parent:
         time.sleep(GUARD_S)
         if _is_running(parent) and (overdue := due.overdue(time.monotonic())):
-            line = killed_line(overdue, parent, log_format)
+            line = killed_line(overdue, parent, hello.log_format)
             os.write(sys.stderr.fileno(), line.encode())
             os.kill(parent, signal.SIGKILL)
+            with suppress(RedisError, RedisClusterException, OSError):
+                _count(overdue, hello)
             return
+
+
+def _count(overdue: list[str], hello: Hello) -> None:
+    """Counts executions that were ended together with their worker, which can't."""
+    client: Any = blocking_client(hello.redis)
+    for name in overdue:
+        model, _, version = name.rpartition(":")
+        if len(name.encode()) < NAME_BYTES:  # else a part of it is missing
+            client.hincrby(keys.stats(model, int(version)), hello.overdue_field, 1)
 
 
 def killed_line(models: list[str], pid: int, log_format: str) -> str:
@@ -270,8 +285,8 @@ def _serve(parent: int) -> None:
                 hello = msgspec.msgpack.decode(message, type=Hello)
                 renewer, due_s = Renewer(hello), time.monotonic() + hello.every_s
                 if hello.due:
-                    guard = partial(_guard, parent, DueReader(hello.due), hello.log_format)
-                    threading.Thread(target=guard, name="guard", daemon=True).start()
+                    guard = partial(_guard, parent, DueReader(hello.due), hello)
+                    threading.Thread(target=guard, name="guard").start()
                 continue
             held = decoder.decode(message)
             renewer.report(held)

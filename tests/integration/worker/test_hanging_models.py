@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from qinfer.core.messages import Response
+from qinfer.observe.stats import OVERDUE
 from qinfer.queue.entries import shadow_lane
 from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
@@ -61,6 +62,22 @@ async def test_a_runtime_that_hangs_in_the_worker_ends_it(tmp_path: Path, bad: f
         assert "1.5 s" in str(outcome(answers[1]))
         assert "qinfer.execute_timeout_s" in str(outcome(answers[1]))
     assert [batch for batch in executed(trace) if bad in batch][1:3] in ([[bad]], [[bad], [bad]])
+
+
+@pytest.mark.parametrize(("model", "bad"), [("hang", HANG), ("faulty", SLOW), ("faulty", HOLD_GIL)])
+async def test_what_is_ended_at_its_limit_is_counted(tmp_path: Path, model: str, bad: float) -> None:
+    """Whoever ends it: an alert reads the count, for a short execution is between two looks at what executes."""
+    write_hanging(tmp_path / "repository", LIMIT_S)
+    write_stuck(tmp_path / "repository", LIMIT_S)
+    async with worker_processes(tmp_path) as pool:
+        supervisor = asyncio.create_task(pool.supervise())
+        await pool.answered(pool.submit(bad, model))
+
+        async def is_counted() -> bool:
+            return (await pool.store.stats(model, 1)).get(OVERDUE, 0) > 0
+
+        await eventually(is_counted, 20.0, "a count")
+        supervisor.cancel()
 
 
 async def test_what_a_killed_worker_held_is_answered(tmp_path: Path) -> None:

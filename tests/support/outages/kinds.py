@@ -5,10 +5,12 @@ import json
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import pyarrow as pa
 import yaml
 
@@ -17,12 +19,14 @@ from qinfer.client.jobs import Job
 from qinfer.testing import wait_until
 from tests.support import faulty_backend
 from tests.support.bridge_scene import PREDICTIONS, TASKS, Broker, routes
+from tests.support.hanging import HANG, write_hanging
 from tests.support.jobs.job_proof import parquet
 from tests.support.outages import redis
 from tests.support.outages.scene import MODELS, Scene, answers
 
 JOB_MODEL = "faulty"
 JOB_ROWS = 200
+HANGING = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [HANG]}]}
 MESSAGE_EVERY_S = 0.5
 MESSAGE = json.dumps(
     {"inputs": [{"name": name, "shape": [1, 1], "datatype": "FP32", "data": [1.0]} for name in ("a", "b")]}
@@ -68,6 +72,15 @@ async def hang_job(scene: Scene) -> None:
         await asyncio.to_thread(_submit, scene, client, "hangs", [*range(JOB_ROWS), faulty_backend.SLOW])
 
 
+async def hang(scene: Scene, times: int = 1) -> None:
+    """A request hangs in a model with a limit; others follow it, one a minute."""
+    async with httpx.AsyncClient(base_url=scene.gateways[0].url, timeout=None) as client, asyncio.TaskGroup() as tasks:
+        for number in range(times):
+            if number:
+                await asyncio.sleep(60)
+            tasks.create_task(client.post("/v2/models/hang/infer", json=HANGING))
+
+
 async def kill_bridge(scene: Scene) -> None:
     """The only bridge is killed, and none starts again; messages keep coming."""
     scene.bridges[0].kill()
@@ -105,6 +118,16 @@ def _rewrite(file: Path, old: str, new: str) -> None:
     after = file.with_suffix(".new")
     after.write_text(file.read_text().replace(old, new))
     after.rename(file)
+
+
+@asynccontextmanager
+async def hanging(scene: Scene, limit_s: float) -> AsyncIterator[None]:
+    """Has a python model with a limit, which hangs at one value."""
+    write_hanging(scene.models, limit_s)
+    await asyncio.to_thread(
+        wait_until, lambda: answers(f"{scene.gateways[0].url}/v2/models/hang/ready"), 60, "a model that may hang"
+    )
+    yield
 
 
 @asynccontextmanager
@@ -187,6 +210,10 @@ OUTAGES = {
     "load_failure": Outage(break_model, models=(*MODELS, "broken")),
     "failed_rollout": Outage(fail_rollout),
     "slow_model": Outage(slow_down, 480.0),
+    "hang_10": Outage(hang, 120.0, beside=partial(hanging, limit_s=10)),
+    "hang_60": Outage(hang, 180.0, beside=partial(hanging, limit_s=60)),
+    "hang_300": Outage(hang, 420.0, beside=partial(hanging, limit_s=300)),
+    "hangs_again": Outage(partial(hang, times=6), 420.0, beside=partial(hanging, limit_s=10)),
     "redis_full": Outage(fill_redis),
     "redis_gone": Outage(kill_redis),
     "redis_disk_full": Outage(redis.fill_disk, beside=redis.append_only),

@@ -34,6 +34,10 @@ EXPECTED = {
     "load_failure": Expected(frozenset(("QinferModelLoadFailed", "QinferModelUnavailable", "QinferErrorRate"))),
     "failed_rollout": Expected(frozenset(("QinferModelLoadFailed",))),
     "slow_model": Expected(frozenset((BURNS,)), frozenset(("QinferLatencyHigh",))),
+    "hang_10": Expected(frozenset(("QinferExecutionLate",))),
+    "hang_60": Expected(frozenset(("QinferExecutionLate",))),
+    "hang_300": Expected(later=frozenset(("QinferExecutionLate",))),
+    "hangs_again": Expected(frozenset(("QinferExecutionLate",)), frozenset(("QinferExecutionErrors",))),
     "redis_full": Expected(
         frozenset(("QinferMostRefused", "QinferRedisMemoryFull", BURNS)), frozenset(("QinferRequestsRefused",))
     ),

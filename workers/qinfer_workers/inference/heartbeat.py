@@ -5,7 +5,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -19,7 +20,6 @@ from qinfer.models.state import Executing, Speed, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
 from qinfer.observe.host import GpuMeter, GpuUse, MemoryUse, ProcessUse, read_use
-from qinfer.observe.stats import ModelCounts
 from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
@@ -40,6 +40,14 @@ _LoadTimes = Callable[[], dict[str, dict[int, float]]]
 _Memory = Callable[[], dict[str, dict[int, tuple[MemoryUse, ...]]]]
 USAGE_EVERY_S = 2.0
 """Seconds between two measurements of resource usage: Triton's interval."""
+
+
+class Tally(Protocol):
+    """Counts of model versions."""
+
+    def drain(self) -> Mapping[Key, Mapping[str, int]]:
+        """Returns the counts since the last drain, as fields of the statistics."""
+        ...
 
 
 class Heartbeat:
@@ -83,7 +91,7 @@ class Heartbeat:
         self._batchers = batchers
         self.gpus: Collection[int] = ()
         self.leases: LeaseKeeper | None = None
-        self.tallies: Sequence[ModelCounts] = ()
+        self.tallies: Sequence[Tally] = ()
         self._usage: ResourceUsage | None = None
         self.load_times: _LoadTimes = dict
         self.direct: Callable[[], dict[Key, int]] = dict

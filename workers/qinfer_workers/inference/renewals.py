@@ -17,6 +17,7 @@ from qinfer.core.environments import helper_environment
 from qinfer.core.processes import packed, received
 from qinfer.core.retry import Backoff, OutageLog
 from qinfer.core.settings import Settings
+from qinfer.observe.stats import OVERDUE
 from qinfer.queue import keys
 from qinfer.queue.clients import Login
 from qinfer.queue.entries import Lane
@@ -58,6 +59,7 @@ class ProcessRenewals:
             lease_s=settings.worker.lease_s,
             due=0 if due is None else due.fd,
             log_format=settings.log.format,
+            overdue_field=OVERDUE,
         )
         self._lanes: dict[bytes, Lane] = {}
         self._asked = asyncio.Event()

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from qinfer.batching.execution import TOLD
 from qinfer.batching.watched import ExecutionClock, Lateness, TimeLimits, WatchedBackend, lateness
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import Executing
+from qinfer.observe.stats import OVERDUE
 from qinfer_workers.due_table import DueTable
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class ExecutionWatchdog:
         self._watched: list[_Watched] = []
         self._lock = threading.Lock()
         self._warned: dict[ExecutionClock, int] = {}
+        self._ended: Counter[Key] = Counter()
         self._stop = threading.Event()
 
     def watched(self, backend: Backend, spec: ModelSpec, version: int) -> WatchedBackend:
@@ -118,6 +121,12 @@ class ExecutionWatchdog:
             watched = [(one.clock, one.unready) for one in self._watched if one.unready is not None]
         return {(clock.model, clock.version): reason for clock, unready in watched if (reason := _reason(unready))}
 
+    def drain(self) -> dict[Key, dict[str, int]]:
+        """Returns the counts of what was ended since the last drain, as fields of the statistics."""
+        with self._lock:
+            ended, self._ended = self._ended, Counter()
+        return {key: {OVERDUE: count} for key, count in ended.items()}
+
     def look(self, leave: Leave, *, may_end: bool = True) -> None:
         """Looks once at every instance."""
         with self._lock:
@@ -137,10 +146,16 @@ class ExecutionWatchdog:
         extra = _told(clock, elapsed_s)
         if interrupt is not None:
             if clock.expire(interrupt):
+                self._count(clock)
                 logger.error("execution over its limit: the model's process was killed", extra=extra)
         elif clock.limit is clock.limits.execute:  # whoever waits for a load gives up by itself
+            self._count(clock)
             logger.error("execution over its limit: the worker gives back what it can, and ends", extra=extra)
             leave(clock)
+
+    def _count(self, clock: ExecutionClock) -> None:
+        with self._lock:
+            self._ended[clock.model, clock.version] += 1
 
     def _left(self, clock: ExecutionClock) -> None:
         """Forgets an instance that is unloaded, or was given up."""

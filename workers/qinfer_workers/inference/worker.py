@@ -132,6 +132,7 @@ class Worker:
             self._publisher = Publisher(self._queue, self._keeper, tasks, self.spans)
             self._heartbeat.tallies = (
                 self._publisher.durations, self._bulk.counts, self._nested, self._cached, self._models.counts,
+                self._watchdog,
             )  # fmt: skip
             self._intake = Intake(self._queue, self._publisher, self._settings.max_deliveries)
             self._caller = self._open_caller(tasks)
@@ -588,7 +589,12 @@ class Worker:
             self._bulk.pause(),
             *(one.pause() for one in self._servings()),
         ]
-        self._tasks.create_task(end_worker(pauses, self._publisher, lambda: self._store.retire(self._id)))
+        self._tasks.create_task(end_worker(pauses, self._publisher, self._retire))
+
+    async def _retire(self) -> None:
+        """Writes what was counted, and says that the worker is gone."""
+        await self._heartbeat.add_counts()
+        await self._store.retire(self._id)
 
     async def _end_batches(self) -> None:
         """Ends what executes of plain models, and fetches nothing more."""
