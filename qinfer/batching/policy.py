@@ -59,9 +59,10 @@ class LatencyModel:
         self.gap_s = 0.0
         self._gap_weight = 0.0
         self._deviation2 = 0.0
-        self._run: deque[float] = deque(maxlen=_RUN)
-        self._count = 0
-        self._quickest = (1.0, 1.0)
+        self._ratios: deque[float] = deque(maxlen=2 * _WINDOW)
+        """How long the last executions took, measured by what was expected; judged when somebody asks."""
+        self._count = self._judged = 0
+        self._quickest = 1.0
         self._free_at_s: deque[float] = deque()
 
     @property
@@ -83,17 +84,15 @@ class LatencyModel:
         self._rows2 = self._rows2 * _DECAY + rows * rows
         self._rows_seconds = self._rows_seconds * _DECAY + rows * seconds
         self._fit()
-        expected_s = self.estimate_s(rows)
+        expected_s = self._base_s + self._per_row_s * rows
         ratio = seconds / expected_s if expected_s else 1.0
-        self._deviation2 = self._deviation2 * _DECAY + (ratio - 1.0) ** 2
-        self._run.append(ratio)
+        self._deviation2 = self._deviation2 * _DECAY + (ratio - 1.0) * (ratio - 1.0)
+        self._ratios.append(ratio)
         self._count += 1
         current, previous = self._floors
         if self._in_window == _WINDOW:
             current, previous, self._in_window = seconds, current, 0
-            self._quickest = (1.0, self._quickest[0])
         current = min(current, seconds)
-        self._quickest = (min(self._quickest[0], sum(self._run) / len(self._run)), self._quickest[1])
         self._floors = (current, previous)
         self._floor_s = 0.0 if previous == float("inf") else min(current, previous)
         self._in_window += 1
@@ -130,7 +129,7 @@ class LatencyModel:
         """Returns the shortest time from one batch of `rows` rows to the next that the observations allow.
 
         The bound is wide after few executions, for sizes far from those seen, and where executions differ; it follows
-        at once where they become quicker: the quickest run of the last 32 to 64 counts. It is 0 until eight were seen.
+        at once where they become quicker: the quickest run of the last 64 counts. It is 0 until eight were seen.
         """
         weight = self._weight
         if self._count < _COLD + _RUN:
@@ -144,11 +143,19 @@ class LatencyModel:
         regressed_s = self.estimate_s(rows) / (1.0 + math.sqrt(error2 * (1.0 + lever)))
         seen_s = mean_s * min(rows / mean_rows, 1.0) / (1.0 + math.sqrt(error2))
         gap_s = self.gap_s * max(1.0 - 2.0 / math.sqrt(self._gap_weight), 0.0) if self._gap_weight else 0.0
-        return max(regressed_s, seen_s) * min(self._quickest) + gap_s
+        return max(regressed_s, seen_s) * self._quickest_run() + gap_s
 
     def floor_s(self, now_s: float) -> float:
         """Returns the shortest of the last 32 to 64 executions; 0 before there were so many, or when they are old."""
         return 0.0 if now_s - self._observed_at_s > _FRESH_S else self._floor_s
+
+    def _quickest_run(self) -> float:
+        """Returns how long the quickest run took, measured by what was expected; at most 1."""
+        if self._judged != self._count:
+            ratios = list(self._ratios)
+            runs = (sum(ratios[end - _RUN : end]) / _RUN for end in range(_RUN, len(ratios) + 1))
+            self._judged, self._quickest = self._count, min(1.0, *runs)
+        return self._quickest
 
     def _fit(self) -> None:
         mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight

@@ -127,10 +127,12 @@ class ExecutionClock:
         self._since_s = now_s
 
     def end(self) -> None:
-        """Stops the clock, unless streams are open."""
+        """Stops the clock, unless streams are open; it calls nothing, as `begin`."""
         with self._lock:
             self.ctx = None
-            self._set(time.monotonic() if self._streaming else NONE)
+            self._since_s = since_s = time.monotonic() if self._streaming else NONE
+            due, place = self.due
+            due[place] = since_s + self._limit_s if since_s else NONE
 
     def restart(self) -> None:
         """Begins again to count: the model gave a sign of life."""

@@ -66,13 +66,12 @@ class Doorbell:
     Attributes:
         is_armed: Every ring from now on is heard.
         stirred_s: For how long leases are looked for that no worker renews, after something happened.
-        stirred_until_s: Until when they are looked for in every lane.
     """
 
     def __init__(self, router: Router, monotonic_s: Callable[[], float]) -> None:
         self.is_armed = False
         self.stirred_s = 20.0
-        self.stirred_until_s = float("-inf")
+        self._alarmed_at_s = float("-inf")
         self._router = router
         self._monotonic_s = monotonic_s
         self._key = keys.doorbell().encode()
@@ -123,9 +122,13 @@ class Doorbell:
 
     def alarm(self) -> None:
         """Rings for all lanes in this process alone: a worker is gone, or rings may have been lost."""
-        self.stirred_until_s = self._monotonic_s() + self.stirred_s
+        self._alarmed_at_s = self._monotonic_s()
         for sleeper in list(self._sleepers):
             sleeper.ring()
+
+    def is_stirred(self, at_s: float) -> bool:
+        """Tells whether leases that no worker renews are to be looked for in a lane where something happened then."""
+        return self._monotonic_s() < max(at_s, self._alarmed_at_s) + self.stirred_s
 
     async def close(self) -> None:
         """Hears nothing more, and rings no more."""

@@ -231,8 +231,8 @@ class Queue:
 
     def is_stirred(self, lanes: Sequence[Lane]) -> bool:
         """Tells whether something has happened lately after which leases may be left that nobody renews."""
-        reader, now_s = self._readers.get(_reading(lanes)), self._monotonic_s()
-        return reader is None or now_s < max(reader.stirred_until_s, self.doorbell.stirred_until_s)
+        reader = self._readers.get(_reading(lanes))
+        return reader is None or self.doorbell.is_stirred(reader.stirred_at_s)
 
     async def leave(self, lanes: Sequence[Lane]) -> None:
         """Frees the state that `fetch` keeps for these lanes, if none is in progress; a later fetch is allowed."""

@@ -74,7 +74,6 @@ class LaneReader:
 
     Attributes:
         shares: The streams of the lanes besides these, as the last look found them.
-        stirred_until_s: Until when these lanes may hold leases that no worker renews.
     """
 
     def __init__(
@@ -87,11 +86,10 @@ class LaneReader:
         bell: Doorbell | None,
     ) -> None:
         self.place = b""
-        self.stirred_until_s = float("-inf")
         self._bell = bell
         self._sleep: _Sleep | None = None
         self._is_awaited = False
-        self._got_at_s = monotonic_s()
+        self._got_at_s = self._stirred_at_s = monotonic_s()
         self._rings = 0
         self._looked = -1
         """The number of rings before the last look, if that has found nothing."""
@@ -106,6 +104,11 @@ class LaneReader:
         self._is_busy = False
         self.shares: list[Lane] = []
 
+    @property
+    def stirred_at_s(self) -> float:
+        """When something happened last after which these lanes may hold leases that no worker renews."""
+        return max(self._got_at_s, self._stirred_at_s)
+
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         """See `Queue.fetch`."""
         if not self.place and self._bell is not None:
@@ -113,13 +116,17 @@ class LaneReader:
             self._bell.join(self)
             self._stir()
         try:
-            leases = await self._fetch_sure(lanes, consumer, count, wait_s)
+            leases = await self._fetch(lanes, consumer, count, wait_s)
+        except Refused as error:
+            self._distrust()
+            if error.kind not in {"NOGROUP", "UNBLOCKED"}:  # a lane was deleted (FLUSHALL); the latter while blocked
+                raise
+            leases = await self._fetch_again(lanes, consumer, count, wait_s)
         except BaseException:
             self._distrust()
             raise
         if leases:
             self._got_at_s = self._monotonic_s()
-            self._stir()
         return leases
 
     def ring(self) -> None:
@@ -146,39 +153,39 @@ class LaneReader:
         await self.settle()
         await self._link.close()
 
-    async def _fetch_sure(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        """Fetches; creates lanes that were deleted meanwhile."""
-        try:
-            return await self._fetch(lanes, consumer, count, wait_s)
-        except Refused as error:
-            if error.kind not in {"NOGROUP", "UNBLOCKED"}:  # a lane was deleted (FLUSHALL); the latter while blocked
-                raise
+    async def _fetch_again(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
+        """Creates lanes that were deleted, and fetches."""
         await self._ensure(lanes)
         self._look_again()
-        return await self._fetch(lanes, consumer, count, wait_s)
+        try:
+            return await self._fetch(lanes, consumer, count, wait_s)
+        except BaseException:
+            self._distrust()
+            raise
 
     async def _fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        until_s = self._monotonic_s() + wait_s
+        now_s = self._monotonic_s()
+        until_s = now_s + wait_s
         if self._sleep is not None:
             slept = await self._sleep_on(self._sleep, lanes, consumer, until_s)
             if slept or self._sleep is not None:
                 return self._at_most(slept, count)
-        while True:
             now_s = self._monotonic_s()
+        while True:
             is_single = len(lanes) == 1 and not self.shares
             if not is_single or wait_s <= 0 or now_s - self._took_at_s >= RELEASED_EVERY_S:
                 self._took_at_s = now_s
                 leases = await self._take(lanes, consumer, count)
-                if leases or self._monotonic_s() >= until_s:
+                if leases or (now_s := self._monotonic_s()) >= until_s:
                     return leases
-            if self._may_sleep():
+            if now_s - self._got_at_s >= AWAKE_S and self._may_sleep():
                 leases = await self._sleep_on(self._fall_asleep(lanes, consumer, count), lanes, consumer, until_s)
             else:
-                block_s = min(max(until_s - self._monotonic_s(), 0.0), MAX_BLOCK_S)
+                block_s = min(max(until_s - now_s, 0.0), MAX_BLOCK_S)
                 leases = await self._wait(lanes, consumer, count, block_s)
                 self._is_busy = len(leases) > 1
-            if leases or self._monotonic_s() >= until_s:
-                return self._at_most(leases, count)
+            if leases or (now_s := self._monotonic_s()) >= until_s:
+                return leases if len(leases) <= count else self._at_most(leases, count)
 
     def _at_most(self, leases: list[Lease], count: int) -> list[Lease]:
         """Gives back what is too much: COUNT is per stream, several lanes may have got their first entry at once."""
@@ -192,14 +199,11 @@ class LaneReader:
         self._stir()
 
     def _stir(self) -> None:
-        if self._bell is not None:
-            self.stirred_until_s = self._monotonic_s() + self._bell.stirred_s
+        self._stirred_at_s = self._monotonic_s()
 
     def _may_sleep(self) -> bool:
         """Tells whether the last look has found nothing, and every ring since would have been heard."""
-        if self._bell is None or not self._bell.is_armed or self._looked != self._rings:
-            return False
-        return self._monotonic_s() - self._got_at_s >= AWAKE_S
+        return self._bell is not None and self._bell.is_armed and self._looked == self._rings
 
     def _fall_asleep(self, lanes: Sequence[Lane], consumer: str, count: int) -> _Sleep:
         """Begins a read that outlives this fetch."""
@@ -340,11 +344,10 @@ class LaneReader:
             if not isinstance(reply, Exception):
                 self._give_back(to_leases(reply))
 
-        client_id = self._link.client_id
         try:
             return await self._link.call(*command, late=late)
         except asyncio.CancelledError:
-            self._was_cancelled = True
+            self._was_cancelled, client_id = True, self._link.client_id
             self._rouse(lambda: answered or self._link.client_id != client_id)
             raise
 
@@ -358,7 +361,7 @@ class LaneReader:
             lane = by_key[key]
             for entry_id, fields in entries:
                 leases.append(Lease(_entry(lane, entry_id, fields), consumer, fields[1]))
-                if self._tell(lane, [fields]):
+                if len(fields) > 2 and self._tell(lane, [fields]):
                     self._look_again()
         return leases
 

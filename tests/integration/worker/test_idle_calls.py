@@ -42,8 +42,7 @@ async def served(scene: InlineWorkers, models: int, monkeypatch: pytest.MonkeyPa
 
 
 def _is_stirred(scene: InlineWorkers, reader: readers.LaneReader) -> bool:
-    bell = scene.delivery.doorbell
-    return max(bell.stirred_until_s, reader.stirred_until_s) > bell._monotonic_s()
+    return scene.delivery.doorbell.is_stirred(reader.stirred_at_s)
 
 
 @pytest.mark.timeout(150)
