@@ -1,4 +1,4 @@
-"""Blocking reads of streams: `LaneReader` fetches entries of lanes, `ReplyReader` reads one process's reply stream.
+"""Blocking reads of streams: lanes (`LaneReader`), tickets of sequences (`TicketReader`), replies (`ReplyReader`).
 
 A lane reader has the lanes of one partition of a model version, and a connection of its own, for its reads block. A
 cancelled `fetch` loses nothing: the reply that comes too late goes back to the lane as a release. A lane that several
@@ -6,6 +6,8 @@ tenants use has streams besides itself, of which the script tells; the reader wa
 
 A reader of idle lanes sleeps: its blocking read lasts for longer than a `fetch`, and the next one waits for it, too.
 An entry that comes while no `fetch` waits goes back after a moment. `doorbell` says what wakes it.
+
+A ticket reader takes nothing: scripts do, and every ticket that is not taken ends the next read at once.
 
 A reply reader creates its stream, keeps it alive, delivers, trims, and survives every reconnect. The stream lives a
 minute longer than its reader. A reader that finds it gone, because it was away for longer or somebody flushed, makes a
@@ -47,10 +49,6 @@ AWAKE_S = 5.0
 
 _LIMBO_S = 0.05
 """For so long what a sleeping read got waits for the next fetch."""
-
-_ROUSE_EVERY_S = 0.02
-_ROUSES = 100
-"""So often a read is unblocked that does not end; then its connection is given up."""
 
 
 class _Sleep(NamedTuple):
@@ -135,7 +133,7 @@ class LaneReader:
         self._took_at_s = float("-inf")
         self._stir()
         if self._sleep is not None:
-            self._rouse(self._sleep.task.done)
+            self._link.rouse(self._sleep.task.done)
 
     async def settle(self) -> None:
         """Waits, for a bounded time, until the entries of a cancelled fetch are released."""
@@ -224,7 +222,7 @@ class LaneReader:
         is_same, left_s = (sleep.lanes, sleep.consumer) == (tuple(lanes), consumer), until_s - self._monotonic_s()
         is_over = not is_same or left_s <= 0
         if is_over:
-            self._rouse(sleep.task.done)
+            self._link.rouse(sleep.task.done)
         self._is_awaited = True
         try:
             await asyncio.wait([sleep.task], timeout=None if is_over else left_s)
@@ -273,16 +271,6 @@ class LaneReader:
         else:
             sleep.task.cancel()
         self._link.expect(MAX_BLOCK_S)
-
-    def _rouse(self, is_over: Callable[[], bool], tries: int = _ROUSES) -> None:
-        """Unblocks a blocking read, again and again until it has ended: it may not have come to Redis yet."""
-        if tries and not is_over():
-            unblock = pack((b"CLIENT", b"UNBLOCK", self._link.client_id))
-            with suppress(BrokerUnavailable):
-                self._router.send(self._slot, unblock, lambda _: None)
-            asyncio.get_running_loop().call_later(_ROUSE_EVERY_S, self._rouse, is_over, tries - 1)
-        elif not is_over():
-            self._link.reset()  # it listens to nobody
 
     def _look_again(self) -> None:
         """Has the next fetch look for shares before it waits."""
@@ -348,7 +336,7 @@ class LaneReader:
             return await self._link.call(*command, late=late)
         except asyncio.CancelledError:
             self._was_cancelled, client_id = True, self._link.client_id
-            self._rouse(lambda: answered or self._link.client_id != client_id)
+            self._link.rouse(lambda: answered or self._link.client_id != client_id)
             raise
 
     def _leases_of_read(self, streams: Sequence[Lane], consumer: str, reply: Any) -> list[Lease]:
@@ -393,6 +381,64 @@ def _entry(lane: Lane, entry_id: bytes, fields: Sequence[bytes]) -> Entry:
         return Entry(lane, entry_id.decode())
     more = dict(zip(fields[2::2], fields[3::2], strict=True))
     return Entry(lane, entry_id.decode(), more.get(b"o", b"").decode(), more.get(b"p", b"").decode())
+
+
+class TicketReader:
+    """The waiting half of `Sequences`, for one worker and model version; made by `Sequences.reader`.
+
+    The bell rings for it where a connection broke; each ticket ends its read without a ring.
+
+    Args:
+        link: Its connection.
+        bell: Rings, and says how long it may sleep.
+        own: The key of the worker's own lane.
+        waiting: The keys of the lanes in which sequences wait for an owner.
+        place: See `Sleeper`.
+
+    Attributes:
+        is_asleep: A read is under way that lasts for longer than `MAX_BLOCK_S`.
+    """
+
+    def __init__(self, link: BlockingLink, bell: Doorbell, own: bytes, waiting: Sequence[bytes], place: bytes) -> None:
+        self.place = place
+        self._link = link
+        self._bell = bell
+        self._own = own
+        self._waiting = waiting
+        self._reading: object | None = None
+        self.is_asleep = False
+
+    async def wait(self, after: str, wait_s: float, *, has_slots: bool) -> bool:
+        """Waits until `take` has something new, or, with free slots, `own`; False = not within `wait_s` seconds."""
+        return await self._read(after, min(wait_s, MAX_BLOCK_S), has_slots=has_slots)
+
+    async def sleep(self, after: str, *, has_slots: bool) -> bool:
+        """Waits as `wait` does, until the bell rings, or for so long that all sleepers together ask seldom."""
+        self._bell.join(self)
+        block_s = self._bell.sleep_s() if self._bell.is_armed else MAX_BLOCK_S
+        return await self._read(after, block_s, has_slots=has_slots)
+
+    def ring(self) -> None:
+        """See `Sleeper.ring`."""
+        if (reading := self._reading) is not None:
+            self._link.rouse(lambda: self._reading is not reading)
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        self._bell.leave(self)
+        await self._link.close()
+
+    async def _read(self, after: str, block_s: float, *, has_slots: bool) -> bool:
+        others = self._waiting if has_slots else ()
+        ids = [after or "0", *["0"] * len(others)]
+        self._link.expect(block_s)
+        self._reading = object()
+        self.is_asleep = block_s > MAX_BLOCK_S
+        try:
+            block = (b"BLOCK", max(1, int(block_s * 1000)))
+            return bool(await self._link.call(b"XREAD", b"COUNT", 1, *block, b"STREAMS", self._own, *others, *ids))
+        finally:
+            self._reading, self.is_asleep = None, False
 
 
 BLOCK_S = 0.5

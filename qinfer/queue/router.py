@@ -23,6 +23,7 @@ Nobody else runs that script, or knows the order of its arguments. `each.lua` ru
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import sha1
 from importlib.resources import files
@@ -43,6 +44,10 @@ _ASKING = pack((b"ASKING",))
 _CHANGING = "the queue's cluster is changing; try again"
 _MAX_REDIRECTS = 5
 _PAUSE_S = 0.5  # between two questions for the map
+
+_ROUSE_EVERY_S = 0.02
+_ROUSES = 100
+"""So often a read is unblocked that does not end; then its connection is given up."""
 
 
 class Router:
@@ -129,7 +134,7 @@ class Router:
         link = Link(resolve, self._settings, name=name, block_s=block_s, on_trouble=self._in_doubt.set)
         link.start()
         self._blocking.add(link)
-        return BlockingLink(link, self._target, partial(self._blocking.discard, link))
+        return BlockingLink(link, self._target, partial(self.send, slot), partial(self._blocking.discard, link))
 
     def nodes(self) -> list[Link]:
         """Returns the links to the nodes that are known now."""
@@ -233,28 +238,39 @@ class BlockingLink:
     Args:
         link: The connection.
         target: Reads MOVED and ASK; see `Router`.
+        beside: Sends a packed command to the same node by another connection.
         on_close: Called when it is closed.
     """
 
     def __init__(
-        self, link: Link, target: Callable[[Refused], tuple[Link, bool] | None], on_close: Callable[[], None]
+        self,
+        link: Link,
+        target: Callable[[Refused], tuple[Link, bool] | None],
+        beside: Callable[[bytes, Reply], None],
+        on_close: Callable[[], None],
     ) -> None:
         self._link = link
         self._target = target
+        self._beside = beside
         self._on_close = on_close
 
     @property
     def client_id(self) -> int:
-        """The connection's id, for unblocking it through another connection."""
+        """The connection's id, which changes with each reconnect."""
         return self._link.client_id
 
     def expect(self, block_s: float) -> None:
         """Has the next reads block for up to `block_s` seconds."""
         self._link.expect(block_s)
 
-    def reset(self) -> None:
-        """Reconnects; what is not answered yet fails."""
-        self._link.reset()
+    def rouse(self, is_over: Callable[[], bool], tries: int = _ROUSES) -> None:
+        """Unblocks a blocking read, again and again until it has ended: it may not have come to Redis yet."""
+        if tries and not is_over():
+            with suppress(BrokerUnavailable):
+                self._beside(pack((b"CLIENT", b"UNBLOCK", self.client_id)), _ignore)
+            asyncio.get_running_loop().call_later(_ROUSE_EVERY_S, self.rouse, is_over, tries - 1)
+        elif not is_over():
+            self._link.reset()  # it listens to nobody
 
     def send(self, packed: bytes, reply: Reply) -> None:
         """See `Link.send`."""
@@ -298,7 +314,7 @@ class BlockingLink:
 
 
 def _ignore(_: Any) -> None:
-    """The reply to ASKING is OK."""
+    """The reply says nothing that matters."""
 
 
 Call = Callable[..., Awaitable[Any]]

@@ -46,9 +46,11 @@ from qinfer.errors import (
 from qinfer.queue import keys
 from qinfer.queue.address import Sentinels, parse_place
 from qinfer.queue.connection import packable
+from qinfer.queue.doorbell import Doorbell, place_of
 from qinfer.queue.durability import Durability
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.queue.router import BlockingLink, Router, Script, Words, load_script, run_each, ttl_ms
+from qinfer.queue.readers import MAX_BLOCK_S, TicketReader
+from qinfer.queue.router import Router, Script, Words, load_script, run_each, ttl_ms
 from qinfer.queue.sequence_records import (
     MAX_STATE_BYTES,
     NO_LIMITS,
@@ -79,7 +81,6 @@ _WAITING = ("seq.handed", "seq")
 _KEPT_S = 7 * 86400.0
 """So long a state or a response in an object store is kept at least: longer than any step may wait."""
 
-_MAX_BLOCK_S = 0.5
 _STAGED_LATE = "the state or the response of a step did not arrive in time; try again"
 
 _SHARED = ("now_ms", "drop", "sequences/record")
@@ -134,7 +135,6 @@ class Sequences:
         self._owners = keys.sequence_owners(model, partition).encode()
         self._orphans = keys.sequence_owned(model, partition, "").encode()
         self._locks: WeakValueDictionary[SequenceId, asyncio.Lock] = WeakValueDictionary()
-        self._links: dict[str, BlockingLink] = {}
 
     async def submit(self, sequence: SequenceId, step: Step, limits: Limits = NO_LIMITS) -> Submitted:
         """Appends a step. Steps of one sequence are appended in the order of the calls, large payloads or not.
@@ -277,16 +277,11 @@ class Sequences:
             return None
         return News(ticket.decode(), [self._taken(worker_id, each) for each in told])
 
-    async def wait(self, worker_id: str, version: int, after: str, wait_s: float, *, has_slots: bool) -> bool:
-        """Waits until `take` has something new, or, with free slots, `own`; False = not within `wait_s` seconds."""
-        streams = [self._own_lane(version, worker_id), *(self._waiting(version) if has_slots else ())]
-        ids = [after or "0", *(["0", "0"] if has_slots else [])]
-        link = self._links.get(worker_id)
-        if link is None:
-            link = self._links[worker_id] = self._router.blocking(self._slot, "qinfer-sequences", _MAX_BLOCK_S)
-        block_ms = max(1, int(min(wait_s, _MAX_BLOCK_S) * 1000))
-        reply = await link.call(b"XREAD", b"COUNT", 1, b"BLOCK", block_ms, b"STREAMS", *streams, *ids)
-        return bool(reply)
+    def reader(self, worker_id: str, version: int, bell: Doorbell) -> TicketReader:
+        """Returns the reader that waits for what `take` and `own` bring; to be closed."""
+        link = self._router.blocking(self._slot, "qinfer-sequences", MAX_BLOCK_S)
+        place = place_of(Lane(self._model, version, _WAITING[0], self._partition))
+        return TicketReader(link, bell, self._own_lane(version, worker_id), self._waiting(version), place)
 
     async def commit(self, steps: Items[Committed]) -> list[bool]:
         """Commits steps of different sequences, as durably as the settings ask.
@@ -378,11 +373,6 @@ class Sequences:
         names = [keys.sequences(self._model, self._partition), keys.sequence_counts(self._model, self._partition)]
         lanes = [lane for version in versions for lane in self._waiting(version)]
         return Sizes(*await self._router.run(self._slot, _SIZES, [*(name.encode() for name in names), *lanes]))
-
-    async def close(self) -> None:
-        """Closes the connections of `wait`."""
-        for link in self._links.values():
-            await link.close()
 
     async def _submit(self, sequence: SequenceId, step: Step, limits: Limits) -> Items[Any]:
         """Stores the payload, and runs the script; a payload that nothing refers to is removed."""

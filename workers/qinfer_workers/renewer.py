@@ -99,12 +99,14 @@ class Report(msgspec.Struct, array_like=True):
         lost: The lost leases, as lane's key and entry id.
         failed: The keys of the lanes of which nothing is known, and the owners, and why.
         renewed: How many leases were renewed.
+        ended: The owners whose lease has ended.
     """
 
     began_s: float
     lost: list[tuple[bytes, bytes]]
     failed: dict[bytes, str]
     renewed: int = 0
+    ended: list[str] = []
 
 
 class Renewer:
@@ -151,8 +153,8 @@ class Renewer:
             try:
                 self._client = self._client or blocking_client(self._hello.redis)
                 lease_ms = int(self._hello.lease_s * 1000)
-                # One whose lease has ended is told so by whatever it asks next.
-                self._client.eval(self._hello.owner_script, len(names), *names, owner, lease_ms, 0)
+                if self._client.eval(self._hello.owner_script, len(names), *names, owner, lease_ms, 0) == 0:
+                    report.ended.append(owner)
             except (RedisError, RedisClusterException, OSError) as error:
                 report.failed[owner.encode()] = f"{type(error).__name__}: {error}"
         self._failed = set(report.failed)

@@ -22,7 +22,6 @@ async def test_open_and_waiting_sequences_are_counted_with_their_slots(queue: Re
 
     assert found == SequenceWork(model="sum", open=2, waiting=1, handed_over=0, lost=0, slots=4)
     assert found.workers == 1
-    await gateway.sequences.close()
 
 
 async def test_what_a_worker_gives_back_is_handed_over_or_lost(queue: RedisQueue) -> None:
@@ -39,7 +38,6 @@ async def test_what_a_worker_gives_back_is_handed_over_or_lost(queue: RedisQueue
 
     assert (found.open, found.waiting, found.handed_over, found.lost) == (1, 1, 1, 1)
     assert await read_sequences(delivery, {}) == ()
-    await gateway.sequences.close()
 
 
 def test_workers_are_those_that_have_slots_for_all() -> None:

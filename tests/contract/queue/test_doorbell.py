@@ -3,7 +3,8 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.queue import doorbell, readers
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
+from qinfer.queue.readers import TicketReader
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import HIGH, LOW, fetch, frames, ready, submit
 from tests.contract.queue.test_shares import submit as submit_of
+from tests.support.sequences import SEVEN, Worker, first, later
+from tests.support.sequences import Gateway as Steps
 
 FETCH_S = 0.05
 
@@ -326,3 +330,92 @@ async def test_a_connection_that_breaks_after_the_last_fetch_prints_nothing(
     await eventually(lambda: gc.collect() >= 0 and task() is None, description="the end of the read")
 
     assert told == []
+
+
+# --- tickets of sequences ---
+
+
+class Tickets:
+    """A worker that waits for sequences, and a gateway that submits their steps."""
+
+    def __init__(self, delivery: Queue, submits: Queue) -> None:
+        self.steps = Steps(submits.sequences("sum", 0))
+        self.bell = delivery.doorbell
+        self.sequences = delivery.sequences("sum", 0)
+        self.reader: TicketReader = self.sequences.reader("w1", 1, delivery.doorbell)
+
+    async def asleep(self, after: str = "", *, has_slots: bool = True) -> "asyncio.Task[bool]":
+        """Returns a read that lasts."""
+        while not self.bell.is_armed:
+            await self.reader.sleep("", has_slots=False)
+        read = asyncio.create_task(self.reader.sleep(after, has_slots=has_slots))
+        await eventually(lambda: self.reader.is_asleep, description="a sleeping reader")
+        return read
+
+
+@pytest.fixture
+async def tickets(queue: RedisQueue) -> AsyncIterator[Tickets]:
+    one = Tickets(await queue.connect(), await queue.connect())
+    yield one
+    await one.reader.close()
+
+
+async def test_a_sequence_that_waits_for_an_owner_wakes_a_worker(tickets: Tickets) -> None:
+    read = await tickets.asleep()
+
+    await tickets.steps.send(SEVEN, first(1))
+
+    assert await read
+
+
+@pytest.mark.parametrize("has_slots", [True, False])
+async def test_a_step_wakes_the_owner_of_its_sequence(tickets: Tickets, *, has_slots: bool) -> None:
+    owner = await Worker(Steps(tickets.sequences), "w1").join()
+    await tickets.steps.send(SEVEN, first(1))
+    await owner.work()
+    read = await tickets.asleep(owner.ticket, has_slots=has_slots)
+
+    await tickets.steps.send(SEVEN, later(2))
+
+    assert await read
+
+
+async def test_sequences_that_a_worker_gives_back_wake_another(tickets: Tickets) -> None:
+    owner = await Worker(tickets.steps, "w2").join()
+    await tickets.steps.send(SEVEN, first(1))
+    await owner.work()
+    read = await tickets.asleep()
+
+    await tickets.steps.sequences.give_back("w2", [SEVEN])
+
+    assert await read
+
+
+async def test_a_ring_has_a_sleeping_worker_look_for_sequences(tickets: Tickets) -> None:
+    read = await tickets.asleep()
+
+    tickets.bell.alarm()
+
+    assert not await read
+
+
+@pytest.mark.parametrize("words", [("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"), ("FLUSHALL",)])
+async def test_sequences_are_found_after_trouble(queue: RedisQueue, tickets: Tickets, words: tuple[str, ...]) -> None:
+    """A read that broke is begun again, as the worker does."""
+    read = await tickets.asleep()
+
+    queue.on_every_node(*words)
+
+    async def is_found() -> bool:
+        nonlocal read
+        await _quietly(lambda: tickets.steps.send(SEVEN, first(1)))
+        if read.done() and read.exception() is not None:
+            read = asyncio.create_task(tickets.reader.sleep("", has_slots=True))
+        return read.done() and read.exception() is None and read.result()
+
+    await eventually(is_found, description="a sequence")
+
+
+async def _quietly(work: Callable[[], Awaitable[Any]]) -> None:
+    with suppress(BrokerUnavailable):
+        await work()

@@ -1,7 +1,7 @@
 """The contract of sequences (the numbered promises of `qinfer.queue.sequences`) on each server."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from qinfer.core.messages import Failure
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, InvalidRequest, PayloadTooLarge, QueueFull, SequenceEnded, SequenceLost
 from qinfer.queue import keys, sequences
+from qinfer.queue.doorbell import Doorbell
 from qinfer.queue.entries import Payload
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_records import NOBODYS, Committed, Limits, Place, SequenceId, Step, Submitted
@@ -25,11 +26,9 @@ LATE = Failure("deadline_exceeded", "Request timeout expired")
 
 
 @pytest.fixture
-async def gateway(queue: RedisQueue) -> AsyncIterator[Gateway]:
+async def gateway(queue: RedisQueue) -> Gateway:
     """A gateway on each kind of server."""
-    gateway = Gateway(sequences_of(await queue.connect()))
-    yield gateway
-    await gateway.sequences.close()
+    return Gateway(sequences_of(await queue.connect()))
 
 
 @pytest.fixture
@@ -63,19 +62,28 @@ async def test_a_step_goes_to_the_owner_of_its_sequence(gateway: Gateway) -> Non
 
     await gateway.send(SEVEN, later(2))
 
-    assert not await gateway.sequences.wait("w2", 1, "", 0.01, has_slots=True)
-    assert await gateway.sequences.wait("w1", 1, one.ticket, 0.01, has_slots=False)
+    assert not await waits(gateway, "w2", "", has_slots=True)
+    assert await waits(gateway, "w1", one.ticket, has_slots=False)
     assert await other.take() == []
     await one.work()
     assert gateway.texts == ["=1", "=3"]
+
+
+async def waits(gateway: Gateway, worker_id: str, after: str, *, has_slots: bool) -> bool:
+    """Waits for a moment as a worker does; tells whether there is anything new."""
+    reader = gateway.sequences.reader(worker_id, 1, Doorbell(gateway.sequences._router, time.monotonic))
+    try:
+        return await reader.wait(after, 0.01, has_slots=has_slots)
+    finally:
+        await reader.close()
 
 
 async def test_a_worker_is_woken_by_a_sequence_that_waits_only_with_free_slots(gateway: Gateway) -> None:
     await Worker(gateway, "w1").join()
     await gateway.send(SEVEN, first(1))
 
-    assert await gateway.sequences.wait("w1", 1, "", 0.01, has_slots=True)
-    assert not await gateway.sequences.wait("w1", 1, "", 0.01, has_slots=False)
+    assert await waits(gateway, "w1", "", has_slots=True)
+    assert not await waits(gateway, "w1", "", has_slots=False)
 
 
 async def test_steps_that_were_told_come_again_until_they_are_confirmed(gateway: Gateway) -> None:

@@ -20,7 +20,6 @@ async def gateway(redis_queue: RedisQueue) -> AsyncIterator[Gateway]:
     await gateway.send(EIGHT, first(10), later(20, end=True))
     yield gateway
     redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "0")
-    await gateway.sequences.close()
 
 
 def fill(redis_queue: RedisQueue) -> None:

@@ -137,7 +137,6 @@ async def drive(choices: list[int]) -> State:
                     state = dict(moves(state, STEPS, Rules()))[Move("hand over", worker=worker)]
             for number in range(len(IDS)) if made.sequence < 0 else [made.sequence]:
                 assert await server.snapshot(number) == state.sequences[number]._replace(seen=(), by=0)
-        await server.sequences.close()
     return state
 
 

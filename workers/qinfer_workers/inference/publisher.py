@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -77,6 +77,18 @@ class Renewals(Protocol):
         ...
 
 
+class OwnerLease(NamedTuple):
+    """The lease of an owner of sequences, or of resources.
+
+    Attributes:
+        keys: The keys for a renewal (`Sequences.lease_keys`).
+        ended: Called when a renewal has found it ended.
+    """
+
+    keys: Sequence[bytes]
+    ended: Callable[[], None] = lambda: None
+
+
 class LeaseKeeper:
     """Keeps account of the leases. Used on the event loop, but `held`, which any thread may call.
 
@@ -90,7 +102,7 @@ class LeaseKeeper:
     Attributes:
         renewals: Leases that were renewed, each time.
         losses: Held items whose lease was lost.
-        owners: The owners of sequences here, whose leases are renewed too → the keys for that (`Sequences.lease_keys`).
+        owners: The owners of sequences and of resources here, whose leases are renewed too.
     """
 
     def __init__(
@@ -103,7 +115,7 @@ class LeaseKeeper:
     ) -> None:
         self.lanes = lanes
         self.renewals = self.losses = 0
-        self.owners: dict[str, Sequence[bytes]] = {}
+        self.owners: dict[str, OwnerLease] = {}
         self._renewals = renewals
         self._clock = clock
         self._lease_s = lease_s

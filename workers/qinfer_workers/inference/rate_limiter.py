@@ -26,7 +26,7 @@ from qinfer.queue.resources import Resources, Units, Wish
 from qinfer_workers.inference.devices import groups_of
 from qinfer_workers.inference.limited_executors import LimitedExecutor, PermitExecutor, StagedExecutor
 from qinfer_workers.inference.loader import Loaded, Loader
-from qinfer_workers.inference.publisher import LeaseKeeper
+from qinfer_workers.inference.publisher import LeaseKeeper, OwnerLease
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def open_limiter(
         return None
     lease_s = settings.worker.lease_s
     resources = Resources(queue.router, worker_id, lease_s)
-    keeper.owners[resources.owner] = resources.lease_keys
+    keeper.owners[resources.owner] = OwnerLease(resources.lease_keys)
     limiter = RateLimiter(settings.rate_limit.maxima, resources, lease_s, loader.gpus)
     loader.limiter = limiter.check
     return limiter

@@ -119,7 +119,7 @@ class ProcessRenewals:
                         await self._asked.wait()
 
     def _held(self, keeper: LeaseKeeper) -> renewer.Held:
-        held = renewer.Held({}, owners={owner: list(names) for owner, names in keeper.owners.items()})
+        held = renewer.Held({}, owners={owner: list(lease.keys) for owner, lease in keeper.owners.items()})
         for lane in keeper.lanes():
             self._lanes[keys.lane(lane)] = lane
             held.lanes[keys.lane(lane)] = {}
@@ -148,3 +148,6 @@ class ProcessRenewals:
         lost = {(self._lanes[lane], entry_id.decode()) for lane, entry_id in report.lost}
         failed = [self._lanes[lane] for lane in report.failed if lane in self._lanes]
         keeper.renewed(report.began_s, lost, failed, report.renewed)
+        for owner in report.ended:
+            if (lease := keeper.owners.get(owner)) is not None:
+                lease.ended()

@@ -1,14 +1,17 @@
 """The sequences of one model version in a worker: owns them, takes their steps, and gives them back.
 
-    join ─▶ own ─▶ take ─▶ SequenceBatcher ─▶ StepPublisher
-             └── wait ◀─┘        each life that ends tells its owner by a ticket, which `take` brings
+    sleep ─▶ join ─▶ own ─▶ take ─▶ SequenceBatcher ─▶ StepPublisher
+      ▲               └── wait ◀─┘        each life that ends tells its owner by a ticket, which `take` brings
+      └── leave ◀───────────┘
 
 The loop owns as many sequences as there are free slots. When its lease has ended, because Redis or the worker was away
-for too long, all of them are dropped: others have them. The protocol is that of `qinfer.queue.sequences`.
+for too long, all of them are dropped: others have them. A worker that has owned none for a while has no lease, and asks
+nothing until a sequence waits for an owner. The protocol is that of `qinfer.queue.sequences`.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,6 +30,7 @@ from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, RequestE
 from qinfer.models.state import CALLERS
 from qinfer.models.store import ControlStore
 from qinfer.models.validate import validate
+from qinfer.queue import readers
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_answers import answer_rest, answer_step
@@ -35,7 +39,7 @@ from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.states import decode_states
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
 from qinfer_workers.inference.intake import LEAST_DELIVERIES, given_up
-from qinfer_workers.inference.publisher import LeaseKeeper, Publisher
+from qinfer_workers.inference.publisher import LeaseKeeper, OwnerLease, Publisher
 from qinfer_workers.inference.step_publisher import StepPublisher
 
 logger = logging.getLogger(__name__)
@@ -143,6 +147,7 @@ class SequenceService:
         self.generations = {model.generation}
         self._held: dict[SequenceId, _Held] = {}
         self._changed = asyncio.Event()
+        self._tickets = self._sequences.reader(self._owner, self._version, parts.queue.doorbell)
         self._reader = RequestReader()
         self._is_draining = False
         self._outage = OutageLog(logger, "no steps taken, trying again", "steps are taken again")
@@ -196,6 +201,7 @@ class SequenceService:
             Whether it has ended; it goes on otherwise.
         """
         self._is_draining = True
+        self._tickets.ring()  # a lease that has ended is noticed
         if self._is_explicit or not hands_over:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
@@ -206,15 +212,13 @@ class SequenceService:
                                 await self._changed.wait()
         if is_wanted():
             self._is_draining = False
+            self._tickets.ring()
             self.batcher.resume()  # an attempt before this one may have failed half-way
             return False
         await self.batcher.pause()
         await self._steps.flush()
         await self._sequences.give_back(self._owner, list(self._held))
-        while not await self._sequences.leave(self._owner, [self._version]):
-            # What it has owned without knowing: a reply was lost.
-            await self._sequences.renew(self._owner, [self._version], 0.0)
-            await self._sequences.reap()
+        await self._leave()
         await self.close()
         return True
 
@@ -256,6 +260,7 @@ class SequenceService:
             await asyncio.wait(self._loops)
         self._forget_all()
         self.batcher.close()
+        await self._tickets.close()
 
     async def _run(self) -> None:
         is_owner = False
@@ -264,48 +269,92 @@ class SequenceService:
                 if isinstance(self.batcher, EnsembleSteps):
                     await self.batcher.follow()
                 if not is_owner:
-                    await self._sequences.join(self._owner, [self._version], self._parts.settings.lease_s)
-                    self._parts.keeper.owners[self._owner] = self._sequences.lease_keys(self._owner, [self._version])
+                    await self._join()
                     is_owner = True
-                await self._serve()
+                is_left = await self._serve()
                 is_owner = False
-                logger.warning("lease on sequences lost", extra={"model": self._model, "count": len(self._held)})
-                self._forget_all()
-                # What executes would meet the same sequences again.
-                await self.batcher.pause()
-                self.batcher.resume()
+                if is_left:
+                    await self._leave()
+                else:
+                    await self._lose()
             # The broker's state, or its refusal: either may pass.
             except QinferError as error:
                 self._outage.failed(error.message)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _serve(self) -> None:
-        """Owns sequences and takes their steps until the lease has ended."""
+    async def _join(self) -> None:
+        """Begins a lease, once a sequence waits for an owner."""
+        is_called = await self._tickets.wait("", _LOOK_S, has_slots=True)
+        self._recover()
+        while not is_called:
+            is_called = await self._tickets.sleep("", has_slots=True)
+        await self._sequences.join(self._owner, [self._version], self._parts.settings.lease_s)
+        names = self._sequences.lease_keys(self._owner, [self._version])
+        self._parts.keeper.owners[self._owner] = OwnerLease(names, self._tickets.ring)
+
+    async def _leave(self) -> None:
+        """Ends the lease."""
+        self._parts.keeper.owners.pop(self._owner, None)
+        while not await self._sequences.leave(self._owner, [self._version]):
+            # What it has owned without knowing: a reply was lost.
+            await self._sequences.renew(self._owner, [self._version], 0.0)
+            await self._sequences.reap()
+
+    async def _lose(self) -> None:
+        """Drops all sequences, after the lease has ended."""
+        logger.warning("lease on sequences lost", extra={"model": self._model, "count": len(self._held)})
+        self._forget_all()
+        # What executes would meet the same sequences again.
+        await self.batcher.pause()
+        self.batcher.resume()
+
+    async def _serve(self) -> bool:
+        """Owns sequences and takes their steps; returns whether it has nothing to do, or else its lease has ended."""
         sequences, owner, version = self._sequences, self._owner, self._version
-        ticket = ""
+        ticket, busy_s = "", time.monotonic()
         while True:
             has_slots = not self._is_draining and self.batcher.free_slots > 0
             count = self.batcher.free_slots if has_slots else 0
             owned = await sequences.own(owner, version, count, told_bits=self._told_bits)
             if owned is None:
-                return
+                return False
             for problem in await asyncio.gather(*map(self._adopt, owned)):
                 if problem is not None:
                     raise problem
             news = await sequences.take(owner, version, ticket)
             if news is None:
-                return
-            if self._outage.is_out:
-                self._outage.over()
+                return False
+            self._recover()
             ticket = news.ticket
             for taken in news.taken:
                 self._take_in(taken)
             self.batcher.pump()
-            if not news.taken and not owned:
-                await sequences.wait(owner, version, ticket, self._parts.settings.max_wait_s, has_slots=has_slots)
-            elif self.batcher.waiting > _MAX_WAITING:
-                self._changed.clear()
-                await self._changed.wait()
+            if news.taken or owned:
+                busy_s = time.monotonic()
+                await self._slow_down()
+                continue
+            if self.batcher.has_work:
+                busy_s = time.monotonic()
+            is_idle = time.monotonic() - busy_s >= readers.AWAKE_S
+            if is_idle and has_slots and not self._held:
+                return True
+            await self._wait(ticket, has_slots=has_slots, is_idle=is_idle)
+
+    async def _slow_down(self) -> None:
+        """Waits while too many steps wait here."""
+        if self.batcher.waiting > _MAX_WAITING:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _wait(self, ticket: str, *, has_slots: bool, is_idle: bool) -> None:
+        if is_idle:
+            await self._tickets.sleep(ticket, has_slots=has_slots)
+        else:
+            await self._tickets.wait(ticket, self._parts.settings.max_wait_s, has_slots=has_slots)
+
+    def _recover(self) -> None:
+        if self._outage.is_out:
+            self._outage.over()
 
     async def _adopt(self, owned: Owned) -> QinferError | None:
         """Takes a sequence over, with the states that were committed last; returns why these can't be read now."""
@@ -453,6 +502,7 @@ class SequenceService:
             self._answer_repeated(held)
             self.batcher.drop(sequence)
             self._changed.set()
+            self._tickets.ring()  # there may be a free slot
 
     def _forget_all(self) -> None:
         for sequence in list(self._held):

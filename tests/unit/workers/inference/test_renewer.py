@@ -207,7 +207,7 @@ def _ignores(pid: int, signum: int) -> bool:
 
 
 def test_owners_of_sequences_are_renewed_while_the_worker_is_silent() -> None:
-    """One that can't be renewed is reported."""
+    """One that can't be renewed is reported, and one whose lease has ended."""
     calls: list[tuple[Any, ...]] = []
 
     class OwnersRedis:
@@ -215,7 +215,7 @@ def test_owners_of_sequences_are_renewed_while_the_worker_is_silent() -> None:
             calls.append(words)
             if len(calls) == 2:
                 raise Away("gone")
-            return 1
+            return int(len(calls) == 1)
 
     hello = Hello(HELLO.redis, b"workers", b"w", b"", 3.0, 100.0, b"the owners' script", 10.0)
     one = Renewer(hello, OwnersRedis())
@@ -223,6 +223,7 @@ def test_owners_of_sequences_are_renewed_while_the_worker_is_silent() -> None:
 
     assert one.renew().failed == {}
     assert kinds(one.renew()) == {b"w.1": "ConnectionError"}
+    assert one.renew().ended == ["w.1"]
     assert calls[0] == (b"the owners' script", 3, b"owners", b"orphans", b"lane", "w.1", 10000, 0)
 
 
