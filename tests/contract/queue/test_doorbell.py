@@ -324,7 +324,7 @@ async def test_a_connection_that_breaks_after_the_last_fetch_prints_nothing(
     assert reader._sleep is not None
     task = weakref.ref(reader._sleep.task)
 
-    reader._link.reset()
+    reader._link._link.reset()
     reader._sleep = None
     del reader
     await eventually(lambda: gc.collect() >= 0 and task() is None, description="the end of the read")

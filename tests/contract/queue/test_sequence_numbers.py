@@ -1,6 +1,5 @@
 """The numbers by which models are told of sequences of tenants that are not their first, on each server."""
 
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -18,10 +17,8 @@ HIGHEST = {32: 2**31 - 2, 64: 2**53 - 2}
 
 
 @pytest.fixture
-async def gateway(queue: RedisQueue) -> AsyncIterator[Gateway]:
-    gateway = Gateway(sequences_of(await queue.connect()))
-    yield gateway
-    await gateway.sequences.close()
+async def gateway(queue: RedisQueue) -> Gateway:
+    return Gateway(sequences_of(await queue.connect()))
 
 
 async def own(gateway: Gateway, worker: str = "w1", bits: int | None = 64) -> dict[SequenceId, Owned]:
