@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from qinfer.jobs.columns.schemas import run_values
 from qinfer.jobs.columns.texts import JSON_NUMBER
 from qinfer.jobs.job import Output
 
@@ -180,7 +181,7 @@ def _stored(values: pa.Array) -> pa.Array | None:
     if pa.types.is_dictionary(kind):
         return values.dictionary_decode()
     if pa.types.is_run_end_encoded(kind):
-        return pc.run_end_decode(values)
+        return run_values(values)
     if not isinstance(kind, pa.BaseExtensionType):
         return None
     if isinstance(kind, pa.UuidType):

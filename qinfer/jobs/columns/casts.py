@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from qinfer.jobs.columns.row_errors import Array, Indices
+from qinfer.jobs.columns.schemas import as_list, run_values
 from qinfer.jobs.job import Null
 from qinfer.tensors import DATATYPES
 
@@ -75,9 +76,9 @@ def as_plain(array: pa.Array) -> pa.Array:
         elif isinstance(array, pa.DictionaryArray):
             array = array.dictionary_decode()
         elif isinstance(array, pa.RunEndEncodedArray):
-            array = pc.run_end_decode(array)
+            array = run_values(array)
         elif pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
-            array = _as_list(array)
+            array = as_list(array)
         elif pa.types.is_decimal(array.type):
             array = pc.cast(array, pa.float64())
         else:
@@ -199,13 +200,6 @@ def to_array(values: pa.Array, datatype: str, fill: Any = None) -> Array:
     if datatype == "BYTES":
         return _objects(values)
     return _numbers(values).astype(_DTYPES[datatype], copy=False)
-
-
-def _as_list(view: pa.Array) -> pa.Array:
-    """Returns lists whose offsets ascend; Arrow's own cast does not mind where a slice begins."""
-    lengths = pc.list_value_length(view).fill_null(0).to_numpy(zero_copy_only=False)
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]))
-    return pa.LargeListArray.from_arrays(offsets, view.flatten(), mask=view.is_null())
 
 
 def _numbers(values: pa.Array) -> Array:

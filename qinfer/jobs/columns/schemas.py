@@ -6,6 +6,7 @@ that they become texts, and values.
 
 import binascii
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -89,7 +90,10 @@ def _is_structure(kind: pa.DataType) -> bool:
 def without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Returns a batch whose texts are of types that pyarrow can do everything with; itself where it has no views."""
     schema = schema_without_views(batch.schema)
-    return batch if schema.types == batch.schema.types else batch.cast(schema)
+    if schema.types == batch.schema.types:
+        return batch
+    columns = [cast(column, field.type) for column, field in zip(batch.columns, schema, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def schema_without_views(schema: pa.Schema) -> pa.Schema:
@@ -139,12 +143,50 @@ def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
     Raises:
         pyarrow.ArrowException: A value does not fit.
     """
+    if column.type == kind:
+        return column
     if pa.types.is_run_end_encoded(column.type):
-        return cast(pc.run_end_decode(column), kind)
+        return cast(run_values(column), kind)
     if pa.types.is_dictionary(column.type):  # no cast has a dictionary of views
         values = cast(column.dictionary, as_read(column.type))
         column = pa.DictionaryArray.from_arrays(column.indices, values)
     elif pa.types.is_nested(column.type):
         # A cast of nested values would also cast the items of rows that are not in the slice.
-        column = pa.concat_arrays([column])
+        column = _without_list_views(pa.concat_arrays([column]))
     return pc.cast(column, options=pc.CastOptions(kind, allow_float_truncate=True))
+
+
+def run_values(array: pa.RunEndEncodedArray) -> pa.Array:
+    """Returns the values of runs, one a row; Arrow's own function has no kernel for views, dictionaries and others."""
+    values = cast(array.values, as_read(array.values.type))
+    rows = np.arange(array.offset, array.offset + len(array))
+    return values.take(pa.array(np.searchsorted(array.run_ends.to_numpy(), rows, side="right")))
+
+
+def as_list(lists: pa.Array) -> pa.Array:
+    """Returns lists whose offsets ascend; Arrow's own cast of views minds neither nulls, nor where a slice begins."""
+    return _relisted(lists, lists.flatten())
+
+
+def _relisted(lists: pa.Array, items: pa.Array) -> pa.Array:
+    lengths = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+    return pa.LargeListArray.from_arrays(offsets, items, mask=lists.is_null())
+
+
+def _without_list_views(array: pa.Array) -> pa.Array:
+    """Returns values that begin at offset 0 with lists in place of list views, on all levels."""
+    kind = array.type
+    if "list_view" not in str(kind):
+        return array
+    if pa.types.is_struct(kind):
+        inner = [_without_list_views(array.field(number)) for number in range(kind.num_fields)]
+        fields = [field.with_type(own.type) for field, own in zip(kind, inner, strict=True)]
+        return pa.StructArray.from_arrays(inner, fields=fields, mask=array.is_null())
+    if pa.types.is_map(kind):
+        items = _without_list_views(array.items)
+        return pa.MapArray.from_arrays(array.offsets, _without_list_views(array.keys), items, mask=array.is_null())
+    if pa.types.is_fixed_size_list(kind):
+        items = _without_list_views(array.values)
+        return pa.FixedSizeListArray.from_arrays(items, kind.list_size, mask=array.is_null())
+    return _relisted(array, _without_list_views(array.flatten()))

@@ -66,6 +66,36 @@ ARRAYS: dict[str, pa.Array] = {
     },
     "list<string_view>": pa.array(WORDS, pa.list_(pa.string_view())),
     "fixed_size_list<string_view>": pa.array(WORDS, pa.list_(pa.string_view(), 1)),
+    **{
+        f"{kind}": pa.array([["a"], None, ["b", None]], kind)
+        for kind in (pa.list_view(pa.string_view()), pa.large_list_view(pa.binary_view()))
+    },
+    "struct<list_view<string_view>>": pa.array(
+        [{"l": None}, None, {"l": ["a"]}], pa.struct([("l", pa.list_view(pa.string_view()))])
+    ),
+    "list<list_view<string_view>>": pa.array([[None, ["a"]], None, []], pa.list_(pa.list_view(pa.string_view()))),
+    "fixed_size_list<list_view<string_view>>": pa.array(
+        [[None, ["a"]], None, [["b"], []]], pa.list_(pa.list_view(pa.string_view()), 2)
+    ),
+    "map<list_view<string_view>>": pa.array(
+        [[("a", None), ("b", ["c"])], None, []], pa.map_(pa.string_view(), pa.list_view(pa.string_view()))
+    ),
+    "map<list_view>": pa.array([[("a", None), ("b", [1])], None, []], pa.map_(pa.string(), pa.list_view(pa.int8()))),
+    **{
+        f"runs<{values.type}>": pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), values)
+        for values in (
+            pa.array(["a", None], pa.string_view()),
+            pa.array([b"a", None], pa.binary_view()),
+            pa.array(["a", None]).dictionary_encode(),
+            pa.array([["a"], None], pa.list_(pa.string_view())),
+            pa.array([["a"], None], pa.list_view(pa.string_view())),
+            pa.array([{"a": "b"}, None], pa.struct([("a", pa.string_view())])),
+            pa.array([1, None], pa.timestamp("us")),
+            pa.array([Decimal("1.10"), None], pa.decimal256(50, 2)),
+        )
+    },
+    "dictionary<decimal>": pa.array([Decimal("1.10"), None, Decimal(2)], pa.decimal128(5, 2)).dictionary_encode(),
+    "dictionary<timestamp>": pa.array([1, None, 2], pa.timestamp("us", "UTC")).dictionary_encode(),
     "list<list_view>": pa.array([[[1]], None, []], pa.list_(pa.list_view(pa.int64()))),
     "list<dictionary>": pa.array(WORDS, pa.list_(pa.dictionary(pa.int8(), pa.string()))),
     "list<uuid>": pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), extension(pa.uuid(), UUIDS)),
