@@ -19,7 +19,7 @@ from qinfer.errors import InvalidRequest, StoreDenied
 from qinfer.jobs.check import check, copied_columns
 from qinfer.jobs.columns.fields import Fields, replaced
 from qinfer.jobs.columns.inputs import InputColumns
-from qinfer.jobs.columns.schemas import common_field, encode_schema, filled
+from qinfer.jobs.columns.schemas import are_rounded, common_field, encode_schema, filled
 from qinfer.jobs.columns.texts import is_declared
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
 from qinfer.jobs.plan import PLAN_NAME, SHOWN_FILES, BadFile, Estimate, InputFile, Plan, Source, Unplanned, url_of
@@ -513,7 +513,8 @@ class _CommonColumns:
                 )
             texts = self._texts(here, there)
             here, there = plain(here), plain(there)
-            merged = common_field(here, there)
+            is_changed = name in copied and are_rounded(here.type, there.type)
+            merged = None if is_changed else common_field(here, there)
             first = self._from.get(name.partition(".")[0], self._first)
             if len(new.places(name)[0]) != len(known.places(name)[0]):
                 raise InvalidRequest(

@@ -13,6 +13,10 @@ import pyarrow.compute as pc
 from qinfer.errors import CorruptEntry
 
 _UNITS = ("s", "ms", "us", "ns")
+_MOST_DIGITS_OF_INTEGERS = 20
+_DECIMAL128_DIGITS = 38
+_EXACT_DIGITS = 15
+"""Decimals of so many digits are the same once they were doubles."""
 INT96_INSTANT = b"qinfer:int96"
 """Marks the timestamps of INT96 in a field's metadata: they have no zone, and are instants in UTC."""
 
@@ -39,9 +43,12 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
     Timestamps with zones are instants, which are the same in UTC. A timestamp without a zone could be of any zone.
     """
-    one, other = without_dictionary(one), without_dictionary(other)
+    one, other = as_read(one), as_read(other)
     if one == other:
         return one
+    for decimal, whole in ((one, other), (other, one)):
+        if pa.types.is_decimal(decimal) and pa.types.is_integer(whole):
+            return _decimal_beside(decimal)
     if pa.types.is_timestamp(one) and pa.types.is_timestamp(other) and one.tz and other.tz:
         return pa.timestamp(max(one.unit, other.unit, key=_UNITS.index), one.tz if one.tz == other.tz else "UTC")
     if _is_structure(one) or _is_structure(other):
@@ -51,6 +58,19 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         return None
+
+
+def _decimal_beside(kind: pa.DataType) -> pa.DataType:
+    """Returns the decimals that have the values of some decimals, and all integers."""
+    digits = max(kind.precision - kind.scale, _MOST_DIGITS_OF_INTEGERS) + kind.scale
+    return pa.decimal128(digits, kind.scale) if digits <= _DECIMAL128_DIGITS else pa.decimal256(digits, kind.scale)
+
+
+def are_rounded(one: pa.DataType, other: pa.DataType) -> bool:
+    """Tells whether a common type of floats may round the decimals of one of two types."""
+    kinds = (as_read(one), as_read(other))
+    is_rounded = any(pa.types.is_decimal(kind) and kind.precision > _EXACT_DIGITS for kind in kinds)
+    return is_rounded and any(pa.types.is_floating(kind) for kind in kinds)
 
 
 def common_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
@@ -72,13 +92,6 @@ def filled(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
     """Returns columns with those behind that only another file has."""
     missing = [field.with_nullable(True) for field in other if field.name not in schema.names]
     return pa.schema([*schema, *missing])
-
-
-def without_dictionary(kind: pa.DataType) -> pa.DataType:
-    """Returns the type of a dictionary's values, or the type itself: each file has its own dictionary."""
-    while pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return kind
 
 
 def _is_structure(kind: pa.DataType) -> bool:
@@ -122,7 +135,7 @@ def _not_a_view(kind: pa.DataType) -> pa.DataType:
 
 
 def _has_views(kind: pa.DataType) -> bool:
-    return "string_view" in str(kind) or "binary_view" in str(kind)
+    return "_view" in str(kind)
 
 
 def as_read(kind: pa.DataType) -> pa.DataType:
@@ -138,10 +151,10 @@ def has_runs(kind: pa.DataType) -> bool:
 
 
 def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Returns a column in the type in which it is read; floats may be cut off.
+    """Returns a column in the type in which it is read.
 
     Raises:
-        pyarrow.ArrowException: A value does not fit.
+        pyarrow.ArrowException: A value does not fit, such as an integer that a float would round.
     """
     if column.type == kind:
         return column
@@ -153,7 +166,7 @@ def cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
     elif pa.types.is_nested(column.type):
         # A cast of nested values would also cast the items of rows that are not in the slice.
         column = _without_list_views(pa.concat_arrays([column]))
-    return pc.cast(column, options=pc.CastOptions(kind, allow_float_truncate=True))
+    return pc.cast(column, kind)
 
 
 def run_values(array: pa.RunEndEncodedArray) -> pa.Array:
