@@ -137,7 +137,7 @@ class Connection(asyncio.Protocol):
     def _read_in_turns(self, data: bytes, position: int) -> int:
         """Reads frames until the turn is over; the rest waits for another."""
         turns, before, last = self.service.turns, -1, len(data) - frames.HEAD_BYTES
-        while before < position <= last:
+        while before < position <= last and not self._awaits_turn:
             if not turns.may_read():
                 self._awaits_turn = True
                 self.output.transport.pause_reading()

@@ -52,6 +52,22 @@ async def test_others_are_served_between_these_turns(hurried: Wire) -> None:
     assert [frame.payload for frame in other.read() if frame.kind == DATA] == [prefixed(b"hello")]
 
 
+async def test_what_comes_while_a_connection_waits_is_read_behind_the_rest(hurried: Wire) -> None:
+    """A transport with TLS may have more of it."""
+    both = pings(2 * PINGS)
+    hurried.send(both[: len(both) // 2])
+    waits = hurried.server.turns.waits  # type: ignore[attr-defined]  # it is `Short`
+
+    hurried.send(both[len(both) // 2 :])
+
+    assert hurried.server.turns.waits == waits  # type: ignore[attr-defined]
+    found = answered(hurried)
+    while hurried.is_reading_paused:
+        await asyncio.sleep(0)
+        found += answered(hurried)
+    assert found == list(range(2 * PINGS))
+
+
 async def test_a_plain_call_is_read_at_once(hurried: Wire) -> None:
     hurried.send(hurried.call(1, bytes(60_000)))
 
