@@ -87,8 +87,9 @@ ROWS = (
         "one entry per request, with a field for the frame; consumer group `workers`. Lanes `p1` … `p8`, each with "
         "one for delayed requests, are for requests; `shadow` is for those that a target executes as a shadow; "
         "`bulk1`, `bulk2`, `bulk3` are for shards of bulk jobs of high, normal and low priority. Without the group: "
-        "`seq` and `seq.handed`, the sequences that wait for an owner; `seq@<worker>`, the steps that a worker is "
-        "told of, until four times its lease is over; `0:steps:<name>`, the "
+        "`seq` and `seq.handed`, the sequences that wait for an owner, those of a tenant in `seq~<tenant>`, a "
+        "week from the last one on; `seq@<worker>`, the steps that a worker is told of, until four times its lease "
+        "is over; `0:steps:<name>`, the "
         "steps of a sequence, until a day after they expire",
     ),
     Row(
@@ -277,6 +278,20 @@ ROWS = (
         ({"worker_id": "<worker>"},),
     ),
     Row(keys.sequence_counts, "hash", "permanent", "counts of sequences: handed over, lost"),
+    Row(
+        keys.sequences_of,
+        "set",
+        "until its last sequence has ended",
+        "the open sequences of a tenant; without a name a hash: the weights of the tenants that have any",
+        ({"tenant": "<tenant>"},),
+    ),
+    Row(
+        keys.sequence_turn,
+        "string",
+        "half a second",
+        "a worker has just given up a slot for a tenant",
+        ({"tenant": "<tenant>"},),
+    ),
     Row(
         keys.sequence_numbers,
         "hash",

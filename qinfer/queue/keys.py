@@ -159,6 +159,16 @@ def sequence_counts(model: str, partition: int) -> str:
     return f"{_partition(model, partition)}sequence-counts"
 
 
+def sequences_of(model: str, partition: int, tenant: str) -> str:
+    """Returns the set of a tenant's open sequences; without one the hash of the weights of tenants that have any."""
+    return f"{sequences(model, partition)}~{tenant}"
+
+
+def sequence_turn(model: str, partition: int, tenant: str) -> str:
+    """Returns the string that says that a worker has just given up a slot for a tenant."""
+    return f"{_partition(model, partition)}sequence-turn:{tenant}"
+
+
 def sequence_numbers(model: str, partition: int) -> str:
     """Returns the hash of a model's first tenant, and of how many numbers were allotted to sequences of others."""
     return f"{_partition(model, partition)}sequence-numbers"

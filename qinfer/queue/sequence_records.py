@@ -39,13 +39,23 @@ class SequenceId(msgspec.Struct, frozen=True):
         tenant, _, rest = name.partition(":")
         is_number = rest[:1] == "n" and rest[1:].isdecimal() and len(rest) <= _MAX_NUMBER
         value = int(rest[1:]) if is_number else rest[1:]
-        return cls(tenant.replace("%3A", ":").replace("%25", "%"), value)
+        return cls(read_tenant(tenant), value)
 
 
 @lru_cache(maxsize=65536)  # several calls per step
 def _spell(tenant: str, correlation_id: int | str) -> str:
     kind = "n" if isinstance(correlation_id, int) else "t"
-    return f"{tenant.replace('%', '%25').replace(':', '%3A')}:{kind}{correlation_id}"
+    return f"{spell_tenant(tenant)}:{kind}{correlation_id}"
+
+
+def spell_tenant(tenant: str) -> str:
+    """Spells a tenant in the names of its sequences."""
+    return tenant.replace("%", "%25").replace(":", "%3A")
+
+
+def read_tenant(spelled: str) -> str:
+    """Reads a tenant in the name of a sequence."""
+    return spelled.replace("%3A", ":").replace("%25", "%")
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +85,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         number: The caller's `qinfer_step`, from 1; 0 = the step is not numbered.
         digest: Identifies the content of a START with a number: the same one sent again begins no new life.
         payload: Tensors that do not travel in the frame.
+        weight: Its tenant's weight, where it is the first; 0 = not known.
     """
 
     frame: Bytes
@@ -84,6 +95,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
     digest: str = ""
     payload: Payload | None = None
+    weight: int = 0
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -142,6 +154,22 @@ class Owned(msgspec.Struct, frozen=True, kw_only=True):
     is_explicit: bool
     idle_s: float
     told: Renaming = UNCHANGED
+
+
+class SlotShare(NamedTuple):
+    """A tenant with open sequences: its weight, and how many workers have.
+
+    Attributes:
+        tenant: The tenant.
+        weight: Its weight.
+        held: How many sequences of it have a slot, at all workers.
+        waited_s: How long the first one has waited for a slot; below 0 = none does.
+    """
+
+    tenant: str
+    weight: int
+    held: int
+    waited_s: float
 
 
 class Taken(msgspec.Struct, frozen=True):

@@ -63,11 +63,14 @@ from qinfer.queue.sequence_records import (
     Renaming,
     SequenceId,
     Sizes,
+    SlotShare,
     Step,
     Submitted,
     Taken,
     Unanswered,
     ended_text,
+    read_tenant,
+    spell_tenant,
     start_missing,
 )
 from qinfer.queue.values import StagedValue, Values
@@ -85,7 +88,8 @@ _STAGED_LATE = "the state or the response of a step did not arrive in time; try 
 
 _SHARED = ("now_ms", "drop", "sequences/record")
 _SUBMIT = load_script("each", *_SHARED, "sequences/submit")
-_OWN = load_script("sequences/own", *_SHARED, "sequences/numbers")
+_OWN = load_script("sequences/own", *_SHARED, "sequences/numbers", "sequences/tenants")
+_SHARES = load_script("sequences/waiting", *_SHARED, "sequences/tenants")
 _TELL = load_script("sequences/tell", *_SHARED, "sequences/numbers")
 _TAKE = load_script("sequences/take", *_SHARED)
 _COMMIT = load_script("each", *_SHARED, "sequences/commit")
@@ -227,6 +231,8 @@ class Sequences:
     ) -> list[Owned] | None:
         """Makes a worker the owner of up to `count` sequences that wait for one, `AT_ONCE` at most.
 
+        Each is of the tenant of which workers have the fewest, by weight.
+
         Args:
             worker_id: The worker.
             version: The model version.
@@ -240,8 +246,22 @@ class Sequences:
             return []
         names = [*self._waiting(version), self._own_lane(version, worker_id)]
         bits = "" if told_bits is None else told_bits
-        is_alive, found = await self._run(_OWN, names, worker_id, min(count, AT_ONCE), bits, *_WAITING)
+        is_alive, found = await self._run(_OWN, names, worker_id, min(count, AT_ONCE), bits)
         return list(map(_owned, found)) if is_alive else None
+
+    async def shares(self, version: int) -> list[SlotShare]:
+        """Tells of which tenants sequences are open, and wait for a slot of a version."""
+        found = await self._run(_SHARES, self._waiting(version))
+        return [
+            SlotShare(read_tenant(tenant.decode(errors="replace")), weight, held, waited_ms / 1000)
+            for tenant, weight, held, waited_ms in found
+        ]
+
+    async def claim(self, tenant: str, turn_s: float) -> bool:
+        """Claims to give a slot up for a tenant; False where another worker has within this time."""
+        key = keys.sequence_turn(self._model, self._partition, spell_tenant(tenant))
+        words = (b"SET", key.encode(), b"1", b"NX", b"PX", ttl_ms(turn_s))
+        return await self._router.call(self._slot, *words) is not None
 
     async def tell(self, sequence: SequenceId, bits: int) -> Renaming:
         """Decides by which id a model without sequences is told of a request that names one.
@@ -401,7 +421,7 @@ class Sequences:
             kind = "explicit" if pin.is_explicit else "implicit"
             about = f"{pin.version} {pin.generation} {kind} {ttl_ms(pin.idle_s)}"
         flags = ("S" if pin else "") + ("E" if step.end else "")
-        numbers = (ttl_ms(step.timeout_s), limits.steps, limits.open)
+        numbers = (ttl_ms(step.timeout_s), limits.steps, limits.open, step.weight)
         payload_id = step.payload.request_id if step.payload else ""
         of = (sequence.name, flags, step.number, step.digest, packable(step.frame), payload_id)
         return Words((self._record(sequence),), (*self._begin, *of, *numbers, about))

@@ -67,6 +67,7 @@ class Steps:
             number=flags.step,
             digest=_digest(request) if flags.start and flags.step else "",
             payload=payload,
+            weight=self._queue.places.weigh(request.tenant) if flags.start and request.tenant else 0,
         )
         sequences = self._queue.sequences(served.spec.name, _PARTITION)
         sequences.check_up()

@@ -94,6 +94,8 @@ def _may_stay(key: str) -> bool:
         return True
     _, _, of_partition = key.partition("}:")
     name, _, _ = of_partition.partition(":")
+    if name.startswith("sequences~"):  # of tenants with open sequences
+        return True
     return name.isdecimal() or name in {"stats", "sequence-owned"} or of_partition in PERMANENT
 
 

@@ -102,6 +102,11 @@ class SequenceBatcher(StepRunner[PendingStep]):
         """How many sequences more would get a slot at once."""
         return self._scheduler.free_slots
 
+    def is_idle(self, sequence: SequenceId) -> bool:
+        """Tells whether nothing of a sequence executes or waits to."""
+        kept = self._kept.get(sequence)
+        return kept is None or not kept.waiting
+
     @property
     def has_work(self) -> bool:
         """Whether anything executes or waits to; for any thread."""

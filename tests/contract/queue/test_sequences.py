@@ -697,7 +697,7 @@ async def test_an_end_is_forgotten_after_minutes(later_on: Gateway, timed: Embed
     timed.advance(301.0)
 
     left = {key.decode().partition("}:")[2] for key in await later_on.sequences._router.call(0, b"KEYS", b"*")}
-    assert left <= {"sequence-owners", "1:seq", "1:seq@w1"}
+    assert left <= {"sequence-owners", "1:seq", "1:seq~acme", "1:seq@w1"}
 
 
 # --- Redis that may lose what it has confirmed (promise 7) ---

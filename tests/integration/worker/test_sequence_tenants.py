@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from onnx import helper
 
@@ -87,19 +88,25 @@ class Tenants:
         await self.scene.worker()
         await self.scene.ready(*names)
 
-    async def send(self, tenant: str, model: str, x: float, sequence: int | str = 7, **flags: bool) -> Any:
-        """Sends a step; returns the body of the reply."""
-        tensor = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [x]}
+    async def post(
+        self, tenant: str, model: str, x: float, sequence: int | str = 7, *, name: str = "x", **flags: bool
+    ) -> httpx.Response:
+        """Sends a step; returns the reply."""
+        tensor = {"name": name, "shape": [1, 1], "datatype": "FP32", "data": [x]}
         parameters = {"sequence_id": sequence} | {f"sequence_{flag}": value for flag, value in flags.items()}
-        reply = await self.scene.client.post(
+        return await self.scene.client.post(
             f"/v2/models/{model}/infer",
             json={"inputs": [tensor], "parameters": parameters},
             headers={"authorization": f"Bearer {self._keys[tenant]}"},
         )
+
+    async def send(self, tenant: str, model: str, x: float, sequence: int | str = 7, **flags: Any) -> Any:
+        """Sends a step; returns the body of the reply."""
+        reply = await self.post(tenant, model, x, sequence, **flags)
         assert reply.status_code == 200, reply.text
         return reply.json()
 
-    async def sum(self, tenant: str, model: str, x: float, sequence: int | str = 7, **flags: bool) -> float:
+    async def sum(self, tenant: str, model: str, x: float, sequence: int | str = 7, **flags: Any) -> float:
         """Sends a step; returns the sum."""
         return float((await self.send(tenant, model, x, sequence, **flags))["outputs"][0]["data"][0])
 
@@ -285,3 +292,62 @@ async def test_an_onnx_model_is_told_apart_across_workers(tenants: Tenants, repo
     assert number != 7
     assert second == {"acme": (2.0, 7), "evil": (2.0, number)}
     assert third == {"acme": (3.0, 7), "evil": (3.0, number)}
+
+
+def write_few(repository: Path) -> None:
+    """Writes `few`, a python model of four slots whose sequences stay open, and `kept`, an ONNX model of four."""
+    scheduling = f"sequence_batching {{ {models.DIRECT} {IDLE} }}"
+    write_model(repository, KEEPER, "few", max_batch_size=4, dims=1, scheduling=scheduling)
+    models.accumulator(repository, "kept", strategy=models.DIRECT, more=IDLE)
+
+
+async def test_a_tenant_that_waits_gets_a_slot_of_one_with_more(tenants: Tenants, repository: Path) -> None:
+    """Where the state is in the model's memory the sequence that had the slot is lost, and its caller is told why."""
+    write_few(repository)
+    await tenants.start("few")
+    for number in range(1, 5):
+        await tenants.sum("evil", "few", 1, number, start=True)
+
+    assert await tenants.sum("acme", "few", 5, "mine", start=True) == 5
+
+    outcomes = [await tenants.post("evil", "few", 1, number) for number in range(1, 5)]
+    lost = [reply.json()["error"] for reply in outcomes if reply.status_code == 503]
+    assert sorted(reply.status_code for reply in outcomes) == [200, 200, 200, 503]
+    assert "another tenant waited for a slot of the model" in lost[0]
+    assert await tenants.sum("acme", "few", 5, "mine", end=True) == 10
+
+
+async def test_a_sequence_with_a_stored_state_gives_its_slot_up_and_goes_on(tenants: Tenants, repository: Path) -> None:
+    write_few(repository)
+    await tenants.start("kept")
+
+    async def step(tenant: str, number: int, **flags: bool) -> float:
+        return await tenants.sum(tenant, "kept", 1, number, name="INPUT", **flags)
+
+    for number in range(1, 5):
+        assert await step("evil", number, start=True) == 1
+
+    assert [await step("acme", 7, start=True), await step("acme", 7), await step("acme", 7, end=True)] == [1, 2, 3]
+
+    assert [await step("evil", number) for number in range(1, 5)] == [2, 2, 2, 2]
+
+
+async def test_a_tenant_that_keeps_its_slots_busy_shares_them(tenants: Tenants, repository: Path) -> None:
+    """Steps of all four follow one another without a pause, and what waits behind them is the same tenant's."""
+    write_few(repository)
+    await tenants.start("few")
+
+    async def hold(number: int) -> None:
+        while True:
+            reply = await tenants.post("evil", "few", 1, number, start=True)
+            while reply.status_code == 200:
+                reply = await tenants.post("evil", "few", 1, number)
+
+    async with asyncio.TaskGroup() as tasks:
+        holding = [tasks.create_task(hold(number)) for number in range(1, 9)]
+        mine = [await asyncio.gather(*[tenants.sum("acme", "few", 1, each, start=True) for each in (1, 2)])]
+        mine += [await asyncio.gather(*[tenants.sum("acme", "few", 1, each) for each in (1, 2)]) for _ in range(3)]
+        for task in holding:
+            task.cancel()
+
+    assert mine == [[1, 1], [2, 2], [3, 3], [4, 4]]

@@ -40,6 +40,8 @@ def test_all_keys_of_a_partition_share_a_slot(model: str) -> None:
         keys.sequence_owners(model, 0),
         keys.sequence_owned(model, 0, "w1"),
         keys.sequence_counts(model, 0),
+        keys.sequences_of(model, 0, "acme"),
+        keys.sequence_turn(model, 0, "acme"),
         keys.sequence_numbers(model, 0),
         keys.sequence_told(model, 0, "acme:n7"),
         keys.sequence_number(model, 0, 2**31 - 2),

@@ -21,6 +21,7 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.policy import LatencyModel
 from qinfer.batching.sequences.batcher import SequenceBatcher, StepOutlet
 from qinfer.batching.sequences.execution import States
+from qinfer.batching.sequences.shares import SlotTurn, turns
 from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
@@ -44,10 +45,12 @@ from qinfer_workers.inference.step_publisher import StepPublisher
 
 logger = logging.getLogger(__name__)
 
+GIVEN_UP = "another tenant waited for a slot of the model, of which this one had the most"
 RELOADED = "the model was loaded anew with another configuration"
 _PARTITION = 0  # all that there is, until models are spread
 _RETRY_S = 0.5
 _LOOK_S = 0.2
+_LOOK_AT_SLOTS_S = 0.5
 _MAX_WAITING = 2000  # steps here, beyond which none are taken
 
 
@@ -86,6 +89,7 @@ class _Held:
         entries: The entry of each step that was taken and is not committed yet, by its number.
         repeated: Steps that were sent again, and wait for the response of the first of their number.
         arriving: Reads the payload of the last step taken; steps behind it wait.
+        since_s: When the worker became its owner, on the monotonic clock.
     """
 
     def __init__(self, owned: Owned) -> None:
@@ -95,6 +99,7 @@ class _Held:
         self.entries: dict[int, str] = {}
         self.repeated: list[Unanswered] = []
         self.arriving: asyncio.Task[None] | None = None
+        self.since_s = time.monotonic()
         self._told_id = told_id(owned.sequence, owned.told)
 
     def tell(self, request: InferRequest) -> None:
@@ -150,6 +155,7 @@ class SequenceService:
         self._tickets = self._sequences.reader(self._owner, self._version, parts.queue.doorbell)
         self._reader = RequestReader()
         self._is_draining = False
+        self._look_at_s = 0.0
         self._outage = OutageLog(logger, "no steps taken, trying again", "steps are taken again")
         self._loops: list[asyncio.Task[None]] = []
 
@@ -329,13 +335,15 @@ class SequenceService:
             for taken in news.taken:
                 self._take_in(taken)
             self.batcher.pump()
+            await self._share_slots()
             if news.taken or owned:
                 busy_s = time.monotonic()
                 await self._slow_down()
                 continue
             if self.batcher.has_work:
                 busy_s = time.monotonic()
-            is_idle = time.monotonic() - busy_s >= readers.AWAKE_S
+            # A full worker stays awake: it looks whether tenants wait for its slots.
+            is_idle = time.monotonic() - busy_s >= readers.AWAKE_S and self.batcher.free_slots > 0
             if is_idle and has_slots and not self._held:
                 return True
             await self._wait(ticket, has_slots=has_slots, is_idle=is_idle)
@@ -355,6 +363,37 @@ class SequenceService:
     def _recover(self) -> None:
         if self._outage.is_out:
             self._outage.over()
+
+    async def _share_slots(self) -> None:
+        """Gives up slots for tenants that wait and have fewer, where all slots are taken; twice a second."""
+        if self._is_draining or self.batcher.free_slots > 0 or time.monotonic() < self._look_at_s:
+            return
+        self._look_at_s = time.monotonic() + _LOOK_AT_SLOTS_S
+        shares = await self._sequences.shares(self._version)
+        for turn in turns(shares, {sequence.tenant for sequence in self._held}):
+            victim = self._to_give_up(turn)
+            if victim is not None and await self._sequences.claim(turn.taker, _LOOK_AT_SLOTS_S):
+                await self._give_up_slot(victim)
+
+    def _to_give_up(self, turn: SlotTurn) -> SequenceId | None:
+        """Returns the sequence whose slot is given up: one of which nothing executes, then the one held longest."""
+        before_s = time.monotonic() - turn.least_s
+        of_giver = [
+            sequence
+            for sequence, held in self._held.items()
+            if sequence.tenant == turn.giver and held.since_s <= before_s and not held.is_over
+        ]
+        return min(of_giver, key=lambda one: (not self.batcher.is_idle(one), self._held[one].since_s), default=None)
+
+    async def _give_up_slot(self, sequence: SequenceId) -> None:
+        """Gives a sequence back, which goes on when its tenant is next; one whose state is in memory ends."""
+        held = self._held.get(sequence)
+        if held is None:
+            return
+        if self._is_explicit:
+            self._end(_next_of(held), held.owned.token, SequenceLost(GIVEN_UP))
+        elif await self._sequences.give_back(self._owner, [sequence]):
+            self._forget(sequence)
 
     async def _adopt(self, owned: Owned) -> QinferError | None:
         """Takes a sequence over, with the states that were committed last; returns why these can't be read now."""

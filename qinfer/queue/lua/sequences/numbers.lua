@@ -33,8 +33,7 @@ end
 -- Decides what the model is told of a sequence, that of `name`, which has the number `held` so far (0 = none). `bits`: of the numbers that it
 -- takes (0 = it takes text). The number is reserved for so many ms. Returns whether the tenant is another one, and the number (0 = none).
 local function tell_apart(name, held, bits, ms)
-  local tenant, digits = string.match(name, '^([^:]*):'), string.match(name, '^[^:]+:n(%d+)$')
-  local other = is_other(tenant or '')
+  local other, digits = is_other(tenant_of(name)), string.match(name, '^[^:]+:n(%d+)$')
   if bits == 0 or not digits then return other, 0 end
   local limit = 2 ^ (bits == 32 and 31 or 53)
 

@@ -1,9 +1,11 @@
--- Makes a worker the owner of sequences that wait for one, those that were handed over first, and tells it their steps.
+-- Makes a worker the owner of sequences that wait for one, and tells it their steps. The next one is of the tenant of which workers have the
+-- fewest, by weight; of a tenant those that were handed over go first.
 -- KEYS: the lanes that they wait in, by priority, then the worker's own lane.
 -- ARGV: partition's prefix, whether Redis may lose, worker, count, bits of the numbers that the model is told (0 = it takes text, '' = it is
---   told nothing), names of the lanes they wait in.
+--   told nothing).
 -- Returns {whether the worker's lease is alive, {name, life, token, committed, generation, kind, idle ms, whether the tenant is another
 --   than the model's first one, the number that the model is told in place of its id (0 = none)} of each}.
+local MOST_TICKETS = 100 -- that are looked at: of some the sequence has ended
 begin(ARGV[1], ARGV[2])
 make_room()
 local worker, left, bits = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -27,12 +29,18 @@ local function take(of)
   left = left - 1
 end
 
-for i = 1, #KEYS - 1 do
-  local tickets = left > 0 and redis.call('XRANGE', KEYS[i], '-', '+', 'COUNT', left) or {}
-  for _, ticket in ipairs(tickets) do
-    local of = load(ticket[2][2])
-    if of and of.state == 'open' and of.ticket == ARGV[5 + i] .. ' ' .. ticket[1] then take(of) end
-    redis.call('XDEL', KEYS[i], ticket[1])
+local lanes = {unpack(KEYS, 1, #KEYS - 1)}
+local shares = shares_of(lanes)
+for _ = 1, MOST_TICKETS do
+  local share = left > 0 and next_of(shares)
+  if not share then break end
+  redis.call('XDEL', share.stream, share.id)
+  local of = load(share.name)
+  if of and of.state == 'open' and prefix .. of.version .. ':' .. of.ticket == share.stream .. ' ' .. share.id then
+    take(of)
+    share.held = share.held + 1
   end
+  share.since = look(share, lanes) and share.since
 end
+wake(shares, lanes)
 return {1, owned}

@@ -3,7 +3,7 @@
 -- The record is a hash. Its field `of` is a table, packed by MessagePack, as most scripts read all of it: state (open | ended);
 -- of the life that executes now `life`, its version, generation, kind, idle (ms), owner, token (which rises with each owner),
 -- ticket, committed, deaths (of workers while its next step waited), used (ms), era, apart (1 = its state has a key of its own);
--- number (that the model is told in place of its id; see numbers.lua);
+-- number (that the model is told in place of its id; see numbers.lua), weight (of its tenant);
 -- of the last life `tail`, accepted, hash (of its START), last (the number of its last step; 0 = not known yet); kept says until
 -- when (ms) the keys live; code, text, failed and failed_life say how a life ended by an error.
 -- Further fields, for what is written or read alone: `at` is the life and the last committed step; `state` the state, and
@@ -17,7 +17,7 @@ local DAY_MS = 86400000
 local SLACK_MS = 3600000    -- the keys of a sequence live for so much longer, so that not each step has to say so
 local SHORT_BYTES = 4096    -- a frame of no more travels with the ticket, too
 local EMPTY = {life = 0, committed = 0, token = 0, deaths = 0, idle = 0, used = 0, tail = 0,
-  accepted = 0, failed = 0, failed_life = 0, last = 0, kept = 0, apart = 0, number = 0, state = '', version = '', generation = '', kind = '', owner = '', ticket = '',
+  accepted = 0, failed = 0, failed_life = 0, last = 0, kept = 0, apart = 0, number = 0, weight = 0, state = '', version = '', generation = '', kind = '', owner = '', ticket = '',
   era = '', hash = '', code = '', text = ''}
 local RECORD = {__index = EMPTY}
 local prefix, era, now
@@ -28,6 +28,7 @@ local function steps_of(name) return prefix .. '0:steps:' .. name end
 local function state_of(name) return prefix .. 'sequence-state:' .. name end
 local function answer_of(name, life, n) return prefix .. string.format('sequence-answer:%d.%d:%s', life, n, name) end
 local function answer_field(life, n) return string.format('answer:%d.%d', life, n) end
+local function tenant_of(name) return string.match(name, '^([^:]*):') or '' end
 local function number_key(number) return prefix .. string.format('sequence-number:%.0f', number) end
 local function lane_of(version, worker) return prefix .. version .. ':seq@' .. worker end
 -- Counts what the metrics show; counts that are damaged begin again.
@@ -136,11 +137,32 @@ local function tell(of, entry, life, n, times, frame, payload)
   redis.call('PEXPIRE', lane, DAY_MS)
 end
 
--- Puts a sequence into a lane from which workers with a free slot take: `seq`, or `seq.handed`, which goes first.
+-- Puts a sequence into a lane from which workers with a free slot take: `seq`, or `seq.handed`, which goes first. Those of a tenant wait in
+-- a stream of their own beside it, `<lane>~<tenant>`; a blank ticket in the lane itself wakes workers. The open sequences of a tenant are the
+-- set `sequences~<tenant>`; the hash `sequences~` has the weights of the tenants that have any.
 local function wait_for_owner(of, lane)
-  local id = redis.call('XADD', prefix .. of.version .. ':' .. lane, '*', 's', of.name)
+  local tenant = tenant_of(of.name)
+  if tenant ~= '' then
+    local key = prefix .. of.version .. ':' .. lane
+    if redis.call('XLEN', key) == 0 then redis.call('XADD', key, '*', 's', '') end
+    redis.call('SADD', prefix .. 'sequences~' .. tenant, of.name)
+    redis.call('HSET', prefix .. 'sequences~', tenant, math.max(of.weight, 1))
+    lane = lane .. '~' .. tenant
+  end
+  local key = prefix .. of.version .. ':' .. lane
+  local id = redis.call('XADD', key, '*', 's', of.name)
+  if tenant ~= '' then redis.call('PEXPIRE', key, 7 * DAY_MS) end
   write(of, {owner = '', ticket = lane .. ' ' .. id})
   redis.call('ZADD', prefix .. 'sequences', now, of.name)
+end
+
+-- Takes note that a sequence is open no longer.
+local function close(name)
+  redis.call('ZREM', prefix .. 'sequences', name)
+  local tenant = tenant_of(name)
+  if tenant == '' then return end
+  redis.call('SREM', prefix .. 'sequences~' .. tenant, name)
+  if redis.call('EXISTS', prefix .. 'sequences~' .. tenant) == 0 then redis.call('HDEL', prefix .. 'sequences~', tenant) end
 end
 
 -- Takes a sequence from its owner, whom a ticket tells, or out of the lane in which it waits for one.
@@ -188,7 +210,7 @@ function over(of, grace)
   local version, generation, kind, idle = string.match(about or '', '^(%S+) (%d+) (%S+) (%d+)$')
   if not version then -- there is no next one, or nothing is known of it
     write(of, {state = 'ended', owner = '', ticket = ''})
-    redis.call('ZREM', prefix .. 'sequences', of.name)
+    close(of.name)
     if of.number > 0 then redis.call('PEXPIRE', number_key(of.number), TOMBSTONE_MS) end
     return gone
   end

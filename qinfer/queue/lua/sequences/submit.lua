@@ -3,14 +3,15 @@
 -- KEYS: record.
 -- ARGV: partition's prefix, whether Redis may lose (1), name, flags (S, E, SE or empty), number (0 = none), hash of a START's
 --   content, frame, id of the request whose payload is stored ('' = none), ms: until its deadline, limit of the steps that
---   wait in the sequence (0 = none), limit of open sequences (0 = none), and of a START `<version> <generation> <kind> <idle ms>`.
+--   wait in the sequence (0 = none), limit of open sequences (0 = none), the tenant's weight (0 = not known), and of a START
+--   `<version> <generation> <kind> <idle ms>`.
 -- Returns {new, life, number, entry id} | {stored, life, number} | {gap, number that is next} | {old, the last number} |
 --   {ended, code, text, step} | {unknown} | {full}.
 local function one(KEYS, ARGV)
 local record = KEYS[1]
 begin(ARGV[1], ARGV[2])
 local name, flags, number, hash, frame, payload = ARGV[3], ARGV[4], tonumber(ARGV[5]), unpack(ARGV, 6, 8)
-local timeout, limit, most, about = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12]
+local timeout, limit, most, weight, about = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12]), ARGV[13]
 local steps = steps_of(name)
 local is_start, is_end = string.find(flags, 'S') ~= nil, string.find(flags, 'E') ~= nil
 local of = load(name)
@@ -32,6 +33,18 @@ local function is_repeated(n, committed)
   return n > 0 and n <= committed and has_answer(name, of.tail, n)
 end
 
+-- Tells whether so many sequences are open as may, and of the tenant as many as its share of them: one that has fewer is let in where
+-- others have filled it.
+local function has_no_room()
+  if most == 0 or redis.call('ZCARD', prefix .. 'sequences') < most then return false end
+  local tenant, sum, tenants = tenant_of(name), 0, redis.call('HGETALL', prefix .. 'sequences~')
+  for i = 1, #tenants, 2 do
+    if tenants[i] ~= tenant then sum = sum + tonumber(tenants[i + 1]) end
+  end
+  local own = math.max(weight, 1)
+  return tenant == '' or sum == 0 or redis.call('SCARD', prefix .. 'sequences~' .. tenant) * (sum + own) >= most * own
+end
+
 local is_full = limit > 0 and redis.call('XLEN', steps) >= limit
 
 -- A START that is sent again, because its response was lost, is told from a new life by its content.
@@ -41,12 +54,12 @@ if is_start and not is_again then
   if number > 1 then return {'gap', 1} end
   if is_full then return {'full'} end
   if not is_open then
-    if most > 0 and redis.call('ZCARD', prefix .. 'sequences') >= most then return {'full'} end
+    if has_no_room() then return {'full'} end
     local version, generation, kind, idle = string.match(about, '^(%S+) (%S+) (%S+) (%S+)$')
     local life, token, told = of and of.tail + 1 or 1, of and of.token or 0, of and of.number or 0
     of = fresh(name)
     for field, value in pairs({state = 'open', life = life, version = version, generation = generation, kind = kind,
-      idle = tonumber(idle), token = token, number = told, era = era, tail = life, accepted = 1, hash = hash}) do of[field] = value end
+      idle = tonumber(idle), token = token, number = told, weight = weight, era = era, tail = life, accepted = 1, hash = hash}) do of[field] = value end
     wait_for_owner(of, 'seq')
     return append(life, 1)
   end

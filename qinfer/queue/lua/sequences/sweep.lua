@@ -25,7 +25,7 @@ end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])) do
   local of = load(name)
   if not of or of.state ~= 'open' then
-    redis.call('ZREM', KEYS[1], name)
+    close(name)
   elseif of.owner ~= '' and redis.call('ZSCORE', prefix .. 'sequence-owners', of.owner) then
     redis.call('ZADD', KEYS[1], now + LOOK_MS, name)
   else

@@ -118,6 +118,11 @@ class EnsembleSteps:
         """How many sequences more it takes."""
         return max(MAX_ENSEMBLE_SEQUENCES - len(self._kept), 0)
 
+    def is_idle(self, sequence: SequenceId) -> bool:
+        """Tells whether nothing of a sequence is under way or waits."""
+        kept = self._kept.get(sequence)
+        return kept is None or (kept.running is None and not kept.waiting)
+
     @property
     def versions(self) -> frozenset[tuple[str, int]]:
         """The model versions that its sequences run."""
