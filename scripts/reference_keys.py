@@ -137,6 +137,14 @@ ROWS = (
         _ID,
     ),
     Row(
+        keys.stored,
+        "hash",
+        "as the last of the results",
+        "bytes of the results that a tenant has stored, by request, where several tenants have keys; when they expire "
+        "is in the sorted set `stored-until:<tenant>`",
+        ({"tenant": "<tenant>"},),
+    ),
+    Row(
         keys.staged,
         _VALUE,
         "at most ten minutes",

@@ -258,6 +258,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         limit: The lane takes no more when so many entries wait in it; 0 = no limit.
         is_told: The model's workers say which entries execute: those that they hold besides wait, too.
         endpoint: The endpoint that it came by, if `Moves` may move it while it waits.
+        share: The tenant whose stored results may take as much memory as is free; empty = no other shares it.
     """
 
     address: Address
@@ -281,6 +282,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     limit: int = 0
     is_told: bool = False
     endpoint: str = ""
+    share: str = ""
 
 
 class Accepted(msgspec.Struct, frozen=True):

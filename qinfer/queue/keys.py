@@ -71,6 +71,14 @@ def responses(model: str, partition: int, request_id: str) -> str:
     return f"{_partition(model, partition)}responses:{request_id}"
 
 
+def stored(model: str, partition: int, tenant: str) -> str:
+    """Returns the hash of how many bytes of results a tenant has stored, which shares the memory with others.
+
+    When they expire is in a sorted set, `stored-until` in place of `stored`.
+    """
+    return f"{_partition(model, partition)}stored:{tenant}"
+
+
 def request(model: str, partition: int, request_id: str) -> str:
     """Returns the hash of an asynchronous request's state."""
     return f"{_partition(model, partition)}request:{request_id}"

@@ -12,7 +12,9 @@ The promises, each a test in `tests/contract/`:
 4. A result can be read again and again until its time to live is over, or `forget` removes it; afterwards a tombstone
    tells so for a while, and ids and idempotency keys are known as before.
 5. `due` knows every request whose deadline passed, with zero workers too.
-6. An end that is to be told, by a webhook or through an outbox that a program named, is a delivery: see `deliveries`.
+6. Of several tenants none fills the memory with results: one whose results take as much as is free has further requests
+   refused, and results of those that execute end as failures.
+7. An end that is to be told, by a webhook or through an outbox that a program named, is a delivery: see `deliveries`.
 
 A payload or result too large for the common connection is *staged* first: stored over a connection of its own, or in
 the object store, under a name that nobody knows. The script then renames it, or removes it. Where the script never
@@ -27,8 +29,8 @@ from typing import Any
 
 import msgspec
 
-from qinfer.core.messages import Response
-from qinfer.errors import BrokerUnavailable, CorruptEntry, InvalidRequest, QinferError, QueueFull
+from qinfer.core.messages import Failure, Response
+from qinfer.errors import BrokerUnavailable, CorruptEntry, InvalidRequest, QinferError, QueueFull, QuotaExceeded
 from qinfer.queue import keys
 from qinfer.queue.connection import Argument, Refused, pack, packable
 from qinfer.queue.deliveries import WEBHOOKS, Kind
@@ -50,7 +52,7 @@ from qinfer.queue.entries import (
 )
 from qinfer.queue.router import Call, Router, Words, load_script, run_each, run_script, ttl_ms
 from qinfer.queue.shares import Places
-from qinfer.queue.stored_responses import StoredResponses
+from qinfer.queue.stored_responses import TOO_MUCH_STORED, StoredResponses
 from qinfer.queue.submitter import PLACING
 from qinfer.queue.values import LARGE_BYTES, StagedValue, Values, given
 from qinfer.wire.frame import encode_responses
@@ -58,6 +60,7 @@ from qinfer.wire.versions import Record
 
 logger = logging.getLogger(__name__)
 
+_STORED_AGAIN_S = 10.0
 _NOT_IN_TIME = "the data of the request did not arrive in time; try again"
 
 AT_ONCE = 32
@@ -72,10 +75,14 @@ _RECORD_FIELDS = (
 )
 """The fields that `_record_of` reads, in its order; the state is the first."""
 
-_ACCEPT = load_script("each", *PLACING, "origin", "drop", "deliveries", "requests/known", "requests/accept")
-_SETTLE = load_script("each", "now_ms", "drop", "holder", "deliveries", "note_cancel", "requests/settle")
+_ACCEPT = load_script(
+    "each", *PLACING, "origin", "drop", "deliveries", "requests/stored", "requests/known", "requests/accept"
+)
+_SETTLE = load_script(
+    "each", "now_ms", "drop", "holder", "deliveries", "note_cancel", "requests/stored", "requests/settle"
+)
 _FIND = load_script("requests/find", "now_ms", "deliveries", "requests/known")
-_FORGET = load_script("requests/forget", "now_ms", "drop")
+_FORGET = load_script("requests/forget", "now_ms", "drop", "requests/stored")
 _RECORD = load_script("requests/record")
 _DUE = load_script("requests/due", "now_ms")
 _ENDINGS = load_script("requests/endings", "now_ms", "deliveries")
@@ -130,6 +137,7 @@ class Requests:
         Raises:
             InvalidRequest: Its outbox or notes can't be.
             QueueFull: The lane is at `limit`, or the broker has no memory left.
+            QuotaExceeded: The tenant's stored results take as much memory as is free.
             PayloadTooLarge: The payload is larger than the broker can store.
             BrokerUnavailable: It may have been accepted: repeat it with the same id.
         """
@@ -243,7 +251,8 @@ class Requests:
         """Removes the result of a request that has ended, unless its end goes to an outbox; its record stays."""
         names = [_record_key(address), _result_name(address).encode()]
         names.append(keys.responses(address.model, address.partition, address.id).encode())
-        self._values.forget(await self._router.run(keys.slot(names[0]), _FORGET, names))
+        prefix = keys.prefix(address.model, address.partition)
+        self._values.forget(await self._router.run(keys.slot(names[0]), _FORGET, names, prefix, address.id))
 
     async def watch(self, address: Address, reply_to: str) -> RequestRecord | None:
         """Returns the record, and has a hint sent to `reply_to` when the request ends.
@@ -321,6 +330,8 @@ class Requests:
         self._values.forget(objects)
         if what == b"full":
             return QueueFull(FULL)
+        if what == b"over":
+            return QuotaExceeded(TOO_MUCH_STORED, _STORED_AGAIN_S)
         if what == b"gone":
             return BrokerUnavailable(_NOT_IN_TIME)
         return Accepted(request_id.decode(), is_new=what == b"new", body_hash=body_hash.decode())
@@ -366,7 +377,13 @@ class Requests:
             self._values.forget(objects)
         if any(what == b"gone" for what, _, _ in replies):
             raise BrokerUnavailable(_NOT_IN_TIME)
-        return [watchers.decode().split() if what == b"first" else None for what, watchers, _ in replies]
+        ended = [watchers.decode().split() if what == b"first" else None for what, watchers, _ in replies]
+        for number, (what, _, _) in enumerate(replies):
+            if what == b"over":
+                refused = _without_result(settlements[number])
+                result = given(_result_name(refused.address), refused.outcome.blob)
+                (ended[number],) = await self._settle([refused], [result])
+        return ended
 
     async def _settle_apart(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests one by one; after all were tried, raises the first error."""
@@ -386,6 +403,14 @@ class Requests:
             self._router.send(keys.slot(key), packed, lambda _: None)
         except BrokerUnavailable:
             logger.warning("waiting callers could not be told", extra={"count": len(addresses)})
+
+
+def _without_result(settlement: Settlement) -> Settlement:
+    """Returns the end of a request whose result can't be stored: it fails."""
+    failure, outcome = Failure.of(QuotaExceeded(TOO_MUCH_STORED)), settlement.outcome
+    blob = encode_responses([Response(request_id=settlement.address.id, failure=failure, attempt=outcome.attempt or 1)])
+    failed = {"state": RequestState.FAILED, "blob": blob, "code": failure.code, "message": failure.message}
+    return msgspec.structs.replace(settlement, outcome=msgspec.structs.replace(outcome, **failed))
 
 
 def hint(addresses: Sequence[Address]) -> bytes:
@@ -527,7 +552,7 @@ def _acceptance(acceptance: Acceptance, payload: StagedValue, weight: int) -> Wo
         *(acceptance.body_hash, acceptance.lane.version, acceptance.lane.name),
         _ACCEPTED.encode(_Accepted(acceptance.tenant, acceptance.client_id, acceptance.plan, acceptance.decoupled)),
         *(acceptance.webhook, acceptance.outbox, acceptance.notes, acceptance.watcher),
-        *(acceptance.tenant, weight, acceptance.endpoint),
+        *(acceptance.tenant, weight, acceptance.endpoint, acceptance.share),
     ]
     return Words(names, arguments)
 

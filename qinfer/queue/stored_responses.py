@@ -24,7 +24,12 @@ from qinfer.queue.router import Call, Router, load_script, run_script
 from qinfer.queue.values import LARGE_BYTES, Values
 from qinfer.tensors import Bytes
 
-_APPEND = load_script("requests/append", "holder")
+TOO_MUCH_STORED = (
+    "the results that the tenant has stored take as much of the queue's memory as is free; read them and DELETE their "
+    "requests, or wait until they expire"
+)
+
+_APPEND = load_script("requests/append", "holder", "now_ms", "requests/stored")
 _RESPONSES = load_script("requests/responses")
 
 
@@ -61,7 +66,8 @@ class StoredResponses:
 
         Raises:
             StreamBroken: An earlier execution stored responses and can't be continued, or some before these are lost.
-            PayloadTooLarge: They would take more than `max_bytes`; none of these was stored.
+            PayloadTooLarge: They would take more than `max_bytes`, or more than the tenant may store; none of these was
+                stored.
             QueueFull: The broker has no memory left; none of these was stored.
         """
         entry = lease.entry
@@ -82,6 +88,8 @@ class StoredResponses:
                 f"the responses of the request take more than {max_bytes} bytes, after {count} of them; ask for fewer, "
                 "read them from an inference that is not stored, or raise QINFER_LIMITS__STREAM_RESULT_BYTES"
             )
+        if what == b"over":
+            raise PayloadTooLarge(TOO_MUCH_STORED)
         for reply_to in watchers.decode().split():
             self._tell(reply_to, [address])
         return bool(what == b"stored")

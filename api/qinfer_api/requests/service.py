@@ -435,6 +435,7 @@ class AsyncRequests:
             webhook=options.webhook,
             outbox=options.outbox,
             notes=options.notes,
+            share=self.dispatcher.sharing(context),
         )
 
     def _first_record(self, address: Address, acceptance: Acceptance) -> RequestRecord:

@@ -12,6 +12,7 @@ import pytest
 
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.queue import keys
 from qinfer.queue.entries import Lane
 from qinfer.testing import eventually
 from tests.support.gateway import Running, running_gateway, settings_of
@@ -143,3 +144,17 @@ async def test_a_tenants_long_polls_leave_some_to_the_others(callers: Callers, m
     for who, links in stuck.items():
         await callers.ask(who, "DELETE", links["self"])
     assert [(await poll).status_code for poll in (*polls, waiting)].count(400) == 4
+
+
+async def test_stored_requests_share_the_memory_of_results(callers: Callers) -> None:
+    """Each tenant's are counted, so that none takes it all (`tests/contract/requests/test_stored_shares.py`)."""
+    links = (await callers.ask("acme", "POST", ECHO, BODY)).json()["links"]
+    await callers.ask("acme", "GET", links["result"] + "?wait=20")
+    client = callers.running.store.client
+    stored = keys.stored("echo", 0, "acme")
+    before = await client.hget(stored, "")
+
+    await callers.ask("acme", "DELETE", links["self"])
+
+    assert int(before) > 0
+    assert await client.exists(stored) == 0

@@ -4,15 +4,15 @@
 --   limit (0 = none), whether workers say what executes (1), ms: timeout, result's time to live, tombstone's, margin, idempotency key's (0 = there is no key),
 --   body hash, version and name of the lane, what the record keeps besides, webhook, outbox, notes, who wants to be told of the
 --   end ('' = none, nobody), the tenant ('' = none) and its weight (0 = not known): the entry goes to the stream that it has of the lane,
---   the endpoint that it came by ('' = none).
+--   the endpoint that it came by ('' = none), the tenant that shares the memory of results with others ('' = there are no others).
 -- Returns {what, id, body hash, names of objects that nothing refers to now}: what is new | known | full | gone (the staged
---   payload).
+--   payload) | over (the tenant has as many bytes of results stored as it may).
 local function one(KEYS, ARGV)
 local lane, delayed, record, due, payload, staged, key = unpack(KEYS)
 local group, id, frame, place, body = unpack(ARGV, 1, 5)
 local limit, is_told = tonumber(ARGV[6]), ARGV[7] == '1'
 local timeout, result_ttl, tombstone_ttl, margin, key_ttl, body_hash = unpack(ARGV, 8, 13)
-local version, name, accepted, webhook, outbox, notes, watcher, tenant, weight, endpoint = unpack(ARGV, 14)
+local version, name, accepted, webhook, outbox, notes, watcher, tenant, weight, endpoint, share = unpack(ARGV, 14)
 
 local function refuse(what, known_id, known_hash)
   local objects = {}
@@ -22,6 +22,7 @@ end
 
 local known_id, known_hash = known(record, key_ttl ~= '0' and key, id, body_hash, outbox ~= '' and notes or nil)
 if known_id then return refuse('known', known_id, known_hash) end -- a repetition changes nothing
+if share ~= '' and is_over(string.sub(record, 1, -#('request:' .. id) - 1), share, 0) then return refuse('over') end
 local route = route_of(lane, group, tenant, tonumber(weight))
 if room(lane, route.share, delayed, limit, group, is_told, 1) == 0 then return refuse('full') end
 
@@ -48,6 +49,7 @@ redis.call('HSET', record, 'state', 'queued', 'entry', entry, 'version', version
   'webhook', webhook, 'body_hash', body_hash, 'created_at', created, 'deadline_at', created + timeout,
   'timeout_ms', timeout, 'result_ttl_ms', result_ttl, 'tombstone_ttl_ms', tombstone_ttl)
 if outbox ~= '' then redis.call('HSET', record, 'outbox', outbox, 'notes', notes) end
+if share ~= '' then redis.call('HSET', record, 'share', share) end
 if watcher ~= '' then redis.call('HSET', record, 'waiters', watcher) end
 redis.call('PEXPIRE', record, lifetime)
 redis.call('ZADD', due, created + timeout, id)

@@ -2,12 +2,14 @@
 -- KEYS: record, responses. ARGV: what the partition's keys begin with, group, consumer, which delivery it holds, the entry's
 --   lane and id, whether a later delivery goes on where an earlier one was (1 | 0), how many bytes may be stored, the index of
 --   the first response, the responses.
--- Returns {what, how many are stored, who waits, by line}: what is stored | ended (or another's) | broken | full.
+-- Returns {what, how many are stored, who waits, by line}: what is stored | ended (or another's) | broken | full | over (its
+--   tenant has as many bytes stored as it may).
 local record, responses = KEYS[1], KEYS[2]
 local prefix, group, consumer, delivery, lane, entry, resumes, most, index = unpack(ARGV, 1, 9)
 local FIRST = 10
 
-local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'waiters', 'stored_by', 'stored_bytes')
+local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'waiters', 'stored_by', 'stored_bytes',
+  'share')
 local pending = held(lane, group, consumer, entry)
 local is_holder = pending and pending[4] == tonumber(delivery)
 local is_its = known[1] == 'queued' and lane == prefix .. known[2] .. ':' .. known[3] and entry == known[4]
@@ -21,9 +23,12 @@ if is_other or tonumber(index) > count then return {'broken', count, ''} end
 local new = FIRST + count - tonumber(index)
 for i = new, #ARGV do size = size + #ARGV[i] end
 if size > tonumber(most) then return {'full', count, ''} end
+local share, before = known[8], tonumber(known[7] or '0')
+if share and size > before and is_over(prefix, share, size - before) then return {'over', count, ''} end
 
 -- Where memory is full the first of these writes raises, and nothing is stored.
 for i = new, #ARGV do redis.call('RPUSH', responses, ARGV[i]) end
 redis.call('HSET', record, 'stored_by', delivery, 'stored_bytes', size)
+if share then note_stored(prefix, share, string.sub(record, #prefix + #'request:' + 1), size, now_ms() + redis.call('PTTL', record)) end
 if count == 0 then redis.call('PEXPIRE', responses, redis.call('PTTL', record)) end
 return {'stored', math.max(count, tonumber(index) + #ARGV - FIRST + 1), new <= #ARGV and known[5] or ''}

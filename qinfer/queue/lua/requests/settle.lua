@@ -4,17 +4,24 @@
 --   (none | given | staged), result, attempt (0 = it was not executed), the record's state, and
 --   why it failed ('' = it did not).
 -- Returns {what, who waits, by line, names of objects that nothing refers to now}: what is first | late | gone (the staged
---   result: nothing was done).
+--   result: nothing was done) | over (its tenant has as many bytes of results stored as it may: it has not ended).
 local function one(KEYS, ARGV)
 local DAY_MS = 86400000
 local record, result, staged, due, webhooks, payload, responses, notes = unpack(KEYS)
 local prefix, group, id, given_lane, given_entry, place, blob, attempt, state, failure = unpack(ARGV)
 
 local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'webhook', 'waiters', 'outbox',
-  'result_ttl_ms', 'tombstone_ttl_ms', 'notes')
+  'result_ttl_ms', 'tombstone_ttl_ms', 'notes', 'share', 'stored_bytes')
 local is_first = known[1] == 'queued'
 local lane, entry = is_first and prefix .. known[2] .. ':' .. known[3], known[4]
 if is_first and place == 'staged' and redis.call('EXISTS', staged) == 0 then return {'gone', '', {}} end
+local share, size = is_first and known[11], #blob
+if place == 'staged' then size = redis.call('TYPE', staged).ok == 'string' and redis.call('STRLEN', staged) or 0 end
+if share and state == 'succeeded' and is_over(prefix, share, size) then
+  local objects = {}
+  drop(staged, objects)
+  return {'over', '', objects}
+end
 if is_first and attempt == '0' then
   local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- an error where there is no group yet
   if pending[1] then attempt = pending[1][4] end
@@ -57,6 +64,7 @@ if place == 'staged' then
 elseif place == 'given' then
   redis.call('SET', result, blob, 'PX', result_ttl)
 end
+if share then note_stored(prefix, share, id, size + (tonumber(known[12]) or 0), now + result_ttl) end
 if not known[7] and known[5] and known[5] ~= '' then
   redis.call('HSET', record, 'webhook_state', 'pending')
   -- Without its request's record it is of no use: where webhooks were switched off, none stays for ever.

@@ -1,0 +1,33 @@
+-- The bytes that tenants who share a Redis have stored in a partition as results of asynchronous requests; needs now_ms.lua.
+--   <prefix>stored:<tenant>        hash: request → bytes, and '' → their sum
+--   <prefix>stored-until:<tenant>  set of the requests by the time at which their results expire
+local SPARED = 16 * 1024 * 1024 -- bytes of a tenant that are never too many
+
+-- Takes note of how many bytes are stored of a request, until when; 0 = none are any more.
+local function note_stored(prefix, tenant, id, bytes, until_ms)
+  local sizes, times = prefix .. 'stored:' .. tenant, prefix .. 'stored-until:' .. tenant
+  local before = tonumber(redis.call('HGET', sizes, id) or '0')
+  if bytes == 0 then
+    redis.call('HDEL', sizes, id) -- what frees memory comes first
+    redis.call('ZREM', times, id)
+  else
+    redis.call('HSET', sizes, id, bytes)
+    redis.call('ZADD', times, until_ms, id)
+  end
+  if bytes ~= before then redis.call('HINCRBY', sizes, '', bytes - before) end
+  local last = redis.call('ZREVRANGE', times, 0, 0, 'WITHSCORES')
+  for _, key in ipairs({sizes, times}) do redis.call('PEXPIREAT', key, last[2] or now_ms()) end
+end
+
+-- Tells whether so many bytes more are too many: a tenant may have as many as are free (dynamic thresholds).
+local function is_over(prefix, tenant, more)
+  local sizes, times = prefix .. 'stored:' .. tenant, prefix .. 'stored-until:' .. tenant
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', times, '-inf', now_ms(), 'LIMIT', 0, 100)) do
+    note_stored(prefix, tenant, id, 0)
+  end
+  local own = tonumber(redis.call('HGET', sizes, '') or '0') + more
+  if own <= SPARED then return false end
+  local memory = redis.call('INFO', 'memory')
+  local most, used = string.match(memory, '\nmaxmemory:(%d+)'), string.match(memory, '\nused_memory:(%d+)')
+  return tonumber(most) > 0 and own > tonumber(most) - tonumber(used)
+end

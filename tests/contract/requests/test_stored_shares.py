@@ -1,0 +1,132 @@
+"""The memory that tenants share for results of asynchronous requests: none of them fills it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from qinfer.errors import PayloadTooLarge, QuotaExceeded
+from qinfer.queue import keys
+from qinfer.queue.entries import RequestState
+from qinfer.queue.lanes import Queue
+from qinfer.queue.stored_responses import TOO_MUCH_STORED
+from tests.contract.conftest import RedisQueue
+from tests.support.requests import LANE, accept, address, ended, fetch, settle
+
+MIB = 2**20
+LARGE = b"x" * (12 * MIB)
+STORED = keys.stored("digits", 0, "evil")
+
+
+@pytest.fixture
+def small(redis_queue: RedisQueue) -> Iterator[RedisQueue]:
+    """A Redis in which 120 MiB are free."""
+    info = redis_queue.on_owner("INFO", "memory")
+    used = info["used_memory"] if isinstance(info, dict) else int(info.partition(b"used_memory:")[2].split()[0])
+    redis_queue.on_every_node("CONFIG", "SET", "maxmemory", str(used + 120 * MIB))
+    yield redis_queue
+    redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "0")
+
+
+async def stored(queue: Queue, name: str, blob: bytes = LARGE, share: str = "evil") -> RequestState:
+    """Returns how a request ends whose result is so large."""
+    await accept(queue, name, share=share)
+    assert await settle(queue, ended(name, blob=blob)) == [True]
+    record = await queue.requests.record(address(name))
+    assert record is not None
+    return record.state
+
+
+async def fill(queue: Queue) -> int:
+    """Stores results until one is not stored; returns how many are."""
+    count = 0
+    while await stored(queue, f"r{count}") is RequestState.SUCCEEDED:
+        count += 1
+    return count
+
+
+async def test_results_take_as_much_as_is_free_at_most(small: RedisQueue) -> None:
+    """What executes then ends as a failure, and says why."""
+    queue = await small.connect()
+
+    count = await fill(queue)
+
+    assert 2 <= count <= 5
+    record = await queue.requests.record(address(f"r{count}"))
+    assert record is not None
+    assert (record.state, record.code) == (RequestState.FAILED, "quota_exceeded")
+    assert record.message.startswith("the results that the tenant has stored take as much of the queue's memory as is")
+    assert await queue.depth([LANE]) == [0]
+
+
+async def test_the_others_store_theirs_meanwhile(small: RedisQueue) -> None:
+    queue = await small.connect()
+    await fill(queue)
+
+    assert await stored(queue, "other", share="acme") is RequestState.SUCCEEDED
+    assert await stored(queue, "nobody", share="", blob=b"small") is RequestState.SUCCEEDED
+
+
+async def test_a_tenant_that_has_more_than_is_free_is_refused(small: RedisQueue) -> None:
+    queue = await small.connect()
+    count = await fill(queue)
+    small.on_owner("SET", keys.result("digits", 0, "filler"), LARGE * 2, "PX", 60_000)
+
+    with pytest.raises(QuotaExceeded):
+        await accept(queue, "next", share="evil")
+    await accept(queue, "next", share="acme")
+    for number in range(count):
+        await queue.requests.forget(address(f"r{number}"))
+    assert (await accept(queue, "again", share="evil")).is_new
+
+
+async def test_what_is_removed_makes_room(small: RedisQueue) -> None:
+    queue = await small.connect()
+    count = await fill(queue)
+
+    await queue.requests.forget(address("r0"))
+
+    assert await stored(queue, "again") is RequestState.SUCCEEDED
+    assert int(small.on_owner("HGET", STORED, "")) == pytest.approx(count * 12 * MIB, rel=0.01)
+
+
+async def test_what_has_expired_makes_room(small: RedisQueue) -> None:
+    queue = await small.connect()
+    await fill(queue)
+    small.on_owner("ZADD", STORED.replace("stored:", "stored-until:"), 1, "r0")
+    small.on_owner("DEL", keys.result("digits", 0, "r0"))
+
+    assert await stored(queue, "again") is RequestState.SUCCEEDED
+
+
+async def test_responses_of_streams_count(small: RedisQueue) -> None:
+    """While they come, and with the result."""
+    queue = await small.connect()
+    await accept(queue, share="evil")
+    [lease] = await fetch(queue)
+    append, count = queue.requests.responses.append, 0
+    try:
+        while await append(lease, "r1", count, [LARGE], resumes=False, max_bytes=1000 * MIB):
+            count += 1
+    except PayloadTooLarge as error:
+        refusal = error.message
+    await settle(queue, ended("r1", entry=lease.entry, blob=b"end"))
+
+    assert refusal == TOO_MUCH_STORED
+    assert 2 <= count <= 5
+    assert int(small.on_owner("HGET", STORED, "r1")) == pytest.approx(count * 12 * MIB, rel=0.01)
+
+
+async def test_without_a_limit_of_memory_there_is_no_share(redis_queue: RedisQueue) -> None:
+    queue = await redis_queue.connect()
+
+    assert [await stored(queue, f"r{number}") for number in range(4)] == [RequestState.SUCCEEDED] * 4
+
+
+async def test_a_share_leaves_nothing_behind(redis_queue: RedisQueue) -> None:
+    queue = await redis_queue.connect()
+    await stored(queue, "r1", b"small")
+    assert 0 < redis_queue.on_owner("PTTL", STORED) <= 3600_000
+
+    await queue.requests.forget(address("r1"))
+
+    assert not redis_queue.on_owner("EXISTS", STORED)
