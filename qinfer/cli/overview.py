@@ -151,6 +151,24 @@ class SequencesRow(msgspec.Struct, frozen=True, kw_only=True):
     lost: int
 
 
+class WaitingJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A bulk job that has not ended and can't go on now.
+
+    Attributes:
+        id: The job's id.
+        model: The model's name.
+        version: The version.
+        state: The job's state.
+        waiting: Why it can't go on.
+    """
+
+    id: str
+    model: str
+    version: int
+    state: str
+    waiting: str
+
+
 class WorkerModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model version on one worker, with the number of requests in execution."""
 
@@ -227,6 +245,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     sequences: tuple[SequencesRow, ...] = ()
     gateways: tuple[str, ...] = ()
     bulk_workers: tuple[str, ...] = ()
+    waiting_jobs: tuple[WaitingJob, ...] = ()
 
 
 def redis_settings(url: str, data_dir: Path) -> RedisSettings:
@@ -329,7 +348,8 @@ async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = 
     desired = await store.desired()
     stored = await store.models(desired)
     statuses = assess(desired, stored, workers).values()
-    work = await read_work(store, delivery, Jobs(delivery).open_rows)
+    jobs = Jobs(delivery)
+    work = await read_work(store, delivery, jobs.open_rows)
     rows = [row for status in statuses for row in model_rows(status, workers)]
     pins = await store.pins()
     return Overview(
@@ -343,6 +363,11 @@ async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = 
         ),
         gateways=tuple(await store.live_processes(GATEWAY)),
         bulk_workers=tuple(await store.live_processes(BULK)),
+        waiting_jobs=tuple(
+            WaitingJob(id=job.id, model=job.model, version=job.version, state=job.state, waiting=why)
+            for job in await jobs.unfinished()
+            if (why := job.waiting or job.put_off)
+        ),
     )
 
 

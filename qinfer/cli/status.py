@@ -27,7 +27,7 @@ def status(
 
     Reads Redis and needs no gateway. Depth counts waiting and executing requests. Work is the seconds that one worker
     needs for them, with a ? where the model has never been executed and its speed is assumed. What an instance has been
-    executing for more than a second is shown below the workers, with since when.
+    executing for more than a second is shown below the workers, with since when; at the end, why bulk jobs can't go on.
     """
     from qinfer.cli.overview import Overview, redis_settings, run_overview
     from qinfer.cli.tables import Watch, overview_tables

@@ -57,6 +57,10 @@ def overview_tables(overview: Overview) -> RenderableType:
         parts.append(Text(NO_GATEWAY, style="yellow"))
     if overview.bulk_workers:
         parts.append(Text(f"bulk workers: {', '.join(overview.bulk_workers)}"))
+    parts += [
+        Text(f"job {job.id} ({job.model} {job.version}, {job.state}) waits: {job.waiting}", style="red")
+        for job in overview.waiting_jobs
+    ]
     return Group(*parts)
 
 

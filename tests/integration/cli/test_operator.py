@@ -20,11 +20,14 @@ from qinfer.cli.checks.permissions import command_names
 from qinfer.cli.console import model_names
 from qinfer.cli.main import app
 from qinfer.core.settings import RedisSettings, variable_names
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.state import BULK, GATEWAY
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
+from qinfer.queue.entries import bulk_lanes
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
+from tests.support.bulk_jobs import fetch, running
 from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.servers.servers import RedisServer, command, system_redis
 
@@ -109,6 +112,22 @@ async def test_lanes_work_and_workers_are_shown(busy: InlineWorkers, redis_serve
     assert "bulk workers: b@" in text.stdout
     assert status.document["gateways"] == [f"g@{socket.gethostname()}"]
     assert "gateways: g@" in text.stdout
+
+
+async def test_status_says_why_a_job_does_not_go_on(busy: InlineWorkers, redis_server: RedisServer) -> None:
+    """Until its shards go on; a job that goes on has no line."""
+    await running(busy.delivery, 1, "fine", version=2)
+    await running(busy.delivery, 1, "full", model="full")
+    (lease,) = await fetch(busy.delivery, lanes=bulk_lanes("full", 1))
+    assert await Jobs(busy.delivery).report("full", lease, 0, 0, "No space left on device")
+    to = ("--redis", redis_server.url)
+
+    document = (await asyncio.to_thread(run, "status", *to, "--json")).document
+    text = await asyncio.to_thread(run, "status", *to)
+
+    job = {"id": "full", "model": "full", "version": 1, "state": "running", "waiting": "No space left on device"}
+    assert document["waiting_jobs"] == [job]
+    assert "job full (full 1, running) waits: No space left on device" in text.stdout
 
 
 async def test_one_model_can_be_asked_for(busy: InlineWorkers, redis_server: RedisServer) -> None:
