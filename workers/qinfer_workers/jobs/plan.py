@@ -87,7 +87,7 @@ class Planner:
             return
         workers = await services.store.workers()
         if executed(workers, record.model, record.version):
-            if record.waiting:
+            if record.waiting and not record.waiting.startswith(PLANNING.waits):
                 await services.say_waiting(record, "")
             return
         version = f"version {record.version} of model '{record.model}'"
@@ -111,7 +111,8 @@ class Planner:
         again = await self._to_be_made_again(record, plan, done, services.readers(deaths))
         most = spec.max_errors(plan.rows)
         head = encode_plan_head(plan)
-        if not await jobs.move(record.id, {JobState.PLANNING}, JobState.PLANNING, max_errors=most, head=head):
+        planning = JobState.PLANNING
+        if not await jobs.move(record.id, {planning}, planning, max_errors=most, head=head, waiting=""):
             raise NotWanted
         await services.pin(msgspec.structs.replace(record, head=head))
         frames = frames_of(record.id, plan.shards)

@@ -27,6 +27,7 @@ from qinfer.models.pins import Executed, Pin, why_lost
 from qinfer.models.readiness import capacity_of
 from qinfer.models.state import Desired, WorkerRecord
 from qinfer.models.store import ControlStore
+from qinfer.observe.stats import PUT_OFF
 from qinfer.storage.store import Store
 from qinfer.storage.within import Within, readable, writable
 from qinfer_workers.jobs.documents import expected, read_plan
@@ -299,6 +300,8 @@ class JobServices:
             if has_died and attempts.deaths + 1 >= MAX_DEATHS:
                 await self.fail(record, _given_up(step, attempts.deaths + 1, error.message))
                 return
+            await self.jobs.move(record.id, {record.state}, record.state, waiting=step.waits + error.message)
+            await self.store.add_stats(record.model, record.version, {PUT_OFF + error.code: 1})
             raise
         except Exception as error:  # the boundary: else it would be tried again and again
             logger.exception("a job's step failed", extra={"job": record.id, "step": step.name})

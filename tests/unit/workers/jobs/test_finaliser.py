@@ -102,7 +102,11 @@ async def test_a_finaliser_that_fails_between_the_steps_goes_on_later(
     one.objects.before[name] = StoreUnavailable("the store has no space")
     with pytest.raises(StoreUnavailable):
         await one.finaliser().run("job")
-    assert (await one.record()).state == JobState.FINALIZING
+    record = await one.record()
+    assert (record.state, record.waiting) == (
+        JobState.FINALIZING,
+        "finishing is tried again: the store has no space",
+    )
     assert "_SUCCESS" not in names(tmp_path)
     one.clock.advance(10)
 

@@ -19,7 +19,7 @@ from qinfer.jobs.plan import encode_plan
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.pins import joint_hash
 from qinfer.models.state import Desired, State, StepVersion, VersionState, WorkerRecord
-from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, StatsTally
+from qinfer.observe.stats import JOB_ROWS_SCORED, JOB_SCORING_NS, PUT_OFF, StatsTally
 from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer_workers.jobs import services
@@ -208,7 +208,7 @@ async def test_a_truncated_file_fails_the_job_by_name(database: Database, tmp_pa
 
 
 async def test_a_store_in_trouble_is_tried_again_and_the_log_says_so_once(database: Database, tmp_path: Path) -> None:
-    """The user sees what is waited for."""
+    """The user sees what is waited for, in the record too, until it is planned; each try counts for the alert."""
     write_inputs(tmp_path / "in", [5])
     one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
@@ -217,11 +217,14 @@ async def test_a_store_in_trouble_is_tried_again_and_the_log_says_so_once(databa
         one.objects.before["_plan.json"] = StoreUnavailable("the store has no space")
         with pytest.raises(StoreUnavailable):
             await planner.run("job")
+        assert (await one.record()).waiting == "planning is tried again: the store has no space"
 
     await planner.run("job")
 
     assert (await one.texts())[:2] == ["planning began", "planning is tried again: the store has no space"]
-    assert (await one.record()).state == JobState.RUNNING
+    record = await one.record()
+    assert (record.state, record.waiting) == (JobState.RUNNING, "")
+    assert (await one.store.stats(record.model, 1))[f"{PUT_OFF}store_unavailable"] == 2
 
 
 async def test_trouble_that_does_not_end_fails_the_job(database: Database, tmp_path: Path) -> None:
