@@ -61,6 +61,8 @@ class Cluster:
         members: Gateways and workers of both kinds.
         urls: Where the gateways are.
         grpc_targets: Where they serve gRPC.
+        metrics_targets: Where they serve metrics.
+        enter: The beginning of the commands of all but Redis, which runs the rest in another namespace.
     """
 
     def __init__(self, directory: Path, repository: Path, settings: Mapping[str, str], durability: str) -> None:
@@ -74,20 +76,24 @@ class Cluster:
         self.members: list[Member] = []
         self.urls: list[str] = []
         self.grpc_targets: list[str] = []
+        self.metrics_targets: list[str] = []
+        self.enter: Sequence[str] = ()
         self._tasks: list[asyncio.Task[None]] = []
 
     def add(self, role: Role, steps: Sequence[str] = (), arguments: Sequence[str] = (), module: str = "") -> Member:
         """Starts one more, which is hurt at these steps (`faulty`), or is another program than its role's."""
         env = dict(self._env)
         if role is Role.GATEWAY:
-            port, grpc_port = _free_port(), _free_port()
-            env |= {"QINFER_HTTP__PORT": str(port), "QINFER_GRPC__PORT": str(grpc_port), "QINFER_METRICS__PORT": "0"}
-            self.urls.append(f"http://127.0.0.1:{port}")
-            self.grpc_targets.append(f"127.0.0.1:{grpc_port}")
+            ports = {name: _free_port() for name in ("HTTP", "GRPC", "METRICS")}
+            env |= {f"QINFER_{name}__PORT": str(port) for name, port in ports.items()}
+            self.urls.append(f"http://127.0.0.1:{ports['HTTP']}")
+            self.grpc_targets.append(f"127.0.0.1:{ports['GRPC']}")
+            self.metrics_targets.append(f"127.0.0.1:{ports['METRICS']}")
         if steps:
             module = faulty.__name__
             env |= faulty.environment(MODULES[role], steps, self._directory)
-        member = Member(role, env, self._directory / f"{role}-{len(self.members)}.log", module, arguments)
+        log = self._directory / f"{role}-{len(self.members)}.log"
+        member = Member(role, env, log, module, arguments, self.enter)
         self.members.append(member)
         self._tasks.append(asyncio.create_task(member.run()))
         return member

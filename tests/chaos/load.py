@@ -31,6 +31,7 @@ _SUBMITTERS, _SUBMIT_PAUSE_S = 4, 0.15
 _READERS = 24
 _WISHES = (Wish.ANSWER,) * 7 + (Wish.CANCEL, Wish.EXPIRE)
 _WEBHOOKS = 0.2  # of all asynchronous requests
+_OTHERS = 0.33
 _WAIT_S = 5
 _HURRY_S = 2.0
 
@@ -76,6 +77,21 @@ class Reply:
         return float(found["outputs"][0]["data"][0]) if found.get("outputs") else None
 
 
+@dataclass(slots=True)
+class Habits:
+    """How clients behave.
+
+    Attributes:
+        others: Models that a third of the asynchronous requests ask for, beside `fast` and `slow`.
+        pace: Pauses are so many times as long; it may change meanwhile.
+        patience_s: Longest time that an answer may take.
+    """
+
+    others: Sequence[str] = ()
+    pace: float = 1.0
+    patience_s: float = _CLIENT_TIMEOUT_S
+
+
 class Clients:
     """See the module docstring.
 
@@ -84,10 +100,14 @@ class Clients:
         ledger: Where everything that is seen is written.
         seed: Decides what each number asks for.
         receiver: Where webhooks go.
+        habits: How they behave.
     """
 
-    def __init__(self, urls: Sequence[str], ledger: Ledger, seed: int, receiver: Receiver) -> None:
+    def __init__(
+        self, urls: Sequence[str], ledger: Ledger, seed: int, receiver: Receiver, habits: Habits | None = None
+    ) -> None:
         self._urls = urls
+        self._habits = habits or Habits()
         self._ledger = ledger
         self._receiver = receiver
         self._with_webhooks: dict[int, Call] = {}
@@ -98,7 +118,7 @@ class Clients:
         self._is_over = asyncio.Event()
         self._is_too_late = asyncio.Event()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx.AsyncClient(timeout=_CLIENT_TIMEOUT_S, limits=limits)
+        self._http = httpx.AsyncClient(timeout=self._habits.patience_s, limits=limits)
 
     async def run(self) -> None:
         """Sends until `stop`; then every request that was begun is carried to its end."""
@@ -118,7 +138,8 @@ class Clients:
         await self._http.aclose()
 
     async def read_all(self) -> None:
-        """Reads every accepted request's result and record once more, until each was seen twice."""
+        """Reads every accepted request's result and record until each was seen twice, however long that takes."""
+        self._is_too_late = asyncio.Event()
         calls = iter([call for call in self._ledger.calls if call.link])
 
         async def read() -> None:
@@ -137,7 +158,7 @@ class Clients:
             model = SLOW if self._rng.random() < 0.3 else FAST
             reply = await self._send("POST", infer_path(model), body_of(number))
             self._note_answer(number, reply)
-            await asyncio.sleep(_SYNCHRONOUS_PAUSE_S * self._rng.uniform(0.5, 1.5))
+            await self._pause(_SYNCHRONOUS_PAUSE_S)
 
     def _note_answer(self, number: int, reply: Reply) -> None:
         if reply.status == 500:
@@ -157,10 +178,15 @@ class Clients:
             await self._submit(call)
             if call.wish is Wish.CANCEL or (call.link and not readers.locked()):
                 group.create_task(self._follow(call, readers))
-            await asyncio.sleep(_SUBMIT_PAUSE_S * self._rng.uniform(0.5, 1.5))
+            await self._pause(_SUBMIT_PAUSE_S)
+
+    async def _pause(self, mean_s: float) -> None:
+        await asyncio.sleep(mean_s * self._habits.pace * self._rng.uniform(0.5, 1.5))
 
     async def _submit(self, call: Call) -> None:
         model = SLOW if self._rng.random() < (0.25 if call.wish is Wish.ANSWER else 0.8) else FAST
+        if self._habits.others and self._rng.random() < _OTHERS:
+            model = self._rng.choice(self._habits.others)
         name = "Request-Id" if call.number % 2 else "Idempotency-Key"
         headers = {name: f"request-{call.number}"}
         if call.wish is Wish.EXPIRE:
@@ -202,6 +228,8 @@ class Clients:
         self._see_record(call, await self._send("GET", call.link))
 
     def _see_record(self, call: Call, reply: Reply) -> None:
+        if reply.status != 200:
+            call.reason = f"{reply.status} {reply.text[:200]}"
         self._see(call, json.loads(reply.text)["state"] if reply.status == 200 else "unknown")
 
     def _note_webhook(self, number: int, state: str) -> None:
@@ -232,7 +260,7 @@ class Clients:
             try:
                 reply = await self._http.request(method, url + path, content=content, headers=headers)
             except httpx.ReadTimeout:
-                self._ledger.problems.append(f"{method} {path} was not answered within {_CLIENT_TIMEOUT_S} s")
+                self._ledger.problems.append(f"{method} {path} was not answered within {self._habits.patience_s} s")
             except httpx.TransportError as error:
                 self._ledger.refusals[type(error).__name__] += 1
             else:

@@ -43,12 +43,20 @@ class Member:
         log: Where its output goes.
         module: Another program than its role's.
         arguments: Of the program.
+        enter: The beginning of its command, which runs the rest in another namespace.
     """
 
     def __init__(
-        self, role: Role, env: dict[str, str], log: Path, module: str = "", arguments: Sequence[str] = ()
+        self,
+        role: Role,
+        env: dict[str, str],
+        log: Path,
+        module: str = "",
+        arguments: Sequence[str] = (),
+        enter: Sequence[str] = (),
     ) -> None:
         self.role = role
+        self._enter = enter
         self._program = (module or MODULES[role], *arguments)
         self.exits: Counter[int] = Counter()
         self.starts = 0
@@ -64,12 +72,18 @@ class Member:
         return self._process is not None and self._process.returncode is None
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def age_s(self) -> float:
         return time.monotonic() - self._started_s
 
     async def run(self) -> None:
         """Keeps it running until `end_for_good`."""
-        argv = [sys.executable, "-P", "-m", "qinfer.cli.local.child", "", *self._program]  # it ends with this process
+        child = (sys.executable, "-P", "-m", "qinfer.cli.local.child", "")  # it ends with this process
+        argv = [*self._enter, *child, *self._program]
         while not self._is_over:
             with self._log.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
@@ -83,30 +97,30 @@ class Member:
                 await asyncio.sleep(_PAUSE_S)
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        self.send(signal.SIGKILL)
 
     def end(self) -> None:
-        self._signal(signal.SIGTERM)
+        self.send(signal.SIGTERM)
 
     async def stop_for(self, seconds: float) -> None:
         """Stops it, and lets it go on, unless it was killed meanwhile."""
         process = self._process
-        self._signal(signal.SIGSTOP)
+        self.send(signal.SIGSTOP)
         await asyncio.sleep(seconds)
         if process is self._process:
-            self._signal(signal.SIGCONT)
+            self.send(signal.SIGCONT)
 
     def end_for_good(self) -> None:
         """Drains it, and starts it no more."""
         self._is_over = True
-        self._signal(signal.SIGCONT)
-        self._signal(signal.SIGTERM)
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGTERM)
 
-    def log(self) -> str:
-        return self._log.read_text(errors="replace") if self._log.exists() else ""
-
-    def _signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
         if self._process is not None and self.runs:
             # Not `send_signal`: it polls, and may take the exit code that asyncio waits for.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""

@@ -67,18 +67,20 @@ class Field:
     Attributes:
         cluster: The processes.
         place: Where inputs and outputs are.
+        url: The same place, as the processes of the cluster see it.
         inputs: All rows of `in`.
     """
 
     def __init__(self, cluster: Cluster, client: AsyncClient, place: Place, inputs: pa.Table) -> None:
         self.cluster = cluster
         self.place = place
+        self.url = place.url
         self.inputs = inputs
         self._client = client
 
     async def submit(self, folder: str, rows_per_part: int) -> AsyncJob:
         """Has all rows scored, and written to a folder."""
-        source, target = f"{self.place.url}/in/*.parquet", f"{self.place.url}/{folder}"
+        source, target = f"{self.url}/in/*.parquet", f"{self.url}/{folder}"
         return await self._client.submit_job(
             MODEL, source, target, key="id", rows_per_part=rows_per_part, error_threshold=-1
         )
@@ -111,11 +113,7 @@ async def opened(
 ) -> AsyncIterator[Field]:
     """Runs a gateway, workers and bulk workers that may use a directory, or another store, with inputs."""
     place, environment = store or (Place(f"file://{directory}/data"), {})
-    tables, first = [], 0
-    for name, groups in GROUPS.items():
-        tables.append(job_proof.rows_of(first, sum(groups), ROWS))
-        place.put(f"in/{name}.parquet", job_proof.parquet(tables[-1], groups))
-        first += sum(groups)
+    inputs = write_inputs(place)
     (directory / "spool").mkdir()
     job_proof.write_model(directory / "models")
     settings = {
@@ -137,7 +135,17 @@ async def opened(
     )
     async with running as cluster, AsyncClient(cluster.urls[0], max_retries=20) as client:
         await cluster.ready((MODEL,))
-        yield Field(cluster, client, place, pa.concat_tables(tables))
+        yield Field(cluster, client, place, inputs)
+
+
+def write_inputs(place: Place) -> pa.Table:
+    """Writes all rows of `in`, and returns them."""
+    tables, first = [], 0
+    for name, groups in GROUPS.items():
+        tables.append(job_proof.rows_of(first, sum(groups), ROWS))
+        place.put(f"in/{name}.parquet", job_proof.parquet(tables[-1], groups))
+        first += sum(groups)
+    return pa.concat_tables(tables)
 
 
 def say(capsys: pytest.CaptureFixture[str], what: str, verdict: Verdict, kills: int) -> None:

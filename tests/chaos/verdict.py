@@ -136,10 +136,10 @@ def _judge_call(call: Call, broker_kills: Sequence[float]) -> tuple[str, str]:
     if not states or states.isdisjoint(TERMINAL):
         if _may_be_lost(call.accepted_s, broker_kills):
             return "in_window", ""
-        return "lost", f"has no terminal state, but {sorted(states)}"
+        return "lost", f"has no terminal state, but {sorted(states)}: {call.reason}"
     values = {sighting.value for sighting in seen if sighting.value is not None}
     if len(states) > 1 or len(values) > 1:
-        return "duplicates", f"was seen as {sorted(states)} with the answers {sorted(values)}"
+        return "duplicates", f"was seen as {sorted(states)} with the answers {sorted(values)}: {call.reason}"
     state = states.pop()
     if call.webhook and not call.told and not broker_kills:
         return state, "has a webhook that was never told"
@@ -220,7 +220,7 @@ _EMPTY = re.compile(r"qinfer:\{.+#\d+\}:(due|deliveries:.+|sequences|sequence-en
 # The lane of shadows may keep what a gateway left that died together with the declaration (decision 0026).
 _PERMANENT = re.compile(
     r"qinfer:(\{.+#\d+\}:(\d+:shadow|dlq|config|stats:\d+|sequence-owners|sequence-counts|declared|trials)"
-    r"|installation|desired|control|workers|jobs(:places)?|\{counts\}:(asked|added))"
+    r"|installation|desired|control|workers|scaler-counts|jobs(:places)?|\{counts\}:(asked|added))"
 )
 
 

@@ -1,8 +1,6 @@
 """A full disk behind the file of Redis: nothing that was accepted is lost, and all goes on once there is room."""
 
 import asyncio
-import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,50 +9,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from qinfer.testing import wait_until
 from tests.integration.queue.test_redis_outages import READY_WITHIN_S, Server, load_on
 from tests.support import models
 from tests.support.servers.servers import RedisServer, system_redis
+from tests.support.small_disk import SmallDisk
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(180)]
 
-SIZE = "48m"
 LEFT_BYTES = 128 * 1024
 """The room that is left on the full disk: some tens of requests."""
 BODY = {
     "inputs": [{"name": name, "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]} for name in "ab"],
 }
-
-
-class SmallDisk:
-    """A file system of its own in memory, in a mount namespace that needs no root; `home` is its folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.home = folder
-        mount = f'mount -t tmpfs -o size={SIZE} none "$0" && touch "$0/mounted" && exec cat'
-        command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(folder)]
-        self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-        self._seen = Path(f"/proc/{self._holder.pid}/root{folder}")
-        wait_until(lambda: self._holder.poll() is not None or (self._seen / "mounted").exists())
-        if self._holder.poll() is not None:
-            said = self._holder.communicate()[1].decode().strip()
-            pytest.skip(f"no file system can be mounted in a namespace here: {said}")
-
-    def enter(self) -> list[str]:
-        """Returns the beginning of a command that runs where the disk is."""
-        return ["nsenter", "--user", "--mount", "--preserve-credentials", "--target", str(self._holder.pid)]
-
-    def fill(self) -> None:
-        """Takes up the room but for a little."""
-        state = os.statvfs(self._seen)
-        with (self._seen / "ballast").open("wb") as file:
-            file.write(bytes(state.f_bavail * state.f_frsize - LEFT_BYTES))
-
-    def make_room(self) -> None:
-        (self._seen / "ballast").unlink()
-
-    def close(self) -> None:
-        self._holder.communicate()
 
 
 class RedisOnDisk(RedisServer):
@@ -74,11 +40,9 @@ class RedisOnDisk(RedisServer):
 @contextmanager
 def full_scene(folder: Path, policy: str) -> Iterator[tuple[SmallDisk, RedisOnDisk, Server]]:
     """Runs a gateway and a worker on such a Redis until the block ends."""
-    if not shutil.which("unshare") or not shutil.which("nsenter"):
-        pytest.skip("there is no unshare and nsenter (util-linux)")
     (folder / "disk").mkdir()
     models.add_sub(folder / "models")
-    disk = SmallDisk(folder / "disk")
+    disk = SmallDisk(folder / "disk", "48m")
     try:
         with RedisOnDisk(disk, folder / "redis.log", policy) as redis:
             server = Server(redis.url, folder / "models", QINFER_REDIS__DURABILITY=policy)
@@ -114,7 +78,7 @@ async def test_everysec(tmp_path: Path) -> None:
     """Redis refuses to write, and goes on by itself once there is room; what was accepted is answered."""
     with full_scene(tmp_path, "everysec") as (disk, redis, server):
         async with load_on(server) as load:
-            disk.fill()
+            disk.fill(LEFT_BYTES)
             accepted = await accept_until_refused(server.url)
             await load.refused()
             assert redis.process.poll() is None
@@ -128,7 +92,7 @@ async def test_always(tmp_path: Path) -> None:
     """Redis ends; started again with room, it has all that was accepted."""
     with full_scene(tmp_path, "always") as (disk, redis, server):
         async with load_on(server) as load:
-            disk.fill()
+            disk.fill(LEFT_BYTES)
             accepted = await accept_until_refused(server.url)
             await asyncio.to_thread(redis.process.wait, 20)
             await load.refused()

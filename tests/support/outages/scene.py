@@ -17,7 +17,7 @@ from qinfer.testing import wait_until
 from tests.chaos.repository import write_stub
 from tests.e2e.conftest import EVERY_MODEL, clean_environment
 from tests.support import faulty_backend
-from tests.support.deploy.deployments import DEPLOY, TOOLS
+from tests.support.deploy.deployments import DEPLOY, tool
 from tests.support.servers.servers import RedisCluster, RedisServer, free_port, system_redis
 
 MODELS = ("digits", "words")
@@ -58,8 +58,8 @@ class Scene:
         self.workers = [self.worker() for _ in range(2)]
         self.bridges: list[subprocess.Popen[bytes]] = []
         self.gateways = [self.gateway(free_port(), free_port()) for _ in range(2)]
-        self.prometheus = free_port()
-        self._watch()
+        targets = [f"127.0.0.1:{gateway.metrics_port}" for gateway in self.gateways]
+        self.prometheus = watch(directory, stack, targets)
 
     def _start_redis(self, *, is_cluster: bool) -> list[RedisServer]:
         """Starts Redis in a folder of its own."""
@@ -94,25 +94,6 @@ class Scene:
         self.stack.callback(_end, process)
         return process
 
-    def _watch(self) -> None:
-        """Starts Prometheus with the shipped configuration and rules, and the addresses of here."""
-        shipped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
-        jobs = {job["job_name"]: job for job in shipped["scrape_configs"]}
-        targets = [f"127.0.0.1:{gateway.metrics_port}" for gateway in self.gateways]
-        jobs["qinfer-cluster"]["static_configs"] = [{"targets": targets[:1]}]
-        del jobs["qinfer-gateways"]["dns_sd_configs"]
-        jobs["qinfer-gateways"]["static_configs"] = [{"targets": targets}]
-        shipped["scrape_configs"] = [jobs["qinfer-cluster"], jobs["qinfer-gateways"]]
-        shutil.copytree(DEPLOY / "prometheus" / "rules", self.directory / "rules")
-        file = self.directory / "prometheus.yml"
-        file.write_text(yaml.safe_dump(shipped))
-        command = [str(TOOLS / "promtool" / "prometheus"), f"--config.file={file}"]
-        command += [f"--storage.tsdb.path={self.directory / 'tsdb'}"]
-        command += [f"--web.listen-address=127.0.0.1:{self.prometheus}"]
-        with (self.directory / "prometheus.log").open("wb") as log:
-            self.stack.callback(_end, subprocess.Popen(command, stdout=log, stderr=log))
-        wait_until(lambda: answers(f"http://127.0.0.1:{self.prometheus}/-/ready"), 60, "Prometheus")
-
 
 class Gateway(NamedTuple):
     """A gateway that runs."""
@@ -120,6 +101,26 @@ class Gateway(NamedTuple):
     url: str
     metrics_port: int
     process: subprocess.Popen[bytes]
+
+
+def watch(directory: Path, stack: ExitStack, targets: list[str]) -> int:
+    """Starts Prometheus with the shipped configuration and rules, and these addresses of gateways; returns its port."""
+    port = free_port()
+    shipped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    jobs = {job["job_name"]: job for job in shipped["scrape_configs"]}
+    jobs["qinfer-cluster"]["static_configs"] = [{"targets": targets[:1]}]
+    del jobs["qinfer-gateways"]["dns_sd_configs"]
+    jobs["qinfer-gateways"]["static_configs"] = [{"targets": targets}]
+    shipped["scrape_configs"] = [jobs["qinfer-cluster"], jobs["qinfer-gateways"]]
+    shutil.copytree(DEPLOY / "prometheus" / "rules", directory / "rules")
+    file = directory / "prometheus.yml"
+    file.write_text(yaml.safe_dump(shipped))
+    command = [str(tool("promtool", "prometheus")), f"--config.file={file}"]
+    command += [f"--storage.tsdb.path={directory / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}"]
+    with (directory / "prometheus.log").open("wb") as log:
+        stack.callback(_end, subprocess.Popen(command, stdout=log, stderr=log))
+    wait_until(lambda: answers(f"http://127.0.0.1:{port}/-/ready"), 60, "Prometheus")
+    return port
 
 
 def answers(url: str) -> bool:
