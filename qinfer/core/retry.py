@@ -1,19 +1,9 @@
 """Retries: pauses that grow up to a bound, and a log that says when something breaks and when it works again."""
 
-import asyncio
 import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import TypeVar
-
-from qinfer.errors import BrokerUnavailable
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 REMIND_S = 60.0
 """Seconds after which an outage that goes on is logged again, where many rely on it."""
@@ -127,31 +117,3 @@ class OutageLog:
             self.is_out = False
             self._reasons.clear()
             self._logger.info(self._ends, extra=self._data)
-
-
-async def wait_for_redis(work: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None) -> T:
-    """Does a step of a program's start, again and again while Redis is away; the log says so, once a minute.
-
-    Args:
-        work: The step, which may be repeated.
-        stop: Ends the wait.
-
-    Raises:
-        BrokerUnavailable: `stop` was set while Redis was away.
-    """
-    stop = stop or asyncio.Event()
-    outage = OutageLog(logger, "start waits for redis", "redis is there: start goes on", remind_s=REMIND_S)
-    backoff = Backoff(longest_s=1.0, jitter=0.5)
-    while True:
-        try:
-            done = await work()
-        except BrokerUnavailable as error:
-            outage.failed(error.message)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(backoff.next_s()):
-                    await stop.wait()
-            if stop.is_set():
-                raise
-            continue
-        outage.over()
-        return done

@@ -270,8 +270,8 @@ JOB_ROWS = _counter(
 )
 JOB_PUT_OFF = _counter(
     "qinfer_job_shards_put_off_total",
-    "Tries of a bulk job's shard, of committing its scored part, or of planning or finishing a job, that were put off, by "
-    "error code.",
+    "Tries of a bulk job's shard, of committing its scored part, or of planning or finishing a job, that were put off, "
+    "by error code.",
     _REASON,
 )
 SEQUENCES_OPEN = _gauge(

@@ -68,8 +68,8 @@ FILL_PERMILLE = "fill_permille"
 ROWS_DONE, ROWS_FAILED = "job_rows_done", "job_rows_failed"
 """Rows of bulk jobs in settled shards, with an output and without."""
 PUT_OFF = "job_put_off:"
-"""Tries of shards of bulk jobs, of committing their scored parts, and of planning and finishing jobs, that were put off:
-`job_put_off:<error code>`."""
+"""Tries of shards of bulk jobs, of committing their scored parts, and of planning and finishing jobs, that were put
+off: `job_put_off:<error code>`."""
 JOB_ROWS_SCORED, JOB_SCORING_NS = "job_rows_scored", "job_scoring_ns"
 """Rows of bulk jobs that were executed, part of the inference count; and nanoseconds in which workers scored them, with
 waits for rows to be read and for online requests: each worker's time is counted once, however many instances it has."""

@@ -1,6 +1,5 @@
 """The numbers by which models are told of sequences of tenants that are not their first, on each server."""
 
-
 import pytest
 
 from qinfer.core.messages import Failure

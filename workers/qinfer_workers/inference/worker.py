@@ -169,9 +169,8 @@ class Worker:
                 self._bulk.hurry()
                 await self._sequences.close()
             servings = self._servings()
-            reads = [task for one in servings for task in one.reads.open]
-            fetchers = [one.fetcher for one in servings]
-            await end(heartbeat, cancels, watchdog, *calls, *reads, *fetchers, *self._leaving, *self._bulk.loops())
+            reads = [task for one in servings for task in (*one.reads.open, one.fetcher)]
+            await end(heartbeat, cancels, watchdog, *calls, *reads, *self._leaving, *self._bulk.loops())
             await self._caller.discard()
             if self._limiter is not None:
                 await end(*limits)
