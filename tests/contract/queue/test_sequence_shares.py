@@ -1,7 +1,6 @@
 """Slots of sequences among tenants, on each server: free ones go to the tenant that has the fewest."""
 
 import time
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -11,16 +10,15 @@ from qinfer.errors import QueueFull
 from qinfer.queue.sequence_records import Limits, Place, SequenceId, SlotShare
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
+from tests.contract.queue.test_sequences import waits
 from tests.support.sequences import Gateway, Worker, first, later, sequences_of
 
 FAILURE = Failure("cancelled", "nobody waits")
 
 
 @pytest.fixture
-async def gateway(queue: RedisQueue) -> AsyncIterator[Gateway]:
-    gateway = Gateway(sequences_of(await queue.connect()))
-    yield gateway
-    await gateway.sequences.close()
+async def gateway(queue: RedisQueue) -> Gateway:
+    return Gateway(sequences_of(await queue.connect()))
 
 
 async def begin(gateway: Gateway, tenant: str, *ids: int, weight: int = 0, limits: Limits | None = None) -> None:
@@ -78,11 +76,11 @@ async def test_a_worker_with_a_free_slot_hears_of_each_tenant(gateway: Gateway) 
     one, _ = await Worker(gateway, "w1").join(), await Worker(gateway, "w2").join()
     await begin(gateway, "acme", 1, 2)
 
-    assert await gateway.sequences.wait("w2", 1, "", 0.01, has_slots=True)
+    assert await waits(gateway, "w2", "", has_slots=True)
     await one.own(1)
-    assert await gateway.sequences.wait("w2", 1, "", 0.01, has_slots=True)
+    assert await waits(gateway, "w2", "", has_slots=True)
     await one.own(1)
-    assert not await gateway.sequences.wait("w2", 1, "", 0.01, has_slots=True)
+    assert not await waits(gateway, "w2", "", has_slots=True)
 
 
 async def test_what_waits_is_counted(gateway: Gateway) -> None:

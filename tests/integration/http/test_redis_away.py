@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import httpx
@@ -216,7 +216,7 @@ async def test_each_call_of_grpc_is_refused_at_once(away: Away) -> None:
     async with grpc.aio.insecure_channel(away.running.grpc_target) as channel:
         for method in asked:
             path = f"/inference.GRPCInferenceService/{method.name}"
-            call = channel.unary_unary(path, request_serializer=lambda one: one.SerializeToString())
+            call = channel.unary_unary(path, lambda one: one.SerializeToString(), None)
             found[method.name] = (await call(message(method), timeout=HANGS_S).code()).name
 
     assert found == {name: "OK" if name in GRPC_NEEDS_NO_REDIS else "UNAVAILABLE" for name in found}
@@ -227,7 +227,7 @@ async def test_requests_of_a_stream_of_grpc_are_refused_at_once(away: Away) -> N
     step.parameters["sequence_id"].int64_param = 7
     step.parameters["sequence_start"].bool_param = True
     async with grpc.aio.insecure_channel(away.running.grpc_target) as channel:
-        call = channel.stream_stream(
+        call = cast(Any, channel).stream_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer",
             request_serializer=lambda one: one.SerializeToString(),
             response_deserializer=pb.ModelStreamInferResponse.FromString,
