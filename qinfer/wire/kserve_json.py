@@ -96,7 +96,7 @@ def decode_infer(
         UnsupportedDatatype: An input's datatype is unknown.
         QinferError: A shared memory region is not registered or too small, or shared memory is off.
     """
-    text, tail = _split(body, json_length)
+    text, tail = (body, b"") if json_length is None else _split(body, json_length)
     document, parsed = _parsed(text, bounds)
     form = _PLAIN
     fields: dict[str, Any] = {}
@@ -188,9 +188,7 @@ def _parsed(text: Bytes, bounds: Bounds) -> tuple[Document | None, Request]:
         return None, kserve_exact.read(bytes(text), bounds.depth)
 
 
-def _split(body: Bytes, json_length: int | None) -> tuple[Bytes, Bytes]:
-    if json_length is None:
-        return body, b""
+def _split(body: Bytes, json_length: int) -> tuple[Bytes, Bytes]:
     if not 0 <= json_length <= len(body):
         raise InvalidRequest(f"inference header size should be in range (0, {len(body)}), got: {json_length}")
     view = memoryview(body)
