@@ -16,7 +16,8 @@ local function note_stored(prefix, tenant, id, bytes, until_ms)
   end
   if bytes ~= before then redis.call('HINCRBY', sizes, '', bytes - before) end
   local last = redis.call('ZREVRANGE', times, 0, 0, 'WITHSCORES')
-  for _, key in ipairs({sizes, times}) do redis.call('PEXPIREAT', key, last[2] or now_ms()) end
+  local left = math.max(tonumber(last[2] or '0') - now_ms(), 0)
+  for _, key in ipairs({sizes, times}) do redis.call('PEXPIRE', key, left) end
 end
 
 -- Tells whether so many bytes more are too many: a tenant may have as many as are free (dynamic thresholds).
