@@ -46,14 +46,7 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
     batch_size = _batch_size(request.inputs, spec, max_rows or spec.max_batch_size) if spec.max_batch_size else 0
     strings = 0
     for tensor, expected in pairs:
-        if tensor.datatype != expected.datatype:
-            raise InvalidRequest(
-                f"inference input '{tensor.name}' data-type is '{tensor.datatype}', but model '{spec.name}' expects "
-                f"'{expected.datatype}'"
-            )
-        dims = tensor.shape[1:] if spec.max_batch_size else tensor.shape
-        if dims != expected.dims or -1 in dims:
-            _check_shape(tensor, dims, expected, spec)
+        dims = _checked_dims(tensor, expected, spec)
         # Triton drops a batch dimension of 0 here, so that an empty batch fails as one of too few elements.
         count = prod(tensor.shape) if batch_size or not spec.max_batch_size else prod(dims)
         if tensor.datatype == "BYTES":
@@ -70,6 +63,47 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
     if spec.max_batch_size and not batch_size:
         raise InvalidRequest(f"inference request batch-size must be > 0 for '{spec.name}'")
     return batch_size or 1
+
+
+def check_announced(name: str, datatype: str, shape: Sequence[int], spec: ModelSpec) -> None:
+    """Checks what a request says of an input, before its elements are decoded.
+
+    Args:
+        name: The name of the input.
+        datatype: Its datatype.
+        shape: Its shape.
+        spec: The model that it is for.
+
+    Raises:
+        InvalidRequest: The model has no such input, or its elements can't be of this datatype or so many.
+        PayloadTooLarge: It has more strings than it may.
+    """
+    tensor = Tensor(name, datatype, tuple(shape), b"")
+    expected = next((one for one in spec.inputs if one.name == name), None)
+    if expected is None:
+        raise _unexpected(name, spec)
+    if spec.max_batch_size:
+        _batch_size((tensor,), spec, spec.max_request_rows)
+    _checked_dims(tensor, expected, spec)
+    if datatype == "BYTES":
+        _check_count(prod(shape), spec)
+
+
+def _checked_dims(tensor: Tensor, expected: TensorSpec, spec: ModelSpec) -> Sequence[int]:
+    """Checks the datatype and the shape of an input; returns its dimensions behind that of the batch."""
+    if tensor.datatype != expected.datatype:
+        raise InvalidRequest(
+            f"inference input '{tensor.name}' data-type is '{tensor.datatype}', but model '{spec.name}' expects "
+            f"'{expected.datatype}'"
+        )
+    dims = tensor.shape[1:] if spec.max_batch_size else tensor.shape
+    if dims != expected.dims or -1 in dims:
+        _check_shape(tensor, dims, expected, spec)
+    return dims
+
+
+def _unexpected(name: str, spec: ModelSpec) -> InvalidRequest:
+    return InvalidRequest(f"unexpected inference input '{name}' for model '{spec.name}'")
 
 
 def are_declared(outputs: Sequence[Tensor], request: InferRequest, spec: ModelSpec) -> bool:
@@ -128,7 +162,7 @@ def _pair(inputs: Sequence[Tensor], spec: ModelSpec) -> list[tuple[Tensor, Tenso
     known = {expected.name: expected for expected in spec.inputs}
     for name in given:
         if name not in known:
-            raise InvalidRequest(f"unexpected inference input '{name}' for model '{spec.name}'")
+            raise _unexpected(name, spec)
     missing = [e.name for e in spec.inputs if not e.optional and e.name not in given]
     if missing:
         raise _wrong_count(list(given), required, spec)

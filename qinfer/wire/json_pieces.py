@@ -9,7 +9,7 @@ element at the cut, so that a comma with nothing beside it is a mistake as in an
 import re
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -54,10 +54,12 @@ class Bounds(NamedTuple):
     Attributes:
         depth: How deep it may be nested.
         nbytes: The bytes of all its tensors together, if it is a large one.
+        check: Refuses an input of a large request by its name, datatype and shape, before its data is decoded.
     """
 
     depth: int = 100
     nbytes: int = 64 * 2**20
+    check: Callable[[str, str, Sequence[int]], None] | None = None
 
 
 class _Piece(NamedTuple):

@@ -180,7 +180,11 @@ def _parsed(text: Bytes, bounds: Bounds) -> tuple[Document | None, Request]:
     """Parses the JSON of a request; a large one is a document, too, and the data of its inputs still text."""
     if len(text) > LARGE_BYTES:
         document = Document(text, bounds)
-        return document, kserve_exact.build(document.value)
+        request = kserve_exact.build(document.value)
+        if bounds.check is not None:
+            for entry in request.inputs:
+                bounds.check(entry.name, NAMES[type(entry)], entry.shape)
+        return document, request
     check_depth(text, bounds.depth)
     try:
         return None, parse(bytes(text))

@@ -11,7 +11,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from http import HTTPStatus
 from math import prod
 from typing import Literal, NamedTuple
@@ -32,6 +32,7 @@ from qinfer.errors import (
 )
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec
+from qinfer.models.validate import check_announced
 from qinfer.tensors import DATATYPES, Bytes, Tensor
 from qinfer.wire.json_pieces import Bounds
 from qinfer.wire.kserve_exact import check_forwarded
@@ -376,7 +377,10 @@ class InferCodec:
             served = served or self._dispatcher.resolve(target.model, target.version)
             return read_raw(body, target.model, target.version, served.spec)
         regions = self.memory.of(tenant).limited(self._max_input_bytes) if self.shares_memory else self.memory
-        request, plan = decode_infer(body, length, target.model, target.version, self.bounds, regions)
+        bounds = self.bounds
+        if served is not None and served.spec.name == target.model:  # what an endpoint chooses is not known yet
+            bounds = bounds._replace(check=partial(check_announced, spec=served.spec))
+        request, plan = decode_infer(body, length, target.model, target.version, bounds, regions)
         plan = noting(plan, regions)
         if plan.special is not None:
             plan = bound(plan, served or self._dispatcher.resolve(target.model, target.version))

@@ -30,6 +30,7 @@ from qinfer.core.messages import Failure, InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.models.validate import check_announced
 from qinfer.submission.pending import Pending, Sink
 from qinfer.tensors import Bytes, Tensor, element_count
 from qinfer.wire.json_load import repeated_key
@@ -442,7 +443,7 @@ def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds
             if key in inputs:
                 if key in tensors:
                     raise InvalidRequest(f"input '{key}' already exists in request")
-                tensors[key] = _tensor(inputs[key], value, left, batched=spec.max_batch_size > 0)
+                tensors[key] = _tensor(inputs[key], value, left, spec)
                 left -= tensors[key].nbytes
             elif key == STRICT_JSON or (key in SEQUENCE_KEYS and spec.sequences is not None):
                 flags[key] = value
@@ -506,9 +507,12 @@ def _value(tensor: Tensor, *, strict: bool) -> bytes:
     return text[1:-1] if element_count(tensor.shape) == 1 else text
 
 
-def _tensor(expected: TensorSpec, value: Any, most: int, *, batched: bool) -> Tensor:
+def _tensor(expected: TensorSpec, value: Any, most: int, spec: ModelSpec) -> Tensor:
     data = value if isinstance(value, list | LongArray) else [value]
-    shape = _shape(expected, data.top if isinstance(data, LongArray) else len(data), batched=batched)
+    count = data.top if isinstance(data, LongArray) else len(data)
+    shape = _shape(expected, count, batched=spec.max_batch_size > 0)
+    if isinstance(data, LongArray):
+        check_announced(expected.name, expected.datatype, shape, spec)
     entry = read_input({"name": expected.name, "datatype": expected.datatype, "shape": shape, "data": data})
     return Tensor(expected.name, expected.datatype, tuple(shape), pack(entry, most))
 

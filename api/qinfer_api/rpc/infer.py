@@ -17,6 +17,7 @@ import msgspec
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import Forbidden, Overloaded, QinferError, Unauthorized, UnsupportedFeature
+from qinfer.models.validate import check_announced
 from qinfer.submission.pending import Pending
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import (
@@ -230,12 +231,24 @@ class Infer:
         message = await asyncio.to_thread(parse_infer, blob)
         sink.client_id = message.fields.id
         try:
+            if message.typed:
+                self._check_announced(message)
             async with self._turn(message.typed_bytes):
                 decoded = await asyncio.to_thread(self._decode_and_check, message, call)
             return self._submit(decoded, call, sink)
         except QinferError as error:
             fields = message.fields
             raise self._refused(fields.model_name, fields.model_version, error, call) from None
+
+    def _check_announced(self, message: Message) -> None:
+        """Checks what a request says of its large typed contents; the target of an endpoint is not known yet."""
+        fields = message.fields
+        version = parse_version(fields.model_version) if fields.model_version else 0
+        spec = self.dispatcher.resolve(fields.model_name, version, is_taken=True).spec
+        if spec.name == fields.model_name:
+            for place in message.typed:
+                entry = fields.inputs[place]
+                check_announced(entry.name, entry.datatype, entry.shape, spec)
 
     def _turn(self, typed_bytes: int) -> contextlib.AbstractAsyncContextManager[None]:
         """Waits for the turn of a request with large typed contents."""

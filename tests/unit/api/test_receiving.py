@@ -294,3 +294,45 @@ async def test_whoever_waits_is_let_in_at_the_end_of_another() -> None:
 
     assert await late == LARGE
     assert bodies.budget.held_bytes == 0
+
+
+async def test_large_bodies_are_decoded_one_at_a_time() -> None:
+    budget, order = ReceivingBudget(MAX_BYTES), list[str]()
+
+    async def decode(name: str) -> None:
+        async with budget.decoding(1):
+            order.append(f"{name} begins")
+            await asyncio.sleep(0)
+            order.append(f"{name} ends")
+
+    async with asyncio.TaskGroup() as group:
+        for name in ("one", "two"):
+            group.create_task(decode(name))
+
+    assert order == ["one begins", "one ends", "two begins", "two ends"]
+
+
+async def test_what_a_body_becomes_counts_beyond_the_limit_and_others_wait_meanwhile() -> None:
+    budget, turn = ReceivingBudget(MAX_BYTES), asyncio.Event()
+    held = budget.reserve("a", MAX_BYTES // 2, lambda: None)
+    assert held is not None
+
+    async with budget.decoding(MAX_BYTES):
+        assert budget.held_bytes == MAX_BYTES // 2 + MAX_BYTES
+        late = budget.reserve("b", SMALL_BYTES + 1, turn.set)
+        assert late is not None
+        assert not late.is_granted
+
+    assert late.is_granted
+    assert budget.held_bytes == MAX_BYTES // 2 + SMALL_BYTES + 1
+
+
+async def test_a_body_that_can_not_be_decoded_gives_its_turn_on() -> None:
+    budget = ReceivingBudget(MAX_BYTES)
+
+    with pytest.raises(ValueError, match="broken"):
+        async with budget.decoding(1):
+            raise ValueError("broken")
+
+    async with budget.decoding(1):
+        assert budget.held_bytes == 1

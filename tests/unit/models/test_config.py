@@ -517,3 +517,9 @@ def test_the_response_cache_is_for_single_responses(text: str) -> None:
     """Triton's text."""
     with pytest.raises(ModelLoadFailed, match=r"Response Cache does not currently support model [^ ]+ with '"):
         normal(f"{ONNX} response_cache {{ enable: true }} {text}")
+
+
+@pytest.mark.parametrize("unit", ["{},", '"",', "[],"])
+def test_a_configuration_of_many_objects_is_refused_unread(unit: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=r"has at least .* values, more than the .* that it may have"):
+        from_json('{"input":[' + unit * 10**6 + unit[:-1] + "]}")

@@ -9,7 +9,7 @@ import pytest
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.models.validate import validate
+from qinfer.models.validate import check_announced, validate
 from qinfer.tensors import Tensor, from_numpy, pack_bytes
 
 BATCHED = ModelSpec(
@@ -278,3 +278,24 @@ def test_the_strings_of_all_inputs_count() -> None:
 
     with pytest.raises(PayloadTooLarge, match="at least 1002 strings"):
         validate(InferRequest(model="m", inputs=tensors), spec)
+
+
+ANNOUNCED = {
+    "another name": ("z", "BYTES", (1,), "unexpected inference input 'z' for model 'm'"),
+    "another datatype": ("x", "FP32", (1, 2), "data-type is 'FP32', but model 'm' expects 'BYTES'"),
+    "another rank": ("x", "BYTES", (1, 2, 3), r"Expected \[-1,-1\], got \[1,2,3\]"),
+    "too many rows": ("x", "BYTES", (9, 1), "batch-size must be <= 8"),
+    "too many strings": ("x", "BYTES", (8, 200), "has at least 1600 strings for model 'm', which takes 1000"),
+}
+
+
+@pytest.mark.parametrize(("name", "datatype", "shape", "text"), ANNOUNCED.values(), ids=ANNOUNCED)
+def test_what_a_request_says_of_an_input_is_checked_alone(
+    name: str, datatype: str, shape: tuple[int, ...], text: str
+) -> None:
+    inputs = (TensorSpec(name="x", datatype="BYTES", dims=(-1,)),)
+    spec = ModelSpec(name="m", backend="b", inputs=inputs, outputs=(), max_batch_size=8, max_strings=1000)
+    check_announced("x", "BYTES", (8, 100), spec)
+
+    with pytest.raises((InvalidRequest, PayloadTooLarge), match=text):
+        check_announced(name, datatype, shape, spec)

@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -285,3 +285,15 @@ def test_the_depth_of_a_large_text(depth: int, *, is_refused: bool) -> None:
             check_depth(text, 100)
     else:
         check_depth(text, 100)
+
+
+def test_an_input_is_checked_before_its_data_is_decoded() -> None:
+    said = []
+
+    def check(name: str, datatype: str, shape: Sequence[int]) -> None:
+        said.append((name, datatype, tuple(shape)))
+        raise InvalidRequest("refused by its shape")
+
+    with pytest.raises(InvalidRequest, match="refused by its shape"):
+        decoded(body(f"[{LONG},,]", "INT32", "[7,3]"), JsonBounds(check=check))
+    assert said == [("x", "INT32", (7, 3))]
