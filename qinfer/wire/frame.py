@@ -33,6 +33,9 @@ OLDEST_READABLE = 1
 ALIGNMENT = 8
 """Of a tensor, in bytes from the frame's start."""
 
+MAX_HEADER_BYTES = 2 * 2**20
+"""A larger header of a request is damaged, or an attack: those that are submitted have at most half of it."""
+
 _REQUEST, _RESPONSES, _CREDITS = 0, 1, 2
 _PRELUDE = struct.Struct("<BBHI")
 _BESIDE = "redis"
@@ -191,6 +194,8 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
         CorruptEntry: It is no frame, or it or the payload is damaged.
     """
     view, end = _open(frame, _REQUEST)
+    if end > MAX_HEADER_BYTES:
+        raise CorruptEntry(f"frame header of {end} bytes is larger than {MAX_HEADER_BYTES}")
     try:
         header = _request_decoder.decode(view[_PRELUDE.size : end])
     except _UNREADABLE as error:

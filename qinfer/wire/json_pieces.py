@@ -17,7 +17,16 @@ import msgspec
 from qinfer.errors import InvalidRequest, PayloadTooLarge
 from qinfer.tensors import DATATYPES, Bytes, pack_bytes
 from qinfer.wire.json_load import load
-from qinfer.wire.json_scan import LARGE_BYTES, WINDOW_BYTES, Scan, Span, check_depth, check_size, long_arrays, windows
+from qinfer.wire.json_scan import (
+    LARGE_BYTES,
+    WINDOW_BYTES,
+    Scan,
+    TextSpan,
+    check_depth,
+    check_size,
+    long_arrays,
+    windows,
+)
 from qinfer.wire.kserve_types import ELEMENTS, UNPARSABLE
 
 LONG_BYTES = 4096
@@ -40,6 +49,8 @@ _NEUTRAL = {"BYTES": b'""', "BOOL": b"false"}
 _UNPARSABLE = "failed to parse the request JSON buffer"
 _LENGTH = struct.Struct("<I")
 _AT_BYTE = re.compile(r"\(byte (\d+)\)")
+_WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
+_UNEVEN = re.compile(rb"[^\[,]\[|\][^\],]|\[\]|\[,|,\]")  # beside a bracket: what is in no array of values
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _WHOLE = re.compile(  # whole characters and escapes, and both halves of a surrogate pair together
     rb"(?:[^\\\x80-\xff]++|[\xc0-\xff][\x80-\xbf]++(?=[^\x80-\xbf])"
@@ -48,8 +59,8 @@ _WHOLE = re.compile(  # whole characters and escapes, and both halves of a surro
 )
 
 
-class Bounds(NamedTuple):
-    """What the JSON of a request may become.
+class JsonBounds(NamedTuple):
+    """Limits of the JSON of a request.
 
     Attributes:
         depth: How deep it may be nested.
@@ -67,7 +78,7 @@ class _Piece(NamedTuple):
 
     Attributes:
         text: The JSON.
-        shift: What a place in it has to be moved by to be one in the whole text.
+        shift: The distance of a place in it from the same place in the whole text.
         is_first: It begins where the array does; others begin with a neutral element.
         is_last: It ends where the array does; others end with a neutral element.
         giants: The strings in the whole text that were left out, by the ones that stand for them.
@@ -77,7 +88,7 @@ class _Piece(NamedTuple):
     shift: int
     is_first: bool
     is_last: bool
-    giants: Mapping[str, Span]
+    giants: Mapping[str, TextSpan]
 
 
 class LongArray:
@@ -96,7 +107,7 @@ class LongArray:
         is_read: All of it was parsed.
     """
 
-    def __init__(self, text: Bytes, span: Span, *, is_text: bool = False) -> None:
+    def __init__(self, text: Bytes, span: TextSpan, *, is_text: bool = False) -> None:
         self._view, self._span = memoryview(text), span
         self.is_text = is_text
         is_empty = not (span.commas or span.arrays or is_text) and not self._text(span.begin + 1, span.end - 1).strip()
@@ -140,14 +151,14 @@ class LongArray:
         self.is_read = True
         return out
 
-    def _add_strings(self, elements: list[str], giants: Mapping[str, Span], out: bytearray) -> None:
+    def _add_strings(self, elements: list[str], giants: Mapping[str, TextSpan], out: bytearray) -> None:
         for element in elements:
             if element in giants:
                 self._add_giant(giants[element], out)
             else:
                 out += pack_bytes((element.encode(),))
 
-    def _add_giant(self, span: Span, out: bytearray) -> None:
+    def _add_giant(self, span: TextSpan, out: bytearray) -> None:
         """Decodes a giant string into an element of a BYTES tensor."""
         at, end, begin = span.begin + 1, span.end - 1, len(out)
         out += bytes(_LENGTH.size)
@@ -177,9 +188,8 @@ class LongArray:
 
     def _elements(self, piece: _Piece, datatype: str, flatten: Flatten) -> list[Any]:
         try:
-            if self._span.arrays:
-                raise msgspec.DecodeError
-            elements = _DECODERS[datatype].decode(piece.text)
+            text = piece.text if not self._span.arrays else _flattened(piece.text)
+            elements = _DECODERS[datatype].decode(text)
         except UNPARSABLE:
             elements = flatten(_load(piece, 0), datatype)
         return elements[0 if piece.is_first else 1 : None if piece.is_last else -1]
@@ -217,10 +227,10 @@ class Document:
 
     Args:
         text: The text.
-        bounds: What it may become.
+        bounds: Its limits.
 
     Attributes:
-        value: What it holds; a long array, or a giant string, is a `LongArray`.
+        value: The parsed JSON; a long array, or a giant string, is a `LongArray`.
         rest: The text that was parsed, with something short in the place of each.
 
     Raises:
@@ -228,7 +238,7 @@ class Document:
         PayloadTooLarge: It has too many values beside those of its long arrays.
     """
 
-    def __init__(self, text: Bytes, bounds: Bounds) -> None:
+    def __init__(self, text: Bytes, bounds: JsonBounds) -> None:
         self._depth = bounds.depth
         self._cut: dict[str, LongArray] = {}
         self._shifts: list[tuple[int, int]] = []
@@ -255,10 +265,10 @@ class Document:
         for array in self._cut.values():
             array.check(self._depth)
 
-    def _without(self, text: Bytes, arrays: list[Span]) -> bytes:
+    def _without(self, text: Bytes, arrays: list[TextSpan]) -> bytes:
         view, kept, size = memoryview(text), 0, 0
         parts: list[Bytes] = []
-        for span in (*arrays, Span(len(text), len(text), 0, 0, 0)):
+        for span in (*arrays, TextSpan(len(text), len(text), 0, 0, 0)):
             part, giants = _without_giants(view, kept, span.begin)
             self._cut |= {name: LongArray(text, giant, is_text=True) for name, giant in giants.items()}
             name = secrets.token_hex()
@@ -289,19 +299,31 @@ class Document:
         return _shifted(error.message, next((by for at, by in reversed(self._shifts) if at <= place), 0))
 
 
-def _without_giants(view: memoryview, begin: int, end: int) -> tuple[bytes, Mapping[str, Span]]:
+def _without_giants(view: memoryview, begin: int, end: int) -> tuple[bytes, Mapping[str, TextSpan]]:
     """Returns a part of a text with something short in the place of giant strings, and where these are."""
     if end - begin <= GIANT_BYTES:
         return bytes(view[begin:end]), {}
-    parts, giants, kept = list[Bytes](), dict[str, Span](), begin
+    parts, giants, kept = list[Bytes](), dict[str, TextSpan](), begin
     for match in _STRING.finditer(view, begin, end):
         if match.end() - match.start() > GIANT_BYTES:
             name = secrets.token_hex()
-            giants[name] = Span(match.start(), match.end(), 0, 0, 0)
+            giants[name] = TextSpan(match.start(), match.end(), 0, 0, 0)
             parts += (view[kept : match.start()], b'"%b"' % name.encode())
             kept = match.end()
     parts.append(view[kept:end])
     return b"".join(parts), giants
+
+
+def _flattened(text: bytes) -> bytes:
+    """Returns nested numbers as one list.
+
+    Raises:
+        DecodeError: It has strings or empty arrays, or a bracket or a comma stands where it may not.
+    """
+    tight = text.translate(None, b" \t\r\n")
+    if b'"' in tight or _UNEVEN.search(tight) is not None:
+        raise msgspec.DecodeError
+    return b"[%b]" % text.translate(_WITHOUT_BRACKETS)
 
 
 def _load(piece: _Piece, max_depth: int) -> Any:

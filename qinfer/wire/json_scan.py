@@ -1,4 +1,4 @@
-"""What large JSON holds, told before it is parsed: its values, its depth, and its long arrays. Nothing here decodes.
+"""Scanners of large JSON, before it is parsed: they count values, measure depth, find long arrays, and decode nothing.
 
 A parser makes an object of every value: of two bytes of text it can make a hundred of memory, and while it does so no
 other thread runs. The structure of a text is found here by numpy, a window at a time and without an object for any of
@@ -95,13 +95,14 @@ def windows(text: Bytes, begin: int, end: int) -> Iterator[tuple[int, memoryview
         yield at, view[at : min(at + WINDOW_BYTES, end)]
 
 
-def check_size(text: Bytes, max_depth: int, max_bytes: int) -> int:
+def check_size(text: Bytes, max_depth: int, max_bytes: int, limit: str = "QINFER_HTTP__MAX_INPUT_BYTES") -> int:
     """Checks a large text that will be parsed as a whole.
 
     Args:
         text: The text.
         max_depth: How deep it may be nested.
-        max_bytes: What it may take when it is parsed; named in the error as `QINFER_HTTP__MAX_INPUT_BYTES`.
+        max_bytes: The bytes that it may take when it is parsed.
+        limit: The setting that they follow from, for the error.
 
     Returns:
         About how many bytes it takes when it is parsed.
@@ -117,15 +118,15 @@ def check_size(text: Bytes, max_depth: int, max_bytes: int) -> int:
         depth = _deeper(depth, kinds, max_depth)
         values += int(np.count_nonzero((kinds == _COMMA) | (kinds == _OPEN) | (kinds == _BEGIN)))
         if values > most:
-            raise too_many(values, most, len(text))
+            raise _too_many(values, most, len(text), limit)
     return len(text) + values * VALUE_BYTES
 
 
-def too_many(found: int, most: int, nbytes: int) -> PayloadTooLarge:
+def _too_many(found: int, most: int, nbytes: int, limit: str) -> PayloadTooLarge:
     """Returns the error of a text that would become too large."""
     return PayloadTooLarge(
         f"the JSON of {nbytes} bytes has at least {found} values, more than the {most} that it may have: parsed, they "
-        "take a multiple of their text. Send fewer at a time, or raise QINFER_HTTP__MAX_INPUT_BYTES"
+        f"take a multiple of their text. Send fewer at a time, or raise {limit}"
     )
 
 
@@ -134,14 +135,14 @@ def too_deep(limit: int) -> InvalidRequest:
     return InvalidRequest(f"JSON nesting depth exceeds maximum allowed limit ({limit})")
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """An array in a text that holds no object.
 
     Attributes:
         begin: Where its bracket is.
         end: Behind its last one.
         commas: Its commas, at all depths.
-        top: Those that separate its own elements.
+        top: The commas that separate its own elements.
         arrays: The arrays within it.
     """
 
@@ -173,15 +174,15 @@ class _Open:
             self.depth = int(levels[-1])
         return taken
 
-    def span(self, end: int) -> Span:
-        return Span(self.begin, end, self.commas, self.top, self.arrays - 1)
+    def span(self, end: int) -> TextSpan:
+        return TextSpan(self.begin, end, self.commas, self.top, self.arrays - 1)
 
 
 class _Finder:
     """Finds long arrays in the runs of marks between two braces."""
 
     def __init__(self, min_bytes: int) -> None:
-        self.found: list[Span] = []
+        self.found: list[TextSpan] = []
         self._min_bytes = min_bytes
         self._open: _Open | None = None  # the one that the last window ended in
 
@@ -232,12 +233,12 @@ class _Finder:
             self._open = _Open(int(at[opens[-1]]))
             self._open.add(kinds[opens[-1] :])
 
-    def _keep(self, span: Span) -> None:
+    def _keep(self, span: TextSpan) -> None:
         if span.end - span.begin >= self._min_bytes:
             self.found.append(span)
 
 
-def long_arrays(text: Bytes, min_bytes: int, max_depth: int) -> list[Span]:
+def long_arrays(text: Bytes, min_bytes: int, max_depth: int) -> list[TextSpan]:
     """Finds the arrays of a text that hold no object, and are in no such array.
 
     Args:

@@ -25,7 +25,7 @@ from qinfer.wire.kserve_json import elements_of
 from qinfer.wire.message_fields import FIXED_BYTES, LENGTH, MAX_FIELDS, VARINT, malformed, varint
 from qinfer.wire.outputs import OutputPlan, Regions, prepare, read_special
 from qinfer.wire.protos import grpc_service_pb2 as pb
-from qinfer.wire.typed_contents import TYPED, Contents
+from qinfer.wire.typed_contents import TYPED, TypedContents
 
 
 def cut_out(message: Bytes, field: int) -> tuple[Bytes, list[memoryview]]:
@@ -371,7 +371,7 @@ def decode_infer(message: Message, regions: Regions, max_bytes: int = MAX_TYPED_
                 )
             data = regions.view(*region)
         elif typed and place in typed:
-            data = _large(entry, Contents(typed[place]), raw, model, max_bytes)
+            data = _large(entry, TypedContents(typed[place]), raw, model, max_bytes)
             max_bytes -= len(data)
         elif not raw or entry.HasField("contents"):
             data = _typed(entry, raw, model)
@@ -483,7 +483,7 @@ def _typed(entry: Any, raw: list[Bytes], model: str) -> Bytes:
     return np.array(values, dtype=wide).astype(narrow, copy=False).tobytes()
 
 
-def _large(entry: Any, contents: Contents, raw: list[Bytes], model: str, most: int) -> Bytes:
+def _large(entry: Any, contents: TypedContents, raw: list[Bytes], model: str, most: int) -> Bytes:
     """Turns an input's large typed contents into tensor bytes."""
     _check_typed(entry, contents.field, raw, model, is_mixed=contents.is_mixed)
     if not contents.field:

@@ -22,12 +22,12 @@ from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 from qinfer.wire import kserve_exact
-from qinfer.wire.json_pieces import STRUCT_CODES, Bounds, Document, LongArray
+from qinfer.wire.json_pieces import STRUCT_CODES, Document, JsonBounds, LongArray
 from qinfer.wire.json_scan import LARGE_BYTES, check_depth
 from qinfer.wire.kserve_types import NAMES, UNPARSABLE, Input, InputParameters, Output, Request, parse
 from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepare, read_special
 
-_BOUNDS = Bounds()
+_BOUNDS = JsonBounds()
 _PIECE_ELEMENTS = 65_536  # of an output that are objects at once
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**31 - 1
@@ -76,7 +76,7 @@ def decode_infer(
     json_length: int | None,
     model: str,
     version: int,
-    bounds: Bounds = _BOUNDS,
+    bounds: JsonBounds = _BOUNDS,
     regions: Regions = NO_REGIONS,
 ) -> tuple[InferRequest, OutputPlan]:
     """Decodes an infer request; a raw binary one, of JSON length 0, is for `raw_request`.
@@ -86,7 +86,7 @@ def decode_infer(
         json_length: The header `Inference-Header-Content-Length`; `None` when the request has none.
         model: The model's name, from the URL.
         version: The version from the URL; 0 if there is none.
-        bounds: What its JSON may become.
+        bounds: The limits of its JSON.
         regions: The shared memory that inputs are copied from.
 
     Raises:
@@ -176,7 +176,7 @@ _BINARY_PLAN = OutputPlan(binary=True)
 _PLAIN = kserve_exact.Form()
 
 
-def _parsed(text: Bytes, bounds: Bounds) -> tuple[Document | None, Request]:
+def _parsed(text: Bytes, bounds: JsonBounds) -> tuple[Document | None, Request]:
     """Parses the JSON of a request; a large one is a document, too, and the data of its inputs still text."""
     if len(text) > LARGE_BYTES:
         document = Document(text, bounds)

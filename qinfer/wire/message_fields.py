@@ -32,7 +32,7 @@ def varint(message: Bytes, position: int) -> tuple[int, int]:
 
     Raises:
         IndexError: The message is cut off.
-        InvalidRequest: It is none.
+        InvalidRequest: It is not a number.
     """
     value = message[position]
     position += 1

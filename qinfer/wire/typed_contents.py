@@ -39,7 +39,7 @@ _Bytes = npt.NDArray[np.uint8]
 _Numbers = npt.NDArray[np.int64]
 
 
-class Contents:
+class TypedContents:
     """The typed contents of one input, as they came.
 
     Args:

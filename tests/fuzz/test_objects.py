@@ -192,7 +192,7 @@ def contents(chance: random.Random, size: int) -> bytes:
     shape = chance.choice(([1, count], [1, 4], [count // 4, 4], [-1], [1] * 1000))
     tensor = pb.ModelInferRequest.InferInputTensor(name="x", datatype=datatype, shape=shape)
     head = pb.ModelInferRequest(model_name=chance.choice(("echo", "text")))
-    return head.SerializeToString() + field(5, tensor.SerializeToString() + field(5, data))
+    return bytes(head.SerializeToString()) + field(5, tensor.SerializeToString() + field(5, data))
 
 
 def test_every_call(fuzzed: FuzzedGateway) -> None:
@@ -212,11 +212,11 @@ def test_every_call(fuzzed: FuzzedGateway) -> None:
 
             def call() -> None:
                 if path.endswith(("ModelStreamInfer", "ServerReflectionInfo")):
-                    ask = channel.stream_stream(path)
+                    ask = channel.stream_stream(path, None, None)
                     replies = ask(iter((text,)), metadata=metadata, timeout=ANSWER_S, compression=packed)
                     status = _status(lambda: list(replies))
                 else:
-                    unary = channel.unary_unary(path)
+                    unary = channel.unary_unary(path, None, None)
                     status = _status(lambda: unary(text, metadata=metadata, timeout=ANSWER_S, compression=packed))
                 assert status not in DEFECTS, f"{path}: {status}"
 
@@ -273,7 +273,7 @@ def test_strings_of_typed_contents_that_grow(fuzzed: FuzzedGateway, text: bytes)
     metadata = (("authorization", f"Bearer {fuzzed.tenants[0].key}"),)
 
     with grpc.insecure_channel(fuzzed.grpc, options=[("grpc.max_send_message_length", -1)]) as channel:
-        ask = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        ask = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer", None, None)
 
         def one() -> None:
             assert (

@@ -11,7 +11,7 @@ from qinfer.core.messages import Response
 from qinfer.errors import QinferError
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.models.validate import validate
-from qinfer.wire.json_pieces import Bounds
+from qinfer.wire.json_pieces import JsonBounds
 from qinfer_api.rest.infer import encode_generate, read_generate
 
 INPUTS = (
@@ -33,7 +33,7 @@ def test_any_json(body: Any, rows: int) -> None:
     """A request that was read is valid, and can be given back as JSON."""
     spec = ModelSpec(name="m", backend="b", inputs=INPUTS, outputs=INPUTS, max_batch_size=rows)
     with contextlib.suppress(QinferError):
-        request, _ = read_generate(json.dumps(body).encode(), "m", 0, spec, Bounds())
+        request, _ = read_generate(json.dumps(body).encode(), "m", 0, spec, JsonBounds())
         response = Response(request_id="r", model="m", version=1, outputs=request.inputs, parameters=request.parameters)
         encode_generate(response, request.client_id)
         with contextlib.suppress(QinferError):  # an empty batch, and a batch of inputs that differ in rows
@@ -45,4 +45,4 @@ def test_any_bytes(text: bytes) -> None:
     """No text makes it crash."""
     spec = ModelSpec(name="m", backend="b", inputs=INPUTS, outputs=INPUTS)
     with contextlib.suppress(QinferError):
-        read_generate(text, "m", 0, spec, Bounds())
+        read_generate(text, "m", 0, spec, JsonBounds())

@@ -34,7 +34,7 @@ from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec
 from qinfer.models.validate import check_announced
 from qinfer.tensors import DATATYPES, Bytes, Tensor
-from qinfer.wire.json_pieces import Bounds
+from qinfer.wire.json_pieces import JsonBounds
 from qinfer.wire.kserve_exact import check_forwarded
 from qinfer.wire.kserve_json import decode_infer, encode_infer
 from qinfer.wire.outputs import OutputPlan, Regions, bind
@@ -345,7 +345,7 @@ class InferCodec:
         settings: How deep JSON may be, and how large the inputs of one request in shared memory.
 
     Attributes:
-        bounds: What the JSON of a request may become.
+        bounds: The limits of the JSON of a request.
         memory: As given.
         shares_memory: Whether clients may use shared memory.
     """
@@ -353,7 +353,7 @@ class InferCodec:
     def __init__(self, dispatcher: Dispatcher, memory: SharedMemory, settings: Settings) -> None:
         self._dispatcher = dispatcher
         self._max_input_bytes = settings.http.max_input_bytes
-        self.bounds = Bounds(settings.limits.max_json_depth, settings.http.max_input_bytes)
+        self.bounds = JsonBounds(settings.limits.max_json_depth, settings.http.max_input_bytes)
         self.memory = memory
         self.shares_memory = memory.allowed
 

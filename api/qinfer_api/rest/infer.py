@@ -34,7 +34,7 @@ from qinfer.models.validate import check_announced
 from qinfer.submission.pending import Pending, Sink
 from qinfer.tensors import Bytes, Tensor, element_count
 from qinfer.wire.json_load import repeated_key
-from qinfer.wire.json_pieces import Bounds, Document, LongArray
+from qinfer.wire.json_pieces import Document, JsonBounds, LongArray
 from qinfer.wire.kserve_exact import SEQUENCE_KEYS, STRICT_JSON, apply_parameters, custom_parameter, read_input
 from qinfer.wire.kserve_json import elements, pack
 from qinfer.wire.outputs import OutputPlan
@@ -413,7 +413,7 @@ class _Asked(NamedTuple):
     strict: bool
 
 
-def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: Bounds) -> _Asked:
+def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds: JsonBounds) -> _Asked:
     """Decodes a generate request.
 
     Args:
@@ -421,7 +421,7 @@ def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds
         model: The model's name.
         version: The version asked for; 0 if none was.
         spec: The model.
-        bounds: What it may become.
+        bounds: Its limits.
 
     Raises:
         InvalidRequest: It is no JSON, or an input's elements do not make a tensor of its shape.

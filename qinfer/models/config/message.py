@@ -15,7 +15,8 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from qinfer.errors import ModelLoadFailed
+from qinfer.errors import ModelLoadFailed, RequestError
+from qinfer.wire.json_scan import LARGE_BYTES, check_size
 from qinfer.wire.protos import model_config_pb2
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _OTHER_WORDS = {
 }  # fmt: skip
 _LONGEST_COMPARED = 100  # characters: the comparison is slow
 _MOST_LISTED = 16
+_MAX_DEPTH, _MAX_BYTES = 100, 32 * 2**20  # of JSON, as objects
 
 
 def to_json(config: ModelConfig) -> str:
@@ -49,6 +51,8 @@ def from_json(text: str) -> ModelConfig:
     Raises:
         ModelLoadFailed: The text is no JSON, or has a field that ModelConfig has not.
     """
+    if len(text) > LARGE_BYTES:
+        _check_size(text)
     try:
         fields = json.loads(text.removeprefix("\ufeff"))
         if not isinstance(fields, dict):
@@ -58,6 +62,13 @@ def from_json(text: str) -> ModelConfig:
     except (json_format.ParseError, ValueError, TypeError, RecursionError) as error:  # ParseDict lets some escape
         reason = str(error).partition("\n")[0].rpartition("Failed to parse ")[2].rstrip(".")
         raise ModelLoadFailed(f"model configuration is not valid JSON: {advised(reason)}") from None
+
+
+def _check_size(text: str) -> None:
+    try:
+        check_size(text.encode(errors="surrogatepass"), _MAX_DEPTH, _MAX_BYTES, "none: no configuration is so large")
+    except RequestError as error:
+        raise ModelLoadFailed(f"model configuration is not valid JSON: {error.message}") from None
 
 
 def advised(reason: str) -> str:

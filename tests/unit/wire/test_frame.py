@@ -13,6 +13,7 @@ from qinfer.errors import CorruptEntry
 from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy
 from qinfer.wire.frame import (
     FRAME_VERSION,
+    MAX_HEADER_BYTES,
     PayloadApart,
     decode_credits,
     decode_request,
@@ -387,3 +388,12 @@ def test_deep_headers_are_corrupt() -> None:
 
     with pytest.raises(CorruptEntry):
         decode_request(struct.pack("<BBHI", 1, 0, 0, len(header)) + header)
+
+
+def test_a_header_of_many_objects_is_corrupt_unread() -> None:
+    """No request has such a large one; its objects would take a multiple."""
+    header = msgspec.msgpack.encode(["id", "", "m", 0, [[]] * MAX_HEADER_BYTES])
+    frame = struct.pack("<BBHI", 1, 0, 0, len(header)) + header
+
+    with pytest.raises(CorruptEntry, match=f"frame header of {len(header) + 8} bytes is larger than"):
+        decode_request(frame)

@@ -11,7 +11,7 @@ import pytest
 
 from qinfer.errors import InvalidRequest, MalformedJson, PayloadTooLarge, QinferError
 from qinfer.tensors import to_numpy
-from qinfer.wire.json_pieces import LONG_BYTES, Bounds, Document, LongArray
+from qinfer.wire.json_pieces import LONG_BYTES, Document, JsonBounds, LongArray
 from qinfer.wire.json_scan import LARGE_BYTES, VALUE_BYTES, WINDOW_BYTES, Scan, check_depth, check_size, long_arrays
 from qinfer.wire.kserve_json import decode_infer
 
@@ -23,7 +23,7 @@ def body(data: str, datatype: str = "FP32", shape: str = "[1]", name: str = "x")
     return f'{{"inputs":[{{"name":"{name}","shape":{shape},"datatype":"{datatype}","data":{data}}}]{PADDING}}}'.encode()
 
 
-def decoded(text: bytes, bounds: Bounds = Bounds()) -> Any:  # noqa: B008 - a tuple
+def decoded(text: bytes, bounds: JsonBounds = JsonBounds()) -> Any:  # noqa: B008 - a tuple
     request, _ = decode_infer(text, None, "m", 0, bounds)
     return to_numpy(request.inputs[0]).tolist()
 
@@ -101,16 +101,23 @@ BROKEN = {
     "a backslash": f"[{LONG},\\,{LONG}]",
     "a string that is not closed": f'[{LONG},"1,{LONG}]',
     "a brace": f"[{LONG},{{,{LONG}]",
+    "a value before an array": f"[2[{LONG}],{LONG}]",
+    "a value behind an array": f"[[{LONG}]2,{LONG}]",
+    "a comma behind a bracket": f"[2[,{LONG}],[{LONG}]]",
+    "a comma before a bracket": f"[[{LONG},]2,[{LONG}]]",
+    "a value and spaces before an array": f"[2 [{LONG}],{LONG}]",
     "spaces and a comma": f"[{' ' * WINDOW_BYTES},{LONG}]",
 }
 
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
 def test_a_long_array_that_is_broken_is_refused(data: str) -> None:
-    count = data.count("1")
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.json.decode(data)
 
-    with pytest.raises((InvalidRequest, MalformedJson, PayloadTooLarge)):
-        decoded(body(data, "INT32", f"[{count}]"))
+    for count in (data.count(",") - 1, data.count(","), data.count(",") + 1):
+        with pytest.raises((InvalidRequest, MalformedJson, PayloadTooLarge)):
+            decoded(body(data, "INT32", f"[{count}]"))
 
 
 @pytest.mark.parametrize("place", ['"junk":@,', '"outputs":@,', '"parameters":{"a":@},', '"id":@,'])
@@ -156,14 +163,14 @@ def test_tensors_may_take_no_more_than_a_request() -> None:
     data = "[" + ",".join(["1"] * 500_000) + "]"
 
     with pytest.raises(PayloadTooLarge, match="takes 4000000 bytes as a tensor, and 3999999 are left"):
-        decoded(body(data, "INT64", "[500000]"), Bounds(nbytes=3_999_999))
+        decoded(body(data, "INT64", "[500000]"), JsonBounds(nbytes=3_999_999))
 
 
 def test_strings_may_take_no_more_than_a_request() -> None:
     data = "[" + ",".join(['"aaaa"'] * 100_000) + "]"
 
     with pytest.raises(PayloadTooLarge, match="are left of what a request's inputs may take"):
-        decoded(body(data, "BYTES", "[100000]"), Bounds(nbytes=500_000))
+        decoded(body(data, "BYTES", "[100000]"), JsonBounds(nbytes=500_000))
 
 
 def test_many_objects_are_refused_before_they_are_parsed() -> None:
@@ -188,7 +195,7 @@ def test_a_document_says_what_it_held() -> None:
         "e": {"f": [[], "g" * LONG_BYTES]},
     }
 
-    document = Document(json.dumps(value).encode(), Bounds())
+    document = Document(json.dumps(value).encode(), JsonBounds())
 
     read = document.value
     assert isinstance(read["a"], LongArray)

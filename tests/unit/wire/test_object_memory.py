@@ -8,7 +8,7 @@ import pytest
 
 from qinfer.errors import QinferError
 from qinfer.tensors import Tensor
-from qinfer.wire.json_pieces import Bounds
+from qinfer.wire.json_pieces import JsonBounds
 from qinfer.wire.kserve_grpc import decode_infer as decode_grpc
 from qinfer.wire.kserve_grpc import parse_infer, prefix
 from qinfer.wire.kserve_json import decode_infer, elements
@@ -49,7 +49,7 @@ def test_json(unit: str, datatype: str, shape: str) -> None:
     body = f'{{"inputs":[{{"name":"x","shape":{shape},"datatype":"{datatype}","data":{data}}}]}}'.encode()
 
     with within(MOST):
-        ignoring_refusals(lambda: decode_infer(body, None, "m", 0, Bounds(nbytes=SIZE)))
+        ignoring_refusals(lambda: decode_infer(body, None, "m", 0, JsonBounds(nbytes=SIZE)))
 
 
 CONTENTS = {

@@ -10,7 +10,7 @@ from qinfer.errors import InvalidRequest, PayloadTooLarge, QinferError
 from qinfer.tensors import DATATYPES, pack_bytes
 from qinfer.wire.message_fields import MAX_FIELDS, check_fields
 from qinfer.wire.protos import grpc_service_pb2 as pb
-from qinfer.wire.typed_contents import WINDOW_BYTES, Contents
+from qinfer.wire.typed_contents import WINDOW_BYTES, TypedContents
 
 MOST = 2**26
 NUMBERS: dict[str, tuple[str, list[Any]]] = {
@@ -28,7 +28,7 @@ NUMBERS: dict[str, tuple[str, list[Any]]] = {
 
 
 def tensor_bytes(contents: bytes, datatype: str, count: int, most: int = MOST) -> bytes:
-    return bytes(Contents(contents).tensor_bytes("x", datatype, count, most))
+    return bytes(TypedContents(contents).tensor_bytes("x", datatype, count, most))
 
 
 @pytest.mark.parametrize("datatype", NUMBERS)
@@ -97,7 +97,7 @@ def test_lists_in_several_pieces_and_numbers_by_themselves_are_one_list() -> Non
 
 def test_many_numbers_by_themselves_are_refused() -> None:
     with pytest.raises(PayloadTooLarge, match=f"have more than {MAX_FIELDS} fields; send their numbers packed"):
-        Contents(b"\x18\x07" * (MAX_FIELDS + 1))
+        TypedContents(b"\x18\x07" * (MAX_FIELDS + 1))
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_damaged_strings_are_refused(cut: int) -> None:
 
 
 def test_two_kinds_of_contents_are_told() -> None:
-    assert Contents(b"\x18\x07\x08\x01").is_mixed
-    assert Contents(b"").field == 0
+    assert TypedContents(b"\x18\x07\x08\x01").is_mixed
+    assert TypedContents(b"").field == 0
 
 
 LISTS = {

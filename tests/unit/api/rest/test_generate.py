@@ -10,7 +10,7 @@ from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InvalidRequest, MalformedJson
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy
-from qinfer.wire.json_pieces import Bounds
+from qinfer.wire.json_pieces import JsonBounds
 from qinfer_api.rest.infer import encode_generate, read_generate
 
 INPUTS = (
@@ -24,7 +24,7 @@ BATCHED = ModelSpec(name="m", backend="b", inputs=INPUTS, outputs=INPUTS, max_ba
 
 
 def read(body: Any, spec: ModelSpec = SPEC) -> InferRequest:
-    return read_generate(json.dumps(body).encode(), "m", 2, spec, Bounds()).request
+    return read_generate(json.dumps(body).encode(), "m", 2, spec, JsonBounds()).request
 
 
 def arrays(request: InferRequest) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def test_an_input_named_parameters_is_refused() -> None:
 def test_what_is_no_json_is_refused() -> None:
     """As in infer."""
     with pytest.raises(InvalidRequest, match="failed to parse the request JSON buffer"):
-        read_generate(b"{", "m", 0, SPEC, Bounds())
+        read_generate(b"{", "m", 0, SPEC, JsonBounds())
 
 
 def test_outputs_are_flat() -> None:

@@ -24,7 +24,8 @@ from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.models.validate import validate
 from qinfer.tensors import DATATYPES, Bytes, Tensor
-from qinfer.wire.json_pieces import Bounds
+from qinfer.wire.json_pieces import JsonBounds
+from qinfer.wire.json_scan import LARGE_BYTES
 from qinfer.wire.kserve_json import decode_infer
 from qinfer.wire.outputs import OutputPlan, bind
 from qinfer_workers.bridge.bodies.content import (
@@ -158,7 +159,7 @@ class BodyCodec:
     def __init__(self, options: BodyOptions, spec: ModelSpec, version: int = 0) -> None:
         self.spec = spec
         self._options = options
-        self._bounds = Bounds(options.max_json_depth, options.max_bytes)
+        self._bounds = JsonBounds(options.max_json_depth, options.max_bytes)
         self._version = version
         self._default = parse_content_type(options.content_type)
         self._raw = RawInput(options.input, spec)
@@ -329,6 +330,8 @@ def _has_inputs(body: Bytes) -> bool:
 
 def _without_inputs(body: Bytes) -> str:
     """Returns the reason for refusing a JSON object that has no `inputs`; empty = it is none."""
+    if len(body) > LARGE_BYTES:
+        return ""
     try:
         found = _object.decode(body)
     except _UNREADABLE:

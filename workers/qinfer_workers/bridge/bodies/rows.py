@@ -8,6 +8,7 @@ first. The layout is that of the IPC format: messages whose metadata is a flatbu
 checked.
 """
 
+import io
 import struct
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from qinfer.jobs.rows.arrow_footer import BLOCK, TAIL, open_arrow
 from qinfer.jobs.rows.arrow_schema import check_schema_message, field_of, unsigned
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Bytes, Tensor, from_numpy
-from qinfer.wire.json_scan import check_depth
+from qinfer.wire.json_scan import LARGE_BYTES, check_depth, check_size
 from qinfer_workers.bridge.config import BodyOptions
 
 _BUFFER = struct.Struct("<qq")  # offset in the message's body, length
@@ -260,6 +261,7 @@ def _broken(form: ArrowForm, error: BaseException) -> InvalidRequest:
 
 
 _MAX_KNOWN_SCHEMAS = 64
+_ELEMENTS_A_VALUE = 4  # numbers that take the memory of a value of other JSON
 _SHOWN = 20
 _ABSENT = object()
 
@@ -346,7 +348,7 @@ class RowInputs:
 
     def _row(self, body: bytes) -> Mapping[str, Any]:
         try:
-            check_depth(body, self._max_depth)
+            self._check(body)
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(
@@ -356,19 +358,26 @@ class RowInputs:
 
     def _rows(self, body: bytes) -> Iterator[Mapping[str, Any]]:
         count = 0
-        for line in body.split(b"\n"):
+        for line in io.BytesIO(body):
             if not line or line.isspace():
                 continue
             count += 1
             if count > self._limits.rows:
                 raise InvalidRequest(self._limits.too_many_rows())
             try:
-                check_depth(line, self._max_depth)
+                self._check(line)
                 yield self._decoder.decode(line)
             except InvalidRequest as error:
                 raise InvalidRequest(f"row {count}: {error.message}") from None
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise InvalidRequest(f"row {count} is no JSON object: {explained(error)}") from None
+
+    def _check(self, row: bytes) -> None:
+        """Checks a row before it becomes objects: elements of inputs are the smallest of these."""
+        if len(row) > LARGE_BYTES:
+            check_size(row, self._max_depth, _ELEMENTS_A_VALUE * self._limits.size_bytes, "max_bytes of the route")
+        else:
+            check_depth(row, self._max_depth)
 
     def _is_left_out(self, tensor: TensorSpec, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bool:
         return tensor.optional and tensor.name not in self._job.columns and not any(names[0] in row for row in rows)
