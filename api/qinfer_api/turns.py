@@ -2,8 +2,8 @@
 
 One read has up to 256 KB, and one look at a socket up to 32 reads; hostile frames of that size take seconds. So a
 connection is read in slices. One that has more when the turn is over is paused, and goes on in a later turn of the
-loop. Those that have just sent go first: cheap bytes, as an upload's, do not wait behind floods. Small reads, as plain
-requests are, ask nothing here.
+loop. Connections that have just sent go first: cheap bytes, as an upload's, do not wait behind floods. Small reads, as
+plain requests are, ask nothing here.
 """
 
 import asyncio
