@@ -283,7 +283,7 @@ class S3Store(FsspecStore):
         in_folders = sorted(url for url in urls if url.count("/") > 2)  # others are buckets
         for folder, own in groupby(in_folders, lambda url: url.rpartition("/")[0]):
             left = deque(url.rpartition("/")[2] for url in own)
-            # Who may look at an object may not always list.
+            # A client that may look at an object may not always list.
             with mapped(folder), suppress(PermissionError, FileNotFoundError):
                 while len(left) >= _WORTH_A_PAGE:
                     before = len(left)

@@ -104,7 +104,7 @@ class ParquetGroups:
         names: The columns that are wanted, and the fields of structs, by their paths.
         url: Its URL, for messages.
         far: Whether each read takes long, as those of object stores do.
-        limits: What may be held in memory.
+        limits: The bounds of what is held in memory.
         wanted: The row groups that will be read, in order; none = all.
 
     Attributes:
@@ -145,7 +145,7 @@ class ParquetGroups:
         if not 0 <= group < self._metadata.num_row_groups:
             raise SourceBroken(f"'{self._url}' has no row group {group}")
         if self._windows is not None:
-            self._windows.begin(group)
+            self._windows.prepare(group)
         reading = self._reading(group)
         file = self._open(reading.indices)
         has_indices = any("dictionary<" in str(kind) for kind in file.schema_arrow.types)

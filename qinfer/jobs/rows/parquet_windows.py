@@ -20,14 +20,14 @@ _MOST_GAP_BYTES = 4 * 2**20
 _FETCHES = 16  # at once, of one file
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Some bytes of a file, from a place to the one behind the last."""
 
     begin: int
     end: int
 
 
-def spans_of(group: Any, leaves: Iterable[int], file_bytes: int) -> list[Span]:
+def spans_of(group: Any, leaves: Iterable[int], file_bytes: int) -> list[ByteRange]:
     """Returns where the column chunks of some leaf columns of a row group are.
 
     Args:
@@ -39,19 +39,19 @@ def spans_of(group: Any, leaves: Iterable[int], file_bytes: int) -> list[Span]:
     for chunk in map(group.column, leaves):
         begin = min(max(0, chunk_begin(chunk)), file_bytes)
         end = begin + max(0, chunk.total_compressed_size) + PADDING_BYTES
-        found.append(Span(begin, min(end, file_bytes)))
+        found.append(ByteRange(begin, min(end, file_bytes)))
     return found
 
 
-def windows_of(spans: Iterable[Span]) -> list[Span]:
+def windows_of(spans: Iterable[ByteRange]) -> list[ByteRange]:
     """Returns windows that have some spans, in the file's order: few, and without much beside the spans."""
-    windows: list[Span] = []
+    windows: list[ByteRange] = []
     useful = 0
     for span in sorted(spans):
         begin, end = windows[-1] if windows else span
         gap, allowed = span.begin - end, max(_SMALL_GAP_BYTES, min(useful, _MOST_GAP_BYTES))
         if windows and gap <= allowed and span.end - begin <= _MOST_BYTES:
-            windows[-1] = Span(begin, max(end, span.end))
+            windows[-1] = ByteRange(begin, max(end, span.end))
             useful += span.end - span.begin
         else:
             windows.append(span)
@@ -68,16 +68,16 @@ class Windows(io.RawIOBase):
         groups: Row group → its spans, in the order in which the groups will be read.
     """
 
-    def __init__(self, content: Any, read_at: ReadAt, groups: Mapping[int, Sequence[Span]]) -> None:
+    def __init__(self, content: Any, read_at: ReadAt, groups: Mapping[int, Sequence[ByteRange]]) -> None:
         self._content, self._read_at = content, read_at
         self._windows = windows_of(span for spans in groups.values() for span in spans)
         self._begins = [window.begin for window in self._windows]
-        self._of = {group: [self._number(span.begin) for span in spans] for group, spans in groups.items()}
+        self._of = {group: [self._window_at(span.begin) for span in spans] for group, spans in groups.items()}
         self._held: dict[int, Future[bytes]] = {}
         self._pool = ThreadPoolExecutor(_FETCHES, thread_name_prefix="qinfer-window")
         self._at = 0
 
-    def begin(self, group: int) -> None:
+    def prepare(self, group: int) -> None:
         """Has the windows of a row group fetched, and the next one; forgets those before."""
         needed = set(self._of[group])
         following = max(needed, default=-1) + 1
@@ -90,7 +90,7 @@ class Windows(io.RawIOBase):
 
     def read_at(self, size: int, place: int) -> bytes:
         """Reads so many bytes at a place, fewer at a window's end; what is in no window is read from the file."""
-        number = self._number(place)
+        number = self._window_at(place)
         held = self._held.get(number)
         if held is None or place >= self._windows[number].end:
             return self._read_at(size, place)
@@ -133,7 +133,7 @@ class Windows(io.RawIOBase):
             self._content.close()
         super().close()
 
-    def _number(self, place: int) -> int:
+    def _window_at(self, place: int) -> int:
         """Returns the window that a place is in, or the last before it; -1 = it is before all."""
         return bisect_right(self._begins, place) - 1
 

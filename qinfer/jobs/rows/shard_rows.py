@@ -101,7 +101,7 @@ class ShardReader:
         schema: The inputs' columns, in the types that they are read as (of the plan).
         spec: What the job says of its files: their form, and what is done with those that can't be read.
         store: Finds the store of a URL; also of those of the job's kept pieces (`InputForm.kept_url`).
-        limits: What may be held in memory.
+        limits: The bounds of what is held in memory.
 
     Attributes:
         limits: The same.
@@ -331,7 +331,7 @@ class _SourceFiles:
         wanted: What is to be read.
         form: What the job says of the files' form.
         store: Finds the store of a URL.
-        limits: What may be held in memory.
+        limits: The bounds of what is held in memory.
     """
 
     def __init__(

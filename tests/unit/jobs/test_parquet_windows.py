@@ -12,7 +12,7 @@ import pytest
 
 from qinfer.jobs.plan import Range
 from qinfer.jobs.rows.parquet_rows import ParquetGroups
-from qinfer.jobs.rows.parquet_windows import Span, Windows, windows_of
+from qinfer.jobs.rows.parquet_windows import ByteRange, Windows, windows_of
 from qinfer.jobs.rows.source import Limits
 from tests.support.jobs.bulk_data import write
 
@@ -34,7 +34,7 @@ KIB, MIB = 2**10, 2**20
 )
 def test_what_is_near_is_fetched_together(spans: list[tuple[int, int]], windows: list[tuple[int, int]]) -> None:
     """A gap takes less long than another read, or it is no larger than what is wanted before it."""
-    assert windows_of(Span(*span) for span in reversed(spans)) == windows
+    assert windows_of(ByteRange(*span) for span in reversed(spans)) == windows
 
 
 class Far(io.BytesIO):
@@ -77,8 +77,8 @@ def test_row_groups_are_read_in_one_window_and_those_of_others_are_not(tmp_path:
 
 def test_what_is_in_no_window_is_read_from_the_file() -> None:
     file = Far(bytes(range(200)))
-    windows = Windows(file, file.read_at, {0: [Span(100, 120)]})
-    windows.begin(0)
+    windows = Windows(file, file.read_at, {0: [ByteRange(100, 120)]})
+    windows.prepare(0)
 
     windows.seek(110)
     assert windows.read(5) == bytes(range(110, 115))

@@ -88,7 +88,7 @@ class Task:
         model_hash: What the model's files are here.
         max_errors: How many rows may fail before it is not worth going on; -1 = all.
         spool: A folder for the part until it is committed.
-        limits: What may be held in memory.
+        limits: The bounds of what is held in memory.
         grant: The URL prefixes that the job may use.
         store_for: Finds the store of a URL.
     """
