@@ -73,7 +73,7 @@ class JsonBounds(NamedTuple):
     check: Callable[[str, str, Sequence[int]], None] | None = None
 
 
-class _Piece(NamedTuple):
+class _ArrayPiece(NamedTuple):
     """A piece of an array as JSON of its own.
 
     Attributes:
@@ -186,7 +186,7 @@ class LongArray:
             for span in piece.giants.values():
                 self._add_giant(span, bytearray())
 
-    def _elements(self, piece: _Piece, datatype: str, flatten: Flatten) -> list[Any]:
+    def _elements(self, piece: _ArrayPiece, datatype: str, flatten: Flatten) -> list[Any]:
         try:
             text = piece.text if not self._span.arrays else _flattened(piece.text)
             elements = _DECODERS[datatype].decode(text)
@@ -194,19 +194,19 @@ class LongArray:
             elements = flatten(_load(piece, 0), datatype)
         return elements[0 if piece.is_first else 1 : None if piece.is_last else -1]
 
-    def _pieces(self, neutral: bytes) -> Iterator[_Piece]:
+    def _pieces(self, neutral: bytes) -> Iterator[_ArrayPiece]:
         if self.is_text:
             name = secrets.token_hex()
-            yield _Piece(b'["%b"]' % name.encode(), 0, True, True, {name: self._span})
+            yield _ArrayPiece(b'["%b"]' % name.encode(), 0, True, True, {name: self._span})
             return
         cut, depth, opened = self._span.begin, 0, b""
         for at, new_depth in self._cuts():
             text, giants = _without_giants(self._view, cut, at)
             text = b"%b%b,%b%b" % (opened, text, neutral, b"]" * new_depth)
-            yield _Piece(text, cut - len(opened), not depth, False, giants)
+            yield _ArrayPiece(text, cut - len(opened), not depth, False, giants)
             cut, depth, opened = at, new_depth, b"[" * new_depth + neutral
         text, giants = _without_giants(self._view, cut, self._span.end)
-        yield _Piece(opened + text, cut - len(opened), not depth, True, giants)
+        yield _ArrayPiece(opened + text, cut - len(opened), not depth, True, giants)
 
     def _cuts(self) -> Iterator[tuple[int, int]]:
         """Yields where it is cut: at the last comma of each window, with the depth there."""
@@ -326,7 +326,7 @@ def _flattened(text: bytes) -> bytes:
     return b"[%b]" % text.translate(_WITHOUT_BRACKETS)
 
 
-def _load(piece: _Piece, max_depth: int) -> Any:
+def _load(piece: _ArrayPiece, max_depth: int) -> Any:
     try:
         return load(piece.text, max_depth)
     except InvalidRequest as error:

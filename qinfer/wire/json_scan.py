@@ -298,5 +298,5 @@ def _is_deeper(raw: bytes, limit: int) -> bool:
         if len(rest) == len(brackets):
             break
         brackets = rest
-    # What is left is deeper, or unbalanced: that counts when it opens more levels than it may.
+    # The rest is deeper, or unbalanced: that counts when it opens more levels than it may.
     return brackets.count(b"[") > limit or b"[]" in brackets

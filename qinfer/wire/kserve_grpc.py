@@ -492,7 +492,7 @@ def _large(entry: Any, contents: TypedContents, raw: list[Bytes], model: str, mo
 
 
 def _check_typed(entry: Any, field: int, raw: list[Bytes], model: str, *, is_mixed: bool) -> None:
-    """Checks the typed contents of an input: `field` is that which is filled, 0 = none."""
+    """Checks the typed contents of an input: `field` is that which is filled, 0 where all are empty."""
     if raw:
         raise InvalidRequest(
             f"contents field must not be specified when using raw_input_contents for '{entry.name}' for model '{model}'"

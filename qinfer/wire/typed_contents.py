@@ -46,7 +46,7 @@ class TypedContents:
         text: The encoded InferTensorContents.
 
     Attributes:
-        field: The number of the field that is filled; 0 = none.
+        field: The number of the field that is filled; 0 where all are empty.
         is_mixed: More than one is filled.
 
     Raises:
@@ -161,7 +161,7 @@ class TypedContents:
         return end
 
 
-class _Run(NamedTuple):
+class _StringRun(NamedTuple):
     """Strings that are whole in a window: where each field begins, the sizes of its head and its text, the last end."""
 
     begins: _Numbers
@@ -170,7 +170,7 @@ class _Run(NamedTuple):
     end: int
 
 
-def _run(window: _Bytes) -> _Run | None:
+def _run(window: _Bytes) -> _StringRun | None:
     """Finds the strings at the begin of a window; `None` = the first one is not whole in it, or has a long head."""
     count = len(window)
     padded = np.concatenate((window, np.zeros(2, np.uint8)))
@@ -198,10 +198,10 @@ def _run(window: _Bytes) -> _Run | None:
     begins = begins[ends[begins] <= count]  # all but the last one, at most
     if not len(begins):
         return None
-    return _Run(begins, heads[begins], sizes[begins], int(ends[begins[-1]]))
+    return _StringRun(begins, heads[begins], sizes[begins], int(ends[begins[-1]]))
 
 
-def _joined(window: _Bytes, run: _Run) -> bytes:
+def _joined(window: _Bytes, run: _StringRun) -> bytes:
     """Returns strings as elements of a BYTES tensor."""
     is_text = np.ones(run.end, bool)
     is_text[run.begins] = is_text[run.begins + 1] = False
