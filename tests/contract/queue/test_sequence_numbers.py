@@ -3,6 +3,7 @@
 import pytest
 
 from qinfer.core.messages import Failure
+from qinfer.errors import BrokerUnavailable
 from qinfer.queue import keys
 from qinfer.queue.sequence_records import Owned, Place, Renaming, SequenceId, told_id
 from qinfer.testing import eventually
@@ -76,6 +77,28 @@ async def test_a_number_stays_when_its_owner_drains_or_dies(gateway: Gateway) ->
 
     assert told.number
     assert given == reaped == told
+
+
+async def test_a_number_outlives_a_restart_of_redis(own_redis: RedisQueue) -> None:
+    """Of a Redis that writes at once; no other sequence gets it afterwards."""
+    gateway = Gateway(sequences_of(await own_redis.connect()))
+    (_, told) = await begin(gateway, FIRST, OTHER)
+    own_redis.nodes[0].stop()
+    own_redis.nodes[0].start()
+
+    async def is_given_back() -> bool:
+        try:
+            return bool(await gateway.sequences.give_back("w1", [OTHER]))
+        except BrokerUnavailable:
+            return False
+
+    await eventually(is_given_back, description="redis after its restart")
+    after = (await own(gateway))[OTHER].told
+    (third,) = await begin(gateway, THIRD, worker="w2")
+    await gateway.sequences.close()
+
+    assert after == told
+    assert third == (True, told.number - 1)
 
 
 async def test_a_sequence_of_an_earlier_version_gets_its_number_at_its_next_owner(gateway: Gateway) -> None:

@@ -209,6 +209,20 @@ async def test_the_number_of_another_tenant_names_no_sequence_of_it(tenants: Ten
     assert await tenants.sum("acme", "INT64", 1, number + 1, start=True) == 1
 
 
+async def test_a_client_is_told_its_own_id(tenants: Tenants) -> None:
+    """Also by errors of the worker, and where another tenant has begun that sequence."""
+    await tenants.start()
+    await tenants.told("acme", "INT64")
+
+    missing = await tenants.post("evil", "INT64", 0, 7)
+    await tenants.sum("evil", "INT64", 5, start=True)
+    await tenants.sum("evil", "INT64", 5, end=True)
+    ended = await tenants.post("evil", "INT64", 0, 7)
+
+    for reply in (missing, ended):
+        assert "inference request for sequence 7 to model 'INT64' must specify the START flag" in reply.json()["error"]
+
+
 async def test_steps_of_an_ensemble_are_told_apart(tenants: Tenants, repository: Path) -> None:
     scale(repository, "once", 1.0, width=1)
     steps = ("once", {"x": "x"}, {"y": "scaled"}), ("INT64", {"x": "scaled"}, {"y": "y"})
