@@ -7,6 +7,7 @@ import pytest
 
 from qinfer.core.messages import Failure
 from qinfer.errors import QueueFull
+from qinfer.queue import keys
 from qinfer.queue.sequence_records import Limits, Place, SequenceId, SlotShare
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
@@ -109,6 +110,20 @@ async def test_a_tenant_without_sequences_has_no_share(gateway: Gateway) -> None
     await gateway.send(SequenceId("acme", 1), later(1, end=True))
 
     await worker.work()
+
+    assert await shares(gateway) == {"": (1, 0, False)}
+
+
+async def test_what_an_earlier_version_has_left_of_a_share_is_swept(gateway: Gateway, queue: RedisQueue) -> None:
+    """Its workers know no sets of tenants: sequences stay there that have ended."""
+    worker = await Worker(gateway, "w1").join()
+    await begin(gateway, "acme", 1, 2)
+    await worker.own()
+    router, opened = (await queue.connect()).router, keys.sequences("sum", 0)
+    for number in (1, 2):
+        await router.call(keys.slot(opened), b"ZREM", opened.encode(), SequenceId("acme", number).name.encode())
+
+    await gateway.sequences.sweep()
 
     assert await shares(gateway) == {"": (1, 0, False)}
 

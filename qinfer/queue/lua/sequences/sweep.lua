@@ -33,4 +33,11 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT',
     for _, object in ipairs(gone or {}) do all[#all + 1] = object end
   end
 end
+-- Workers of earlier versions do not take sequences that end from the sets of tenants.
+for _, tenant in ipairs(redis.call('HKEYS', KEYS[1] .. '~')) do
+  for _, name in ipairs(redis.call('SRANDMEMBER', KEYS[1] .. '~' .. tenant, 10)) do
+    if not redis.call('ZSCORE', KEYS[1], name) then close(name) end
+  end
+  if redis.call('EXISTS', KEYS[1] .. '~' .. tenant) == 0 then redis.call('HDEL', KEYS[1] .. '~', tenant) end
+end
 return {ended, all}

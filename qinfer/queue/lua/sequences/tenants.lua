@@ -31,7 +31,7 @@ local function shares_of(lanes)
   for i = 1, #tenants, 2 do
     local held = redis.call('SCARD', prefix .. 'sequences~' .. tenants[i])
     shares[#shares + 1] = {tenant = tenants[i], weight = math.max(tonumber(tenants[i + 1]) or 1, 1), held = held}
-    shares[1].held = shares[1].held - held
+    shares[1].held = math.max(shares[1].held - held, 0)
   end
   for _, share in ipairs(shares) do
     if look(share, lanes) then
