@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,7 +135,7 @@ async def build(settings: Settings) -> "Gateway":
         opened.push_async_callback(store.close)
         source = open_here(settings.repository)
         if source is not None:
-            note_errors(await step(partial(start, source, store, delivery, settings.repository)))
+            await step(partial(start, source, store, delivery, settings.repository))
         gateway = Gateway(settings, delivery, store, listener, source, rpc)
         if metrics_listener is not None:
             gateway.serve_metrics(metrics_listener)
@@ -485,13 +485,6 @@ def open_here(settings: RepositorySettings) -> Repositories | None:
     return None
 
 
-def note_errors(models: Iterable[SyncedModel]) -> None:
-    """Logs the models that can't be read."""
-    for model in models:
-        if model.error:
-            logger.error("model can't be read", extra={"model": model.model, "error": model.error})
-
-
 class RepositoryWatch:
     """Follows changes of the repositories; several gateways that do it see the same and do no harm.
 
@@ -511,7 +504,6 @@ class RepositoryWatch:
         self._delivery = delivery
         self._every_s = every_s
         self._min_workers = min_workers
-        self._errors: dict[str, str] = {}
         self._outage = OutageLog(logger, "model repository not looked through", "model repository looked through again")
 
     async def run(self) -> None:
@@ -533,13 +525,11 @@ class RepositoryWatch:
             self.note(found)
 
     def note(self, models: Sequence[SyncedModel]) -> None:
-        """Logs the changes of a sync, and each error once."""
+        """Logs the changes of a sync; the catalog logs what can't be loaded."""
         for model in models:
             if model.changed and not model.error:
                 what = "model removed" if model.removed else "model changed"
                 logger.info(what, extra={"model": model.model, "generation": model.generation})
-        note_errors(model for model in models if self._errors.get(model.model) != model.error)
-        self._errors = {model.model: model.error for model in models if model.error}
 
 
 _ABOUT = """
