@@ -313,6 +313,8 @@ def write_few(repository: Path) -> None:
     scheduling = f"sequence_batching {{ {models.DIRECT} {IDLE} }}"
     write_model(repository, KEEPER, "few", max_batch_size=4, dims=1, scheduling=scheduling)
     models.accumulator(repository, "kept", strategy=models.DIRECT, more=IDLE)
+    with (repository / "kept" / "config.pbtxt").open("a") as config:
+        config.write("\ninstance_group { count: 1 kind: KIND_CPU }\n")
 
 
 async def test_a_tenant_that_waits_gets_a_slot_of_one_with_more(tenants: Tenants, repository: Path) -> None:
