@@ -26,24 +26,38 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
         start: The request is the first of its sequence.
         end: It is the last.
         step: The caller's number of the request, 1, 2, …; 0 = it is not numbered, and a repeated one is another step.
-        given_id: The caller's correlation ID, where `id` is the one that the model is told in its place; 0 = they are
-            the same. It does not travel.
     """
 
     id: int | str
     start: bool = False
     end: bool = False
     step: int = 0
+
+    @property
+    def callers_id(self) -> int | str:
+        """The caller's correlation ID."""
+        return self.id
+
+    def told(self, told_id: int | str) -> "Sequence":
+        """Returns the flags as the model is told them, with an id in place of the caller's."""
+        if told_id == self.id:
+            return self
+        return ToldSequence(told_id, self.start, self.end, self.step, given_id=self.callers_id)
+
+
+class ToldSequence(Sequence, frozen=True, array_like=True):
+    """The flags with the correlation ID that the model is told; they do not travel.
+
+    Attributes:
+        given_id: The caller's correlation ID.
+    """
+
     given_id: int | str = 0
 
     @property
     def callers_id(self) -> int | str:
         """The caller's correlation ID."""
-        return self.given_id or self.id
-
-    def told(self, told_id: int | str) -> "Sequence":
-        """Returns the flags as the model is told them, with an id in place of the caller's."""
-        return self if told_id == self.id else Sequence(told_id, self.start, self.end, self.step, self.callers_id)
+        return self.given_id
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):

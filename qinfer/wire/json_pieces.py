@@ -101,6 +101,7 @@ class LongArray:
 
     Attributes:
         is_text: As given.
+        size: Bytes of text.
         top: How many elements it has itself.
         most: How many elements it has at most, those of the arrays in it.
         least: How many it has at least: it is fewer than `most` where some of these arrays may be empty.
@@ -109,7 +110,7 @@ class LongArray:
 
     def __init__(self, text: Bytes, span: TextSpan, *, is_text: bool = False) -> None:
         self._view, self._span = memoryview(text), span
-        self.is_text = is_text
+        self.is_text, self.size = is_text, span.end - span.begin
         is_empty = not (span.commas or span.arrays or is_text) and not self._text(span.begin + 1, span.end - 1).strip()
         self.top, self.most = (0, 0) if is_empty else (span.top + 1, span.commas + 1)
         self.least = max(self.most - span.arrays, 0)
@@ -232,6 +233,7 @@ class Document:
     Attributes:
         value: The parsed JSON; a long array, or a giant string, is a `LongArray`.
         rest: The text that was parsed, with something short in the place of each.
+        giants: The members other than `data` that are giant strings, and the bytes of each.
 
     Raises:
         InvalidRequest: It is no JSON, or too deep.
@@ -242,6 +244,7 @@ class Document:
         self._depth = bounds.depth
         self._cut: dict[str, LongArray] = {}
         self._shifts: list[tuple[int, int]] = []
+        self.giants: dict[str, int] = {}
         if len(text) <= LARGE_BYTES:
             self.rest = bytes(text)
             check_depth(self.rest, bounds.depth)
@@ -289,7 +292,9 @@ class Document:
                 if isinstance(key, str) and key in self._cut:
                     raise InvalidRequest(f"a member of the JSON has a name of more than {GIANT_BYTES} bytes")
                 if isinstance(inner, str):
-                    node[key] = self._cut.get(inner, inner)
+                    cut = node[key] = self._cut.get(inner, inner)
+                    if isinstance(cut, LongArray) and cut.is_text and isinstance(key, str) and key != "data":
+                        self.giants[key] = cut.size
                 elif isinstance(inner, dict | list):
                     nodes.append(inner)
 

@@ -19,10 +19,10 @@ import msgspec
 from msgspec import UNSET
 
 from qinfer.core.messages import InferRequest, Response, Scalar
-from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch
+from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch, PayloadTooLarge
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 from qinfer.wire import kserve_exact
-from qinfer.wire.json_pieces import STRUCT_CODES, Document, JsonBounds, LongArray
+from qinfer.wire.json_pieces import GIANT_BYTES, STRUCT_CODES, Document, JsonBounds, LongArray
 from qinfer.wire.json_scan import LARGE_BYTES, check_depth
 from qinfer.wire.kserve_types import NAMES, UNPARSABLE, Input, InputParameters, Output, Request, parse
 from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepare, read_special
@@ -180,6 +180,10 @@ def _parsed(text: Bytes, bounds: JsonBounds) -> tuple[Document | None, Request]:
     """Parses the JSON of a request; a large one is a document, too, and the data of its inputs still text."""
     if len(text) > LARGE_BYTES:
         document = Document(text, bounds)
+        if document.giants:
+            name, size = next(iter(document.giants.items()))
+            what = f"member '{name[:60]}' has {size} bytes"
+            raise PayloadTooLarge(f"{what}, more than {GIANT_BYTES}; send what is large as a tensor")
         request = kserve_exact.build(document.value)
         if bounds.check is not None:
             for entry in request.inputs:

@@ -218,6 +218,8 @@ class Clients:
         reply = await self._send("GET", f"{call.link}/result?wait={wait_s}" if wait_s else f"{call.link}/result")
         if reply.status == 202:
             return "running"
+        if reply.status == 410 and call.wish is Wish.CANCEL:
+            return "unknown"  # it had ended when the DELETE came, which has removed its result
         state: str = reply.headers.get("qinfer-request-state", "unknown")
         if reply.status != 200:
             call.reason = f"{reply.status} {reply.text[:200]}"

@@ -12,6 +12,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 
+import msgspec
+
 from qinfer.batching.batcher import LoadedModel, Outlet
 from qinfer.batching.execution import Execution, Pending
 from qinfer.batching.policy import NEVER_S, LatencyModel
@@ -219,7 +221,7 @@ def _mark(step: Step[Pending]) -> None:
     """Tells the model, by the flags of its request, whether a step is at its first iteration."""
     flags = step.item.request.sequence
     assert flags is not None, "it was identified"
-    step.item.request.sequence = messages.Sequence(flags.id, start=step.start, given_id=flags.given_id)
+    step.item.request.sequence = msgspec.structs.replace(flags, start=step.start, end=False, step=0)
 
 
 class IterativeBatcher:

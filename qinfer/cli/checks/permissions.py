@@ -77,7 +77,7 @@ def _commands(scratch: str) -> Iterator[Words]:
     yield from (("RENAME", text, other), ("DEL", text), ("UNLINK", other))
     yield from (("HSET", table, "a", 1), ("HSETNX", table, "b", 1), ("HGET", table, "a"), ("HMGET", table, "a", "b"))
     yield from (("HGETALL", table), ("HVALS", table), ("HLEN", table), ("HINCRBY", table, "a", 1), ("HSCAN", table, 0))
-    yield from (("HEXISTS", table, "a"), ("HDEL", table, "a", "b"))
+    yield from (("HKEYS", table), ("HEXISTS", table, "a"), ("HDEL", table, "a", "b"))
     yield from (("RPUSH", row, "a"), ("LPUSH", row, "b"), ("LLEN", row), ("LRANGE", row, 0, 0), ("LTRIM", row, 1, 0))
     yield from (("SADD", group, "a"), ("SCARD", group), ("SMEMBERS", group), ("SUNIONSTORE", group, group))
     yield from (("SREM", group, "b"), ("SPOP", group))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from qinfer.batching.execution import Pending
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, InferRequest, Response, ToldSequence
 from qinfer.core.retry import OutageLog
 from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError, StreamBroken
 from qinfer.models.config.to_spec import EXECUTE_TIMEOUT
@@ -69,7 +69,7 @@ class ToldIds:
     def tell(self, request: InferRequest) -> bool:
         """Puts the id into a request; returns whether it is known, or none is needed."""
         flags = request.sequence
-        if flags is None or not flags.id or not request.tenant or flags.given_id:
+        if flags is None or not flags.id or not request.tenant or isinstance(flags, ToldSequence):
             return True
         told_id, until_s = self._known.get(_named(request), ("", 0.0))
         if self._monotonic_s() >= until_s:

@@ -156,6 +156,7 @@ class SequenceService:
         self._reader = RequestReader()
         self._is_draining = False
         self._look_at_s = 0.0
+        self._is_waited_for = False
         self._outage = OutageLog(logger, "no steps taken, trying again", "steps are taken again")
         self._loops: list[asyncio.Task[None]] = []
 
@@ -342,8 +343,7 @@ class SequenceService:
                 continue
             if self.batcher.has_work:
                 busy_s = time.monotonic()
-            # A full worker stays awake: it looks whether tenants wait for its slots.
-            is_idle = time.monotonic() - busy_s >= readers.AWAKE_S and self.batcher.free_slots > 0
+            is_idle = time.monotonic() - busy_s >= readers.AWAKE_S and not self._is_waited_for
             if is_idle and has_slots and not self._held:
                 return True
             await self._wait(ticket, has_slots=has_slots, is_idle=is_idle)
@@ -355,8 +355,9 @@ class SequenceService:
             await self._changed.wait()
 
     async def _wait(self, ticket: str, *, has_slots: bool, is_idle: bool) -> None:
-        if is_idle:
-            await self._tickets.sleep(ticket, has_slots=has_slots)
+        if is_idle:  # a sequence that waits wakes a full worker, too, which may have to give up a slot for it
+            await self._tickets.sleep(ticket, has_slots=has_slots or not self._is_draining)
+            self._look_at_s = 0.0
         else:
             await self._tickets.wait(ticket, self._parts.settings.max_wait_s, has_slots=has_slots)
 
@@ -366,10 +367,14 @@ class SequenceService:
 
     async def _share_slots(self) -> None:
         """Gives up slots for tenants that wait and have fewer, where all slots are taken; twice a second."""
-        if self._is_draining or self.batcher.free_slots > 0 or time.monotonic() < self._look_at_s:
+        if self._is_draining or self.batcher.free_slots > 0:
+            self._is_waited_for = False
+            return
+        if time.monotonic() < self._look_at_s:
             return
         self._look_at_s = time.monotonic() + _LOOK_AT_SLOTS_S
         shares = await self._sequences.shares(self._version)
+        self._is_waited_for = any(share.waited_s >= 0 for share in shares)
         for turn in turns(shares, {sequence.tenant for sequence in self._held}):
             victim = self._to_give_up(turn)
             if victim is not None and await self._sequences.claim(turn.taker, _LOOK_AT_SLOTS_S):
