@@ -409,6 +409,8 @@ _KINDS: Mapping[str, type[_ParquetFile | _ArrowFile | TextFile]] = {
 
 def _typed(column: pa.Array, field: pa.Field) -> pa.Array:
     """Returns a column in its type: Parquet has other units of time, for example."""
+    if pa.types.is_dictionary(field.type) and not pa.types.is_dictionary(column.type):
+        column = column.cast(field.type.value_type).dictionary_encode()  # Arrow casts strings to dictionaries only
     return column if column.type == field.type else column.cast(field.type)
 
 
