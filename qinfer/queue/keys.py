@@ -5,10 +5,12 @@ touch several of them. Configuration and statistics are per model and live with 
 """
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from redis.crc import key_slot
 
-from qinfer.queue.entries import Lane
+if TYPE_CHECKING:  # the renewer of a worker's leases imports this module, and must stay small
+    from qinfer.queue.entries import Lane
 
 GROUP = b"workers"
 """The consumer group of every lane."""
@@ -30,13 +32,13 @@ _ENDPOINTS = f"qinfer:{{{ENDPOINTS}#0}}:"
 
 
 @lru_cache(maxsize=65536)  # one call per request
-def lane(of: Lane) -> bytes:
+def lane(of: "Lane") -> bytes:
     """Returns the stream of a lane."""
     return f"{_partition(of.model, of.partition)}{of.version}:{of.name}".encode()
 
 
 @lru_cache(maxsize=65536)  # one call per request
-def lane_slot(of: Lane) -> int:
+def lane_slot(of: "Lane") -> int:
     """Returns the cluster slot of a lane, and so of everything in its partition."""
     return slot(lane(of))
 
@@ -97,7 +99,7 @@ def idempotency(model: str, partition: int, tenant: str, key_hash: str) -> str:
     return f"{_partition(model, partition)}idem:{tenant}:{key_hash}"
 
 
-def sent(of: Lane, entry_id: str) -> str:
+def sent(of: "Lane", entry_id: str) -> str:
     """Returns the string that marks an entry of whose stream a response has left: it is not executed again."""
     return f"{_partition(of.model, of.partition)}sent:{of.version}:{of.name}:{entry_id}"
 

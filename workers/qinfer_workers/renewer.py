@@ -30,6 +30,7 @@ import msgspec
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from qinfer.core.processes import LENGTH, forbid_inspection, packed
+from qinfer.queue import keys
 from qinfer.queue.clients import Login, blocking_client
 from qinfer_workers.due_table import NAME_BYTES, DueReader
 
@@ -260,8 +261,6 @@ def _guard(parent: int, due: DueReader, hello: Hello) -> None:
 
 def _count(overdue: list[str], hello: Hello) -> None:
     """Counts executions that were ended together with their worker, which can't."""
-    from qinfer.queue import keys  # brings numpy along, which a renewer needs for this alone
-
     client: Any = blocking_client(hello.redis)
     for name in overdue:
         model, _, version = name.rpartition(":")

@@ -95,7 +95,6 @@ async def test_a_number_outlives_a_restart_of_redis(own_redis: RedisQueue) -> No
     await eventually(is_given_back, description="redis after its restart")
     after = (await own(gateway))[OTHER].told
     (third,) = await begin(gateway, THIRD, worker="w2")
-    await gateway.sequences.close()
 
     assert after == told
     assert third == (True, told.number - 1)

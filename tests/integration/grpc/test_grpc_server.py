@@ -17,7 +17,7 @@ from tritonclient.grpc.aio import InferenceServerClient
 from qinfer.core.api_keys import hash_key, revoke_key
 from qinfer.core.messages import Response
 from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, Settings
-from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.errors import BrokerUnavailable, CorruptEntry, SettingsError
 from qinfer.models.state import Desired, State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Lane, Lease
@@ -477,15 +477,15 @@ async def test_a_taken_port_is_named() -> None:
 async def test_a_gateway_that_can_not_start_ends(database: Database) -> None:
     """With its error, though the gRPC server was made and never started."""
 
-    class Away(ControlStore):
+    class Broken(ControlStore):
         async def desired(self) -> dict[str, Desired]:
-            raise BrokerUnavailable("Redis can't be reached")
+            raise CorruptEntry("the desired state can't be read")
 
     settings = settings_of(grpc={})
-    delivery, store = await database.delivery(), database.store(Away)
+    delivery, store = await database.delivery(), database.store(Broken)
     gateway = Gateway(settings, delivery, store, bind(settings.http), rpc=open_port(settings))
 
-    with pytest.raises(BrokerUnavailable):
+    with pytest.raises(CorruptEntry):
         await gateway.serve()
 
 
