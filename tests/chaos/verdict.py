@@ -185,8 +185,9 @@ def judge_flushed(ledger: Ledger, losses: Sequence[float]) -> Flushed:
 
 
 def _misfit(call: Call, state: str, values: set[float]) -> str:
-    """Says how an outcome does not fit what was asked."""
-    if state == "succeeded" and values != {expected(call.number)}:
+    """Says how an outcome does not fit what was asked; a DELETE after the end has removed the result."""
+    is_removed = call.wish is Wish.CANCEL and not values
+    if state == "succeeded" and not is_removed and values != {expected(call.number)}:
         return f"has the answers {sorted(values)} and not {expected(call.number)}"
     if (state == "expired" and call.wish is not Wish.EXPIRE) or (state == "cancelled" and call.wish is not Wish.CANCEL):
         return f"is {state}, which nobody wished"

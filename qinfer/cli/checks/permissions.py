@@ -80,7 +80,7 @@ def _commands(scratch: str) -> Iterator[Words]:
     yield from (("HKEYS", table), ("HEXISTS", table, "a"), ("HDEL", table, "a", "b"))
     yield from (("RPUSH", row, "a"), ("LPUSH", row, "b"), ("LLEN", row), ("LRANGE", row, 0, 0), ("LTRIM", row, 1, 0))
     yield from (("SADD", group, "a"), ("SCARD", group), ("SMEMBERS", group), ("SUNIONSTORE", group, group))
-    yield from (("SREM", group, "b"), ("SPOP", group))
+    yield from (("SREM", group, "b"), ("SRANDMEMBER", group), ("SPOP", group))
     yield from (("ZADD", ranks, 1, "a"), ("ZCARD", ranks), ("ZSCORE", ranks, "a"), ("ZRANGE", ranks, 0, -1))
     yield from (("ZRANGEBYSCORE", ranks, 0, 1), ("ZREVRANGEBYSCORE", ranks, 1, 0), ("ZREM", ranks, "b"))
     yield from (("ZREVRANGE", ranks, 0, 0), ("ZREMRANGEBYSCORE", ranks, 5, 6), ("ZPOPMIN", ranks))

@@ -9,7 +9,7 @@ from benchmarks import stateful
 from benchmarks.measuring import Tally
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("group", stateful.GROUPS)
 def test_a_group_measures_every_case(group: str, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ async def test_a_stream_that_fails_is_a_dead_letter(pool: WorkerProcesses, broke
 async def test_a_killed_bridge_loses_no_response(pool: WorkerProcesses, broker: Broker, tmp_path: Path) -> None:
     """Messages that come twice are equal, by the request's id and the response's index."""
     count, each = 30, 20
-    document = route(broker, responses="each", source={"options": {"visibility_timeout": 1}})
+    document = route(broker, name="killed", responses="each", source={"options": {"visibility_timeout": 1}})
     config = tmp_path / "routes.yaml"
     config.write_text(yaml.safe_dump(document))
     killed = start_process(pool.url, config)
