@@ -1,4 +1,4 @@
-"""The renewer: a process beside a worker that renews its leases, `python -m qinfer_workers.renewer`.
+"""The renewer: a process beside a worker that renews its leases, `python -m qinfer_workers.renewer PID`.
 
 A thread could not: it needs the GIL, which a model's code may hold for longer than a lease. So this is a process of its
 own, as small as it can be, which a worker starts for itself (`renewals.ProcessRenewals`) and talks to over two pipes:
@@ -305,12 +305,12 @@ def _serve(parent: int) -> None:
 
 
 def main() -> int:
-    """Serves the process that started it."""
+    """Serves a worker, whose process id is the first argument: its parent is another's once it is gone."""
     forbid_inspection(os.environ)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # they mean the worker, which still needs its leases to drain
     try:
-        _serve(os.getppid())
+        _serve(int(sys.argv[1]))
     except BrokenPipeError:
         return 0  # the worker is gone
     return 0

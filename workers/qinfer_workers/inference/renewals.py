@@ -6,6 +6,7 @@ process of its own.
 
 import asyncio
 import logging
+import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
@@ -83,7 +84,7 @@ class ProcessRenewals:
 
     async def _run_one(self, keeper: LeaseKeeper) -> int | None:
         """Starts a process and talks to it until it ends; returns its exit status."""
-        command = [sys.executable, "-P", "-m", renewer.__name__]
+        command = [sys.executable, "-P", "-m", renewer.__name__, str(os.getpid())]
         process = await asyncio.create_subprocess_exec(
             *command, env=self._environment, stdin=PIPE, stdout=PIPE, pass_fds=self._inherited
         )

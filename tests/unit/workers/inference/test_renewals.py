@@ -47,9 +47,8 @@ def item() -> Pending:
 @pytest.fixture
 def child() -> Iterator["subprocess.Popen[bytes]"]:
     """A renewer whose Redis is away."""
-    one = subprocess.Popen(
-        [sys.executable, "-m", "qinfer_workers.renewer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    command = [sys.executable, "-m", "qinfer_workers.renewer", str(os.getpid())]
+    one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     yield one
     one.kill()
     one.communicate()

@@ -185,12 +185,9 @@ def test_a_login_has_the_secrets_of_the_settings() -> None:
 
 def test_it_ends_with_the_process_that_started_it_and_not_by_its_signals() -> None:
     """SIGTERM means the worker, which drains."""
-    command = [sys.executable, "-m", "qinfer_workers.renewer"]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    child = _start(os.getpid())
     assert child.stdin is not None
     try:
-        child.stdin.write(packed(HELLO))
-        child.stdin.flush()
         wait_until(lambda: _ignores(child.pid, signal.SIGTERM), description="a renewer that ignores SIGTERM")
         child.terminate()
         child.stdin.close()
@@ -198,6 +195,27 @@ def test_it_ends_with_the_process_that_started_it_and_not_by_its_signals() -> No
     finally:
         child.kill()
         child.wait()
+
+
+def test_it_ends_where_its_worker_was_gone_before_it_began() -> None:
+    """Its parent is then another process, which is not its worker."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with _start(gone.pid) as child:
+        try:
+            assert child.wait(10) == 0
+        finally:
+            child.kill()
+
+
+def _start(worker: int) -> "subprocess.Popen[bytes]":
+    """Starts a renewer for a worker, and tells it how to renew."""
+    command = [sys.executable, "-m", "qinfer_workers.renewer", str(worker)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    assert child.stdin is not None
+    child.stdin.write(packed(HELLO))
+    child.stdin.flush()
+    return child
 
 
 def _ignores(pid: int, signum: int) -> bool:
