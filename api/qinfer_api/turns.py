@@ -11,10 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-SMALL_BYTES = 2048
+SMALL_BYTES = 8192
 """A read of so many bytes is small."""
 
-TURN_S = 0.002
+SLICE_BYTES = 2048
+"""So much of a large read is parsed between two looks at the time."""
+
+TURN_S = 0.004
 """Seconds in one turn of the loop for all connections of a port that have sent much."""
 
 LEAST_S = 0.0002

@@ -28,6 +28,7 @@ from qinfer.wire.kserve_types import NAMES, UNPARSABLE, Input, InputParameters, 
 from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepare, read_special
 
 _BOUNDS = JsonBounds()
+_NULL = b"n"
 _PIECE_ELEMENTS = 65_536  # of an output that are objects at once
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**31 - 1
@@ -97,7 +98,7 @@ def decode_infer(
         QinferError: A shared memory region is not registered or too small, or shared memory is off.
     """
     text, tail = (body, b"") if json_length is None else _split(body, json_length)
-    document, parsed = _parsed(text, bounds)
+    document, parsed = _parsed_large(text, bounds) if len(text) > LARGE_BYTES else (None, _parsed(bytes(text), bounds))
     form = _PLAIN
     fields: dict[str, Any] = {}
     if parsed.parameters is not UNSET:
@@ -176,31 +177,36 @@ _BINARY_PLAN = OutputPlan(binary=True)
 _PLAIN = kserve_exact.Form()
 
 
-def _parsed(text: Bytes, bounds: JsonBounds) -> tuple[Document | None, Request]:
-    """Parses the JSON of a request; a large one is a document, too, and the data of its inputs still text."""
-    if len(text) > LARGE_BYTES:
-        document = Document(text, bounds)
-        if document.giants:
-            name, size = next(iter(document.giants.items()))
-            what = f"member '{name[:60]}' has {size} bytes"
-            raise PayloadTooLarge(f"{what}, more than {GIANT_BYTES}; send what is large as a tensor")
-        request = kserve_exact.build(document.value)
-        if bounds.check is not None:
-            for entry in request.inputs:
-                bounds.check(entry.name, NAMES[type(entry)], entry.shape)
-        return document, request
-    check_depth(text, bounds.depth)
+def _parsed(text: bytes, bounds: JsonBounds) -> Request:
+    """Parses the JSON of a request."""
+    if text.count(b"[") + text.count(b"{") > bounds.depth:  # few brackets are not nested deeply
+        check_depth(text, bounds.depth)
     try:
-        return None, parse(bytes(text))
+        return parse(text)
     except UNPARSABLE:
-        return None, kserve_exact.read(bytes(text), bounds.depth)
+        return kserve_exact.read(text, bounds.depth)
+
+
+def _parsed_large(text: Bytes, bounds: JsonBounds) -> tuple[Document, Request]:
+    """Parses the JSON of a large request, whose inputs' data is text still."""
+    document = Document(text, bounds)
+    if document.giants:
+        name, size = next(iter(document.giants.items()))
+        what = f"member '{name[:60]}' has {size} bytes"
+        raise PayloadTooLarge(f"{what}, more than {GIANT_BYTES}; send what is large as a tensor")
+    request = kserve_exact.build(document.value)
+    if bounds.check is not None:
+        for entry in request.inputs:
+            bounds.check(entry.name, NAMES[type(entry)], entry.shape)
+    return document, request
 
 
 def _split(body: Bytes, json_length: int) -> tuple[Bytes, Bytes]:
     if not 0 <= json_length <= len(body):
         raise InvalidRequest(f"inference header size should be in range (0, {len(body)}), got: {json_length}")
     view = memoryview(body)
-    return view[:json_length], view[json_length:]
+    text = view[:json_length]
+    return text if json_length > LARGE_BYTES else bytes(text), view[json_length:]
 
 
 def _from_elsewhere(entry: Input, tail: Bytes, position: int, model: str, regions: Regions) -> tuple[Bytes, int]:
@@ -342,21 +348,24 @@ def elements(tensor: Tensor, *, strict: bool = False) -> bytes:
         values: Sequence[Any] = packing.unpack(tensor.data)
     else:
         values = _unusual_elements(tensor)
-    return _text(values, strict=strict)
-
-
-def _text(values: Sequence[Any], *, strict: bool) -> bytes:
     text = _encoder.encode(values)
-    if not strict and text.find(b"n") >= 0:  # null, which msgspec writes for NaN and infinities, and Triton as words
-        text = json.dumps(values, separators=(",", ":")).encode()
-    return text
+    return text if strict or text.find(_NULL) < 0 else _with_words(values)
+
+
+def _with_words(values: Sequence[Any]) -> bytes:
+    """Encodes numbers of which some are no finite ones: Triton has words for these, for which msgspec writes null."""
+    return json.dumps(values, separators=(",", ":")).encode()
 
 
 def _long_elements(tensor: Tensor, *, strict: bool) -> bytes:
     """Encodes many numbers a piece at a time: as objects all of them would take a multiple of their bytes."""
     values = memoryview(tensor.data).cast(STRUCT_CODES[tensor.datatype])  # type: ignore[call-overload]  # as below
     starts = range(0, len(values), _PIECE_ELEMENTS)
-    pieces = [_text(values[at : at + _PIECE_ELEMENTS].tolist(), strict=strict)[1:-1] for at in starts]
+    pieces = []
+    for at in starts:
+        piece = values[at : at + _PIECE_ELEMENTS].tolist()
+        text = _encoder.encode(piece)
+        pieces.append((text if strict or text.find(_NULL) < 0 else _with_words(piece))[1:-1])
     pieces[0], pieces[-1] = b"[" + pieces[0], pieces[-1] + b"]"
     return b",".join(pieces)
 

@@ -392,7 +392,8 @@ class InferCodec:
         if response.failure is not None:
             return refusal(response.failure, target)
         try:
-            encoded = encode_infer(response, client_id, plan, regions_of(plan, self.memory))
+            regions = self.memory if plan.held is None else regions_of(plan, self.memory)
+            encoded = encode_infer(response, client_id, plan, regions)
         except QinferError as error:
             return failure_reply(error)
         return Reply(200, encoded.body, encoded.json_length, cache=response.cache, target=target)

@@ -19,7 +19,7 @@ from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import ConnectionFault, Limits, Malformed
 from qinfer_api.rpc.hpack import MAX_TABLE_BYTES, Decoder, Field, HpackError
 from qinfer_api.rpc.streams import Output, Stream
-from qinfer_api.turns import SMALL_BYTES, Turns
+from qinfer_api.turns import SLICE_BYTES, SMALL_BYTES, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
                 self.output.transport.pause_reading()
                 turns.wait(self._go_on, is_fresh=before < 0)
                 break
-            before, position = position, self._read_frames(data, position, min(position + SMALL_BYTES, last))
+            before, position = position, self._read_frames(data, position, min(position + SLICE_BYTES, last))
         return position
 
     def _go_on(self) -> None:

@@ -262,7 +262,8 @@ class Infer:
         Raises:
             QinferError: An output can't be given back as the request wants it.
         """
-        return encode_infer(response, sink.client_id, sink.plan, regions_of(sink.plan, self._memory))
+        regions = self._memory if sink.plan.held is None else regions_of(sink.plan, self._memory)
+        return encode_infer(response, sink.client_id, sink.plan, regions)
 
     def _decode(self, message: Message, tenant: str) -> Decoded:
         memory = self._memory.of(tenant)

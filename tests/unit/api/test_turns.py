@@ -58,7 +58,7 @@ async def test_who_waits_goes_on_in_order_as_long_as_a_turn_lasts(clock: Clock) 
 
     def go_on(number: int) -> None:
         served.append(number)
-        clock.now_s += TURN_S / 2
+        clock.now_s += 0.6 * TURN_S
 
     ours.may_read()
     for number in range(5):

@@ -123,7 +123,7 @@ class Intake:
             item = self._pending(batcher, lease, request)
             if lease.deliveries > 1 and not self._is_tried(batcher, item):
                 continue
-            if request.payload or not self._is_told(batcher, request):
+            if request.payload or not (request.sequence is None or self._is_told(batcher, request)):
                 taken.external.append(item)
             elif self._is_ready(batcher, item):
                 taken.ready.append(item)

@@ -7,13 +7,13 @@ import pytest
 from qinfer_api.rpc import frames
 from tests.support.http2 import DATA, GOAWAY, LIMITS, PING, Short, Wire, prefixed, settings_frame, window
 
-PINGS = 600
+PINGS = 1800
 
 
 @pytest.fixture
 async def hurried() -> Wire:
     """A connection whose turns are short."""
-    wire = Wire(LIMITS._replace(idle_frames=2000)).greet()
+    wire = Wire(LIMITS._replace(idle_frames=6000)).greet()
     wire.server.turns = Short()
     return wire
 
