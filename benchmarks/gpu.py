@@ -9,6 +9,7 @@ times the best batch in flight. Both have one instance of the model, and run one
 """
 
 import argparse
+import importlib
 import json
 import shutil
 import subprocess
@@ -36,6 +37,9 @@ OUT = Path(__file__).parent / "GPU.md"
 TOKENS = 64
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MODELS = {"embed_onnx": "onnxruntime", "embed_torch": "pytorch", "embed_export": "pytorch", "embed_plan": "tensorrt"}
+
+_FACTS = ("date", "commit", "processor", "memory", "kernel", "python", "redis-server", "qinfer")
+"""The machine's facts that such figures depend on: neither peers nor HTTP clients run here."""
 
 
 class Row(NamedTuple):
@@ -72,7 +76,7 @@ def main() -> int:
     text = _table(rows)
     print(text)
     if not arguments.cpu:
-        OUT.write_text(_page(text, [name for name in MODELS.values() if name not in runtimes]))
+        OUT.write_text(_page(text, runtimes))
     return 0
 
 
@@ -149,12 +153,23 @@ def _table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _page(table: str, missing: list[str]) -> str:
+def _version(runtime: str) -> str:
+    if runtime == "pytorch":
+        import torch
+
+        return f"PyTorch {torch.__version__}"
+    module = importlib.import_module(runtime)
+    return f"{runtime} {module.__version__}"
+
+
+def _page(table: str, runtimes: list[str]) -> str:
+    missing = sorted(set(MODELS.values()) - set(runtimes))
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     gpu = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    facts = {"GPU": gpu, **describe()}
+    machine = describe()
+    facts = {"GPU": gpu} | {name: machine[name] for name in _FACTS} | {"runtimes": ", ".join(map(_version, runtimes))}
     about = "\n".join(f"- {name}: {fact}" for name, fact in facts.items())
-    note = f"\nNot measured, because it can't use a GPU here: {', '.join(sorted(set(missing)))}.\n" if missing else ""
+    note = f"\nNot measured, because it can't use a GPU here: {', '.join(missing)}.\n" if missing else ""
     return (
         "# Throughput on a GPU\n\nMade by `make bench-gpu`: all-MiniLM-L6-v2, 64 tokens, one instance. Rows per second "
         "of the backend alone\nby batch size (the best is bold), and of the whole server with one row per request.\n\n"

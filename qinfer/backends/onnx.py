@@ -11,9 +11,13 @@ https://github.com/triton-inference-server/onnxruntime_backend#model-config-opti
 """
 
 import ctypes
+import functools
+import io
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import redirect_stdout
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -43,6 +47,8 @@ from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
 from qinfer.observe.host import MemoryUse
 from qinfer.tensors import DATATYPES, from_bf16, to_bf16
+
+logger = logging.getLogger(__name__)
 
 _DATATYPES = {f"tensor({np.dtype(d.numpy).name})": d.name for d in DATATYPES.values() if d.numpy} | {
     "tensor(float)": "FP32",
@@ -102,6 +108,8 @@ class OnnxBackend:
         if path.is_dir():  # a model of several files (reference §3.1)
             path /= "model.onnx"
         wanted = providers(spec, device, ort.get_available_providers(), engine_cache())
+        if device.kind == "gpu":
+            _find_cuda()
         try:
             self._session = ort.InferenceSession(str(path), _options(spec), providers=wanted)
         except ModelLoadFailed:
@@ -270,6 +278,16 @@ def _run_options(spec: ModelSpec, device: Device) -> ort.RunOptions | None:
         )
     options.add_run_config_entry(_SHRINK, arenas)
     return options
+
+
+@functools.cache
+def _find_cuda() -> None:
+    """Loads CUDA and cuDNN of NVIDIA's packages, in which onnxruntime does not look for them by itself."""
+    said = io.StringIO()
+    with redirect_stdout(said):  # it prints what it does not find
+        ort.preload_dlls()
+    for line in said.getvalue().splitlines():
+        logger.warning("CUDA is not complete", extra={"reason": line})
 
 
 def _check_device(spec: ModelSpec, device: Device, wanted: str, got: Sequence[str]) -> None:

@@ -1,9 +1,12 @@
 """What the tests on a GPU need: which runtimes can use it, and why not."""
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
+
+from qinfer_workers.inference.devices import gpus_here
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -16,7 +19,7 @@ def _onnxruntime() -> str:
 
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         return "the installed onnxruntime has no CUDAExecutionProvider: pip install onnxruntime-gpu"
-    return ""
+    return "" if gpus_here(None, os.environ.get("CUDA_VISIBLE_DEVICES")) else "this machine has no GPU"
 
 
 def _torch() -> str:

@@ -16,11 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import magika
 import numpy as np
 import numpy.typing as npt
 import onnx
-import openvino as ov
 import torch
 
 from examples import digits
@@ -28,7 +26,6 @@ from tests.support.backends import save_exported, save_torchscript
 
 Array = npt.NDArray[Any]
 
-_MAGIKA = Path(magika.__file__).parent / "models" / "standard_v3_3" / "model.onnx"
 _EMBED = """\
 backend: "{backend}"
 max_batch_size: 32
@@ -79,8 +76,10 @@ class DigitsModule(torch.nn.Module):
 
 def build_magika(repository: Path) -> None:
     """Copies magika's model; its configuration is completed from the file."""
-    version = _version(repository, "magika")
-    shutil.copy(_MAGIKA, version / "model.onnx")
+    import magika
+
+    file = Path(magika.__file__).parent / "models" / "standard_v3_3" / "model.onnx"
+    shutil.copy(file, _version(repository, "magika") / "model.onnx")
 
 
 def build_embedders(repository: Path, *, kind: str = "KIND_CPU") -> None:
@@ -125,6 +124,8 @@ def build_digits(repository: Path, *, kind: str = "KIND_CPU") -> digits.Digits:
     torch_file = _version(repository, "digits_torch", of("digits_torch", "pytorch")) / "model.pt"
     save_torchscript(DigitsModule(made.model_path), torch_file, (torch.zeros(2, 64),))
     if kind == "KIND_CPU":
+        import openvino as ov
+
         version = _version(repository, "digits_openvino", of("digits_openvino", "openvino"))
         ov.save_model(ov.Core().read_model(made.model_path), version / "model.xml", compress_to_fp16=False)
     return made

@@ -1,11 +1,13 @@
 """Which providers and options an instance of the onnxruntime backend gets."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
 import pytest
 
+from qinfer.backends import onnx
 from qinfer.backends.onnx import CPU as CPU_PROVIDER
 from qinfer.backends.onnx import CUDA, TENSORRT, OnnxBackend, providers
 from qinfer.core.settings import LimitSettings
@@ -17,6 +19,7 @@ from tests.support.backends import CPU, GPU, spec, tensors
 
 ALL = [TENSORRT, CUDA, CPU_PROVIDER]
 CACHE = Path("/cache")
+_Session = ort.InferenceSession
 X = tensors(("a", "FP32", (4,)), ("b", "FP32", (4,)))
 Y = tensors(("sum", "FP32", (4,)))
 
@@ -107,6 +110,27 @@ def test_a_gpu_without_its_build_of_onnxruntime(tmp_path: Path) -> None:
     models.add_sub(tmp_path)
     with pytest.raises(ModelLoadFailed, match=r"needs CUDAExecutionProvider; .* pip install 'qinfer-ml\[onnx-gpu\]'"):
         OnnxBackend().load(model(), tmp_path / "add_sub" / "1", GPU)
+
+
+def test_cuda_of_nvidias_packages_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those packages' libraries are loaded before the first session on a GPU, and never for one on the CPU."""
+    models.add_sub(tmp_path)
+    found: list[str] = []
+    onnx._find_cuda.cache_clear()
+    monkeypatch.setattr(ort, "preload_dlls", lambda: found.append("CUDA"))
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ALL)
+    monkeypatch.setattr(ort, "InferenceSession", partial(_session, found))
+    OnnxBackend().load(model(), tmp_path / "add_sub" / "1", CPU)
+    for _ in range(2):
+        with pytest.raises(ModelLoadFailed, match="CUDAExecutionProvider could not start there"):
+            OnnxBackend().load(model(), tmp_path / "add_sub" / "1", GPU)
+    assert found == ["CPUExecutionProvider", "CUDA", "CUDAExecutionProvider", "CUDAExecutionProvider"]
+
+
+def _session(opened: list[str], path: str, options: Any, providers: list[Any]) -> ort.InferenceSession:
+    """Opens a session on the CPU, as onnxruntime does where it can't use a GPU."""
+    opened.append(providers[0][0])
+    return _Session(path, options, providers=["CPUExecutionProvider"])
 
 
 @pytest.mark.parametrize(
