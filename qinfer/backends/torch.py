@@ -54,6 +54,7 @@ _thread = threading.local()
 
 
 _deprecations = threading.Lock()  # changing warning filters is not safe in threads
+_archives = threading.Lock()  # PyTorch reads and compiles one model.pt2 at a time, and imports parts of itself for it
 _SEPARATOR = "__"
 
 
@@ -92,10 +93,12 @@ def open_model(path: Path, device: torch.device) -> Opened:
             return _torchscript(path, device)
         if any(name.startswith("data/aotinductor/") for name in names):
             refuse_pickle(archive, names)
-            return _aoti(path, device)
+            with _archives:
+                return _aoti(path, device)
         if any(name.startswith("models/") for name in names):
             refuse_pickle(archive, names)
-            return _exported(path, device)
+            with _archives:
+                return _exported(path, device)
         if "data.pkl" in names:
             raise ModelLoadFailed(
                 f"'{path.name}' is a pickled module or state dict, which is never loaded, because a pickle may run any "
@@ -270,7 +273,11 @@ class TorchBackend:
                 f"this model is {opened.kind}"
             )
         self._call = torch.compile(opened.call, mode=mode)
-        # Now, not at the first requests: one row, the size that is compiled apart, then any other number.
+        with _archives:
+            self._compile_now(spec)
+
+    def _compile_now(self, spec: ModelSpec) -> None:
+        """Compiles not at the first requests: for one row, a size that is compiled apart, then any other number."""
         for rows in (1, 2, spec.max_batch_size) if spec.max_batch_size > 1 else (spec.max_batch_size,):
             lead = (rows,) if rows else ()
             zeros = {
