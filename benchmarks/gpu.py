@@ -100,7 +100,8 @@ def _write_models(repository: Path, kind: str, runtimes: list[str]) -> None:
 
 def _raw(directory: Path, device: Device, seconds: float) -> dict[int, float]:
     """Returns rows per second of the backend alone, by batch size."""
-    spec = to_spec(normalise(parse((directory / "config.pbtxt").read_text()), directory.name), LimitSettings())
+    config = normalise(parse((directory / "config.pbtxt").read_text()), directory.name, gpus=1)
+    spec = to_spec(config, LimitSettings())
     backend = factory(spec.backend)()
     backend.load(spec, directory / "1", device)
     rates = {}

@@ -103,13 +103,12 @@ def build_embedders(repository: Path, *, kind: str = "KIND_CPU") -> None:
             dynamo=False,
             opset_version=17,
         )
-        save_torchscript(
-            module,
-            _version(repository, "embed_torch", _EMBED.format(backend="pytorch", kind=kind)) / "model.pt",
-            example,
-        )
         version = _version(repository, "embed_export", _EMBED.format(backend="pytorch", kind=kind))
         save_exported(module, version / "model.pt2", example, variable=(0, 1))
+        version = _version(repository, "embed_torch", _EMBED.format(backend="pytorch", kind=kind))
+        # A trace keeps the device of the tensors that the model makes itself.
+        device = "cuda" if kind == "KIND_GPU" and torch.cuda.is_available() else "cpu"
+        save_torchscript(module.to(device), version / "model.pt", tuple(ones.to(device) for ones in example))
 
 
 def build_digits(repository: Path, *, kind: str = "KIND_CPU") -> digits.Digits:
