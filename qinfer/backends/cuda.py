@@ -6,6 +6,9 @@ https://docs.nvidia.com/cuda/cuda-runtime-api/
 """
 
 import ctypes
+import logging
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -17,19 +20,28 @@ import numpy as np
 from qinfer.backends.base import Array
 from qinfer.errors import BackendUnavailable
 
+logger = logging.getLogger(__name__)
+
 TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
 
 _SONAMES = ("libcudart.so.13", "libcudart.so.12")
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the default stream
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other instances may allocate meanwhile
 _MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapability…
+_LOST = range(700, 730)  # cudaErrorIllegalAddress, cudaErrorAssert, cudaErrorLaunchFailure, …
 _PROPERTIES_BYTES = 16 * 1024  # cudaDeviceProp is about 1 KiB; it begins with the name, char[256]
 
 _pointer, _size, _int, _uint = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
 
 
 class CudaError(RuntimeError):
-    """CUDA refused a call; the adapter that made it turns this into an error of qinfer."""
+    """CUDA refused a call; the adapter that made it turns this into an error of qinfer.
+
+    Attributes:
+        status: CUDA's number of the error.
+    """
+
+    status = 0
 
 
 class Cuda:
@@ -136,7 +148,26 @@ class Cuda:
         status = getattr(self._library, name)(*arguments)
         if status:
             reason = self._library.cudaGetErrorString(status).decode()
-            raise CudaError(f"{name}: {reason} (CUDA error {status})")
+            error = CudaError(f"{name}: {reason} (CUDA error {status})")
+            error.status = status
+            raise error
+
+
+def end_if_lost(device: int) -> None:
+    """Asks this process to end if an execution has broken CUDA in it: each call fails then, of all models.
+
+    Its supervisor starts another, which works again.
+    """
+    try:
+        cuda = Cuda()
+        cuda.use(device)
+        cuda.destroy_stream(cuda.stream())
+    except BackendUnavailable:
+        return
+    except CudaError as error:
+        if error.status in _LOST:
+            logger.error("CUDA is lost to this process, which ends", extra={"gpu": device, "reason": str(error)})
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _load() -> ctypes.CDLL:

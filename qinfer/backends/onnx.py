@@ -32,6 +32,7 @@ os.putenv("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
+from qinfer.backends.cuda import end_if_lost
 from qinfer.backends.parameters import (
     choice,
     cleaned,
@@ -128,10 +129,11 @@ class OnnxBackend:
         self._memory = files_use(path, device)
         self._run_options = _run_options(spec, device)
         self.short_on_loop = device.kind == "cpu"  # a GPU may be busy with other work
+        self._gpu = device.number if device.kind == "gpu" else None
         bound = device.kind == "gpu" and not (self._strings or "BYTES" in self._datatypes.values())
         self._run = self._run_bf16 if self._has_bf16 else self._run_plain
         if bound and not self._has_bf16:
-            self._binding, self._gpu = self._session.io_binding(), device.number
+            self._binding = self._session.io_binding()
             self._run = self._run_bound
 
     def execute(self, batch: Batch, ctx: Context) -> None:
@@ -151,6 +153,8 @@ class OnnxBackend:
         except UnicodeDecodeError:
             raise InferenceFailed("the model returned strings that are not UTF-8") from None
         except Exception as error:  # as in `load`
+            if self._gpu is not None:
+                end_if_lost(self._gpu)
             raise InferenceFailed(f"onnx runtime error: {error}") from error
         respond_rows(batch, ctx, dict(zip(names, arrays, strict=True)), self._datatypes, refused, self._names)
 

@@ -32,6 +32,7 @@ from torch.export.passes import move_to_device_pass
 from torch.jit import _fuser
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
+from qinfer.backends.cuda import end_if_lost
 from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag, model_file
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, OutputMismatch, QinferError
 from qinfer.models.config.to_spec import TORCH_AMP, TORCH_COMPILE
@@ -226,6 +227,8 @@ class TorchBackend:
             raise
         except Exception as error:  # as in `load`
             logger.warning("execution failed", extra={"model": self._spec.name, "reason": str(error)})
+            if self._stream is not None:
+                end_if_lost(self._device.index)
             raise InferenceFailed(f"PyTorch execute failure: {_reason(error)}") from error
         respond_rows(batch, ctx, outputs, self._datatypes, names=self._names)
 

@@ -1,9 +1,11 @@
 """The bindings to CUDA's runtime, against the real library on a machine without a GPU."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from qinfer.backends import cuda as adapter
 from qinfer.backends.cuda import Cuda, CudaError
 from qinfer.errors import BackendUnavailable
 
@@ -42,3 +44,27 @@ def test_every_function_exists(cuda: Cuda) -> None:
     )
     for name in names.split():
         assert getattr(cuda._library, name)
+
+
+@pytest.mark.parametrize(("status", "ends"), [(0, 0), (2, 0), (700, 1), (710, 1), (719, 1), (900, 0)])
+def test_a_process_that_cuda_is_lost_to_ends(status: int, ends: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An assertion on the GPU is for ever; a lack of memory, or a graph that is being recorded, is not."""
+
+    class Fake:
+        def use(self, device: int) -> None:
+            if status:
+                error = CudaError("cudaSetDevice: refused")
+                error.status = status
+                raise error
+
+        def stream(self) -> int:
+            return 1
+
+        def destroy_stream(self, stream: int) -> None:
+            assert stream == 1
+
+    sent: list[int] = []
+    monkeypatch.setattr(adapter, "Cuda", Fake)
+    monkeypatch.setattr(os, "kill", lambda pid, signum: sent.append(pid))
+    adapter.end_if_lost(0)
+    assert sent == [os.getpid()] * ends
