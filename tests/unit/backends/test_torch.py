@@ -2,8 +2,10 @@
 
 import io
 import json
+import threading
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,24 @@ def test_the_memory_of_a_model_is_that_of_its_parameters_and_buffers(save: Calla
     sizes = [tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())]
     assert backend.memory() == (MemoryUse("CPU", 0, sum(sizes)),)
     backend.unload()
+
+
+def test_programs_are_opened_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.export.load keeps its state in the module: a second one meanwhile fails."""
+    save_exported(Identity(), tmp_path / "model.pt2", (torch.ones(2, 2),))
+    load, inside = torch.export.load, threading.Semaphore(1)
+
+    def alone(path: Path) -> Any:
+        assert inside.acquire(blocking=False)
+        try:
+            return load(path)
+        finally:
+            inside.release()
+
+    monkeypatch.setattr(torch.export, "load", alone)
+    with ThreadPoolExecutor(4) as threads:
+        opened = list(threads.map(lambda _: adapter.open_model(tmp_path / "model.pt2", torch.device("cpu")), range(8)))
+    assert [one.kind for one in opened] == ["export"] * 8
 
 
 def test_an_output_that_nobody_wants_is_left_out(tmp_path: Path) -> None:
