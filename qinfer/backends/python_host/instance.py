@@ -210,9 +210,14 @@ def _stop_all() -> None:
         instances = list(_live)
     # One that executes has had the time of the worker's drain, and won't hear of `finalize`.
     threads = [threading.Thread(target=i.stop, args=(0.0 if i.is_busy else None,), daemon=True) for i in instances]
+    started = []
     for thread in threads:
-        thread.start()
-    for thread in threads:
+        try:
+            thread.start()
+            started.append(thread)
+        except RuntimeError:  # Python 3.12 starts none any more: one after the other, then
+            thread.run()
+    for thread in started:
         thread.join(FINALIZE_S + TERMINATE_S)
 
 

@@ -426,3 +426,22 @@ def test_the_log_of_a_crash_names_the_requests_and_the_likely_cause(
             run(backend, floats(1, 1), id="held")
 
         wait_until(told)
+
+
+def test_models_are_finalised_where_python_starts_no_thread_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python 3.12 on an interpreter that ends refuses new threads."""
+
+    class Live:
+        is_busy = False
+
+        def stop(self, finalize_s: float | None) -> None:
+            stopped.append(finalize_s)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    stopped: list[float | None] = []
+    monkeypatch.setattr(instance, "_live", [Live(), Live()])
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    instance._stop_all()
+    assert stopped == [None, None]
