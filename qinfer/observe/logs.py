@@ -206,7 +206,7 @@ class TextFormatter(logging.Formatter):
         trace = self.formatException(record.exc_info) if record.exc_info else str(extra.get(EXCEPTION, ""))
         pairs = "".join(f" {key}={_one_line(str(value))}" for key, value in extra.items() if key != EXCEPTION)
         at = _instant(record) if self.iso8601 else _instant(record)[11:23]
-        text = f"{at} {record.levelname:<7} {self._process}: {record.getMessage()}{pairs}"
+        text = f"{at} {record.levelname:<7} {self._process}: {_one_line(record.getMessage().rstrip())}{pairs}"
         return f"{text}\n{trace.rstrip()}" if trace else text
 
 

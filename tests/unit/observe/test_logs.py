@@ -110,6 +110,16 @@ def test_what_a_client_sends_forges_no_line() -> None:
     assert line.endswith(r"request id=a\n00:00:00 ERROR\x1b[2Jé")
 
 
+def test_an_event_of_several_lines_is_one_line() -> None:
+    """Libraries log such events: Celery says in a line of its own when it tries again."""
+    configure(LogSettings(format="text"), "bulk", stream := io.StringIO())
+
+    logger.error("can't connect\nTrying again in %s s\n", "2.00")
+
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith(r"bulk: can't connect\nTrying again in 2.00 s")
+
+
 def test_extra_fields_replace_no_field_of_the_line(stream: io.StringIO) -> None:
     """A field named as one of the line's own is dropped."""
     logger.info("e", extra={"event": "other", "level": "x"})
