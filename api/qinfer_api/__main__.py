@@ -15,7 +15,7 @@ import sys
 
 import uvloop
 
-from qinfer.core.processes import forbid_inspection
+from qinfer.core.processes import protect_process
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import SettingsError
 from qinfer.observe import logs
@@ -26,7 +26,7 @@ logger = logging.getLogger("qinfer_api")
 
 def main() -> int:
     """Runs the program; returns its exit code."""
-    forbid_inspection(os.environ)
+    protect_process(os.environ)
     argparse.ArgumentParser(
         prog="python -m qinfer_api",
         description="The qinfer gateway: Triton's protocol, over HTTP and gRPC, in front of Redis Streams.",

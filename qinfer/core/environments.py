@@ -14,7 +14,7 @@ PREFIX = "QINFER_"
 """Begins the name of each variable that is a setting, in any case."""
 
 ALLOW_INSPECTION = f"{PREFIX}ALLOW_INSPECTION"
-"""The setting for debuggers (`qinfer.core.processes.forbid_inspection`), which all of qinfer's processes get."""
+"""The setting for debuggers (`qinfer.core.processes.protect_process`), which all of qinfer's processes get."""
 
 _SYSTEM = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TERM", "NO_COLOR", "FORCE_COLOR", "COLUMNS",

@@ -4,6 +4,7 @@ The module imports nothing that takes time or memory: such children are to be sm
 """
 
 import ctypes
+import os
 import signal
 import struct
 import sys
@@ -23,6 +24,7 @@ MAX_BYTES = 2**32 - 1
 """The longest message there can be."""
 
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
+_UMASK = 0o027
 _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
@@ -53,16 +55,20 @@ def signal_name(number: int) -> str:
         return ""
 
 
-def forbid_inspection(environment: Mapping[str, str]) -> None:
-    """Keeps other processes of the same user from reading this one's memory, environment and open files.
+def protect_process(environment: Mapping[str, str]) -> None:
+    """Keeps others from this process's memory, environment and open files, and from the files that it makes.
 
     A model's code runs as the user of the programs, and could otherwise take their secrets from /proc, or as a debugger
     does. Root still may. The kernel dumps no core of such a process, and forgets all this with `exec` (prctl(2),
     PR_SET_DUMPABLE): each program calls this first, before it reads its settings. Other systems than Linux ignore it.
+    Files of models, outputs of jobs and traces are those of tenants: what this process and its children make has mode
+    0640, directories 0750, at most; a stricter umask stays.
 
     Args:
-        environment: The variables of this process; `QINFER_ALLOW_INSPECTION=true` leaves everything as it is.
+        environment: The variables of this process; `QINFER_ALLOW_INSPECTION=true` leaves memory, environment and open
+            files as they are.
     """
+    os.umask(os.umask(_UMASK) | _UMASK)
     allowed = next((value for name, value in environment.items() if name.upper() == ALLOW_INSPECTION), "")
     if sys.platform == "linux" and allowed.strip().lower() not in _YES:
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

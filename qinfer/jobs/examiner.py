@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from qinfer.core.processes import LENGTH, forbid_inspection, packed
+from qinfer.core.processes import LENGTH, packed, protect_process
 from qinfer.core.store_urls import Grant
 from qinfer.errors import QinferError, UnsupportedFeature
 from qinfer.jobs.job import JobSpec
@@ -191,7 +191,7 @@ _parts = msgspec.msgpack.Decoder(list[PartInfo | str])
 def main() -> int:
     """Serves the process that started it."""
     _be_first_to_go()
-    forbid_inspection(os.environ)
+    protect_process(os.environ)
     outbox = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -240,7 +240,7 @@ def _limit(max_bytes: int) -> None:
 def _be_first_to_go() -> None:
     """Has the kernel end this process before others where the machine has no memory.
 
-    Before `forbid_inspection`, which takes the right to write there.
+    Before `protect_process`, which takes the right to write there.
     """
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
-from qinfer.core.processes import LENGTH, forbid_inspection, packed
+from qinfer.core.processes import LENGTH, packed, protect_process
 from qinfer.queue import keys
 from qinfer.queue.clients import Login, blocking_client
 from qinfer_workers.due_table import NAME_BYTES, DueReader
@@ -306,7 +306,7 @@ def _serve(parent: int) -> None:
 
 def main() -> int:
     """Serves a worker, whose process id is the first argument: its parent is another's once it is gone."""
-    forbid_inspection(os.environ)
+    protect_process(os.environ)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # they mean the worker, which still needs its leases to drain
     try:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 
-from qinfer.core.processes import forbid_inspection
+from qinfer.core.processes import protect_process
 
 ORPHAN_DRAIN_S = 60.0
 """Seconds that an orphan may drain before it is killed; above the programs' own drain limits."""
@@ -20,7 +20,7 @@ ORPHAN_DRAIN_S = 60.0
 
 def main() -> None:
     """Runs the module of the second argument as `__main__`, on the cores in the first one, if any."""
-    forbid_inspection(os.environ)
+    protect_process(os.environ)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the program is there
     cpus, sys.argv = sys.argv[1], sys.argv[2:]
     if cpus:

@@ -22,7 +22,7 @@ from qinfer.cli.local.preparer import Preparer
 from qinfer.cli.local.supervisor import KILL_MARGIN_S, Program, RestartPolicy, Supervisor
 from qinfer.core.clock import SystemClock
 from qinfer.core.environments import BULK_WORKER, GATEWAY, WORKER, program_environment, system_environment
-from qinfer.core.processes import forbid_inspection
+from qinfer.core.processes import protect_process
 from qinfer.queue.embedded import EmbeddedRedis
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run_deployment(options: UpOptions) -> None:
         SettingsError: An option or setting can't work: no repository, port in use, data directory in use.
         GaveUp: The gateway or Redis failed repeatedly.
     """
-    forbid_inspection(os.environ)
+    protect_process(os.environ)
     messages = JsonMessages() if options.settings["log"]["format"] == "json" else Messages()
     with (
         Preparer(options) as preparer,

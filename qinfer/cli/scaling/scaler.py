@@ -26,7 +26,7 @@ from qinfer.cli.overview import connected
 from qinfer.cli.scaling.pool import ScalingPool
 from qinfer.core.clock import Clock, SystemClock
 from qinfer.core.environments import WORKER, program_environment
-from qinfer.core.processes import forbid_inspection
+from qinfer.core.processes import protect_process
 from qinfer.core.settings import AutoscaleSettings, RedisSettings, Settings, load_settings
 from qinfer.errors import QinferError
 from qinfer.jobs.queue.jobs import Jobs
@@ -469,7 +469,7 @@ def run_autoscaler(redis: RedisSettings, options: Mapping[str, float | str]) -> 
     Raises:
         SettingsError: The limits contradict one another, a variable is wrong, or the record can't be written.
     """
-    forbid_inspection(os.environ)
+    protect_process(os.environ)
     settings = load_settings()
     scaling = settings.autoscale.model_copy(update=dict(options))
     settings = settings.model_copy(update={"autoscale": scaling, "redis": redis})

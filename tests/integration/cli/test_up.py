@@ -1,5 +1,6 @@
 """`qinfer up`, the real thing: crashes, kills, drains, and what the next start finds."""
 
+import base64
 import contextlib
 import json
 import os
@@ -444,6 +445,31 @@ def test_the_bulk_worker_is_supervised_too(server: Up) -> None:
     wait_until(lambda: bulk_pids(server) not in ([first], []), WITHIN_S, "a restart")
     assert run_job(server.url, data)["state"] == "completed", server.log.read_text()
     assert pq.read_table(data / "out/part-00000.parquet")["sum"].to_pylist() == [ANSWER["sum"]] * 2
+
+
+def test_files_of_its_programs_are_closed_to_others(up: Callable[..., Up], repository: Path, tmp_path: Path) -> None:
+    """Files of a model that was sent, a job's outputs, traces, and all else in the data directory."""
+    (tmp_path / "traces").mkdir()
+    traces = {"QINFER_TRACE__FILE": str(tmp_path / "traces/trace.json"), "QINFER_TRACE__LEVEL": "TIMESTAMPS"}
+    options = ("--allow-store", str(tmp_path / "store"), "--model-control-mode", "explicit")
+    shell = os.umask(0)
+    try:
+        one = up(*options, **traces, QINFER_TRACE__RATE="1").wait_ready()
+    finally:
+        os.umask(shell)
+    config = json.dumps({"backend": "onnxruntime", "max_batch_size": 8})
+    content = base64.b64encode((repository / "add_sub/1/model.onnx").read_bytes()).decode()
+
+    load = {"parameters": {"config": config, "file:1/model.onnx": content}}
+    httpx.post(f"{one.url}/v2/repository/models/add_sub/load", json=load, timeout=WITHIN_S).raise_for_status()
+    assert infer(one.url) == ANSWER
+    assert run_job(one.url, tmp_path / "store")["state"] == "completed"
+    assert one.stop() == 0
+
+    roots = {name: [*(tmp_path / name).rglob("*")] for name in ("data0/overlay", "data0", "store/out", "traces")}
+    files = [path for paths in roots.values() for path in paths if not path.is_socket()]
+    assert all(any(path.is_file() for path in paths) for paths in roots.values())
+    assert [f"{path}: {path.stat().st_mode:o}" for path in files if path.stat().st_mode & 0o027] == []
 
 
 def test_json_is_json_to_the_last_line(up: Callable[..., Up]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import uvloop
 
-from qinfer.core.processes import forbid_inspection
+from qinfer.core.processes import protect_process
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.observe import logs
@@ -58,7 +58,7 @@ async def _check(config: BridgeConfig, settings: Settings) -> int:
 
 def main() -> int:
     """Reads the configuration, serves or checks it, and returns the exit status."""
-    forbid_inspection(os.environ)
+    protect_process(os.environ)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways
     parser = argparse.ArgumentParser(prog="python -m qinfer_workers.bridge")
     parser.add_argument("config", type=Path)

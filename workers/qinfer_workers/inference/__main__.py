@@ -21,7 +21,7 @@ import uvloop
 from qinfer.backends import registry
 from qinfer.backends.parameters import use_engine_cache, use_model_variables
 from qinfer.core.environments import model_environment
-from qinfer.core.processes import forbid_inspection
+from qinfer.core.processes import protect_process
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.models.catalog import Catalog
@@ -108,7 +108,7 @@ async def serve(settings: Settings) -> None:
 
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
-    forbid_inspection(os.environ)
+    protect_process(os.environ)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways; what this process starts ignores it too
     try:
         settings = load_settings()

@@ -20,7 +20,7 @@ from types import FrameType
 from celery.beat import EmbeddedService
 from celery.worker import state
 
-from qinfer.core.processes import forbid_inspection
+from qinfer.core.processes import protect_process
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import SettingsError
 from qinfer.jobs.examiner_pool import PLAN_SHARES, ExaminerPool
@@ -128,7 +128,7 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
 
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
-    forbid_inspection(os.environ)
+    protect_process(os.environ)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways; what this process starts ignores it too
     try:
         settings = load_settings()

@@ -18,7 +18,7 @@ from typing import Any
 
 from celery.beat import EmbeddedService, Scheduler
 
-from qinfer.core.processes import forbid_inspection
+from qinfer.core.processes import protect_process
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.jobs.tasks import BulkTasks
@@ -149,7 +149,7 @@ async def serve(settings: Settings) -> int:
 
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
-    forbid_inspection(os.environ)
+    protect_process(os.environ)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways
     try:
         settings = load_settings()
