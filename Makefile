@@ -10,7 +10,7 @@ DEMO := .demo/venv/.setup-stamp
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 10
 
-$(STAMP): pyproject.toml requirements/dev.txt scripts/setup
+$(STAMP): pyproject.toml requirements/dev.txt requirements/torch.txt scripts/setup
 	@scripts/setup
 
 $(DEMO): pyproject.toml requirements/demo.txt scripts/setup

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 BUILD_WITHIN_S, COMMAND_WITHIN_S, START_WITHIN_S = 1800.0, 120.0, 10.0
 
+_DIGEST = re.compile(r"@sha256:[0-9a-f]{64}")
 _BASE = re.compile(r"^FROM (python:([0-9]+\.[0-9]+)\S*-([a-z]+)) AS wheel$", re.MULTILINE)
 _CERTIFICATES = Path("etc/ssl/certs/ca-certificates.crt")
 # As in the registry's image: apt keeps no cache beside its lists.
@@ -196,13 +197,17 @@ class Buildah(Engine):
 
     def build(self, target: str) -> str:
         """Implements `Engine.build`."""
-        found = _BASE.search(DOCKERFILE.read_text())
+        text = _DIGEST.sub("", DOCKERFILE.read_text())  # a base image that is made here has another
+        found = _BASE.search(text)
         assert found is not None
         self._provide_base(f"docker.io/library/{found[1]}", found[2], found[3])
         image = f"localhost/qinfer-{target}:test"
         # OCI's format has no health checks.
         options = ["--pull=never", "--isolation", "chroot", "--format", "docker", "--layers", "--target", target]
-        _checked(["buildah", "build", *options, "-t", image, "-f", str(DOCKERFILE), str(ROOT)])
+        with tempfile.NamedTemporaryFile("w", prefix="qinfer-", suffix=".Dockerfile") as file:
+            file.write(text)
+            file.flush()
+            _checked(["buildah", "build", *options, "-t", image, "-f", file.name, str(ROOT)])
         return image
 
     def config(self, image: str) -> Config:

@@ -3,12 +3,13 @@
     .venv/bin/python -m scripts.lock            the newest versions that pyproject.toml allows
     .venv/bin/python -m scripts.lock --keep     the versions as they are, where pyproject.toml still allows them
 
-uv resolves, from the index that it is configured for; pip fetches uv if it is not on PATH. A lock holds for Linux on
-x86-64 and ARM, and for CPython 3.11 to 3.13. All locks share the versions of `requirements/dev.txt`, so that the tests
-run what users get.
+uv resolves, from the index that it is configured for; pip fetches the locked uv if there is none on PATH. A lock holds
+for Linux on x86-64 and ARM, and for CPython 3.11 to 3.13. All locks share the versions of `requirements/dev.txt`, so
+that the tests run what users get. Images, actions and PyTorch's build are pinned by `python -m scripts.pin`.
 """
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -23,13 +24,12 @@ from packaging.markers import Marker
 from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
-UV = "uv==0.13.9"
 OWN = "qinfer-ml"
 PYTHONS = ("3.11.0", "3.11.15", "3.12.3", "3.13.0")
 """Markers of distributions distinguish patch releases of 3.11."""
 MACHINES = ("x86_64", "aarch64")
 
-# PyPI's torch brings gigabytes of CUDA. scripts/setup installs the build for CPUs, whose hashes each index has its own.
+# PyPI's torch brings gigabytes of CUDA: scripts/setup installs the build for CPUs of requirements/torch.txt.
 UNLOCKED_PREFIXES = ("torch", "triton", "cuda-", "nvidia-")
 LOCKED = ("nvidia-ml-py", "tritonclient")
 
@@ -51,7 +51,7 @@ class Lock:
     after: str = ""
 
 
-DEV, IMAGES = "requirements/dev.txt", "deploy/docker/requirements"
+DEV, RELEASE, IMAGES = "requirements/dev.txt", "requirements/release.txt", "deploy/docker/requirements"
 IMAGE = ".[gateway,worker,bulk,bridge,sqs,s3,gcs,azure,tracing]"
 BUILD = ("hatchling>=1.27", "editables>=0.5")
 CUDA = Lock(
@@ -62,6 +62,11 @@ CUDA = Lock(
 )
 LOCKS = (
     Lock(path=DEV, purpose="`make setup` installs it", wanted=(".[dev]", "flower>=2.0", *BUILD)),
+    Lock(
+        path=RELEASE,
+        purpose="tools of `scripts/release`, and the uv of this script",
+        wanted=("build>=1.2", "cyclonedx-bom>=7", "uv>=0.13", *BUILD),
+    ),
     Lock(path="requirements/demo.txt", purpose="`make demo` installs it", wanted=(".[demo]", *BUILD)),
     Lock(path=f"{IMAGES}.txt", purpose="all images contain it", wanted=(IMAGE,)),
     Lock(
@@ -103,8 +108,11 @@ def find_uv(work: Path) -> str:
     """Returns the path of uv, which pip installs into a directory that goes away if PATH has none."""
     found = shutil.which("uv")
     if found is None:
-        target = work / "uv"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(target), UV]
+        target, own = work / "uv", work / "uv.txt"
+        (line,) = re.findall(r"^uv==.*(?:\n .*)*", (ROOT / RELEASE).read_text(), re.MULTILINE)
+        own.write_text(line)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(target)]
+        command += ["--require-hashes", "--requirement", str(own)]
         subprocess.run(command, check=True)
         found = str(target / "bin" / "uv")
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts import containers
-from scripts.containers import Config, Docker, ImageFailed, find_engine
+from scripts.containers import Buildah, Config, Docker, ImageFailed, find_engine
 
 PROGRAM = {"User": "10001:10001", "Entrypoint": ["/usr/bin/tini", "--"], "Cmd": ["python", "-m", "qinfer_api"]}
 CHECK = {"Test": ["CMD", "qinfer", "healthcheck", "gateway"]}
@@ -86,6 +86,20 @@ def test_a_container_is_started_asked_and_ended(stub: Callable[..., Path]) -> No
         "inspect --format {{.State.ExitCode}} 7",
         "rm --force 7",
     ]
+
+
+def test_a_base_image_that_is_made_here_has_no_digest(
+    stub: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub("buildah")
+    copy = f'while [ "$1" != -f ]; do shift; done; cp "$2" {tmp_path}/built'
+    (tmp_path / "buildah").write_text(f'#!/bin/sh\n[ "$1" != build ] || {{ {copy}; }}\n')
+    (tmp_path / "pinned").write_text(f"FROM python:3.11.15-slim-bookworm@sha256:{'1' * 64} AS wheel\n")
+    monkeypatch.setattr(containers, "DOCKERFILE", tmp_path / "pinned")
+
+    Buildah().build("gateway")
+
+    assert (tmp_path / "built").read_text() == "FROM python:3.11.15-slim-bookworm AS wheel\n"
 
 
 def test_the_mirror_is_that_of_apt(stub: Callable[..., Path]) -> None:
