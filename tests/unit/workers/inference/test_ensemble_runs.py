@@ -143,6 +143,64 @@ def test_the_last_response_is_final_if_the_step_says_so(scene: Scene) -> None:
     assert scene.outcome == ()
 
 
+def test_the_last_response_is_final_if_the_step_ends_before_it_leaves(scene: Scene) -> None:
+    """A client that asked for no empty responses sees the end by it."""
+    (source,) = scene.opened
+    source.give(1, 2)
+    first, second = scene.open("twice")
+
+    source.end()
+    first.answer(2)
+    second.answer(4)
+
+    assert scene.sent == [(2, False), (4, True)]
+    assert scene.outcome == ()
+
+
+def test_a_response_that_waits_for_room_is_final_if_the_step_ends_meanwhile(scene: Scene) -> None:
+    (source,) = scene.opened
+    scene.room = 0
+    source.give(1)
+    scene.open("twice")[0].answer(2)
+
+    source.end()
+    scene.room = 1
+    scene.run.go_on()
+
+    assert scene.sent == [(2, True)]
+    assert scene.outcome == ()
+
+
+def test_behind_two_decoupled_steps_the_last_response_of_both_is_final() -> None:
+    scene = Scene("source", "second", "twice")
+    (source,) = scene.opened
+    source.give(1, 2)
+    source.end()
+    first, second = scene.open("second")
+
+    for step in (first, second):
+        step.give(step.number)
+        step.end()
+    for step in scene.open("twice"):
+        step.answer(step.number)
+    scene.open("twice")[-1].answer(2)
+
+    assert scene.sent == [(1, False), (2, True)]
+    assert scene.outcome == ()
+
+
+def test_no_response_is_final_before_a_failure(scene: Scene) -> None:
+    (source,) = scene.opened
+    source.give(1)
+    (step,) = scene.open("twice")
+    source.end(FAILED)
+
+    step.answer(1)
+
+    assert scene.sent == [(1, False)]
+    assert isinstance(scene.outcome, Failure)
+
+
 def test_no_response_at_all(scene: Scene) -> None:
     scene.opened[0].end()
 

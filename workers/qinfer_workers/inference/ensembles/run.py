@@ -110,12 +110,11 @@ class _Branch:
         came: Its responses that have no branch yet.
         parts: Those that have, in order.
         nbytes: The size of the response that it begins with.
-        is_last: That response is the last of all.
     """
 
-    __slots__ = ("came", "failure", "flow", "is_last", "nbytes", "open", "parts", "source")
+    __slots__ = ("came", "failure", "flow", "nbytes", "open", "parts", "source")
 
-    def __init__(self, flow: Flow[Value], nbytes: int = 0, *, is_last: bool = True) -> None:
+    def __init__(self, flow: Flow[Value], nbytes: int = 0) -> None:
         self.flow = flow
         self.open: dict[int, Submitted] = {}
         self.failure: tuple[Failure, tuple[int, ...]] | None = None
@@ -123,7 +122,11 @@ class _Branch:
         self.came: deque[Response] = deque()
         self.parts: deque[_Branch] = deque()
         self.nbytes = nbytes
-        self.is_last = is_last
+
+    @property
+    def is_at_its_end(self) -> bool:
+        """Whether its first part is the last thing that follows from it."""
+        return len(self.parts) == 1 and not (self.came or self.open or self.failure)
 
     def cancel(self) -> None:
         """Cancels the steps that run, but not those of its parts."""
@@ -240,12 +243,15 @@ class Run:
         for position in step.within:
             self.nested[position].add(timing, now_ns)
 
-    def _has_left(self, branch: _Branch) -> bool:
-        """Sends what is ready of a branch; tells whether nothing of it is left. The first failure ends the run."""
+    def _has_left(self, branch: _Branch, *, is_last: bool = True) -> bool:
+        """Sends what is ready of a branch; tells whether nothing of it is left. The first failure ends the run.
+
+        As in Triton, a response is final if nothing is under way when it leaves, which is known only then.
+        """
         self._branch_off(branch)
         while branch.parts:
             part = branch.parts[0]
-            if not self._has_left(part):
+            if not self._has_left(part, is_last=is_last and branch.is_at_its_end):
                 return False
             branch.parts.popleft()
             assert branch.source is not None, "parts are of its responses"
@@ -257,7 +263,7 @@ class Run:
             return False
         if branch.open:
             return False
-        return branch.source is not None or self._send(branch)
+        return branch.source is not None or self._send(branch, is_last=is_last)
 
     def _branch_off(self, branch: _Branch) -> None:
         """Begins branches of the responses that have come, as many as may be under way."""
@@ -267,7 +273,7 @@ class Run:
             number, _ = branch.source
             step = self.plan.steps[number]
             flow: Flow[Value] = self.plan.flow(self._item.request.outputs, step.stage + 1)
-            part = _Branch(flow, response.nbytes, is_last=branch.is_last and response.final)
+            part = _Branch(flow, response.nbytes)
             branch.parts.append(part)
             is_batched = step.model.max_batch_size > 0
             made = {t.name: Value(t, t.shape[0] if is_batched and t.shape else 0) for t in response.outputs}
@@ -318,7 +324,7 @@ class Run:
         if model.decoupled:
             branch.source = number, submitted
 
-    def _send(self, branch: _Branch) -> bool:
+    def _send(self, branch: _Branch, *, is_last: bool) -> bool:
         """Ends with the outputs of a branch that is through, or sends them; returns whether it goes on."""
         spec, flow = self.plan.spec, branch.flow
         dims = {output.name: output.dims for output in spec.outputs}
@@ -331,7 +337,7 @@ class Run:
                 return False
         outputs = tuple(renamed(value, name, dims[name], batched=batched) for name, value in made)
         if self._responses is not None:
-            return self._responses.send(outputs, final=branch.is_last)
+            return self._responses.send(outputs, final=is_last)
         asked = due(self._item.request)
         if missing := [name for name in flow.missing() if name in asked]:
             error = InferenceFailed(
