@@ -182,7 +182,7 @@ class Stream:
             self._window.sent(nbytes)
             self._put(answer, final=final, parameters=parameters or {})
 
-    def offer(self, answer: Answer, *, final: bool) -> bool:
+    def offer(self, answer: Answer, *, final: bool, parameters: Mapping[str, Scalar] | None = None) -> bool:
         """Sends a response if there is room in the window; returns whether it did.
 
         Raises:
@@ -193,7 +193,7 @@ class Stream:
             is_waiting = not (self.is_over or self._has_ended or self._window.fits(nbytes_of(answer)))
             self._waiting = int(is_waiting)
             if not is_waiting:
-                self.send(answer, final=final, wait=False)
+                self.send(answer, final=final, parameters=parameters, wait=False)
         return not is_waiting
 
     def on_taken(self, callback: Callable[[int], None]) -> None:

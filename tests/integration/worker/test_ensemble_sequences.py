@@ -101,6 +101,19 @@ async def test_many_sequences_at_once(scene: EnsemblesServed) -> None:
     assert answers == [expected(each) for each in numbers.values()]
 
 
+async def test_responses_name_their_sequence(scene: EnsemblesServed) -> None:
+    """As in Triton, though a single model's responses do not."""
+    await start(scene)
+
+    replies = [await post(scene, 1, sequence, *flags_of(position, 2)) for sequence in (7, "a") for position in (0, 1)]
+
+    assert [reply.json()["parameters"] for reply in replies] == [
+        {"sequence_id": sequence, "sequence_start": is_first, "sequence_end": not is_first}
+        for sequence in (7, "a")
+        for is_first in (True, False)
+    ]
+
+
 async def test_text_as_correlation_id_and_ensembles_within_one_another(scene: EnsemblesServed) -> None:
     steps = ("sum", {"x": "x"}, {"y": "t"}), ("twice", {"x": "t"}, {"y": "y"})
     ensemble(scene.repository, "outer", *steps, width=1, max_batch_size=4)

@@ -66,6 +66,23 @@ async def test_steps_in_other_workers(scene: EnsemblesServed) -> None:
     assert answers == [pytest.approx([6.0, 12.0])] * 20
 
 
+async def test_responses_name_no_sequence_where_there_is_none(scene: EnsemblesServed) -> None:
+    """Triton's ensembles say so in parameters, over both protocols."""
+    await scene.sync()
+    await scene.worker()
+    await scene.ready()
+
+    reply = await scene.post("line")
+    message = pb.ModelInferRequest(model_name="line", raw_input_contents=[np.zeros(2, "<f4").tobytes()])
+    message.inputs.add(name="x", datatype="FP32", shape=[1, 2])
+    answer = await scene.stub.ModelInfer(message)
+
+    expected = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+    assert reply.json()["parameters"] == expected
+    told = {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in answer.parameters.items()}
+    assert told == expected
+
+
 async def test_outputs_that_are_not_wanted_cost_nothing(scene: EnsemblesServed) -> None:
     """A step that no wanted output depends on is not run."""
     steps = ("twice", {"x": "x"}, {"y": "y"}), ("tenth", {"x": "x"}, {"y": "z"})

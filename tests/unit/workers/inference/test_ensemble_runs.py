@@ -1,13 +1,13 @@
 """The way of a request through an ensemble with decoupled steps: order, the window, the last response, failures."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from qinfer.batching.execution import Pending
-from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.messages import Failure, InferRequest, Response, Scalar, Sequence
 from qinfer.errors import InferenceFailed, QueueFull
 from qinfer.models.ensemble_graph import Plan, PlanStep, Resolved, plan
 from qinfer.models.spec import EnsembleStep, ModelSpec
@@ -25,7 +25,7 @@ def value(number: float, name: str = "y") -> Tensor:
     return from_numpy(name, np.array([[number]], "<f4"))
 
 
-def number_of(tensors: Sequence[Tensor]) -> float:
+def number_of(tensors: Iterable[Tensor]) -> float:
     (tensor,) = tensors
     return float(to_numpy(tensor).flat[0])
 
@@ -78,8 +78,9 @@ class Scene:
         self.room = 10**6
         self.sent: list[tuple[float, bool]] = []
         self.shapes: list[tuple[int, ...]] = []
+        self.told: list[Mapping[str, Scalar]] = []
         self.outcome: Outcome | None = None
-        request = InferRequest(model="e", inputs=(value(7, "x"),))
+        request = InferRequest(model="e", inputs=(value(7, "x"),), sequence=Sequence(5, end=True))
         lease = Lease(Entry(Lane("e", 1), "1-0"), "", b"")
         item = Pending(rows=1, key=None, enqueued_s=0.0, deadline_s=9.0, lease=lease, request=request)
         self.run = Run(item, self.plan, self, lambda: 1.0, self._ended, self)
@@ -100,6 +101,7 @@ class Scene:
             return False
         self.sent.append((number_of(outputs), final))
         self.shapes.append(outputs[0].shape)
+        self.told.append(self.run.parameters)
         return True
 
     def open(self, model: str) -> list[Open]:
@@ -187,6 +189,22 @@ def test_behind_two_decoupled_steps_the_last_response_of_both_is_final() -> None
 
     assert scene.sent == [(1, False), (2, True)]
     assert scene.outcome == ()
+
+
+def test_each_response_names_the_sequence_of_the_request(scene: Scene) -> None:
+    """A step's response may tell of another one, whose flags are false unless it tells them, too."""
+    (source,) = scene.opened
+    source.give(1, 2)
+    first, second = scene.open("twice")
+
+    first.answer(2)
+    parameters: dict[str, Scalar] = {"sequence_id": "other", "sequence_start": True, "more": 1}
+    second.sink.deliver(Response(request_id="s", outputs=(value(4),), parameters=parameters))
+
+    assert scene.told == [
+        {"sequence_id": 5, "sequence_start": False, "sequence_end": True},
+        {"sequence_id": "other", "sequence_start": True, "sequence_end": False},
+    ]
 
 
 def test_no_response_is_final_before_a_failure(scene: Scene) -> None:

@@ -12,7 +12,7 @@ what is here. A failure has its place among the responses, too: those before it 
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -20,7 +20,7 @@ import msgspec
 
 from qinfer.batching.execution import Pending, due
 from qinfer.core.call_chain import extended
-from qinfer.core.messages import Failure, Holder, InferRequest, Response, Timing
+from qinfer.core.messages import Failure, Holder, InferRequest, Response, Scalar, Sequence, Timing
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, InferenceFailed, InvalidRequest, OutputMismatch, QinferError
 from qinfer.models.ensemble_graph import Flow, Plan, PlanStep
 from qinfer.submission.pending import Sink
@@ -159,11 +159,12 @@ class Run:
         spent: The time that it took so far.
         nested: The same of each ensemble within it, by its position in the plan.
         failed_in: Positions of the ensembles within it in which a step has failed.
+        parameters: The parameters of its present response.
     """
 
     __slots__ = (
         "_ended", "_is_over", "_item", "_most", "_now_s", "_responses", "_root", "_steps", "failed_in",
-        "nested", "plan", "spent",
+        "nested", "parameters", "plan", "spent",
     )  # fmt: skip
 
     def __init__(
@@ -179,6 +180,7 @@ class Run:
         self.spent = Spent(time.perf_counter_ns())
         self.nested: dict[int, Spent] = {}
         self.failed_in: tuple[int, ...] = ()
+        self.parameters: Mapping[str, Scalar] = {}
         self._item = item
         self._steps = steps
         self._now_s = now_s
@@ -215,7 +217,7 @@ class Run:
             self._fail(branch, step, response.failure)
         else:
             self._spend(step, response.timing)
-            made = {tensor.name: Value(tensor, rows) for tensor in response.outputs}
+            made = {tensor.name: Value(tensor, rows, response.parameters) for tensor in response.outputs}
             self._submit_all(branch, branch.flow.put(number, made))
         self.go_on()
 
@@ -276,7 +278,10 @@ class Run:
             part = _Branch(flow, response.nbytes)
             branch.parts.append(part)
             is_batched = step.model.max_batch_size > 0
-            made = {t.name: Value(t, t.shape[0] if is_batched and t.shape else 0) for t in response.outputs}
+            made = {
+                t.name: Value(t, t.shape[0] if is_batched and t.shape else 0, response.parameters)
+                for t in response.outputs
+            }
             self._submit_all(part, flow.receive(number, made))
 
     def _submit_all(self, branch: _Branch, ready: list[int]) -> None:
@@ -336,6 +341,7 @@ class Run:
                 self._over(Failure.of(OutputMismatch(f"in ensemble '{spec.name}', {mismatch}")))
                 return False
         outputs = tuple(renamed(value, name, dims[name], batched=batched) for name, value in made)
+        self.parameters = _of_sequence(self._item.request.sequence, [value for _, value in made])
         if self._responses is not None:
             return self._responses.send(outputs, final=is_last)
         asked = due(self._item.request)
@@ -359,6 +365,22 @@ class Run:
         self.stop()
         self.spent.end_ns = time.perf_counter_ns()
         self._ended(self, self._item, outcome)
+
+
+def _of_sequence(flags: Sequence | None, made: list[Value]) -> dict[str, Scalar]:
+    """Returns the sequence of a request as parameters of its response, as Triton's ensembles have it.
+
+    A response of a step may tell of another sequence. Without outputs there are no parameters.
+    """
+    if not made:
+        return {}
+    flags = flags or Sequence(0)
+    told: dict[str, Scalar] = {"sequence_id": flags.callers_id}
+    told |= {"sequence_start": flags.start, "sequence_end": flags.end}
+    for value in made:
+        if value.parameters and (other := {name: value.parameters[name] for name in told if name in value.parameters}):
+            told |= {"sequence_start": False, "sequence_end": False, **other}
+    return told
 
 
 class _StepSink:

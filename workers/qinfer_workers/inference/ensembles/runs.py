@@ -225,6 +225,7 @@ class Runs:
             failure=failure,
             attempt=item.lease.deliveries,
             timing=Timing(waited_ns, spent.input_ns, spent.infer_ns, spent.output_ns, item.rows),
+            parameters={} if failure is not None else run.parameters,
         )
 
     def _waited_ns(self, run: Run, item: Pending) -> int:

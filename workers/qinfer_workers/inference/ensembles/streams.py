@@ -57,7 +57,7 @@ class StreamedResponses:
     def send(self, outputs: tuple[Tensor, ...], *, final: bool) -> bool:
         """See `Responses`; one that does not fit the configuration ends the stream by an error."""
         with suppress(Cancelled):
-            if not self._stream.offer(outputs, final=final):
+            if not self._stream.offer(outputs, final=final, parameters=self._run.parameters):
                 return False
             if final or not self._stream.has_ended:
                 return True

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from qinfer.core.messages import Scalar
 from qinfer.errors import InvalidRequest
 from qinfer.models.ensemble_shapes import fit, refit
 from qinfer.models.reshapes import Reshape
@@ -11,10 +12,17 @@ from qinfer.tensors import Tensor, element_count
 
 
 class Value(msgspec.Struct, frozen=True):
-    """A tensor, and the rows of the request that made it; 0 = its maker has no batch dimension."""
+    """A tensor, and the response that it comes from.
+
+    Attributes:
+        tensor: The tensor.
+        rows: The rows of the request that made it; 0 = its maker has no batch dimension.
+        parameters: The parameters of the response.
+    """
 
     tensor: Tensor
     rows: int
+    parameters: Mapping[str, Scalar] = {}
 
 
 def renamed(value: Value, name: str, dims: tuple[int, ...], *, batched: bool) -> Tensor:
@@ -42,5 +50,6 @@ def reshaped(values: list[tuple[str, Value]], reshapes: Mapping[str, tuple[Resha
                 f"'{name}' gets {tensor.datatype}{list(tensor.shape)}, but an ensemble's configuration reshapes it to "
                 f"{list(shape)}"
             )
-        found.append((name, Value(Tensor(tensor.name, tensor.datatype, shape, tensor.data), rows)))
+        reshaped_tensor = Tensor(tensor.name, tensor.datatype, shape, tensor.data)
+        found.append((name, Value(reshaped_tensor, rows, value.parameters)))
     return found
