@@ -1,13 +1,13 @@
 """The error tree. Every failure that leaves a function of qinfer is one of these.
 
     QinferError(code, retryable)
-    ├─ RequestError    InvalidRequest (InputMissing) · MalformedJson · UnsupportedDatatype · UnsupportedFeature
-    │                  PayloadTooLarge · ModelNotFound · RequestNotFound · JobNotFound · EndpointNotFound · Conflict
-    │                  AlreadyExists · RegionNotFound · RegionUnavailable
+    ├─ RequestError    InvalidRequest (InputMissing · InvalidStep) · MalformedJson · UnsupportedDatatype
+    │                  UnsupportedFeature · PayloadTooLarge · ModelNotFound · RequestNotFound · JobNotFound
+    │                  EndpointNotFound · Conflict · AlreadyExists · RegionNotFound · RegionUnavailable
     ├─ Overloaded(retry_after_s)   QueueFull · QuotaExceeded · DeadlineInfeasible
     ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden · Restricted · ValueRefused
     ├─ ModelError      ModelNotReady · ModelLoadFailed (ModelFilesUnreachable · LoadOverdue) · ControlDisabled
-    │                  BackendUnavailable · InferenceFailed (ExecutionOverdue) · OutputMismatch
+    │                  BackendUnavailable · InferenceFailed (ExecutionOverdue) · OutputMismatch · UnknownFailure
     ├─ DeliveryError   BrokerUnavailable · LeaseLost · CorruptEntry · StreamBroken
     ├─ ResultError     ResultNotFound · ResultExpired
     ├─ StoreError      StoreUnavailable · StoreDenied · StoreNotFound · StoreChanged
@@ -53,6 +53,7 @@ class ErrorCode(StrEnum):
     BACKEND_UNAVAILABLE = "backend_unavailable"
     INFERENCE_FAILED = "inference_failed"
     OUTPUT_MISMATCH = "output_mismatch"
+    UNKNOWN = "unknown"
     BROKER_UNAVAILABLE = "broker_unavailable"
     LEASE_LOST = "lease_lost"
     CORRUPT_ENTRY = "corrupt_entry"
@@ -92,6 +93,10 @@ class RequestError(QinferError):
 
 class InvalidRequest(RequestError):
     """A field of the request is missing, wrong or contradictory."""
+
+
+class InvalidStep(InvalidRequest):
+    """A request to a stateful model names no sequence, or does not fit its sequence."""
 
 
 class InputMissing(InvalidRequest):
@@ -295,6 +300,12 @@ class OutputMismatch(ModelError):
     """The model returned another number, shape or datatype of outputs than its configuration says."""
 
     code = ErrorCode.OUTPUT_MISMATCH
+
+
+class UnknownFailure(ModelError):
+    """The model answered with an error of Triton's code UNKNOWN."""
+
+    code = ErrorCode.UNKNOWN
 
 
 class DeliveryError(QinferError):

@@ -41,7 +41,7 @@ from qinfer_api.access_log import AccessLog, wrappers_of
 from qinfer_api.auth import ANONYMOUS, Auth, Context
 from qinfer_api.quotas import Quota
 from qinfer_api.shadows import Shadow, Shadows
-from qinfer_api.status import of_request
+from qinfer_api.status import has_id, of_request, told
 from qinfer_api.target_sink import TargetSink
 
 _SHORTEST_S = 0.001  # a timeout of 0 means none
@@ -241,8 +241,8 @@ class Dispatcher:
         Raises:
             QinferError: The request is refused: its caller may not ask or not so much, the model is unknown or not
                 ready, or decoupled where the sink takes one response, the request is too large or does not fit it, or
-                too many wait or are in flight. The texts of the last three begin with `[request id: …] ` (reference
-                §1.2).
+                too many wait or are in flight. The texts of the last three begin with `[request id: …] `, unless they
+                are about its sequence (reference §1.2).
         """
         quota = None
         if self._auth is not None:
@@ -283,24 +283,26 @@ class Dispatcher:
         if isinstance(error, InvalidRequest | Overloaded):
             if request.endpoint:
                 self.targets.failed(key_of(request), error.code, witness_of(request), given_s)
-            error.args = (self.prefix_of(request) + error.message,)
+            self._name(request, error)
 
-    def prefix_of(self, request: InferRequest) -> str:
-        """Returns how the text of an error about a request begins; one without an id gets one, as its reply has it."""
+    def _name(self, request: InferRequest, error: QinferError) -> None:
+        """Writes the id of a refused request into the error's text; a request without one gets one for its reply."""
         if not request.client_id and not request.id:
             request.id = self._new_id()
-        return of_request(request.client_id or request.id)
+        if has_id(error):
+            error.args = (of_request(request.client_id or request.id) + error.message,)
 
     def check(self, request: InferRequest, served: Served) -> None:
         """Checks a request against its model; `submit` does it, unless it was done before, in a thread for a large one.
 
         Raises:
-            InvalidRequest: It does not fit; the text begins with `[request id: …] ` (reference §1.2).
+            InvalidRequest: It does not fit; the text begins with `[request id: …] `, unless it is about its sequence
+                (reference §1.2).
         """
         try:
             check(request, served)
         except InvalidRequest as error:
-            error.args = (self.prefix_of(request) + error.message,)
+            self._name(request, error)
             raise
 
     def refuse(self, model: str, version: int, error: QinferError, context: Context = ANONYMOUS) -> QinferError:
@@ -376,10 +378,9 @@ class Dispatcher:
         if self.tenants is not None and response.final and isinstance(pending.quota, Quota):
             self._count_for(pending.quota.tenant, self.tenants, pending, response)
         if response.failure is not None:
-            code, message, retryable = response.failure.code, response.failure.message, response.failure.retryable
             if response.final:
-                self._tally.failed(pending.model, pending.version, code)
-            failure = Failure(code, of_request(pending.client_id or pending.request_id) + message, retryable)
+                self._tally.failed(pending.model, pending.version, response.failure.code)
+            failure = told(response.failure, pending.client_id or pending.request_id)
             response = msgspec.structs.replace(response, failure=failure)
         elif response.final:
             self._tally.answered(pending.model, pending.version, self._clock.monotonic_s() - pending.started_s)

@@ -6,7 +6,8 @@ The numbers are Triton's where Triton has the case: wrong JSON types are 500, a 
 import math
 from typing import NamedTuple
 
-from qinfer.errors import ErrorCode, Overloaded
+from qinfer.core.messages import Failure
+from qinfer.errors import ErrorCode, InvalidRequest, InvalidStep, Overloaded, QinferError
 
 GRPC_CODES = (
     *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
@@ -58,6 +59,7 @@ STATUSES: dict[ErrorCode, Status] = {
     ErrorCode.BACKEND_UNAVAILABLE: Status(503, "UNAVAILABLE"),
     ErrorCode.INFERENCE_FAILED: Status(500, "INTERNAL"),
     ErrorCode.OUTPUT_MISMATCH: Status(500, "INTERNAL"),
+    ErrorCode.UNKNOWN: Status(400, "UNKNOWN"),
     ErrorCode.BROKER_UNAVAILABLE: Status(503, "UNAVAILABLE"),
     ErrorCode.LEASE_LOST: Status(500, "INTERNAL"),
     ErrorCode.CORRUPT_ENTRY: Status(500, "INTERNAL"),
@@ -84,6 +86,9 @@ TOO_MANY = {ErrorCode.QUEUE_FULL, ErrorCode.QUOTA_EXCEEDED}
 MISTAKES = {ErrorCode.MALFORMED_JSON, ErrorCode.REGION_UNAVAILABLE}
 """Mistakes of callers that `/v1` answers with 400; on `/v2` it is 500, as Triton does."""
 
+_OF_QUEUE = {*TOO_MANY, ErrorCode.DEADLINE_INFEASIBLE}
+"""Refusals of queues, whose texts begin with the request's id, as Triton's."""
+
 AGAIN = {
     ErrorCode.QUEUE_FULL,
     ErrorCode.QUOTA_EXCEEDED,
@@ -99,6 +104,18 @@ AGAIN = {
 def of_request(client_id: str) -> str:
     """Returns how the text of an error about one request begins (reference §1.2); the id is the client's, or empty."""
     return f"[request id: {client_id or '<id_unknown>'}] "
+
+
+def has_id(error: QinferError) -> bool:
+    """Tells whether the text of an error about a request that is refused begins with the request's id, as in Triton."""
+    return isinstance(error, InvalidRequest | Overloaded) and not isinstance(error, InvalidStep)
+
+
+def told(failure: Failure, client_id: str) -> Failure:
+    """Returns a request's failure as its client is told it: only refusals of queues begin with an id, as in Triton."""
+    if failure.code not in _OF_QUEUE:
+        return failure
+    return Failure(failure.code, of_request(client_id) + failure.message, failure.retryable)
 
 
 def http_status(code: str, *, v1: bool = False) -> int:

@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from qinfer.core.messages import InferRequest, Sequence
-from qinfer.errors import InvalidRequest, ModelLoadFailed
+from qinfer.errors import InvalidStep, ModelLoadFailed
 from qinfer.tensors import Tensor, datatype, element_count, pack_bytes
 
 MAX_ID_BYTES = 128
@@ -204,10 +204,10 @@ def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequ
         Its flags; `None` for a request to an iterative model that names no sequence.
 
     Raises:
-        InvalidRequest: It has several rows, lacks a correlation ID, or has one that the model can't be told.
+        InvalidStep: It has several rows, lacks a correlation ID, or has one that the model can't be told.
     """
     if rows != 1:
-        raise InvalidRequest(
+        raise InvalidStep(
             f"inference request to model '{request.model}' must specify batch-size 1 due to requirements of sequence "
             "batcher"
         )
@@ -215,7 +215,7 @@ def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequ
     if sequence is None or not sequence.id:
         if spec.iterative:
             return None
-        raise InvalidRequest(
+        raise InvalidStep(
             f"inference request to model '{request.model}' must specify a non-zero or non-empty correlation ID"
         )
     if isinstance(sequence.id, str):
@@ -226,12 +226,12 @@ def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequ
 def _check_text(model: str, correlation_id: str, spec: SequenceSpec) -> None:
     nbytes = len(correlation_id.encode())
     if nbytes > MAX_ID_BYTES:
-        raise InvalidRequest(
+        raise InvalidStep(
             f"inference request to model '{model}' has a correlation ID of {nbytes} bytes; text may have {MAX_ID_BYTES}"
         )
     corrid = spec.control(ControlKind.CORRID)
     if corrid is not None and corrid.datatype != "BYTES":
-        raise InvalidRequest(
+        raise InvalidStep(
             f"inference request for sequence {correlation_id} to model '{model}' must have a number as correlation ID: "
             f"the model's input '{corrid.name}' takes it as {corrid.datatype}"
         )

@@ -50,11 +50,12 @@ REASONS: Mapping[str, _Reasons] = {
     ErrorCode.CANCELLED: _CANCELED,
     ErrorCode.INFERENCE_FAILED: _BACKEND,
     ErrorCode.OUTPUT_MISMATCH: _BACKEND,
+    ErrorCode.UNKNOWN: _BACKEND,
     ErrorCode.INVALID_REQUEST: _OF_MODEL,
     ErrorCode.MODEL_NOT_FOUND: _OF_MODEL,
     ErrorCode.MODEL_NOT_READY: _OF_MODEL,
     ErrorCode.UNSUPPORTED_FEATURE: _OF_MODEL,
-    ErrorCode.CONFLICT: _OF_MODEL,
+    ErrorCode.ALREADY_EXISTS: _OF_MODEL,
 }
 """Code of an error → Triton's reason; the codes that are not here are OTHER."""
 

@@ -137,7 +137,7 @@ def sum_of(reply: Any) -> float:
 
 def refused(reply: httpx.Response) -> tuple[int, str]:
     """Returns the status and the text of an error, without what names the request."""
-    return reply.status_code, reply.json()["error"].partition("] ")[2] or reply.json()["error"]
+    return reply.status_code, reply.json()["error"]
 
 
 @asynccontextmanager

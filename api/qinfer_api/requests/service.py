@@ -47,7 +47,7 @@ from qinfer_api.requests.records import (
 )
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
-from qinfer_api.status import of_request
+from qinfer_api.status import of_request, told
 
 _GRACE_S = 5.0  # for a janitor to end what has expired
 _KEPT_LONGER_S = 600.0  # a target than the record that it leads to
@@ -288,7 +288,7 @@ class AsyncRequests:
         if record.state is not RequestState.SUCCEEDED:
             if record.expires_at <= self.now_s():
                 raise expired(record)
-            failure = Failure(record.code, of_request(record.client_id or record.address.id) + record.message)
+            failure = told(Failure(record.code, record.message), record.client_id or record.address.id)
             return Response(request_id=record.address.id, failure=failure), plan
         blob = None
         with contextlib.suppress(CorruptEntry):  # it was deleted in the payload store, before its time

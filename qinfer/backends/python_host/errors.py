@@ -4,14 +4,15 @@ from collections.abc import Mapping
 
 from qinfer.core.messages import Scalar
 from qinfer.errors import (
+    AlreadyExists,
     Cancelled,
-    Conflict,
     InferenceFailed,
     InvalidRequest,
     ModelNotFound,
     ModelNotReady,
     QinferError,
     RequestError,
+    UnknownFailure,
     UnsupportedFeature,
 )
 
@@ -19,11 +20,12 @@ NAMES = ("UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNAVAILABLE", "UNSU
 """Triton's error codes, by number (tritonserver.h)."""
 
 _RAISED: dict[int, type[QinferError]] = {
+    0: UnknownFailure,
     2: ModelNotFound,
     3: InvalidRequest,
     4: ModelNotReady,
     5: UnsupportedFeature,
-    6: Conflict,
+    6: AlreadyExists,
     7: Cancelled,
 }
 MESSAGE_CHARACTERS = 4096

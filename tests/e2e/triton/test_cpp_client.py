@@ -37,7 +37,7 @@ one: 6
 other: 60
 """
 LATE = (
-    "late: [request id: late] inference request for sequence 7 to model 'accumulator' must specify the START flag on "
+    "late: inference request for sequence 7 to model 'accumulator' must specify the START flag on "
     "the first request of the sequence"
 )
 ENDS = """\

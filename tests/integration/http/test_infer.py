@@ -176,8 +176,8 @@ async def test_outputs_that_json_cannot_carry(ask: Ask) -> None:
         (URL, question(inputs=[tensor(shape=[1, 5], data=[1] * 5)]), 400, "unexpected shape for input 'x' for model"),
         (URL, question(inputs=[tensor(shape=[9, 4], data=[1] * 36)]), 400, "batch-size must be <= 8 for 'echo'"),
         (URL, question(outputs=[{"name": "nope"}]), 400, "unexpected inference output 'nope' for model 'echo'"),
-        ("/v2/models/fails/infer", question(id="f"), 500, "[request id: f] the model raised: boom"),
-        ("/v2/models/stuck/infer", question(), 503, "] Request timeout expired"),
+        ("/v2/models/fails/infer", question(id="f"), 500, "the model raised: boom"),
+        ("/v2/models/stuck/infer", question(), 503, "Request timeout expired"),
     ],
 )
 async def test_what_is_wrong_is_said(ask: Ask, url: str, body: Any, status: int, text: str) -> None:
@@ -194,7 +194,7 @@ async def test_what_is_wrong_is_said(ask: Ask, url: str, body: Any, status: int,
 def assert_named(reply: httpx.Response) -> None:
     """Asserts that the text of an error about a request has the id that the client gave, else that of the header."""
     named = re.match(r"\[request id: (.+?)\] ", reply.json()["error"])
-    assert named is None or named[1] in {reply.headers["qinfer-request-id"], "i7", "f"}
+    assert named is None or named[1] in {reply.headers["qinfer-request-id"], "i7"}
 
 
 async def test_an_expired_request_leaves_the_queue(ask: Ask, running: Running) -> None:

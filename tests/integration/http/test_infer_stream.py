@@ -82,7 +82,7 @@ async def test_a_failure_has_its_code(client: httpx.AsyncClient) -> None:
 
     assert reply.status_code == 500
     [(name, [data])] = events(reply.text)
-    problem = {"error": "[request id: mine] the model raised: boom", "code": "inference_failed"}
+    problem = {"error": "the model raised: boom", "code": "inference_failed"}
     assert (name, json.loads(data)) == ("error", problem)
 
 

@@ -179,8 +179,8 @@ async def test_a_model_that_fails_is_told_of_each_task(client: httpx.AsyncClient
     waiting = await client.post("/label-studio/fails/predict", json=interactive)
 
     assert (reply.status_code, waiting.status_code) == (200, 500)
-    assert reply.json()["results"][1] == {"error": "[request id: 2] the model raised: boom"}
-    assert waiting.json() == {"error": "[request id: 1] the model raised: boom"}
+    assert reply.json()["results"][1] == {"error": "the model raised: boom"}
+    assert waiting.json() == {"error": "the model raised: boom"}
 
 
 async def test_no_call_takes_longer_than_it_may(running: Running, client: httpx.AsyncClient) -> None:

@@ -158,7 +158,7 @@ async def test_a_failed_stream_has_no_result_and_its_responses_stay_readable(
     result = await client.get(work.links["result"])
     followed = events((await client.get(work.links["events"])).text)
 
-    assert (result.status_code, result.json()["error"]) == (500, "[request id: mine] the model raised: boom")
+    assert (result.status_code, result.json()["error"]) == (500, "the model raised: boom")
     assert told(followed) == [0.5, "failed"]
 
 

@@ -9,7 +9,18 @@ import pytest
 
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import LimitSettings
-from qinfer.errors import BrokerUnavailable, InvalidRequest, ModelNotFound, Overloaded, QinferError, QuotaExceeded
+from qinfer.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    InferenceFailed,
+    InvalidRequest,
+    InvalidStep,
+    ModelNotFound,
+    Overloaded,
+    QinferError,
+    QueueFull,
+    QuotaExceeded,
+)
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes
@@ -111,8 +122,27 @@ async def test_a_request_is_refused_at_once_when_redis_is_away() -> None:
     assert setup.dispatcher.in_flight == 0
 
 
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (QueueFull("Exceeds maximum queue size"), "[request id: c] Exceeds maximum queue size"),
+        (InferenceFailed("the model's own text"), "the model's own text"),
+        (DeadlineExceeded("Request timeout expired"), "Request timeout expired"),
+        (InvalidStep("must specify the START flag"), "must specify the START flag"),
+    ],
+)
+async def test_only_refusals_of_queues_begin_with_the_id(error: QinferError, text: str) -> None:
+    setup = Setup()
+    setup.submit()
+
+    setup.queue.receipts[0](error)
+
+    (response,) = setup.sink.responses
+    assert response.failure is not None
+    assert response.failure.message == text
+
+
 async def test_a_submit_that_fails_later_fails_the_request() -> None:
-    """The sink gets a failure with the request's id in front."""
     setup = Setup()
     setup.submit()
 
@@ -120,10 +150,7 @@ async def test_a_submit_that_fails_later_fails_the_request() -> None:
 
     (response,) = setup.sink.responses
     assert response.failure is not None
-    assert (response.failure.code, response.failure.message) == (
-        "broker_unavailable",
-        "[request id: c] Redis can't be reached",
-    )
+    assert (response.failure.code, response.failure.message) == ("broker_unavailable", "Redis can't be reached")
     assert (
         'qinfer_request_failures_total{model="m",process="",reason="broker_unavailable",version="3"} 1.0'
         in setup.metrics()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from qinfer.backends.python_host.errors import TritonError, to_qinfer
 from qinfer.errors import BrokerUnavailable, ErrorCode, Overloaded, QinferError, QueueFull, QuotaExceeded
 from qinfer_api.status import STATUSES, grpc_status, http_status, retry_after_s
 
@@ -15,6 +16,7 @@ GRPC_CODES = {
     "INTERNAL",
     "UNAVAILABLE",
     "UNAUTHENTICATED",
+    "UNKNOWN",
 }
 
 
@@ -34,6 +36,25 @@ def test_every_error_code_has_a_status(code: ErrorCode) -> None:
 def test_the_numbers_are_tritons(code: str, status: int) -> None:
     """The surprising ones of reference §1.2 are as Triton has them."""
     assert http_status(code) == status
+
+
+@pytest.mark.parametrize(
+    ("code", "http", "grpc"),
+    [
+        (TritonError.UNKNOWN, 400, "UNKNOWN"),
+        (TritonError.INTERNAL, 500, "INTERNAL"),
+        (TritonError.NOT_FOUND, 404, "NOT_FOUND"),
+        (TritonError.INVALID_ARG, 400, "INVALID_ARGUMENT"),
+        (TritonError.UNAVAILABLE, 503, "UNAVAILABLE"),
+        (TritonError.UNSUPPORTED, 501, "UNIMPLEMENTED"),
+        (TritonError.ALREADY_EXISTS, 400, "ALREADY_EXISTS"),
+        (TritonError.CANCELLED, 400, "CANCELLED"),
+    ],
+)
+def test_the_codes_of_a_models_own_errors_are_tritons(code: int, http: int, grpc: str) -> None:
+    error = to_qinfer("no", code)
+
+    assert (http_status(error.code), grpc_status(error.code)) == (http, grpc)
 
 
 @pytest.mark.parametrize("code", ["malformed_json", "region_unavailable"])

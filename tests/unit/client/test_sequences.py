@@ -15,7 +15,7 @@ from qinfer.wire.kserve_client import JSON_LENGTH_HEADER
 from tests.support.scripted_gateway import Server, X, answer, reply
 
 OTHER = np.array([[3.0, 4.0]], dtype=np.float32)
-ENDED = f"[request id: <id_unknown>] {ended_text('m', 7, 2, 'the worker has ended')}"
+ENDED = ended_text("m", 7, 2, "the worker has ended")
 
 
 def parameters_of(request: httpx.Request) -> dict[str, Any]:

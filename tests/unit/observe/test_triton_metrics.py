@@ -150,7 +150,7 @@ def test_every_code_of_a_gateway_has_a_reason(code: ErrorCode) -> None:
         else Reason.CANCELED
         if code == "cancelled"
         else Reason.BACKEND
-        if code in ("inference_failed", "output_mismatch")
+        if code in ("inference_failed", "output_mismatch", "unknown")
         else Reason.OTHER
     )
 

@@ -135,7 +135,7 @@ async def test_what_waits_longer_than_its_queue_timeout_is_taken_out(setup: Setu
     setup.submit()
 
     await eventually(lambda: bool(setup.responses), description="the refusal")
-    assert setup.texts() == ["[request id: c] Request timeout expired"]
+    assert setup.texts() == ["Request timeout expired"]
     assert setup.responses[0].failure is not None
     assert setup.responses[0].failure.code == "deadline_exceeded"
     assert await setup.depth() == 0
@@ -173,7 +173,7 @@ async def test_what_can_not_be_loaded_any_more_is_told_so(setup: Setup) -> None:
     setup.models.refusal = ModelNotReady("the file is damaged")
 
     await eventually(lambda: bool(setup.responses), description="the refusal")
-    assert setup.texts() == ["[request id: c] the file is damaged"]
+    assert setup.texts() == ["the file is damaged"]
     setup.models.refusal = None
     assert await setup.depth() == 0
 
@@ -188,7 +188,7 @@ async def test_what_waits_behind_others_once_a_worker_came_has_its_own_timeout(s
 
     await eventually(lambda: bool(setup.responses), description="the end of the second's queue timeout")
 
-    assert setup.texts() == ["[request id: c] Request timeout expired"]
+    assert setup.texts() == ["Request timeout expired"]
     assert first in setup.waiting
     assert await setup.depth() == 1
 
@@ -202,7 +202,7 @@ async def test_what_is_executed_delays_no_other_requests_queue_timeout(setup: Se
 
     await eventually(lambda: bool(setup.responses), description="the refusal of the second")
 
-    assert setup.texts() == ["[request id: c] Request timeout expired"]
+    assert setup.texts() == ["Request timeout expired"]
     assert first in setup.waiting
 
 
@@ -212,7 +212,7 @@ async def test_the_shorter_of_two_waits_counts(setup: Setup) -> None:
     setup.submit()
 
     await eventually(lambda: bool(setup.responses), description="the refusal")
-    assert setup.texts() == ["[request id: c] Request timeout expired"]
+    assert setup.texts() == ["Request timeout expired"]
 
 
 async def test_what_is_executed_may_take_longer_than_its_queue_timeout(setup: Setup) -> None:
@@ -314,7 +314,7 @@ async def test_outputs_that_are_gone_are_a_failure(setup: Setup) -> None:
     setup.waiting.receive(reply)
 
     await eventually(lambda: bool(setup.responses), description="the failure")
-    assert setup.texts() == ["[request id: c] the outputs were stored and are gone; send the request again"]
+    assert setup.texts() == ["the outputs were stored and are gone; send the request again"]
     assert setup.dispatcher.in_flight == 0
 
 

@@ -12,13 +12,14 @@ import pytest
 
 from qinfer.backends.python import PythonBackend
 from qinfer.errors import (
+    AlreadyExists,
     Cancelled,
-    Conflict,
     InferenceFailed,
     InvalidRequest,
     ModelNotFound,
     ModelNotReady,
     QinferError,
+    UnknownFailure,
     UnsupportedFeature,
 )
 from tests.support.backends import Answers
@@ -200,13 +201,13 @@ def test_an_error_fails_its_request_only(model: PythonBackend) -> None:
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        (0, InferenceFailed),
+        (0, UnknownFailure),
         (1, InferenceFailed),
         (2, ModelNotFound),
         (3, InvalidRequest),
         (4, ModelNotReady),
         (5, UnsupportedFeature),
-        (6, Conflict),
+        (6, AlreadyExists),
         (7, Cancelled),
     ],
 )
