@@ -108,6 +108,8 @@ class Catalog:
         self._specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
         self._unusable: dict[str, StoredModel] = {}
         self._changes = Changes()
+        self._seen_versions: dict[str, set[int]] = {}
+        """Model → the versions that this process has ever seen of it, while it is known: some may be unloaded."""
 
     async def refresh(self) -> None:
         """Reads the store and replaces the view, unless the store has lost its data.
@@ -126,6 +128,10 @@ class Catalog:
             waits_s = await self._waits_s(statuses, capacities)
             served, accepting = self._serve(statuses, stored, waits_s)
             self._changes.log(self._view.statuses, statuses)
+            self._seen_versions = {
+                name: self._seen_versions.get(name, set()).union(statuses[name].versions if name in statuses else ())
+                for name in (*stored, *statuses)
+            }
             self._view = _View(
                 served=served,
                 accepting=accepting,
@@ -453,7 +459,7 @@ class Catalog:
         if not version:
             return ModelNotFound(f"{who} has no available versions")
         known = status.versions if status is not None else stored.versions if stored is not None else ()
-        if version not in known:
+        if version not in known and version not in self._seen_versions.get(model, ()):
             return ModelNotFound(f"{who} version {version} is not found")
         return ModelNotReady(f"{who} version {version} is not at ready state")
 

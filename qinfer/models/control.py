@@ -119,8 +119,9 @@ class ModelControl:
 
         Raises:
             ControlDisabled: The control mode is not explicit.
-            InvalidRequest: The name can't be a model's, or `files` came without `config`.
-            ModelLoadFailed: There is no such model, its configuration is wrong, or all workers failed to load it.
+            InvalidRequest: The name can't be a model's.
+            ModelLoadFailed: `files` came without `config`, there is no such model, its configuration is wrong, or all
+                workers failed to load it.
             ModelNotReady: No worker has loaded it within `repository.load_timeout_s`.
             UnsupportedFeature: Files came along, and there is no overlay to keep them.
             BrokerUnavailable: The store can't be reached.
@@ -130,7 +131,7 @@ class ModelControl:
         if "/" in model or "\\" in model or model.strip() in (".", ".."):
             raise InvalidRequest("model name must not contain path traversal characters")
         if files and not config:
-            raise InvalidRequest(f"failed to load '{model}', parameter 'config' is required where files are given")
+            raise _not_polled(model, "parameter 'config' is required where files are given")
         load = asyncio.create_task(self._load_alone(model, config or "", files or {}))
         self._loads.add(load)
         load.add_done_callback(self._over)

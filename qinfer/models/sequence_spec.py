@@ -218,20 +218,19 @@ def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequ
         raise InvalidStep(
             f"inference request to model '{request.model}' must specify a non-zero or non-empty correlation ID"
         )
-    if isinstance(sequence.id, str):
-        _check_text(request.model, sequence.id, spec)
+    _check_id(request.model, sequence.id, spec)
     return sequence
 
 
-def _check_text(model: str, correlation_id: str, spec: SequenceSpec) -> None:
-    nbytes = len(correlation_id.encode())
+def _check_id(model: str, correlation_id: int | str, spec: SequenceSpec) -> None:
+    nbytes = len(correlation_id.encode()) if isinstance(correlation_id, str) else 0
     if nbytes > MAX_ID_BYTES:
         raise InvalidStep(
             f"inference request to model '{model}' has a correlation ID of {nbytes} bytes; text may have {MAX_ID_BYTES}"
         )
-    corrid = spec.control(ControlKind.CORRID)
-    if corrid is not None and corrid.datatype != "BYTES":
+    corrid, given = spec.control(ControlKind.CORRID), "BYTES" if nbytes else "UINT64"
+    if corrid is not None and (corrid.datatype == "BYTES") != (given == "BYTES"):
         raise InvalidStep(
-            f"inference request for sequence {correlation_id} to model '{model}' must have a number as correlation ID: "
-            f"the model's input '{corrid.name}' takes it as {corrid.datatype}"
+            f"sequence batching control '{corrid.name}' data-type is '{given}', but model '{model}' expects "
+            f"'{corrid.datatype}'"
         )

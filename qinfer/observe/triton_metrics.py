@@ -181,7 +181,7 @@ def _families(
         histogram = Family(catalogue.NV_FIRST_RESPONSE)
         for key, fields in statistics.items():
             buckets = stats.buckets(fields, latencies.FIRST_RESPONSE)
-            total_ms = fields.get(latencies.FIRST_RESPONSE_NS, 0) / 1e6
+            total_ms = fields.get(latencies.FIRST_RESPONSE_NS, 0) // 1_000_000  # whole, as Triton's
             histogram.add_histogram(buckets, total_ms, **labels_of(key))
         yield histogram
     yield by_model(catalogue.NV_PENDING, pending)

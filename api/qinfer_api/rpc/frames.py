@@ -142,7 +142,7 @@ def unpadded(flags: int, data: bytes, begin: int, stop: int) -> tuple[int, int]:
 # -- header fields (sections 8.2 and 8.3) ------------------------------------------------------------------------------
 
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
-_BAD_BYTES, _BLANKS = b"\0\r\n", b" \t"
+_BAD_BYTES = b"\0\r\n"
 _OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
 _MAX_REMEMBERED = 32  # names of a request; clients have few sequences of them, and send no more
@@ -162,7 +162,8 @@ def check_fields(fields: Sequence[Field]) -> None:
     """
     for name, value in fields:
         is_name = _is_name if len(name) <= _REMEMBERED_BYTES else _is_name.__wrapped__
-        is_value = len(value.translate(None, _BAD_BYTES).strip(_BLANKS)) == len(value)
+        # Spaces at the ends are against HTTP/2, but gRPC's clients send what callers say, and its servers take it.
+        is_value = len(value.translate(None, _BAD_BYTES).strip(b"\t")) == len(value)
         if not (is_value and is_name(name)) or (name == b"te" and value != b"trailers"):
             raise Malformed(f"the header field {name!r} may not be sent, or not with this value")
 

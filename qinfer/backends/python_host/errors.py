@@ -129,15 +129,20 @@ def _is_of_environment(error: KeyError) -> bool:
     return trace is not None and trace.tb_frame.f_globals.get("__name__") == "os"
 
 
+class GivenParameters(dict[str, Scalar]):
+    """Parameters that have come with a request or a response, which need no check and may be floats."""
+
+
 def checked_parameters(parameters: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
     """Returns a copy of custom parameters.
 
     Raises:
-        TritonModelException: They are no dictionary, a key is no string, or a value no bool, int of 64 bits, float or
-            string.
+        TritonModelException: They are no dictionary, a key is no string, or a value no bool, int of 64 bits or string.
     """
     if not parameters:
         return {}
+    if isinstance(parameters, GivenParameters):
+        return parameters
     if not isinstance(parameters, Mapping):
         raise TritonModelException(f"Expect parameters to have type dict, found type '{type(parameters)}'")
     return {_key(key): _value(key, value) for key, value in parameters.items()}
@@ -145,7 +150,7 @@ def checked_parameters(parameters: Mapping[str, Scalar] | None) -> dict[str, Sca
 
 def _key(key: object) -> str:
     if not isinstance(key, str):
-        raise TritonModelException(f"Expect parameters keys to have type str, found type '{type(key)}'")
+        raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
     return text(key, "a key")
 
 
@@ -156,8 +161,6 @@ def _value(key: str, value: object) -> Scalar:
         if not -(2**63) <= value < 2**64:
             raise TritonModelException(f"parameter '{key}' is {value}, which has more than 64 bits")
         return int(value)
-    if isinstance(value, float):
-        return float(value)
     if isinstance(value, str):
         return text(value, "a value")
-    raise TritonModelException(f"Expect parameters values to have type bool/int/float/str, found type '{type(value)}'")
+    raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")

@@ -25,7 +25,7 @@ import numpy as np
 from qinfer.backends.python_host import causes, inference, services, utils
 from qinfer.backends.python_host.causes import Cause
 from qinfer.backends.python_host.channel import Buffer, Channel
-from qinfer.backends.python_host.errors import TritonError, TritonModelException, message_of
+from qinfer.backends.python_host.errors import GivenParameters, TritonError, TritonModelException, message_of
 from qinfer.backends.python_host.inbox import Inbox
 from qinfer.backends.python_host.inference import InferenceRequest, InferenceTrace
 from qinfer.backends.python_host.messages import (
@@ -155,7 +155,7 @@ class Host:
         if answer.error is not None:
             return InferenceResponse(error=TritonError(answer.error, answer.code)), message.is_last
         outputs = [_tensor(meta, _array(meta, data)) for meta, data in zip(answer.outputs, buffers, strict=True)]
-        return InferenceResponse(outputs, parameters=dict(answer.parameters)), message.is_last
+        return InferenceResponse(outputs, parameters=GivenParameters(answer.parameters)), message.is_last
 
     def manage(self, asked: Manage, contents: Sequence[bytes] = ()) -> bool:
         """Has the worker load or unload a model, or say whether one is ready; blocks until that is done.
@@ -558,7 +558,7 @@ def _requests(
             requested_output_names=asked.outputs or outputs,
             timeout=asked.timeout_us,
             trace=InferenceTrace(asked.trace) if asked.trace else None,
-            parameters=dict(asked.parameters),
+            parameters=GivenParameters(asked.parameters),
         )
         requests.append(request.placed(message.number, item, asked.request_id, streams[item] if streams else None))
     return requests

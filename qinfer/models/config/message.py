@@ -58,10 +58,21 @@ def from_json(text: str) -> ModelConfig:
         if not isinstance(fields, dict):
             raise ModelLoadFailed(f"model configuration is not valid JSON: expected an object, got {text[:50]}")
         json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair makes protobuf fail with SystemError
-        return json_format.ParseDict(fields, ModelConfig())
+        return json_format.ParseDict(_listed(fields), ModelConfig())
     except (json_format.ParseError, ValueError, TypeError, RecursionError) as error:  # ParseDict lets some escape
         reason = str(error).partition("\n")[0].rpartition("Failed to parse ")[2].rstrip(".")
         raise ModelLoadFailed(f"model configuration is not valid JSON: {advised(reason)}") from None
+
+
+def _listed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns fields with a list around an object that stands for a list of one, as protobuf's C++ parser takes it."""
+    several = {
+        name
+        for of in ModelConfig.DESCRIPTOR.fields
+        if of.is_repeated and of.message_type is not None and not of.message_type.GetOptions().map_entry
+        for name in (of.name, of.json_name)
+    }
+    return {name: [value] if name in several and isinstance(value, dict) else value for name, value in fields.items()}
 
 
 def _check_size(text: str) -> None:

@@ -442,6 +442,21 @@ async def test_nobody_waits_for_what_no_worker_can_load(stack: Stack) -> None:
         stack.catalog.asked("m", 0)
 
 
+async def test_a_version_that_was_unloaded_is_not_ready(stack: Stack) -> None:
+    """As in Triton; one that was never there is not found."""
+    stack.write("m", 1, 2)
+    await stack.sync()
+    await stack.load("m", 1, 2)
+    stack.write("m", 1, 2, config=CONFIG.replace("all { }", "specific { versions: 2 }"))
+    await stack.sync()
+    await stack.load("m", 2)
+
+    with pytest.raises(ModelNotReady, match="Request for unknown model: 'm' version 1 is not at ready state"):
+        stack.catalog.asked("m", 1)
+    with pytest.raises(ModelNotFound, match="Request for unknown model: 'm' version 3 is not found"):
+        stack.catalog.asked("m", 3)
+
+
 async def test_what_nobody_can_load_accepts_nothing(stack: Stack) -> None:
     """A request would wait for ever."""
     stack.write("m", 1)

@@ -319,6 +319,12 @@ def test_json_also_takes_integers_as_strings() -> None:
     assert from_json('{"max_batch_size": "16"}').max_batch_size == 16
 
 
+@pytest.mark.parametrize("name", ["instance_group", "instanceGroup"])
+def test_an_object_stands_for_a_list_of_one(name: str) -> None:
+    """Triton's parser takes it so."""
+    assert [group.count for group in from_json(f'{{"{name}": {{"count": 2}}}}').instance_group] == [2]
+
+
 def test_broken_json_is_refused() -> None:
     """Text that is no configuration raises the error of a failed load."""
     with pytest.raises(ModelLoadFailed, match="not valid JSON"):

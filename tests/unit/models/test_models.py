@@ -196,7 +196,7 @@ async def test_a_changed_model_is_loaded_again(scene: Scene) -> None:
         ("none", (), ModelLoadFailed, "failed to load 'none', no version is available"),
         ("", (), InvalidRequest, "Model name cannot be empty"),
         ("../m", (), InvalidRequest, "model name must not contain path traversal characters"),
-        ("m", (None, {"1/f": b""}), InvalidRequest, "failed to load 'm', parameter 'config' is required where"),
+        ("m", (None, {"1/f": b""}), ModelLoadFailed, "failed to load 'm', failed to poll from model repository: p"),
     ],
 )
 async def test_what_can_not_be_loaded_changes_nothing(

@@ -25,7 +25,7 @@ HISTOGRAM = """\
 # HELP nv_inference_first_response_histogram_ms Duration from request to first response in milliseconds
 # TYPE nv_inference_first_response_histogram_ms histogram
 nv_inference_first_response_histogram_ms_count{model="m",version="1"} 3
-nv_inference_first_response_histogram_ms_sum{model="m",version="1"} 6611.5
+nv_inference_first_response_histogram_ms_sum{model="m",version="1"} 6611
 nv_inference_first_response_histogram_ms_bucket{model="m",version="1",le="100"} 1
 nv_inference_first_response_histogram_ms_bucket{model="m",version="1",le="500"} 1
 nv_inference_first_response_histogram_ms_bucket{model="m",version="1",le="2000"} 2

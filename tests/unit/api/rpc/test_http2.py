@@ -18,6 +18,7 @@ from tests.support.http2 import (
     SETTINGS,
     WINDOW_UPDATE,
     Wire,
+    data_frame,
     prefixed,
     reset,
     settings_frame,
@@ -57,6 +58,16 @@ async def test_what_is_no_http2_is_told_so(first: bytes) -> None:
     assert wire.written.startswith(b"HTTP/1.1 400 ")
     assert wire.written.endswith(b"on the HTTP port\n")
     assert wire.is_closed
+
+
+async def test_metadata_may_begin_and_end_with_spaces(wire: Wire) -> None:
+    """Clients of gRPC send them as their callers say."""
+    wire.send(wire.headers(1, wire.block("/t.T/Echo", ("a", " b "))) + data_frame(1, b"hello"))
+
+    _, body, trailers = wire.read()
+
+    assert body.payload == prefixed(b"hello")
+    assert wire.fields(trailers.payload) == {"grpc-status": "0"}
 
 
 async def test_the_first_frame_is_settings() -> None:

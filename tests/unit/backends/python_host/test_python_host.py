@@ -56,7 +56,7 @@ if what == 9:
     return [pb_utils.InferenceResponse(error=error)]
 if what == 10:
     said = json.loads(requests[0].parameters())
-    return [reply(x(requests[0]), parameters={**said, "more": 1.5})]
+    return [reply(x(requests[0]), parameters={**said, "d": str(said["d"]), "more": 15})]
 if what == 11:
     return [reply(np.array([[request.is_cancelled()]], "f4")) for request in requests]
 if what == 12:
@@ -259,7 +259,7 @@ def test_parameters_go_both_ways(model: PythonBackend) -> None:
     """A request's as JSON, a response's as a dict."""
     said = {"a": True, "b": 2, "c": "ü", "d": 0.5}
 
-    assert run(model, floats(10), parameters=said).parameters[0] == {**said, "more": 1.5}
+    assert run(model, floats(10), parameters=said).parameters[0] == {**said, "d": "0.5", "more": 15}
 
 
 def test_cancelled_requests_can_be_told(model: PythonBackend) -> None:

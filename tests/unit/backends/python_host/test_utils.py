@@ -146,12 +146,17 @@ def test_a_tensor_on_a_device_is_copied_to_the_host() -> None:
         (
             lambda: pb_utils.InferenceResponse(parameters=wrong({1: 2})),
             pb_utils.TritonModelException,
-            "Expect parameters keys to have type str",
+            "Expect parameters keys to have type str, found type <class 'int'>",
         ),
         (
             lambda: pb_utils.InferenceResponse(parameters=wrong({"a": []})),
             pb_utils.TritonModelException,
-            "Expect parameters values to have type bool/int/float/str",
+            "Expect parameters values to have type bool/int/str, found type <class 'list'>",
+        ),
+        (
+            lambda: pb_utils.InferenceResponse(parameters=wrong({"a": 0.5})),
+            pb_utils.TritonModelException,
+            "Expect parameters values to have type bool/int/str, found type <class 'float'>",
         ),
         (lambda: pb_utils.TritonError(wrong(1)), TypeError, "the message of a TritonError is a str, got int"),
         (lambda: pb_utils.TritonError("a", 99), TypeError, "the code of a TritonError is one of TritonError.UNKNOWN"),
