@@ -228,20 +228,25 @@ def check_forwarded(name: str) -> None:
         raise InvalidRequest(f"parameter '{name[:100]}' is reserved for Triton usage and can't be a forwarded header")
 
 
-def custom_parameter(key: str, value: Any) -> Any:
+def custom_parameter(key: str, value: Any, within: str = "") -> Any:
     """Returns the value of a parameter that is handed to the backend.
+
+    Args:
+        key: Its name.
+        value: Its value.
+        within: The beginning of an error's text.
 
     Raises:
         InvalidRequest: The key is reserved, or the value is no scalar.
     """
     if key.startswith(_TRITON):
         raise InvalidRequest(
-            "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
+            f"{within}parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
         )
     if isinstance(value, str | bool | float) or (isinstance(value, int) and -(2**63) <= value < 2**63):
         return value
     raise InvalidRequest(
-        f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double' or 'string'."
+        f"{within}parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double' or 'string'."
     )
 
 

@@ -403,6 +403,7 @@ def _is_identity(request: Request) -> bool:
 
 
 _NESTED = "parameters"
+_CONVERTING = f"Converting keyword: '{_NESTED}': "
 _ID = "id"
 
 
@@ -448,7 +449,7 @@ def read_generate(text: Bytes, model: str, version: int, spec: ModelSpec, bounds
             elif key == STRICT_JSON or (key in SEQUENCE_KEYS and spec.sequences is not None):
                 flags[key] = value
             elif members is not document or key not in (_ID, _NESTED):
-                parameters[key] = custom_parameter(key, value)
+                parameters[key] = custom_parameter(key, value, "" if members is document else _CONVERTING)
     read.check()
     form = apply_parameters(flags, fields)
     request = InferRequest(

@@ -120,10 +120,15 @@ class InferenceRequest:
         self._request_id = text(request_id, "request_id")
         self._correlation_id = correlation_id
         self._inputs = list(inputs)
+        of = f"for request with id '{request_id}' and model name '{model_name!s}'"
         for tensor in self._inputs:
+            if tensor is None:
+                raise TritonModelException(f"Input tensor {of} should not be empty.")
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"inputs are pb_utils.Tensor objects, got {type(tensor).__name__}")
         self._outputs = [text(name, "an output's name") for name in requested_output_names]
+        if "" in self._outputs:
+            raise TritonModelException(f"Requested output name {of} should not be empty.")
         self.model_name = text(model_name, "model_name")
         self.model_version = int(model_version)
         self._flags = int(flags)

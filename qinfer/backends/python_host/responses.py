@@ -40,10 +40,10 @@ class InferenceResponse:
     Args:
         output_tensors: Its outputs.
         error: Why there are none.
-        parameters: What the model says besides; bools, ints, floats and strings.
+        parameters: What the model says besides; bools, ints and strings.
 
     Raises:
-        TritonModelException: A parameter is of another type.
+        TritonModelException: A parameter is of another type, or None is among the outputs.
         TypeError: An output is no `Tensor`, or the error no `TritonError`.
     """
 
@@ -57,6 +57,8 @@ class InferenceResponse:
     ) -> None:
         outputs = list(output_tensors)
         for tensor in outputs:
+            if tensor is None:
+                raise TritonModelException("Output tensor for inference response should not be empty.")
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"output_tensors are pb_utils.Tensor objects, got {type(tensor).__name__}")
         if error is not None and not isinstance(error, TritonError):

@@ -40,7 +40,7 @@ _NOTHING = Listing({}, ())
 _NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024  # what file systems and object stores take
 _THREADS = 8
 _SETTLED_NS = 2_000_000_000
-NOT_UNIQUE = "it is not unique across all model repositories; remove all but one"
+NOT_UNIQUE = "model appears in two or more repositories"
 """The error of a model that several repositories have."""
 
 

@@ -120,6 +120,13 @@ async def test_a_failure_of_generate(client: httpx.AsyncClient) -> None:
     [
         ("echo", {"x": [1, 2, 3]}, 400, "The schema can not convert input 'x' to tensor with proper shape"),
         ("echo", {}, 400, "expected 1 inputs but got 0 inputs for model 'echo'"),
+        (
+            "echo",
+            {"x": [1, 2, 3, 4], "parameters": {"nested": {"twice": 1}}},
+            400,
+            "Converting keyword: 'parameters': parameter 'nested' has invalid type.",
+        ),
+        ("echo", {"x": [1, 2, 3, 4], "nested": {}}, 400, "parameter 'nested' has invalid type."),
         ("echo", [], 500, "attempt to get members for non-object"),
         ("nope", {"x": 1}, 404, "Request for unknown model: 'nope' is not found"),
         ("echo/versions/9", {"x": 1}, 404, "Request for unknown model: 'echo' version 9 is not found"),

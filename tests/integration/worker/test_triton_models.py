@@ -163,7 +163,7 @@ async def test_a_second_repository_with_the_same_model(tmp_path: Path) -> None:
             return [entry.get("reason", "") for entry in await scene.http.get_model_repository_index()]
 
         async def is_unloaded() -> bool:
-            return not await is_ready() and all("not unique" in reason for reason in await reasons())
+            return not await is_ready() and all("two or more repositories" in reason for reason in await reasons())
 
         await eventually(is_ready, 20.0, description="the model")
         models.identity(second, "FP32")

@@ -141,7 +141,8 @@ def test_a_model_that_several_repositories_have(repository: Path, tmp_path: Path
     models.add_sub(tmp_path / "more", "digits")
     other(repository, of("digits"))
 
-    assert "names 'digits': it is not unique" in scanned(opened(f"{repository},{tmp_path / 'more'}")).error
+    error = scanned(opened(f"{repository},{tmp_path / 'more'}")).error
+    assert "names 'digits': model appears in two or more repositories" in error
 
 
 def test_versions_are_either_its_own_or_the_others(repository: Path) -> None:

@@ -323,9 +323,9 @@ def test_several_repositories(tmp_path: Path) -> None:
     assert {m.model: m.error for m in repositories.scan()} == {
         "one": "",
         "two": "",
-        "both": "it is not unique across all model repositories; remove all but one",
+        "both": "model appears in two or more repositories",
     }
-    assert "not unique" in repositories.read("both").error
+    assert repositories.read("both").error == "model appears in two or more repositories"
     assert repositories.version_dir("two", 1) == tmp_path / "b" / "two" / "1"
     assert repositories.read("two").error == ""
     with pytest.raises(ModelNotFound, match="no model repository has a model 'three'"):

@@ -139,6 +139,17 @@ def test_a_tensor_on_a_device_is_copied_to_the_host() -> None:
             "inputs are pb_utils.Tensor objects, got int",
         ),
         (
+            lambda: pb_utils.InferenceRequest("7", inputs=[wrong(None)], model_name="m"),
+            pb_utils.TritonModelException,
+            "Input tensor for request with id '7' and model name 'm' should not be empty.",
+        ),
+        (
+            lambda: pb_utils.InferenceRequest("7", requested_output_names=[""], model_name="m"),
+            pb_utils.TritonModelException,
+            "Requested output name for request with id '7' and model name 'm' should not be empty.",
+        ),
+        (lambda: pb_utils.InferenceResponse([wrong(None)]), pb_utils.TritonModelException, "should not be empty."),
+        (
             lambda: pb_utils.InferenceRequest(correlation_id=wrong([])),
             pb_utils.TritonModelException,
             "Correlation ID must be",
