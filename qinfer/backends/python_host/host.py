@@ -1,6 +1,7 @@
 """The program of a host process: runs one `model.py` as the worker commands, until the worker is gone."""
 
 import asyncio
+import gc
 import importlib
 import inspect
 import json
@@ -359,12 +360,15 @@ class Host:
             responses = self._returned(requests)
             rescheduled = [request.is_rescheduled() for request in requests]
             if None in responses:
-                replies = [request.reply() for request in requests]
+                replies = [
+                    request.reply() if response is None and not again else None
+                    for request, response, again in zip(requests, responses, rescheduled, strict=True)
+                ]
                 # A sender that the model has dropped is gone with its request.
                 del requests
                 responses = [
-                    reply.response() if response is None and reply is not None and not again else response
-                    for response, reply, again in zip(responses, replies, rescheduled, strict=True)
+                    response if reply is None else reply.response()
+                    for response, reply in zip(responses, replies, strict=True)
                 ]
             answers, sent = self._answers(message.requests, responses, rescheduled)
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
@@ -403,10 +407,7 @@ class Host:
 
     def _in_background(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> None:
         """Runs the coroutine of a decoupled model's `execute`, while other batches are executed."""
-        if self._loop is None:
-            self._loop = self._new_loop()
-            threading.Thread(target=self._loop.run_forever, name="loop", daemon=True).start()
-        asyncio.run_coroutine_threadsafe(self._awaited(coroutine, streams), self._loop)
+        asyncio.run_coroutine_threadsafe(self._awaited(coroutine, streams), self._running_loop())
 
     async def _awaited(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> None:
         try:
@@ -423,20 +424,33 @@ class Host:
     def _must_return_none(self) -> str:
         return f"Python model '{self._name}' is using the decoupled mode and the execute function must return None."
 
-    def _new_loop(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.new_event_loop()
-        loop.set_default_executor(ThreadPoolExecutor(CALLS_AT_ONCE, "call"))
-        causes.watch_loop(loop, self._noted)
-        return loop
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        """Returns the model's event loop, which runs for good: tasks may answer after `execute` has returned."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._loop.set_default_executor(ThreadPoolExecutor(CALLS_AT_ONCE, "call"))
+            causes.watch_loop(self._loop, self._noted)
+            threading.Thread(target=self._run_loop, args=(self._loop,), name="loop", daemon=True).start()
+        return self._loop
+
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs the loop, also after a task has called `sys.exit`, which ends asyncio's own run."""
+        while True:
+            try:
+                loop.run_forever()
+            except BaseException as error:  # noqa: BLE001  as in `_guarded`
+                self._noted(error, "a task of the model raised")
+            gc.collect()  # task and exception refer to each other, and to the sender that no one will use
 
     def _returned(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
         """Executes a batch; checks the responses as Triton does."""
         with self._turn:
             returned = self._model.execute(requests)
             if inspect.iscoroutine(returned):
-                if self._loop is None:
-                    self._loop = self._new_loop()
-                returned = self._loop.run_until_complete(returned)
+                outcome = asyncio.run_coroutine_threadsafe(_outcome(returned), self._running_loop())
+                returned, error = outcome.result()
+                if error is not None:
+                    raise error
         if returned is None:
             return [None] * len(requests)
         if not isinstance(returned, list):
@@ -471,9 +485,7 @@ class Host:
             if again:
                 answers.append(Answer([], {}, rescheduled=True))
                 continue
-            if response is None:
-                answers.append(_failed(TritonError("the model returned no response to the request")))
-                continue
+            assert response is not None, "a sender has waited for it"
             try:
                 answer, data = self.encoded(response, request.outputs)
             except QinferError as refused:
@@ -520,6 +532,14 @@ class Host:
         if self._directory:
             text = text.replace(f"{self._directory}/", "")
         return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+async def _outcome(coroutine: Coroutine[Any, Any, object]) -> tuple[Any, BaseException | None]:
+    """Returns the result of a coroutine, or what it raised: asyncio's loop itself would end with `sys.exit`."""
+    try:
+        return await coroutine, None
+    except BaseException as error:  # noqa: BLE001  as in `Host._guarded`
+        return None, error
 
 
 def _ids(message: Execute) -> list[str]:

@@ -2,12 +2,19 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 from qinfer.backends.python_host.errors import TritonModelException, checked_parameters, text
-from qinfer.backends.python_host.responses import InferenceResponse, InferenceResponseSender, Reply, Stream
+from qinfer.backends.python_host.responses import (
+    NO_RESPONSE,
+    InferenceResponse,
+    InferenceResponseSender,
+    Reply,
+    Stream,
+)
 from qinfer.backends.python_host.tensor import Tensor
 from qinfer.core.messages import Scalar
 
@@ -18,6 +25,7 @@ RESCHEDULE = 2
 """TRITONSERVER_REQUEST_RELEASE_RESCHEDULE"""
 
 _host: "Host | None" = None
+_making = threading.Lock()
 
 
 def connect(host: "Host") -> None:
@@ -216,22 +224,28 @@ class InferenceRequest:
 
     def get_response_sender(self) -> InferenceResponseSender:
         """Returns the sender of its responses."""
-        if self._sender is None:
-            place = self._place
-            asks = lambda: place is not None and _host is not None and _host.is_cancelled(*place)  # noqa: E731
-            self._reply = Reply(asks, self._server_id)
-            self._sender = InferenceResponseSender(self._reply)
-        return self._sender
+        with _making:
+            if self._sender is None:
+                place = self._place
+                asks = lambda: place is not None and _host is not None and _host.is_cancelled(*place)  # noqa: E731
+                self._reply = Reply(asks, self._server_id)
+                self._sender = InferenceResponseSender(self._reply)
+            return self._sender
 
     def responses(self) -> "Reply | Stream | None":
         """Returns what takes its responses, where it has a sender; not part of Triton's interface."""
         return None if self._sender is None else self._sender.responses()
 
-    def reply(self) -> Reply | None:
+    def reply(self) -> Reply:
         """Returns what the sender of a model that is not decoupled has filled, or will; not part of Triton's interface.
 
-        `None` = there is no sender.
+        A thread or task may ask for the sender only later, for as long as the model has the request.
         """
+        is_asked_for = self._sender is not None
+        self.get_response_sender()
+        assert self._reply is not None
+        if not is_asked_for:
+            self._reply.missing = NO_RESPONSE
         return self._reply
 
     def exec(self, decoupled: bool = False) -> "InferenceResponse | ResponseIterator":  # noqa: FBT001, FBT002  (Triton's)

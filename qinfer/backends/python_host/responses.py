@@ -32,6 +32,7 @@ ABANDONED = (
     "the model dropped the response sender of the request without the final flag; "
     "send the last response, or None, with TRITONSERVER_RESPONSE_COMPLETE_FINAL"
 )
+NO_RESPONSE = "the model returned no response to the request"
 
 
 class InferenceResponse:
@@ -143,12 +144,14 @@ class Reply:
 
     Attributes:
         cause: The exception that may leave the request without a response.
+        missing: The text of the error where there is no exception.
     """
 
     def __init__(self, is_cancelled: Callable[[], bool] = bool, request_id: str = "") -> None:
         self.is_cancelled = is_cancelled
         self.request_id = request_id
         self.cause: Cause | None = None
+        self.missing = ABANDONED
         self._sending = threading.Lock()
         self._response: InferenceResponse | None = None
         self._is_closed = False
@@ -183,7 +186,7 @@ class Reply:
         self._settled.get()
         if self._response is not None:
             return self._response
-        return InferenceResponse(error=TritonError(ABANDONED if self.cause is None else self.cause.text))
+        return InferenceResponse(error=TritonError(self.missing if self.cause is None else self.cause.text))
 
 
 class Stream:

@@ -287,6 +287,52 @@ def test_a_coroutine_is_awaited(tmp_path: Path) -> None:
         assert run(backend, floats(2)).array() == 2.0
 
 
+LATER = """
+import asyncio
+what, loop = int(x(requests[0]).flat[0]), asyncio.get_running_loop()
+def send(request):
+    request.get_response_sender().send(reply(x(request)), flags=1)
+async def answer(request):
+    await asyncio.sleep(0.01)
+    if what == 3:
+        raise ValueError("no such thing")
+    if what == 4:
+        sys.exit(7)
+    send(request)
+if what == 2:
+    for request in requests:
+        loop.call_later(0.01, send, request)
+else:
+    for request in requests:
+        loop.create_task(answer(request))
+"""
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PythonBackend]:
+    code = execute(LATER).replace("def execute", "async def execute")
+    with loaded(tmp_path_factory.mktemp("repository"), code) as backend:
+        yield backend
+
+
+@pytest.mark.parametrize("what", [1, 2], ids=["task", "callback"])
+def test_the_event_loop_answers_after_execute_has_returned(late: PythonBackend, what: int) -> None:
+    answers = run(late, floats(what, 0, 5))
+
+    assert [float(answers.array(item).item()) for item in range(3)] == [what, 0.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("what", "text"), [(3, "ValueError: no such thing"), (4, "SystemExit: 7")], ids=["raises", "exits"]
+)
+def test_a_task_that_ends_without_an_answer_fails_its_request(late: PythonBackend, what: int, text: str) -> None:
+    """The event loop runs on: the next request is answered."""
+    failed = run(late, floats(what))
+
+    assert text in failed.error().message
+    assert run(late, floats(1)).array() == 1.0
+
+
 def test_initialize_gets_tritons_arguments(tmp_path: Path) -> None:
     """Their keys, all of them strings; helpers beside the model can be imported; no byte code is left there."""
     code = execute(
