@@ -131,7 +131,7 @@ class Context(Protocol):
         ...
 
     def cancelled(self, item: int) -> bool:
-        """Tells whether nobody waits for this item any more."""
+        """Tells whether nobody waits for this item any more, or its caller wants no more responses."""
         ...
 
     def call(self, request: InferRequest) -> Response:
@@ -169,7 +169,9 @@ class Context(Protocol):
 
         The last response is the one that is `final`; it may be empty. One that is not may have a `failure`: a decoupled
         model may report an error and go on. The called model waits while a window of responses is not taken from the
-        iterator. To forget the iterator before its end cancels the request, as does its method `close`.
+        iterator. To forget the iterator before its end cancels the request, as does its method `close`. It may have a
+        method `cancel`, for any thread, which tells the called model by `cancelled`: its further responses still come,
+        or `Cancelled` is raised where it can't be told.
 
         Returns:
             An iterator for one thread at a time. It waits for the next response, and raises as `call` does when the

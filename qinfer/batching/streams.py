@@ -101,6 +101,11 @@ class Source(Protocol):
         """Makes the responses."""
         ...
 
+    @property
+    def can_ask(self) -> bool:
+        """Whether it asks if its caller has cancelled, and ends in its own way."""
+        ...
+
     def timing(self, item: Pending, now_s: float) -> Timing:
         """Returns the times of a response to an item that leaves now; from any thread."""
         ...
@@ -111,18 +116,22 @@ class Source(Protocol):
 
 
 class Stream:
-    """The responses of one item. Used from any thread, but `took`, `cancel` and `lose`, which the event loop calls.
+    """The responses of one item. Used from any thread; `took`, `ask_to_end`, `cancel` and `lose` by the event loop.
 
     Args:
         streams: The worker's open streams.
         item: The item.
         source: What makes its responses.
+
+    Attributes:
+        is_asked_to_end: Its caller wants no more, and still takes what comes.
     """
 
     def __init__(self, streams: "Streams", item: Pending, source: Source) -> None:
         self.item = item
         self.source = source
         self.closed = threading.Event()
+        self.is_asked_to_end = False
         self.counted_ns = 0
         """Nanoseconds from the beginning of the execution to the last response that was counted."""
         self._streams = streams
@@ -219,6 +228,12 @@ class Stream:
         if callback is not None:
             callback(new)
 
+    def ask_to_end(self) -> None:
+        """Takes note that the caller wants no more; a source that does not ask ends now."""
+        self.is_asked_to_end = True
+        if not self.source.can_ask:
+            self.cancel(Cancelled(_GONE))
+
     def stored(self, nbytes: int) -> None:
         """Takes note that so many bytes more are where the caller finds them."""
         self.took(self._window.taken_bytes + nbytes)
@@ -306,11 +321,13 @@ class Streams:
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def credit(self, credits_: Sequence[Credit]) -> None:
-        """Makes room in the windows of streams; credits for others are dropped."""
+        """Makes room in the windows of streams, and asks cancelled ones to end; credits for others are dropped."""
         for credit in credits_:
             stream = self._open.get((credit.request_id, credit.attempt))
             if stream is not None:
                 stream.took(credit.taken_bytes)
+                if credit.cancelled:
+                    stream.ask_to_end()
 
     def lose(self, item: Pending) -> None:
         """Closes the stream of an item that is lost or cancelled, if there is one."""
@@ -402,6 +419,11 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         return True
 
     @property
+    def can_ask(self) -> bool:
+        """True: a model asks by `Context.cancelled`."""
+        return True
+
+    @property
     def window_bytes(self) -> int:
         """Bytes of one item on their way; see `Context.window_bytes`."""
         return self.table.window_bytes
@@ -423,8 +445,9 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         self.streams[item].on_taken(callback)
 
     def cancelled(self, item: int) -> bool:
-        """Tells whether nobody waits for this item any more."""
-        return self.streams[item].is_over
+        """Tells whether nobody waits for this item any more, or its caller wants no more."""
+        stream = self.streams[item]
+        return stream.is_over or stream.is_asked_to_end
 
     def waits(self, item: int) -> bool:
         """Tells whether an item's caller has to take something before the model can go on."""

@@ -313,7 +313,7 @@ class _TimedContext:
         """Calls through the batch's own context; the clock stands while a response is waited for."""
         with self._clock.stopped():
             responses = self.inner.stream(request)
-        return self._streamed(responses)
+        return _TimedResponses(responses, self._clock)
 
     def abandon(self) -> None:
         """Takes note that `execute` has raised."""
@@ -325,13 +325,25 @@ class _TimedContext:
             return SequenceLost(f"{self.overdue.message}, and its process had the state in memory")
         return self.overdue
 
-    def _streamed(self, responses: Iterator[Response]) -> Iterator[Response]:
-        while True:
-            with self._clock.stopped():
-                response = next(responses, None)
-            if response is None:
-                return
-            yield response
+
+class _TimedResponses:
+    """The responses to a call; the clock stands while one is waited for.
+
+    Attributes:
+        cancel: Cancels the call, where that can be done.
+    """
+
+    def __init__(self, responses: Iterator[Response], clock: ExecutionClock) -> None:
+        self.cancel: Callable[[], None] = getattr(responses, "cancel", lambda: None)
+        self._responses = responses
+        self._clock = clock
+
+    def __iter__(self) -> "_TimedResponses":
+        return self
+
+    def __next__(self) -> Response:
+        with self._clock.stopped():
+            return next(self._responses)
 
 
 def _items_of(ctx: Context) -> Sequence[Any]:

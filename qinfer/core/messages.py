@@ -233,11 +233,13 @@ class Credit(msgspec.Struct, frozen=True, array_like=True):
         attempt: The execution whose responses were taken.
         taken_bytes: Bytes of outputs taken since the stream began. Cumulative, so that one that is lost, late or
             repeated does no harm.
+        cancelled: The reader wants no more, and still takes what the model sends.
     """
 
     request_id: str
     attempt: Annotated[int, msgspec.Meta(ge=0)]
     taken_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    cancelled: bool = False
 
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32

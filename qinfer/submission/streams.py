@@ -61,6 +61,8 @@ class StreamReader(msgspec.Struct, eq=False):
         held_bytes: Outputs that were delivered and are not taken yet.
         told_bytes: What the followed execution was told of.
         told_s: When it was told last.
+        is_cancelled: Its caller wants no more, and still takes what comes.
+        is_urgent: Its worker is to be told of that.
     """
 
     request_id: str
@@ -78,6 +80,8 @@ class StreamReader(msgspec.Struct, eq=False):
     held_bytes: int = 0
     told_bytes: int = 0
     told_s: float = 0.0
+    is_cancelled: bool = False
+    is_urgent: bool = False
 
     def judge(self, response: Response) -> Verdict:
         """Decides what becomes of a response, and takes note of it."""
@@ -109,6 +113,14 @@ class StreamReader(msgspec.Struct, eq=False):
         self.heard_s = self.now_s()
         self.held_bytes -= nbytes
         self._owe()
+
+    def cancel(self) -> bool:
+        """Has its worker told that its caller wants no more; returns whether a worker is known."""
+        if not self.credit_to:
+            return False
+        self.is_cancelled = self.is_urgent = True
+        self.owes(self)
+        return True
 
     @property
     def taken_bytes(self) -> int:
@@ -158,7 +170,7 @@ class Credits:
 
     def owe(self, reader: StreamReader) -> None:
         """Takes note of a stream of which more was taken than its worker knows."""
-        if reader.taken_bytes - reader.told_bytes >= self._urgent_bytes:
+        if reader.is_urgent or reader.taken_bytes - reader.told_bytes >= self._urgent_bytes:
             self._urgent.set()
         elif reader.held_bytes and reader.heard_s - reader.told_s < _SELDOM_S:
             return
@@ -201,14 +213,17 @@ class Credits:
                 raise outcome
 
     async def _tell(self, worker: str, readers: list[StreamReader]) -> None:
-        told = [Credit(reader.request_id, reader.attempt, reader.taken_bytes) for reader in readers]
+        told = [
+            Credit(reader.request_id, reader.attempt, reader.taken_bytes, reader.is_cancelled) for reader in readers
+        ]
         for reader in readers:
             reader.told_bytes, reader.told_s = reader.taken_bytes, reader.heard_s
+            reader.is_urgent = False
         try:
             # A worker whose reply stream is gone has ended: another one executes the request.
             await self._queue.publish(worker, encode_credits(told))
         except DeliveryError:
             for reader in readers:
-                reader.told_bytes = 0
+                reader.told_bytes, reader.is_urgent = 0, reader.is_cancelled
                 self.owe(reader)
             raise

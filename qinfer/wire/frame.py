@@ -302,7 +302,8 @@ def decode_responses(blob: Bytes) -> list[Response]:
 
 def encode_credits(credits_: Items[Credit]) -> bytes:
     """Encodes credits as one blob, for the reply stream of the worker that counts them."""
-    return _join(_CREDITS, _encoder.encode(credits_), [])
+    fields = [msgspec.structs.astuple(credit)[: 4 if credit.cancelled else 3] for credit in credits_]
+    return _join(_CREDITS, _encoder.encode(fields), [])
 
 
 def decode_credits(blob: Bytes) -> list[Credit]:

@@ -6,7 +6,7 @@ next one.
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from qinfer.backends.base import Context
@@ -25,12 +25,40 @@ from qinfer.backends.python_host.messages import (
 )
 from qinfer.core import messages
 from qinfer.core.messages import InferRequest, Response
-from qinfer.errors import InferenceFailed, QinferError
+from qinfer.errors import InferenceFailed, ModelNotFound, QinferError
 from qinfer.tensors import Bytes, Tensor
 
 _INTERNAL = TritonError.INTERNAL
 
 ENDED = "the batch that called has ended"
+
+
+class _OpenCall:
+    """A call that streams.
+
+    Attributes:
+        asked: The numbers of the questions for its next responses; `None` = no more are wanted.
+    """
+
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._cancel: Callable[[], None] | None = None
+
+    def began(self, responses: Iterator[Response]) -> None:
+        """Takes note of the iterator over its responses, which is cancelled if the call is already."""
+        with self._lock:
+            self._cancel = getattr(responses, "cancel", lambda: None)
+        if self._is_cancelled:
+            self._cancel()
+
+    def cancel(self) -> None:
+        """Has the called model told that no more is wanted."""
+        with self._lock:
+            self._is_cancelled, cancel = True, self._cancel
+        if cancel is not None:
+            cancel()
 
 
 class Calls:
@@ -45,8 +73,7 @@ class Calls:
         self._channel = channel
         self._model = model
         self._lock = threading.Lock()
-        self._open: dict[int, queue.SimpleQueue[int | None]] = {}
-        """Calls that stream: the numbers of the questions for their next responses, `None` = no more are wanted."""
+        self._open: dict[int, _OpenCall] = {}
 
     def hear(self, message: Call | More | Close, buffers: Sequence[Buffer], ctx: Context | None) -> None:
         """Obeys the model.
@@ -63,17 +90,19 @@ class Calls:
             self._serve(message, buffers, ctx)
             return
         with self._lock:
-            asked = self._open.get(message.call)
-        if asked is not None:
-            asked.put(message.number if isinstance(message, More) else None)
+            call = self._open.get(message.call)
+        if call is not None and isinstance(message, Close) and not message.is_dropped:
+            call.cancel()
+        elif call is not None:
+            call.asked.put(message.number if isinstance(message, More) else None)
         elif isinstance(message, More):
             self._return(message.number, _failed(InferenceFailed(ENDED)))
 
     def end(self) -> None:
         """Ends the calls that stream: nobody can ask for more."""
         with self._lock:
-            for asked in self._open.values():
-                asked.put(None)
+            for call in self._open.values():
+                call.asked.put(None)
 
     def _serve(self, call: Call, buffers: Sequence[Buffer], ctx: Context) -> None:
         request = InferRequest(
@@ -89,30 +118,31 @@ class Calls:
         work = self._stream if call.streams else self._call
         if call.streams:
             with self._lock:
-                self._open[call.number] = queue.SimpleQueue()
+                self._open[call.number] = _OpenCall()
         threading.Thread(target=work, args=(call.number, request, ctx), name=f"call-{self._model}", daemon=True).start()
 
     def _call(self, call: int, request: InferRequest, ctx: Context) -> None:
         try:
             response = ctx.call(request)
         except Exception as error:  # noqa: BLE001  the boundary: the model must get an answer
-            self._return(call, _failed(error))
+            self._return(call, _failed(error, request.model))
             return
         self._return(call, response)
 
     def _stream(self, call: int, request: InferRequest, ctx: Context) -> None:
         """Returns a response for each question; an iterator that is dropped before its end cancels the call."""
-        asked = self._open[call]
+        open_call = self._open[call]
         number: int | None = call
         try:
             responses = ctx.stream(request)
+            open_call.began(responses)
             while number is not None:
                 response = next(responses)
                 self._return(number, response, is_last=response.final)
-                number = None if response.final else asked.get()
+                number = None if response.final else open_call.asked.get()
         except Exception as error:  # noqa: BLE001  as above
             if number is not None:
-                self._return(number, _failed(error))
+                self._return(number, _failed(error, request.model))
         with self._lock:
             del self._open[call]
 
@@ -147,7 +177,10 @@ def send(channel: Channel, message: Message, buffers: Sequence[Bytes] = ()) -> N
         channel.send(message, buffers)
 
 
-def _failed(error: Exception) -> Answer:
+def _failed(error: Exception, model: str = "") -> Answer:
+    if model and isinstance(error, ModelNotFound):
+        told = f"Failed for execute the inference request. Model '{model}' is not ready. {error.message}"
+        return Answer([], {}, told, code_of(error))
     if isinstance(error, QinferError):
         return Answer([], {}, error.message, code_of(error))
     return Answer([], {}, type(error).__name__, _INTERNAL)

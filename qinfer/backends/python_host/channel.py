@@ -183,6 +183,10 @@ class Channel:
         """Tells whether `receive` would return at once, or raise."""
         return bool(self._poll.poll(0))
 
+    def disown(self) -> None:
+        """Leaves shared memory to the process that has forked this one."""
+        self._leases.clear()
+
     def shutdown(self) -> None:
         """Ends the connection: a thread that waits in `receive` gets an `EOFError`, after what has arrived."""
         with suppress(OSError):  # the other end is gone

@@ -27,7 +27,8 @@ from qinfer.backends.python_host import causes, inference, services, utils
 from qinfer.backends.python_host.causes import Cause
 from qinfer.backends.python_host.channel import Buffer, Channel
 from qinfer.backends.python_host.errors import GivenParameters, TritonError, TritonModelException, message_of
-from qinfer.backends.python_host.inbox import Inbox
+from qinfer.backends.python_host.forks import serve_forks
+from qinfer.backends.python_host.inbox import Inbox, Received
 from qinfer.backends.python_host.inference import InferenceRequest, InferenceTrace
 from qinfer.backends.python_host.messages import (
     Answer,
@@ -69,6 +70,7 @@ _batch: ContextVar[int] = ContextVar("batch", default=0)
 """The batch that a call of a decoupled model belongs to; 0 in a thread of the model's own, where nobody can tell."""
 
 _HERE = Path(__file__).parent
+_WITHIN_EXECUTE = "other models can be called within `execute` only"
 
 
 class Host:
@@ -94,6 +96,7 @@ class Host:
         self._is_executing = False
         self._is_loading = False
         self._is_decoupled = False
+        self._is_forked = False
         self.is_iterative = False
         """Requests may be rescheduled."""
         self._streams: dict[tuple[int, int], Stream] = {}
@@ -106,6 +109,7 @@ class Host:
         """Obeys until the worker says `Finalize`, or is gone."""
         inference.connect(self)
         causes.watch(self._noted)
+        serve_forks(self)
         while True:
             try:
                 message, buffers = self._inbox.command()
@@ -132,8 +136,30 @@ class Host:
 
         The number also names the question for the first response, `ask_more` asks for each other.
         """
+        self._check_not_forked()
         self._prepare_later()
         return self._call(request, streams=True)
+
+    def call_for(self, asked: Call, buffers: Sequence[Buffer]) -> Received:
+        """Runs another model for a process that the model has forked; returns the message for that process."""
+        theirs = asked.number
+        if not (self._is_executing or self._streams):
+            return Returned(theirs, _failed(TritonError(_WITHIN_EXECUTE))), []
+        asked.number, asked.batch = self._inbox.expect(), self._batch
+        self._channel.send(asked, [buffer.data for buffer in buffers])
+        answer, data = self._inbox.answer(asked.number)
+        assert isinstance(answer, Returned)
+        answer.number = theirs
+        return answer, data
+
+    def forked(self, channel: Channel) -> None:
+        """Goes on in a process that the model has forked: threads are gone, and the channel is another."""
+        self._channel.disown()
+        self._channel, self._inbox = channel, Inbox(channel, self._unwanted)
+        self._turn, self._preparing = threading.Lock(), threading.Lock()
+        self._later = self._loop = None
+        self._is_forked = True
+        services.forked()
 
     def ask_more(self, call: int) -> int:
         """Asks for the next response to a call; returns the number of the question."""
@@ -141,6 +167,10 @@ class Host:
         number = self._inbox.expect()
         self._channel.send(More(number, call))
         return number
+
+    def cancel_call(self, call: int) -> None:
+        """Has the called model told that no more responses are wanted; those that still come can be asked for."""
+        self._channel.send(Close(call, is_dropped=False))
 
     def close_call(self, call: int) -> None:
         """Ends a call; never waits, because the garbage collector may have called."""
@@ -168,6 +198,7 @@ class Host:
         Raises:
             TritonModelException: It is refused, or has failed.
         """
+        self._check_not_forked()
         if not (self._is_loading or self._is_executing or self._streams):
             raise TritonModelException(
                 "models can be loaded, unloaded and looked at in `initialize` and `execute` only"
@@ -269,7 +300,13 @@ class Host:
 
     def _check_serving(self) -> None:
         if not (self._is_executing or self._streams):
-            raise TritonModelException("other models can be called within `execute` only")
+            raise TritonModelException(_WITHIN_EXECUTE)
+
+    def _check_not_forked(self) -> None:
+        if self._is_forked:
+            raise TritonModelException(
+                "a process that the model has forked can call models that give one response only"
+            )
 
     def _unwanted(self, message: Unwanted) -> None:
         if stream := self._streams.get((message.batch, message.item)):
@@ -576,6 +613,7 @@ def _requests(
             flags=asked.flags,
             inputs=inputs,
             requested_output_names=asked.outputs or outputs,
+            model_name="",
             timeout=asked.timeout_us,
             trace=InferenceTrace(asked.trace) if asked.trace else None,
             parameters=GivenParameters(asked.parameters),

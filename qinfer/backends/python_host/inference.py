@@ -110,9 +110,9 @@ class InferenceRequest:
         self,
         request_id: str = "",
         correlation_id: int | str = 0,
-        inputs: Sequence[Tensor] = (),
-        requested_output_names: Sequence[str] = (),
-        model_name: str | bytes = "",
+        inputs: Sequence[Tensor] | None = None,
+        requested_output_names: Sequence[str] | None = None,
+        model_name: str | bytes | None = None,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -121,6 +121,8 @@ class InferenceRequest:
         parameters: dict[str, Scalar] | None = None,
     ) -> None:
         del preferred_memory
+        if inputs is None or requested_output_names is None or model_name is None:
+            raise TypeError("an InferenceRequest needs inputs, requested_output_names and model_name")
         if not isinstance(correlation_id, int | str):
             raise TritonModelException("Correlation ID must be integer or string")
         if isinstance(correlation_id, int) and not 0 <= correlation_id < 2**64:
@@ -281,7 +283,8 @@ class ResponseIterator:
     """The responses to a call of a decoupled model, in order: `for` and `async for`. The last one may be empty.
 
     The next response is fetched when the model asks for it, so that the called model is no faster than its caller. A
-    failure of the call is the last response. Dropping the iterator cancels the call.
+    failure of the call is the last response. Dropping the iterator cancels the call. After the end it can be run
+    through again, as Triton's: it keeps the responses.
 
     Args:
         host: The way to the worker.
@@ -293,8 +296,12 @@ class ResponseIterator:
         self._call = call
         self._question = call
         self._is_done = False
+        self._kept: list[InferenceResponse] = []
+        self._position = 0
 
     def __iter__(self) -> "ResponseIterator":
+        if self._is_done and self._position >= len(self._kept):
+            self._position = 0
         return self
 
     def __next__(self) -> InferenceResponse:
@@ -304,7 +311,7 @@ class ResponseIterator:
         return response
 
     def __aiter__(self) -> "ResponseIterator":
-        return self
+        return iter(self)
 
     async def __anext__(self) -> InferenceResponse:
         response = await asyncio.get_running_loop().run_in_executor(None, self._next)
@@ -313,19 +320,24 @@ class ResponseIterator:
         return response
 
     def cancel(self) -> None:
-        """Ends the call; there are no more responses."""
+        """Asks the called model to end; the iterator goes on to its last response, which may be the error CANCELLED."""
         if not self._is_done:
-            self._is_done = True
-            self._host.close_call(self._call)
+            self._host.cancel_call(self._call)
 
     def _next(self) -> InferenceResponse | None:
+        if self._position < len(self._kept):
+            self._position += 1
+            return self._kept[self._position - 1]
         if self._is_done:
             return None
         # The call asks for its first response itself.
         question = self._question or self._host.ask_more(self._call)
         self._question = 0
         response, self._is_done = self._host.returned(question)
+        self._kept.append(response)
+        self._position += 1
         return response
 
     def __del__(self) -> None:
-        self.cancel()
+        if not self._is_done:
+            self._host.close_call(self._call)

@@ -252,9 +252,15 @@ class More(msgspec.Struct, array_like=True, tag=True):
 
 
 class Close(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: no more responses to a call that streams are wanted."""
+    """To the worker: no more responses to a call that streams are wanted.
+
+    Attributes:
+        call: The number of the call.
+        is_dropped: Its iterator is gone. Else the called model is told, and its responses are still asked for.
+    """
 
     call: int
+    is_dropped: bool = True
 
 
 class Returned(msgspec.Struct, array_like=True, tag=True):

@@ -21,6 +21,12 @@ _MOST_REQUESTS = 20
 _writing = threading.Lock()
 
 
+def forked() -> None:
+    """Lets a forked process write, where a thread that is gone may have been writing."""
+    global _writing  # noqa: PLW0603  a lock can't be released for another thread
+    _writing = threading.Lock()
+
+
 def emit(level: str, message: str, trace: str = "", requests: Sequence[str] = ()) -> None:
     """Hands a log record to the worker, with a traceback if there is one; of a long one its beginning and its end.
 

@@ -80,7 +80,8 @@ class Tensor:
         if self._array.dtype.kind in "OS":
             raise TritonModelException("DLPack does not have support for string tensors.")
         del options  # a consumer may ask for a stream or a version; host memory of today's version is what there is
-        return self._array.__dlpack__()
+        # A capsule refers to the tensor, as Triton's does, and not to its array alone.
+        return np.asarray(_Held(self)).__dlpack__()
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (_CPU, 0)
@@ -119,6 +120,14 @@ class Tensor:
         """
         narrow = "BF16" in (self._datatype, datatype) and self._array.dtype == np.float32
         return from_numpy(self._name, self._array, "BF16" if narrow else None)
+
+
+class _Held:
+    """Has numpy make a view that keeps the tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = tensor.as_numpy().__array_interface__
 
 
 class _Capsule:

@@ -98,6 +98,42 @@ class TritonPythonModel:
 """
 )
 
+# Sends 1, 2, … until it is cancelled; then it ends with CANCELLED, or, asked by an odd number, after two more.
+UNTIL = execute(
+    """
+import threading
+def work(sender, ignores):
+    number, more = 0, 2
+    while more:
+        number += 1
+        sender.send(reply(np.array([[number]], "f4")))
+        if sender.is_cancelled():
+            if not ignores:
+                error = pb_utils.TritonError("as you like", pb_utils.TritonError.CANCELLED)
+                return sender.send(pb_utils.InferenceResponse(error=error), flags=1)
+            more -= 1
+    sender.send(flags=1)
+for request in requests:
+    arguments = (request.get_response_sender(), int(x(request).item()) % 2)
+    threading.Thread(target=work, args=arguments, daemon=True).start()
+"""
+)
+
+# Cancels `until` at its second response; says how that ended, and whether more came.
+CANCELS = execute(
+    """
+call = pb_utils.InferenceRequest("", 0, [pb_utils.Tensor("x", x(requests[0]))], ["y"], "until")
+responses, count, code = call.exec(decoupled=True), 0, -1
+for response in responses:
+    count += 1
+    if count == 2:
+        responses.cancel()
+    if response.has_error():
+        code = response.error().code()
+responses.cancel()
+return [reply(np.array([[code]], "f4")) if count > 2 else reply(np.array([[99]], "f4"))]
+"""
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -110,6 +146,8 @@ async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worker
     write_model(repository, ENDLESS, "endless", dims="1", more=DECOUPLED)
     write_model(repository, LAST_SUM, "last_sum", dims="1", delay_us=100_000)
     write_model(repository, EACH_SUM, "each_sum", dims="1", more=DECOUPLED)
+    write_model(repository, UNTIL, "until", dims="1", more=DECOUPLED)
+    write_model(repository, CANCELS, "cancels", dims="1", max_batch_size=1)
     write_faulty_model(repository)
     async with worker_processes(directory) as one:
         await one.worker(QINFER_LIMITS__STREAM_WINDOW_BYTES=str(WINDOW_BYTES))
@@ -209,3 +247,10 @@ async def test_models_call_decoupled_models(pool: WorkerProcesses) -> None:
     sums = [float(n * (n + 1) // 2) for n in range(COUNT)]
     assert [numbers(await ended(pool, request_id)) for request_id in each] == [sums] * 2
     await pool.empty("counter")
+
+
+async def test_a_cancelled_model_says_how_it_ends(pool: WorkerProcesses) -> None:
+    """By the error CANCELLED (7), or as if nothing had happened."""
+    for asked, code in ((2.0, 7.0), (1.0, -1.0)):
+        assert numbers(await ended(pool, pool.submit(asked, "cancels"))) == [code]
+    await pool.empty("until")

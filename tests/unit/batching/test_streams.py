@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from qinfer.backends.base import Batch, Context
-from qinfer.batching.streams import Window
+from qinfer.batching.streams import StreamedExecution, Window
 from qinfer.core.messages import RESPONSE_OVERHEAD_BYTES, Credit
 from qinfer.errors import Cancelled, InferenceFailed, OutputMismatch
 from qinfer.observe.latencies import LatencyTally
@@ -98,6 +98,44 @@ async def test_credits_of_others_are_dropped() -> None:
     bench.table.credit([Credit("r0", 1, 8)])
 
     assert taken == [8]
+
+
+async def test_a_model_that_is_asked_to_end_may_go_on() -> None:
+    bench = StreamBench(window_bytes=2 * COST)
+    execution = bench.execution(2)
+    execution.offer(0, outputs(), final=False)
+
+    bench.table.credit([Credit("r0", 1, 8, cancelled=True)])
+    cancelled = [execution.cancelled(item) for item in range(2)]
+    execution.offer(0, outputs(), final=False)
+    execution.offer(0, Cancelled("as asked"))
+
+    await bench.turn()
+    assert cancelled == [True, False]
+    assert [(r.final, r.failure and r.failure.message) for r in bench.responses()] == [
+        (False, None), (False, None), (True, "as asked"),
+    ]  # fmt: skip
+
+
+async def test_an_ensemble_that_is_asked_to_end_ends() -> None:
+    bench = StreamBench()
+    execution = bench.execution()
+    stream = bench.table.open(execution.items[0], Ensemble(execution))
+    stream.send(outputs(), final=False)
+
+    bench.table.credit([Credit("r0", 1, 8, cancelled=True)])
+
+    await bench.turn()
+    assert [(r.final, r.failure and r.failure.code) for r in bench.responses()] == [(False, None), (True, "cancelled")]
+
+
+class Ensemble:
+    """A source that asks for nothing."""
+
+    can_ask = False
+
+    def __init__(self, execution: StreamedExecution) -> None:
+        self.responder, self.timing, self.count = execution.responder, execution.timing, execution.count
 
 
 async def test_what_was_taken_before_is_told_at_once() -> None:

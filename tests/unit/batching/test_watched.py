@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,6 +157,35 @@ def test_waiting_for_the_next_response_of_a_called_model_stops_the_clock(now: Ti
     WatchedBackend(Scripted(work), one).execute(BATCH, Streams())
 
     assert seen == [2.0]
+
+
+def test_a_call_is_cancelled_by_its_iterator() -> None:
+    class Called:
+        is_cancelled = False
+
+        def cancel(self) -> None:
+            self.is_cancelled = True
+
+        def __iter__(self) -> Iterator[Response]:
+            return self
+
+        def __next__(self) -> Response:
+            raise StopIteration
+
+    called = Called()
+
+    class Streams(Ctx):
+        def stream(self, request: InferRequest) -> Iterator[Response]:
+            return called
+
+    def work(ctx: Context) -> None:
+        responses: Any = ctx.stream(BATCH.requests[0])
+        responses.cancel()
+        assert list(responses) == []
+
+    WatchedBackend(Scripted(work), clock()).execute(BATCH, Streams())
+
+    assert called.is_cancelled
 
 
 def test_what_is_ended_fails_with_the_limit(now: Time) -> None:

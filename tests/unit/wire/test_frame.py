@@ -181,6 +181,13 @@ def test_golden_credits() -> None:
     assert encode_credits(CREDITS) == blob
 
 
+def test_a_cancelled_credit_comes_back() -> None:
+    """Its field is written where it is set, so that older workers read the others as before."""
+    credits_ = [Credit("a", 1, 8, cancelled=True), *CREDITS]
+
+    assert decode_credits(encode_credits(credits_)) == credits_
+
+
 def test_credits_are_told_from_responses() -> None:
     assert is_credits(encode_credits(CREDITS))
     assert not is_credits(encode_responses(RESPONSES))

@@ -25,6 +25,7 @@ GRACE_S = 1.0
 """Seconds for the event loop to report a deadline; a thread that outlives the loop waits no longer."""
 
 EXPIRED = "Request timeout expired"
+_CANCELLED = "the call was cancelled"
 
 _ALSO_HERE = (BrokerUnavailable, Cancelled, DeadlineExceeded, InvalidRequest, ModelNotReady, QueueFull, StreamBroken)
 _RAISED: dict[str, type[QinferError]] = {error.code: error for error in _ALSO_HERE}
@@ -55,12 +56,12 @@ class Inbox:
     """The sink of a call to a decoupled model, of the event loop; a thread takes from it what came.
 
     Args:
-        cancel: Takes a request that somebody waited for out of the queue.
+        cancel: Takes a request that somebody waited for out of the queue; returns whether it was there.
     """
 
     no_stream = ""
 
-    def __init__(self, cancel: Callable[[Pending], object]) -> None:
+    def __init__(self, cancel: Callable[[Pending], bool]) -> None:
         self.came: SimpleQueue[Response | QinferError] = SimpleQueue()
         self._cancel = cancel
         self._pending: Pending | None = None
@@ -84,6 +85,15 @@ class Inbox:
         """Takes note of what the thread has taken."""
         if self._pending is not None and self._pending.stream is not None:
             self._pending.stream.took(nbytes)
+
+    def cancel(self) -> None:
+        """Has the called model told, whose responses still come; one that can't be told yet is not waited for."""
+        stream = None if self._pending is None else self._pending.stream
+        if stream is not None and stream.cancel():
+            return
+        if self._pending is None or self._cancel(self._pending):
+            self._is_left = True
+            self.came.put(Cancelled(_CANCELLED))
 
     def leave(self) -> None:
         """Cancels the request, which nobody waits for."""
@@ -142,6 +152,11 @@ class Responses:
         self._has_ended = came.final
         self._untaken_bytes = came.nbytes
         return came
+
+    def cancel(self) -> None:
+        """Asks the called model to end; for any thread. Its further responses come, or else `Cancelled`."""
+        if not self._has_ended:
+            self._on_loop(self._inbox.cancel)
 
     def close(self) -> None:
         """Cancels the call, unless it has ended."""

@@ -9,7 +9,7 @@ import pytest
 
 from qinfer.backends.python import PythonBackend
 from qinfer.core.messages import InferRequest, Response
-from qinfer.errors import InferenceFailed, InvalidRequest, ModelNotFound, ModelNotReady, QueueFull
+from qinfer.errors import Cancelled, InferenceFailed, InvalidRequest, ModelNotFound, ModelNotReady, QueueFull
 from qinfer.tensors import from_numpy, to_numpy
 from tests.support.backends import Answers
 from tests.support.python_models import DECOUPLED, Streamed, batch_of, execute, floats, loaded
@@ -77,7 +77,11 @@ def test_large_tensors_of_calls(tmp_path: Path) -> None:
 
 
 FAILURES = [
-    (ModelNotFound("no such model"), ModelNotFound, "no such model"),
+    (
+        ModelNotFound("no such model"),
+        ModelNotFound,
+        "Failed for execute the inference request. Model 'other' is not ready. no such model",
+    ),
     (InvalidRequest("bad shape"), InvalidRequest, "bad shape"),
     (InferenceFailed("it failed"), InferenceFailed, "it failed"),
     (QueueFull("too much"), ModelNotReady, "too much"),
@@ -124,7 +128,7 @@ return [pb_utils.InferenceResponse(response.output_tensors()) for response in re
 
 
 REFUSED = [
-    ("pb_utils.InferenceRequest(inputs=[]).exec()", "a request needs a model_name to be executed"),
+    ("pb_utils.InferenceRequest('', 0, [], [], '').exec()", "a request needs a model_name to be executed"),
     ("pb_utils.load_model('other')", "models can't be loaded, unloaded or looked at from here"),
     ("requests[0].set_release_flags(2)", "a request can't be rescheduled"),
     ("requests[0].get_response_sender().send()", "Inference Response object must be provided"),
@@ -207,8 +211,14 @@ for response in responses:
     if what == 4 and len(taken) == 2:
         self.kept.append(responses)
         break
-    if what == 5 and len(taken) == 2:
+    if what in (5, 6, 7) and len(taken) == 2:
         responses.cancel()
+if what == 0:
+    again = len(list(responses)), len(list(responses))
+    assert again == (4, 4), again
+    assert next(responses, None) is None
+if what != 4:
+    responses.cancel()
 del responses
 return [reply(x(requests[0]), parameters={"taken": json.dumps(taken)})]
 """
@@ -218,21 +228,38 @@ return [reply(x(requests[0]), parameters={"taken": json.dumps(taken)})]
 
 
 class Called:
-    """A decoupled model: gives numbers, and notes how far it came."""
+    """A decoupled model: gives numbers, and notes how far it came; cancelled, it goes on for two in case 6."""
 
     def __init__(self) -> None:
         self.given = 0
+        self.cancelled = threading.Event()
         self.closed = threading.Event()
+        self._responses: Iterator[Response] = iter(())
 
     def __call__(self, request: InferRequest) -> Iterator[Response]:
         what = int(to_numpy(request.inputs[0]).flat[0])
         if what == 2:
             raise ModelNotFound("no such model")
-        return self._responses(what)
+        self._responses = self._given(what)
+        return Responses(self)
 
-    def _responses(self, what: int) -> Iterator[Response]:
+    def next(self) -> Response:
+        return next(self._responses)
+
+    def close(self) -> None:
+        self._responses = iter(())
+
+    def _given(self, what: int) -> Iterator[Response]:
         try:
             for number in range(3 if what < 4 else 100):
+                if what > 4 and number == 2:
+                    assert self.cancelled.wait(20)
+                if what == 5 and number == 2:
+                    raise Cancelled("stopped")
+                if what == 6 and number == 4:
+                    break
+                if what == 7 and number == 2:
+                    break
                 self.given += 1
                 outputs = (from_numpy("y", np.full((1, 1), number, "<f4")),)
                 yield Response(request_id="", outputs=outputs, final=what == 1 and number == 2, index=number)
@@ -243,17 +270,36 @@ class Called:
             self.closed.set()
 
 
+class Responses:
+    """An iterator whose end cancels the call, as the worker's."""
+
+    def __init__(self, called: Called) -> None:
+        self.cancel, self._called = called.cancelled.set, called
+
+    def __iter__(self) -> "Responses":
+        return self
+
+    def __next__(self) -> Response:
+        return self._called.next()
+
+    def __del__(self) -> None:
+        self._called.close()
+
+
 @pytest.mark.parametrize(
     ("what", "taken"),
     [
         (0, '[0.0, 1.0, 2.0, "empty"]'),
         (1, "[0.0, 1.0, 2.0]"),
-        (2, '["no such model"]'),
+        (2, """["Failed for execute the inference request. Model 'other' is not ready. no such model"]"""),
         (3, '[0.0, 1.0, 2.0, "it failed"]'),
+        (5, '[0.0, 1.0, "stopped"]'),
+        (6, '[0.0, 1.0, 2.0, 3.0, "empty"]'),
+        (7, '[0.0, 1.0, "empty"]'),
     ],
 )
 def test_the_responses_of_a_decoupled_model_are_iterated(tmp_path: Path, what: int, taken: str) -> None:
-    """A last response without outputs is an empty one; a failure is the last."""
+    """The last is an empty response, a failure, or what a cancelled model says; it may go on before."""
     called = Called()
     answers = Streamed(stream=called)
     with loaded(tmp_path, STREAM) as backend:
@@ -263,16 +309,15 @@ def test_the_responses_of_a_decoupled_model_are_iterated(tmp_path: Path, what: i
 
 
 def test_a_called_model_is_no_faster_than_its_caller(tmp_path: Path) -> None:
-    """Responses are fetched one by one, and an iterator that is dropped ends the call, as does `cancel`."""
-    for what in (5, 4):
-        called = Called()
-        answers = Streamed(stream=called)
-        with loaded(tmp_path / str(what), STREAM) as backend:
-            ask(backend, answers, what)
-            assert called.closed.wait(20)
+    """Responses are fetched one by one, and the end of the batch ends the call."""
+    called = Called()
+    answers = Streamed(stream=called)
+    with loaded(tmp_path, STREAM) as backend:
+        ask(backend, answers, 4)
+        assert called.closed.wait(20)
 
-        assert called.given == 2
-        assert answers.parameters[0] == {"taken": "[0.0, 1.0]"}
+    assert called.given == 2
+    assert answers.parameters[0] == {"taken": "[0.0, 1.0]"}
 
 
 def test_a_call_ends_with_its_batch(tmp_path: Path) -> None:
@@ -334,3 +379,45 @@ threading.Timer(0.05, work, args=(requests[0],)).start()
         answers.final()
 
     assert answers.numbers == {0: [3.0]}
+
+
+POOL = (
+    execute(
+        """
+import multiprocessing
+with multiprocessing.get_context("fork").Pool(4) as pool:
+    sums = pool.map(ask, range(12))
+    refused = pool.apply(stream)
+return [reply(x(request), parameters={"sums": json.dumps(sums), "refused": refused}) for request in requests]
+"""
+    )
+    + """
+def ask(number):
+    large = np.full((1, 20_000), number, "f4")
+    request = pb_utils.InferenceRequest("", 0, [pb_utils.Tensor("x", large)], ["y"], "other")
+    response = request.exec()
+    return float(response.output_tensors()[0].as_numpy().sum())
+
+def stream():
+    try:
+        pb_utils.InferenceRequest("", 0, [], ["y"], "other").exec(decoupled=True)
+    except pb_utils.TritonModelException as error:
+        return str(error)
+"""
+)
+
+
+def test_processes_that_the_model_forks_may_call(tmp_path: Path) -> None:
+    """As a pool does; several at once, with tensors of any size."""
+
+    def other(request: InferRequest) -> Response:
+        return Response(request_id="", outputs=(from_numpy("y", to_numpy(request.inputs[0]) * 2),))
+
+    answers = Answers(other)
+    with loaded(tmp_path, POOL) as backend:
+        ask(backend, answers, 1)
+
+    assert answers.parameters[0] == {
+        "sums": str([n * 40_000.0 for n in range(12)]),
+        "refused": "a process that the model has forked can call models that give one response only",
+    }

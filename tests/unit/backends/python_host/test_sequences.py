@@ -100,7 +100,7 @@ def test_a_call_may_be_a_request_of_a_sequence(tmp_path: Path) -> None:
     code = execute(
         """
 for correlation_id, flags in ((2**64 - 1, 1), ("b", 3), ("b", 0), (0, 0)):
-    request = pb_utils.InferenceRequest(model_name="other", inputs=[], correlation_id=correlation_id, flags=flags)
+    request = pb_utils.InferenceRequest("", correlation_id, [], ["y"], "other", flags=flags)
     assert not request.exec().has_error()
 return [reply(x(request)) for request in requests]
 """

@@ -65,8 +65,8 @@ def told(model: PythonBackend, what: str) -> Answers:
         (r"fail(ValueError('file \udc80'))", "ValueError: file ?"),
         ("fail(Broken())", "message: Broken"),
         ("fail(KeyboardInterrupt())", "message: KeyboardInterrupt"),
-        ("pb_utils.InferenceRequest(model_name=5)", "TypeError: model_name is a str, got int"),
-        ("pb_utils.InferenceRequest(timeout=-1)", "timeout is a number of microseconds, 0 or more, got -1"),
+        ("pb_utils.InferenceRequest('', 0, [], [], 5)", "TypeError: model_name is a str, got int"),
+        ("pb_utils.InferenceRequest('', 0, [], [], 'm', timeout=-1)", "timeout is a number of microseconds, 0 or more"),
     ],
 )
 def test_what_the_wire_can_not_hold_fails_the_batch_only(model: PythonBackend, what: str, message: str) -> None:

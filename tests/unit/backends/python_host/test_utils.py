@@ -1,5 +1,6 @@
 """`triton_python_backend_utils`: names, types and texts that models of Triton rely on."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -134,23 +135,23 @@ def test_a_tensor_on_a_device_is_copied_to_the_host() -> None:
         ),
         (lambda: pb_utils.InferenceResponse(error=wrong("no")), TypeError, "error is a pb_utils.TritonError, got str"),
         (
-            lambda: pb_utils.InferenceRequest(inputs=[wrong(1)]),
+            lambda: pb_utils.InferenceRequest("", 0, [wrong(1)], [], "m"),
             TypeError,
             "inputs are pb_utils.Tensor objects, got int",
         ),
         (
-            lambda: pb_utils.InferenceRequest("7", inputs=[wrong(None)], model_name="m"),
+            lambda: pb_utils.InferenceRequest("7", 0, [wrong(None)], [], "m"),
             pb_utils.TritonModelException,
             "Input tensor for request with id '7' and model name 'm' should not be empty.",
         ),
         (
-            lambda: pb_utils.InferenceRequest("7", requested_output_names=[""], model_name="m"),
+            lambda: pb_utils.InferenceRequest("7", 0, [], [""], "m"),
             pb_utils.TritonModelException,
             "Requested output name for request with id '7' and model name 'm' should not be empty.",
         ),
         (lambda: pb_utils.InferenceResponse([wrong(None)]), pb_utils.TritonModelException, "should not be empty."),
         (
-            lambda: pb_utils.InferenceRequest(correlation_id=wrong([])),
+            lambda: pb_utils.InferenceRequest("", wrong([]), [], [], "m"),
             pb_utils.TritonModelException,
             "Correlation ID must be",
         ),
@@ -179,6 +180,31 @@ def test_what_is_wrong_is_said(make: Callable[[], object], kind: type[Exception]
         make()
 
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["inputs", "requested_output_names", "model_name"])
+def test_a_request_needs_inputs_outputs_and_a_model(missing: str) -> None:
+    given: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "m"}
+    del given[missing]
+
+    with pytest.raises(TypeError, match="needs inputs, requested_output_names and model_name"):
+        pb_utils.InferenceRequest(**given)
+
+
+def test_a_capsule_keeps_its_tensor() -> None:
+    """Models count the references."""
+    tensor = pb_utils.Tensor("x", np.arange(3, dtype="f4"))
+    before = sys.getrefcount(tensor)
+
+    capsule = tensor.to_dlpack()
+    held = sys.getrefcount(tensor)
+    array = pb_utils.Tensor.from_dlpack("y", capsule).as_numpy()
+    del capsule
+    kept = sys.getrefcount(tensor)
+
+    assert np.shares_memory(array, tensor.as_numpy())
+    del array
+    assert (held - before, kept - before, sys.getrefcount(tensor) - before) == (1, 1, 0)
 
 
 def test_a_response_sender_sends_one_response() -> None:

@@ -137,6 +137,37 @@ async def test_who_stops_reading_cancels(*, is_forgotten: bool) -> None:
         await eventually(one.is_empty, description="the entry is taken out")
 
 
+async def test_a_cancelled_model_is_told_and_still_heard() -> None:
+    """What it sends until it ends comes; its entry is its own to finish."""
+    async with scene() as one:
+        responses, request = await one.stream()
+        await one.worker.send(request, 0)
+        await asyncio.to_thread(next, responses)
+
+        responses.cancel()
+        await eventually(lambda: any(credit.cancelled for credit in one.worker.credits), description="the word")
+        await one.worker.send(request, 1)
+        await one.worker.send(request, 2, final=True, outputs=(), failure=Failure("cancelled", "as you like"))
+
+        assert (await asyncio.to_thread(next, responses)).index == 1
+        with pytest.raises(Cancelled, match="as you like"):
+            await asyncio.to_thread(next, responses)
+        responses.cancel()
+        assert list(responses) == []
+        await eventually(one.is_empty)
+
+
+async def test_a_call_that_is_cancelled_before_its_first_response_is_taken_out() -> None:
+    async with scene() as one:
+        responses, _ = await one.stream()
+
+        responses.cancel()
+
+        with pytest.raises(Cancelled, match="the call was cancelled"):
+            await asyncio.to_thread(next, responses)
+        await eventually(one.is_empty, description="the entry is taken out")
+
+
 async def test_a_request_that_is_refused_late_is_the_models_failure() -> None:
     """The client of the calling model has sent nothing wrong."""
     async with scene() as one:

@@ -29,7 +29,10 @@ class StreamedResponses:
 
     Attributes:
         responder: The same.
+        can_ask: False: a caller that cancels ends the run.
     """
+
+    can_ask = False
 
     def __init__(
         self,

@@ -1,0 +1,49 @@
+"""Calls of processes that the model forks, such as those of a `multiprocessing.Pool`.
+
+The channel to the worker is that of one process. Each fork makes another one, between the forked process and this one,
+where a thread asks the worker in its place.
+"""
+
+import os
+import socket
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from qinfer.backends.python_host.channel import Channel
+from qinfer.backends.python_host.messages import Call, Cancelled, IsCancelled
+
+if TYPE_CHECKING:
+    from qinfer.backends.python_host.host import Host
+
+
+def serve_forks(host: "Host") -> None:
+    """Has the processes that this one forks from now on ask by way of this one."""
+    here = threading.local()
+
+    def before() -> None:
+        here.pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def in_parent() -> None:
+        mine, theirs = here.pair
+        theirs.close()
+        threading.Thread(target=_serve, args=(host, Channel(mine)), name="fork", daemon=True).start()
+
+    def in_child() -> None:
+        mine, theirs = here.pair
+        mine.close()
+        host.forked(Channel(theirs))
+
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+
+
+def _serve(host: "Host", channel: Channel) -> None:
+    """Answers one forked process until it ends."""
+    with suppress(OSError, EOFError):
+        while True:
+            message, buffers = channel.receive()
+            if isinstance(message, Call):
+                answer, data = host.call_for(message, buffers)
+                channel.send(answer, [each.data for each in data])
+            elif isinstance(message, IsCancelled):
+                channel.send(Cancelled(message.number, host.is_cancelled(message.batch, message.item)))
