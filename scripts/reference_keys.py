@@ -406,7 +406,7 @@ ROWS = (
         keys.worker,
         "hash",
         "expires after the last heartbeat",
-        "device, models with their state, throughput",
+        "device, models with their state, throughput; the models' own metrics",
         ({"worker_id": "<id>"},),
     ),
     Row(

@@ -18,6 +18,7 @@ from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InferenceFailed, OutputMismatch, QinferError
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
+from qinfer.observe.model_metrics import ModelSeries
 from qinfer.tensors import Tensor, from_numpy
 
 OTHER_ROWS = (
@@ -240,7 +241,8 @@ class OneResponse:
 class Backend(Protocol):
     """One model instance on one device.
 
-    It may have three methods more, which take no arguments and are called from any thread. `memory`: see `memory_of`.
+    It may have four methods more, which take no arguments and are called from any thread. `memory`: see `memory_of`.
+    `metrics` never waits, and returns the model's own metrics.
     `unready` never waits, and returns why the model itself says that it is not ready; empty = it is. `interrupt` is
     called while the instance executes, has that execution end with an error, and returns whether it did. Where there is
     no `interrupt`, an execution that lasts longer than its model may take ends the worker.
@@ -317,6 +319,12 @@ def memory_of(backend: Backend) -> tuple[MemoryUse, ...]:
     """
     measure: Callable[[], tuple[MemoryUse, ...]] | None = getattr(backend, "memory", None)
     return () if measure is None else measure()
+
+
+def metrics_of(backend: Backend) -> Sequence[ModelSeries]:
+    """Returns the own metrics of a loaded backend's model: by its method `metrics`, if it has one; as `memory_of`."""
+    read: Callable[[], Sequence[ModelSeries]] | None = getattr(backend, "metrics", None)
+    return () if read is None else read()
 
 
 BackendFactory = Callable[[], Backend]

@@ -50,6 +50,7 @@ from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, Seque
 from qinfer.models.config.message import ModelConfig, from_json, to_json
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
+from qinfer.observe.model_metrics import ModelSeries
 from qinfer.tensors import Bytes, from_numpy
 
 ENVIRONMENT = "EXECUTION_ENV_PATH"
@@ -171,6 +172,10 @@ class PythonBackend:
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns the resident memory of the process and of those that the model has started."""
         return self._instance.memory()
+
+    def metrics(self) -> Sequence[ModelSeries]:
+        """Returns the model's own metrics."""
+        return self._instance.metrics()
 
     def unload(self) -> None:
         """Finalises the model and ends its process, by force after some seconds; open streams may end before."""

@@ -15,10 +15,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from qinfer.backends.base import Array, Backend, Batch, Context, Shape, item_shapes, memory_of
+from qinfer.backends.base import Array, Backend, Batch, Context, Shape, item_shapes, memory_of, metrics_of
 from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutputSpec
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
+from qinfer.observe.model_metrics import ModelSeries
 
 _OWN_TENSORS = "python"
 """The backend whose models see requests and no batch."""
@@ -65,6 +66,10 @@ class _Ragged:
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns what the model holds."""
         return memory_of(self._backend)
+
+    def metrics(self) -> Sequence[ModelSeries]:
+        """Returns the model's own metrics."""
+        return metrics_of(self._backend)
 
     def unload(self) -> None:
         """Unloads the model."""

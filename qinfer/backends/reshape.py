@@ -1,16 +1,17 @@
 """A wrapper around any backend that applies `reshape` (`qinfer/models/reshapes.py`), so that no backend knows of it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from qinfer.backends.base import Backend, Batch, Context, memory_of
+from qinfer.backends.base import Backend, Batch, Context, memory_of, metrics_of
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import OutputMismatch, QinferError
 from qinfer.models.reshapes import Reshape, inward, outward
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
+from qinfer.observe.model_metrics import ModelSeries
 from qinfer.tensors import Tensor, element_count
 
 
@@ -46,6 +47,10 @@ class _Reshaped:
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns what the model holds."""
         return memory_of(self._backend)
+
+    def metrics(self) -> Sequence[ModelSeries]:
+        """Returns the model's own metrics."""
+        return metrics_of(self._backend)
 
     def unload(self) -> None:
         """Unloads the model."""

@@ -17,12 +17,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qinfer.backends.base import Backend, Batch, Context, memory_of
+from qinfer.backends.base import Backend, Batch, Context, memory_of, metrics_of
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import Cancelled, ExecutionOverdue, InferenceFailed, LoadOverdue, QinferError, SequenceLost
 from qinfer.models.config.to_spec import EXECUTE_TIMEOUT, LOAD_TIMEOUT, WARMUP_TIMEOUT
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
+from qinfer.observe.model_metrics import ModelSeries
 from qinfer.tensors import Tensor
 
 _Answer = tuple[Tensor, ...] | QinferError
@@ -286,6 +287,10 @@ class WatchedBackend:
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns what the model holds."""
         return memory_of(self.backend)
+
+    def metrics(self) -> Sequence[ModelSeries]:
+        """Returns the model's own metrics."""
+        return metrics_of(self.backend)
 
     def unload(self) -> None:
         """Unloads the model."""

@@ -9,8 +9,8 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.pins import Pin
 from qinfer.models.state import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
+from qinfer.observe.model_metrics import ModelSeries
 from qinfer.observe.stats import LATEST
 from qinfer.queue import keys
 from qinfer.queue.connection import mapped
@@ -36,6 +37,7 @@ SettingValue = bool | int | str | list[str] | None
 
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout
 _WAKES_KEPT = 16
+_METRICS = "metrics"
 _MAX_DIGITS = 20  # those of Redis' integers, and their sign
 _MOST_REASONS = 1000
 
@@ -142,6 +144,25 @@ class ControlStore:
                 pipe.pexpire(key, int(ttl_s * 1000))
                 pipe.zadd(keys.workers(), {record.id: time.time()})
                 await pipe.execute()
+
+    async def put_model_metrics(self, worker_id: str, series: Sequence[ModelSeries], ttl_s: float) -> None:
+        """Writes the own metrics of a worker's models beside its record, whose lifetime they share."""
+        key = keys.worker(worker_id)
+        with translated():
+            async with self.client.pipeline(transaction=False) as pipe:
+                pipe.hset(key, _METRICS, msgspec.msgpack.encode(series))
+                pipe.pexpire(key, int(ttl_s * 1000))
+                await pipe.execute()
+
+    async def model_metrics(self, workers: Collection[str]) -> list[ModelSeries]:
+        """Returns the own metrics of the models of some workers; what a newer worker writes is left out."""
+        with translated():
+            values = await self._fields([(keys.worker(worker_id), _METRICS) for worker_id in workers])
+        found: list[ModelSeries] = []
+        for value in values:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                found += msgspec.msgpack.decode(value or b"\x90", type=list[ModelSeries])
+        return found
 
     async def retire(self, worker_id: str) -> None:
         """Removes a worker's record at once."""

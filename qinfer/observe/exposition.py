@@ -61,6 +61,10 @@ class Family:
         self.samples += [Sample("_count", ordered, pairs[-1][1]), Sample("_sum", ordered, total)]
         self.samples += [Sample("_bucket", (*ordered, ("le", self._bound(bound))), count) for bound, count in pairs]
 
+    def number(self, value: float) -> str:
+        """Returns a value as Prometheus' text format has it."""
+        return _of_triton(value) if self.info.name.startswith(_TRITONS) else _own(value)
+
     def exemplify(self, exemplars: Mapping[int, Exemplar], buckets: int) -> None:
         """Puts exemplars, by the number of their bucket, at the histogram that was added last."""
         first = len(self.samples) - buckets
@@ -108,10 +112,8 @@ def render(shown: Iterable[Family]) -> bytes:
         info = family.info
         text = info.text.replace("\\", "\\\\").replace("\n", "\\n")
         lines += [f"# HELP {info.name} {text}", f"# TYPE {info.name} {info.kind}"]
-        number = _of_triton if info.name.startswith(_TRITONS) else _own
-        lines += [
-            f"{info.name}{suffix}{_labels(labels)} {number(value)}" for suffix, labels, value, _ in family.samples
-        ]
+        for suffix, labels, value, _ in family.samples:
+            lines.append(f"{info.name}{suffix}{_labels(labels)} {family.number(value)}")
     return "".join(f"{line}\n" for line in lines).encode()
 
 

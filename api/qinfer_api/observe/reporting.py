@@ -27,6 +27,7 @@ from qinfer.models.shared_settings import follow_log_settings
 from qinfer.models.state import SCALED_DOWN, SCALED_UP, State, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork, read_work
+from qinfer.observe import model_metrics
 from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE, Family, labels_of
 from qinfer.observe.host import HostMeter, ProcessUse, read_use
@@ -137,12 +138,13 @@ async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, 
     )
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
-            work, stats, waiting, states, (scalers, scaled, routes) = await asyncio.gather(
+            work, stats, waiting, states, (scalers, scaled, routes), own = await asyncio.gather(
                 read_work(store, delivery, jobs.open_rows),
                 store.all_stats(list(ready)),
                 letters.read(catalog.known()),
                 jobs.states(),
                 asyncio.gather(store.scalers(), store.scaler_counts(), BridgeReports(store.client).routes()),
+                store.model_metrics([record.id for record in records]),
             )
             labeling = await _unfinished(LabelTasks(delivery), stats)
             sequences = await read_sequences(delivery, await store.models(catalog.stateful()))
@@ -162,7 +164,7 @@ async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, 
         jobs=dict.fromkeys((*_OPEN_STATES, *_ENDED_STATES), 0) | dict(states),
         scaled={direction: scaled.get(direction, 0) for direction in (SCALED_UP, SCALED_DOWN)},
         wanted_workers=sum(scaler.target for scaler in scalers) if scalers else None,
-        features=list(families(routes)),
+        features=[*families(routes), *model_metrics.families(own)],
         labeling=labeling,
     )
 

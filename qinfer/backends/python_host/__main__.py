@@ -1,8 +1,9 @@
-"""The host process: `python -m qinfer.backends.python_host <descriptor> <asks> <parent>`; the python backend starts it.
+"""The host process: `python -m qinfer.backends.python_host <descriptor> <asks> <metrics> <parent>`.
 
 Args:
     descriptor: The socket to the worker, inherited.
     asks: The socket by which the worker asks for the model's readiness, inherited too.
+    metrics: The memory of the model's own metrics, inherited too.
     parent: The worker's process id; with the worker's death the kernel ends this process too.
 """
 
@@ -16,7 +17,9 @@ from types import FrameType
 
 from qinfer.backends.python_host import modules, utils
 from qinfer.backends.python_host.channel import Channel
+from qinfer.backends.python_host.custom_metrics import connect_metrics
 from qinfer.backends.python_host.host import Host
+from qinfer.backends.python_host.metric_table import MetricTable
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -34,7 +37,7 @@ def _heed() -> None:
             signal.signal(signum, signal.SIG_DFL)
 
 
-def main(descriptor: int, asks: int, parent: int) -> int:
+def main(descriptor: int, asks: int, metrics: int, parent: int) -> int:
     """Serves one model; returns the exit status."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
@@ -48,9 +51,10 @@ def main(descriptor: int, asks: int, parent: int) -> int:
     sys.modules["c_python_backend_utils"] = utils
     sys.path.extend(modules.__path__)
     sys.argv = [sys.executable]
+    connect_metrics(MetricTable(metrics))
     Host(Channel(socket.socket(fileno=descriptor)), socket.socket(fileno=asks)).serve()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:4])))
+    sys.exit(main(*map(int, sys.argv[1:5])))

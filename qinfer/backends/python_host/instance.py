@@ -5,12 +5,13 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from qinfer.backends.python_host.process import FINALIZE_S, TERMINATE_S, HostProcess
 from qinfer.core.retry import pause_s
 from qinfer.errors import ModelLoadFailed
 from qinfer.observe.host import MemoryUse, read_use
+from qinfer.observe.model_metrics import ModelSeries
 
 logger = logging.getLogger("qinfer.backends.python")
 
@@ -83,6 +84,11 @@ class Instance:
         process = self._process
         use = None if process is None or not process.is_alive else read_use(pid=process.pid)
         return () if use is None else (MemoryUse("CPU", 0, use.memory_bytes),)
+
+    def metrics(self) -> Sequence[ModelSeries]:
+        """Returns the metrics of the model's own; nothing while there is no process."""
+        process = self._process
+        return () if process is None else process.metrics.read()
 
     def begins(self) -> None:
         """Notes that the process gets a batch."""

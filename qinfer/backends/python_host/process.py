@@ -18,6 +18,7 @@ import msgspec
 from qinfer.backends.parameters import model_variables
 from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.messages import Finalize
+from qinfer.backends.python_host.metric_table import MetricMemory
 from qinfer.backends.python_host.services import LINE_BYTES, MARK
 from qinfer.core.processes import signal_name
 from qinfer.errors import BackendUnavailable
@@ -82,6 +83,7 @@ class HostProcess:
 
     Attributes:
         asks: The socket by which it is asked for its model's readiness.
+        metrics: The memory of its model's own metrics.
         held: Returns the ids of the requests that it has, for the log of its death.
 
     Raises:
@@ -101,8 +103,9 @@ class HostProcess:
             raise BackendUnavailable("backend 'python' needs Linux: it ends and feeds processes by means of its kernel")
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.asks, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.metrics = MetricMemory()
         with theirs, asked:
-            descriptors = (theirs.fileno(), asked.fileno())
+            descriptors = (theirs.fileno(), asked.fileno(), self.metrics.descriptor)
             # -B: byte code beside the model's files would look like a change of the model.
             options = ["-P", "-B", "-u", "-m", "qinfer.backends.python_host"]
             command = [sys.executable, *options, *map(str, descriptors), str(os.getpid())]
@@ -124,6 +127,7 @@ class HostProcess:
             except BaseException:
                 mine.close()
                 self.asks.close()
+                self.metrics.close()
                 raise
         self.channel = Channel(mine)
         self._listener = threading.Thread(target=self._listen, name=f"output-{model}", daemon=True)
@@ -182,6 +186,7 @@ class HostProcess:
         self._has_ended.wait()
         self.channel.close()
         self.asks.close()
+        self.metrics.close()
 
     def _signal(self, number: signal.Signals) -> None:
         """Signals the process's group, because the model's code may have started processes too."""

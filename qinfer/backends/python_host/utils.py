@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qinfer.backends.python_host.custom_metrics import Metric, MetricFamily, MetricKind
 from qinfer.backends.python_host.errors import TritonError, TritonModelException
 from qinfer.backends.python_host.inference import (
     RESCHEDULE,
@@ -17,7 +18,7 @@ from qinfer.backends.python_host.inference import (
 from qinfer.backends.python_host.loads import is_model_ready, load_model, unload_model
 from qinfer.backends.python_host.messages import SEQUENCE_END, SEQUENCE_START
 from qinfer.backends.python_host.responses import FINAL, InferenceResponse, InferenceResponseSender
-from qinfer.backends.python_host.services import Logger, Metric, MetricFamily, MetricKind
+from qinfer.backends.python_host.services import Logger
 from qinfer.backends.python_host.tensor import NUMBERS, Tensor
 from qinfer.tensors import DATATYPES, from_numpy, iter_bytes
 

@@ -12,6 +12,7 @@ from tritonclient.utils import InferenceServerException
 
 from qinfer.core.settings_cache import CacheSettings
 from qinfer.core.settings_metrics import MetricsSettings
+from qinfer.testing import eventually
 from tests.support import python_models
 from tests.support.served_models import ServedModels, models_served, tensor
 
@@ -54,6 +55,24 @@ def repository(tmp_path: Path) -> Path:
     (path / "ensemble" / "config.pbtxt").write_text(ENSEMBLE)
     return path
 
+
+OWN = python_models.execute(
+    """with self.lock:
+    self.counts.increment(len(requests))
+    self.level.set(float(x(requests[0]).flat[0]))
+    self.times.observe(0.5)
+return [reply(x(request)) for request in requests]""",
+    before="""
+def initialize(self, args):
+    import threading
+    make = pb_utils.MetricFamily
+    self.families = [make("own_requests", "Requests.", make.COUNTER), make("own_level", "Level.", make.GAUGE)]
+    self.families.append(make("own_times", "Times.", make.HISTOGRAM))
+    self.counts, self.level = (family.Metric({"model": "own"}) for family in self.families[:2])
+    self.times = self.families[2].Metric(buckets=[0.1, 1.0])
+    self.lock = threading.Lock()
+""",
+)
 
 MODELS = ("echo", "tagged", "cached", "raises", "stream", "sums", "ensemble")
 
@@ -189,3 +208,27 @@ async def test_a_model_that_is_unloaded_has_no_series(repository: Path) -> None:
         await scene.http.load_model("echo")
         await scene.infer("echo", x=ROWS)
         assert (await scrape(scene)).counts("echo") == [2, 4, 2]
+
+
+async def test_metrics_of_a_models_own_are_shown_at_the_next_read(tmp_path: Path) -> None:
+    """Those of its instances are one; they go with the model, and a model that is loaded again begins anew."""
+    repository = tmp_path / "repository"
+    python_models.write_model(repository, OWN, "own", dims=2, more="instance_group { count: 2 }")
+    async with models_served(repository) as scene:
+        await load(scene, "own")
+        idle = (await scrape(scene)).text
+        for number in range(1, 9):
+            await scene.infer("own", x=ROWS * number)
+            page = (await scrape(scene)).text
+            assert f'own_requests{{model="own"}} {number}\n' in page
+            assert f'own_level{{model="own"}} {number}\n' in page
+        await scene.http.unload_model("own")
+
+        async def are_gone() -> bool:
+            return "own_" not in (await scrape(scene)).text
+
+        await eventually(are_gone, description="the end of the model's metrics")
+
+    assert 'own_requests{model="own"} 0\n' in idle
+    assert "# HELP own_times Times.\n# TYPE own_times histogram\nown_times_count 8\nown_times_sum 4\n" in page
+    assert 'own_times_bucket{le="0.1"} 0\nown_times_bucket{le="1"} 8\nown_times_bucket{le="+Inf"} 8\n' in page

@@ -15,10 +15,11 @@ from enum import Enum
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
-from qinfer.backends.base import Backend, memory_of
+from qinfer.backends.base import Backend, memory_of, metrics_of
 from qinfer.batching.execution import Execution
 from qinfer.batching.streams import Stream, StreamedExecution
 from qinfer.observe.host import MemoryUse, added_up
+from qinfer.observe.model_metrics import ModelSeries
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,10 @@ class ThreadExecutor:
     def memory(self) -> tuple[MemoryUse, ...]:
         """Returns the memory that the instances hold; for any thread."""
         return added_up(use for instance in list(self._instances) for use in memory_of(instance))
+
+    def metrics(self) -> list[ModelSeries]:
+        """Returns the metrics of the instances' models; for any thread."""
+        return [one for instance in list(self._instances) for one in metrics_of(instance)]
 
     def recall(self) -> list[Execution]:
         """Takes back the executions that no instance has taken; borrowers stay."""

@@ -20,6 +20,7 @@ from qinfer.models.state import Executing, Speed, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
 from qinfer.observe.host import GpuMeter, GpuUse, MemoryUse, ProcessUse, read_use
+from qinfer.observe.model_metrics import ModelSeries, merged
 from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
@@ -106,6 +107,8 @@ class Heartbeat:
         self._unsent: dict[Key, dict[str, int]] = {}
         self._pushes = CountPushes(store.client)
         self._adding = asyncio.Lock()  # whoever has waited for it finds all counts added
+        self._metrics: list[ModelSeries] = []
+        self._metrics_put_at_s = self._started_at
         self._speeds: dict[Key, Speed] = {}
         self._speeds_put: dict[Key, Speed] = {}
         self._speeds_put_at_s = self._started_at
@@ -200,7 +203,18 @@ class Heartbeat:
             for tally in self.tallies:
                 for key, deltas in tally.drain().items():
                     stats.add(self._unsent.setdefault(key, {}), deltas)
+            await self._tell_metrics()
             await self.flush()
+
+    async def _tell_metrics(self) -> None:
+        """Writes the models' own metrics where they have changed, and now and then because Redis may lose them."""
+        executors = [one.model.executor for one in list(self._batchers())]
+        series = merged(one for each in executors if isinstance(each, ThreadExecutor) for one in each.metrics())
+        now_s = self._clock.now_s()
+        if series == self._metrics and (not series or now_s - self._metrics_put_at_s < SPEEDS_EVERY_S):
+            return
+        await self._store.put_model_metrics(self._worker_id, series, self._settings.heartbeat_ttl_s)
+        self._metrics, self._metrics_put_at_s = series, now_s
 
     async def _answer_reads(self) -> None:
         """Adds the counts whenever somebody reads the statistics of a model that is here, until cancelled."""

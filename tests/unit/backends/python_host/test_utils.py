@@ -226,23 +226,3 @@ def test_a_response_sender_sends_one_response() -> None:
     reply = request.reply()
     assert reply is not None
     assert reply.response() is response
-
-
-def test_custom_metrics_work_within_the_process(capfd: pytest.CaptureFixture[str]) -> None:
-    """And say that they are not exported."""
-    counter = pb_utils.MetricFamily("requests", "how many", pb_utils.MetricFamily.COUNTER).Metric({"a": "b"})
-    gauge = pb_utils.MetricFamily("level", "how high", pb_utils.MetricFamily.GAUGE).Metric()
-    histogram = pb_utils.MetricFamily("times", "how long", pb_utils.MetricFamily.HISTOGRAM).Metric(buckets=[1, 2])
-
-    counter.increment(2)
-    gauge.set(5)
-    gauge.increment(-1)
-    histogram.observe(1.5)
-
-    assert (counter.value(), gauge.value()) == (2, 4)
-    assert "custom metrics are not exported" in capfd.readouterr().err
-    for refused in (lambda: counter.set(1), lambda: counter.increment(-1), lambda: gauge.observe(1), histogram.value):
-        with pytest.raises(pb_utils.TritonModelException):
-            refused()
-    with pytest.raises(pb_utils.TritonModelException, match="a histogram needs 'buckets'"):
-        pb_utils.MetricFamily("times", "how long", pb_utils.MetricFamily.HISTOGRAM).Metric()

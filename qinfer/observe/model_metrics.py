@@ -1,0 +1,94 @@
+"""Metrics of the models' own, as `pb_utils.MetricFamily` makes them: records of series, merged as one server's.
+
+Series of equal names and labels are one, whichever process has them: counts add up, and of what was set the last holds.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from qinfer.observe import catalogue
+from qinfer.observe.catalogue import Info, MetricScope
+from qinfer.observe.exposition import Family, Sample
+
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+
+
+class ModelSeries(msgspec.Struct, frozen=True, array_like=True):
+    """One series.
+
+    Attributes:
+        name: The metric's name.
+        kind: `COUNTER`, `GAUGE` or `HISTOGRAM`.
+        text: The metric's help.
+        labels: Names and values, by name.
+        bounds: Upper bounds of a histogram's buckets, without the infinite one.
+        values: A counter's value; a gauge's, and when it was set (seconds since the epoch, 0 = never); a histogram's
+            observations in each bucket, and their sum.
+    """
+
+    name: str
+    kind: str
+    text: str
+    labels: tuple[tuple[str, str], ...]
+    bounds: tuple[float, ...]
+    values: tuple[float, ...]
+
+
+class ModelFamily(Family):
+    """One metric of models, which looks as Triton's C++ client library prints it: whole numbers without `.0`."""
+
+    def number(self, value: float) -> str:
+        """Returns a value as it is shown."""
+        return str(int(value)) if float(value).is_integer() else str(value)
+
+    def show(self, one: ModelSeries) -> None:
+        """Adds the lines of a series."""
+        if one.kind != HISTOGRAM:
+            self.samples.append(Sample("", one.labels, one.values[0]))
+            return
+        *counts, total = one.values
+        self.samples += [Sample("_count", one.labels, sum(counts)), Sample("_sum", one.labels, total)]
+        below = 0.0
+        for bound, count in zip((*one.bounds, math.inf), counts, strict=True):
+            below += count
+            shown = "+Inf" if math.isinf(bound) else self.number(bound)
+            self.samples.append(Sample("_bucket", (*one.labels, ("le", shown)), below))
+
+
+def merged(series: Iterable[ModelSeries]) -> list[ModelSeries]:
+    """Returns series of which no two have the same name and labels; of two kinds of one name the first is kept."""
+    kinds: dict[str, tuple[str, str]] = {}
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], ModelSeries] = {}
+    for one in series:
+        kind, text = kinds.setdefault(one.name, (one.kind, one.text))
+        key = one.name, one.labels
+        other = found.get(key)
+        if one.kind != kind or (other is not None and other.bounds != one.bounds):
+            continue
+        values = one.values if other is None else _together(kind, other.values, one.values)
+        found[key] = msgspec.structs.replace(one, text=text, values=values)
+    return list(found.values())
+
+
+def families(series: Iterable[ModelSeries]) -> list[Family]:
+    """Returns the metrics of models, merged, without those that have the name of one of qinfer's own."""
+    own = {info.name for info in catalogue.ALL}
+    found: dict[str, ModelFamily] = {}
+    for one in merged(series):
+        if one.name in own:
+            continue
+        family = found.get(one.name)
+        if family is None:
+            info = Info(one.name, one.kind, (), one.text, MetricScope.CLUSTER)
+            family = found[one.name] = ModelFamily(info)
+        family.show(one)
+    return list(found.values())
+
+
+def _together(kind: str, one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
+    if kind != GAUGE or not (one[1] and other[1]):
+        added = tuple(a + b for a, b in zip(one, other, strict=True))
+        return added if kind != GAUGE else (added[0], max(one[1], other[1]))
+    return tuple(one if one[1] >= other[1] else other)
