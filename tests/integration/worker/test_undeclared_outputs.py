@@ -25,7 +25,7 @@ def outputs(value):
         3: [("z", np.ones(1, np.float32))],
         4: [("y", np.ones(1, np.float32)), ("z", np.ones(1, np.float32))],
         5: [("y", np.ones((7, 1), np.float32)), ("z", np.ones((1, 1), np.float32))],
-    }[int(value)]
+    }[int(value) or 1]
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in made])
 """
 MODEL = python_models.HEADER + (
@@ -47,6 +47,14 @@ class TritonPythonModel:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 )
+CALLER = python_models.execute(
+    """asked = requests[0].requested_output_names()
+response = pb_utils.InferenceRequest("", 0, [pb_utils.Tensor("x", x(requests[0]))], asked, "loose").exec()
+if response.has_error():
+    raise pb_utils.TritonModelException(response.error().message())
+return [pb_utils.InferenceResponse(response.output_tensors())]"""
+)
+WARM = """model_warmup { name: "zeros" inputs { key: "x" value { data_type: TYPE_FP32 dims: 1 zero_data: true } } }"""
 Z = 'output { name: "z" data_type: TYPE_FP32 dims: 1 }'
 STRICT = 'parameters { key: "qinfer.strict_outputs" value { string_value: "true" } }'
 CACHED = "response_cache { enable: true }"
@@ -68,6 +76,9 @@ async def scene(tmp_path: Path) -> AsyncIterator[ServedModels]:
     write(repository, "strict", more=STRICT)
     write(repository, "cached", more=CACHED)
     write(repository, "streamed", STREAM, python_models.DECOUPLED)
+    write(repository, "caller", CALLER)
+    write(repository, "warm", more=WARM)
+    write(repository, "sequences", max_batch_size=4, scheduling=models.sequence_batching(models.OLDEST))
     python_models.write_model(repository, python_models.ECHO, "echo", max_batch_size=0, dims=1, scheduling="")
     two = 'output { name: "z" data_type: TYPE_FP32 dims: [ 1 ] }'
     ensembles.ensemble(
@@ -228,3 +239,31 @@ async def test_responses_of_streams_are_passed_on_too(scene: ServedModels) -> No
             found.append(shapes(result))
 
     assert found == [{"y": ("FP32", [1, 3]), "z": ONE}, {"y": ("INT64", [1]), "z": ONE}, {"z": ONE}]
+
+
+async def test_steps_of_sequences_are_passed_on_and_leave_out_too(scene: ServedModels) -> None:
+    await load(scene, "sequences")
+
+    found = []
+    for value in (1, 2, 3):
+        inputs = [tensor("x", given(value, 1))]
+        flags = {"sequence_id": 7, "sequence_start": value == 1, "sequence_end": value == 3}
+        found.append(shapes(await scene.grpc.infer("sequences", inputs, **flags)))
+
+    assert found == [{"y": ("FP32", [1, 3]), "z": ONE}, {"y": ("INT64", [1]), "z": ONE}, {"z": ONE}]
+
+
+async def test_a_calling_model_gets_what_the_called_one_gives(scene: ServedModels) -> None:
+    """An output that the call names, and that is left out, fails the call."""
+    await load(scene, "loose", "caller")
+
+    assert shapes(await asked(scene, "caller", 1)) == {"y": ("FP32", [1, 3]), "z": ONE}
+    assert shapes(await asked(scene, "caller", 3, "z")) == {"z": ONE}
+    with pytest.raises(InferenceServerException, match="the model returned no output 'y'"):
+        await asked(scene, "caller", 3)
+
+
+async def test_a_warm_up_takes_what_is_not_declared(scene: ServedModels) -> None:
+    await load(scene, "warm")
+
+    assert shapes(await asked(scene, "warm", 4)) == {"y": ONE, "z": ONE}
