@@ -211,6 +211,10 @@ BACKLOG_TIMED_OUT = "timeout of the corresponding sequence has been expired"
 """Triton's text for the requests of a sequence one of which has expired before the sequence got a slot."""
 
 
+LEFT = "the request was cancelled"
+"""The text for a request whose caller went away, or cancelled it."""
+
+
 class DeadlineExceeded(QinferError):
     """The request's deadline passed before it was executed."""
 

@@ -32,6 +32,7 @@ from qinfer.observe.tenants import TenantTally
 from qinfer.observe.tracing import Attributes
 from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
+from qinfer.queue.sequence_answers import is_callers
 from qinfer.submission.pending import Pending, Sink
 from qinfer.submission.submit import Submission, check
 from qinfer.traffic.choice import Header, no_header
@@ -380,6 +381,8 @@ class Dispatcher:
         if response.failure is not None:
             if response.final:
                 self._tally.failed(pending.model, pending.version, response.failure.code)
+            if pending.step is not None and is_callers(response.failure):
+                self._tally.ended(pending.model, pending.version, response.failure.code, pending.started_s)
             failure = told(response.failure, pending.client_id or pending.request_id)
             response = msgspec.structs.replace(response, failure=failure)
         elif response.final:
@@ -394,7 +397,8 @@ class Dispatcher:
 
     def _failed(self, pending: Pending, error: Exception) -> None:
         failure = Failure.of(error)
-        self._tally.ended(pending.model, pending.version, failure.code, pending.started_s)
+        if pending.step is None or not is_callers(failure):  # those are counted where they are answered
+            self._tally.ended(pending.model, pending.version, failure.code, pending.started_s)
         answer = Response(request_id=pending.request_id, model=pending.model, version=pending.version, failure=failure)
         self._answered(pending, answer)
 

@@ -7,13 +7,18 @@ ends gets its stored response too, or the failure that ended it. Then it is remo
 import msgspec
 
 from qinfer.core.messages import Failure, InferRequest, Response
-from qinfer.errors import CorruptEntry, SequenceEnded
+from qinfer.errors import BACKLOG_TIMED_OUT, LEFT, Cancelled, CorruptEntry, SequenceEnded
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import CHUNK_BYTES, STORED_TTL_S, Entry
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_records import NOT_KEPT, Place, Unanswered
 from qinfer.queue.sequences import Sequences
 from qinfer.wire.frame import decode_responses, encode_responses
+
+
+def is_callers(failure: Failure) -> bool:
+    """Tells whether the gateway whose request a step was counts its failure, and not the program that answers it."""
+    return (failure.code == Cancelled.code and LEFT in failure.message) or failure.message == BACKLOG_TIMED_OUT
 
 
 async def answer_rest(queue: Queue, sequences: Sequences) -> list[tuple[InferRequest, Failure]]:

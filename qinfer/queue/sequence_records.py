@@ -173,11 +173,12 @@ class SlotShare(NamedTuple):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """A step for its sequence's owner; `lease` is `None` where the life has ended, and the worker drops it."""
+    """A step for its sequence's owner; without a `lease` its life has ended, or only the step's caller has left."""
 
     place: Place
     token: int
     lease: Lease | None
+    is_cancelled: bool = False
 
 
 class News(msgspec.Struct, frozen=True):

@@ -35,7 +35,10 @@ from weakref import WeakValueDictionary
 from qinfer.core.messages import Failure
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import (
+    BACKLOG_TIMED_OUT,
     BrokerUnavailable,
+    Cancelled,
+    DeadlineExceeded,
     InvalidRequest,
     PayloadTooLarge,
     QinferError,
@@ -350,13 +353,16 @@ class Sequences:
     async def fail(self, place: Place, failure: Failure, token: int | None = None) -> bool:
         """Ends a life by the failure of a step, or has it end when it begins; `unanswered` tells its steps.
 
+        If a caller cancels a step of a life that a worker owns, that worker is told, which knows what executes.
+
         Args:
             place: The step that expired, was cancelled, or became a dead letter.
             failure: Its own failure, which the steps behind it will name.
             token: The owner's; `None` = anybody's, such as a caller that cancels; `NOBODYS` = no worker owns the life.
 
         Returns:
-            False when it had ended before, the step is committed, or another worker owns the sequence.
+            False when it had ended before, the step is committed, another worker owns the sequence, or its owner is
+            told.
         """
         return await self._fail(place, failure.code, failure.message, "" if token is None else token)
 
@@ -491,8 +497,8 @@ class Sequences:
         """Reads one of the replies of take.lua."""
         name, life, number, token, entry_id, fields, deliveries = told
         place = Place(SequenceId.of(name.decode(errors="replace")), life, number)
-        if not number:
-            return Taken(place, token, None)
+        if not fields:
+            return Taken(place, token, None, is_cancelled=number > 0)
         entry, frame = self._read(place.sequence, entry_id, fields)
         return Taken(place, token, Lease(entry, worker_id, frame, deliveries, suspect=deliveries > 1))
 
@@ -506,8 +512,12 @@ class Sequences:
             failure = Failure.of(SequenceEnded(NOT_KEPT))
         elif not is_stored and number == failed and code != SequenceLost.code.encode():
             failure = Failure(code.decode(errors="replace"), text.decode(errors="replace"))
+        elif not is_stored and text == BACKLOG_TIMED_OUT.encode():
+            failure = Failure.of(DeadlineExceeded(BACKLOG_TIMED_OUT))
         elif not is_stored:
-            failure = Failure.of(self._ended(place.sequence, code, text, failed))
+            ended = self._ended(place.sequence, code, text, failed)
+            # All steps that wait are cancelled with one of them, as in Triton.
+            failure = Failure.of(Cancelled(ended.message) if code == Cancelled.code.encode() else ended)
         return Unanswered(place, entry, frame, failure)
 
     def _read(self, sequence: SequenceId, entry_id: bytes, fields: Items[bytes]) -> tuple[Entry, bytes]:

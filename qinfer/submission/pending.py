@@ -22,6 +22,7 @@ from qinfer.core.clock import Clock
 from qinfer.core.messages import Failure, Response
 from qinfer.core.retry import Backoff
 from qinfer.errors import (
+    LEFT,
     TIMED_OUT,
     BrokerUnavailable,
     Cancelled,
@@ -33,6 +34,7 @@ from qinfer.errors import (
 )
 from qinfer.queue.entries import Entry, Lane, by_lane
 from qinfer.queue.lanes import Queue
+from qinfer.queue.sequence_answers import answer_rest
 from qinfer.queue.sequence_records import NOBODYS, Place
 from qinfer.queue.sequences import Sequences
 from qinfer.submission.overtaking import Overtaking
@@ -43,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 _BUCKETS_PER_S = 100
 _LOST = "the answer may be lost, with data of the queue; send the request again"
-_LEFT = "the request was cancelled"
 _GONE = "the outputs were stored and are gone; send the request again"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
@@ -348,7 +349,7 @@ class PendingRequests:
         """Abandons a request and removes its entry if it is still waiting; returns whether it was pending."""
         if not self.remove(pending):
             return False
-        self._abandon(pending, Cancelled(_LEFT))
+        self._abandon(pending, Cancelled(LEFT))
         return True
 
     def fail_all(self, error: QinferError) -> None:
@@ -414,8 +415,9 @@ class PendingRequests:
             assert step.place is not None, "only steps with a place are in the list"
             assert step.failure is not None, "and with a failure"
             try:
-                await step.sequences.fail(step.place, step.failure)
-            except DeliveryError as error:
+                if await step.sequences.fail(step.place, step.failure):
+                    await answer_rest(self._queue, step.sequences)
+            except QinferError as error:
                 logger.warning("a sequence goes on until its step expires", extra={"error": error.message})
             self._broken.remove(step)
 
@@ -554,9 +556,11 @@ class PendingRequests:
         if pending not in self or step is None or step.place is None:
             return
         try:
-            if await step.sequences.fail(step.place, Failure.of(error), NOBODYS) and self.remove(pending):
-                self.fail(pending, error)
-        except DeliveryError as problem:
+            if await step.sequences.fail(step.place, Failure.of(error), NOBODYS):
+                if self.remove(pending):
+                    self.fail(pending, error)
+                await answer_rest(self._queue, step.sequences)
+        except QinferError as problem:
             logger.warning("a late step stays in its sequence", extra={"error": problem.message})
 
     async def _fetch(self, pending: Pending) -> None:

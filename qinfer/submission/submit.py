@@ -8,7 +8,8 @@ remembers what the first of them was checked for and how it was laid out.
 A request is laid out with its tensors within its entry, or beside the stream where they are large. What is not tensors
 (ids, names, parameters) is always in the entry, and bounded: a lane holds so many entries.
 
-A request to a stateful model is a step of a sequence, and goes to that (`Steps`).
+A request to a stateful model is a step of a sequence, and goes to that (`Steps`). Its `timeout` counts until the
+sequence has a slot.
 
 A request for a version that no live worker has loaded waits in its lane for `Served.wait_s`, and is withdrawn then.
 
@@ -24,6 +25,8 @@ from qinfer.core.clock import SystemClock
 from qinfer.core.messages import IdFactory, InferRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
+    BACKLOG_TIMED_OUT,
+    DeadlineExceeded,
     InvalidRequest,
     ModelNotFound,
     ModelNotReady,
@@ -51,6 +54,9 @@ MAX_HEAD_BYTES = 2**20
 
 PAYLOAD_MARGIN_S = 60.0
 """Tensors beside the stream outlive the deadline by so much."""
+
+TAKEN_S = 0.2
+"""A sequence waits for a slot from then on: so much time workers with free slots have to take it."""
 
 _MAX_LAYOUTS = 1024
 
@@ -353,16 +359,20 @@ class Submission:
         if not request.generation or request.generation != served.generation:
             check(request, served)
         request.id = self._new_id(spec.name, served.lane.partition)
+        backlog_s = 0.0 if spec.steps else request.timeout_s
         _stamp(request, served, served.routes.default, timeout_s, self._reply_to)
         frame, payload = self._layouts.lay_out(request, None)
         now_s, load = self._clock.monotonic_s(), Load(served.lane, 0)
         pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s, load=load, quota=quota)
-        deadline_s = now_s + timeout_s
-        if 0 < served.wait_s < timeout_s:
-            pending.deadline_s, pending.untaken = deadline_s, partial(self._untaken, served)
-            deadline_s = now_s + served.wait_s
+        first_s = timeout_s
+        if backlog_s and (slot_s := max(backlog_s, TAKEN_S)) < first_s:
+            first_s, pending.untaken = slot_s, partial(DeadlineExceeded, BACKLOG_TIMED_OUT)
+        if 0 < served.wait_s < first_s:
+            first_s, pending.untaken = served.wait_s, partial(self._untaken, served)
+        if first_s < timeout_s:
+            pending.deadline_s = now_s + timeout_s
         self._steps.submit(pending, request, served, frame, payload)
-        self.pending.add(pending, deadline_s)
+        self.pending.add(pending, now_s + first_s)
         return pending
 
     def _untaken(self, served: Served) -> QinferError | None:

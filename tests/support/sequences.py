@@ -119,10 +119,10 @@ class Worker:
             held = self.held.get(taken.place.sequence)
             if held is None or held.owned.token != taken.token:
                 continue
-            if taken.lease is None:
+            if taken.lease is None and not taken.is_cancelled:
                 del self.held[taken.place.sequence]
                 self.waiting = [each for each in self.waiting if each.place.sequence != taken.place.sequence]
-            elif all(each.lease != taken.lease for each in self.waiting):
+            elif not taken.is_cancelled and all(each.lease != taken.lease for each in self.waiting):
                 self.waiting.append(taken)
         return list(news.taken)
 

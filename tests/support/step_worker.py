@@ -5,8 +5,9 @@ await worker.take() ──▶ worker.steps ──▶ await worker.answer(step): 
 
 from dataclasses import dataclass
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.settings import LimitSettings
+from qinfer.errors import LEFT, Cancelled
 from qinfer.models.config.config import normalise, parse, to_spec
 from qinfer.models.spec import ModelSpec
 from qinfer.queue.lanes import Queue
@@ -62,6 +63,7 @@ class StepWorker:
         self._owned: dict[SequenceId, Owned] = {}
         self.sequences: Sequences = queue.sequences("sum", 0)
         self.steps: list[TakenStep] = []
+        self.cancelled: list[Taken] = []
 
     async def join(self) -> "StepWorker":
         """Begins its lease."""
@@ -104,6 +106,17 @@ class StepWorker:
         """Answers what is left of lives that have ended, as workers and janitors do."""
         await answer_rest(self._queue, self.sequences)
 
+    async def end_cancelled(self) -> None:
+        """Waits until it is told of a step whose caller has left, and ends its sequence there."""
+
+        async def is_told() -> bool:
+            await self._take_new()
+            return bool(self.cancelled)
+
+        await eventually(is_told, description="the word of a cancelled step")
+        taken = self.cancelled.pop()
+        await self.sequences.fail(taken.place, Failure.of(Cancelled(LEFT)), taken.token)
+
     async def _take_new(self) -> None:
         for owned in await self.sequences.own(self._name, 1, 10) or []:
             self._owned[owned.sequence] = owned
@@ -111,7 +124,9 @@ class StepWorker:
         assert news is not None, "its lease goes on"
         self._ticket = news.ticket
         for taken in news.taken:
-            if taken.lease is None:
+            if taken.is_cancelled:
+                self.cancelled.append(taken)
+            elif taken.lease is None:
                 self.steps = [step for step in self.steps if step.taken.token != taken.token]
             elif all(step.taken.lease != taken.lease for step in self.steps):
                 self.steps.append(TakenStep(taken, await self._read(taken)))

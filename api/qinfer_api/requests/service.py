@@ -17,6 +17,7 @@ import msgspec
 from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.core.settings import RequestSettings
 from qinfer.errors import (
+    LEFT,
     Cancelled,
     CorruptEntry,
     Overloaded,
@@ -51,9 +52,6 @@ from qinfer_api.status import of_request, told
 
 _GRACE_S = 5.0  # for a janitor to end what has expired
 _KEPT_LONGER_S = 600.0  # a target than the record that it leads to
-
-
-_CANCELLED = "the request was cancelled"
 
 
 class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -324,7 +322,7 @@ class AsyncRequests:
         if record.state.is_terminal:
             await self.delivery.requests.forget(address)
             return await self.record(context, address)
-        outcome = failed_outcome(address, RequestState.CANCELLED, Cancelled(_CANCELLED), record.version)
+        outcome = failed_outcome(address, RequestState.CANCELLED, Cancelled(LEFT), record.version)
         (is_first,) = await self.delivery.requests.settle([Settlement(address=address, outcome=outcome)])
         if is_first:
             self.tally.failed(address.model, record.version, Cancelled.code)

@@ -151,6 +151,17 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.waiting -= len(self._scheduler.drop(sequence, self._clock.now_s()))
         self.pump()
 
+    def cancel(self, sequence: SequenceId, number: int) -> bool:
+        """Breaks a sequence at a step that waits; False where that step executes, or is not here."""
+        kept = self._kept.get(sequence)
+        waiting = kept.waiting.items() if kept else ()
+        listed = next((listed for step, listed in waiting if step.place.number == number), None)
+        if listed is None or self._scheduler.executes(listed):
+            return False
+        self._scheduler.cancel(listed, self._clock.now_s())
+        self.pump()
+        return True
+
     def fail(self, step: PendingStep, error: QinferError) -> None:
         """Answers a step that does not end, because the worker does: the state stays as it was before.
 

@@ -25,7 +25,7 @@ from qinfer.batching.policy import NEVER_S, Latency
 from qinfer.batching.sequences.direct import pick_direct
 from qinfer.batching.sequences.oldest import pick_oldest, rules_of
 from qinfer.batching.sequences.steps import Pick, Ready, Step, StepBatch, T
-from qinfer.errors import BACKLOG_TIMED_OUT, TIMED_OUT, Cancelled, DeadlineExceeded, QinferError, SequenceEnded
+from qinfer.errors import BACKLOG_TIMED_OUT, LEFT, TIMED_OUT, Cancelled, DeadlineExceeded, QinferError, SequenceEnded
 from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.queue.sequence_records import SequenceId, ended_text, start_missing
 
@@ -177,6 +177,11 @@ class SequenceScheduler(Generic[T]):
             steps: The number of the last step that was executed.
         """
         self._open(sequence, sequence).steps = steps
+
+    def executes(self, step: Step[T]) -> bool:
+        """Tells whether a step executes."""
+        queue = self._home.get(step)
+        return queue is not None and step is queue.executing
 
     def cancel(self, step: Step[T], now_s: float) -> None:
         """Ends the sequence of a step that nobody waits for; one that executes is not refused, unless it is iterated.
@@ -411,7 +416,7 @@ class SequenceScheduler(Generic[T]):
 
 _CAUSES = {
     Ending.EXPIRED: "the request expired",
-    Ending.CANCELLED: "the request was cancelled",
+    Ending.CANCELLED: LEFT,
     Ending.DIED: "the request ended the process that executed it",
 }
 

@@ -23,6 +23,7 @@ from tests.support.sequences import EIGHT, LEASE_S, SEVEN, Gateway, Worker, firs
 from tests.support.servers.servers import Database, RedisServer, system_redis, wait_until
 
 LATE = Failure("deadline_exceeded", "Request timeout expired")
+LEFT = Failure("cancelled", "the request was cancelled")
 
 
 @pytest.fixture
@@ -605,6 +606,49 @@ async def test_an_error_names_the_first_step_without_a_response(gateway: Gateway
         await gateway.send(EIGHT, later(3))
 
 
+async def test_the_steps_of_a_sequence_that_waits_are_cancelled_together(gateway: Gateway) -> None:
+    _, second, _ = await gateway.send(SEVEN, first(1), later(2), later(3))
+
+    assert await gateway.sequences.fail(second.place, LEFT)
+    await gateway.answer_rest()
+
+    assert [text.partition(":")[0] for text in gateway.texts] == [LEFT.code] * 3
+    with pytest.raises(SequenceEnded, match="ended at step 2: the request was cancelled"):
+        await gateway.send(SEVEN, later(4))
+
+
+async def test_an_owner_is_told_of_a_step_that_is_cancelled(gateway: Gateway) -> None:
+    """The worker knows which step executes: the sequence ends when the worker says so."""
+    worker = await Worker(gateway, "w1").join()
+    _, second = await gateway.send(SEVEN, first(1), later(2))
+    await worker.own()
+    await worker.take()
+
+    assert not await gateway.sequences.fail(second.place, LEFT)
+
+    (told,) = await worker.take()
+    assert (told.place, told.lease, told.is_cancelled) == (second.place, None, True)
+    assert await worker.commit(worker.waiting[0])
+    assert await gateway.sequences.fail(second.place, LEFT, told.token)
+    assert await gateway.sequences.unanswered() != []
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+async def test_a_sequence_with_a_cancelled_step_ends_with_its_owner(gateway: Gateway, *, is_committed: bool) -> None:
+    """If the owner has committed the step, the sequence goes on."""
+    worker = await Worker(gateway, "w1").join()
+    (only,) = await gateway.send(SEVEN, first(1))
+    await worker.own()
+    await worker.take()
+    await gateway.sequences.fail(only.place, LEFT)
+    if is_committed:
+        await worker.commit(worker.waiting[0])
+
+    await gateway.sequences.give_back("w1", [SEVEN])
+
+    assert (await gateway.sequences.sizes([1])).open == int(is_committed)
+
+
 async def test_what_nobody_answered_comes_again(later_on: Gateway, timed: EmbeddedServer) -> None:
     """Whoever was to answer died with it; an owner of a committed last step, too."""
     worker = await Worker(later_on, "w1").join()
@@ -656,8 +700,7 @@ async def test_what_nobody_owns_ends_at_its_deadline(later_on: Gateway, timed: E
     assert await later_on.sequences.sweep() == 1
     await later_on.answer_rest()
 
-    assert later_on.texts[0] == "deadline_exceeded: timeout of the corresponding sequence has been expired"
-    assert later_on.texts[1].startswith("sequence_ended: ")
+    assert later_on.texts == ["deadline_exceeded: timeout of the corresponding sequence has been expired"] * 2
     worker = await Worker(later_on, "w1").join()
     assert await worker.own() == []
 

@@ -22,6 +22,8 @@ from tests.support.sequences_served import (
     sum_of,
 )
 
+ONE = "oldest { max_candidate_sequences: 1 }"
+
 
 @pytest.fixture
 async def sums() -> AsyncIterator[SequencesServed]:
@@ -215,8 +217,51 @@ async def test_steps_that_wait_behind_one_that_was_given_up_are_told(sums: Seque
     code, details = await behind
     sums.scene.go()
 
-    assert code == "INVALID_ARGUMENT"
+    assert code == "CANCELLED"
     assert "sequence 1 of model 'stub' was ended at step 2: the request was cancelled; " in details
+
+
+async def test_steps_that_wait_are_cancelled_together_and_the_one_that_executes_is_answered(
+    sums: SequencesServed,
+) -> None:
+    sums.scene.hold()
+    executing = asyncio.ensure_future(sums.call(1, start=True))
+    await sums.scene.started()
+    waiting = [asyncio.ensure_future(sums.call(2)), asyncio.ensure_future(over_grpc(sums.call(3)))]
+    await sums.submitted(3)
+
+    waiting[0].cancel()
+    await eventually(lambda: sums.gateway.dispatcher.in_flight == 2, description="the end of the call")
+    sums.scene.go()
+
+    assert sum_of(await executing) == 1
+    assert (await waiting[1])[0] == "CANCELLED"
+    await sums.ended()
+    assert await counted(sums, "nv_inference_request_failure", 'reason="CANCELED"') == 2
+
+
+async def test_a_sequence_in_the_backlog_is_cancelled_with_one_of_its_steps() -> None:
+    async with sequences_served(strategy=ONE) as sums:
+        await sums.start()
+        assert sum_of(await sums.call(1, start=True)) == 1
+        waiting = [asyncio.ensure_future(sums.call(1, 2, start=True))]
+        await sums.submitted(1)
+        waiting.append(asyncio.ensure_future(over_grpc(sums.call(2, 2))))
+        await sums.submitted(2)
+
+        waiting[0].cancel()
+
+        assert (await waiting[1])[0] == "CANCELLED"
+        assert await counted(sums, "nv_inference_request_failure", 'reason="CANCELED"') == 2
+        assert sum_of(await sums.call(2, end=True)) == 3
+        assert sum_of(await sums.call(7, 2, start=True)) == 7
+
+
+async def counted(sums: SequencesServed, name: str, label: str) -> int:
+    """Returns the value of a metric of the stub."""
+    lines = (await sums.client.get("/metrics")).text.splitlines()
+    (line,) = [line for line in lines if line.startswith(name) and label in line and 'model="stub"' in line]
+    return int(line.rpartition(" ")[2])
 
 
 async def test_more_sequences_than_may_be_open() -> None:

@@ -10,11 +10,12 @@ import httpx
 import pytest
 
 from qinfer.core.api_keys import Scope, add_key
-from qinfer.errors import START_MISSING
+from qinfer.errors import BACKLOG_TIMED_OUT, START_MISSING
 from qinfer.queue import keys
 from qinfer.testing import eventually
 from tests.support.sequences_served import URL, SequencesServed, body_of, refused, sequences_served, sum_of
 
+ONE = "oldest { max_candidate_sequences: 1 }"
 FULL = "too many steps or sequences wait at model 'stub'; try again later"
 
 
@@ -279,6 +280,36 @@ async def test_a_large_response_is_given_again() -> None:
         ]
 
     assert sizes == [300_000, 300_000]
+
+
+async def test_the_timeout_of_a_request_is_its_sequences_in_the_backlog() -> None:
+    """All of its steps fail as one does, also those that have none of their own."""
+    async with sequences_served(strategy=ONE) as sums:
+        await sums.start()
+        assert sum_of(await sums.post(1, start=True)) == 1
+        first = asyncio.create_task(sums.post(1, 2, start=True))
+        await sums.submitted(1)
+        replies = [await sums.post(2, 2, timeout=100_000), await first]
+
+        assert [refused(reply) for reply in replies] == [(503, BACKLOG_TIMED_OUT)] * 2
+        assert sum_of(await sums.post(2, end=True)) == 3
+        assert sum_of(await sums.post(5, 2, start=True)) == 5
+
+
+async def test_a_timeout_does_not_count_once_the_sequence_has_a_slot() -> None:
+    async with sequences_served(strategy=ONE) as sums:
+        await sums.start()
+        assert sum_of(await sums.post(1, start=True, timeout=1)) == 1
+        sums.scene.hold()
+        executing = asyncio.create_task(sums.post(2))
+        await sums.scene.started()
+        waiting = asyncio.create_task(sums.post(3, timeout=1))
+        await sums.submitted(2)
+        pending = list(sums.gateway.dispatcher.submission.pending._pending.values())[1]
+        await eventually(lambda: pending.late is not None, description="the end of the timeout")
+        sums.scene.go()
+
+        assert [sum_of(await reply) for reply in (executing, waiting)] == [3, 6]
 
 
 async def test_a_start_that_waits_for_a_worker_in_vain() -> None:

@@ -18,10 +18,12 @@ class Forgetful(StubBackend):
     """A model whose process dies when a test says so, and with it the state in its memory."""
 
     dies = False
+    deaths = 0
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         super().execute(batch, ctx)
         if self.dies:
+            self.deaths += 1
             raise SequenceLost("the process died")
 
 
@@ -90,10 +92,11 @@ async def test_a_memory_is_lost_while_a_step_is_committed(
     await eventually(lambda: commits.waiting == 1, description="a commit under way")
     model.dies = True
     third = await explicit.send(3)
-    await eventually(lambda: fails.waiting == 1, description="a sequence that is lost")
+    await eventually(lambda: model.deaths == 1, description="the death")
 
     commits.go()
     assert value(await second) == 2
+    await eventually(lambda: fails.waiting == 1, description="a sequence that is lost")
     fails.go()
 
     lost = failure(await third)

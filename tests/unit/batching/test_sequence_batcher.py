@@ -282,6 +282,32 @@ async def test_a_step_that_expires_breaks_its_sequence_once() -> None:
     assert not scene.batcher.has_work
 
 
+async def test_the_cancel_of_a_step_that_waits_breaks_its_sequence_there() -> None:
+    scene = Scene(direct())
+    scene.adopt(1)
+    for number in (1.0, 2.0, 3.0, 4.0):
+        scene.send(1, number)
+
+    is_broken = scene.batcher.cancel(SequenceId("", 1), 3)
+    scene.end()
+    scene.end()
+
+    assert is_broken
+    assert scene.ended == [(Place(SequenceId("", 1), 1, 3), "cancelled")]
+    assert scene.values == {"1.1": 1, "1.2": 3}
+    assert not scene.batcher.has_work
+
+
+async def test_a_step_that_executes_or_is_not_here_is_not_cancelled() -> None:
+    scene = Scene(direct())
+    scene.adopt(1)
+    scene.send(1, 1.0)
+
+    assert not scene.batcher.cancel(SequenceId("", 1), 1)
+    assert not scene.batcher.cancel(SequenceId("", 1), 2)
+    assert not scene.batcher.cancel(SequenceId("", 2), 1)
+
+
 async def test_an_idle_sequence_is_told() -> None:
     scene = Scene(direct())
     scene.adopt(1)

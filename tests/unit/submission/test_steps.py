@@ -386,6 +386,8 @@ async def test_a_step_that_is_cancelled_ends_its_sequence(scene: Scene, worker: 
     scene.dispatcher.cancel(second.pending)
 
     await third.placed()
+    if is_placed:
+        await worker.end_cancelled()
     text = (
         "sequence 7 of model 'sum' was ended at step 2: the request was cancelled; begin it again with the START flag"
     )

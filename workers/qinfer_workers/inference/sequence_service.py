@@ -27,14 +27,23 @@ from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
 from qinfer.core.settings_metrics import MetricsSettings
-from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, RequestError, SequenceLost
+from qinfer.errors import (
+    LEFT,
+    BrokerUnavailable,
+    Cancelled,
+    CorruptEntry,
+    DeadlineExceeded,
+    QinferError,
+    RequestError,
+    SequenceLost,
+)
 from qinfer.models.state import CALLERS
 from qinfer.models.store import ControlStore
 from qinfer.models.validate import validate
 from qinfer.queue import readers
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
-from qinfer.queue.sequence_answers import answer_rest, answer_step
+from qinfer.queue.sequence_answers import answer_rest, answer_step, is_callers
 from qinfer.queue.sequence_records import Owned, Place, SequenceId, Taken, Unanswered, told_id
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.states import decode_states
@@ -51,6 +60,7 @@ _PARTITION = 0  # all that there is, until models are spread
 _RETRY_S = 0.5
 _LOOK_S = 0.2
 _LOOK_AT_SLOTS_S = 0.5
+_NEVER = 2**63  # no step has such a number
 _MAX_WAITING = 2000  # steps here, beyond which none are taken
 
 
@@ -85,7 +95,9 @@ class _Held:
         owned: The life, and the token.
         committed: The number of the last committed step.
         executed: The number of the last step that is to be committed, or is.
-        is_over: Redis is told that it has ended: the end answers its steps, and none is executed any more.
+        ends_at: The number of the step at which it ends by an error: from this one on none is executed.
+        ending: The error, while steps before that one are not committed: Redis is told of it when they are, and the end
+            answers the others.
         entries: The entry of each step that was taken and is not committed yet, by its number.
         repeated: Steps that were sent again, and wait for the response of the first of their number.
         arriving: Reads the payload of the last step taken; steps behind it wait.
@@ -95,7 +107,8 @@ class _Held:
     def __init__(self, owned: Owned) -> None:
         self.owned = owned
         self.committed = self.executed = owned.committed
-        self.is_over = False
+        self.ends_at = _NEVER
+        self.ending: QinferError | None = None
         self.entries: dict[int, str] = {}
         self.repeated: list[Unanswered] = []
         self.arriving: asyncio.Task[None] | None = None
@@ -386,7 +399,7 @@ class SequenceService:
         of_giver = [
             sequence
             for sequence, held in self._held.items()
-            if sequence.tenant == turn.giver and held.since_s <= before_s and not held.is_over
+            if sequence.tenant == turn.giver and held.since_s <= before_s and held.ends_at == _NEVER
         ]
         return min(of_giver, key=lambda one: (not self.batcher.is_idle(one), self._held[one].since_s), default=None)
 
@@ -428,10 +441,12 @@ class SequenceService:
         held = self._held.get(place.sequence)
         is_mine = held is not None and held.owned.token == taken.token and held.owned.life == place.life
         if lease is None:
-            if is_mine:
+            if held is not None and is_mine and taken.is_cancelled:
+                self._cancel(held, place)
+            elif is_mine:
                 self._forget(place.sequence)
             return
-        if held is None or not is_mine or held.is_over:
+        if held is None or not is_mine or place.number >= held.ends_at:
             if held is None:  # the word that it is owned here was lost
                 self._spawn(partial(self._sequences.give_back, self._owner, [place.sequence]))
             return
@@ -443,6 +458,12 @@ class SequenceService:
         else:
             held.entries[place.number] = lease.entry.entry_id
             self._receive(held, taken.place, taken.token, lease)
+
+    def _cancel(self, held: _Held, place: Place) -> None:
+        """Ends a life at a step whose caller has left, unless it has executed already."""
+        is_here = place.number in held.entries and place.number > held.executed
+        if is_here and not self.batcher.cancel(place.sequence, place.number):
+            self._end(place, held.owned.token, Cancelled(LEFT))
 
     def _receive(self, held: _Held, place: Place, token: int, lease: Lease) -> None:
         """Makes a step of an entry, and admits it once its payload is there, behind those that came before it."""
@@ -501,7 +522,7 @@ class SequenceService:
             await asyncio.wait([before])
         if problem is not None:
             self.broken(step, problem)
-        elif not (step.lost or held.is_over) and self._held.get(step.place.sequence) is held:
+        elif not step.lost and step.place.number < held.ends_at and self._held.get(step.place.sequence) is held:
             self._admit(step)
             self.batcher.pump()
         if held.arriving is asyncio.current_task():
@@ -529,6 +550,8 @@ class SequenceService:
         held.entries.pop(step.place.number, None)
         if held.repeated:
             self._answer_repeated(held)
+        if held.ending is not None:
+            self._end_if_due(held, held.ending)
 
     def _answer_repeated(self, held: _Held) -> None:
         ready = [step for step in held.repeated if step.place.number <= held.committed]
@@ -553,17 +576,30 @@ class SequenceService:
             self._forget(sequence)
 
     def _end(self, place: Place, token: int, error: QinferError) -> None:
+        """Ends a life by an error at a step, once the steps before it are committed, but for a deadline at once."""
+        held = self._held.get(place.sequence)
+        self._changed.set()  # fewer steps may wait
+        if held is None or held.owned.token != token:
+            self._end_now(place, token, error)
+        elif place.number < held.ends_at:
+            held.ends_at, held.ending = place.number, error
+            self._end_if_due(held, error)
+
+    def _end_if_due(self, held: _Held, error: QinferError) -> None:
+        """Ends a life for which an error is noted, unless a step before that one is not committed yet."""
+        if isinstance(error, DeadlineExceeded) or not any(number < held.ends_at for number in held.entries):
+            held.ending = None
+            self._end_now(Place(held.owned.sequence, held.owned.life, held.ends_at), held.owned.token, error)
+
+    def _end_now(self, place: Place, token: int, error: QinferError) -> None:
         """Ends a life by an error, and answers what is left of it."""
 
         async def work() -> None:
             await self._sequences.fail(place, Failure.of(error), token)
             for _, failure in await answer_rest(self._parts.queue, self._sequences):
-                self.batcher.tally.failed(failure.code)
+                if not is_callers(failure):
+                    self.batcher.tally.failed(failure.code)
 
-        held = self._held.get(place.sequence)
-        if held is not None and held.owned.token == token:
-            held.is_over = True
-        self._changed.set()  # fewer steps may wait
         logger.info("sequence ended", extra={"model": self._model, "step": place.number, "reason": error.message})
         self._spawn(work)
 

@@ -1,6 +1,8 @@
 -- Ends a life of a sequence by an error at one of its steps, or, without a code, because it was idle for its time.
 -- KEYS: record. ARGV: partition's prefix, whether Redis may lose, name, token of the owner ('' = anybody, 0 = only where nobody
 --   owns that life), life, step, code ('' = it was idle), text.
+-- Where a caller cancels a step of a life that a worker owns, that worker is told: it knows what executes. The field `fail:<life>` ends
+-- the life if it dies before.
 -- Returns {whether it ended or, where it has not begun, is going to, names of objects that nothing refers to now}.
 begin(ARGV[1], ARGV[2])
 make_room()
@@ -27,4 +29,9 @@ if life > of.life and life <= of.tail then
   return {1, {}}
 end
 if of.life ~= life or n <= of.committed then return {0, {}} end
+if token == '' and code == 'cancelled' and of.owner ~= '' then
+  redis.call('HSET', KEYS[1], 'fail:' .. life, n .. ' ' .. code .. ' ' .. text)
+  tell_cancel(of, life, n)
+  return {0, {}}
+end
 return {1, fail(of, code, text, n)}

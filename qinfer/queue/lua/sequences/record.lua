@@ -9,7 +9,7 @@
 -- Further fields, for what is written or read alone: `at` is the life and the last committed step; `state` the state, and
 -- `answer:<life>.<n>` the response to a step, unless they were staged; `last:<life>` the number of the last step of a life that
 -- has one behind it; `next:<life>` the version, generation, kind and idle time of a life that waits; `fail:<life>` why it is to
--- end when it begins.
+-- end when it begins, or when its owner dies.
 local TOMBSTONE_MS = 300000 -- so long a sequence that has ended is known
 local LOOK_MS = 60000       -- so often the janitor looks at one, and so long one that nobody owns may be idle
 local GRACE_MS = 10000      -- so long who answers steps of a life that has ended has time for it
@@ -21,7 +21,7 @@ local EMPTY = {life = 0, committed = 0, token = 0, deaths = 0, idle = 0, used = 
   era = '', hash = '', code = '', text = ''}
 local RECORD = {__index = EMPTY}
 local prefix, era, now
-local over, fail
+local over, fail, doom_of
 
 local function record_of(name) return prefix .. 'sequence:' .. name end
 local function steps_of(name) return prefix .. '0:steps:' .. name end
@@ -137,6 +137,11 @@ local function tell(of, entry, life, n, times, frame, payload)
   redis.call('PEXPIRE', lane, DAY_MS)
 end
 
+-- Tells a sequence's owner that the caller of a step has left.
+local function tell_cancel(of, life, n)
+  redis.call('XADD', lane_of(of.version, of.owner), 'NOMKSTREAM', '*', 's', of.name, 'l', life, 'n', n, 't', of.token, 'c', 1)
+end
+
 -- Puts a sequence into a lane from which workers with a free slot take: `seq`, or `seq.handed`, which goes first. Those of a tenant wait in
 -- a stream of their own beside it, `<lane>~<tenant>`; a blank ticket in the lane itself wakes workers. The open sequences of a tenant are the
 -- set `sequences~<tenant>`; the hash `sequences~` has the weights of the tenants that have any.
@@ -195,6 +200,13 @@ local function each_step(name, use)
   end
 end
 
+-- Returns at which step the life that executes is to end, with code and text; nil = it is not, or the step is committed.
+function doom_of(of)
+  local doom = redis.call('HGET', record_of(of.name), 'fail:' .. of.life)
+  local failed, code, text = string.match(doom or '', '^(%d+) (%S+) (.*)$')
+  if failed and tonumber(failed) > of.committed then return tonumber(failed), code, text end
+end
+
 -- Ends the life that executes: the next one begins, or the sequence has ended. What is unanswered is due after `grace` ms.
 function over(of, grace)
   local record, gone = record_of(of.name), {}
@@ -203,10 +215,8 @@ function over(of, grace)
   if of.apart == 1 then drop(state_of(of.name), gone) end
   of.apart = 0
   redis.call('ZADD', prefix .. 'sequence-endings', now + grace, of.name)
-  local next_life, about, doom = of.life + 1, '', false
-  if next_life <= of.tail then
-    about, doom = unpack(redis.call('HMGET', record, 'next:' .. next_life, 'fail:' .. next_life))
-  end
+  local next_life = of.life + 1
+  local about = next_life <= of.tail and redis.call('HGET', record, 'next:' .. next_life)
   local version, generation, kind, idle = string.match(about or '', '^(%S+) (%d+) (%S+) (%d+)$')
   if not version then -- there is no next one, or nothing is known of it
     write(of, {state = 'ended', owner = '', ticket = ''})
@@ -217,8 +227,8 @@ function over(of, grace)
   write(of, {life = next_life, version = version, generation = generation, kind = kind, idle = tonumber(idle), owner = '',
     committed = 0, deaths = 0, used = now})
   wait_for_owner(of, 'seq')
-  local failed, code, text = string.match(doom or '', '^(%d+) (%S+) (.*)$')
-  if failed then fail(of, code, text, tonumber(failed)) end
+  local failed, code, text = doom_of(of)
+  if failed then fail(of, code, text, failed) end
   return gone
 end
 
@@ -247,6 +257,8 @@ local function hand_over(of, has_died)
   if of.kind == 'explicit' then
     return fail(of, 'sequence_lost', 'the worker that had its state in memory has ended')
   end
+  local failed, code, text = doom_of(of)
+  if failed then return fail(of, code, text, failed) end
   if has_died then redis.call('UNLINK', lane_of(of.version, of.owner)) end
   if has_died and (of.tail > of.life or of.accepted > of.committed) then of.deaths = of.deaths + 1 end
   redis.call('SREM', prefix .. 'sequence-owned:' .. of.owner, of.name)

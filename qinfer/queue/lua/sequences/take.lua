@@ -2,7 +2,7 @@
 -- KEYS: the worker's lane. ARGV: partition's prefix, whether Redis may lose, worker, the last ticket that it has ('' = none),
 --   count, how many bytes of frames (at least one step is told).
 -- Returns {whether the worker's lease is alive, the last ticket that was looked at, {name, life, number (0 = the life has
---   ended), token, entry id, fields, deliveries} of each}.
+--   ended), token, entry id, fields (none = the caller of the step has left), deliveries} of each}.
 begin(ARGV[1], ARGV[2])
 make_room()
 local worker, after, most, room = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -27,6 +27,8 @@ for _, ticket in ipairs(redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', most)) 
   local is_known = fields.s and life and token
   if is_known and not fields.n then
     told[#told + 1] = {fields.s, life, 0, token, '', {}, 0}
+  elseif is_known and n and fields.c then
+    told[#told + 1] = {fields.s, life, n, token, '', {}, 0}
   elseif is_known and n and string.find(fields.e or '', '^%d+%-%d+$') then
     local step = fields.f and {'f', fields.f, 'p', fields.p or ''} or read(fields.s, fields.e)
     if step then

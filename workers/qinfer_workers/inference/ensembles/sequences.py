@@ -22,6 +22,7 @@ from qinfer.batching.sequences.steps import PendingStep
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.messages import Sequence as Flags
 from qinfer.errors import (
+    LEFT,
     TIMED_OUT,
     BrokerUnavailable,
     Cancelled,
@@ -168,6 +169,18 @@ class EnsembleSteps:
             kept.running.item.lose()
             self._runs.stop(kept.running.item)
         self._look()
+
+    def cancel(self, sequence: SequenceId, number: int) -> bool:
+        """Breaks a sequence at a step that waits; False where that step is under way, or not here."""
+        kept = self._kept.get(sequence)
+        steps = list(kept.waiting) if kept else []
+        broken = [step for step in steps if step.place.number >= number]
+        if kept is None or not broken or broken[0].place.number != number:
+            return False
+        kept.waiting = deque(step for step in steps if step not in broken)
+        self.waiting -= len(broken)
+        self._outlet.broken(broken[0], Cancelled(LEFT))
+        return True
 
     def hold(self) -> None:
         """Begins no step any more; those that are under way go on."""
