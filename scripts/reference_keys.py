@@ -481,7 +481,12 @@ ROWS = (
         ({"tenant": "<tenant>"},),
     ),
     Row(keys.counts_asked, "stream", "permanent", "reads of statistics, the last 256: workers add their counts then"),
-    Row(keys.counts_added, "stream", "permanent", "the workers' answers to them, the last 256"),
+    Row(
+        keys.counts_added,
+        "stream",
+        "permanent",
+        "the workers' answers to them, with the requests that are under way, the last 256",
+    ),
     Row(
         keys.cached_bytes,
         "string",

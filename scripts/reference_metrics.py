@@ -57,12 +57,13 @@ counters have no `_total`. Series of models exist, from 0 on, while a version is
 whole installation since the version was first loaded: a reload or a restart does not reset them. Durations are
 those of successful requests.
 
-`nv_inference_pending_request_count` is the number of requests in the queue minus those that were executing at the
-workers' last heartbeats, up to a second ago. `nv_model_load_duration_secs` is the load time of the worker whose last
-load took longest. `nv_cpu_*` are of the machine of the answering gateway (scope `process`), on Linux; the utilisation
-is that since the previous scrape. `nv_gpu_*` and `nv_energy_consumption` are of the GPUs that workers report, each GPU
-once; workers read them with NVML every 2 seconds if `pip install 'qinfer-ml[gpu]'` was run and NVIDIA's driver is
-installed. Otherwise these series do not exist.
+`nv_inference_pending_request_count` is the number of requests in the queue, and of steps of sequences, without those
+that execute: a read of the metrics asks the workers, at most four times a second. Of a worker that does not answer
+within 0.25 s it is what executed at its last heartbeat. `nv_model_load_duration_secs` is the load time of the worker
+whose last load took longest. `nv_cpu_*` are of the machine of the answering gateway (scope `process`), on Linux; the
+utilisation is that since the previous scrape. `nv_gpu_*` and `nv_energy_consumption` are of the GPUs that workers
+report, each GPU once; workers read them with NVML every 2 seconds if `pip install 'qinfer-ml[gpu]'` was run and
+NVIDIA's driver is installed. Otherwise these series do not exist.
 
 Metrics of latencies are selected as with Triton's `--metrics-config`; gateways and workers need the same settings:
 

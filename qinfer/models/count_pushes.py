@@ -1,5 +1,7 @@
 """Reads of statistics ask the workers to add what they have counted, and workers say when they have: two short streams.
 
+The answer says what is under way in the worker, too.
+
 Nothing depends on it: workers add their counts every second anyway. The ids of both streams are times of the same
 Redis, so that whoever asks need not read answers from before.
 """
@@ -33,6 +35,13 @@ class Asked(NamedTuple):
     models: frozenset[str]
 
 
+class Underway(msgspec.Struct, frozen=True):
+    """The requests in a worker at a moment: `busy` and `direct` of its `WorkerRecord`."""
+
+    busy: dict[str, dict[int, int]]
+    direct: dict[str, dict[int, int]]
+
+
 class CountPushes:
     """See the module docstring. Coroutines raise `BrokerUnavailable` when Redis can't be reached.
 
@@ -55,21 +64,26 @@ class CountPushes:
         names = (name for _, fields in found for name in _names(fields.get(b"models", b"")))
         return Asked(found[-1][0] if found else last, frozenset(names))
 
-    async def answer(self, worker: str, question: str) -> None:
-        """Says that a worker has added all that it had counted when it was asked."""
-        fields = {"worker": worker, "question": question}
+    async def answer(self, worker: str, question: str, underway: Underway) -> None:
+        """Says that a worker has added all that it had counted when it was asked, and what is under way in it."""
+        fields = {"worker": worker, "question": question, "underway": msgspec.json.encode(underway)}
         with translated():
             await self._client.xadd(keys.counts_added(), fields, maxlen=_KEPT, approximate=False)
 
-    async def answered(self, question: str, workers: Collection[str], within_s: float) -> bool:
-        """Waits until all these workers have answered a question, or a later one; `False` = not in that time."""
-        missing, last, end_s = set(workers), _just_before(question), time.monotonic() + within_s
-        while missing and (left_s := end_s - time.monotonic()) > 0:
+    async def answers(self, question: str, workers: Collection[str], within_s: float) -> dict[str, Underway | None]:
+        """Waits until all these workers have answered a question, or a later one, or for that time.
+
+        Returns:
+            Worker → what is under way in it, of those that have answered; `None` where it does not say that.
+        """
+        found: dict[str, Underway | None] = {}
+        last, end_s = _just_before(question), time.monotonic() + within_s
+        while not found.keys() >= set(workers) and (left_s := end_s - time.monotonic()) > 0:
             for entry, fields in await self._read(keys.counts_added(), last, left_s):
                 last = entry
                 if _order(_text(fields.get(b"question", b""))) >= _order(question):
-                    missing.discard(_text(fields.get(b"worker", b"")))
-        return not missing
+                    found[_text(fields.get(b"worker", b""))] = _underway(fields.get(b"underway", b""))
+        return found
 
     async def _read(self, key: str, last: str, block_s: float) -> list[tuple[str, Mapping[bytes, bytes]]]:
         with translated():
@@ -85,6 +99,13 @@ def _names(text: bytes) -> list[str]:
         return msgspec.json.decode(text, type=list[str])
     except (msgspec.DecodeError, UnicodeDecodeError):
         return [ALL]
+
+
+def _underway(text: bytes) -> Underway | None:
+    try:
+        return msgspec.json.decode(text, type=Underway)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _order(text: str) -> _Id:

@@ -59,6 +59,17 @@ async def read_sequences(queue: Queue, stored: Mapping[str, StoredModel]) -> tup
     )
 
 
+async def read_backlogs(queue: Queue, stored: Mapping[str, StoredModel]) -> dict[tuple[str, int], int]:
+    """Counts the steps of sequences that wait for a worker with a free slot, of each version of the stateful models.
+
+    Raises:
+        BrokerUnavailable: The queue can't be reached.
+    """
+    keys = [(name, version) for name, model in stored.items() if _slots(model.config) for version in model.versions]
+    counts = await asyncio.gather(*(queue.sequences(name, _PARTITION).backlog(version) for name, version in keys))
+    return dict(zip(keys, counts, strict=True))
+
+
 @lru_cache(maxsize=4096)  # scrapers ask every few seconds, and configurations hardly change
 def _slots(config: str) -> int:
     """Returns how many sequences one worker has at a time; 0 = the model is not stateful, or can't be used."""

@@ -205,8 +205,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         best_speeds: Model → version → the highest speed that its observations allow; left out where they are too few.
         places: Globs of the models that it loads.
         busy: Model → version → requests that its instances execute now; left out where there are none.
-        direct: Model → version → requests in its batchers that came past the lanes, from ensembles and models here;
-            left out where there are none.
+        direct: Model → version → requests in its batchers that are in no lane, from ensembles and models here, and
+            steps of sequences; left out where there are none.
         load_s: Model → version → seconds that its last load took.
         host: The name of its machine or container.
         draining: It was asked to stop, and finishes the requests that it has taken.

@@ -203,7 +203,7 @@ BACKLOG_ROWS = _gauge(
     "qinfer_backlog_rows", "Estimated rows of the requests in the queue, and the remaining rows of open bulk jobs."
 )
 BACKLOG_WORK = _gauge("qinfer_backlog_work_seconds", "Seconds that one worker would need for `qinfer_backlog_rows`.")
-EXECUTING = _gauge("qinfer_executing_requests", "Requests that model instances executed at the last heartbeats.")
+EXECUTING = _gauge("qinfer_executing_requests", "Requests that model instances execute.")
 EXECUTING_SECONDS = _gauge(
     "qinfer_executing_seconds",
     "Seconds that the longest execution, load or warm-up under way has lasted; 0 where none has lasted for a second.",

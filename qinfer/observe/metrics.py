@@ -88,10 +88,10 @@ class Snapshot:
         load_failed: (model, version) → whether a worker can't load the newest of it.
         objectives: (model, version) → what callers may expect of it.
         workers: Worker id → its load.
-        executing: (model, version) → requests that instances execute, of all workers, at their last heartbeats.
+        executing: (model, version) → requests that instances execute, of all workers.
         executing_s: Seconds that the longest execution under way has lasted.
         late: Executions under way that are late.
-        direct: (model, version) → requests in batchers that are in no lane, in the same way.
+        direct: (model, version) → requests in batchers that are in no lane, and steps of sequences that wait.
         load_s: (model, version) → seconds that its last load took, in the worker where it took longest.
         letters: (model, version) → dead letters; version 0 = it is not known yet.
         sequences: Model → its sequences, by `open`, `waiting`, `handed_over` and `lost`; of stateful models.
@@ -173,7 +173,6 @@ class Snapshot:
         waiting: dict[_Key, int] = {}
         for (model, version, _), depth in self.depth.items():
             waiting[model, version] = waiting.get((model, version), 0) + depth
-        # Depth is of now, and what executes of up to a heartbeat ago.
         pending = {
             key: max(depth + self.direct.get(key, 0) - self.executing.get(key, 0), 0) for key, depth in waiting.items()
         }

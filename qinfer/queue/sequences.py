@@ -104,6 +104,7 @@ _SWEEP = load_script("sequences/sweep", *_SHARED)
 _UNANSWERED = load_script("sequences/unanswered", *_SHARED)
 _LEAVE = load_script("sequences/leave")
 _SIZES = load_script("sequences/sizes")
+_BACKLOG = load_script("sequences/backlog", *_SHARED)
 
 RENEW_OWNER = load_script("sequences/renew", "now_ms")
 """Renews the lease of an owner; its text is run by the renewer of a worker."""
@@ -138,6 +139,7 @@ class Sequences:
         self._partition = partition
         self._begin = (keys.prefix(model, partition), int(is_fragile))
         self._records = keys.sequence(model, partition, "").encode()
+        self._open = keys.sequences(model, partition).encode()
         self._slot = keys.slot(keys.sequences(model, partition))
         self._owners = keys.sequence_owners(model, partition).encode()
         self._orphans = keys.sequence_owned(model, partition, "").encode()
@@ -387,7 +389,7 @@ class Sequences:
 
     async def sweep(self, count: int = AT_ONCE) -> int:
         """Ends sequences that nobody owns, and whose time is over; looks at `count`, returns how many ended."""
-        return await self._counted(_SWEEP, [keys.sequences(self._model, self._partition).encode()], count)
+        return await self._counted(_SWEEP, [self._open], count)
 
     async def unanswered(self, count: int = AT_ONCE, max_bytes: int = 2**20) -> list[Unanswered]:
         """Returns steps of lives that have ended, for the caller to answer and finish; else they come again in 10 s."""
@@ -396,9 +398,13 @@ class Sequences:
 
     async def sizes(self, versions: Items[int]) -> Sizes:
         """Counts the partition's sequences; those that wait for an owner are of these versions."""
-        names = [keys.sequences(self._model, self._partition), keys.sequence_counts(self._model, self._partition)]
+        counts = keys.sequence_counts(self._model, self._partition).encode()
         lanes = [lane for version in versions for lane in self._waiting(version)]
-        return Sizes(*await self._router.run(self._slot, _SIZES, [*(name.encode() for name in names), *lanes]))
+        return Sizes(*await self._router.run(self._slot, _SIZES, [self._open, counts, *lanes]))
+
+    async def backlog(self, version: int) -> int:
+        """Counts the steps of sequences that wait for an owner of a version."""
+        return int(await self._run(_BACKLOG, [self._open, *self._waiting(version)]))
 
     async def _submit(self, sequence: SequenceId, step: Step, limits: Limits) -> Items[Any]:
         """Stores the payload, and runs the script; a payload that nothing refers to is removed."""

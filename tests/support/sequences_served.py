@@ -77,6 +77,12 @@ class SequencesServed:
             answers.append(sum_of(await self.post(number, correlation_id, **flags)))
         return answers
 
+    async def metric(self, name: str, label: str = "") -> int:
+        """Returns the value of a metric of the stub, as the first read shows it."""
+        lines = (await self.client.get("/metrics")).text.splitlines()
+        (line,) = [line for line in lines if line.startswith(name) and label in line and 'model="stub"' in line]
+        return int(line.rpartition(" ")[2])
+
     async def submitted(self, count: int) -> None:
         """Waits until so many requests wait for their answers, all of them in the queue."""
 

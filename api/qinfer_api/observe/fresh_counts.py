@@ -11,7 +11,7 @@ import time
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.catalog import Catalog
-from qinfer.models.count_pushes import ALL, CountPushes, concerns
+from qinfer.models.count_pushes import ALL, CountPushes, Underway, concerns
 from qinfer.models.store import ControlStore
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,9 @@ class FreshCounts:
     Args:
         catalog: Knows which workers have which models.
         store: Where counts are added.
+
+    Attributes:
+        underway: Worker → what was under way in it at the last question, of those that have said it.
     """
 
     def __init__(self, catalog: Catalog, store: ControlStore) -> None:
@@ -41,6 +44,7 @@ class FreshCounts:
         self._wanted: dict[str, int] = {}  # model → the number of the last read that wants it
         self._reads = 0
         self._answered = 0  # the last read that a question answered which was asked after it came
+        self.underway: dict[str, Underway] = {}
         self._even_at_s = 0.0  # from then on, the questions were no more than one in EVERY_S
 
     async def added(self, model: str = ALL) -> None:
@@ -60,10 +64,13 @@ class FreshCounts:
             self._wanted = {name: last for name, last in self._wanted.items() if last > reads}
 
     async def _ask(self, models: set[str]) -> None:
+        self.underway = {}
         try:
-            question = await self._pushes.ask(models)
-            if not await self._pushes.answered(question, self._hosts(models), WITHIN_S):
+            question, workers = await self._pushes.ask(models), self._hosts(models)
+            found = await self._pushes.answers(question, workers, WITHIN_S)
+            if not found.keys() >= workers:
                 logger.debug("statistics read before all workers have added theirs")
+            self.underway = {worker: one for worker, one in found.items() if one is not None}
         except BrokerUnavailable:  # the read says so itself
             logger.debug("workers not asked for their counts")
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from msgspec import structs
@@ -22,7 +23,8 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.labeling.tasks import LabelTasks
 from qinfer.models.catalog import Catalog
-from qinfer.models.sequence_work import SequenceWork, read_sequences
+from qinfer.models.count_pushes import Underway
+from qinfer.models.sequence_work import SequenceWork, read_backlogs, read_sequences
 from qinfer.models.shared_settings import follow_log_settings
 from qinfer.models.state import SCALED_DOWN, SCALED_UP, State, WorkerRecord
 from qinfer.models.store import ControlStore
@@ -115,7 +117,13 @@ _ENDED_STATES = ("completed", "failed", "cancelled", "expired")
 _LaneKey = tuple[str, int, str]
 
 
-async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, letters: DeadLetterCounts) -> Snapshot:
+async def take_snapshot(
+    catalog: Catalog,
+    store: ControlStore,
+    delivery: Queue,
+    letters: DeadLetterCounts,
+    underway: Mapping[str, Underway] = MappingProxyType({}),
+) -> Snapshot:
     """Reads statistics, depths and counts, in a few round trips; without the store, only the catalog's data.
 
     Args:
@@ -123,19 +131,9 @@ async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, 
         store: Where statistics and heartbeats are.
         delivery: The queue.
         letters: Counts the dead letters.
+        underway: Worker → what is under way in it now; of the others, it is what they last said.
     """
-    ready, records = catalog.readiness(), catalog.workers()
-    jobs = Jobs(delivery)
-    known = Snapshot(
-        ready=ready,
-        load_failed=catalog.load_failures(),
-        workers=_loads(records),
-        executing=_added([record.busy for record in records]),
-        direct=_added([record.direct for record in records]),
-        load_s=_load_times(records, ready),
-        executing_s=_longest(records),
-        late=Counter((one.model, one.version) for record in records for one in record.late),
-    )
+    known, ready, jobs = _known(catalog, underway), catalog.readiness(), Jobs(delivery)
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
             work, stats, waiting, states, (scalers, scaled, routes), own = await asyncio.gather(
@@ -147,12 +145,16 @@ async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, 
                 store.model_metrics([record.id for record in records]),
             )
             labeling = await _unfinished(LabelTasks(delivery), stats)
-            sequences = await read_sequences(delivery, await store.models(catalog.stateful()))
+            stateful = await store.models(catalog.stateful())
+            sequences, backlogs = await asyncio.gather(
+                read_sequences(delivery, stateful), read_backlogs(delivery, stateful)
+            )
     except (BrokerUnavailable, TimeoutError):
         return replace(known, store_up=False, features=list(families({})))
     depth, shards, ages_s = _by_lane(work)
     return replace(
         known,
+        direct=Counter(known.direct) + Counter(backlogs),
         stats=stats,
         depth=depth,
         shards=shards,
@@ -166,6 +168,22 @@ async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, 
         wanted_workers=sum(scaler.target for scaler in scalers) if scalers else None,
         features=[*families(routes), *model_metrics.families(own)],
         labeling=labeling,
+    )
+
+
+def _known(catalog: Catalog, underway: Mapping[str, Underway]) -> Snapshot:
+    """Returns what is known without the store."""
+    ready, records = catalog.readiness(), catalog.workers()
+    now = [underway.get(record.id) or Underway(record.busy, record.direct) for record in records]
+    return Snapshot(
+        ready=ready,
+        load_failed=catalog.load_failures(),
+        workers=_loads(records),
+        executing=_added([one.busy for one in now]),
+        direct=_added([one.direct for one in now]),
+        load_s=_load_times(records, ready),
+        executing_s=_longest(records),
+        late=Counter((one.model, one.version) for record in records for one in record.late),
     )
 
 
@@ -305,7 +323,8 @@ class Reporting:
         if MetricScope.CLUSTER in scopes:
             await self._added()
             snapshot, found = await asyncio.gather(
-                take_snapshot(self._catalog, self._store, self._delivery, self._letters), self._nodes.read()
+                take_snapshot(self._catalog, self._store, self._delivery, self._letters, self._fresh.underway),
+                self._nodes.read(),
             )
             shares = await self._shares_of_tenants(snapshot)
             features = [*snapshot.features, *nodes.families(found), *shares]

@@ -2,10 +2,12 @@
 
 import pytest
 
-from qinfer.models.count_pushes import ALL, CountPushes
+from qinfer.models.count_pushes import ALL, CountPushes, Underway
 from qinfer.queue import keys
 from qinfer.queue.clients import admin_client
 from tests.contract.conftest import RedisQueue
+
+IDLE = Underway({}, {})
 
 
 async def test_an_answer_in_the_millisecond_of_its_question_is_heard(queue: RedisQueue) -> None:
@@ -15,7 +17,7 @@ async def test_an_answer_in_the_millisecond_of_its_question_is_heard(queue: Redi
     question = await pushes.ask([ALL])
     await client.xadd(keys.counts_added(), {"worker": "w", "question": question}, id=question)
 
-    assert await pushes.answered(question, {"w"}, within_s=5.0)
+    assert await pushes.answers(question, {"w"}, within_s=5.0) == {"w": None}
     await client.aclose()
 
 
@@ -26,7 +28,18 @@ async def test_who_has_not_answered_is_waited_for(queue: RedisQueue, answer: tup
     pushes = CountPushes(client)
     questions = [await pushes.ask([ALL]), await pushes.ask([ALL])]
     worker, answered = answer
-    await pushes.answer(worker, questions[answered])
+    await pushes.answer(worker, questions[answered], IDLE)
 
-    assert not await pushes.answered(questions[-1], {"w"}, within_s=0.05)
+    assert "w" not in await pushes.answers(questions[-1], {"w"}, within_s=0.05)
+    await client.aclose()
+
+
+async def test_an_answer_says_what_is_under_way(queue: RedisQueue) -> None:
+    client = admin_client(queue.settings)
+    pushes = CountPushes(client)
+    question = await pushes.ask([ALL])
+    underway = Underway({"m": {1: 2}}, {"m": {1: 5}})
+    await pushes.answer("w", question, underway)
+
+    assert await pushes.answers(question, {"w"}, within_s=5.0) == {"w": underway}
     await client.aclose()

@@ -1,9 +1,10 @@
 """Sequences of stateful models as demand, on each server; a worker takes them by hand."""
 
-from qinfer.models.sequence_work import SequenceWork, read_sequences
+from qinfer.models.sequence_work import SequenceWork, read_backlogs, read_sequences
 from qinfer.models.state import StoredModel
+from qinfer.queue.sequence_records import SequenceId
 from tests.contract.conftest import RedisQueue
-from tests.support.sequences import EIGHT, SEVEN, STATEFUL, Gateway, Worker, first, stored
+from tests.support.sequences import EIGHT, SEVEN, STATEFUL, Gateway, Worker, first, later, stored
 
 PLAIN = STATEFUL.replace('name: "sum"', 'name: "plain"').replace("sequence_batching { direct {} }", "")
 
@@ -22,6 +23,21 @@ async def test_open_and_waiting_sequences_are_counted_with_their_slots(queue: Re
 
     assert found == SequenceWork(model="sum", open=2, waiting=1, handed_over=0, lost=0, slots=4)
     assert found.workers == 1
+
+
+async def test_steps_of_sequences_that_wait_are_counted_by_version(queue: RedisQueue) -> None:
+    """Of whichever tenants; those of sequences that have an owner are the worker's to count."""
+    delivery = await queue.connect()
+    gateway = Gateway(delivery.sequences("sum", 0))
+    await gateway.send(SEVEN, first(1))
+    worker = await Worker(gateway, "w1").join()
+    await worker.own()
+    await gateway.send(EIGHT, first(2), later(3))
+    await gateway.send(SequenceId("", 9), first(4))
+    await gateway.send(SequenceId("other", 9), first(5, version=2))
+    models = {"sum": stored(STATEFUL, 1, 2), "plain": stored(PLAIN, 1)}
+
+    assert await read_backlogs(delivery, models) == {("sum", 1): 3, ("sum", 2): 1}
 
 
 async def test_what_a_worker_gives_back_is_handed_over_or_lost(queue: RedisQueue) -> None:

@@ -237,7 +237,7 @@ async def test_steps_that_wait_are_cancelled_together_and_the_one_that_executes_
     assert sum_of(await executing) == 1
     assert (await waiting[1])[0] == "CANCELLED"
     await sums.ended()
-    assert await counted(sums, "nv_inference_request_failure", 'reason="CANCELED"') == 2
+    assert await sums.metric("nv_inference_request_failure", 'reason="CANCELED"') == 2
 
 
 async def test_a_sequence_in_the_backlog_is_cancelled_with_one_of_its_steps() -> None:
@@ -252,16 +252,9 @@ async def test_a_sequence_in_the_backlog_is_cancelled_with_one_of_its_steps() ->
         waiting[0].cancel()
 
         assert (await waiting[1])[0] == "CANCELLED"
-        assert await counted(sums, "nv_inference_request_failure", 'reason="CANCELED"') == 2
+        assert await sums.metric("nv_inference_request_failure", 'reason="CANCELED"') == 2
         assert sum_of(await sums.call(2, end=True)) == 3
         assert sum_of(await sums.call(7, 2, start=True)) == 7
-
-
-async def counted(sums: SequencesServed, name: str, label: str) -> int:
-    """Returns the value of a metric of the stub."""
-    lines = (await sums.client.get("/metrics")).text.splitlines()
-    (line,) = [line for line in lines if line.startswith(name) and label in line and 'model="stub"' in line]
-    return int(line.rpartition(" ")[2])
 
 
 async def test_more_sequences_than_may_be_open() -> None:

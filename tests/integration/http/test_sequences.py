@@ -312,6 +312,26 @@ async def test_a_timeout_does_not_count_once_the_sequence_has_a_slot() -> None:
         assert [sum_of(await reply) for reply in (executing, waiting)] == [3, 6]
 
 
+async def test_steps_that_wait_are_pending_at_once() -> None:
+    """In a slot, and in the backlog; heartbeats of the worker are too rare to tell."""
+    async with sequences_served(strategy=ONE) as sums:
+        await sums.start(heartbeat_every_s=30.0, heartbeat_ttl_s=90.0)
+        sums.scene.hold()
+        sent = [asyncio.create_task(sums.post(1, start=True))]
+        await sums.scene.started()
+        for correlation_id in (1, 2):
+            sent.append(asyncio.create_task(sums.post(2, correlation_id, start=correlation_id == 2)))
+            await sums.submitted(len(sent))
+        pending = await sums.metric("nv_inference_pending_request_count")
+        sums.scene.go()
+        await sent[1]
+        await sums.post(3, end=True)
+        await sent[2]
+
+        assert pending == 2
+        assert await sums.metric("nv_inference_pending_request_count") == 0
+
+
 async def test_a_start_that_waits_for_a_worker_in_vain() -> None:
     """The sequence ends with it: nothing is executed later, and nothing waits."""
     async with sequences_served(limits={"wait_for_workers_s": 0.3}) as sums:

@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.count_pushes import CountPushes, concerns
+from qinfer.models.count_pushes import CountPushes, Underway, concerns
 from qinfer.models.state import Executing, Speed, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
@@ -164,7 +165,7 @@ class Heartbeat:
         now_s, completed = self._clock.now_s(), sum(batcher.completed for batcher in batchers)
         rps = max(completed - self._last_completed, 0) / max(now_s - self._last_beat_s, 1e-3)
         self._last_beat_s, self._last_completed = now_s, completed
-        process = self._usage.process if self._usage else None
+        process, underway = self._usage.process if self._usage else None, self._underway()
         record = WorkerRecord(
             id=self._worker_id,
             started_at=self._started_at,
@@ -177,8 +178,8 @@ class Heartbeat:
             frame_versions=(FRAME_VERSION,),
             speeds=_speeds(batchers, at_best=False),
             best_speeds=_speeds(batchers, at_best=True),
-            busy=_busy(batchers),
-            direct=by_model(self.direct()),
+            busy=underway.busy,
+            direct=underway.direct,
             load_s=self.load_times(),
             host=socket.gethostname(),
             draining=self._draining,
@@ -224,7 +225,7 @@ class Heartbeat:
                 question = await self._pushes.asked(last)
                 if concerns(question.models, self._states()):
                     await self.add_counts()
-                    await self._pushes.answer(self._worker_id, question.id)
+                    await self._pushes.answer(self._worker_id, question.id, self._underway())
                 last = question.id
             except BrokerUnavailable:  # the heartbeat logs it
                 await asyncio.sleep(self._settings.heartbeat_every_s)
@@ -237,6 +238,14 @@ class Heartbeat:
         if rps:
             load_s = self.load_times().get(key[0], {}).get(key[1], 0.0)
             self._speeds[key] = Speed(round(rps, 3), round(load_s, 3), round(batcher.speed_rps(at_best=True), 3))
+
+    def _underway(self) -> Underway:
+        """Tells which requests are in the worker."""
+        batchers, direct = list(self._batchers()), Counter(self.direct())
+        for batcher in batchers:
+            if isinstance(batcher, SequenceBatcher):  # steps are in no lane
+                direct[_key(batcher)] += batcher.executing + batcher.waiting
+        return Underway(busy=_busy(batchers), direct=by_model(direct))
 
     def _memory(self) -> dict[str, dict[int, tuple[MemoryUse, ...]]]:
         """Measures the memory of the models; in the thread that measures all resources."""

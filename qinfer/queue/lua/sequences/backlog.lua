@@ -1,0 +1,20 @@
+-- Counts the steps of sequences that wait for an owner; of more than a thousand such sequences each of the others counts as one step.
+-- KEYS: the open sequences, the lanes in which sequences wait. ARGV: partition's prefix, whether Redis may lose. Returns the number.
+begin(ARGV[1], ARGV[2])
+local left, steps = 1000, 0
+
+local function add(lane)
+  local tickets = left > 0 and redis.call('XRANGE', lane, '-', '+', 'COUNT', left) or {}
+  for _, ticket in ipairs(tickets) do
+    if ticket[2][2] ~= '' then steps = steps + redis.call('XLEN', steps_of(ticket[2][2])) end
+  end
+  left = left - #tickets
+  steps = steps + redis.call('XLEN', lane) - #tickets
+end
+
+local tenants = redis.call('HKEYS', KEYS[1] .. '~')
+for i = 2, #KEYS do
+  add(KEYS[i])
+  for _, tenant in ipairs(tenants) do add(KEYS[i] .. '~' .. tenant) end
+end
+return steps
