@@ -175,8 +175,10 @@ def _families(
             yield by_model(latency.counter, totals)
     yield from _of_cache(statistics, wanted)
     if wanted.quantiles:
+        # A summary of whole requests would mix hits and executions: Triton leaves it out.
+        uncached = {key: of for key, of in statistics.items() if key[0] not in wanted.cached}
         for latency in _LATENCIES:
-            yield _summary(latency, statistics, wanted)
+            yield _summary(latency, uncached if latency.which == latencies.REQUEST else statistics, wanted)
     if wanted.histogram:
         histogram = Family(catalogue.NV_FIRST_RESPONSE)
         for key, fields in statistics.items():

@@ -159,7 +159,8 @@ async def test_every_scheduler_counts_as_tritons(repository: Path) -> None:
     for model, executed in (("echo", "2"), ("cached", "1"), ("stream", "1"), ("sums", "2"), ("ensemble", "1")):
         assert page.of(model)["nv_inference_compute_infer_summary_us_count"] == executed
         assert page.of(model)["nv_inference_first_response_histogram_ms_bucket +Inf"] == executed
-        assert float(page.of(model)["nv_inference_request_summary_us 0.5"]) > 0
+        assert float(page.of(model)["nv_inference_queue_summary_us 0.5"]) > 0
+        assert ("nv_inference_request_summary_us 0.5" in page.of(model)) == (model != "cached")
 
 
 async def test_tags_are_labels(repository: Path) -> None:
