@@ -160,6 +160,10 @@ class PythonBackend:
             raise InferenceFailed(f"the process of model '{self._model}' answered with {type(outcome).__name__}")
         if not self._is_decoupled:
             self._respond(ctx, outcome.answers, data)
+            return
+        for item, answer in enumerate(outcome.answers):
+            if answer.rescheduled:
+                ctx.reschedule(item)
 
     def interrupt(self) -> bool:
         """Ends the process, if it has had a batch for as long as the model may take; returns whether it did."""
@@ -209,9 +213,11 @@ class PythonBackend:
             if memory is not None and memory is not process:  # that it died while it had nothing to do was seen before
                 raise SequenceLost(self._lost_text(memory.death()))
             try:
+                outcome: tuple[Message, list[Buffer]]
                 if self._is_decoupled:
-                    return self._streams_of(process).execute(message, buffers, ctx), []
-                outcome = self._outcome(process, message, buffers, ctx)
+                    outcome = self._streams_of(process).execute(message, buffers, ctx), []
+                else:
+                    outcome = self._outcome(process, message, buffers, ctx)
                 self._memory = process if memory is not None or self._leaves_state(outcome[0]) else None
                 return outcome
             except (OSError, UnreadError):  # it died while it had nothing to do: this batch is not to blame

@@ -191,6 +191,14 @@ class Stream:
             self._window.sent(nbytes)
             self._put(answer, final=final, parameters=parameters or {})
 
+    def await_room(self) -> None:
+        """Waits until half of the window is free, or nothing can be sent any more."""
+        with self._changed:
+            self._waiting += 1
+            while self._window.is_half_full and not (self.is_over or self._has_ended):
+                self._changed.wait()
+            self._waiting -= 1
+
     def offer(self, answer: Answer, *, final: bool, parameters: Mapping[str, Scalar] | None = None) -> bool:
         """Sends a response if there is room in the window; returns whether it did.
 
@@ -307,9 +315,25 @@ class Streams:
         self._open[stream.key] = stream
         return stream
 
+    def resume(self, item: Pending, source: Source) -> Stream:
+        """Returns the stream of an item that is executed again, once its window has room, or one that is over."""
+        if not self.is_open_of(item):
+            stream = Stream(self, item, source)
+            stream.lose()
+            return stream
+        stream = self._open[item.request.id, item.lease.deliveries]
+        stream.source = source
+        stream.await_room()
+        return stream
+
     def is_open(self, stream: Stream) -> bool:
         """Tells whether a stream's final response has not left yet."""
         return self._open.get(stream.key) is stream
+
+    def is_open_of(self, item: Pending) -> bool:
+        """Tells whether an item has an open stream."""
+        stream = self._open.get((item.request.id, item.lease.deliveries))
+        return stream is not None and stream.item is item
 
     def put(self, stream: Stream, response: Response) -> None:
         """Takes a response, which leaves with the others of this event-loop tick."""
@@ -331,8 +355,8 @@ class Streams:
 
     def lose(self, item: Pending) -> None:
         """Closes the stream of an item that is lost or cancelled, if there is one."""
-        stream = self._open.get((item.request.id, item.lease.deliveries))
-        if stream is not None and stream.item is item:
+        if self.is_open_of(item):
+            stream = self._open[item.request.id, item.lease.deliveries]
             stream.lose()
             self.close(stream)
 
@@ -455,18 +479,27 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
 
     def run(self, backend: Backend) -> None:
         """Executes the batch; an error ends the streams that it is told to, and those that have begun."""
-        self.streams = [self.table.open(item, self) for item in self.items]
+        self.streams = self._open()
         super().run(backend)
-        if self.error is None:
+        error = self.error
+        if error is None:
             return
-        is_whole = len(self.items) == 1 or isinstance(self.error, SHARED)
-        if isinstance(self.error, Cancelled) and any(stream.is_over for stream in self.streams):
+        if isinstance(error, Cancelled) and any(stream.is_over for stream in self.streams):
             # One caller's end is not that of the others in the batch.
-            is_whole, self.error = False, InferenceFailed(_LEFT)
+            error = self.error = InferenceFailed(_LEFT)
         for stream in self.streams:
-            if is_whole or not stream.is_untouched:
+            if told := self._ended_by(error, stream):
                 with suppress(OutputMismatch, Cancelled):
-                    stream.send(self.error, final=True, wait=False)
+                    stream.send(told, final=True, wait=False)
+
+    def _open(self) -> list[Stream]:
+        """Opens the stream of each item."""
+        return [self.table.open(item, self) for item in self.items]
+
+    def _ended_by(self, error: QinferError, stream: Stream) -> QinferError | None:
+        """Returns the error that a stream ends with after that of its batch; `None` = its item runs again."""
+        ends = isinstance(error, SHARED) or len(self.items) == 1 or not stream.is_untouched
+        return error if ends else None
 
     @property
     def unanswered(self) -> list[Pending]:

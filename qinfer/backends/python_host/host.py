@@ -13,7 +13,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
@@ -432,19 +432,28 @@ class Host:
             with self._turn:
                 returned = self._model.execute(requests)
             if inspect.iscoroutine(returned):
-                self._in_background(returned, streams)
+                ended = self._in_background(returned, streams)
+                if self.is_iterative:  # only then it is known which requests are rescheduled
+                    ended.result()
             elif returned is not None:
                 raise TritonModelException(self._must_return_none)
+            rescheduled = [
+                request.is_rescheduled() and not stream.is_closed
+                for request, stream in zip(requests, streams, strict=True)
+            ]
+            for stream, again in zip(streams, rescheduled, strict=True):
+                if again:
+                    stream.close()
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             for stream in streams:
                 stream.close()
             self._channel.send(Failed(self._told(error, "execute failed", _ids(message))))
             return
-        self._channel.send(Executed([]))
+        self._channel.send(Executed([Answer([], {}, rescheduled=again) for again in rescheduled]))
 
-    def _in_background(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> None:
+    def _in_background(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> "Future[None]":
         """Runs the coroutine of a decoupled model's `execute`, while other batches are executed."""
-        asyncio.run_coroutine_threadsafe(self._awaited(coroutine, streams), self._running_loop())
+        return asyncio.run_coroutine_threadsafe(self._awaited(coroutine, streams), self._running_loop())
 
     async def _awaited(self, coroutine: Coroutine[Any, Any, object], streams: Sequence[Stream]) -> None:
         try:

@@ -132,6 +132,9 @@ class Streams:
             ctx.on_taken(item, partial(self._on_taken, message.number, item))
         outcome = batch.outcome.result()
         if isinstance(outcome, Executed):
+            for item, answer in enumerate(outcome.answers):
+                if answer.rescheduled:
+                    self._close(message.number, item)
             self._forget_ended(message.number)
         if not ctx.is_decoupled:
             self._await_streams(batch)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.policy import LatencyModel
-from qinfer.batching.sequences.execution import States, StepExecution
+from qinfer.batching.sequences.execution import AnySteps, States
 from qinfer.batching.sequences.runner import StepRunner
 from qinfer.batching.sequences.scheduler import Decision, Ending
 from qinfer.batching.sequences.steps import PendingStep, Step, StepBatch
@@ -222,7 +222,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
             self._kept[item.place.sequence].waiting.pop(item, None)
         self._outlet.executed(items, responses)
 
-    def _take(self, execution: StepExecution, now_s: float, begin_s: float) -> None:
+    def _take(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
         """See the base: it goes to the outlet."""
         self._rest()
         self.completed += len(execution.items)
@@ -243,7 +243,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         if not self.executing:
             self._idle.set()
 
-    def _keep(self, execution: StepExecution) -> None:
+    def _keep(self, execution: AnySteps) -> None:
         """Keeps the states that an execution has left, for the next steps."""
         for item, states in zip(execution.items, execution.states, strict=True):
             assert isinstance(item, PendingStep), "it was admitted here"

@@ -1,11 +1,12 @@
 """One batch of steps on its way through an instance: what is put beside the requests' own inputs, and what is kept.
 
     steps, their states → assemble_steps → Batch → StepExecution → answers, and the states after them
+                                                  or StreamedSteps → streams, where the model is decoupled
 
 A batch has a row for each step, and rows of padding where the strategy `direct` leaves slots empty.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -16,8 +17,9 @@ from qinfer.batching.assemble import assemble, stack
 from qinfer.batching.execution import Answer, Execution
 from qinfer.batching.sequences.controls import control_inputs, padded
 from qinfer.batching.sequences.steps import StepBatch
+from qinfer.batching.streams import Stream, StreamedExecution
 from qinfer.core.messages import InferRequest, Scalar
-from qinfer.errors import OutputMismatch
+from qinfer.errors import InferenceFailed, OutputMismatch, QinferError, SequenceLost
 from qinfer.models.sequence_spec import SequenceSpec, StateSpec
 from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Tensor, to_numpy
@@ -58,6 +60,78 @@ def assemble_steps(batch: StepBatch[Any], states: Sequence[States], spec: ModelS
     )
 
 
+class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
+    """A batch of an iterative model that is decoupled: the streams of its items go on with their next executions.
+
+    Attributes:
+        steps: The rows, as the scheduler chose them.
+        positions: Row → position among `items`; of padding -1.
+        again: The positions of items that are to be executed again.
+    """
+
+    steps: StepBatch[Any]
+    positions: list[int] = msgspec.field(default_factory=list)
+    again: set[int] = msgspec.field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.positions = positions_of(self.steps)
+
+    @property
+    def states(self) -> list[States]:
+        """None: models that keep states here have one response."""
+        return [()] * len(self.items)
+
+    def respond(
+        self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
+    ) -> None:
+        """Sends a response when there is room in the window; what is answered to padding is dropped."""
+        if self.positions[item] >= 0:
+            super().respond(self.positions[item], outputs, final=final, parameters=parameters)
+
+    def offer(
+        self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
+    ) -> None:
+        """Sends a response at once; what is answered to padding is dropped."""
+        if self.positions[item] >= 0:
+            super().offer(self.positions[item], outputs, final=final, parameters=parameters)
+
+    def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
+        """Has a callback told what the item's caller took; see `Context.on_taken`."""
+        if self.positions[item] >= 0:
+            super().on_taken(self.positions[item], callback)
+
+    def cancelled(self, item: int) -> bool:
+        """Tells whether nobody waits for this item any more."""
+        return self.positions[item] < 0 or super().cancelled(self.positions[item])
+
+    def waits(self, item: int) -> bool:
+        """Tells whether an item's caller has to take something before the model can go on."""
+        return self.positions[item] >= 0 and super().waits(self.positions[item])
+
+    def reschedule(self, item: int, states: States = ()) -> None:
+        """Has an item executed again; see `Context.reschedule`."""
+        del states
+        if self.positions[item] >= 0:
+            self.again.add(self.positions[item])
+
+    def run(self, backend: Backend) -> None:
+        """Executes the batch; an error ends all its streams. An item whose stream is over is not executed again."""
+        super().run(backend)
+        open_ = {at for at, stream in enumerate(self.streams) if not (stream.has_ended or stream.is_over)}
+        self.again &= open_ if self.error is None else set()
+
+    def _open(self) -> list[Stream]:
+        """See the base: an item that was executed before has one."""
+        steps = self.steps.steps
+        return [(self.table.open if step.start else self.table.resume)(step.item, self) for step in steps]
+
+    def _ended_by(self, error: QinferError, stream: Stream) -> QinferError:
+        """See the base: no item begins anew, also where its state was lost."""
+        del stream
+        return InferenceFailed(error.message) if isinstance(error, SequenceLost) else error
+
+
 class StepExecution(Execution, kw_only=True, eq=False):
     """A batch of steps that runs, or ran.
 
@@ -78,8 +152,7 @@ class StepExecution(Execution, kw_only=True, eq=False):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        taken = count()
-        self.positions = [-1 if step is None else next(taken) for step in self.steps.rows]
+        self.positions = positions_of(self.steps)
         self.states = [()] * len(self.items)
 
     def respond(
@@ -129,6 +202,16 @@ class StepExecution(Execution, kw_only=True, eq=False):
         except OutputMismatch as error:
             return error
         return answer[: -len(specs)]
+
+
+AnySteps = StepExecution | StreamedSteps
+"""A batch of steps, of whichever kind of model."""
+
+
+def positions_of(batch: StepBatch[Any]) -> list[int]:
+    """Returns the position of each row among the steps of a batch; of padding -1."""
+    taken = count()
+    return [-1 if step is None else next(taken) for step in batch.rows]
 
 
 def _state(spec: StateSpec, tensor: Tensor) -> Tensor:

@@ -5,7 +5,8 @@
 
 A request is a sequence of its own, which comes and leaves as a plain one does. It joins the running batch, and is
 executed with one batch after the other until the model answers it. Between two iterations nothing is written anywhere:
-no response has left, so that another worker may begin anew with it.
+no response has left, so that another worker may begin anew with it. Of a decoupled model responses leave while it is
+iterated, and the stream of a request stays open from one iteration to the next.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import msgspec
 from qinfer.batching.batcher import LoadedModel, Outlet
 from qinfer.batching.execution import Execution, Pending
 from qinfer.batching.policy import NEVER_S, LatencyModel
-from qinfer.batching.sequences.execution import States, StepExecution
+from qinfer.batching.sequences.execution import AnySteps, States
 from qinfer.batching.sequences.runner import StepRunner
 from qinfer.batching.sequences.scheduler import Decision
 from qinfer.batching.sequences.steps import Step, StepBatch
@@ -151,8 +152,15 @@ class Iterations(StepRunner[Pending]):
         return waiting
 
     def fail(self, items: Sequence[Pending], error: QinferError) -> None:
-        """Answers items with an error."""
-        self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self._tally))
+        """Answers items with an error; one with an open stream ends it."""
+        streams = self.model.streams
+        if streams is not None:
+            begun = [item for item in items if streams.is_open_of(item)]
+            for item in begun:
+                streams.cancel(item, error)
+            items = [item for item in items if item not in begun]
+        if items:
+            self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self._tally))
 
     def pump(self) -> None:
         """See the base."""
@@ -161,8 +169,10 @@ class Iterations(StepRunner[Pending]):
 
     def _tell(self, decision: Decision[Pending]) -> None:
         """See the base: answers what has expired; what was dropped is refused, too, and not here any more."""
+        streams = self.model.streams
         for step, error in decision.refused:
-            if self._held.pop(step.item, None):
+            held = self._held.pop(step.item, None)
+            if held is not None and (streams is None or held.instance < 0 or streams.is_open_of(step.item)):
                 self.fail([step.item], error)
 
     def _begin(self, batch: StepBatch[Pending]) -> list[States]:
@@ -178,13 +188,13 @@ class Iterations(StepRunner[Pending]):
             del self._held[item]
         self._outlet.answer(items, responses)
 
-    def _take(self, execution: StepExecution, now_s: float, begin_s: float) -> None:
+    def _take(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
         """See the base: what the model wants to execute again goes on."""
         batch, steps = execution.steps, execution.steps.steps
         if isinstance(execution.error, SequenceLost):
-            self._begin_anew(batch)
             failure = InferenceFailed(execution.error.message)
             execution.answers = [failure if answer is execution.error else answer for answer in execution.answers]
+            self._begin_anew(batch, failure)
         self._scheduler.ended(batch, now_s, again=[steps[position] for position in execution.again])
         for position, (step, states) in enumerate(zip(steps, execution.states, strict=True)):
             held = self._held.get(step.item)
@@ -197,6 +207,10 @@ class Iterations(StepRunner[Pending]):
                 step.item.key = self._key(step.item.request, states)
             else:
                 self._end(step.item, held)
+        if self.model.streams is not None:
+            self.model.streams.watch()
+            self._responder.observe(execution, begin_s)
+            return
         items, responses = self._responder.responses(execution, begin_s, self._tally)
         if items:
             self._outlet.answer(items, responses)
@@ -208,10 +222,17 @@ class Iterations(StepRunner[Pending]):
         self._weight = self._weight * _DECAY + 1
         self._iterations = self._iterations * _DECAY + held.iterations
 
-    def _begin_anew(self, batch: StepBatch[Pending]) -> None:
-        """Begins anew with requests whose state was in the memory of the model's process, and that did not end it."""
-        for item, held in self._held.items():
+    def _begin_anew(self, batch: StepBatch[Pending], failure: QinferError) -> None:
+        """Begins anew with requests whose state was in the memory of the model's process, and that did not end it.
+
+        Those that have had responses fail.
+        """
+        for item, held in list(self._held.items()):
             if held.instance == batch.instance and held.step not in batch.steps:
+                if self.model.streams is not None and held.iterations:
+                    self.model.streams.cancel(item, failure)
+                    self.drop(item)
+                    continue
                 held.states, held.step.start = self.model.initial_states, True
                 _mark(held.step)
                 self.classify(item)

@@ -13,11 +13,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
+from qinfer.backends.base import Batch
 from qinfer.batching.assemble import KeyFunction, key_function
 from qinfer.batching.batcher import LoadedModel
 from qinfer.batching.execution import Execution, Pending, Responder
 from qinfer.batching.policy import LatencyModel
-from qinfer.batching.sequences.execution import States, StepExecution, assemble_steps, state_shapes
+from qinfer.batching.sequences.execution import (
+    AnySteps,
+    States,
+    StepExecution,
+    StreamedSteps,
+    assemble_steps,
+    state_shapes,
+)
 from qinfer.batching.sequences.scheduler import Decision, SequenceScheduler
 from qinfer.batching.sequences.steps import StepBatch
 from qinfer.core.clock import ServerClock
@@ -53,7 +61,7 @@ class StepRunner(ABC, Generic[P]):
         assert model.spec.sequences is not None, "only a model with sequences has steps"
         self.model = model
         self.executing = 0
-        self.expected_ends: dict[StepExecution, float] = {}
+        self.expected_ends: dict[AnySteps, float] = {}
         self.paused = False
         self._clock = clock
         self._tally = tally
@@ -109,7 +117,7 @@ class StepRunner(ABC, Generic[P]):
         """Answers the steps of a batch that can't be assembled."""
 
     @abstractmethod
-    def _take(self, execution: StepExecution, now_s: float, begin_s: float) -> None:
+    def _take(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
         """Takes what an execution has left, tells the scheduler that it has ended, and answers."""
 
     def _key(self, request: InferRequest, states: States) -> object:
@@ -128,14 +136,7 @@ class StepRunner(ABC, Generic[P]):
             self._scheduler.ended(batch, now_s)
             self._refuse(items, self._responder.failures(items, error, now_s, self._tally))
             return
-        execution = StepExecution(
-            items=items,
-            batch=assembled,
-            input_ns=time.perf_counter_ns() - begin_ns,
-            caller=self.model.caller,
-            steps=batch,
-            sequences=self._sequences,
-        )
+        execution = self._execution(batch, assembled, time.perf_counter_ns() - begin_ns)
         expected_s = self._latency.estimate_s(len(items))
         self.executing += len(items)
         self.expected_ends[execution] = now_s + expected_s
@@ -146,13 +147,28 @@ class StepRunner(ABC, Generic[P]):
         else:
             self.model.executor.start(execution, self._ended, batch.instance)
 
+    def _execution(self, steps: StepBatch[P], batch: Batch, input_ns: int) -> AnySteps:
+        model, items = self.model, [step.item for step in steps.steps]
+        if model.streams is None:
+            return StepExecution(items, batch, input_ns, model.caller, steps=steps, sequences=self._sequences)
+        return StreamedSteps(
+            items,
+            batch,
+            input_ns,
+            model.caller,
+            steps=steps,
+            table=model.streams,
+            responder=self._responder,
+            tally=self._tally,
+        )
+
     def _ended(self, execution: Execution) -> None:
         """Takes an execution back from its instance, and starts the next one."""
-        assert isinstance(execution, StepExecution), "it was started here"
+        assert isinstance(execution, AnySteps), "it was started here"
         self._count(execution)
         self.pump()
 
-    def _count(self, execution: StepExecution) -> None:
+    def _count(self, execution: AnySteps) -> None:
         """Takes note of what was executed, and how fast."""
         now_s = self._clock.now_s()
         del self.expected_ends[execution]

@@ -49,7 +49,7 @@ SUPPORTED = {
     "sequence_batching.direct": "A sequence has one row of one instance's batches to itself.",
     "sequence_batching.oldest": "A dynamic batcher of each instance gets one request of each candidate.",
     "sequence_batching.iterative_sequence": "A request is a sequence of its own, which a model of the backend `python` "
-    "has executed until it answers it; not for decoupled models.",
+    "has executed until it answers it; if it is decoupled, with responses from each execution.",
     "sequence_batching.state.input_name": "",
     "sequence_batching.state.output_name": "",
     "sequence_batching.state.data_type": "",

@@ -45,8 +45,13 @@ def sequence_problems(config: ModelConfig) -> Iterator[str]:
         return
     for name in sorted(own_inputs(config) & {i.name for i in config.input} - {""}):
         yield f"input '{name}' is a control or state of 'sequence_batching', which the server fills; remove it"
-    if config.model_transaction_policy.decoupled:
-        yield "'model_transaction_policy.decoupled' is not supported with 'sequence_batching'; remove one of them"
+    if config.model_transaction_policy.decoupled and not config.sequence_batching.iterative_sequence:
+        yield (
+            "'model_transaction_policy.decoupled' is not supported with 'sequence_batching', unless it has "
+            "'iterative_sequence'; remove one of them"
+        )
+    if config.model_transaction_policy.decoupled and config.sequence_batching.state:
+        yield "'sequence_batching.state' is not supported for decoupled models; keep the state in the model"
     if config.backend == "python" and config.sequence_batching.state:
         yield "'sequence_batching.state' is not supported by backend 'python'; keep the state in model.py"
     yield from _strategy_problems(config)
