@@ -60,8 +60,9 @@ SUPPORTED = {
     "ensemble_scheduling.step.model_version": "-1 is the highest version that is ready when the ensemble is loaded.",
     "ensemble_scheduling.step.input_map": "Input of the model → tensor of the ensemble.",
     "ensemble_scheduling.step.output_map": "Output of the model → tensor of the ensemble.",
-    "ensemble_scheduling.max_inflight_requests": "Of each request, so many responses of a decoupled step are in the "
-    "steps behind it at once; 16 by default.",
+    "ensemble_scheduling.max_inflight_requests": "Requests of each step that are in flight in a worker at once, and of "
+    "each request responses of a decoupled step in the steps behind it; without it the former have no bound, and the "
+    "latter are 16.",
     "instance_group.name": "",
     "instance_group.kind": "KIND_AUTO is a GPU if the installation has one and the backend can use it. KIND_MODEL "
     "leaves the choice of the device to the model, which is started as on a CPU.",

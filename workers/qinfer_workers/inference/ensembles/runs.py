@@ -20,6 +20,7 @@ from qinfer.observe.latencies import latency_tally
 from qinfer.observe.responses import end_of
 from qinfer.observe.stats import ModelCounts, StatsTally
 from qinfer_workers.inference.ensembles.insistent import InsistentSteps
+from qinfer_workers.inference.ensembles.limits import StepLimits
 from qinfer_workers.inference.ensembles.run import Outcome, Run, Spent, Steps
 from qinfer_workers.inference.ensembles.streams import StreamedResponses
 from qinfer_workers.inference.ensembles.traces import RunTrace
@@ -139,6 +140,8 @@ class Runs:
         """Goes on with another generation; requests that have begun end on the steps that they began with."""
         self._model = model
         self._plan = plan
+        most = plan.spec.max_inflight
+        self._limits = StepLimits(most, self._clock.now_s) if most else None
         self._responder = Responder(model.spec, model.version, model.observer)
 
     def __len__(self) -> int:
@@ -155,7 +158,7 @@ class Runs:
     def begin(self, item: Pending, steps: Steps) -> None:
         """Begins a request."""
         streamed = self._open_stream(item)
-        recorded = self._recorded(item, steps)
+        recorded = self._recorded(item, steps if self._limits is None else self._limits.over(steps))
         run = self._runs[item] = Run(item, self._plan, recorded, self._clock.now_s, self._ended, streamed)
         if streamed is not None:
             streamed.follow(run)

@@ -1,0 +1,165 @@
+"""The bound on the requests of each step of an ensemble that are in flight in a worker (`max_inflight_requests`).
+
+    submit_step ─▶ submitted                 where fewer than the bound are in flight, of whichever requests
+                └▶ parked ─▶ submitted       when one of them has ended, the oldest first
+
+Triton has the same bound for all requests of its process (core #482).
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
+from qinfer.models.ensemble_graph import PlanStep
+from qinfer.submission.pending import Sink
+from qinfer_workers.inference.ensembles.run import Steps, Submitted
+
+
+class StepLimits:
+    """See the module docstring; one for each plan.
+
+    Args:
+        most: So many requests of a step are in flight at most.
+        now_s: Returns the broker's time.
+    """
+
+    def __init__(self, most: int, now_s: Callable[[], float]) -> None:
+        self.now_s = now_s
+        self._most = most
+        self._in_flight: Counter[int] = Counter()
+        self._parked: dict[int, deque[_Limited]] = {}
+        self._is_going_on = False
+
+    def over(self, steps: Steps) -> Steps:
+        """Returns a way of the steps of one request that keeps the bound."""
+        return _LimitedSteps(steps, self)
+
+    def enter(self, limited: "_Limited") -> bool:
+        """Counts a request of a step, if there is room; parks it otherwise."""
+        if self._in_flight[limited.key] < self._most:
+            self._in_flight[limited.key] += 1
+            return True
+        self._parked.setdefault(limited.key, deque()).append(limited)
+        return False
+
+    def leave(self, key: int) -> None:
+        """Takes note that a request of a step has ended, and lets parked ones go on."""
+        self._in_flight[key] -= 1
+        if self._is_going_on:
+            return  # what goes on may end at once: no deeper
+        self._is_going_on = True
+        try:
+            while limited := self._next():
+                limited.go_on()
+        finally:
+            self._is_going_on = False
+
+    def _next(self) -> "_Limited | None":
+        """Takes a parked request for which there is room, and counts it."""
+        for key, parked in list(self._parked.items()):
+            while parked and parked[0].is_over:
+                parked.popleft()
+            if not parked:
+                del self._parked[key]
+            elif self._in_flight[key] < self._most:
+                self._in_flight[key] += 1
+                return parked.popleft()
+        return None
+
+
+class _LimitedSteps:
+    """The way of the steps of one request; see `StepLimits.over`."""
+
+    def __init__(self, steps: Steps, limits: StepLimits) -> None:
+        self._steps = steps
+        self._limits = limits
+
+    def submit_step(self, step: PlanStep, request: InferRequest, sink: Sink, timeout_s: float) -> Submitted:
+        """See `Steps`."""
+        until_s = self._limits.now_s() + timeout_s
+
+        def submit(taker: Sink) -> Submitted:
+            left_s = until_s - self._limits.now_s()
+            if left_s <= 0:
+                raise DeadlineExceeded(TIMED_OUT)
+            return self._steps.submit_step(step, request, taker, left_s)
+
+        limited = _Limited(self._limits, id(step), submit, sink)
+        if self._limits.enter(limited):
+            limited.begin()
+        return limited
+
+
+class _Limited:
+    """A request of a step that is in flight or parked, and the sink of its responses.
+
+    Attributes:
+        key: Its step.
+        is_over: It has ended, or is cancelled.
+    """
+
+    __slots__ = ("_has_begun", "_limits", "_sink", "_submit", "_submitted", "_was_taken", "is_over", "key")
+    no_stream = ""
+
+    def __init__(self, limits: StepLimits, key: int, submit: Callable[[Sink], Submitted], sink: Sink) -> None:
+        self.key = key
+        self.is_over = False
+        self._limits = limits
+        self._submit = submit
+        self._sink = sink
+        self._submitted: Submitted | None = None
+        self._has_begun = self._was_taken = False
+
+    @property
+    def is_taken(self) -> bool:
+        """See `Submitted`."""
+        return self._was_taken or (self._submitted is not None and self._submitted.is_taken)
+
+    def begin(self) -> None:
+        """Submits it.
+
+        Raises:
+            QinferError: It is refused.
+        """
+        self._has_begun = True
+        try:
+            self._submitted = self._submit(self)
+        except QinferError:
+            self._end()
+            raise
+
+    def go_on(self) -> None:
+        """Submits it after it was parked."""
+        try:
+            self.begin()
+        except QinferError as error:
+            self._sink.deliver(Response(request_id="", failure=Failure.of(error)))
+
+    def deliver(self, response: Response) -> None:
+        """See `Sink`."""
+        if not response.final:
+            self._sink.deliver(response)
+            return
+        self._was_taken = self.is_taken
+        # The step refers to this sink: such cycles would be the garbage collector's work, all at once.
+        self._submitted = None
+        self._sink.deliver(response)
+        self._end()
+
+    def cancel(self) -> None:
+        """See `Submitted`."""
+        if self._submitted is not None:
+            self._submitted.cancel()
+        self._end()
+
+    def took(self, nbytes: int) -> None:
+        """See `Submitted`."""
+        if self._submitted is not None:
+            self._submitted.took(nbytes)
+
+    def _end(self) -> None:
+        if not self.is_over:
+            self.is_over = True
+            if self._has_begun:
+                self._limits.leave(self.key)
