@@ -295,6 +295,9 @@ class Batcher:
             self._pump()
         elif self._bisection.drop(item):
             self._pump()
+        elif any(item in execution.items for execution in self.expected_ends if not execution.begin_ns):
+            self._recall()  # what waits for an instance is made anew without it
+            self._pump()
 
     def fail(self, items: Sequence[Pending], error: QinferError) -> None:
         """Answers items with an error, without executing them."""

@@ -135,6 +135,19 @@ async def test_lost_item_is_neither_run_nor_answered(scene: Scene) -> None:
     assert [item for item, _ in scene.bench.answered] == [running[1], waiting[1]]
 
 
+async def test_a_lost_item_of_a_batch_that_waits_for_an_instance_is_not_executed(scene: Scene) -> None:
+    """The batch is made anew, and another item has its place."""
+    scene.batcher.admit(scene.items(1))
+    waiting = scene.items(9)
+    scene.batcher.admit(waiting)
+
+    scene.batcher.lost(waiting[2])
+
+    (ahead,) = [execution for execution, _ in scene.bench.queued]
+    assert list(ahead.items) == [*waiting[:2], *waiting[3:]]
+    assert scene.batcher.executing == 9
+
+
 async def test_replace_keeps_what_waits(scene: Scene) -> None:
     """The new instances take over; the old ones end what runs, and are retired."""
     scene.batcher.admit(scene.items(1))
