@@ -346,6 +346,12 @@ class Batcher:
 
     def _idle_count(self) -> int:
         return self.model.executor.count - len(self.expected_ends) - self._lent.count
+    @property
+    def waiting(self) -> list[Pending]:
+        """The items that wait here for an instance."""
+        ahead = [item for execution in self.expected_ends if not execution.begin_ns for item in execution.items]
+        return [*ahead, *self._pending]
+
 
     @property
     def _waiting_rows(self) -> int:

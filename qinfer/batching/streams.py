@@ -35,6 +35,11 @@ _STALLED = "the caller took no response for {:g} s; read faster, or ask for less
 _LEFT = "the model stopped in the middle because another request of its batch was cancelled; send the request again"
 _LOOK_S = 0.5  # between two looks for streams that are stalled or late
 
+LEAST_RATE = 256 * 1024
+"""Bytes a second that a caller takes at least of a window that is half full, or its stream is unread."""
+
+_LEAST_S = 1.0  # a stream is unread for so long at least before it counts as such
+
 
 def nbytes_of(answer: Answer | Failure) -> int:
     """Returns the bytes of an answer's outputs, which credits count."""
@@ -141,6 +146,8 @@ class Stream:
         self._has_ended = self._is_over = False
         self._taken: Callable[[int], None] | None = None
         self._idle_since_s = 0.0
+        self._full_since_s = math.inf
+        self._behind_s = 0.0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -151,6 +158,11 @@ class Stream:
     def is_untouched(self) -> bool:
         """Whether nothing was sent, so that the item may be executed again."""
         return not self._count
+
+    @property
+    def holds_instance(self) -> bool:
+        """Whether the execution that it is of has not returned."""
+        return isinstance(self.source, StreamedExecution) and not self.source.end_ns
 
     @property
     def is_over(self) -> bool:
@@ -189,6 +201,8 @@ class Stream:
             if self._has_ended:
                 raise OutputMismatch("the model answered a request after its final response")
             self._window.sent(nbytes)
+            if self._full_since_s == math.inf and self._window.is_half_full:
+                self._full_since_s = time.monotonic()
             self._put(answer, final=final, parameters=parameters or {})
 
     def await_room(self) -> None:
@@ -228,7 +242,10 @@ class Stream:
             new = self._window.took(taken_bytes)
             if not new:
                 return
-            self._idle_since_s = time.monotonic()
+            self._idle_since_s = now_s = time.monotonic()
+            behind_s = self._behind_s + max(now_s - self._full_since_s, 0.0) - new / LEAST_RATE
+            self._behind_s = max(behind_s, 0.0)
+            self._full_since_s = now_s if self._window.is_half_full else math.inf
             self._changed.notify_all()
             callback = self._taken
             if callback is None:
@@ -251,6 +268,15 @@ class Stream:
         with self._changed:
             is_full = self._window.is_half_full or (self._waiting and self._window.on_way_bytes)
             return bool(is_full) and self._idle_since_s < since_s
+
+    def unread_s(self, now_s: float) -> float:
+        """Returns for how long, at an instant of the monotonic clock, the window waits for a caller that is too slow.
+
+        The time that `LEAST_RATE` allows for what is on its way does not count.
+        """
+        with self._changed:
+            allowed_s = max(self._window.on_way_bytes / LEAST_RATE, _LEAST_S)
+            return max(self._behind_s + now_s - self._full_since_s - allowed_s, 0.0)
 
     def cancel(self, error: QinferError) -> None:
         """Ends the stream with an error: its caller does not take it."""
@@ -287,6 +313,9 @@ class Streams:
         window_bytes: What may be on its way of one stream.
         stall_s: How long a caller may take nothing while its window is used up.
         now_s: The broker's time.
+
+    Attributes:
+        unread: Told every half second which streams are unread, where there are any.
     """
 
     def __init__(
@@ -298,6 +327,7 @@ class Streams:
         self._outlet = outlet
         self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
+        self.unread: Callable[[list[Stream]], None] = lambda _: None
         self._open: dict[tuple[str, int], Stream] = {}
         self._ready: deque[tuple[Stream, Response]] = deque()
         self._is_due = False
@@ -394,12 +424,17 @@ class Streams:
 
     def _look(self) -> None:
         self._timer = None
-        since_s, now_s = time.monotonic() - self._stall_s, self.now_s()
+        time_s, now_s = time.monotonic(), self.now_s()
+        unread: list[Stream] = []
         for stream in list(self._open.values()):
-            if stream.is_stalled(since_s):
+            if stream.is_stalled(time_s - self._stall_s):
                 stream.cancel(Cancelled(_STALLED.format(self._stall_s)))
             elif stream.item.deadline_s <= now_s:
                 stream.cancel(DeadlineExceeded(TIMED_OUT))
+            elif stream.unread_s(time_s):
+                unread.append(stream)
+        if unread:
+            self.unread(unread)
         self.watch()
 
     def _deliver(self) -> None:

@@ -111,12 +111,14 @@ class Share(msgspec.Struct, frozen=True):
         entries: How many entries it holds, waiting and in flight.
         weight: That of its tenants together.
         tenants: Whose it is, as far as was asked for, in order.
+        waiting: How many of the entries no consumer holds, where that was asked for.
     """
 
     lane: Lane
     entries: int
     weight: int = 1
     tenants: tuple[str, ...] = ()
+    waiting: int = 0
 
 
 class Payload(msgspec.Struct, frozen=True):

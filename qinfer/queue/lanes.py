@@ -98,7 +98,7 @@ _FINISH = load_script("lanes/finish", "drop", "holder")
 _CANCEL = load_script("lanes/cancel", "drop", "holder", "note_cancel", "moved_to")
 _SIZES = load_script("lanes/sizes", "shares")
 _SHARES = load_script("lanes/shares", "shares")
-_TENANTS = load_script("lanes/tenants", "shares")
+_TENANTS = load_script("lanes/tenants", "holder", "shares", "waiting")
 _PUBLISH = load_script("lanes/publish")
 
 RENEW = load_script("lanes/renew", "holder")
@@ -393,12 +393,12 @@ class Queue:
 
         Args:
             lanes: Of any models.
-            named: Say whose they are, too: of each lane the latest 1000 tenants.
+            named: Say whose they are, too, and how many wait: of each lane the latest 1000 tenants.
         """
         found: dict[Lane, list[Share]] = {}
 
         async def run(group: list[Lane]) -> None:
-            names, more = [keys.lane(lane) for lane in group], (_MAX_IDS,) if named else ()
+            names, more = [keys.lane(lane) for lane in group], (_MAX_IDS, keys.GROUP) if named else ()
             slot = keys.lane_slot(group[0])
             for lane, shares in zip(group, await self.router.run(slot, script, names, *more), strict=True):
                 found[lane] = [_share(lane, *share) for share in shares]
@@ -566,9 +566,11 @@ def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, str]:
     return first.model, first.version, first.partition, kind
 
 
-def _share(lane: Lane, number: int, entries: int, weight: int, tenants: Sequence[bytes] = ()) -> Share:
+def _share(
+    lane: Lane, number: int, entries: int, weight: int, tenants: Sequence[bytes] = (), waiting: int = 0
+) -> Share:
     """Reads a share as scripts return it."""
-    return Share(share_of(lane, number), entries, weight, tuple(sorted(name.decode() for name in tenants)))
+    return Share(share_of(lane, number), entries, weight, tuple(sorted(name.decode() for name in tenants)), waiting)
 
 
 def _moved(lane: Lane) -> bytes:

@@ -1,6 +1,7 @@
 """Streams: what leaves, in which order, how much of it, and how a stream ends."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -313,3 +314,37 @@ async def test_a_model_that_raises_has_untouched_requests_run_again() -> None:
 
     assert [item.request.id for item in execution.unanswered] == ["r1"]
     assert [r.failure and r.failure.message for r in bench.responses("r0")] == [None, "broken"]
+
+
+async def test_a_stream_is_unread_once_its_window_waits_too_long() -> None:
+    """For longer than what is on its way would take at the least rate."""
+    bench = StreamBench(window_bytes=COST)
+    (stream,) = bench.execution().streams
+    assert not stream.unread_s(time.monotonic() + 1000)
+
+    stream.send(outputs(), final=False)
+
+    assert not stream.unread_s(time.monotonic())
+    assert stream.unread_s(time.monotonic() + 1000) > 900
+
+
+async def test_a_caller_that_drips_is_as_slow_as_one_that_does_not_read() -> None:
+    bench = StreamBench(window_bytes=4 * COST)
+    (stream,) = bench.execution().streams
+    for _ in range(4):
+        stream.send(outputs(), final=False)
+    stream._full_since_s -= 1000
+
+    bench.table.credit([Credit("r0", 1, 8)])
+
+    assert stream.unread_s(time.monotonic()) > 900
+
+
+async def test_a_caller_that_has_taken_all_is_not_slow() -> None:
+    bench = StreamBench(window_bytes=COST)
+    (stream,) = bench.execution().streams
+    stream.send(outputs(), final=False)
+
+    bench.table.credit([Credit("r0", 1, 8)])
+
+    assert not stream.unread_s(time.monotonic() + 1000)

@@ -54,6 +54,7 @@ from qinfer_workers.inference.sequence_services import SequenceServices
 from qinfer_workers.inference.serving import LaneBatcher, Serving
 from qinfer_workers.inference.stream_publisher import StreamPublisher
 from qinfer_workers.inference.tracing import Spans
+from qinfer_workers.inference.unread_streams import UnreadStreams
 from qinfer_workers.inference.version_pins import VersionPins
 from qinfer_workers.jobs.scoring.arbiter import JobBatcher
 from qinfer_workers.jobs.scoring.ensembles import EnsembleParts
@@ -141,6 +142,8 @@ class Worker:
             self._heartbeat.direct = self._local.counts
             self._caller.limiter = self._limiter
             self._streams = self._open_streams()
+            self._unread = UnreadStreams(self._queue, tasks, self._serving.get)
+            self._streams.unread = self._unread.found
             parts = Parts(
                 self._queue, self._keeper, self._publisher, tasks, self._store, self._settings, self._id, self._metrics
             )
@@ -405,8 +408,10 @@ class Worker:
     def _admit(self, batcher: LaneBatcher, items: Sequence[Pending]) -> None:
         if items and batcher.paused:
             self._publisher.give_back(items)
-        else:
-            batcher.admit(items)
+            return
+        if items and batcher.model.streams is not None and isinstance(batcher, Batcher):
+            items = self._unread.refused(batcher, items)
+        batcher.admit(items)
 
     def _lost(self, item: Held) -> None:
         serving = self._serving.get((item.lease.entry.lane.model, item.lease.entry.lane.version))

@@ -1,6 +1,6 @@
--- Returns for each of KEYS, lanes, the shares that tenants have of it: {number, entries, weight, tenants} of each, some of the tenants
--- where there are many. ARGV: how many tenants of a lane are named at most.
-local found, most = {}, tonumber(ARGV[1])
+-- Returns for each of KEYS, lanes, the shares that tenants have of it: {number, entries, weight, tenants, waiting} of each, some of the
+-- tenants where there are many. ARGV: how many tenants of a lane are named at most, and the group.
+local found, most, group = {}, tonumber(ARGV[1]), ARGV[2]
 for i, lane in ipairs(KEYS) do
   local names, tenants = {}, {}
   if redis.call('HLEN', lane .. '~tenants') > 0 then
@@ -16,7 +16,8 @@ for i, lane in ipairs(KEYS) do
   end
   found[i] = {}
   for _, stream in ipairs(streams_of(lane)) do
-    found[i][#found[i] + 1] = {stream[1], redis.call('XLEN', stream[2]), stream[3], tenants[stream[1]] or {}}
+    local waits = waiting(stream[2], group, false)
+    found[i][#found[i] + 1] = {stream[1], redis.call('XLEN', stream[2]), stream[3], tenants[stream[1]] or {}, waits}
   end
 end
 return found

@@ -1,0 +1,136 @@
+"""The instances that tenants hold by streams that they do not read, where other tenants wait for the model.
+
+    Streams ── unread, twice a second ──▶ UnreadStreams ── who waits? ──▶ Redis
+                                              ├─▶ Stream.cancel: the tenant with the most gives up an instance
+                                              └─▶ refused: it gets no further one while it has its share
+
+A tenant that is alone keeps its streams: they end when nothing was taken for `QINFER_LIMITS__STREAM_STALL_S`.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from qinfer.backends.python_host.streams import OPEN_STREAMS
+from qinfer.batching.batcher import Batcher
+from qinfer.batching.execution import Pending
+from qinfer.batching.sequences.shares import PATIENCE_S, turns
+from qinfer.batching.streams import LEAST_RATE, Stream
+from qinfer.errors import Cancelled, QinferError, QuotaExceeded
+from qinfer.queue.dead_letters import head_of
+from qinfer.queue.entries import Share
+from qinfer.queue.lanes import Queue
+from qinfer.queue.sequence_records import SlotShare
+from qinfer_workers.inference.serving import Serving
+
+_SLOWER = f"the caller took less than {LEAST_RATE // 1024} KiB/s"
+UNREAD = f"{_SLOWER} while requests of other tenants waited for the model; read faster, or ask for less"
+REFUSED = (
+    f"responses of model '{{}}' hold its instances because they are read slower than {LEAST_RATE // 1024} KiB/s, and "
+    "other tenants use it; read them, or end these requests, before you send others"
+)
+_GUESTS = 16  # entries of a stream that are looked at: a guest's came when no entry before it waited
+_KNOWN_S = 2.0  # a look counts for so long: the next one comes sooner, where there is anything to see
+
+Key = tuple[str, int]
+
+
+class UnreadStreams:
+    """See the module docstring; used by the event loop.
+
+    Args:
+        queue: Tells who waits.
+        tasks: Owns the looks.
+        serving_of: Returns what serves a model version here, if anything does.
+    """
+
+    def __init__(self, queue: Queue, tasks: asyncio.TaskGroup, serving_of: Callable[[Key], Serving | None]) -> None:
+        self._queue = queue
+        self._tasks = tasks
+        self._serving_of = serving_of
+        self._looking: set[Key] = set()
+        self._full: dict[Key, tuple[set[str], float]] = {}
+        """The tenants that get no further instance of a model version, and until when this is known."""
+
+    def found(self, streams: Sequence[Stream]) -> None:
+        """Looks who waits for the models of streams that are unread."""
+        by_key: dict[Key, list[Stream]] = {}
+        for stream in streams:
+            if stream.item.request.tenant:
+                by_key.setdefault((stream.item.request.model, stream.item.request.version), []).append(stream)
+        for key, group in by_key.items():
+            if key not in self._looking:
+                self._looking.add(key)
+                self._tasks.create_task(self._look(key, group))
+
+    def refused(self, batcher: Batcher, items: Sequence[Pending]) -> list[Pending]:
+        """Answers the items of tenants whose unread streams have their share of the instances; returns the others."""
+        spec = batcher.model.spec
+        tenants, until_s = self._full.get((spec.name, batcher.model.version), (set(), 0.0))
+        over = [item for item in items if item.request.tenant in tenants] if time.monotonic() < until_s else []
+        if over:
+            batcher.fail(over, QuotaExceeded(REFUSED.format(spec.name)))
+        return [item for item in items if item not in over]
+
+    async def _look(self, key: Key, streams: list[Stream]) -> None:
+        try:
+            serving = self._serving_of(key)
+            if serving is None or not isinstance(serving.batcher, Batcher):
+                return
+            found = await self._queue.shares(serving.lanes, named=True)
+            shares = [share for group in found for share in group]
+            self._decide(key, serving.batcher, streams, shares, await self._guests(shares))
+        except QinferError:
+            return  # the next look is soon
+        finally:
+            self._looking.discard(key)
+
+    async def _guests(self, shares: Sequence[Share]) -> set[str]:
+        """Returns the tenants with an entry in the stream of another: the first one of a tenant may go there."""
+        guests: set[str] = set()
+        if len({tenant for share in shares for tenant in share.tenants}) > 1:
+            for share in shares:
+                first = await self._queue.oldest(share.lane, 0.0, _GUESTS) if share.waiting else ()
+                heads = [head_of(frame) for _, frame in first]
+                guests |= {head.tenant for head in heads if head is not None and head.tenant not in share.tenants}
+        return guests
+
+    def _decide(
+        self, key: Key, batcher: Batcher, streams: list[Stream], shares: Sequence[Share], guests: set[str]
+    ) -> None:
+        """Ends streams of tenants that hold more than others who wait, and notes who may have no more."""
+        count, now_s = batcher.model.executor.count, time.monotonic()
+        holding = [stream for stream in streams if stream.holds_instance]
+        unread = Counter(stream.item.request.tenant for stream in holding)
+        seen = {tenant for share in shares for tenant in share.tenants}
+        # As `SharedLimit` has it: as many as each has stay free.
+        full = {tenant for tenant, its in unread.items() if its >= count - unread.total() and seen - {tenant}}
+        self._full[key] = full, now_s + _KNOWN_S
+        running = [one for one in batcher.expected_ends if one.begin_ns and not one.end_ns]
+        if len(running) < count:
+            return
+        held = Counter(tenant for one in running for tenant in {item.request.tenant for item in one.items})
+        if not holding and len(streams) >= OPEN_STREAMS // 2:  # a process that has so many open takes no batch either
+            holding = streams
+            held.update(stream.item.request.tenant for stream in streams)
+        unread_s = {stream: stream.unread_s(now_s) for stream in holding}
+        here = {item.request.tenant for item in batcher.waiting}
+        for turn in turns(_shares(held, shares, here | guests), {one.item.request.tenant for one in holding}):
+            victim = max((one for one in unread_s if one.item.request.tenant == turn.giver), key=unread_s.__getitem__)
+            del unread_s[victim]
+            victim.cancel(Cancelled(UNREAD))
+
+
+def _shares(held: "Counter[str]", shares: Sequence[Share], others: Iterable[str]) -> list[SlotShare]:
+    """Returns the tenants that hold instances, and those that wait for one in their shares, or are among others."""
+    waiting = set(others)
+    weights: dict[str, int] = {}
+    for share in shares:
+        weights.update(dict.fromkeys(share.tenants, share.weight))
+        if share.waiting and share.tenants:  # those that share a stream can't be told apart
+            waiting.add(next((tenant for tenant in share.tenants if tenant not in held), share.tenants[0]))
+    return [
+        SlotShare(tenant, weights.get(tenant, 1), held[tenant], PATIENCE_S if tenant in waiting else -1.0)
+        for tenant in sorted({*held, *waiting})
+    ]
