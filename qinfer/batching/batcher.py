@@ -22,11 +22,12 @@ from qinfer.backends.base import Batch
 from qinfer.batching import policy
 from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key
 from qinfer.batching.execution import Caller, Execution, Observer, Pending, Responder
+from qinfer.batching.nested import NestedRequests
 from qinfer.batching.policy import NEVER_S, LatencyModel, LentInstances, Rules, Slots
 from qinfer.batching.streams import StreamedExecution, Streams
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Response
-from qinfer.errors import TIMED_OUT, DeadlineExceeded, ExecutionOverdue, QinferError
+from qinfer.errors import TIMED_OUT, DeadlineExceeded, ExecutionOverdue, InferenceFailed, QinferError
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.entries import DELAYED, Lane, undivided
@@ -87,6 +88,11 @@ FIRST = "p1"
 
 OVERDUE_S = 0.05
 """An execution later than expected by this, or by its expected duration if longer, gives back what waits behind it."""
+
+
+_ALL_WAIT = (
+    "all {0} instances of model '{1}' wait for calls of '{1}'; give it more instances, or send fewer requests at once"
+)
 
 
 class Executor(Protocol):
@@ -167,6 +173,9 @@ class Batcher:
         latency: What warm-up runs taught about the model's speed.
     """
 
+    keeps_for_calls = True
+    """Whether requests that instances of the model wait for go first, and have instances kept for them."""
+
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None
     ) -> None:
@@ -175,6 +184,7 @@ class Batcher:
         self._loop = asyncio.get_running_loop()
         self._pending: list[Pending] = []
         self._bisection = Bisection()
+        self._nested = NestedRequests()
         self._lent = LentInstances()
         self._unanswered: list[Execution] = []
         self._rows_per_item = 1.0
@@ -211,7 +221,8 @@ class Batcher:
         """
         old, self._lent = self.model.executor, LentInstances()
         self._recall()
-        waiting = self._take_waiting()
+        waiting = [*self._nested.waiting, *self._take_waiting()]
+        self._nested = NestedRequests()
         self._adopt(model, latency)
         old.retire()
         return waiting
@@ -240,6 +251,8 @@ class Batcher:
         more = 0 < self._asked_count <= len(items)
         self._asked_count = 0
         self._has_looked, self._look_until_s, self._asked_at_s = not more, NEVER_S, NEVER_S
+        if self.keeps_for_calls and [True for item in items if item.request.holders]:
+            items = self._take_nested(items)
         if items and not self._rules.prefetch:
             items = self._delay(items)
         if items:
@@ -293,6 +306,9 @@ class Batcher:
         if item in self._pending:
             self._pending.remove(item)
             self._pump()
+        elif item in self._nested.waiting:
+            self._nested.waiting.remove(item)
+            self._pump()
         elif self._bisection.drop(item):
             self._pump()
         elif any(item in execution.items for execution in self.expected_ends if not execution.begin_ns):
@@ -330,6 +346,12 @@ class Batcher:
         batches = max(self._idle_count(), 0) + 1
         return batches * (self._rules.max_rows if self._rules.merge else 1) - self._waiting_rows
 
+    @property
+    def waiting(self) -> list[Pending]:
+        """The items that wait here for an instance."""
+        ahead = [item for execution in self.expected_ends if not execution.begin_ns for item in execution.items]
+        return [*ahead, *self._pending]
+
     async def idle(self) -> None:
         """Waits until nothing executes or waits to."""
         await self._idle.wait()
@@ -344,14 +366,16 @@ class Batcher:
         self.paused = False
         self._pump()
 
-    def _idle_count(self) -> int:
-        return self.model.executor.count - len(self.expected_ends) - self._lent.count
     @property
-    def waiting(self) -> list[Pending]:
-        """The items that wait here for an instance."""
-        ahead = [item for execution in self.expected_ends if not execution.begin_ns for item in execution.items]
-        return [*ahead, *self._pending]
+    def _free_count(self) -> int:
+        """Instances that execute nothing."""
+        return self.model.executor.count - len(self.expected_ends) - self._lent.count
 
+    def _idle_count(self) -> int:
+        """Returns how many instances what has come may have; below 0 = a batch is placed ahead of busy ones."""
+        if self._nested.depth == 1:
+            return self._free_count
+        return max(min(self._free_count, self._nested.room(0, self.expected_ends, self.model.executor.count)), 0)
 
     @property
     def _waiting_rows(self) -> int:
@@ -377,7 +401,8 @@ class Batcher:
 
     def _slots(self) -> Slots:
         idle = self._idle_count()
-        return Slots(max(idle, 0), 1 if idle >= 0 and self._rules.ahead and not self._lent.count else 0)
+        may_be_ahead = self._rules.ahead and not self._lent.count and self._nested.depth == 1
+        return Slots(max(idle, 0), 1 if idle >= 0 and may_be_ahead else 0)
 
     def _pump(self, *, more: bool = False) -> None:
         """Starts and expires what is due now; then sets the fetch gate and the one timer.
@@ -390,6 +415,7 @@ class Batcher:
         wake_at_s = NEVER_S
         if now_s >= self._ahead_until_s:
             self._recall()
+        self._start_nested(now_s)
         while self._pending or self._bisection:
             if self._bisection:
                 self._start_bisected(now_s)
@@ -409,8 +435,9 @@ class Batcher:
                 self._pending, wake_at_s = decision.run, now_s + policy.FETCH_S
                 break
             self._start(decision.run, now_s)
-        wake_at_s = min(wake_at_s, self._set_gate(now_s, wake_at_s))
-        has_work = self.executing or self._pending or self._bisection or (self._lent.is_overdue and not self.paused)
+        wake_at_s = min(wake_at_s, self._set_gate(now_s, wake_at_s), self._nested.first_deadline_s)
+        waits = self._pending or self._bisection or self._nested.waiting
+        has_work = self.executing or waits or (self._lent.is_overdue and not self.paused)
         (self._idle.clear if has_work else self._idle.set)()
         if self._timer is not None:
             self._timer.cancel()
@@ -478,14 +505,15 @@ class Batcher:
         self._has_looked, self._look_until_s = False, NEVER_S
         execution = self._execution(items, batch, time.perf_counter_ns() - begin_ns, apart=apart)
         begins_s = now_s
-        if self._idle_count() <= 0:
+        is_ahead = self._idle_count() <= 0 and self._nested.depth == 1
+        if is_ahead:
             begins_s = min(self.expected_ends.values())
             self._ahead_until_s = min([item.ends_s for item in items])
         if self.model.begun is not None:
-            if self._idle_count() > 0:
-                self.model.begun(items)
-            else:
+            if is_ahead:
                 self._ahead = items
+            else:
+                self.model.begun(items)
         expected_s = self._latency.estimate_s(sum(rows))
         self.expected_ends[execution] = max(begins_s, now_s) + expected_s
         self.executing += len(items)
@@ -519,9 +547,36 @@ class Batcher:
         while self._bisection and self._idle_count() > 0:
             self._start(self._bisection.popleft(), now_s, apart=True)
 
+    def _take_nested(self, items: Sequence[Pending]) -> list[Pending]:
+        """Takes the requests that instances wait for, before all others; returns those others."""
+        depth = self._nested.depth
+        others = self._nested.take(items)
+        if self._nested.depth > depth:
+            self._recall()  # what is placed ahead could get an instance that is kept from now on
+        return others
+
+    def _start_nested(self, now_s: float) -> None:
+        """Starts nested requests, each by itself; where all instances wait for others, one gives way."""
+        if not self._nested.waiting:
+            return
+        if late := self._nested.late(now_s):
+            self.fail(late, DeadlineExceeded(TIMED_OUT))
+        count = self.model.executor.count
+        while self._free_count > 0 and (item := self._nested.next(self.expected_ends, count)) is not None:
+            self._start([item], now_s)
+        gone = [one for one in self.expected_ends if one.gives_way]
+        if self._free_count <= 0 and (victim := self._nested.victim(self.expected_ends)) is not None:
+            victim.gives_way = not (victim.is_decoupled or victim.earlier)
+            gone = [victim]
+        for one in gone:
+            if refused := self._nested.waiting_for(one):
+                self.fail(refused, InferenceFailed(_ALL_WAIT.format(count, self.model.spec.name)))
+
     def _count(self, execution: Execution) -> None:
         """Takes note that an execution has ended."""
-        again = execution.unanswered if execution.error is not None else ()
+        again: Sequence[Pending] = execution.unanswered if execution.error is not None else ()
+        if execution.gives_way:
+            again = [item for item in execution.items if not item.lost]
         self.executing -= len(execution.items)
         self.completed += len(execution.items) - len(again)
         if isinstance(execution, StreamedExecution):
@@ -535,7 +590,9 @@ class Batcher:
                 self._ahead = ()
         if again:
             self.tally.retried(len(again))
-            if is_current and not self.paused:
+            if is_current and not self.paused and execution.gives_way:
+                self._pending = [*self._nested.take(again), *self._pending]
+            elif is_current and not self.paused:
                 # Each further execution may last as long: by halves there would be more of them.
                 self._bisection.cut(again, alone=isinstance(execution.error, ExecutionOverdue))
             else:
@@ -561,6 +618,8 @@ class Batcher:
         self._answer(responder, execution)
 
     def _answer(self, responder: Responder, execution: Execution) -> None:
+        if execution.gives_way:
+            return
         begin_s = self._clock.now_s() - (time.perf_counter_ns() - execution.begin_ns) / 1e9
         if execution.is_decoupled:
             responder.observe(execution, begin_s)
@@ -577,6 +636,8 @@ class Batcher:
             self.expected_ends.pop(execution, None)
             self.executing -= len(execution.items)
             items = [item for item in execution.items if not item.lost]
+            if items and self._nested.depth > 1:
+                items = self._nested.take(items)
             if execution.apart and items:
                 self._bisection.appendleft(items)
             else:
@@ -588,6 +649,8 @@ class Batcher:
 
     def _give_back(self) -> None:
         items = self._take_waiting()
+        if self.paused:
+            items, self._nested.waiting = [*self._nested.waiting, *items], []
         if items and not self._rules.prefetch:
             items = self._delay(items)
         if items:

@@ -12,7 +12,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -119,6 +119,8 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         error: Why the batch failed.
         rows_again: Rows of items that are iterated: they have no answer yet, and count as executed.
         holder: What it holds while it executes, where rates are limited.
+        gives_way: Its calls were refused, so that others get its instance: what it answers does not count, and it is
+            begun anew.
     """
 
     items: Sequence[Pending]
@@ -132,6 +134,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     error: QinferError | None = None
     rows_again: int = 0
     holder: Holder | None = None
+    gives_way: bool = False
     begin_ns: int = 0
     respond_ns: int = 0
     end_ns: int = 0
@@ -231,6 +234,10 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         if not self._batch_id:
             self._batch_id = new_batch_id()
         return self._batch_id
+
+    def is_one_of(self, tokens: Collection[str]) -> bool:
+        """Tells whether it has made a call whose holders have these tokens; from any thread."""
+        return self._batch_id in tokens
 
     @property
     def unanswered(self) -> list[Pending]:

@@ -53,6 +53,8 @@ class PermittedExecutor(Executor, Protocol):
 class LimitedBatcher(Batcher):
     """See the module docstring; its model's executor is a `PermittedExecutor`."""
 
+    keeps_for_calls = False  # what it may execute is the rate limiter's to say
+
     def _adopt(self, model: LoadedModel, latency: LatencyModel | None) -> None:
         self._blocked, self._is_gating = LentInstances(), False
         self._permits_until_s = 0.0

@@ -37,6 +37,11 @@ def names_of(holders: Sequence[Holder], callee: str) -> str:
     return " -> ".join([*(names[depth] for depth in sorted(names)), callee])
 
 
+def level_of(holders: Sequence[Holder], model: str, version: int) -> int:
+    """Returns how many instances of a model version wait for a request that has these holders."""
+    return len({holder.token for holder in holders if (holder.model, holder.version) == (model, version)} - {""})
+
+
 def endless(holders: Sequence[Holder], model: str, version: int, instances: int) -> str:
     """Returns why a call would wait for itself; empty = another instance may execute it.
 
@@ -46,8 +51,8 @@ def endless(holders: Sequence[Holder], model: str, version: int, instances: int)
         version: Its version.
         instances: How many instances of it all workers have.
     """
-    waiting = {holder.token for holder in holders if (holder.model, holder.version) == (model, version)} - {""}
-    if not waiting or len(waiting) < instances:
+    waiting = level_of(holders, model, version)
+    if not waiting or waiting < instances:
         return ""
     all_of = "the only instance" if instances == 1 else f"all {instances} instances"
     return (

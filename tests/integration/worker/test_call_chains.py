@@ -38,10 +38,14 @@ async def scene(tmp_path: Path) -> AsyncIterator[EnsemblesServed]:
         yield one
 
 
-async def serve(scene: EnsemblesServed, instances: int) -> None:
+ITSELF = AROUND.replace("x(request))])", "x(request) - 1)])").replace('model_name="around"', 'model_name="asking"')
+"""Calls itself with one less, while `x` is more than 1."""
+
+
+async def serve(scene: EnsemblesServed, instances: int, code: str = AROUND) -> None:
     """Serves the models with so many instances of `asking`, each of which takes one request at a time."""
     more = f"instance_group {{ count: {instances} kind: KIND_CPU }}"
-    write_model(scene.repository, AROUND, "asking", dims="2", max_batch_size=8, scheduling="", more=more)
+    write_model(scene.repository, code, "asking", dims="2", max_batch_size=8, scheduling="", more=more)
     await scene.sync()
     await scene.worker()
     await scene.ready()
@@ -68,3 +72,13 @@ async def test_a_recursion_by_an_ensemble_that_ends_works(scene: EnsemblesServed
 
     assert await scene.infer("asking") == [0.5, 1.0]
     assert await asyncio.gather(*[scene.infer("around") for _ in range(4)]) == [[0.5, 1.0]] * 4
+
+
+@pytest.mark.parametrize("code", [AROUND, ITSELF], ids=["ensemble", "itself"])
+async def test_many_recursions_at_once_take_turns(scene: EnsemblesServed, code: str) -> None:
+    """Those that would keep one another from the last instance are begun again."""
+    await serve(scene, 2, code)
+
+    answers = await asyncio.gather(*[scene.infer("asking") for _ in range(30)])
+
+    assert answers == [answers[0]] * 30

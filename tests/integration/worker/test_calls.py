@@ -221,6 +221,34 @@ async def test_a_recursion_that_ends_works_and_a_deeper_one_is_refused_at_once(
     assert await told(scene, 3) == 3
 
 
+@pytest.mark.parametrize("scheduler", ["", "dynamic_batching { }"], ids=["one by one", "batches"])
+@pytest.mark.parametrize(("instances", "depth"), [(2, 1), (3, 2), (4, 1)])
+async def test_many_chains_that_need_instances_of_one_model_go_on(
+    scene: InlineWorkers, instances: int, depth: int, scheduler: str
+) -> None:
+    """Though all instances begin with a chain of their own, and none is left for the calls of any."""
+    scene.backend = Countdown
+    await scene.model(FRONT, instances=instances, scheduler=scheduler)
+    await scene.worker()
+
+    answers = await asyncio.gather(*[told(scene, depth) for _ in range(30)])
+
+    assert answers == [depth] * 30
+    await scene.queued(0, model=FRONT)
+
+
+async def test_many_chains_that_need_more_instances_than_there_are_are_refused_at_once(scene: InlineWorkers) -> None:
+    scene.backend = Countdown
+    await scene.model(FRONT, instances=2, scheduler="")
+    await scene.worker()
+
+    answers = await asyncio.gather(*[told(scene, 5) for _ in range(30)])
+
+    assert {str(answer).partition(" (")[0] for answer in answers} == {
+        "model 'front' can't be called by model 'front': all 2 instances of 'front' would wait for this call"
+    }
+
+
 async def test_models_that_call_one_another_are_told_before_they_wait_for_themselves(scene: InlineWorkers) -> None:
     """Also in two workers: the chain travels with the request."""
     scene.backend = Countdown

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from qinfer.core.call_chain import depth_of, endless, names_of
+from qinfer.core.call_chain import depth_of, endless, level_of, names_of
 from qinfer.core.messages import Credit, Failure, Holder, InferRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
@@ -337,7 +337,7 @@ class Caller:
             self._called(served.lane)
 
     def _submit_held(self, served: Served, request: InferRequest, sink: Sink, timeout_s: float) -> Pending | None:
-        """Submits a call to a limited model by an execution that holds resources; `None` = it goes as any other.
+        """Submits a call by executions that hold what it needs: resources, or instances; `None` = it goes as any other.
 
         In the lane it could stay behind requests that wait for what its caller holds, so that it goes to the batcher.
 
@@ -345,7 +345,13 @@ class Caller:
             InferenceFailed: The model needs what its callers hold, and can't have it.
         """
         limiter, spec = self.limiter, served.spec
-        if limiter is None or not spec.is_limited or not limiter.holds(request.holders):
+        if limiter is None or not spec.is_limited:
+            held = level_of(request.holders, spec.name, served.version)
+            if not held or spec.is_cached or not self.local.has_more(spec.name, served.version, held):
+                return None
+            self._called(served.lane)
+            return self._submission.submit_here(served, request, sink, timeout_s, self.local)
+        if not limiter.holds(request.holders):
             return None
         is_here = self.local.serves(spec.name, served.version) and not spec.decoupled
         if not is_here and (reason := limiter.conflict(spec, request.holders)):

@@ -99,6 +99,11 @@ class LocalSteps:
         """Tells whether a model version has a batcher here that takes requests past the lane."""
         return self._batcher_of(model, version) is not None
 
+    def has_more(self, model: str, version: int, count: int) -> bool:
+        """Tells whether a model version has more than so many instances here, and takes requests past the lane."""
+        batcher = self._batcher_of(model, version)
+        return batcher is not None and batcher.model.executor.count > count
+
     def counts(self) -> dict[tuple[str, int], int]:
         """Returns how many are in the batchers of each model version, waiting or executing."""
         lanes = [item.lease.entry.lane for item in self._items.values()]

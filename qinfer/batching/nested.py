@@ -1,0 +1,85 @@
+"""Requests whose callers hold instances of the model that they are for: they go first, and instances are kept for them.
+
+    level 0   no instance of the model waits for the request
+    level n   n of them do
+
+A chain of calls that is as deep as any that was seen needs `depth` instances. Of those of a worker, requests of level
+0 have all but `depth - 1`, those of level 1 all but `depth - 2`, and so on (resource ordering: Havender, "Avoiding
+deadlock in multitasking systems", 1968): some chain can always go on. How deep calls are is only known from those that
+came. Where all instances wait for deeper calls than were known, one execution gives way, and is begun anew. Pure.
+"""
+
+from collections.abc import Collection, Sequence
+
+from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.policy import NEVER_S
+from qinfer.core.call_chain import level_of
+
+
+class NestedRequests:
+    """See the module docstring; for one model version of a worker.
+
+    Attributes:
+        depth: How many instances a chain of calls needs, as far as was seen.
+        waiting: The nested requests that wait for an instance, the deepest first.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 1
+        self.waiting: list[Pending] = []
+
+    def take(self, items: Sequence[Pending]) -> list[Pending]:
+        """Takes the nested requests among some items; returns the others."""
+        others = [item for item in items if not level(item)]
+        if len(others) < len(items):
+            nested = [item for item in items if level(item)]
+            self.waiting = sorted([*self.waiting, *nested], key=level, reverse=True)
+            self.depth = max(self.depth, level(self.waiting[0]) + 1)
+        return others
+
+    @property
+    def first_deadline_s(self) -> float:
+        """The earliest deadline of those that wait; `NEVER_S` without any."""
+        return min([item.deadline_s for item in self.waiting], default=NEVER_S)
+
+    def late(self, now_s: float) -> list[Pending]:
+        """Removes and returns the requests whose deadlines are over."""
+        late = [item for item in self.waiting if item.deadline_s <= now_s]
+        self.waiting = [item for item in self.waiting if item.deadline_s > now_s]
+        return late
+
+    def room(self, of_level: int, executions: Collection[Execution], count: int) -> int:
+        """Returns how many executions of a level may begin beside others, on so many instances."""
+        kept = max(min(self.depth, count) - 1 - of_level, 0)
+        return count - kept - sum(level(one.items[0]) <= of_level for one in executions)
+
+    def next(self, executions: Collection[Execution], count: int) -> Pending | None:
+        """Removes and returns the request that may begin now; `None` = none may."""
+        for item in self.waiting:
+            if self.room(level(item), executions, count) > 0:
+                self.waiting.remove(item)
+                return item
+        return None
+
+    def victim(self, executions: Collection[Execution]) -> Execution | None:
+        """Returns the execution that has to end for others to go on; `None` = some end by themselves.
+
+        Args:
+            executions: Those that hold all instances.
+        """
+        tokens = {holder.token for item in self.waiting for holder in item.request.holders}
+        if not all(one.is_one_of(tokens) and not one.gives_way for one in executions):
+            return None
+        return min(executions, key=lambda one: (level(one.items[0]), -one.begin_ns), default=None)
+
+    def waiting_for(self, execution: Execution) -> list[Pending]:
+        """Removes and returns the requests that an execution waits for."""
+        found = [item for item in self.waiting if execution.is_one_of({one.token for one in item.request.holders})]
+        self.waiting = [item for item in self.waiting if item not in found]
+        return found
+
+
+def level(item: Pending) -> int:
+    """Returns how many instances of a request's model wait for it."""
+    request = item.request
+    return level_of(request.holders, request.model, request.version) if request.holders else 0

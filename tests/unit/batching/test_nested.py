@@ -1,0 +1,90 @@
+"""Requests whose callers hold instances of their model: how many may begin, and which execution gives way."""
+
+from qinfer.backends.base import Batch
+from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.nested import NestedRequests
+from qinfer.core.messages import Holder, InferRequest
+from qinfer.queue.entries import Entry, Lane, Lease
+
+
+def request(*callers: Execution, model: str = "stub") -> Pending:
+    """Returns a request that executions wait for."""
+    holders = tuple(Holder(caller.batch_id, model, {}, 1, depth) for depth, caller in enumerate(callers, start=1))
+    made = InferRequest(model="stub", version=1, inputs=(), id="r", holders=holders)
+    lease = Lease(Entry(Lane("stub", 1), "1-0"), "w", b"")
+    return Pending(rows=1, key=None, enqueued_s=0.0, deadline_s=100.0, lease=lease, request=made)
+
+
+def execution(item: Pending, begin_ns: int = 1) -> Execution:
+    return Execution([item], Batch(requests=[item.request], rows=[1], inputs={}), 0, begin_ns=begin_ns)
+
+
+def test_calls_of_other_models_are_not_nested() -> None:
+    nested, caller = NestedRequests(), execution(request())
+
+    items = [request(), request(caller, model="other")]
+
+    assert nested.take(items) == items
+    assert nested.depth == 1
+
+
+def test_instances_are_kept_for_calls_as_deep_as_any_that_came() -> None:
+    nested, first = NestedRequests(), execution(request())
+    second = execution(request(first))
+    assert nested.room(0, [], 4) == 4
+
+    nested.take([request(first, second)])
+
+    assert nested.depth == 3
+    assert [nested.room(level, [], 4) for level in (0, 1, 2)] == [2, 3, 4]
+    assert [nested.room(level, [first], 4) for level in (0, 1, 2)] == [1, 2, 3]
+    assert [nested.room(level, [second], 4) for level in (0, 1, 2)] == [2, 2, 3]
+
+
+def test_a_worker_with_too_few_instances_still_executes() -> None:
+    nested, first = NestedRequests(), execution(request())
+    nested.take([request(first, execution(request(first)))])
+
+    assert nested.room(0, [], 1) == 1
+    assert nested.room(0, [], 2) == 1
+
+
+def test_the_deepest_goes_first() -> None:
+    nested, first = NestedRequests(), execution(request())
+    shallow, deep = request(first), request(first, execution(request(first)))
+    nested.take([shallow])
+    nested.take([deep])
+
+    assert nested.next([], 3) is deep
+    assert nested.next([], 3) is shallow
+    assert nested.next([], 3) is None
+
+
+def test_one_gives_way_where_all_wait() -> None:
+    """The one that is the least deep and began last."""
+    nested = NestedRequests()
+    first, last = execution(request(), 1), execution(request(), 2)
+    inner = execution(request(first), 3)
+    waits = request(last)
+    nested.take([request(first, inner), waits])
+
+    assert nested.victim([first, inner, last]) is last
+    assert nested.waiting_for(last) == [waits]
+    assert nested.victim([first, inner, last]) is None  # it has no calls any more, and ends
+
+
+def test_none_gives_way_while_one_may_end_by_itself() -> None:
+    nested, first, other = NestedRequests(), execution(request()), execution(request())
+    nested.take([request(first)])
+
+    assert nested.victim([first, other]) is None
+
+
+def test_late_requests_are_removed() -> None:
+    nested, first = NestedRequests(), execution(request())
+    item = request(first)
+    nested.take([item])
+
+    assert nested.late(99.0) == []
+    assert nested.late(100.0) == [item]
+    assert nested.waiting == []
