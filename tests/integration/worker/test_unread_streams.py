@@ -87,7 +87,7 @@ class Served:
         """Waits until both instances have sent what their callers' windows let through."""
 
         def sent() -> list[int]:
-            return [backend.sent for backend in self.scene.backends["w1"]]
+            return [one.sent for one in self.scene.backends["w1"] if isinstance(one, StreamingBackend)]
 
         before, still = sent(), 0
         while still < 20:
@@ -112,8 +112,8 @@ class Served:
 async def last_message(call: Any) -> str:
     while True:
         reply = await call.read()
-        if reply is grpc.aio.EOF or reply.error_message:
-            return "" if reply is grpc.aio.EOF else str(reply.error_message)
+        if not isinstance(reply, pb.ModelStreamInferResponse) or reply.error_message:
+            return str(getattr(reply, "error_message", ""))
 
 
 def all_of(connection: socket.socket) -> str:
