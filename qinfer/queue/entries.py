@@ -325,6 +325,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     address: Address
     outcome: Outcome
     entry: Entry | None = None
+    tenant: str = ""
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -325,23 +325,25 @@ class Queue:
         self._values.forget(buried[1])
         return True
 
-    async def payload(self, entry: Entry, request_id: str) -> bytes | None:
+    async def payload(self, entry: Entry, request_id: str, tenant: str = "") -> bytes | None:
         """Returns the payload stored with an entry; `None` when it is gone, as the entry is then."""
         lane = entry.lane
-        return await self._values.get(keys.lane_slot(lane), keys.payload(lane.model, lane.partition, request_id))
+        key = keys.payload(lane.model, lane.partition, request_id)
+        return await self._values.get(keys.lane_slot(lane), key, tenant)
 
-    async def store_result(self, lane: Lane, request_id: str, blob: Bytes, ttl_s: float) -> None:
+    async def store_result(self, lane: Lane, request_id: str, blob: Bytes, ttl_s: float, tenant: str = "") -> None:
         """Stores outputs too large for a reply stream, for `take_result`."""
         key = keys.result(lane.model, lane.partition, request_id)
-        await self._values.set(keys.lane_slot(lane), key, blob, ttl_s)
+        await self._values.set(keys.lane_slot(lane), key, blob, ttl_s, tenant=tenant)
 
-    async def take_result(self, lane: Lane, request_id: str) -> bytes | None:
+    async def take_result(self, lane: Lane, request_id: str, tenant: str = "") -> bytes | None:
         """Returns the value of `store_result`, and removes it once it has been read; `None` if it no longer exists.
 
         Raises:
             BrokerUnavailable: It can't be read now; it is still there.
         """
-        return await self._values.take(keys.lane_slot(lane), keys.result(lane.model, lane.partition, request_id))
+        key = keys.result(lane.model, lane.partition, request_id)
+        return await self._values.take(keys.lane_slot(lane), key, tenant)
 
     async def finish(self, entries: Sequence[Entry]) -> None:
         """Removes entries from their lanes, with their payloads."""

@@ -66,6 +66,9 @@ _NOT_IN_TIME = "the data of the request did not arrive in time; try again"
 AT_ONCE = 32
 """So many requests one script takes at most: a millisecond of Redis, for which all others wait."""
 
+STAGED_BYTES = 16 * 2**20
+"""Bytes of large results that are stored before the requests end that they are of."""
+
 AT_ONCE_BYTES = 2**20
 """Their values have so many bytes at most, but for a single one."""
 
@@ -145,7 +148,7 @@ class Requests:
             check_outbox(acceptance)
         address = acceptance.address
         kept_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
-        payload = await self._values.stage(_payload_name(address), acceptance.payload, kept_s)
+        payload = await self._values.stage(_payload_name(address), acceptance.payload, kept_s, acceptance.tenant)
         write = partial(_accept, requests=[self._words(acceptance, payload)])
         (reply,) = await self._durability.write(address.model, address.partition, write)
         accepted = self._accepted(reply)
@@ -203,15 +206,19 @@ class Requests:
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests; all leave in one write, one atomic step each.
 
-        Watchers of those that ended now are notified (`watch`).
+        Watchers of those that ended now are notified (`watch`). Of large results only some MiB are stored before the
+        requests end that they are of, and so before they count as stored.
 
         Returns:
             For each, whether this was the first terminal state: False = it had ended before, or is unknown.
 
         Raises:
-            PayloadTooLarge: A blob is larger than the broker can store; none has ended.
+            PayloadTooLarge: A blob is larger than the broker can store; others may have ended.
             BrokerUnavailable: Some may have ended; repeat it: those are then not the first.
         """
+        first = self._first_of(settlements)
+        if first < len(settlements):
+            return [*await self.settle(settlements[:first]), *await self.settle(settlements[first:])]
         results = await self._staged_results(settlements)
         parts = _parts_of([each.address for each in settlements], [len(result.data) for result in results])
         ended = await asyncio.gather(
@@ -242,10 +249,13 @@ class Requests:
         """Returns the record of a request; `None` = there is none, or no longer."""
         return await self._record(address)
 
-    async def result(self, address: Address) -> bytes | None:
-        """Returns the `Outcome.blob` of a request that ended; `None` when it has not, or its time is over."""
+    async def result(self, address: Address, tenant: str = "") -> bytes | None:
+        """Returns the `Outcome.blob` of a request that ended; `None` when it has not, or its time is over.
+
+        A large one takes a turn of the tenant.
+        """
         name = keys.result(address.model, address.partition, address.id)
-        return await self._values.get(keys.slot(name), name)
+        return await self._values.get(keys.slot(name), name, tenant)
 
     async def forget(self, address: Address) -> None:
         """Removes the result of a request that has ended, unless its end goes to an outbox; its record stays."""
@@ -346,6 +356,16 @@ class Requests:
         record = ending.record and msgspec.structs.replace(ending.record, has_result=blob is not None)
         return msgspec.structs.replace(ending, blob=blob, record=record)
 
+    def _first_of(self, settlements: Sequence[Settlement]) -> int:
+        """Returns how many of the first ones end together: their large results have `STAGED_BYTES`, or it is one."""
+        size = 0
+        for number, each in enumerate(settlements):
+            nbytes = 0 if self.ends_at_once(each) else len(each.outcome.blob)
+            if size and size + nbytes > STAGED_BYTES:
+                return number
+            size += nbytes
+        return len(settlements)
+
     async def _staged_results(self, settlements: Sequence[Settlement]) -> list[StagedValue]:
         """Returns the results as the script takes them; large ones are stored first."""
         values = [given(_result_name(each.address), each.outcome.blob) for each in settlements]
@@ -361,7 +381,7 @@ class Requests:
         if self._values.is_object(len(blob)):
             key = _record_key(address)
             kept_s = int(await self._router.call(keys.slot(key), b"HGET", key, b"result_ttl_ms") or 0) / 1000
-        return await self._values.stage(_result_name(address), blob, kept_s)
+        return await self._values.stage(_result_name(address), blob, kept_s, settlement.tenant)
 
     async def _settle(
         self, settlements: Sequence[Settlement], results: Sequence[StagedValue]

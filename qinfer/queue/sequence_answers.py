@@ -9,7 +9,7 @@ import msgspec
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.errors import BACKLOG_TIMED_OUT, LEFT, Cancelled, CorruptEntry, SequenceEnded
 from qinfer.queue.dead_letters import head_of
-from qinfer.queue.entries import CHUNK_BYTES, STORED_TTL_S, Entry
+from qinfer.queue.entries import CHUNK_BYTES, STORED_TTL_S
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_records import NOT_KEPT, Place, Unanswered
 from qinfer.queue.sequences import Sequences
@@ -48,7 +48,7 @@ async def answer_step(queue: Queue, sequences: Sequences, step: Unanswered) -> I
     request = head_of(step.frame)
     if request is not None and request.reply_to:
         response = await _response(sequences, step.place, request, step.failure)
-        await _publish(queue, step.entry, request.reply_to, response)
+        await _publish(queue, step, request.reply_to, response)
     await sequences.finish([(step.place, step.entry)])
     return request
 
@@ -80,9 +80,10 @@ async def _response(sequences: Sequences, place: Place, request: InferRequest, f
     return Response(request_id=request.id, model=request.model, version=request.version, failure=failure)
 
 
-async def _publish(queue: Queue, entry: Entry, reply_to: str, response: Response) -> None:
+async def _publish(queue: Queue, step: Unanswered, reply_to: str, response: Response) -> None:
     blob = encode_responses([response])
     if response.nbytes > CHUNK_BYTES:
-        await queue.store_result(entry.lane, response.request_id, blob, STORED_TTL_S)
+        tenant = step.place.sequence.tenant
+        await queue.store_result(step.entry.lane, response.request_id, blob, STORED_TTL_S, tenant)
         blob = encode_responses([msgspec.structs.replace(response, outputs=(), stored=True)])
     await queue.publish(reply_to, blob)

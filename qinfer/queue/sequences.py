@@ -411,7 +411,7 @@ class Sequences:
         payload = step.payload
         key = keys.payload(self._model, self._partition, payload.request_id) if payload else ""
         if payload is not None:
-            await self._values.set(self._slot, key, payload.data, payload.ttl_s)
+            await self._values.set(self._slot, key, payload.data, payload.ttl_s, tenant=sequence.tenant)
         (reply,) = await run_each(
             partial(self._router.call, self._slot), _SUBMIT, [self._submit_words(sequence, step, limits)]
         )
@@ -423,7 +423,7 @@ class Sequences:
     async def _value(self, sequence: SequenceId, field: bytes, name: str) -> bytes | None:
         """Reads a value from the record, or where it has a key of its own."""
         kept = await self._router.call(self._slot, b"HGET", self._record(sequence), field)
-        return kept if isinstance(kept, bytes) else await self._values.get(self._slot, name)
+        return kept if isinstance(kept, bytes) else await self._values.get(self._slot, name, sequence.tenant)
 
     def _submit_words(self, sequence: SequenceId, step: Step, limits: Limits) -> Words:
         """Returns the arguments of submit.lua for one step."""
@@ -482,9 +482,10 @@ class Sequences:
 
     async def _stage(self, step: Committed) -> Items[Any]:
         """Stores what is large of a step; returns state and response as commit.lua takes them."""
-        name = keys.sequence_state(self._model, self._partition, step.place.sequence.name)
-        state = await self._values.stage(name, step.state or b"", step.idle_s + _KEPT_S)
-        response = await self._values.stage(self._answer(step.place), step.response, _KEPT_S)
+        sequence = step.place.sequence
+        name = keys.sequence_state(self._model, self._partition, sequence.name)
+        state = await self._values.stage(name, step.state or b"", step.idle_s + _KEPT_S, sequence.tenant)
+        response = await self._values.stage(self._answer(step.place), step.response, _KEPT_S, sequence.tenant)
         return [*_words(state), *_words(response)]
 
     def _commit_words(self, step: Committed, values: Items[Any]) -> Words:

@@ -106,7 +106,9 @@ class StoredResponses:
     def _call(self, address: Address, nbytes: int) -> Call:
         """Returns what sends a command that carries so many bytes, one way or the other."""
         slot = keys.slot(_responses(address))
-        return partial(self._values.call_large if nbytes > LARGE_BYTES else self._router.call, slot)
+        if nbytes <= LARGE_BYTES:
+            return partial(self._router.call, slot)
+        return partial(self._values.call_large, slot, nbytes=nbytes)
 
 
 def _record(address: Address) -> bytes:

@@ -191,7 +191,7 @@ class Submitter:
         slot, key = keys.lane_slot(lane), keys.payload(lane.model, lane.partition, payload.request_id)
         future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
         try:
-            await self._values.set(slot, key, payload.data, payload.ttl_s)
+            await self._values.set(slot, key, payload.data, payload.ttl_s, tenant=sender[0])
             self._run(lane, sender, [(frame, future.set_result)], limit, (payload.request_id, 0, b""))
             answer = await asyncio.shield(future)
         except QinferError as error:

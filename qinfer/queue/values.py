@@ -1,7 +1,8 @@
 """Byte strings beside the streams: payloads and results, up to the 512 MB of a Redis string, or of any size.
 
 A command is answered after those before it on its connection. So that a request of a hundred bytes never waits for a
-hundred megabytes, values above `LARGE_BYTES` have a connection of their own, opened when the first of them comes.
+hundred megabytes, values above `LARGE_BYTES` have a connection of their own, opened when the first of them comes. On
+it, and to an object store, a few values travel at a time, and tenants take turns (`transfers`).
 
 Where there is an object store, values above its threshold are objects there, and Redis holds a reference: a hash with
 the fields `v`, `name` and `size`. Bytes are always a string, so that no bytes can be taken for a reference.
@@ -19,6 +20,7 @@ from qinfer.errors import BrokerUnavailable, CorruptEntry, PayloadTooLarge
 from qinfer.queue import keys
 from qinfer.queue.connection import pack, packable
 from qinfer.queue.router import BlockingLink, Router, Script, load_script
+from qinfer.queue.transfers import Transfers
 from qinfer.tensors import Bytes
 
 if TYPE_CHECKING:  # its driver is loaded only where there is a store
@@ -89,6 +91,7 @@ class Values:
         self._router = router
         self._is_cluster = is_cluster
         self._links: dict[int, BlockingLink] = {}
+        self._transfers = Transfers()
         self.objects: ObjectStore | None = None
         """Where values above its threshold go."""
 
@@ -100,7 +103,9 @@ class Values:
         """Tells whether a value of so many bytes goes to the object store."""
         return self.objects is not None and size > self.objects.min_bytes
 
-    async def set(self, slot: int, key: str | bytes, value: Bytes, ttl_s: float, *, later_s: float = 0.0) -> None:
+    async def set(
+        self, slot: int, key: str | bytes, value: Bytes, ttl_s: float, *, later_s: float = 0.0, tenant: str = ""
+    ) -> None:
         """Stores a value for `ttl_s` seconds, and replaces an existing one.
 
         Args:
@@ -109,6 +114,7 @@ class Values:
             value: The bytes.
             ttl_s: How long it is kept under this key.
             later_s: How long it may be kept after that: a script is to give it another key.
+            tenant: Whose turn it takes.
 
         Raises:
             PayloadTooLarge: It is longer than `MAX_BYTES`, and does not go to an object store.
@@ -117,49 +123,53 @@ class Values:
         """
         ttl_ms = max(1, int(ttl_s * 1000))
         if self.objects is not None and len(value) > self.objects.min_bytes:
-            reference = await self.objects.write(_owner(key), value, ttl_s + later_s)
+            async with self._transfers.turn(tenant, len(value)):
+                reference = await self.objects.write(_owner(key), value, ttl_s + later_s)
             self.forget(await self._run(slot, _REFER, key, ttl_ms, *reference.fields))
             return
         if len(value) > MAX_BYTES:
             raise PayloadTooLarge(f"{len(value)} bytes in one piece are more than the {MAX_BYTES} that the queue takes")
         command = (b"SET", key, packable(value), b"PX", ttl_ms)
         if len(value) > LARGE_BYTES:
-            await self.call_large(slot, *command)
+            await self.call_large(slot, *command, nbytes=len(value), tenant=tenant)
         else:
             await self._router.call(slot, *command)
 
-    async def stage(self, name: str, value: Bytes, kept_s: float) -> StagedValue:
+    async def stage(self, name: str, value: Bytes, kept_s: float, tenant: str = "") -> StagedValue:
         """Returns a value as a script takes it; a large one is stored first.
 
         Args:
             name: The name that the script gives it.
             value: The bytes.
             kept_s: How long it is kept then.
+            tenant: Whose turn it takes.
         """
         if not self.is_apart(len(value)):
             return given(name, value)
         staged = keys.staged(name, secrets.token_hex(8))
-        await self.set(keys.slot(name), staged, value, _STAGED_TTL_S, later_s=kept_s)
+        await self.set(keys.slot(name), staged, value, _STAGED_TTL_S, later_s=kept_s, tenant=tenant)
         return StagedValue(b"staged", b"", staged)
 
-    async def get(self, slot: int, key: str | bytes) -> bytes | None:
-        """Returns a value; `None` when it is gone.
+    async def get(self, slot: int, key: str | bytes, tenant: str = "") -> bytes | None:
+        """Returns a value; `None` when it is gone. A large one takes a turn of the tenant.
 
         Raises:
             CorruptEntry: It is known, and its object is gone.
             BrokerUnavailable: It can't be read now.
         """
-        value, _ = await self._read(slot, key)
+        value, _ = await self._read(slot, key, tenant)
         return value
 
-    async def take(self, slot: int, key: str | bytes) -> bytes | None:
+    async def take(self, slot: int, key: str | bytes, tenant: str = "") -> bytes | None:
         """Returns a value, and has it removed once it has arrived; `None` when it is gone.
+
+        A large one takes a turn of the tenant.
 
         Raises:
             CorruptEntry: It is known, and its object is gone.
             BrokerUnavailable: It can't be read now; it is still there.
         """
-        value, reference = await self._read(slot, key)
+        value, reference = await self._read(slot, key, tenant)
         if value is not None:
             with suppress(BrokerUnavailable):  # its time to live ends it
                 self._router.send(slot, pack((b"UNLINK", key)), lambda _: None)
@@ -220,16 +230,17 @@ class Values:
         if self.objects is not None:
             await self.objects.close()
 
-    async def _read(self, slot: int, key: str | bytes) -> tuple[bytes | None, Reference | None]:
+    async def _read(self, slot: int, key: str | bytes, tenant: str) -> tuple[bytes | None, Reference | None]:
         """Reads a value, and says which object it is, if it is one."""
         found = await self._run(slot, _READ, key, LARGE_BYTES)
         for _ in range(2):
             if isinstance(found, int):
-                return await self.call_large(slot, b"GET", key), None
+                return await self.call_large(slot, b"GET", key, nbytes=found, tenant=tenant), None
             if not isinstance(found, list):
                 return found, None
             reference = _reference(found)
-            data = await self._store().read(reference)
+            async with self._transfers.turn(tenant, reference.size):
+                data = await self._store().read(reference)
             if data is not None:
                 return data, reference
             before = found
@@ -247,13 +258,21 @@ class Values:
         name = key if isinstance(key, bytes) else key.encode()
         return await self._router.run(slot, script, [name], *arguments)
 
-    async def call_large(self, slot: int, *command: Any) -> Any:
-        """Sends a command over the connection of large values; see `Router.call`."""
+    async def call_large(self, slot: int, *command: Any, nbytes: int, tenant: str = "") -> Any:
+        """Sends a command over the connection of large values, in its tenant's turn; see `Router.call`.
+
+        Args:
+            slot: Where it goes.
+            command: Its words.
+            nbytes: How many bytes it carries, one way or the other.
+            tenant: Whose they are.
+        """
         place = slot if self._is_cluster else 0
         link = self._links.get(place)
         if link is None:
             link = self._links[place] = self._router.blocking(slot, "qinfer-values", _TRANSFER_S)
-        return await link.call(*command)
+        async with self._transfers.turn(tenant, nbytes):
+            return await link.call(*command)
 
 
 def _owner(key: str | bytes) -> str:

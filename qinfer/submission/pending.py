@@ -77,9 +77,10 @@ class Inner:
 
 
 class Counter(Protocol):
-    """Counts the requests in flight of an owner of a quota."""
+    """Counts the requests in flight of a tenant, the owner of a quota."""
 
     in_flight: int
+    tenant: str
 
 
 class Load(msgspec.Struct, eq=False):
@@ -582,10 +583,11 @@ class PendingRequests:
     async def _stored_outputs(self, pending: Pending) -> bytes | None:
         """Reads stored outputs; while the queue is away, retries as long as the request is pending."""
         assert pending.load is not None
+        tenant = pending.quota.tenant if pending.quota is not None else ""
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             try:
-                return await self._queue.take_result(pending.load.lane, pending.request_id)
+                return await self._queue.take_result(pending.load.lane, pending.request_id, tenant)
             except BrokerUnavailable as error:
                 await asyncio.sleep(backoff.next_s())
                 if pending not in self:

@@ -290,7 +290,7 @@ class AsyncRequests:
             return Response(request_id=record.address.id, failure=failure), plan
         blob = None
         with contextlib.suppress(CorruptEntry):  # it was deleted in the payload store, before its time
-            blob = await self.delivery.requests.result(record.address)
+            blob = await self.delivery.requests.result(record.address, record.tenant)
         if blob is None:
             raise expired(record)
         (response,) = decode_responses(blob)
@@ -404,7 +404,7 @@ class AsyncRequests:
     ) -> tuple[RequestRecord | None, Response | None]:
         """Waits until a request has ended; returns its record, and its last response."""
         record = await self.waits.ended(address, timeout_s + _GRACE_S, lambda: None, tenant)
-        blob = None if record is None else await self.delivery.requests.result(address)
+        blob = None if record is None else await self.delivery.requests.result(address, record.tenant)
         return record, decode_responses(blob)[-1] if blob else None
 
     def _acceptance(

@@ -55,8 +55,8 @@ async def test_what_is_cut_off_while_it_is_taken_can_be_taken_again(
     await values.set(SLOT, KEY, bytes(2 * LARGE_BYTES), 60.0)
     whole = values.call_large
 
-    async def cut(*words: Any) -> Any:
-        await whole(*words)
+    async def cut(*words: Any, **of: Any) -> Any:
+        await whole(*words, **of)
         raise BrokerUnavailable("the connection broke")
 
     with monkeypatch.context() as patch:

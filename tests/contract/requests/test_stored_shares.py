@@ -131,3 +131,18 @@ async def test_a_share_leaves_nothing_behind(redis_queue: RedisQueue) -> None:
     await queue.requests.forget(address("r1"))
 
     assert not redis_queue.on_owner("EXISTS", STORED)
+
+
+async def test_large_results_that_come_together_are_stored_one_by_one(small: RedisQueue) -> None:
+    """Those that fit are, though all of them together take more than there is."""
+    queue = await small.connect()
+    names = [f"r{number}" for number in range(12)]
+    for name in names:
+        await accept(queue, name, share="evil")
+
+    assert await queue.requests.settle([ended(name, blob=LARGE) for name in names]) == [True] * 12
+
+    records = [await queue.requests.record(address(name)) for name in names]
+    states = [record.state for record in records if record is not None]
+    assert set(states) == {RequestState.SUCCEEDED, RequestState.FAILED}
+    assert 2 <= states.count(RequestState.SUCCEEDED) <= 5

@@ -71,7 +71,7 @@ class SpyQueue(Queue):
         self.withdrawals += 1
         return withdrawn
 
-    async def take_result(self, lane: Lane, request_id: str) -> bytes | None:
+    async def take_result(self, lane: Lane, request_id: str, tenant: str = "") -> bytes | None:
         self.reads += 1
         if self.is_down:
             raise BrokerUnavailable("Redis can't be reached")

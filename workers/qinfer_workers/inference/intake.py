@@ -263,7 +263,10 @@ class Intake:
         try:
             if not self._is_told(batcher, item.request):
                 await self._told.ask(item.request, batcher.model.spec)
-            payload = await self._queue.payload(item.lease.entry, item.request.id) if item.request.payload else b""
+            request = item.request
+            payload: bytes | None = b""
+            if request.payload:
+                payload = await self._queue.payload(item.lease.entry, request.id, request.tenant)
         except CorruptEntry as error:
             self._bury(batcher, item, error)
             return None

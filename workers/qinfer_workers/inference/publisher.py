@@ -12,7 +12,9 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -37,6 +39,7 @@ from qinfer.queue.entries import (
     delayed_name,
 )
 from qinfer.queue.lanes import Queue
+from qinfer.queue.transfers import MOST_BYTES
 from qinfer.wire.frame import encode_responses
 from qinfer_workers.inference.tracing import Spans
 
@@ -291,6 +294,9 @@ class Publisher:
         self._timer: asyncio.TimerHandle | None = None
         self._finish_at_s = 0.0
         self._later: dict[Pending, asyncio.TimerHandle] = {}
+        self._large: Counter[tuple[str, int]] = Counter()
+        """The bytes of large answers that Redis has not taken yet, by model version."""
+        self._caught_up = asyncio.Event()
         self._outage = OutageLog(logger, "broker unavailable, trying again", "the broker takes answers again")
         self._closed = False
 
@@ -307,6 +313,27 @@ class Publisher:
             self._publish_soon(items, responses, begin_ns)
         if len(self._published) >= FINISH_COUNT or self._loop.time() >= self._finish_at_s - FINISH_DELAY_S / 2:
             self._finish_now()
+
+    def is_behind(self, model: str, version: int) -> bool:
+        """Tells whether so many large answers of a model version wait for Redis that it should get no more requests."""
+        return self._large[model, version] > MOST_BYTES
+
+    async def catch_up(self, model: str, version: int) -> None:
+        """Waits until fewer large answers of a model version wait."""
+        while self.is_behind(model, version):
+            self._caught_up.clear()
+            await self._caught_up.wait()
+
+    @contextmanager
+    def _waits(self, lane: Lane, nbytes: int) -> Iterator[None]:
+        """Counts the bytes of large answers of a lane's model version within the block."""
+        key = lane.model, lane.version
+        self._large[key] += nbytes
+        try:
+            yield
+        finally:
+            self._large[key] -= nbytes
+            self._caught_up.set()
 
     def give_back(self, items: Sequence[Pending]) -> None:
         """Releases items that did not begin to execute; suspects stay suspects."""
@@ -414,8 +441,10 @@ class Publisher:
     async def _store(self, items: Sequence[Pending], response: Response, blob: bytes) -> Response:
         """Stores a response's outputs outside the reply stream; returns the response to publish instead."""
         item = next(item for item in items if item.request.id == response.request_id)
+        lane = item.lease.entry.lane
         try:
-            await self._queue.store_result(item.lease.entry.lane, response.request_id, blob, STORED_TTL_S)
+            with self._waits(lane, len(blob)):
+                await self._queue.store_result(lane, response.request_id, blob, STORED_TTL_S, item.request.tenant)
         except PayloadTooLarge as error:
             return _failed(response, error)
         return msgspec.structs.replace(response, outputs=(), stored=True)
@@ -428,10 +457,12 @@ class Publisher:
         answers = [answer for answer in answers if not answer[0].lost]
         settlements = [settlement_of(item, response) for item, response in answers]
         # What takes longer keeps its leases, though a renewal just after may find them lost.
-        if all(self._queue.requests.ends_at_once(settlement) for settlement in settlements):
+        large = [each for each in settlements if not self._queue.requests.ends_at_once(each)]
+        if not large:
             self._keeper.drop(items)
         try:
-            await self._settle_all(answers, settlements)
+            with self._waits(items[0].lease.entry.lane, sum([len(each.outcome.blob) for each in large])):
+                await self._settle_all(answers, settlements)
         except (BrokerUnavailable, QueueFull):
             self._keeper.hold(item for item in items if not item.lost)
             raise
@@ -592,5 +623,8 @@ def settlement_of(item: Pending, response: Response, *, attempt: int | None = No
         state = _STATES.get(failure.code, RequestState.FAILED)
         outcome = Outcome(state=state, blob=blob, code=failure.code, message=failure.message, attempt=attempt)
     return Settlement(
-        address=Address(request.model, request.partition, request.id), outcome=outcome, entry=item.lease.entry
+        address=Address(request.model, request.partition, request.id),
+        outcome=outcome,
+        entry=item.lease.entry,
+        tenant=request.tenant,
     )

@@ -510,7 +510,7 @@ class SequenceService:
         problem: QinferError | None = None
         if is_apart:
             try:
-                payload = await self._parts.queue.payload(step.lease.entry, step.request.id)
+                payload = await self._parts.queue.payload(step.lease.entry, step.request.id, step.request.tenant)
                 if payload is None:
                     problem = CorruptEntry("the tensors of the request are gone")
                 else:

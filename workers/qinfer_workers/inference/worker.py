@@ -355,6 +355,7 @@ class Worker:
     async def _fetch_loop(self, serving: Serving) -> None:
         """Fetches whenever the batcher has room."""
         batcher, quiet, longest_s = serving.batcher, serving.quiet, self._settings.max_wait_s
+        key = batcher.model.spec.name, batcher.model.version
         outage = OutageLog(logger, "nothing fetched", "fetching again")
         await self._keeper.watch(serving.lanes)
         if batcher.model.spec.decoupled:
@@ -363,6 +364,9 @@ class Worker:
             if not self._keeper.can_renew(serving.lanes):
                 await self._keeper.watch(serving.lanes)
             await batcher.fetchable()
+            if self._publisher.is_behind(*key):
+                await self._publisher.catch_up(*key)
+                continue
             count, wait_s = batcher.room()
             if serving.reads.open and not (count := await serving.reads.room(count)):
                 continue
