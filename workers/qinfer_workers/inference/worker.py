@@ -141,9 +141,7 @@ class Worker:
             self._caller.go_short(self._local)
             self._heartbeat.direct = self._local.counts
             self._caller.limiter = self._limiter
-            self._streams = self._open_streams()
-            self._unread = UnreadStreams(self._queue, tasks, self._serving.get)
-            self._streams.unread = self._unread.found
+            self._streams = self._open_streams(tasks)
             parts = Parts(
                 self._queue, self._keeper, self._publisher, tasks, self._store, self._settings, self._id, self._metrics
             )
@@ -191,7 +189,7 @@ class Worker:
             caller.use(cache)
         return caller
 
-    def _open_streams(self) -> Streams:
+    def _open_streams(self, tasks: asyncio.TaskGroup) -> Streams:
         """Makes the table of the streams that leave this worker; their credits come by the caller's reply stream."""
         limits, lease_s = self._limits, self._settings.lease_s
         outlet = StreamPublisher(self._queue, self._keeper, self._publisher, self._resumes, limits, lease_s)
@@ -199,6 +197,8 @@ class Worker:
             outlet, self._caller.address, limits.stream_window_bytes, limits.stream_stall_s, self._queue.clock.now_s
         )
         self._caller.credited = streams.credit
+        self._unread = UnreadStreams(self._queue, tasks, self._serving.get)
+        streams.unread = self._unread.found
         return streams
 
     def serve(self, loaded: Loaded) -> None:
