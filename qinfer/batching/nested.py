@@ -65,7 +65,7 @@ class NestedRequests:
         """Returns the execution that has to end for others to go on; `None` = some end by themselves.
 
         Args:
-            executions: Those that hold all instances.
+            executions: The executions that hold all instances.
         """
         tokens = {holder.token for item in self.waiting for holder in item.request.holders}
         if not all(one.is_one_of(tokens) and not one.gives_way for one in executions):
