@@ -7,6 +7,7 @@ for SIGINT before it serves.
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -22,6 +23,8 @@ from qinfer.observe import logs
 from qinfer_api.app import build
 
 logger = logging.getLogger("qinfer_api")
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def main() -> int:
@@ -64,7 +67,15 @@ async def _run(settings: Settings) -> None:
         loop.add_signal_handler(number, gateway.stop)
     loop.add_signal_handler(signal.SIGHUP, gateway.reload)
     _tune_garbage_collector()
+    _tune_allocator()
     await gateway.serve()
+
+
+def _tune_allocator() -> None:
+    """Has glibc return large blocks: its arenas, one for each of several threads, would each keep up to 64 MiB."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_MMAP_THRESHOLD, 8 * 2**20)
+        mallopt(_TRIM_THRESHOLD, 16 * 2**20)
 
 
 def _tune_garbage_collector() -> None:

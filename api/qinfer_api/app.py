@@ -42,6 +42,7 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.queue.quotas import Quotas
+from qinfer.submission.pending import Pending
 from qinfer.submission.response_cache import ResponseCache
 from qinfer.traffic.controller import CanaryController
 from qinfer.traffic.routing import EndpointWatch
@@ -67,7 +68,8 @@ from qinfer_api.labeling.service import Labeling, check_labeling
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.observe.tracing import Tracing
-from qinfer_api.receiving import ReceivingBudget
+from qinfer_api.quotas import Quota
+from qinfer_api.receiving import ReceivingBudget, Reservation
 from qinfer_api.reloading import KeyFile, Reloading
 from qinfer_api.requests.ends import StoredEnds
 from qinfer_api.requests.janitor import Janitor
@@ -220,6 +222,7 @@ class Gateway:
         self.memory = SharedMemory(allowed=settings.allow_client_shm)
         restrictions = Restrictions.for_http(settings.http.restricted)
         self.receiving = ReceivingBudget(settings.limits.max_receiving_bytes)
+        self._pending.lend = self._lend
         fast = self._open_fast_path(settings, restrictions)
         services = self._services(settings, fast, restrictions)
         self.started, self._stopping, self._listening = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -233,6 +236,11 @@ class Gateway:
         self.metrics: MetricsPort | None = None
         self._reloading = self._reloading_of(settings, auth)
         self._quotas = None if auth is None else auth.lease(Quotas(delivery.router, self.name))
+
+    async def _lend(self, pending: Pending, nbytes: int) -> Reservation:
+        """Waits for the memory of an answer; without keys, each has a share of its own."""
+        owner = pending.quota.tenant if isinstance(pending.quota, Quota) else pending
+        return await self.receiving.lent(owner, nbytes)
 
     def _open_fast_path(self, settings: Settings, restrictions: Restrictions) -> FastPath:
         """Creates what all connections of HTTP share."""

@@ -1,10 +1,11 @@
-"""The memory that a gateway lends to bodies of requests that have not come in whole.
+"""The memory that a gateway lends to bodies of requests that have not come in whole, and to large answers.
 
 A body reserves its bytes before its client may send them. When the budget is spent, a large body waits for its turn and
 its client is held back by flow control; a small one, whose bytes are under way already, is refused. An eighth of the
 budget is kept for small bodies, so that large uploads do not shut them out. A compressed body reserves what may come of
 it, too, and holds what has come of it until it is decoded: a few kilobytes can be the memory of many. Bodies whose
-decoding makes much of them are decoded one at a time, and what each becomes is counted, too.
+decoding makes much of them are decoded one at a time, and what each becomes is counted, too. A large answer waits in
+Redis for its memory, and has it until its client has read it.
 
 Each owner has at most twice as much as it leaves free, so that one tenant never has all of it (the rule of Choudhury
 and Hahne for buffers that switches share, IEEE/ACM Transactions on Networking 6(2), 1998). A large body whose bytes
@@ -12,6 +13,8 @@ come too slowly is given up, from the start: its memory is for those who send.
 """
 
 import asyncio
+import ctypes
+import gc
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from itertools import takewhile
@@ -40,20 +43,28 @@ SPENT = (
 TOO_SLOW = "the body came too slowly: send 64 KiB a second, or all of it in a minute"
 """The text of the error of a body that is given up."""
 
+ANSWER_BYTES = 3
+"""The memory that an answer takes for a byte of its outputs: that byte, and what it becomes in JSON."""
+
+TRIM_BYTES, TRIM_EVERY_S = 32 * 2**20, 5
+"""Allocators keep what large bodies needed: the system gets it when so many bytes were lent, and so seldom."""
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 _SHARE = 2  # an owner has at most so many times what is free
 
 
 class Reservation:
-    """The memory of one body.
+    """The memory of one body, or of one answer.
 
     Attributes:
         owner: Who is counted for it.
         size: Bytes.
         granted: Called when its turn comes, unless it came at once.
-        is_granted: The client may send the body.
+        is_granted: The client may send the body, or the answer may be fetched.
+        is_answer: It is the memory of an answer.
     """
 
-    __slots__ = ("_arrived", "_budget", "_late", "_seconds", "granted", "is_granted", "owner", "size")
+    __slots__ = ("_arrived", "_budget", "_late", "_seconds", "granted", "is_answer", "is_granted", "owner", "size")
 
     def __init__(self, budget: "ReceivingBudget", owner: Hashable, size: int, granted: Callable[[], None]) -> None:
         self._budget = budget
@@ -63,14 +74,14 @@ class Reservation:
         self.owner = owner
         self.size = size
         self.granted = granted
-        self.is_granted = False
+        self.is_granted = self.is_answer = False
 
     def watch(self, arrived: Callable[[], int], late: Callable[[], None]) -> None:
-        """Has a body given up that comes too slowly once it may.
+        """Has a body given up that comes too slowly once it may, or an answer that is read too slowly by its client.
 
         Args:
-            arrived: Tells how many bytes have come.
-            late: Gives the body up.
+            arrived: Tells how many bytes have come, or were read.
+            late: Gives the body or the answer up.
         """
         self._arrived, self._late = arrived, late
         self._budget.watched[self] = None
@@ -82,10 +93,12 @@ class Reservation:
             del self._budget.watched[self]
 
     def second_passed(self) -> None:
-        """Gives the body up if it is late."""
+        """Gives the body up if it is late; an answer only while others wait for memory."""
         if self._arrived is None or self._late is None or not self.is_granted or self.size <= SMALL_BYTES:
             return
         self._seconds += 1
+        if self.is_answer and not self._budget.waiting:
+            return
         rate = min(self.size / WHOLE_WITHIN_S, LEAST_BYTES_PER_S)
         if self._arrived() < rate * (self._seconds - PATIENCE_S):
             late = self._late
@@ -105,6 +118,14 @@ class Reservation:
         """Gives back what is more than so many bytes, at least 1, of a granted reservation."""
         if size < self.size:
             self._budget.shrink(self, size)
+
+    def become(self, size: int) -> None:
+        """Makes the granted reservation of an answer as large as that has become."""
+        size = self._budget.counted(size)
+        if size < self.size:
+            self._budget.shrink(self, size)
+        elif self.size:
+            self._budget.enlarge(self, size)
 
     def withdraw(self) -> None:
         """Stops waiting, as if its turn had not come in time; changes nothing once it is granted."""
@@ -138,11 +159,12 @@ class ReceivingBudget:
         self._large = 0
         self._held: dict[Hashable, int] = {}
         self._decoding = asyncio.Lock()
+        self._untrimmed = self._seconds = 0
         self._waiting: dict[Reservation, None] = {}  # in the order of their arrival
 
     @property
     def waiting(self) -> int:
-        """Number of bodies that wait for their turn."""
+        """Number of bodies and answers that wait for their turn."""
         return len(self._waiting)
 
     def reserve(self, owner: Hashable, size: int, granted: Callable[[], None]) -> Reservation | None:
@@ -166,9 +188,21 @@ class ReceivingBudget:
         return one
 
     def second_passed(self) -> None:
-        """Gives up the bodies that come too slowly."""
+        """Gives up the bodies that come too slowly, and returns to the system what bodies and answers have needed."""
         for one in tuple(self.watched):
             one.second_passed()
+        self._seconds += 1
+        if self._untrimmed >= TRIM_BYTES and self._seconds >= TRIM_EVERY_S:
+            self._untrimmed = self.held_bytes
+            self._seconds = 0
+            self._trim()
+
+    @staticmethod
+    def _trim() -> None:
+        """Frees what is in cycles, and has the allocator return what it keeps, in a thread."""
+        gc.collect()
+        if _trim is not None:
+            asyncio.get_running_loop().run_in_executor(None, _trim, 0)
 
     @asynccontextmanager
     async def reserved(
@@ -214,6 +248,31 @@ class ReceivingBudget:
             raise Overloaded(SPENT)
         return one
 
+    async def lent(self, owner: Hashable, nbytes: int) -> Reservation:
+        """Waits for the memory of an answer, for as long as it takes; the caller releases what it returns.
+
+        Args:
+            owner: Who is counted for it.
+            nbytes: The bytes of its outputs, more than `SMALL_BYTES`.
+        """
+        turn = asyncio.Event()
+        one = Reservation(self, owner, self.counted(ANSWER_BYTES * nbytes), turn.set)
+        one.is_answer = True
+        if self._fits(one) and self._first_huge() is None:
+            self._grant(one)
+            return one
+        self._waiting[one] = None
+        try:
+            await turn.wait()
+        except BaseException:
+            one.release()
+            raise
+        return one
+
+    def counted(self, size: int) -> int:
+        """Returns what an answer of so many bytes counts: the largest one leaves a third to others."""
+        return min(size, 2 * self._max_large_bytes // 3)
+
     @asynccontextmanager
     async def decoding(self, size: int) -> AsyncIterator[None]:
         """Has large bodies decoded one at a time, and counts what this one becomes during the block.
@@ -226,6 +285,7 @@ class ReceivingBudget:
         """
         async with self._decoding:
             self.held_bytes += size
+            self._untrimmed += size
             try:
                 yield
             finally:
@@ -239,11 +299,17 @@ class ReceivingBudget:
         is_alone = self._large == was_large
         if not is_alone and max(_SHARE * more, self._held[one.owner] + more) > _SHARE * free:
             return False
+        self.enlarge(one, size)
+        return True
+
+    def enlarge(self, one: Reservation, size: int) -> None:
+        """Makes a granted reservation larger, whatever is free."""
+        more, was_large = size - one.size, one.size > SMALL_BYTES
         self._large += (size > SMALL_BYTES) - was_large
         one.size = size
         self.held_bytes += more
+        self._untrimmed += more
         self._held[one.owner] += more
-        return True
 
     def shrink(self, one: Reservation, size: int) -> None:
         """Makes a granted reservation smaller."""
@@ -278,12 +344,14 @@ class ReceivingBudget:
         return not self._large or self._needs(one) <= _SHARE * (self._max_large_bytes - self.held_bytes)
 
     def _may_wait(self, owner: Hashable) -> bool:
-        free = MAX_WAITING - len(self._waiting)
-        return free > 0 and sum(each.owner == owner for each in self._waiting) < _SHARE * free
+        bodies = [each.owner for each in self._waiting if not each.is_answer]
+        free = MAX_WAITING - len(bodies)
+        return free > 0 and bodies.count(owner) < _SHARE * free
 
     def _grant(self, one: Reservation) -> None:
         one.is_granted = True
         self.held_bytes += one.size
+        self._untrimmed += one.size
         self._large += one.size > SMALL_BYTES
         self._held[one.owner] = self._held.get(one.owner, 0) + one.size
 

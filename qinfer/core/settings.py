@@ -66,8 +66,8 @@ class HttpSettings(Section):
     allow_hosts: tuple[str, ...] = Field(
         (),
         description="Names by which clients call this server (`Host`, `:authority`), beside localhost and addresses; "
-        "`*` = any. Empty = any; but where all ports are on loopback addresses none, so that no page's name can be "
-        "pointed at this machine (DNS rebinding).",
+        "`*` = any. Empty = any; but without keys, where all ports are on loopback addresses, none, so that no page's "
+        "name can be pointed at this machine (DNS rebinding).",
     )
     fast_path: bool = Field(True, description="Answer small infer requests below ASGI; if off, FastAPI answers all.")
     keep_alive_s: float = Field(75.0, gt=0, description="Seconds an idle connection stays open.")
@@ -155,7 +155,8 @@ class LimitSettings(Section):
         160 * 2**20,
         ge=2**20,
         description="Bytes of requests that one gateway may be receiving at a time, with what becomes of those that it "
-        "decodes; further bodies wait for their turn, and one that is larger comes alone.",
+        "decodes, and of large answers that clients have yet to read; further ones wait for their turn, and a body "
+        "that is larger comes alone.",
     )
     max_strings: int = Field(
         1_000_000,

@@ -76,7 +76,7 @@ from qinfer.queue.sequences import Sequences, may_lose
 from qinfer.queue.shares import Places
 from qinfer.queue.stream_marks import StreamMarks
 from qinfer.queue.submitter import PLACING, Done, Submitter
-from qinfer.queue.values import Values
+from qinfer.queue.values import Room, Values
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)
@@ -336,14 +336,26 @@ class Queue:
         key = keys.result(lane.model, lane.partition, request_id)
         await self._values.set(keys.lane_slot(lane), key, blob, ttl_s, tenant=tenant)
 
-    async def take_result(self, lane: Lane, request_id: str, tenant: str = "") -> bytes | None:
+    async def take_result(
+        self, lane: Lane, request_id: str, tenant: str = "", room: Room | None = None
+    ) -> bytes | None:
         """Returns the value of `store_result`, and removes it once it has been read; `None` if it no longer exists.
+
+        Args:
+            lane: The lane of its request.
+            request_id: The request.
+            tenant: Whose turn a large one takes.
+            room: Awaited before it is read.
 
         Raises:
             BrokerUnavailable: It can't be read now; it is still there.
         """
         key = keys.result(lane.model, lane.partition, request_id)
-        return await self._values.take(keys.lane_slot(lane), key, tenant)
+        return await self._values.take(keys.lane_slot(lane), key, tenant, room)
+
+    async def drop_result(self, lane: Lane, request_id: str) -> None:
+        """Removes the value of `store_result`, unread."""
+        await self._values.remove(keys.lane_slot(lane), keys.result(lane.model, lane.partition, request_id))
 
     async def finish(self, entries: Sequence[Entry]) -> None:
         """Removes entries from their lanes, with their payloads."""

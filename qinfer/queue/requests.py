@@ -54,7 +54,7 @@ from qinfer.queue.router import Call, Router, Words, load_script, run_each, run_
 from qinfer.queue.shares import Places
 from qinfer.queue.stored_responses import TOO_MUCH_STORED, StoredResponses
 from qinfer.queue.submitter import PLACING
-from qinfer.queue.values import LARGE_BYTES, StagedValue, Values, given
+from qinfer.queue.values import LARGE_BYTES, Room, StagedValue, Values, given
 from qinfer.wire.frame import encode_responses
 from qinfer.wire.versions import Record
 
@@ -249,13 +249,16 @@ class Requests:
         """Returns the record of a request; `None` = there is none, or no longer."""
         return await self._record(address)
 
-    async def result(self, address: Address, tenant: str = "") -> bytes | None:
+    async def result(self, address: Address, tenant: str = "", room: Room | None = None) -> bytes | None:
         """Returns the `Outcome.blob` of a request that ended; `None` when it has not, or its time is over.
 
-        A large one takes a turn of the tenant.
+        Args:
+            address: The request.
+            tenant: Whose turn a large one takes.
+            room: Awaited before a large one is read.
         """
         name = keys.result(address.model, address.partition, address.id)
-        return await self._values.get(keys.slot(name), name, tenant)
+        return await self._values.get(keys.slot(name), name, tenant, room)
 
     async def forget(self, address: Address) -> None:
         """Removes the result of a request that has ended, unless its end goes to an outbox; its record stays."""

@@ -10,7 +10,7 @@ the fields `v`, `name` and `size`. Bytes are always a string, so that no bytes c
 
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +35,8 @@ MAX_BYTES = 512 * 2**20
 _STAGED_TTL_S = 600.0
 _TRANSFER_S = 55.0  # a large value may take so much longer than a command until Redis answers
 
+Room = Callable[[int], Awaitable[None]]
+"""Waits for the memory of so many bytes that are about to be read."""
 
 REFERENCE_VERSION = 1
 """Of references; a newer one is left to those that know it."""
@@ -150,26 +152,30 @@ class Values:
         await self.set(keys.slot(name), staged, value, _STAGED_TTL_S, later_s=kept_s, tenant=tenant)
         return StagedValue(b"staged", b"", staged)
 
-    async def get(self, slot: int, key: str | bytes, tenant: str = "") -> bytes | None:
-        """Returns a value; `None` when it is gone. A large one takes a turn of the tenant.
+    async def get(self, slot: int, key: str | bytes, tenant: str = "", room: Room | None = None) -> bytes | None:
+        """Returns a value; `None` when it is gone.
+
+        Args:
+            slot: The key's slot.
+            key: Its key.
+            tenant: Whose turn a large one takes.
+            room: Awaited before a value above `LARGE_BYTES`, or an object, is read.
 
         Raises:
             CorruptEntry: It is known, and its object is gone.
             BrokerUnavailable: It can't be read now.
         """
-        value, _ = await self._read(slot, key, tenant)
+        value, _ = await self._read(slot, key, tenant, room)
         return value
 
-    async def take(self, slot: int, key: str | bytes, tenant: str = "") -> bytes | None:
-        """Returns a value, and has it removed once it has arrived; `None` when it is gone.
-
-        A large one takes a turn of the tenant.
+    async def take(self, slot: int, key: str | bytes, tenant: str = "", room: Room | None = None) -> bytes | None:
+        """Returns a value as `get` does, and has it removed once it has arrived; `None` when it is gone.
 
         Raises:
             CorruptEntry: It is known, and its object is gone.
             BrokerUnavailable: It can't be read now; it is still there.
         """
-        value, reference = await self._read(slot, key, tenant)
+        value, reference = await self._read(slot, key, tenant, room)
         if value is not None:
             with suppress(BrokerUnavailable):  # its time to live ends it
                 self._router.send(slot, pack((b"UNLINK", key)), lambda _: None)
@@ -230,10 +236,14 @@ class Values:
         if self.objects is not None:
             await self.objects.close()
 
-    async def _read(self, slot: int, key: str | bytes, tenant: str) -> tuple[bytes | None, Reference | None]:
+    async def _read(
+        self, slot: int, key: str | bytes, tenant: str, room: Room | None
+    ) -> tuple[bytes | None, Reference | None]:
         """Reads a value, and says which object it is, if it is one."""
         found = await self._run(slot, _READ, key, LARGE_BYTES)
         for _ in range(2):
+            if room is not None and not isinstance(found, bytes | None):
+                await room(found if isinstance(found, int) else _reference(found).size)
             if isinstance(found, int):
                 return await self.call_large(slot, b"GET", key, nbytes=found, tenant=tenant), None
             if not isinstance(found, list):

@@ -13,7 +13,9 @@ and nothing is logged. `run` does the rest in the background:
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -149,6 +151,30 @@ class Shared(Protocol):
         ...
 
 
+class Memory(Protocol):
+    """The memory of an answer."""
+
+    def become(self, size: int) -> None:
+        """Makes it as large as the answer has become."""
+        ...
+
+    def watch(self, arrived: Callable[[], int], late: Callable[[], None]) -> None:
+        """Has the answer given up that is read too slowly: `arrived` tells how many bytes were, `late` gives it up."""
+        ...
+
+    def release(self) -> None:
+        """Gives it back; a second time changes nothing."""
+        ...
+
+
+class Holder(Protocol):
+    """Keeper of the memory of an answer until it is sent."""
+
+    def is_behind(self) -> bool:
+        """Tells whether the answer is to be sent behind another, on whose memory it may not wait."""
+        ...
+
+
 class Pending(msgspec.Struct, eq=False):
     """A request that was submitted and not yet answered in full.
 
@@ -174,6 +200,9 @@ class Pending(msgspec.Struct, eq=False):
         stream: What came of it and was taken, where its model is decoupled.
         step: Where it is in its sequence, where its model is stateful.
         shared: The execution that it waits for, where that is not its own; it has no entry then.
+        memory: The memory of its answer, where that is large.
+        holder: Gives that memory back, once the answer is sent; without one it is given back when the answer is taken.
+        turn: Set once no answer is to be sent before it; there is none unless the fetch of its answer waits for that.
     """
 
     request_id: str
@@ -195,6 +224,20 @@ class Pending(msgspec.Struct, eq=False):
     stream: StreamReader | None = None
     step: OfStep | None = None
     shared: Shared | None = None
+    memory: Memory | None = None
+    holder: Holder | None = None
+    turn: asyncio.Event | None = None
+
+    def forget_memory(self) -> None:
+        """Gives the memory of its answer back."""
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.release()
+
+    def comes_first(self) -> None:
+        """Takes note that its answer is the next one to be sent."""
+        if self.turn is not None:
+            self.turn.set()
 
 
 class Timer(Protocol):
@@ -219,6 +262,8 @@ class PendingRequests:
     Attributes:
         unclaimed: Called with the id of a response that nobody waits for: the hint that a stored request has ended.
         load_of: Returns the load of a lane that a request has come to, or of a share of one.
+        lend: Waits for the memory of a request's answer of so many bytes, which is to be fetched; `None` = it is not
+            counted.
     """
 
     def __init__(
@@ -237,6 +282,7 @@ class PendingRequests:
         self._failed = failed
         self.unclaimed: Callable[[str], None] = lambda _: None
         self.load_of: Callable[[Lane], Load] = lambda lane: Load(lane, 0)
+        self.lend: Callable[[Pending, int], Awaitable[Memory]] | None = None
         self._pending: dict[str, Pending] = {}
         self._buckets: dict[int, dict[str, Pending]] = {}
         self._timer: Timer | None = None
@@ -436,6 +482,8 @@ class PendingRequests:
             self.count(pending, load)
 
     def _forget(self, pending: Pending) -> None:
+        if pending.turn is not None:
+            pending.turn.set()
         bucket = self._buckets[pending.bucket]
         del bucket[pending.request_id]
         if not bucket:
@@ -572,13 +620,41 @@ class PendingRequests:
                 raise InferenceFailed(_GONE)
             (response,) = decode_responses(blob)
         except Exception as error:  # the boundary of a request: its caller gets every error
+            pending.forget_memory()
             if self.remove(pending):
                 logger.exception("outputs can't be fetched", extra={"request_id": pending.request_id})
                 self.fail(pending, error)
+            else:
+                await self._drop(pending)
             return
         # Another attempt may have stored its outputs over those that were announced: they are as good.
-        if self.remove(pending):
+        is_awaited = self.remove(pending)
+        if is_awaited:
             self.answer(pending, msgspec.structs.replace(response, stored=False))
+        if not is_awaited or pending.holder is None:
+            pending.forget_memory()
+
+    async def _borrow(self, pending: Pending, nbytes: int) -> None:
+        """Waits for the memory of an answer.
+
+        Raises:
+            Cancelled: Nobody waits for the answer any more.
+        """
+        if self.lend is None or pending.memory is not None:
+            return
+        if pending.holder is not None and pending.holder.is_behind() and pending in self:
+            pending.turn = asyncio.Event()
+            await pending.turn.wait()
+        if pending in self:
+            pending.memory = await self.lend(pending, nbytes)
+        if pending not in self:
+            raise Cancelled(LEFT)
+
+    async def _drop(self, pending: Pending) -> None:
+        """Removes stored outputs that nobody waits for; their time to live ends them otherwise."""
+        assert pending.load is not None
+        with suppress(DeliveryError):
+            await self._queue.drop_result(pending.load.lane, pending.request_id)
 
     async def _stored_outputs(self, pending: Pending) -> bytes | None:
         """Reads stored outputs; while the queue is away, retries as long as the request is pending."""
@@ -587,7 +663,9 @@ class PendingRequests:
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             try:
-                return await self._queue.take_result(pending.load.lane, pending.request_id, tenant)
+                return await self._queue.take_result(
+                    pending.load.lane, pending.request_id, tenant, partial(self._borrow, pending)
+                )
             except BrokerUnavailable as error:
                 await asyncio.sleep(backoff.next_s())
                 if pending not in self:

@@ -8,7 +8,7 @@ from typing import Protocol
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import QinferError
-from qinfer.submission.pending import Pending
+from qinfer.submission.pending import Memory, Pending
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
@@ -32,6 +32,10 @@ class Connection(Protocol):
         """Takes note that one of its calls has its reply."""
         ...
 
+    def is_behind(self, call: "Call") -> bool:
+        """Tells whether a call's reply is written behind that of another."""
+        ...
+
 
 class Call:
     """One request on the fast path, from its head to its reply; the sink of its own response.
@@ -41,11 +45,12 @@ class Call:
         parts: The body, in the pieces in which it arrives.
         reply: Its answer, once there is one.
         request: The request that it became; one without an id until then.
+        memory: That of its answer, where it is large; the connection gives it back.
     """
 
     frontend = "HTTP"
     no_stream = DECOUPLED
-    __slots__ = ("_codec", "_connection", "_pending", "_plan", "head", "parts", "reply", "request")
+    __slots__ = ("_codec", "_connection", "_pending", "_plan", "head", "memory", "parts", "reply", "request")
 
     def __init__(self, connection: Connection, head: Head) -> None:
         self._connection = connection
@@ -53,6 +58,7 @@ class Call:
         self._codec: InferCodec
         self._plan: OutputPlan
         self.head = head
+        self.memory: Memory | None = None
         self.parts: list[bytes] = []
         self.reply: Reply | None = None
         self.request = _NO_REQUEST
@@ -65,6 +71,15 @@ class Call:
     def feed(self, body: bytes) -> None:
         """Takes a piece of the body."""
         self.parts.append(body)
+
+    def is_behind(self) -> bool:
+        """Tells whether its reply is to be written behind another."""
+        return self._connection.is_behind(self)
+
+    def come_first(self) -> None:
+        """Takes note that its reply is the next one to be written."""
+        if self._pending is not None:
+            self._pending.comes_first()
 
     def deliver(self, response: Response) -> None:
         """Takes the response; a large one takes milliseconds to encode, and is encoded off the loop."""
@@ -91,6 +106,9 @@ class Call:
 
     def answer(self, reply: Reply) -> None:
         """Sets the reply, and notifies the connection."""
+        if self._pending is not None and (memory := self._pending.memory) is not None:
+            memory.become(len(reply.body))
+            self.memory = memory
         self._pending = None  # breaks the cycle call - pending, which would wait for the garbage collector
         self._plan = _NO_PLAN  # which may hold shared memory
         self.reply = reply
@@ -120,10 +138,15 @@ class Call:
             self.request = request
             pending = dispatcher.submit(context, request, self, asked_s=head.timeout_s)
             if self.reply is None:
-                self._pending = pending
-                hold(self._plan)
+                self._wait(pending)
         except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
             self.refuse(dispatcher, head, error)
+
+    def _wait(self, pending: Pending) -> None:
+        """Takes what stands for the request in the queue."""
+        self._pending = pending
+        pending.holder = self
+        hold(self._plan)
 
     def _read_checked(self, dispatcher: Dispatcher, head: Head, context: Context, body: bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
@@ -143,8 +166,7 @@ class Call:
             done.result()
             pending = dispatcher.submit(context, self.request, self, asked_s=head.timeout_s)
             if self.reply is None:
-                self._pending = pending
-                hold(self._plan)
+                self._wait(pending)
         except Exception as error:  # noqa: BLE001 - as in `start`
             self.refuse(dispatcher, head, error)
 
@@ -161,6 +183,7 @@ class Call:
         self._plan = _NO_PLAN
         if self._pending is not None:
             dispatcher.cancel(self._pending)
+            self._pending.forget_memory()
             self._pending = None
         elif self.reply is None:
             self.reply = _GONE

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Scope
 
 from qinfer.core.messages import IdFactory
 from qinfer.core.settings import HttpSettings
+from qinfer.submission.pending import Memory
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import Head, transfer_codings
@@ -74,15 +75,24 @@ class Exchange(Protocol):
         """The id that its reply names; empty = a new one."""
         ...
 
+    @property
+    def memory(self) -> Memory | None:
+        """The memory of its answer, where that is large."""
+        ...
+
     def feed(self, body: bytes) -> None:
         """Takes a piece of its body."""
+        ...
+
+    def come_first(self) -> None:
+        """Takes note that its answer is the next one to be written."""
         ...
 
 
 class _Refused:
     """A request, or no HTTP at all, that is read no further and answered with an error."""
 
-    head = None
+    head = memory = None
     request_id = ""
 
     def __init__(self, reply: Reply) -> None:
@@ -90,6 +100,9 @@ class _Refused:
 
     def feed(self, body: bytes) -> None:
         """Drops a piece of the body."""
+
+    def come_first(self) -> None:
+        """It has its answer."""
 
 
 class HttpPort:
@@ -170,6 +183,7 @@ class HttpConnection(asyncio.Protocol):
         self._chunks = 0
         self._body_left = 0  # of a body with a length that is taken; less than 0 of others
         self._unwritten_bytes = 0
+        self._lent: list[Memory] = []  # of replies that the client has yet to read
         self._quiet_since_s = 0.0  # 0 = since the next look
 
     def _new_parser(self) -> HttpRequestParser:
@@ -355,20 +369,37 @@ class HttpConnection(asyncio.Protocol):
             first = queue[0]
             reply = first.reply
             if reply is None:
-                if isinstance(first, Cycle):
-                    first.start()
+                first.come_first()
                 break
             queue.popleft()
             close = self._closing and not queue
             if reply is not WRITTEN:
                 writer, request_id = self.writer_of(first), first.request_id or port.new_id()
                 self.transport.write(writer.render(reply, port.common, request_id, close=close))
+            if first.memory is not None:
+                self._lend(first.memory)
             self._quiet_since_s = 0.0
             if close or (isinstance(first, Cycle) and first.closes):
                 self._close()
                 return
         if self._is_paused:
             self.go_on()
+
+    def _lend(self, memory: Memory) -> None:
+        """Gives the memory of a reply back once its client has read it."""
+        if self.writable.is_set():
+            memory.release()
+            return
+        unread, abort = self.transport.get_write_buffer_size, self.transport.abort
+        begin = unread()
+        memory.watch(lambda: begin - unread(), abort)
+        self._lent.append(memory)
+
+    def _give_back(self) -> None:
+        """Gives the memory of replies back that the client has read, or never will."""
+        for memory in self._lent:
+            memory.release()
+        self._lent.clear()
 
     def writer_of(self, exchange: Exchange) -> Writer:
         """Returns what renders the reply of a request."""
@@ -459,8 +490,11 @@ class HttpConnection(asyncio.Protocol):
         if not self.port.connections:
             self.port.is_idle.set()
         for exchange in self._queue:
+            if exchange.memory is not None:
+                exchange.memory.release()
             if isinstance(exchange, Cycle):
                 exchange.leave()
+        self._give_back()
         self._queue.clear()
         self._reading = None
         self._refused, self._unparsed = True, _NOTHING
@@ -481,6 +515,7 @@ class HttpConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         """Reads on."""
+        self._give_back()
         self.writable.set()
         self.go_on()
 

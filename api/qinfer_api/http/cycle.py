@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.types import Message, Scope
 
+from qinfer.submission.pending import Memory
 from qinfer_api.http.infer import Reply, failure_reply
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ IN_REPLY_TO = "in_reply_to"
 ON_LEAVE = "on_leave"
 """Key of a request's ASGI state: called once its client has left; a route that waits for something sets it."""
 
+BORROWER = "borrower"
+"""Key of a request's ASGI state: what has the memory of its answer, where that is large."""
+
 CLOSE = "close"
 """Key of the extensions of a request's scope: closes its connection."""
 
@@ -32,6 +36,15 @@ WRITTEN = Reply(0, b"")
 _MOST_UNTAKEN_BYTES = 64 * 1024  # of a body, before its connection waits for the application to take them
 _HEADER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+: [^\x00-\x08\x0a-\x1f\x7f]*\r\n")
 _WITHOUT_BODY = (204, 304)
+
+
+class Borrower(Protocol):
+    """What has the memory of an answer, once there is any."""
+
+    @property
+    def memory(self) -> Memory | None:
+        """The memory."""
+        ...
 
 
 class Cycle:
@@ -70,6 +83,12 @@ class Cycle:
         return "" if request is None else str(request.id)
 
     @property
+    def memory(self) -> Memory | None:
+        """The memory of its answer, where that is large."""
+        borrower: Borrower | None = self.scope["state"].get(BORROWER)
+        return None if borrower is None else borrower.memory
+
+    @property
     def stalls(self) -> bool:
         """Whether no more is to be read until it has its turn, or its application takes what there is."""
         return not self._is_started or len(self._body) > _MOST_UNTAKEN_BYTES
@@ -82,6 +101,10 @@ class Cycle:
             task = asyncio.get_running_loop().create_task(self._run())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+
+    def come_first(self) -> None:
+        """Begins, as its answer is the next one to be written."""
+        self.start()
 
     def feed(self, body: bytes) -> None:
         """Takes a piece of the body."""
@@ -116,6 +139,9 @@ class Cycle:
             else:
                 reply = failure_reply(error)
                 self._reply(reply if self.scope["method"] != "HEAD" else Reply(reply.status, b""))
+        finally:
+            if self._is_gone and self.memory is not None:
+                self.memory.release()
 
     def _reply(self, reply: Reply) -> None:
         self.reply = reply
@@ -169,6 +195,8 @@ class Cycle:
             if self._is_chunked:
                 lines.append(b"transfer-encoding: chunked\r\n")
         self._unsent_bytes = -1 if length is None else length
+        if length is not None and self.memory is not None:
+            self.memory.become(length)
         if self.closes or connection.is_last(self):
             lines.append(b"connection: close\r\n")
         begin = connection.writer_of(self).begin(

@@ -96,6 +96,10 @@ class QinferHttpProtocol(HttpConnection):
         if isinstance(call_read, Call) and self._memory is None and not self._unparsed:
             self._reserve(call_read)
 
+    def is_behind(self, call: Call) -> bool:
+        """Tells whether a call's reply is written behind that of another."""
+        return bool(self._queue) and self._queue[0] is not call
+
     def _has_cycle(self) -> bool:
         return bool(self._queue) and isinstance(self._queue[-1], Cycle)
 

@@ -38,8 +38,10 @@ class Visitors:
     def of(cls, settings: Settings) -> "Visitors | None":
         """Returns what the settings ask for; `None` = any request may come."""
         cors, named = settings.cors.allow_origins, settings.http.allow_hosts
-        origins = None if settings.auth.mode == "keys" or ANY in cors else cors
-        hosts = (*map(str.lower, named), *_LOCAL_NAMES) if named or _is_local(settings) else None
+        has_keys = settings.auth.mode == "keys"  # of which a stranger's page has none
+        origins = None if has_keys or ANY in cors else cors
+        is_checked = bool(named) or (not has_keys and _is_local(settings))
+        hosts = (*map(str.lower, named), *_LOCAL_NAMES) if is_checked else None
         if ANY in named:
             hosts = None
         return None if origins is None and hosts is None else cls(origins, hosts)

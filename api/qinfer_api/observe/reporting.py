@@ -142,7 +142,7 @@ async def take_snapshot(
                 letters.read(catalog.known()),
                 jobs.states(),
                 asyncio.gather(store.scalers(), store.scaler_counts(), BridgeReports(store.client).routes()),
-                store.model_metrics([record.id for record in records]),
+                store.model_metrics([record.id for record in catalog.workers()]),
             )
             labeling = await _unfinished(LabelTasks(delivery), stats)
             stateful = await store.models(catalog.stateful())

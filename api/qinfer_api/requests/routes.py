@@ -55,6 +55,7 @@ from qinfer_api.rest.services import (
     read_preferences,
     received,
     recheck,
+    room_of_answer,
     send,
     send_outputs,
     target_of,
@@ -292,7 +293,8 @@ def _shown(services: Services, record: RequestRecord, status: int, again_s: int 
 
 async def _outcome(services: Services, request: Request, record: RequestRecord) -> HttpResponse:
     """Answers as the synchronous call would have been; trying again would change nothing."""
-    outcome, plan = await services.requests.result(record)
+    reading = services.requests.result(record, room_of_answer(services, request))
+    outcome, plan = await unless_left(request.receive, reading)
     if record.decoupled and outcome.failure is None:
         responses = [one async for one in services.requests.stored(record)]
         if outcome.says_something:

@@ -30,6 +30,7 @@ from qinfer.observe.tracing import REQUEST_ID
 from qinfer.queue import keys
 from qinfer.queue.entries import Acceptance, Accepted, Address, Lane, RequestRecord, RequestState, Settlement
 from qinfer.queue.lanes import Queue
+from qinfer.queue.values import Room
 from qinfer.submission.submit import check_stateless, prepare, tensor_bytes
 from qinfer.traffic.store import Kept, KeptTargets, names_of
 from qinfer.wire.frame import decode_responses
@@ -275,8 +276,12 @@ class AsyncRequests:
         """Returns the form in which the outputs of a request travel."""
         return msgspec.msgpack.decode(record.plan, type=OutputPlan) if record.plan else OutputPlan()
 
-    async def result(self, record: RequestRecord) -> tuple[Response, OutputPlan]:
+    async def result(self, record: RequestRecord, room: Room | None = None) -> tuple[Response, OutputPlan]:
         """Returns the response of a request that ended, outputs or failure, as a synchronous call would have had it.
+
+        Args:
+            record: The request.
+            room: Awaited before a large result is read.
 
         Raises:
             ResultExpired: Its time to live is over.
@@ -290,7 +295,7 @@ class AsyncRequests:
             return Response(request_id=record.address.id, failure=failure), plan
         blob = None
         with contextlib.suppress(CorruptEntry):  # it was deleted in the payload store, before its time
-            blob = await self.delivery.requests.result(record.address, record.tenant)
+            blob = await self.delivery.requests.result(record.address, record.tenant, room)
         if blob is None:
             raise expired(record)
         (response,) = decode_responses(blob)

@@ -39,6 +39,7 @@ from qinfer.wire.kserve_exact import SEQUENCE_KEYS, STRICT_JSON, apply_parameter
 from qinfer.wire.kserve_json import elements, pack
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.http.cycle import BORROWER
 from qinfer_api.http.infer import (
     CACHE_HEADER,
     TARGET_HEADER,
@@ -193,11 +194,29 @@ async def _submit_infer(
         async with received(services, request, services.settings.http.max_input_bytes) as content:
             decoded, plan = await decoded_infer(services, served, target, request, content)
         answers(request, decoded)
-        pending = dispatcher.submit(context, decoded, sink, asked_s=asked_s)
+        pending = _kept(request, dispatcher.submit(context, decoded, sink, asked_s=asked_s))
         hold(plan)
         return pending, decoded.client_id, plan
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error, context_of(request)) from None
+
+
+class _InTurn:
+    """The holder of the memory of answers of ASGI, whose requests begin when it is their turn."""
+
+    def is_behind(self) -> bool:
+        """Returns False."""
+        return False
+
+
+_IN_TURN = _InTurn()
+
+
+def _kept(request: Request, pending: Pending) -> Pending:
+    """Has the memory of an answer kept until that is sent."""
+    pending.holder = _IN_TURN
+    request.scope["state"][BORROWER] = pending
+    return pending
 
 
 _NOT_ONE = (
@@ -276,7 +295,7 @@ async def _submit(services: Services, target: Target, request: Request, sink: St
             decode = partial(_decode, services, served, target, request, content)
             asked = await decoded_tensors(services, len(content), len(content), decode)
         answers(request, asked.request)
-        return dispatcher.submit(context, asked.request, sink, asked_s=asked_s), asked
+        return _kept(request, dispatcher.submit(context, asked.request, sink, asked_s=asked_s)), asked
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error, context_of(request)) from None
 

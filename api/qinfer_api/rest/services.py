@@ -6,7 +6,7 @@ Whatever takes long (decompression, a large body or reply) runs in a thread, off
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from qinfer.wire.outputs import OutputPlan
 from qinfer_api.audit import administrative
 from qinfer_api.auth import ANONYMOUS, Context, Restrictions, caller_of
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.cycle import CLOSE, IN_REPLY_TO, ON_LEAVE, SENT_HEADERS
+from qinfer_api.http.cycle import BORROWER, CLOSE, IN_REPLY_TO, ON_LEAVE, SENT_HEADERS
 from qinfer_api.http.head import MAX_FAST_BYTES
 from qinfer_api.http.infer import (
     JSON_LENGTH_HEADER,
@@ -519,6 +519,23 @@ def choose(services: Services, request: Request, decoded: InferRequest, served: 
     if not decoded.endpoint or (served.spec.name, served.version) == (decoded.model, decoded.version):
         return served
     return services.dispatcher.of_model(decoded.model, decoded.version)
+
+
+class _Borrowed:
+    """The memory of an answer that no pending request has."""
+
+    memory: Reservation | None = None
+
+
+def room_of_answer(services: Services, request: Request) -> Callable[[int], Awaitable[None]]:
+    """Returns what waits for the memory of the answer to a request, which is given back once that is sent."""
+    borrowed = request.scope["state"][BORROWER] = _Borrowed()
+
+    async def room(nbytes: int) -> None:
+        owner = caller(request).tenant or request.client
+        borrowed.memory = borrowed.memory or await services.receiving.lent(owner, nbytes)
+
+    return room
 
 
 async def off_loop(nbytes: float, work: Callable[[*Ts], T], *arguments: *Ts) -> T:

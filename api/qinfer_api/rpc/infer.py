@@ -87,13 +87,19 @@ class _Answer(InferSink):
         if not self.call.is_closed:
             self.call.request_id = pending.request_id
             self.pending = pending
+            pending.holder = self
             self.call.on_cancel = self.cancel
+
+    def is_behind(self) -> bool:
+        """Returns False: a call has one answer."""
+        return False
 
     def cancel(self) -> None:
         """Takes the request out of the queue."""
         pending, self.pending, self.plan = self.pending, None, _NO_PLAN
         if pending is not None:
             self.infer.dispatcher.cancel(pending)
+            pending.forget_memory()
 
     def deliver(self, response: Response) -> None:
         """Answers the call with the first response."""
@@ -101,6 +107,8 @@ class _Answer(InferSink):
         if not response.final:
             call.fail(UnsupportedFeature(_DECOUPLED))  # which cancels the request
             return
+        if self.pending is not None:
+            call.keep(self.pending.memory)
         self.pending = call.on_cancel = None
         call.request_id, call.cache = response.request_id, response.cache
         if self.plan.endpoint:
@@ -340,6 +348,10 @@ class _Slot(InferSink):
         self.answer: Response | None = None
         self.is_ordered = True
 
+    def is_behind(self) -> bool:
+        """Tells whether its response waits for those of earlier requests."""
+        return self.is_ordered and self.stream.is_behind(self)
+
     def deliver(self, response: Response) -> None:
         """Takes a response."""
         self.stream.deliver(self, response)
@@ -375,6 +387,7 @@ class _Stream:
                 slot.plan = _NO_PLAN
                 if slot.pending is not None:
                     self._infer.dispatcher.cancel(slot.pending)
+                    slot.pending.forget_memory()
             self._reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reader
@@ -414,7 +427,13 @@ class _Stream:
         order = self._order
         while order and (answer := order[0].answer) is not None:
             self._ready.append((order.popleft(), answer))
+        if order and order[0].pending is not None:
+            order[0].pending.comes_first()
         self._change.set()
+
+    def is_behind(self, slot: _Slot) -> bool:
+        """Tells whether a request's response waits for those of earlier ones."""
+        return bool(self._order) and self._order[0] is not slot
 
     async def _read(self) -> None:
         try:
@@ -442,6 +461,7 @@ class _Stream:
             else:
                 slot.pending = infer.submit(blob, self._call, slot)
             self._call.taken()
+            slot.pending.holder = slot
             if slot.pending.stream is not None:
                 self._leave_order(slot)
         except QinferError as error:
@@ -471,6 +491,8 @@ class _Stream:
                 self._written.set()
                 if response.final:
                     self._open.discard(slot)
+                    if slot.pending is not None:
+                        slot.pending.forget_memory()
                     slot.plan = _NO_PLAN
                     self._room.release()
                 elif slot.pending is not None and slot.pending.stream is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qinfer.core.messages import Failure
 from qinfer.errors import Overloaded, PayloadTooLarge, QinferError
+from qinfer.submission.pending import Memory
 from qinfer.tensors import Bytes
 from qinfer_api.http.infer import (
     CACHE_HEADER,
@@ -88,6 +89,7 @@ class Call(Stream):
     """
 
     __slots__ = (
+        "_answer_memory",
         "_body",
         "_change",
         "_has_begun",
@@ -133,6 +135,7 @@ class Call(Stream):
         self._moved_s = 0.0
         self._messages: deque[_Message] = deque()
         self._reservation: Reservation | None = None  # of the message that is coming in
+        self._answer_memory: Memory | None = None
         self._opened_memory: Reservation | None = None  # of the one that was decompressed last
         self._reserved_s = 0.0
         self._unread: bytearray | None = None  # what came of a message before its memory was granted
@@ -375,8 +378,17 @@ class Call(Stream):
         if on_cancel is not None:
             on_cancel()
 
+    def keep(self, memory: Memory | None) -> None:
+        """Keeps the memory of its answer until that is sent, or never will be."""
+        if memory is not None and self.is_closed:
+            memory.release()
+        else:
+            self._answer_memory = memory
+
     def closed(self) -> None:
         """Counts the call no more."""
+        if self._answer_memory is not None:
+            self._answer_memory.release()
         if self._timer is not None:
             self._timer.cancel()
         self._forget_messages()

@@ -336,3 +336,83 @@ async def test_a_body_that_can_not_be_decoded_gives_its_turn_on() -> None:
 
     async with budget.decoding(1):
         assert budget.held_bytes == 1
+
+
+async def test_an_answer_waits_for_its_memory() -> None:
+    budget = ReceivingBudget(MAX_BYTES)
+    body = budget.reserve("a", 2 * LARGE, lambda: None)
+    assert body is not None
+
+    answer = asyncio.ensure_future(budget.lent("b", LARGE // 2))
+    await asyncio.sleep(0)
+    assert not answer.done()
+    body.release()
+
+    (await answer).release()
+    assert budget.held_bytes == 0
+
+
+async def test_answers_that_wait_keep_no_body_from_waiting() -> None:
+    budget = ReceivingBudget(MAX_BYTES)
+    first = await budget.lent("a", LARGE)
+    answers = [asyncio.ensure_future(budget.lent("a", LARGE)) for _ in range(MAX_WAITING)]
+    await asyncio.sleep(0)
+
+    assert budget.waiting == MAX_WAITING
+    assert budget.reserve("b", LARGE, lambda: None) is not None
+    for answer in answers:
+        answer.cancel()
+    await asyncio.wait(answers)
+    first.release()
+
+
+async def test_an_answer_that_nobody_wants_any_more_does_not_wait() -> None:
+    budget = ReceivingBudget(MAX_BYTES)
+    first = await budget.lent("a", LARGE)
+    answer = asyncio.ensure_future(budget.lent("b", LARGE))
+    await asyncio.sleep(0)
+
+    answer.cancel()
+    await asyncio.wait([answer])
+
+    assert budget.waiting == 0
+    first.release()
+    assert budget.held_bytes == 0
+
+
+async def test_an_answer_counts_with_what_it_has_become() -> None:
+    budget = ReceivingBudget(MAX_BYTES)
+    answer = await budget.lent("a", SMALL_BYTES)
+
+    answer.become(LARGE)
+    assert budget.held_bytes == LARGE
+    answer.become(SMALL_BYTES)
+
+    assert budget.held_bytes == SMALL_BYTES
+    answer.release()
+    assert budget.held_bytes == 0
+
+
+async def test_the_largest_answer_leaves_memory_to_the_bodies_of_others() -> None:
+    budget = ReceivingBudget(MAX_BYTES)
+    answer = await budget.lent("a", 10 * MAX_BYTES)
+    answer.become(20 * MAX_BYTES)
+
+    for size in (SMALL_BYTES, SMALL_BYTES + 1):
+        body = budget.reserve("b", size, lambda: None)
+        assert body is not None
+        assert body.is_granted
+
+
+@pytest.mark.parametrize("others_wait", [True, False])
+async def test_an_answer_that_is_read_too_slowly_is_given_up_where_others_wait(*, others_wait: bool) -> None:
+    budget, late = ReceivingBudget(MAX_BYTES), list[str]()
+    answer = await budget.lent("a", LARGE)
+    answer.watch(lambda: 0, lambda: late.append("late"))
+    if others_wait:
+        budget.reserve("b", LARGE, lambda: None)
+
+    for _ in range(PATIENCE_S + 1):
+        budget.second_passed()
+
+    assert late == ["late"] * others_wait

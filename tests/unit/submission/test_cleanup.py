@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 
@@ -17,6 +17,7 @@ from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy, TensorSpec
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.lanes import Queue
+from qinfer.queue.values import LARGE_BYTES, Room
 from qinfer.submission.pending import Pending
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
@@ -71,11 +72,13 @@ class SpyQueue(Queue):
         self.withdrawals += 1
         return withdrawn
 
-    async def take_result(self, lane: Lane, request_id: str, tenant: str = "") -> bytes | None:
+    async def take_result(
+        self, lane: Lane, request_id: str, tenant: str = "", room: Room | None = None
+    ) -> bytes | None:
         self.reads += 1
         if self.is_down:
             raise BrokerUnavailable("Redis can't be reached")
-        return await super().take_result(lane, request_id)
+        return await super().take_result(lane, request_id, tenant, room)
 
 
 class Setup:
@@ -283,9 +286,9 @@ async def test_large_tensors_travel_beside_the_stream(setup: Setup) -> None:
     assert decode_request(lease.frame, payload).inputs[0].nbytes == 1001
 
 
-async def stored_answer(setup: Setup, pending: Pending, attempt: int = 1) -> bytes:
+async def stored_answer(setup: Setup, pending: Pending, attempt: int = 1, data: bytes = b"abc") -> bytes:
     """Stores outputs as a worker does, in some attempt; returns the reply that tells of the first attempt's."""
-    y = Tensor("y", "UINT8", (1, 3), b"abc")
+    y = Tensor("y", "UINT8", (1, len(data)), data)
     whole = Response(request_id=pending.request_id, model="m", version=1, outputs=(y,), attempt=attempt)
     await setup.queue.store_result(Lane("m", 1), pending.request_id, encode_responses([whole]), 60.0)
     return encode_responses([Response(request_id=pending.request_id, model="m", version=1, stored=True)])
@@ -303,6 +306,93 @@ async def test_stored_outputs_are_fetched(setup: Setup) -> None:
     (response,) = setup.responses
     assert bytes(response.outputs[0].data) == b"abc"
     assert setup.dispatcher.in_flight == 0
+
+
+class Lent:
+    """The memory of an answer, which is lent once it is allowed; the holder of it, too."""
+
+    def __init__(self, *, comes_behind: bool = False) -> None:
+        self.allowed, self.asked = asyncio.Event(), list[int]()
+        self.is_released = False
+        self.comes_behind = comes_behind
+
+    async def lend(self, pending: Pending, nbytes: int) -> Self:
+        self.asked.append(nbytes)
+        await self.allowed.wait()
+        return self
+
+    def is_behind(self) -> bool:
+        return self.comes_behind
+
+    def become(self, size: int) -> None:
+        """Does nothing."""
+
+    def watch(self, arrived: object, late: object) -> None:
+        """Does nothing."""
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+LONG = bytes(LARGE_BYTES)
+
+
+async def test_large_outputs_wait_in_redis_for_their_memory(setup: Setup) -> None:
+    lent, pending = Lent(), setup.submit()
+    setup.waiting.lend = lent.lend
+
+    setup.waiting.receive(await stored_answer(setup, pending, data=LONG))
+    await eventually(lambda: bool(lent.asked), description="the question for memory")
+    assert setup.responses == []
+    lent.allowed.set()
+
+    await eventually(lambda: bool(setup.responses), description="the answer")
+    assert lent.asked[0] > len(LONG)
+    await eventually(lambda: lent.is_released, description="the end of the loan: the caller has no holder")
+
+
+async def test_a_holder_keeps_the_memory_of_outputs(setup: Setup) -> None:
+    lent, pending = Lent(), setup.submit()
+    setup.waiting.lend, pending.holder = lent.lend, lent
+    lent.allowed.set()
+
+    setup.waiting.receive(await stored_answer(setup, pending, data=LONG))
+    await eventually(lambda: bool(setup.responses), description="the answer")
+    assert not lent.is_released
+    pending.forget_memory()
+
+    assert lent.is_released
+
+
+async def test_the_memory_of_outputs_that_nobody_waits_for_is_given_back(setup: Setup) -> None:
+    lent, pending = Lent(), setup.submit()
+    setup.waiting.lend, pending.holder = lent.lend, lent
+    setup.waiting.receive(await stored_answer(setup, pending, data=LONG))
+    await eventually(lambda: bool(lent.asked), description="the question for memory")
+
+    setup.dispatcher.cancel(pending)
+    lent.allowed.set()
+
+    async def is_gone() -> bool:
+        return await setup.queue.take_result(Lane("m", 1), pending.request_id) is None
+
+    await eventually(is_gone, description="the end of the outputs")
+    assert lent.is_released
+    assert setup.responses == []
+
+
+async def test_outputs_that_are_sent_behind_others_ask_for_no_memory_before(setup: Setup) -> None:
+    """The others would wait for what these hold."""
+    lent, pending = Lent(comes_behind=True), setup.submit()
+    setup.waiting.lend, pending.holder = lent.lend, lent
+    lent.allowed.set()
+
+    setup.waiting.receive(await stored_answer(setup, pending, data=LONG))
+    await eventually(lambda: pending.turn is not None, description="the wait for its turn")
+    assert lent.asked == []
+    pending.comes_first()
+
+    await eventually(lambda: bool(setup.responses), description="the answer")
 
 
 async def test_outputs_that_are_gone_are_a_failure(setup: Setup) -> None:

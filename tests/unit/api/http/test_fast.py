@@ -165,6 +165,9 @@ class _Connection:
     def answered(self) -> None:
         self.has_reply.set()
 
+    def is_behind(self, call: Call) -> bool:
+        return False
+
 
 class _Dispatcher:
     """Counts what is submitted."""

@@ -107,10 +107,10 @@ def test_a_link_to_a_page_of_the_server_may_be_followed() -> None:
 
 
 def test_keys_keep_pages_apart_by_themselves() -> None:
-    with_keys: dict[str, Any] = {"auth": {"mode": "keys", "keys_file": "keys.json"}, "http": {"host": "0.0.0.0"}}
+    with_keys: dict[str, Any] = {"auth": {"mode": "keys", "keys_file": "keys.json"}}
 
     assert visitors(**with_keys) is None
-    assert problem([(b"host", b"evil.example")], auth=with_keys["auth"])
+    assert problem([(b"host", b"evil.example")], **with_keys, http={"allow_hosts": ["q.example"]})
 
 
 def test_clients_that_are_no_browsers_are_plain() -> None:

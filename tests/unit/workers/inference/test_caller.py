@@ -343,7 +343,7 @@ async def test_large_outputs_are_read_again_while_they_can_not_be_read() -> None
     async with scene() as one:
         reads = 0
 
-        async def take_result(lane: Lane, request_id: str, tenant: str = "") -> bytes | None:
+        async def take_result(lane: Lane, request_id: str, tenant: str = "", room: object = None) -> bytes | None:
             nonlocal reads
             reads += 1
             if reads == 1:
@@ -362,7 +362,7 @@ async def test_large_outputs_are_read_from_where_they_are_stored(there: tuple[La
     """They do not travel on the reply stream; without them there is no answer."""
     async with scene() as one:
 
-        async def take_result(lane: Lane, request_id: str, tenant: str = "") -> bytes | None:
+        async def take_result(lane: Lane, request_id: str, tenant: str = "", room: object = None) -> bytes | None:
             return encode_responses(echo(one.requests[-1])) if lane in there else None
 
         one.delivery.take_result = take_result  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ async def test_large_outputs_of_what_a_batcher_gave_back_are_read_from_its_lane(
         sink: Any = SimpleNamespace(no_stream="", deliver=answers.put_nowait)
         await one.call()
 
-        async def take_result(lane: Lane, request_id: str, tenant: str = "") -> bytes | None:
+        async def take_result(lane: Lane, request_id: str, tenant: str = "", room: object = None) -> bytes | None:
             return encode_responses(echo(one.requests[-1])) if lane == LANE else None
 
         one.delivery.take_result = take_result  # type: ignore[method-assign]
