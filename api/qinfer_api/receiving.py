@@ -159,6 +159,7 @@ class ReceivingBudget:
         self._large = 0
         self._held: dict[Hashable, int] = {}
         self._decoding = asyncio.Lock()
+        self._becoming = 0  # of what is held, what bodies become that are decoded
         self._untrimmed = self._seconds = 0
         self._waiting: dict[Reservation, None] = {}  # in the order of their arrival
 
@@ -278,18 +279,20 @@ class ReceivingBudget:
         """Has large bodies decoded one at a time, and counts what this one becomes during the block.
 
         What it becomes counts beyond the limit, too, so that no body waits for memory that others hold who wait for
-        this turn; meanwhile, new bodies wait.
+        this turn; meanwhile, new large bodies wait, and small ones do not.
 
         Args:
             size: The most bytes that it becomes.
         """
         async with self._decoding:
             self.held_bytes += size
+            self._becoming = size
             self._untrimmed += size
             try:
                 yield
             finally:
                 self.held_bytes -= size
+                self._becoming = 0
                 self._grant_next()
 
     def grow(self, one: Reservation, size: int) -> bool:
@@ -340,7 +343,7 @@ class ReceivingBudget:
 
     def _fits(self, one: Reservation) -> bool:
         if one.size <= SMALL_BYTES:
-            return self._needs(one) <= _SHARE * (self._max_bytes - self.held_bytes)
+            return self._needs(one) <= _SHARE * (self._max_bytes + self._becoming - self.held_bytes)
         return not self._large or self._needs(one) <= _SHARE * (self._max_large_bytes - self.held_bytes)
 
     def _may_wait(self, owner: Hashable) -> bool:

@@ -327,6 +327,15 @@ async def test_what_a_body_becomes_counts_beyond_the_limit_and_others_wait_meanw
     assert budget.held_bytes == MAX_BYTES // 2 + SMALL_BYTES + 1
 
 
+async def test_small_bodies_come_in_while_one_is_decoded() -> None:
+    budget = ReceivingBudget(MAX_BYTES)
+
+    async with budget.decoding(2 * MAX_BYTES):
+        small = budget.reserve("b", SMALL_BYTES, lambda: None)
+
+    assert small is not None
+
+
 async def test_a_body_that_can_not_be_decoded_gives_its_turn_on() -> None:
     budget = ReceivingBudget(MAX_BYTES)
 
