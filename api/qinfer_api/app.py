@@ -218,11 +218,10 @@ class Gateway:
         self.jobs = self._bulk_jobs(settings)
         self._labeling = Labeling(settings, delivery, self.dispatcher, self.requests, tally.refusals, auth)
         self._pending = self.dispatcher.submission.pending
-        self._pending.unclaimed = self.requests.waits.wake
+        self._pending.unclaimed, self._pending.lend = self.requests.waits.wake, self._lend
         self.memory = SharedMemory(allowed=settings.allow_client_shm)
         restrictions = Restrictions.for_http(settings.http.restricted)
         self.receiving = ReceivingBudget(settings.limits.max_receiving_bytes)
-        self._pending.lend = self._lend
         fast = self._open_fast_path(settings, restrictions)
         services = self._services(settings, fast, restrictions)
         self.started, self._stopping, self._listening = asyncio.Event(), asyncio.Event(), asyncio.Event()
