@@ -318,6 +318,7 @@ def tasks(tmp_path: Path) -> Iterator[RedisServer]:
     server.kill()
 
 
+@pytest.mark.long
 async def test_tenants_see_nothing_of_each_other(tasks: RedisServer, tmp_path: Path) -> None:
     """Whoever calls whatever; `QINFER_TEST_FUZZ_S` says how long."""
     chance, lake = random.Random(SEED), tmp_path / "lake"

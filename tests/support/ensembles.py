@@ -140,7 +140,7 @@ class EnsemblesServed:
 
     async def worker(self, worker_id: str = "w1", **options: Any) -> Worker:
         """Starts a worker."""
-        options = {"max_wait_s": 0.05, "lease_s": 1.0, "renew_every_s": 0.3, **options}
+        options = {"max_wait_s": 0.05, "lease_s": 1.0, "renew_every_s": 0.3, "drain_s": 2.0, **options}
         stores = StoreSettings(allow=("file:///",))
         settings = Settings(redis=self._database.settings, worker=WorkerSettings(**options), stores=stores)
         queue = await self._database.delivery()

@@ -11,7 +11,7 @@ from tests.contract.conftest import RedisQueue
 from tests.support.sequences import LEASE_S, Gateway, first, sequences_of
 
 FIRST, OTHER, THIRD = (SequenceId(tenant, 7) for tenant in ("acme", "evil", "third"))
-FAILURE = Failure("cancelled", "nobody waits")
+FAILURE = Failure("execution_failed", "the model broke")
 HIGHEST = {32: 2**31 - 2, 64: 2**53 - 2}
 """The first number that is allotted, of the type with so many bits."""
 

@@ -245,6 +245,7 @@ async def test_what_waits_is_moved_for_every_gateway(both: list[Running]) -> Non
         assert sorted(counts) == [("1", "10"), ("2", "0")]
 
 
+@pytest.mark.long
 async def test_another_gateway_decides_when_one_is_gone() -> None:
     async with gateways(2, settings_of()) as running:
         await call(running[0], "PUT", "e", json=split(CANARY, canary=LONGER))

@@ -163,6 +163,7 @@ async def test_a_row_that_ends_the_process_of_a_python_model_fails_alone(tmp_pat
         assert worker.poll() is None
 
 
+@pytest.mark.long
 async def test_a_row_in_ten_thousand_that_kills_workers_fails_alone(work: WorkerProcesses, tmp_path: Path) -> None:
     job = Job(tmp_path, CRASH, rows=10_000)
     await job.submit(work)

@@ -326,11 +326,11 @@ class SlowPayloads:
         self._payload = scene.delivery.payload
         monkeypatch.setattr(scene.delivery, "payload", self._slow)
 
-    async def _slow(self, entry: Entry, request_id: str) -> bytes | None:
+    async def _slow(self, entry: Entry, request_id: str, tenant: str = "") -> bytes | None:
         self.reading += 1
         if self.reading > self._quick:
             await self.go.wait()
-        return await self._payload(entry, request_id)
+        return await self._payload(entry, request_id, tenant)
 
 
 async def test_tensors_that_can_not_be_read_now_are_read_later(

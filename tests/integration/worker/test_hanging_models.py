@@ -48,7 +48,7 @@ async def test_a_python_model_that_hangs_fails_only_the_request_it_hangs_at(tmp_
         assert worker.poll() is None
 
 
-@pytest.mark.parametrize("bad", [SLOW, HOLD_GIL])
+@pytest.mark.parametrize("bad", [SLOW, pytest.param(HOLD_GIL, marks=pytest.mark.long)])
 async def test_a_runtime_that_hangs_in_the_worker_ends_it(tmp_path: Path, bad: float) -> None:
     """What was with it in a batch is executed by the next worker, each alone; so is the one that hangs."""
     trace = write_stuck(tmp_path / "repository", LIMIT_S)
@@ -64,7 +64,9 @@ async def test_a_runtime_that_hangs_in_the_worker_ends_it(tmp_path: Path, bad: f
     assert [batch for batch in executed(trace) if bad in batch][1:3] in ([[bad]], [[bad], [bad]])
 
 
-@pytest.mark.parametrize(("model", "bad"), [("hang", HANG), ("faulty", SLOW), ("faulty", HOLD_GIL)])
+@pytest.mark.parametrize(
+    ("model", "bad"), [("hang", HANG), pytest.param("faulty", SLOW, marks=pytest.mark.long), ("faulty", HOLD_GIL)]
+)
 async def test_what_is_ended_at_its_limit_is_counted(tmp_path: Path, model: str, bad: float) -> None:
     """Whoever ends it: an alert reads the count, for a short execution is between two looks at what executes."""
     write_hanging(tmp_path / "repository", LIMIT_S)

@@ -43,8 +43,11 @@ WITH_FILES = [WORKER, BULK, BEAT, BRIDGE]
 WAIT_AT_ONCE = [GATEWAY, WORKER, BULK, BRIDGE]
 """Programs that wait before they start anything; the others begin, and try again and again."""
 WAITING = "start waits for redis"
-LATER = [*((program, 2) for program in COMMANDS), (GATEWAY, 3), (WORKER, 3)]
-BREAKS = [*((program, 1) for program in COMMANDS), *(pytest.param(*each, marks=pytest.mark.long) for each in LATER)]
+LATER = [*((program, 2) for program in COMMANDS), (BEAT, 1), (GATEWAY, 3), (WORKER, 3)]
+BREAKS = [
+    *((program, 1) for program in COMMANDS if program != BEAT),
+    *(pytest.param(*each, marks=pytest.mark.long) for each in LATER),
+]
 """Programs, and how many connections they make before Redis is away: a first one, and a few more."""
 
 
