@@ -121,6 +121,7 @@ def most(cases: int, rate: float, tail: float = 0.001) -> int:
     return cases
 
 
+@pytest.mark.long
 def test_canaries_as_good_as_stable_are_promoted() -> None:
     """False rollbacks are as rare as the plan says, within the binomial's 99.9 % bound."""
     decisions = [Simulation(seed, Target()).run() for seed in range(CANARIES)]

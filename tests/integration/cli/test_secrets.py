@@ -195,6 +195,7 @@ def test_a_model_finds_no_secret_in_any_process(tmp_path: Path) -> None:
     assert "environ" in found.readable["redis-server"]
 
 
+@pytest.mark.long
 def test_the_operator_lets_models_have_variables_and_debuggers_look(tmp_path: Path) -> None:
     """By settings; without the second the first test would prove nothing."""
     names = json.dumps(["HF_*", "ACME_*"])

@@ -74,6 +74,7 @@ def late(up: Up) -> float:
     return max((float(line.split()[-1]) for line in lines), default=0.0)
 
 
+@pytest.mark.long
 def test_a_model_that_hangs_is_named_within_a_minute(up: Up) -> None:
     """With half of its limit over it is late for the alert, too, for longer than that one's `for`."""
     threading.Thread(target=asked, args=(up, "hang", HANG), daemon=True).start()

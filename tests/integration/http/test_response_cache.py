@@ -347,6 +347,7 @@ async def test_requests_are_answered_while_the_cache_is_away_or_full(
         assert (await client.post(url(running), json=body())).headers[HEADER] == "hit"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [LOCAL, "local,size=20000", REDIS])
 async def test_random_traffic_is_answered_as_without_a_cache(config: str, tmp_path: Path) -> None:
     """Byte for byte, over two tenants, valid and invalid requests, in both encodings, at once."""

@@ -61,6 +61,7 @@ async def begun(work: WorkerProcesses, job: Job, trace: Path) -> Process:
     return first
 
 
+@pytest.mark.long
 async def test_five_kills_of_workers_fail_no_row(work: WorkerProcesses, tmp_path: Path, trace: Path) -> None:
     job = Job(tmp_path, SLOW)
     await job.submit(work)
@@ -75,6 +76,7 @@ async def test_five_kills_of_workers_fail_no_row(work: WorkerProcesses, tmp_path
     await job.check(work)
 
 
+@pytest.mark.long
 async def test_a_row_that_kills_workers_fails_alone_and_is_named(work: WorkerProcesses, tmp_path: Path) -> None:
     job = Job(tmp_path, CRASH)
     await job.submit(work)

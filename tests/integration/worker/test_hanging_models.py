@@ -65,7 +65,7 @@ async def test_a_runtime_that_hangs_in_the_worker_ends_it(tmp_path: Path, bad: f
 
 
 @pytest.mark.parametrize(
-    ("model", "bad"), [("hang", HANG), pytest.param("faulty", SLOW, marks=pytest.mark.long), ("faulty", HOLD_GIL)]
+    ("model", "bad"), [("hang", HANG), ("faulty", SLOW), pytest.param("faulty", HOLD_GIL, marks=pytest.mark.long)]
 )
 async def test_what_is_ended_at_its_limit_is_counted(tmp_path: Path, model: str, bad: float) -> None:
     """Whoever ends it: an alert reads the count, for a short execution is between two looks at what executes."""
@@ -82,6 +82,7 @@ async def test_what_is_ended_at_its_limit_is_counted(tmp_path: Path, model: str,
         supervisor.cancel()
 
 
+@pytest.mark.long
 async def test_what_a_killed_worker_held_is_answered(tmp_path: Path) -> None:
     """A model that holds the interpreter's lock lets the worker give nothing back: all that it held executes again."""
     write_stuck(tmp_path / "repository", LIMIT_S)
