@@ -121,7 +121,7 @@ class Reservation:
 
     def become(self, size: int) -> None:
         """Makes the granted reservation of an answer as large as that has become."""
-        size = self._budget.counted(size)
+        size = max(self._budget.counted(size), 1)
         if size < self.size:
             self._budget.shrink(self, size)
         elif self.size:

@@ -417,6 +417,7 @@ class PendingRequests:
         self._pending.clear()
         self._buckets.clear()
         for pending in everyone:
+            pending.comes_first()  # what waits to fetch its outputs ends
             _uncount(pending)
         if self._timer is not None:
             self._timer.cancel()

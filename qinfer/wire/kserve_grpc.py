@@ -256,11 +256,11 @@ def _known(name: str, kind: str, value: Any) -> Any:
 
 
 MAX_HEAD_BYTES = 2**20
-"""What a large message may take without the data of its inputs."""
+"""The bytes that a large message may have without the data of its inputs."""
 
 MAX_TYPED_BYTES = 64 * 2**20
 LARGE_BYTES = 256 * 1024
-"""What is larger is not parsed by protobuf."""
+"""The largest typed contents that protobuf parses, in bytes."""
 
 _INPUTS_FIELD = pb.ModelInferRequest.INPUTS_FIELD_NUMBER
 _CONTENTS_FIELD = pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER

@@ -102,7 +102,7 @@ class _Refused:
         """Drops a piece of the body."""
 
     def come_first(self) -> None:
-        """It has its answer."""
+        """Does nothing: the answer is there."""
 
 
 class HttpPort:
@@ -184,6 +184,7 @@ class HttpConnection(asyncio.Protocol):
         self._body_left = 0  # of a body with a length that is taken; less than 0 of others
         self._unwritten_bytes = 0
         self._lent: list[Memory] = []  # of replies that the client has yet to read
+        self._later_bytes = 0  # of replies behind the first of those, which are no progress of their client's
         self._quiet_since_s = 0.0  # 0 = since the next look
 
     def _new_parser(self) -> HttpRequestParser:
@@ -375,7 +376,10 @@ class HttpConnection(asyncio.Protocol):
             close = self._closing and not queue
             if reply is not WRITTEN:
                 writer, request_id = self.writer_of(first), first.request_id or port.new_id()
+                unread = self.transport.get_write_buffer_size() if self._lent else 0
                 self.transport.write(writer.render(reply, port.common, request_id, close=close))
+                if self._lent:
+                    self._later_bytes += self.transport.get_write_buffer_size() - unread
             if first.memory is not None:
                 self._lend(first.memory)
             self._quiet_since_s = 0.0
@@ -391,8 +395,8 @@ class HttpConnection(asyncio.Protocol):
             memory.release()
             return
         unread, abort = self.transport.get_write_buffer_size, self.transport.abort
-        begin = unread()
-        memory.watch(lambda: begin - unread(), abort)
+        begin = unread() - self._later_bytes
+        memory.watch(lambda: begin + self._later_bytes - unread(), abort)
         self._lent.append(memory)
 
     def _give_back(self) -> None:
@@ -400,6 +404,7 @@ class HttpConnection(asyncio.Protocol):
         for memory in self._lent:
             memory.release()
         self._lent.clear()
+        self._later_bytes = 0
 
     def writer_of(self, exchange: Exchange) -> Writer:
         """Returns what renders the reply of a request."""

@@ -39,7 +39,7 @@ _WITHOUT_BODY = (204, 304)
 
 
 class Borrower(Protocol):
-    """What has the memory of an answer, once there is any."""
+    """A request whose answer has memory of the budget, once there is any."""
 
     @property
     def memory(self) -> Memory | None:

@@ -138,7 +138,10 @@ class QinferHttpProtocol(HttpConnection):
             self._memory = fast.receiving.reserve(tenant or self, head.length, self._let_in)
             if self._memory is None:
                 raise Overloaded(SPENT)
-            self._memory.watch(lambda: head.length - self._body_left, self._time_out)
+            # While the connection is not read, its client can send nothing.
+            self._memory.watch(
+                lambda: head.length if self._is_paused else head.length - self._body_left, self._time_out
+            )
         except QinferError as error:
             self._drop(call, head, error)
         else:

@@ -18,7 +18,7 @@ from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import Forbidden, Overloaded, QinferError, Unauthorized, UnsupportedFeature
 from qinfer.models.validate import check_announced
-from qinfer.submission.pending import Pending
+from qinfer.submission.pending import Memory, Pending
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import (
     Decoded,
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _NO_PLAN = OutputPlan()
+_UNREAD = "the responses were read too slowly while others waited for memory: read 64 KiB a second"
 _MOST_OF_CONTENTS = 8  # bytes of a tensor that come of a byte of typed contents
 
 LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
@@ -107,8 +108,8 @@ class _Answer(InferSink):
         if not response.final:
             call.fail(UnsupportedFeature(_DECOUPLED))  # which cancels the request
             return
-        if self.pending is not None:
-            call.keep(self.pending.memory)
+        if self.pending is not None and (memory := self.pending.memory) is not None:
+            call.keep(memory)
         self.pending = call.on_cancel = None
         call.request_id, call.cache = response.request_id, response.cache
         if self.plan.endpoint:
@@ -371,7 +372,7 @@ class _Stream:
         self._unwritten_bytes = 0
         self._written = asyncio.Event()
         self._change = asyncio.Event()
-        self._is_read = False
+        self._is_read = self._writes = False
         self._is_draining = False
         self._reader: asyncio.Task[None] | None = None
 
@@ -427,13 +428,18 @@ class _Stream:
         order = self._order
         while order and (answer := order[0].answer) is not None:
             self._ready.append((order.popleft(), answer))
-        if order and order[0].pending is not None:
+        if order and order[0].pending is not None and not self._is_writing:
             order[0].pending.comes_first()
         self._change.set()
 
     def is_behind(self, slot: _Slot) -> bool:
         """Tells whether a request's response waits for those of earlier ones."""
-        return bool(self._order) and self._order[0] is not slot
+        return self._is_writing or (bool(self._order) and self._order[0] is not slot)
+
+    @property
+    def _is_writing(self) -> bool:
+        """Whether responses of earlier requests are still to be written."""
+        return self._writes or bool(self._ready)
 
     async def _read(self) -> None:
         try:
@@ -482,10 +488,14 @@ class _Stream:
         while True:
             while self._ready:
                 slot, response = self._ready.popleft()
+                self._writes = True
                 message = await self._message(slot, response)
                 if message is not None:
                     parts, is_compressed = message
+                    if slot.pending is not None and slot.pending.memory is not None:
+                        self._lend(slot.pending.memory, sum(map(len, parts)))
                     await self._call.write(parts, is_compressed=is_compressed)
+                self._writes = False
                 nbytes = response.nbytes
                 self._unwritten_bytes -= nbytes
                 self._written.set()
@@ -500,7 +510,16 @@ class _Stream:
             if self._is_read and not self._open:
                 return
             self._change.clear()
+            if self._order and self._order[0].pending is not None:
+                self._order[0].pending.comes_first()
             await self._change.wait()
+
+    def _lend(self, memory: Memory, size: int) -> None:
+        """Keeps the memory of a message while its client reads that, if it does."""
+        call = self._call
+        memory.become(size)
+        begin = call.unsent_bytes + size
+        memory.watch(lambda: begin - call.unsent_bytes, lambda: call.fail(Abort("CANCELLED", _UNREAD)))
 
     def _packed(self, slot: _Slot, response: Response) -> tuple[Sequence[Bytes], bool]:
         return self._call.packed(encode_streamed(self._infer.encode(response, slot), final=response.final))

@@ -378,9 +378,9 @@ class Call(Stream):
         if on_cancel is not None:
             on_cancel()
 
-    def keep(self, memory: Memory | None) -> None:
+    def keep(self, memory: Memory) -> None:
         """Keeps the memory of its answer until that is sent, or never will be."""
-        if memory is not None and self.is_closed:
+        if self.is_closed:
             memory.release()
         else:
             self._answer_memory = memory
@@ -507,6 +507,8 @@ class Call(Stream):
 
     def finish(self, parts: Sequence[Bytes], *, is_compressed: bool = False) -> None:
         """Answers a call that takes one message, with one, given in pieces."""
+        if self._answer_memory is not None:
+            self._answer_memory.become(sum(map(len, parts)))
         self._release()
         try:
             self.reply(self._initial(), b"".join((_prefix(parts, is_compressed), *parts)), _OK)

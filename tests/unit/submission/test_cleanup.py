@@ -395,6 +395,21 @@ async def test_outputs_that_are_sent_behind_others_ask_for_no_memory_before(setu
     await eventually(lambda: bool(setup.responses), description="the answer")
 
 
+async def test_outputs_that_wait_for_their_turn_are_dropped_with_the_reply_stream(setup: Setup) -> None:
+    lent, pending = Lent(comes_behind=True), setup.submit()
+    setup.waiting.lend, pending.holder = lent.lend, lent
+    setup.waiting.receive(await stored_answer(setup, pending, data=LONG))
+    await eventually(lambda: pending.turn is not None, description="the wait for its turn")
+
+    setup.waiting.lose_all()
+
+    async def is_gone() -> bool:
+        return await setup.queue.take_result(Lane("m", 1), pending.request_id) is None
+
+    await eventually(is_gone, description="the end of the outputs")
+    assert lent.asked == []
+
+
 async def test_outputs_that_are_gone_are_a_failure(setup: Setup) -> None:
     """Nobody waits for them until the deadline."""
     pending = setup.submit()
