@@ -22,7 +22,7 @@ import numpy as np
 import tensorrt as trt
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
-from qinfer.backends.cuda import TO_DEVICE, TO_HOST, Cuda
+from qinfer.backends.cuda import TO_DEVICE, TO_HOST, Cuda, end_if_lost
 from qinfer.backends.parameters import cleaned, engine_cache, model_file, model_variables
 from qinfer.backends.tensorrt_plan import build_of, cache_key
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, QinferError
@@ -178,6 +178,7 @@ class TensorrtBackend:
         except QinferError:
             raise
         except Exception as error:  # as in `load`
+            end_if_lost(self._device)
             raise InferenceFailed(f"TensorRT error: {error}") from error
         respond_rows(batch, ctx, outputs, self._datatypes, names=self._names)
 

@@ -334,9 +334,9 @@ class Batcher:
 
     @property
     def has_room(self) -> bool:
-        """Whether what executes and waits is half a batch at most: more requests would hardly cost more time."""
+        """Whether half a batch at most executes and waits, none of it for calls: more would hardly cost more time."""
         rows = sum(item.rows for item in self._pending) + self.executing * self._rows_per_item
-        return self._rules.merge and 2 * rows <= self._rules.max_rows
+        return self._rules.merge and 2 * rows <= self._rules.max_rows and self._nested.depth == 1
 
     @property
     def next_rows(self) -> int:
@@ -350,7 +350,7 @@ class Batcher:
     def waiting(self) -> list[Pending]:
         """The items that wait here for an instance."""
         ahead = [item for execution in self.expected_ends if not execution.begin_ns for item in execution.items]
-        return [*ahead, *self._pending]
+        return [*ahead, *self._nested.waiting, *self._pending]
 
     async def idle(self) -> None:
         """Waits until nothing executes or waits to."""

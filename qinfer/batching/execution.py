@@ -237,7 +237,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
     def is_one_of(self, tokens: Collection[str]) -> bool:
         """Tells whether it has made a call whose holders have these tokens; from any thread."""
-        return self._batch_id in tokens
+        return bool(self._batch_id) and self._batch_id in tokens
 
     @property
     def unanswered(self) -> list[Pending]:

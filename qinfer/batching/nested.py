@@ -39,13 +39,13 @@ class NestedRequests:
 
     @property
     def first_deadline_s(self) -> float:
-        """The earliest deadline of those that wait; `NEVER_S` without any."""
-        return min([item.deadline_s for item in self.waiting], default=NEVER_S)
+        """The earliest instant at which one that waits expires; `NEVER_S` without any."""
+        return min([item.ends_s for item in self.waiting]) if self.waiting else NEVER_S
 
     def late(self, now_s: float) -> list[Pending]:
-        """Removes and returns the requests whose deadlines are over."""
-        late = [item for item in self.waiting if item.deadline_s <= now_s]
-        self.waiting = [item for item in self.waiting if item.deadline_s > now_s]
+        """Removes and returns the requests that have expired."""
+        late = [item for item in self.waiting if item.ends_s <= now_s]
+        self.waiting = [item for item in self.waiting if item.ends_s > now_s]
         return late
 
     def room(self, of_level: int, executions: Collection[Execution], count: int) -> int:
@@ -68,7 +68,7 @@ class NestedRequests:
             executions: The executions that hold all instances.
         """
         tokens = {holder.token for item in self.waiting for holder in item.request.holders}
-        if not all(one.is_one_of(tokens) and not one.gives_way for one in executions):
+        if not all(one.is_one_of(tokens) and not (one.gives_way or one.end_ns) for one in executions):
             return None
         return min(executions, key=lambda one: (level(one.items[0]), -one.begin_ns), default=None)
 

@@ -80,6 +80,26 @@ def test_none_gives_way_while_one_may_end_by_itself() -> None:
     assert nested.victim([first, other]) is None
 
 
+def test_an_execution_that_has_made_no_call_does_not_wait() -> None:
+    """An ensemble that a model calls holds no instance, and its token is empty, as that of such an execution."""
+    nested, caller, plain = NestedRequests(), execution(request()), execution(request())
+    waits = request(caller)
+    waits.request.holders += (Holder("", "ensemble", {}, 1, 2),)
+    nested.take([waits])
+
+    assert nested.victim([caller, plain]) is None
+    assert nested.waiting_for(plain) == []
+
+
+def test_an_execution_that_has_ended_does_not_give_way() -> None:
+    """Its instance is free once the loop hears of it."""
+    nested, caller = NestedRequests(), execution(request())
+    nested.take([request(caller)])
+    caller.end_ns = 2
+
+    assert nested.victim([caller]) is None
+
+
 def test_late_requests_are_removed() -> None:
     nested, first = NestedRequests(), execution(request())
     item = request(first)
