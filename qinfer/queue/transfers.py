@@ -26,7 +26,7 @@ class Transfers:
         self._most_bytes = most_bytes
         self._bytes = 0
         self._waiting: dict[str, deque[_Waiting]] = {}
-        """By tenant; the first one's turn is next."""
+        """The waiting transfers of each tenant; the first tenant's turn is next."""
 
     @asynccontextmanager
     async def turn(self, tenant: str, nbytes: int) -> AsyncIterator[None]:

@@ -26,7 +26,7 @@ async def test_open_and_waiting_sequences_are_counted_with_their_slots(queue: Re
 
 
 async def test_steps_of_sequences_that_wait_are_counted_by_version(queue: RedisQueue) -> None:
-    """Of whichever tenants; those of sequences that have an owner are the worker's to count."""
+    """Steps of all tenants count; those of sequences that have an owner are the worker's to count."""
     delivery = await queue.connect()
     gateway = Gateway(delivery.sequences("sum", 0))
     await gateway.send(SEVEN, first(1))

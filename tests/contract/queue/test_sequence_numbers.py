@@ -80,7 +80,7 @@ async def test_a_number_stays_when_its_owner_drains_or_dies(gateway: Gateway) ->
 
 
 async def test_a_number_outlives_a_restart_of_redis(own_redis: RedisQueue) -> None:
-    """Of a Redis that writes at once; no other sequence gets it afterwards."""
+    """Redis writes at once here; no other sequence gets the number afterwards."""
     gateway = Gateway(sequences_of(await own_redis.connect()))
     (_, told) = await begin(gateway, FIRST, OTHER)
     own_redis.nodes[0].stop()
@@ -101,7 +101,7 @@ async def test_a_number_outlives_a_restart_of_redis(own_redis: RedisQueue) -> No
 
 
 async def test_a_sequence_of_an_earlier_version_gets_its_number_at_its_next_owner(gateway: Gateway) -> None:
-    """And keeps it where a worker of the earlier version owns it in between."""
+    """The sequence keeps it where a worker of the earlier version owns it in between."""
     await begin(gateway, FIRST)
     (before,) = await begin(gateway, OTHER, bits=None)
     told = []
@@ -169,3 +169,16 @@ async def test_counts_that_are_damaged_begin_again(gateway: Gateway, queue: Redi
     again = await begin(gateway, SequenceId("acme", 8), THIRD, worker="w2")
 
     assert again[1].number not in {0, told.number}
+
+
+async def test_a_full_redis_still_tells_of_a_sequence(redis_queue: RedisQueue) -> None:
+    """What is delivered makes room; a request that waited for memory here would hold its own."""
+    sequences = sequences_of(await redis_queue.connect())
+    await sequences.tell(FIRST, 64)
+    redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "1")
+    try:
+        told = await sequences.tell(OTHER, 64)
+    finally:
+        redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "0")
+
+    assert told == (True, HIGHEST[64])

@@ -649,6 +649,23 @@ async def test_a_sequence_with_a_cancelled_step_ends_with_its_owner(gateway: Gat
     assert (await gateway.sequences.sizes([1])).open == int(is_committed)
 
 
+async def test_the_first_of_several_cancelled_steps_ends_the_sequence(gateway: Gateway) -> None:
+    worker = await Worker(gateway, "w1").join()
+    _, second, third = await gateway.send(SEVEN, first(1), later(2), later(3))
+    await worker.own()
+    await worker.take()
+    await gateway.sequences.fail(second.place, LEFT)
+    await gateway.sequences.fail(third.place, LEFT)
+
+    await gateway.sequences.give_back("w1", [SEVEN])
+    await Worker(gateway, "w2").join()
+    await gateway.sequences.own("w2", 1, 32)
+    await gateway.answer_rest()
+
+    with pytest.raises(SequenceEnded, match="ended at step 2: the request was cancelled"):
+        await gateway.send(SEVEN, later(4))
+
+
 async def test_what_nobody_answered_comes_again(later_on: Gateway, timed: EmbeddedServer) -> None:
     """Whoever was to answer died with it; an owner of a committed last step, too."""
     worker = await Worker(later_on, "w1").join()

@@ -30,7 +30,8 @@ if life > of.life and life <= of.tail then
 end
 if of.life ~= life or n <= of.committed then return {0, {}} end
 if token == '' and code == 'cancelled' and of.owner ~= '' then
-  redis.call('HSET', KEYS[1], 'fail:' .. life, n .. ' ' .. code .. ' ' .. text)
+  local doomed = doom_of(of)
+  if not doomed or n < doomed then redis.call('HSET', KEYS[1], 'fail:' .. life, n .. ' ' .. code .. ' ' .. text) end
   tell_cancel(of, life, n)
   return {0, {}}
 end

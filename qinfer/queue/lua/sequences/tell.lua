@@ -3,6 +3,7 @@
 --   told (0 = it takes text).
 -- Returns {whether the tenant is another than the model's first one, the number (0 = none)}.
 begin(ARGV[1], ARGV[2])
+make_room()
 local name, bits = ARGV[3], tonumber(ARGV[4])
 local held = redis.pcall('GET', KEYS[1])
 local other, number = tell_apart(name, type(held) == 'string' and tonumber(held) or 0, bits, TOMBSTONE_MS)
