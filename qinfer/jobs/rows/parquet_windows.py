@@ -70,6 +70,7 @@ class Windows(io.RawIOBase):
 
     def __init__(self, content: Any, read_at: ReadAt, groups: Mapping[int, Sequence[ByteRange]]) -> None:
         self._content, self._read_at = content, read_at
+        self._size = content.seek(0, io.SEEK_END)
         self._windows = windows_of(span for spans in groups.values() for span in spans)
         self._begins = [window.begin for window in self._windows]
         self._of = {group: [self._window_at(span.begin) for span in spans] for group, spans in groups.items()}
@@ -107,8 +108,8 @@ class Windows(io.RawIOBase):
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Moves the position; from the end, as the file does."""
-        self._at = self._content.seek(0, whence) + offset if whence == io.SEEK_END else offset + self._at * whence
+        """Moves the position, and not that of the file: fetches in other threads may use that."""
+        self._at = self._size + offset if whence == io.SEEK_END else offset + self._at * whence
         return self._at
 
     def tell(self) -> int:

@@ -89,6 +89,16 @@ def test_what_is_in_no_window_is_read_from_the_file() -> None:
     assert file.closed
 
 
+def test_the_end_is_found_without_moving_the_file() -> None:
+    """Other threads fetch by its position."""
+    file = Far(bytes(200))
+    windows = Windows(file, file.read_at, {})
+    file.seek(5)
+
+    assert windows.seek(-2, io.SEEK_END) == 198
+    assert file.tell() == 5
+
+
 def test_a_fetch_that_fails_is_an_error_of_who_reads(tmp_path: Path) -> None:
     url = write(tmp_path / "a.parquet", pa.table({"x": [1.0]}))
     file = Far(Path(url.removeprefix("file://")).read_bytes())
