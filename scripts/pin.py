@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPMessage
+from http.client import HTTPException, HTTPMessage
 from pathlib import Path
 from typing import NamedTuple
 from urllib.error import HTTPError
@@ -120,7 +120,7 @@ def pin(root: Path, sources: Sources, *, keep: bool) -> list[str]:
     if not (keep and _has_hashes(torch)):
         version = _torch_version(root)
         try:
-            torch.write_text(_torch_text(version, torch_hashes(version, sources)))
+            torch.write_text(_torch_text(version, torch_hashes(version, sources), sources.torch.removesuffix("torch/")))
         except NotFoundOut as error:
             failed.append(f"torch=={version}: {error}")
     lines = ["# Written by `python -m scripts.pin`: what has no digest, commit or hash yet.", *unpinned(root)]
@@ -152,7 +152,7 @@ def resolve(reference: Reference, sources: Sources) -> str:
     look_up = _digest if reference.kind == IMAGE else _commit
     try:
         return look_up(reference, sources)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, HTTPException, KeyError, ValueError, subprocess.SubprocessError) as error:
         raise NotFoundOut(str(error)) from None
 
 
@@ -168,7 +168,7 @@ def torch_hashes(version: str, sources: Sources) -> list[str]:
     try:
         with urlopen(sources.torch, timeout=WITHIN_S) as answer:  # noqa: S310  the address is a constant
             page = answer.read().decode()
-    except (OSError, ValueError) as error:
+    except (OSError, HTTPException, ValueError) as error:
         raise NotFoundOut(str(error)) from None
     links = re.findall(r'href="([^"#]+)#sha256=([0-9a-f]{64})"', page)
     found = sorted({hashed for link, hashed in links if wheel.fullmatch(unquote(link).rpartition("/")[2])})
@@ -261,8 +261,9 @@ def _torch_version(root: Path) -> str:
     return found[1]
 
 
-def _torch_text(version: str, hashes: list[str]) -> str:
+def _torch_text(version: str, hashes: list[str], index: str) -> str:
     first = "# Written by `python -m scripts.pin`: PyTorch's build for CPUs, which `make setup` installs.\n"
+    first += f"--extra-index-url {index}\n"
     return first + " \\\n".join([f"torch=={version}", *(f"    --hash=sha256:{each}" for each in hashes)]) + "\n"
 
 

@@ -194,6 +194,7 @@ def test_all_places_get_their_pins(registry: Registry, github: Path, tree: Path)
     action = f"actions/checkout@{commit_of(github, 'v4')} # v4\n"
     assert (tree / ".github/workflows/ci.yml").read_text() == WORKFLOW.replace("actions/checkout@v4\n", action)
     assert (tree / pin.TORCH).read_text().splitlines()[1:] == [
+        f"--extra-index-url http://{registry.host}/",
         "torch==2.13.0 \\",
         f"    --hash=sha256:{'a' * 64} \\",
         f"    --hash=sha256:{'b' * 64}",
