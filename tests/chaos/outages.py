@@ -94,7 +94,7 @@ async def _hang(site: Site) -> None:
 
 
 async def _wait_for_limit(site: Site) -> None:
-    """Only the limit ends it."""
+    """Does nothing: the limit ends the execution."""
 
 
 async def _fill_disk(site: Site) -> None:
@@ -218,7 +218,7 @@ class Suffered(NamedTuple):
 
     @property
     def problems(self) -> list[str]:
-        """What should not be."""
+        """The problems that were found."""
         found = []
         if self.status_s is None or self.status_s > MINUTE_S:
             found.append(f"{self.line}: status names it too late")

@@ -136,6 +136,7 @@ def attack_shown(body: bytes) -> str:
     return repr((gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)[:200])
 
 
+@pytest.mark.long
 def test_every_route(fuzzed: FuzzedGateway) -> None:
     routes = Routes(fuzzed)
 
@@ -195,6 +196,7 @@ def contents(chance: random.Random, size: int) -> bytes:
     return bytes(head.SerializeToString()) + field(5, tensor.SerializeToString() + field(5, data))
 
 
+@pytest.mark.long
 def test_every_call(fuzzed: FuzzedGateway) -> None:
     with grpc.insecure_channel(fuzzed.grpc, options=[("grpc.max_send_message_length", -1)]) as channel:
 

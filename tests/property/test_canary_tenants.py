@@ -87,6 +87,7 @@ def rolled_back(count: int, *tenants: Tenant) -> list[str]:
     return [one.reason for one in decisions if one.action is Action.ROLL_BACK]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(60.0,), (40.0, 20.0), (50.0, 5.0, 0.1)])
 def test_canaries_as_good_as_stable_are_hardly_ever_rolled_back(sizes: tuple[float, ...]) -> None:
     """As rarely as the plan says, within the binomial's 99.9 % bound, of one tenant and of several."""

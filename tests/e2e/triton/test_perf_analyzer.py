@@ -18,7 +18,7 @@ from tests.support import decoupled_models, models, python_models, real_models
 from tests.support.certificates import write_certificate
 from tests.support.ensembles import chain, scale
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 _DIRECTORY = Path(__file__).parents[3] / ".venv" / "tools" / "perf_analyzer"
 _MEASURE = ("--measurement-mode", "count_windows", "--measurement-request-count", "50", "-s", "150", "-r", "100")

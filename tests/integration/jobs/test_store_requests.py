@@ -189,6 +189,7 @@ def test_a_part_costs_four_requests(server: S3Server, bucket: str, tmp_path: Pat
     assert asked == {"HEAD": 2 * shards, "PUT": shards, "GET": shards}
 
 
+@pytest.mark.long
 def test_a_store_that_refuses_three_of_ten_requests_is_asked_little_more(server: S3Server, bucket: str) -> None:
     """The plan is made at its first try, and no file is read more often than its own refusals ask for."""
     server.busy = random.Random(18)

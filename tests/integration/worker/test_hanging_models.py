@@ -48,7 +48,7 @@ async def test_a_python_model_that_hangs_fails_only_the_request_it_hangs_at(tmp_
         assert worker.poll() is None
 
 
-@pytest.mark.parametrize("bad", [SLOW, pytest.param(HOLD_GIL, marks=pytest.mark.long)])
+@pytest.mark.parametrize("bad", [HOLD_GIL, pytest.param(SLOW, marks=pytest.mark.long)])
 async def test_a_runtime_that_hangs_in_the_worker_ends_it(tmp_path: Path, bad: float) -> None:
     """What was with it in a batch is executed by the next worker, each alone; so is the one that hangs."""
     trace = write_stuck(tmp_path / "repository", LIMIT_S)

@@ -27,6 +27,7 @@ async def pool(tmp_path: Path, log: Path) -> AsyncIterator[WorkerProcesses]:
         yield one
 
 
+@pytest.mark.long
 async def test_executions_never_overlap_while_workers_are_killed(pool: WorkerProcesses, log: Path) -> None:
     for _ in range(2):
         await pool.worker(**LIMITED)

@@ -204,7 +204,15 @@ async def test_redis_goes_away_while_it_starts(late: Late, program: str, connect
     assert code == 0
 
 
-@pytest.mark.parametrize(("program", "connections"), [*((program, 0) for program in COMMANDS), *BREAKS])
+@pytest.mark.parametrize(
+    ("program", "connections"),
+    [
+        (GATEWAY, 0),
+        (WORKER, 0),
+        *(pytest.param(program, 0, marks=pytest.mark.long) for program in COMMANDS if program not in {GATEWAY, WORKER}),
+        *(each if hasattr(each, "marks") else pytest.param(*each, marks=pytest.mark.long) for each in BREAKS),
+    ],
+)
 async def test_it_can_be_stopped_while_it_waits(late: Late, program: str, connections: int) -> None:
     await asyncio.to_thread(late.server.start)
     with Breaking(late.server.port, connections) as way, late.run(program, way.url) as process:

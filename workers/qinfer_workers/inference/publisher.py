@@ -472,7 +472,7 @@ class Publisher:
     async def _settle_all(self, answers: Sequence[_Answer], settlements: Sequence[Settlement]) -> None:
         try:
             await self._queue.requests.settle(settlements)
-        except PayloadTooLarge as error:  # none has ended, and it does not say which is too large
+        except PayloadTooLarge as error:  # it does not say which; others may have ended, and are late then
             if len(answers) > 1:
                 for answer, settlement in zip(answers, settlements, strict=True):
                     await self._settle_all([answer], [settlement])
