@@ -289,6 +289,7 @@ class PendingRequests:
         self._timer_bucket = 0
         self._abandoned: list[Entry] = []
         self._broken: list[OfStep] = []
+        self._ending = asyncio.Lock()
         self._late: list[Pending] = []
         self._stored: list[Pending] = []
         self._work = asyncio.Event()
@@ -457,17 +458,18 @@ class PendingRequests:
             raise
 
     async def _end_sequences(self) -> None:
-        """Ends the sequences of abandoned steps; to end one twice does no harm."""
-        while self._broken:
-            step = self._broken[0]
-            assert step.place is not None, "only steps with a place are in the list"
-            assert step.failure is not None, "and with a failure"
-            try:
-                if await step.sequences.fail(step.place, step.failure):
-                    await answer_rest(self._queue, step.sequences)
-            except QinferError as error:
-                logger.warning("a sequence goes on until its step expires", extra={"error": error.message})
-            self._broken.remove(step)
+        """Ends the sequences of abandoned steps; to end one twice does no harm. A second caller waits for the first."""
+        async with self._ending:
+            while self._broken:
+                step = self._broken[0]
+                assert step.place is not None, "only steps with a place are in the list"
+                assert step.failure is not None, "and with a failure"
+                try:
+                    if await step.sequences.fail(step.place, step.failure):
+                        await answer_rest(self._queue, step.sequences)
+                except QinferError as error:
+                    logger.warning("a sequence goes on until its step expires", extra={"error": error.message})
+                del self._broken[0]
 
     def _follows(self, pending: Pending, stream: StreamReader, response: Response) -> bool:
         """Returns whether a response is for the caller of a stream; ends a stream that can't go on."""

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from tritonclient.grpc.aio import InferenceServerClient, InferInput
 
+from qinfer.batching.sequences.batcher import SequenceBatcher
 from qinfer.errors import START_MISSING
+from qinfer.queue.sequence_records import SequenceId
 from qinfer.testing import eventually
 from qinfer_api.rpc.protocol import LARGE_BYTES
 from tests.support.both_protocols import over_grpc
@@ -222,8 +224,15 @@ async def test_steps_that_wait_behind_one_that_was_given_up_are_told(sums: Seque
 
 
 async def test_steps_that_wait_are_cancelled_together_and_the_one_that_executes_is_answered(
-    sums: SequencesServed,
+    sums: SequencesServed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    told, cancel = asyncio.Event(), SequenceBatcher.cancel
+
+    def told_of(batcher: SequenceBatcher, sequence: SequenceId, number: int) -> bool:
+        told.set()
+        return cancel(batcher, sequence, number)
+
+    monkeypatch.setattr(SequenceBatcher, "cancel", told_of)
     sums.scene.hold()
     executing = asyncio.ensure_future(sums.call(1, start=True))
     await sums.scene.started()
@@ -231,7 +240,7 @@ async def test_steps_that_wait_are_cancelled_together_and_the_one_that_executes_
     await sums.submitted(3)
 
     waiting[0].cancel()
-    await eventually(lambda: sums.gateway.dispatcher.in_flight == 2, description="the end of the call")
+    await told.wait()
     sums.scene.go()
 
     assert sum_of(await executing) == 1

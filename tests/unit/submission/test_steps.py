@@ -385,7 +385,6 @@ async def test_a_step_that_is_cancelled_ends_its_sequence(scene: Scene, worker: 
 
     scene.dispatcher.cancel(second.pending)
 
-    await third.placed()
     if is_placed:
         await worker.end_cancelled()
     text = (
@@ -397,6 +396,19 @@ async def test_a_step_that_is_cancelled_ends_its_sequence(scene: Scene, worker: 
         assert (await each.failure())[1].endswith(text)
     assert second.responses == []
     assert scene.dispatcher.in_flight == 0
+
+
+async def test_a_gateway_that_stops_ends_a_sequence_that_is_being_ended(scene: Scene, worker: StepWorker) -> None:
+    """The one that stops waits for what is under way."""
+    first = scene.submit(1, start=True)
+    await worker.take(1)
+    pending = scene.dispatcher.submission.pending
+
+    scene.dispatcher.cancel(first.pending)
+    await asyncio.gather(pending.discard(), pending.discard())
+
+    await worker.end_cancelled()
+    assert "was ended at step 1: the request was cancelled" in await ended(scene)
 
 
 @pytest.mark.parametrize("step", [0, 2])
