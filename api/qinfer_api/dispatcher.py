@@ -267,7 +267,8 @@ class Dispatcher:
         if request.endpoint:
             given_s = _given_s(request, spec, timeout_s)
             sink = TargetSink(self.targets, sink, request, shadows, given_s)
-        sink = sink if self.access is None else self.access.noted(sink, context, request)
+        if self.access is not None:
+            sink = self.access.noted(sink, context, request)
         try:
             pending = self.submission.submit(served, request, sink, timeout_s, quota)
         except QinferError as error:

@@ -138,15 +138,11 @@ class Call:
             self.request = request
             pending = dispatcher.submit(context, request, self, asked_s=head.timeout_s)
             if self.reply is None:
-                self._wait(pending)
+                self._pending, pending.holder = pending, self
+                if self._plan.held is not None:
+                    hold(self._plan)
         except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
             self.refuse(dispatcher, head, error)
-
-    def _wait(self, pending: Pending) -> None:
-        """Takes what stands for the request in the queue."""
-        self._pending = pending
-        pending.holder = self
-        hold(self._plan)
 
     def _read_checked(self, dispatcher: Dispatcher, head: Head, context: Context, body: bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
@@ -166,7 +162,8 @@ class Call:
             done.result()
             pending = dispatcher.submit(context, self.request, self, asked_s=head.timeout_s)
             if self.reply is None:
-                self._wait(pending)
+                self._pending, pending.holder = pending, self
+                hold(self._plan)
         except Exception as error:  # noqa: BLE001 - as in `start`
             self.refuse(dispatcher, head, error)
 

@@ -376,10 +376,11 @@ class HttpConnection(asyncio.Protocol):
             close = self._closing and not queue
             if reply is not WRITTEN:
                 writer, request_id = self.writer_of(first), first.request_id or port.new_id()
-                unread = self.transport.get_write_buffer_size() if self._lent else 0
-                self.transport.write(writer.render(reply, port.common, request_id, close=close))
+                written = writer.render(reply, port.common, request_id, close=close)
                 if self._lent:
-                    self._later_bytes += self.transport.get_write_buffer_size() - unread
+                    self._write_later(written)
+                else:
+                    self.transport.write(written)
             if first.memory is not None:
                 self._lend(first.memory)
             self._quiet_since_s = 0.0
@@ -388,6 +389,12 @@ class HttpConnection(asyncio.Protocol):
                 return
         if self._is_paused:
             self.go_on()
+
+    def _write_later(self, reply: bytes) -> None:
+        """Writes a reply behind one that the client has yet to read."""
+        unread = self.transport.get_write_buffer_size()
+        self.transport.write(reply)
+        self._later_bytes += self.transport.get_write_buffer_size() - unread
 
     def _lend(self, memory: Memory) -> None:
         """Gives the memory of a reply back once its client has read it."""

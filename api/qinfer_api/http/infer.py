@@ -381,7 +381,8 @@ class InferCodec:
         if served is not None and served.spec.name == target.model:  # what an endpoint chooses is not known yet
             bounds = bounds._replace(check=partial(check_announced, spec=served.spec))
         request, plan = decode_infer(body, length, target.model, target.version, bounds, regions)
-        plan = noting(plan, regions)
+        if self.shares_memory:
+            plan = noting(plan, regions)
         if plan.special is not None:
             plan = bound(plan, served or self._dispatcher.resolve(target.model, target.version))
         return request, plan
