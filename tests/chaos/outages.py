@@ -78,6 +78,7 @@ class Outage(NamedTuple):
         begin: Brings it about.
         end: Mends it.
         is_named: Tells by the document of `qinfer status --json` whether that names it.
+        model: The model that the alert must name, since others may have the same alert; empty = it is about no model.
     """
 
     alert: str
@@ -85,6 +86,11 @@ class Outage(NamedTuple):
     begin: Callable[[Site], Awaitable[None]]
     end: Callable[[Site], Awaitable[None]]
     is_named: Callable[[Any], bool]
+    model: str = ""
+
+    def is_in(self, alerts: set[tuple[str, str]]) -> bool:
+        """Tells whether its alert is among those that fire."""
+        return any(name == self.alert and self.model in ("", model) for name, model in alerts)
 
 
 async def _hang(site: Site) -> None:
@@ -134,6 +140,7 @@ OUTAGES = {
         _hang,
         _wait_for_limit,
         lambda seen: any(row["model"] == STUCK for worker in seen.get("workers", ()) for row in worker["long"]),
+        STUCK,
     ),
     "the disk of jobs is full": Outage(
         "QinferJobPutOff", 30.0, _fill_disk, _make_room, lambda seen: "no space left" in str(seen.get("waiting_jobs"))
@@ -185,11 +192,12 @@ class Operator:
             process.kill()
             await process.wait()
 
-    async def firing(self) -> set[str]:
-        """Returns the alerts that fire."""
+    async def firing(self) -> set[tuple[str, str]]:
+        """Returns the alerts that fire: the name of each, and the model that it names."""
         async with httpx.AsyncClient(timeout=30.0) as client:
             found = (await client.get(self._alerts)).json()["data"]["alerts"]
-        return {alert["labels"]["alertname"] for alert in found if alert["state"] == "firing"}
+        labels = [alert["labels"] for alert in found if alert["state"] == "firing"]
+        return {(of["alertname"], of.get("model", "")) for of in labels}
 
 
 class Suffered(NamedTuple):
@@ -247,7 +255,7 @@ async def suffer(site: Site, operator: Operator, name: str, most_s: float) -> Su
 
     async def is_silent() -> bool:
         await asyncio.sleep(_LOOK_EVERY_S)
-        return outage.alert not in await operator.firing()
+        return not outage.is_in(await operator.firing())
 
     await eventually(is_silent, _QUIET_WITHIN_S, f"{outage.alert} to be silent before")
     await outage.begin(site)
@@ -257,7 +265,7 @@ async def suffer(site: Site, operator: Operator, name: str, most_s: float) -> Su
     while None in (status_s, alert_s) and loop.time() - begin_s < min(due_s(name), most_s):
         if status_s is None and operator.seen is not None and outage.is_named(operator.seen):
             status_s = loop.time() - begin_s
-        if alert_s is None and outage.alert in await operator.firing():
+        if alert_s is None and outage.is_in(await operator.firing()):
             alert_s = loop.time() - begin_s
         await asyncio.sleep(_LOOK_EVERY_S)
     await outage.end(site)
