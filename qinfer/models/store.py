@@ -9,8 +9,8 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,6 @@ from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.pins import Pin
 from qinfer.models.state import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
-from qinfer.observe.model_metrics import ModelSeries
 from qinfer.observe.stats import LATEST
 from qinfer.queue import keys
 from qinfer.queue.connection import mapped
@@ -145,24 +144,19 @@ class ControlStore:
                 pipe.zadd(keys.workers(), {record.id: time.time()})
                 await pipe.execute()
 
-    async def put_model_metrics(self, worker_id: str, series: Sequence[ModelSeries], ttl_s: float) -> None:
+    async def put_model_metrics(self, worker_id: str, record: bytes, ttl_s: float) -> None:
         """Writes the own metrics of a worker's models beside its record, whose lifetime they share."""
         key = keys.worker(worker_id)
         with translated():
             async with self.client.pipeline(transaction=False) as pipe:
-                pipe.hset(key, _METRICS, msgspec.msgpack.encode(series))
+                pipe.hset(key, _METRICS, record)
                 pipe.pexpire(key, int(ttl_s * 1000))
                 await pipe.execute()
 
-    async def model_metrics(self, workers: Collection[str]) -> list[ModelSeries]:
-        """Returns the own metrics of the models of some workers; what a newer worker writes is left out."""
+    async def model_metrics(self, workers: Collection[str]) -> list[bytes | None]:
+        """Returns the records of the own metrics of the models of some workers."""
         with translated():
-            values = await self._fields([(keys.worker(worker_id), _METRICS) for worker_id in workers])
-        found: list[ModelSeries] = []
-        for value in values:
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):
-                found += msgspec.msgpack.decode(value or b"\x90", type=list[ModelSeries])
-        return found
+            return await self._fields([(keys.worker(worker_id), _METRICS) for worker_id in workers])
 
     async def retire(self, worker_id: str) -> None:
         """Removes a worker's record at once."""

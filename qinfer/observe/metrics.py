@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from qinfer.errors import ErrorCode, InvalidRequest
-from qinfer.observe import catalogue, exposition, stats, triton_metrics
+from qinfer.observe import catalogue, stats, triton_metrics
 from qinfer.observe.catalogue import Info, MetricScope
 from qinfer.observe.exposition import CONTENT_TYPE, Family, by_model, family, labels_of
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
 from qinfer.observe.stats import GatewayTally, Objective
 
-__all__ = ["CONTENT_TYPE", "Snapshot", "WorkerLoad", "render", "scopes_of"]
+__all__ = ["CONTENT_TYPE", "Snapshot", "WorkerLoad", "scopes_of", "shown_metrics"]
 
 _NOT_ADMITTED = (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_INFEASIBLE, ErrorCode.QUOTA_EXCEEDED)
 _EXPIRED = (f"{stats.FAILURES}{ErrorCode.DEADLINE_EXCEEDED}", f"{stats.REFUSALS}{ErrorCode.DEADLINE_EXCEEDED}")
@@ -233,16 +233,15 @@ def scopes_of(text: str) -> frozenset[MetricScope]:
     return frozenset((MetricScope(text),))
 
 
-def render(
+def shown_metrics(
     tally: GatewayTally,
     snapshot: Snapshot,
     scopes: Iterable[MetricScope] = tuple(MetricScope),
     wanted: triton_metrics.Wanted = triton_metrics.USUAL,
     *,
     more: Iterable[Family] = (),
-    openmetrics: bool = False,
-) -> bytes:
-    """Returns the body of `GET /metrics`, in the Prometheus text format (`CONTENT_TYPE`), Triton's names last.
+) -> list[Family]:
+    """Returns the metrics of `GET /metrics` as they are now, Triton's names last: any thread may write their text.
 
     Args:
         tally: What the gateway counted.
@@ -250,7 +249,6 @@ def render(
         scopes: What to show.
         wanted: What Triton's metrics show of models.
         more: What else the gateway counted: by tenant, and by endpoint.
-        openmetrics: In that format instead (`OPENMETRICS_TYPE`), with exemplars.
     """
     shown, tritons = list[Family](), list[Family]()
     if MetricScope.PROCESS in scopes:
@@ -259,7 +257,7 @@ def render(
     if MetricScope.CLUSTER in scopes:
         shown += snapshot.collect()
         tritons = [*snapshot.of_triton(wanted), *tritons]
-    return (exposition.render_openmetrics if openmetrics else exposition.render)([*shown, *tritons])
+    return [*shown, *tritons]
 
 
 def _worker_families(workers: Mapping[str, WorkerLoad]) -> Iterator[Family]:

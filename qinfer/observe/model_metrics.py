@@ -5,6 +5,7 @@ Series of equal names and labels are one, whichever process has them: counts add
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -70,6 +71,20 @@ def merged(series: Iterable[ModelSeries]) -> list[ModelSeries]:
         values = one.values if other is None else _together(kind, other.values, one.values)
         found[key] = msgspec.structs.replace(one, text=text, values=values)
     return list(found.values())
+
+
+def encode(series: Iterable[ModelSeries]) -> bytes:
+    """Returns the record of the series of a worker's models."""
+    return msgspec.msgpack.encode(merged(series))
+
+
+def decode(records: Iterable[bytes | None]) -> list[ModelSeries]:
+    """Returns the series of records; a newer worker's, and those that are missing, have none."""
+    found: list[ModelSeries] = []
+    for record in records:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            found += msgspec.msgpack.decode(record or b"\x90", type=list[ModelSeries])
+    return found
 
 
 def families(series: Iterable[ModelSeries]) -> list[Family]:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -31,10 +31,10 @@ from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork, read_work
 from qinfer.observe import model_metrics
 from qinfer.observe.catalogue import MetricScope
-from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE, Family, labels_of
+from qinfer.observe.exposition import OPENMETRICS, OPENMETRICS_TYPE, Family, labels_of, render, render_openmetrics
 from qinfer.observe.host import HostMeter, ProcessUse, read_use
 from qinfer.observe.latencies import SlidingWindow
-from qinfer.observe.metrics import Snapshot, WorkerLoad, render, scopes_of
+from qinfer.observe.metrics import Snapshot, WorkerLoad, scopes_of, shown_metrics
 from qinfer.observe.stats import LABELING, GatewayTally, Objective, add
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import Wanted
@@ -142,7 +142,7 @@ async def take_snapshot(
                 letters.read(catalog.known()),
                 jobs.states(),
                 asyncio.gather(store.scalers(), store.scaler_counts(), BridgeReports(store.client).routes()),
-                store.model_metrics([record.id for record in catalog.workers()]),
+                _of_models(store, [record.id for record in catalog.workers()]),
             )
             labeling = await _unfinished(LabelTasks(delivery), stats)
             stateful = await store.models(catalog.stateful())
@@ -166,7 +166,7 @@ async def take_snapshot(
         jobs=dict.fromkeys((*_OPEN_STATES, *_ENDED_STATES), 0) | dict(states),
         scaled={direction: scaled.get(direction, 0) for direction in (SCALED_UP, SCALED_DOWN)},
         wanted_workers=sum(scaler.target for scaler in scalers) if scalers else None,
-        features=[*families(routes), *model_metrics.families(own)],
+        features=[*families(routes), *own],
         labeling=labeling,
     )
 
@@ -185,6 +185,12 @@ def _known(catalog: Catalog, underway: Mapping[str, Underway]) -> Snapshot:
         executing_s=_longest(records),
         late=Counter((one.model, one.version) for record in records for one in record.late),
     )
+
+
+async def _of_models(store: ControlStore, workers: Collection[str]) -> list[Family]:
+    """Returns the models' own metrics; a thread decodes them, which may be tens of thousands."""
+    records = await store.model_metrics(workers)
+    return await asyncio.to_thread(lambda: model_metrics.families(model_metrics.decode(records)))
 
 
 async def _unfinished(tasks: LabelTasks, counted: Mapping[tuple[str, int], Mapping[str, int]]) -> dict[str, int]:
@@ -336,7 +342,8 @@ class Reporting:
             snapshot = replace(snapshot, host=host, use=use)
         wanted = self._wanted(snapshot)
         more = [one for tally in (self.tenants, self.targets) if tally is not None for one in tally.families()]
-        text = render(self._tally, snapshot, scopes, wanted, more=more, openmetrics=openmetrics)
+        shown = shown_metrics(self._tally, snapshot, scopes, wanted, more=more)
+        text = await asyncio.to_thread(render_openmetrics if openmetrics else render, shown)
         return text, OPENMETRICS_TYPE if openmetrics else ""
 
     async def _shares_of_tenants(self, snapshot: Snapshot) -> Sequence[Family]:

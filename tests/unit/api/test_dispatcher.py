@@ -25,7 +25,8 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.observe.metrics import Snapshot, render
+from qinfer.observe.exposition import render
+from qinfer.observe.metrics import Snapshot, shown_metrics
 from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import Entry, Lane
 from qinfer.queue.lanes import Queue
@@ -108,7 +109,7 @@ class Setup:
         return self.dispatcher.submit(ANONYMOUS, REQUEST, changes.get("sink", self.sink))
 
     def metrics(self) -> str:
-        return render(self.tally, Snapshot()).decode()
+        return render(shown_metrics(self.tally, Snapshot())).decode()
 
 
 async def test_a_request_is_refused_at_once_when_redis_is_away() -> None:

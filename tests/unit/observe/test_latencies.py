@@ -8,8 +8,9 @@ from pydantic import ValidationError
 
 from qinfer.core.settings_metrics import MetricsSettings
 from qinfer.observe import latencies
+from qinfer.observe.exposition import render
 from qinfer.observe.latencies import LatencyTally, SlidingWindow, quantiles
-from qinfer.observe.metrics import Snapshot, render
+from qinfer.observe.metrics import Snapshot, shown_metrics
 from qinfer.observe.stats import GatewayTally, StatsTally, add
 from qinfer.observe.triton_metrics import Wanted
 
@@ -42,7 +43,7 @@ def counting(*, summaries: bool = False, histogram: bool = False) -> StatsTally:
 
 
 def page(fields: dict[str, int], wanted: Wanted) -> str:
-    return render(GatewayTally(), Snapshot(stats={("m", 1): fields}), wanted=wanted).decode()
+    return render(shown_metrics(GatewayTally(), Snapshot(stats={("m", 1): fields}), wanted=wanted)).decode()
 
 
 def test_quantiles_are_exact_within_what_is_promised() -> None:

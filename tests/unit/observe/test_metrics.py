@@ -14,8 +14,9 @@ from qinfer.core.messages import Response
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import MetricScope
+from qinfer.observe.exposition import render, render_openmetrics
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
-from qinfer.observe.metrics import Snapshot, WorkerLoad, render, scopes_of
+from qinfer.observe.metrics import Snapshot, WorkerLoad, scopes_of, shown_metrics
 from qinfer.observe.stats import GatewayTally, Objective, PublishTally, StatsTally, add
 from qinfer.observe.tenants import TenantTally
 from qinfer.observe.triton_metrics import Wanted
@@ -45,7 +46,7 @@ OURS = (("model", "m"), ("process", "g"), ("version", "1"))
 def series(tally: GatewayTally, snapshot: Snapshot, tenants: TenantTally | None = None) -> Series:
     """Parses the text as Prometheus does: (sample name, sorted labels) → value."""
     more = tenants.families() if tenants is not None else ()
-    families = text_string_to_metric_families(render(tally, snapshot, more=more).decode())
+    families = text_string_to_metric_families(render(shown_metrics(tally, snapshot, more=more)).decode())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in families
@@ -132,7 +133,7 @@ def test_histograms_are_cumulative() -> None:
 
 def test_every_metric_has_help_and_follows_the_conventions() -> None:
     """One prefix, counters end in _total, each family has a help text and appears once."""
-    text = render(*busy()).decode()
+    text = render(shown_metrics(*busy())).decode()
     text, triton = text.split("# HELP nv_", 1)
     typed = [line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE ")]
     helped = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP ") and len(line.split()) > 3]
@@ -387,7 +388,7 @@ def test_openmetrics_is_what_its_parser_takes() -> None:
     tally.answered("m", 1, 0.3)
     tally.traced("m", 1, 0.3, "0af7651916cd43dd8448eb211c80319c")
 
-    page = render(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True), openmetrics=True).decode()
+    page = render_openmetrics(shown_metrics(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True))).decode()
     families = {family.name: family for family in openmetrics.text_string_to_metric_families(page)}  # type: ignore[no-untyped-call]
 
     shown = families["qinfer_request_duration_seconds"].samples
@@ -397,7 +398,7 @@ def test_openmetrics_is_what_its_parser_takes() -> None:
     assert families["qinfer_slo_requests"].type == "counter"
     assert families["nv_inference_request_success"].type == "unknown"
     assert page.endswith("# EOF\n")
-    assert "trace_id" not in render(tally, snapshot).decode()
+    assert "trace_id" not in render(shown_metrics(tally, snapshot)).decode()
 
 
 def test_a_route_without_a_bridge_keeps_its_counts() -> None:
@@ -430,7 +431,7 @@ def test_a_bridge_shows_its_own_with_its_name() -> None:
 
 def test_models_without_labeling_have_no_series_of_it() -> None:
     """They would be many, and all 0."""
-    page = render(GatewayTally(), Snapshot(stats={("m", 1): {"success_count": 1}})).decode()
+    page = render(shown_metrics(GatewayTally(), Snapshot(stats={("m", 1): {"success_count": 1}}))).decode()
 
     assert "qinfer_labeling_queued_tasks_total{" not in page
 
@@ -473,7 +474,7 @@ def test_no_series_is_in_both_scopes() -> None:
     of_name = {info.name: info for info in catalogue.ALL}
 
     def shown(*scopes: MetricScope) -> dict[str, int]:
-        page = render(tally, snapshot, scopes).decode()
+        page = render(shown_metrics(tally, snapshot, scopes)).decode()
         return {line.split()[2]: page.count(f"\n{line.split()[2]}") for line in page.splitlines() if "# TYPE" in line}
 
     cluster, process = shown(MetricScope.CLUSTER), shown(MetricScope.PROCESS)
@@ -511,7 +512,7 @@ def test_the_catalogue_is_what_is_shown() -> None:
     shares = tenants.of_shares([({"lane": "p1", "model": "m", "version": "1"}, ["acme"], 3, 1.0)])
     snapshot = replace(snapshot, features=[*snapshot.features, *shares])
     more = [*tenants.families(), *counted_targets().families()]
-    page = render(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True), more=more).decode()
+    page = render(shown_metrics(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True), more=more)).decode()
     families = {(family.name, family.type): family for family in text_string_to_metric_families(page)}
 
     for info in catalogue.ALL:

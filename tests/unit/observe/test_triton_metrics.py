@@ -5,8 +5,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qinfer.backends.python_host.errors import NAMES, to_qinfer
 from qinfer.errors import ErrorCode
+from qinfer.observe.exposition import render
 from qinfer.observe.host import GpuUse, HostUse
-from qinfer.observe.metrics import Snapshot, WorkerLoad, render
+from qinfer.observe.metrics import Snapshot, WorkerLoad, shown_metrics
 from qinfer.observe.stats import GatewayTally, StatsTally, add
 from qinfer.observe.triton_metrics import Reason, Wanted, failures
 
@@ -57,7 +58,9 @@ nv_model_load_duration_secs{model="m",version="1"} 0.004683712
 
 def lines(snapshot: Snapshot) -> list[str]:
     """Returns the samples that have Triton's names."""
-    return [line for line in render(GatewayTally(), snapshot).decode().splitlines() if line.startswith("nv_")]
+    return [
+        line for line in render(shown_metrics(GatewayTally(), snapshot)).decode().splitlines() if line.startswith("nv_")
+    ]
 
 
 def worked() -> dict[str, int]:
@@ -82,7 +85,9 @@ def test_a_version_that_did_nothing() -> None:
     """Everything is there from the start, as Triton writes it, after qinfer's own metrics."""
     snapshot = Snapshot(stats={("m", 1): {}}, depth={("m", 1, "p1"): 0}, load_s={("m", 1): 0.0046837120001})
 
-    assert render(GatewayTally(), snapshot).decode().partition("# HELP nv_")[2] == IDLE.removeprefix("# HELP nv_")
+    page = render(shown_metrics(GatewayTally(), snapshot)).decode()
+
+    assert page.partition("# HELP nv_")[2] == IDLE.removeprefix("# HELP nv_")
 
 
 def test_values() -> None:
@@ -110,7 +115,7 @@ def test_tags_are_labels_of_every_series_of_a_model() -> None:
     )
     wanted = Wanted(quantiles=(0.5,), histogram=True, cached={"m"}, tags={"m": {"team": "red", "Tier": 'a"b'}})
 
-    shown = render(GatewayTally(), snapshot, wanted=wanted).decode()
+    shown = render(shown_metrics(GatewayTally(), snapshot, wanted=wanted)).decode()
 
     series = [line for line in shown.splitlines() if line.startswith("nv_") and 'model="m"' in line]
     assert all('{_Tier="a\\"b",_team="red",model="m",' in line for line in series)
@@ -122,8 +127,8 @@ def test_models_that_are_cached_show_it_from_the_start() -> None:
     """As in Triton: hits and misses of 0, of no other model."""
     snapshot = Snapshot(stats={("m", 1): {}, ("n", 1): {}})
 
-    shown = render(GatewayTally(), snapshot, wanted=Wanted(cached={"m"})).decode()
-    bare = render(GatewayTally(), snapshot, wanted=Wanted(cached={"m"}, counters=False)).decode()
+    shown = render(shown_metrics(GatewayTally(), snapshot, wanted=Wanted(cached={"m"}))).decode()
+    bare = render(shown_metrics(GatewayTally(), snapshot, wanted=Wanted(cached={"m"}, counters=False))).decode()
 
     assert "nv_cache_" not in bare
     assert [line for line in shown.splitlines() if line.startswith("nv_cache_")] == [
@@ -229,7 +234,9 @@ def test_a_gpu_that_two_workers_tell_of_is_there_once() -> None:
 def test_prometheus_reads_the_page() -> None:
     """With qinfer's own on it, and a model's name that must be escaped."""
     name = 'a"b\\c\n'
-    page = render(GatewayTally(), Snapshot(stats={(name, 1): worked()}, load_s={(name, 1): 0.25})).decode()
+    page = render(
+        shown_metrics(GatewayTally(), Snapshot(stats={(name, 1): worked()}, load_s={(name, 1): 0.25}))
+    ).decode()
 
     found = {
         (family.name, sample.labels.get("reason")): (family.type, sample.labels["model"], sample.value)

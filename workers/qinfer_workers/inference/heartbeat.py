@@ -19,9 +19,8 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.models.count_pushes import CountPushes, Underway, concerns
 from qinfer.models.state import Executing, Speed, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.observe import stats
+from qinfer.observe import model_metrics, stats
 from qinfer.observe.host import GpuMeter, GpuUse, MemoryUse, ProcessUse, read_use
-from qinfer.observe.model_metrics import ModelSeries, merged
 from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
@@ -35,6 +34,7 @@ logger = logging.getLogger(__name__)
 SPEEDS_EVERY_S = 10.0
 _SPEEDS_AGAIN = 20
 """Seconds between two writes of the speeds that outlive the worker; they are written at the end too."""
+_NO_METRICS = model_metrics.encode(())
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
 AnyBatcher = LaneBatcher | SequenceBatcher | EnsembleSteps
@@ -108,7 +108,7 @@ class Heartbeat:
         self._unsent: dict[Key, dict[str, int]] = {}
         self._pushes = CountPushes(store.client)
         self._adding = asyncio.Lock()  # whoever has waited for it finds all counts added
-        self._metrics: list[ModelSeries] = []
+        self._metrics = _NO_METRICS
         self._metrics_put_at_s = self._started_at
         self._speeds: dict[Key, Speed] = {}
         self._speeds_put: dict[Key, Speed] = {}
@@ -208,14 +208,19 @@ class Heartbeat:
             await self.flush()
 
     async def _tell_metrics(self) -> None:
-        """Writes the models' own metrics where they have changed, and now and then because Redis may lose them."""
+        """Writes the models' own metrics where they have changed, and now and then because Redis may lose them.
+
+        A thread reads them: a model may have tens of thousands.
+        """
         executors = [one.model.executor for one in list(self._batchers())]
-        series = merged(one for each in executors if isinstance(each, ThreadExecutor) for one in each.metrics())
+        loaded = [each for each in executors if isinstance(each, ThreadExecutor)]
+        record = await asyncio.to_thread(_own_metrics, loaded)
         now_s = self._clock.now_s()
-        if series == self._metrics and (not series or now_s - self._metrics_put_at_s < SPEEDS_EVERY_S):
+        is_new = now_s - self._metrics_put_at_s < SPEEDS_EVERY_S
+        if record == self._metrics and (is_new or record == _NO_METRICS):
             return
-        await self._store.put_model_metrics(self._worker_id, series, self._settings.heartbeat_ttl_s)
-        self._metrics, self._metrics_put_at_s = series, now_s
+        await self._store.put_model_metrics(self._worker_id, record, self._settings.heartbeat_ttl_s)
+        self._metrics, self._metrics_put_at_s = record, now_s
 
     async def _answer_reads(self) -> None:
         """Adds the counts whenever somebody reads the statistics of a model that is here, until cancelled."""
@@ -282,6 +287,10 @@ class Heartbeat:
             if key not in served:
                 self._speeds.pop(key, None)
                 self._speeds_put.pop(key, None)
+
+
+def _own_metrics(executors: Iterable[ThreadExecutor]) -> bytes:
+    return model_metrics.encode(one for executor in executors for one in executor.metrics())
 
 
 def _key(batcher: AnyBatcher) -> Key:

@@ -1,32 +1,43 @@
 """The worker's record: how fast it finds its models to be, and what of that outlives it."""
 
 import asyncio
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from qinfer.backends.stub import StubBackend
 from qinfer.batching.batcher import Batcher
 from qinfer.core.clock import ServerClock
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import Speed, State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
+from qinfer.observe import model_metrics
+from qinfer.observe.model_metrics import ModelSeries
 from qinfer.testing import FakeClock, eventually
+from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import SPEEDS_EVERY_S, Heartbeat
 from tests.support.batching import Bench, Scene
 from tests.support.servers.servers import Database
 
 
 class Store(ControlStore):
-    """Counts the speeds that are written."""
+    """Notes the speeds and the models' own metrics that are written."""
 
     def __init__(self, client: Any) -> None:
         super().__init__(client)
         self.puts: list[Speed] = []
+        self.metrics: list[bytes] = []
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
         self.puts.append(speed)
         await super().put_speed(model, version, speed)
+
+    async def put_model_metrics(self, worker_id: str, record: bytes, ttl_s: float) -> None:
+        self.metrics.append(record)
+        await super().put_model_metrics(worker_id, record, ttl_s)
 
 
 class Setup:
@@ -165,3 +176,47 @@ async def test_news_wake_their_readers_though_the_store_was_away(database: Datab
     await asyncio.wait([beating])
 
     assert store.wakes == 1
+
+
+class Metered(StubBackend):
+    """Has a metric of its own, and notes which threads read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers: set[int] = set()
+
+    def metrics(self) -> list[ModelSeries]:
+        self.readers.add(threading.get_ident())
+        return [ModelSeries("own", "counter", "", (), (), (1.0,))]
+
+
+async def test_the_models_own_metrics_are_read_beside_the_event_loop(database: Database) -> None:
+    """Tens of thousands would stop it."""
+    setup, backend = Setup(database, scene := Scene(Bench())), Metered()
+    executor = ThreadExecutor([backend], asyncio.get_running_loop(), "stub")
+    scene.batcher.model = replace(scene.batcher.model, executor=executor)
+
+    await setup.heartbeat.beat()
+
+    assert backend.readers
+    assert threading.get_ident() not in backend.readers
+    assert model_metrics.decode(await setup.store.model_metrics(["w"])) == backend.metrics()
+    executor.retire()
+
+
+async def test_the_models_own_metrics_are_written_where_they_have_changed(database: Database) -> None:
+    """And now and then; where there never were any, not once."""
+    setup, backend = Setup(database, scene := Scene(Bench())), Metered()
+    executor = ThreadExecutor([backend], asyncio.get_running_loop(), "stub")
+    await setup.heartbeat.beat()
+    scene.batcher.model = replace(scene.batcher.model, executor=executor)
+
+    for wait_s in (0.0, 1.0, SPEEDS_EVERY_S):
+        setup.time.advance(wait_s)
+        await setup.heartbeat.beat()
+    setup.batchers.clear()
+    await setup.heartbeat.beat()
+
+    own = model_metrics.encode(backend.metrics())
+    assert setup.store.metrics == [own, own, model_metrics.encode(())]
+    executor.retire()
