@@ -15,9 +15,11 @@ come too slowly is given up, from the start: its memory is for those who send.
 import asyncio
 import ctypes
 import gc
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
-from itertools import takewhile
+from itertools import count
 
 from qinfer.errors import Overloaded
 
@@ -140,6 +142,93 @@ class Reservation:
             self._budget.released(self)
 
 
+def _needed(size: int, held: int) -> int:
+    """Returns the free bytes, times `_SHARE`, without which an owner that holds so much gets no more."""
+    return max(_SHARE * size, held + size)
+
+
+class _Line:
+    """The bodies and answers that wait for their turn. There may be thousands, so no step looks at all of them.
+
+    A huge one waits until it is alone. Those that come after it would keep it waiting for ever: they go after it.
+
+    Args:
+        huge_bytes: More is huge.
+        held: The bytes that each owner holds.
+
+    Attributes:
+        bodies: How many bodies of each owner wait.
+    """
+
+    def __init__(self, huge_bytes: int, held: Counter[Hashable]) -> None:
+        self._huge_bytes = huge_bytes
+        self._held = held
+        self._numbers = count()
+        self.bodies: Counter[Hashable] = Counter()
+        self._places: dict[Reservation, tuple[int, int, Reservation]] = {}
+        self._own: dict[Hashable, list[tuple[int, int, Reservation]]] = {}
+        """The places of each owner's, by size and arrival."""
+        self._firsts: list[tuple[int, int, int, Reservation]] = []
+        """The first one of each owner, by what it needs, what the owner holds, and arrival."""
+        self._first: dict[Hashable, tuple[int, int, int, Reservation]] = {}
+        self._behind: OrderedDict[Reservation, None] = OrderedDict()
+        """The first huge one, and all that have come after it."""
+
+    def __len__(self) -> int:
+        return len(self._places) + len(self._behind)
+
+    @property
+    def has_huge(self) -> bool:
+        """Whether a huge one waits."""
+        return bool(self._behind)
+
+    def add(self, one: Reservation) -> None:
+        """Takes one that waits."""
+        if not one.is_answer:
+            self.bodies[one.owner] += 1
+        if self._behind or one.size > self._huge_bytes:
+            self._behind[one] = None
+        else:
+            self._enter(one)
+
+    def remove(self, one: Reservation) -> None:
+        """Forgets one, which has its turn or waits no more."""
+        if not one.is_answer:
+            self.bodies -= Counter((one.owner,))
+        if place := self._places.pop(one, None):
+            own = self._own[one.owner]
+            del own[bisect_left(own, place)]
+            self.holds(one.owner)
+            return
+        del self._behind[one]
+        while self._behind and (first := next(iter(self._behind))).size <= self._huge_bytes:
+            del self._behind[first]
+            self._enter(first)
+
+    def next(self) -> Reservation:
+        """Returns the one whose turn comes next; there must be one."""
+        return self._firsts[0][-1] if self._firsts else next(iter(self._behind))
+
+    def holds(self, owner: Hashable) -> None:
+        """Finds the place of an owner, which holds more or less now, or of which another one is the first."""
+        if first := self._first.pop(owner, None):
+            del self._firsts[bisect_left(self._firsts, first)]
+        if owner not in self._own:
+            return
+        if not self._own[owner]:
+            del self._own[owner]
+            return
+        size, number, one = self._own[owner][0]
+        held = self._held[owner]
+        first = self._first[owner] = _needed(size, held), held, number, one
+        insort(self._firsts, first)
+
+    def _enter(self, one: Reservation) -> None:
+        place = self._places[one] = one.size, next(self._numbers), one
+        insort(self._own.setdefault(one.owner, []), place)
+        self.holds(one.owner)
+
+
 class ReceivingBudget:
     """Grants memory to bodies; the smaller ones of owners that hold less go first.
 
@@ -157,16 +246,16 @@ class ReceivingBudget:
         self.held_bytes = 0
         self.watched: dict[Reservation, None] = {}
         self._large = 0
-        self._held: dict[Hashable, int] = {}
+        self._held: Counter[Hashable] = Counter()
+        self._line = _Line(self._max_large_bytes, self._held)
         self._decoding = asyncio.Lock()
         self._becoming = 0  # of what is held, what bodies become that are decoded
         self._untrimmed = self._seconds = 0
-        self._waiting: dict[Reservation, None] = {}  # in the order of their arrival
 
     @property
     def waiting(self) -> int:
         """Number of bodies and answers that wait for their turn."""
-        return len(self._waiting)
+        return len(self._line)
 
     def reserve(self, owner: Hashable, size: int, granted: Callable[[], None]) -> Reservation | None:
         """Reserves memory for a body.
@@ -180,12 +269,12 @@ class ReceivingBudget:
             The reservation; `None` = the budget is spent, and the body can't wait.
         """
         one = Reservation(self, owner, size, granted)
-        if self._fits(one) and (size <= SMALL_BYTES or self._first_huge() is None):
+        if self._fits(one) and (size <= SMALL_BYTES or not self._line.has_huge):
             self._grant(one)
         elif size <= SMALL_BYTES or not self._may_wait(owner):
             return None
         else:
-            self._waiting[one] = None
+            self._line.add(one)
         return one
 
     def second_passed(self) -> None:
@@ -259,10 +348,10 @@ class ReceivingBudget:
         turn = asyncio.Event()
         one = Reservation(self, owner, self.counted(ANSWER_BYTES * nbytes), turn.set)
         one.is_answer = True
-        if self._fits(one) and self._first_huge() is None:
+        if self._fits(one) and not self._line.has_huge:
             self._grant(one)
             return one
-        self._waiting[one] = None
+        self._line.add(one)
         try:
             await turn.wait()
         except BaseException:
@@ -310,70 +399,54 @@ class ReceivingBudget:
         more, was_large = size - one.size, one.size > SMALL_BYTES
         self._large += (size > SMALL_BYTES) - was_large
         one.size = size
-        self.held_bytes += more
         self._untrimmed += more
-        self._held[one.owner] += more
+        self._hold(one.owner, more)
 
     def shrink(self, one: Reservation, size: int) -> None:
         """Makes a granted reservation smaller."""
         self._large -= (one.size > SMALL_BYTES) - (size > SMALL_BYTES)
-        self.held_bytes -= one.size - size
-        self._held[one.owner] -= one.size - size
-        one.size = size
+        less, one.size = one.size - size, size
+        self._hold(one.owner, -less)
         self._grant_next()
 
     def released(self, one: Reservation) -> None:
         """Takes a reservation back."""
         size, one.size = one.size, 0
         if not one.is_granted:
-            del self._waiting[one]
+            self._line.remove(one)
             if size > self._max_large_bytes:
                 self._grant_next()
             return
-        self.held_bytes -= size
         self._large -= size > SMALL_BYTES
-        self._held[one.owner] -= size
-        if not self._held[one.owner]:
-            del self._held[one.owner]
+        self._hold(one.owner, -size)
         self._grant_next()
 
-    def _needs(self, one: Reservation) -> int:
-        """Returns the free bytes, times `_SHARE`, without which a reservation can't be granted."""
-        return max(_SHARE * one.size, self._held.get(one.owner, 0) + one.size)
+    def _hold(self, owner: Hashable, more: int) -> None:
+        """Counts what an owner holds more, or less."""
+        self.held_bytes += more
+        self._held[owner] += more
+        if not self._held[owner]:
+            del self._held[owner]
+        self._line.holds(owner)
 
     def _fits(self, one: Reservation) -> bool:
+        needed = _needed(one.size, self._held[one.owner])
         if one.size <= SMALL_BYTES:
-            return self._needs(one) <= _SHARE * (self._max_bytes + self._becoming - self.held_bytes)
-        return not self._large or self._needs(one) <= _SHARE * (self._max_large_bytes - self.held_bytes)
+            return needed <= _SHARE * (self._max_bytes + self._becoming - self.held_bytes)
+        return not self._large or needed <= _SHARE * (self._max_large_bytes - self.held_bytes)
 
     def _may_wait(self, owner: Hashable) -> bool:
-        bodies = [each.owner for each in self._waiting if not each.is_answer]
-        free = MAX_WAITING - len(bodies)
-        return free > 0 and bodies.count(owner) < _SHARE * free
+        free = MAX_WAITING - self._line.bodies.total()
+        return free > 0 and self._line.bodies[owner] < _SHARE * free
 
     def _grant(self, one: Reservation) -> None:
         one.is_granted = True
-        self.held_bytes += one.size
         self._untrimmed += one.size
         self._large += one.size > SMALL_BYTES
-        self._held[one.owner] = self._held.get(one.owner, 0) + one.size
-
-    def _first_huge(self) -> Reservation | None:
-        """Returns the first body that waits until it is alone; later ones would keep it waiting for ever."""
-        return next((each for each in self._waiting if each.size > self._max_large_bytes), None)
-
-    def _next(self) -> Reservation:
-        huge = self._first_huge()
-        ahead = list(takewhile(lambda each: each is not huge, self._waiting))
-        if not ahead:
-            return next(iter(self._waiting))
-        return min(ahead, key=lambda each: (self._needs(each), self._held.get(each.owner, 0)))
+        self._hold(one.owner, one.size)
 
     def _grant_next(self) -> None:
-        while self._waiting:
-            one = self._next()
-            if not self._fits(one):
-                return
-            del self._waiting[one]
+        while self._line and self._fits(one := self._line.next()):
+            self._line.remove(one)
             self._grant(one)
             one.granted()

@@ -165,6 +165,32 @@ def test_a_huge_one_that_leaves_lets_those_behind_it_in() -> None:
     assert bodies.granted == ["first", "later"]
 
 
+class CountedOwner:
+    """Somebody who is looked up, and counts how often."""
+
+    lookups = 0
+
+    def __hash__(self) -> int:
+        CountedOwner.lookups += 1
+        return id(self)
+
+
+def test_a_release_does_not_look_at_all_that_wait() -> None:
+    """Answers may wait by the thousands."""
+    budget, count = ReceivingBudget(MAX_BYTES), MAX_WAITING // 2
+    first, second = (budget.reserve(name, MAX_BYTES // 3, lambda: None) for name in "ab")
+    for _ in range(count):
+        budget.reserve(CountedOwner(), 3 * MAX_BYTES // 4, lambda: None)
+    assert first is not None
+    assert second is not None
+    CountedOwner.lookups = 0
+
+    first.release()
+
+    assert budget.waiting == count
+    assert CountedOwner.lookups < 10
+
+
 @pytest.mark.parametrize(
     ("size", "rate", "seconds"),
     [
