@@ -1,7 +1,7 @@
 """The table of pending requests: deadlines, removal, and following one attempt."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from qinfer.core.messages import Response
@@ -9,39 +9,7 @@ from qinfer.queue.entries import Entry, Lane
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, PendingRequests
 from qinfer.tensors import Tensor
-
-
-class Clock:
-    """A clock with timers that fire when it is moved."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-        self.timers: list[Timer] = []
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> "Timer":
-        timer = Timer(self.now_s + delay_s, callback)
-        self.timers.append(timer)
-        return timer
-
-    def move_to(self, now_s: float) -> None:
-        self.now_s = now_s
-        due = [t for t in self.timers if t.at_s <= now_s and not t.cancelled]
-        self.timers = [t for t in self.timers if t not in due and not t.cancelled]
-        for timer in due:
-            timer.callback()
-
-
-class Timer:
-    def __init__(self, at_s: float, callback: Callable[[], None]) -> None:
-        self.at_s = at_s
-        self.callback = callback
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
+from tests.support.timers import Clock
 
 
 class Ignore:

@@ -10,7 +10,9 @@ from qinfer.submission.pending import Sink
 from qinfer.tensors import from_numpy
 from qinfer.testing import stub_spec
 from qinfer_workers.inference.ensembles.limits import StepLimits
+from tests.support.timers import Clock
 
+EXPIRED = Failure.of(DeadlineExceeded(TIMED_OUT))
 FIRST, SECOND = (PlanStep(model=stub_spec(), version=1, inputs=(), outputs={}) for _ in range(2))
 
 
@@ -35,8 +37,8 @@ class Scene:
     """Requests that submit steps with a bound of two, and what became of them."""
 
     def __init__(self) -> None:
-        self.now_s = 100.0
-        self.limits = StepLimits(2, lambda: self.now_s)
+        self.clock = Clock()
+        self.limits = StepLimits(2, self.clock.monotonic_s, self.clock.call_later)
         self.submitted: list[Step] = []
         self.came: dict[str, list[Response]] = {}
         self.is_full = False
@@ -103,16 +105,35 @@ def test_a_request_that_is_cancelled_leaves_its_place(cancelled: str) -> None:
 
 
 def test_a_parked_request_has_the_time_that_is_left() -> None:
-    """One that has none fails, and gives way to the next."""
+    """One that has none fails, though its timer is late, and gives way to the next."""
     scene = Scene()
     for name, timeout_s in (("a", 9.0), ("b", 9.0), ("c", 1.0), ("d", 9.0)):
         scene.begin(name, timeout_s=timeout_s)
 
-    scene.now_s += 2.0
+    scene.clock.now_s += 2.0
     scene.answer("a")
 
-    assert scene.came["c"][0].failure == Failure.of(DeadlineExceeded(TIMED_OUT))
+    assert scene.came["c"][0].failure == EXPIRED
     assert (scene.names, scene.submitted[-1].timeout_s) == (["a", "b", "d"], 7.0)
+
+
+def test_a_parked_request_expires_though_none_ends() -> None:
+    """Once; it does not go on when others have ended, and those that have gone on or left do not expire here."""
+    scene = Scene()
+    for name in "abcde":
+        parked = scene.begin(name, timeout_s=1.0 if name in "de" else 0.5)
+    parked.cancel()
+
+    scene.clock.move_to(scene.clock.now_s + 0.5)
+    before = dict(scene.came)
+    scene.answer("a")
+    scene.clock.move_to(scene.clock.now_s + 9.0)
+    scene.answer("b")
+
+    assert [response.failure for response in before.pop("c")] == [EXPIRED]
+    assert before == {}
+    assert scene.names == ["a", "b", "d"]
+    assert list(scene.came) == ["c", "a", "b"]
 
 
 def test_a_request_that_is_refused_takes_no_place() -> None:

@@ -2,17 +2,18 @@
 
     submit_step ─▶ submitted                 where fewer than the bound are in flight, of whichever requests
                 └▶ parked ─▶ submitted       when one of them has ended, the oldest first
+                          └▶ failed          when its time is over
 
 Triton has the same bound for all requests of its process (core #482).
 """
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
 from qinfer.models.ensemble_graph import PlanStep
-from qinfer.submission.pending import Sink
+from qinfer.submission.pending import Sink, Timer
 from qinfer_workers.inference.ensembles.run import Steps, Submitted
 
 
@@ -22,13 +23,17 @@ class StepLimits:
     Args:
         most: So many requests of a step are in flight at most.
         now_s: Returns the broker's time.
+        call_later: Sets a timer: (delay in seconds, callback); an event loop's `call_later`.
     """
 
-    def __init__(self, most: int, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, most: int, now_s: Callable[[], float], call_later: Callable[[float, Callable[[], None]], Timer]
+    ) -> None:
         self.now_s = now_s
+        self.call_later = call_later
         self._most = most
         self._in_flight: Counter[int] = Counter()
-        self._parked: dict[int, deque[_Limited]] = {}
+        self._parked: dict[int, OrderedDict[_Limited, None]] = {}
         self._is_going_on = False
 
     def over(self, steps: Steps) -> Steps:
@@ -40,8 +45,15 @@ class StepLimits:
         if self._in_flight[limited.key] < self._most:
             self._in_flight[limited.key] += 1
             return True
-        self._parked.setdefault(limited.key, deque()).append(limited)
+        self._parked.setdefault(limited.key, OrderedDict())[limited] = None
         return False
+
+    def forget(self, limited: "_Limited") -> None:
+        """Takes note that a parked request is not to be submitted."""
+        parked = self._parked[limited.key]
+        del parked[limited]
+        if not parked:
+            del self._parked[limited.key]
 
     def leave(self, key: int) -> None:
         """Takes note that a request of a step has ended, and lets parked ones go on."""
@@ -57,14 +69,12 @@ class StepLimits:
 
     def _next(self) -> "_Limited | None":
         """Takes a parked request for which there is room, and counts it."""
-        for key, parked in list(self._parked.items()):
-            while parked and parked[0].is_over:
-                parked.popleft()
-            if not parked:
-                del self._parked[key]
-            elif self._in_flight[key] < self._most:
+        for key, parked in self._parked.items():
+            if self._in_flight[key] < self._most:
                 self._in_flight[key] += 1
-                return parked.popleft()
+                limited = next(iter(parked))
+                self.forget(limited)
+                return limited
         return None
 
 
@@ -88,6 +98,8 @@ class _LimitedSteps:
         limited = _Limited(self._limits, id(step), submit, sink)
         if self._limits.enter(limited):
             limited.begin()
+        else:
+            limited.wait(timeout_s)
         return limited
 
 
@@ -96,20 +108,19 @@ class _Limited:
 
     Attributes:
         key: Its step.
-        is_over: It has ended, or is cancelled.
     """
 
-    __slots__ = ("_has_begun", "_limits", "_sink", "_submit", "_submitted", "_was_taken", "is_over", "key")
+    __slots__ = ("_has_begun", "_is_over", "_limits", "_sink", "_submit", "_submitted", "_timer", "_was_taken", "key")
     no_stream = ""
 
     def __init__(self, limits: StepLimits, key: int, submit: Callable[[Sink], Submitted], sink: Sink) -> None:
         self.key = key
-        self.is_over = False
         self._limits = limits
         self._submit = submit
         self._sink = sink
         self._submitted: Submitted | None = None
-        self._has_begun = self._was_taken = False
+        self._timer: Timer | None = None
+        self._has_begun = self._is_over = self._was_taken = False
 
     @property
     def is_taken(self) -> bool:
@@ -129,12 +140,17 @@ class _Limited:
             self._end()
             raise
 
+    def wait(self, timeout_s: float) -> None:
+        """Has it fail when it was parked for so long."""
+        self._timer = self._limits.call_later(timeout_s, self._expire)
+
     def go_on(self) -> None:
         """Submits it after it was parked."""
+        self._stop_timer()
         try:
             self.begin()
         except QinferError as error:
-            self._sink.deliver(Response(request_id="", failure=Failure.of(error)))
+            self._fail(error)
 
     def deliver(self, response: Response) -> None:
         """See `Sink`."""
@@ -158,8 +174,24 @@ class _Limited:
         if self._submitted is not None:
             self._submitted.took(nbytes)
 
+    def _expire(self) -> None:
+        self._end()
+        self._fail(DeadlineExceeded(TIMED_OUT))
+
+    def _fail(self, error: QinferError) -> None:
+        self._sink.deliver(Response(request_id="", failure=Failure.of(error)))
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _end(self) -> None:
-        if not self.is_over:
-            self.is_over = True
-            if self._has_begun:
-                self._limits.leave(self.key)
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._has_begun:
+            self._limits.leave(self.key)
+        else:
+            self._stop_timer()
+            self._limits.forget(self)

@@ -5,6 +5,7 @@
 Whoever holds the requests decides when they begin, and what becomes of the responses.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
@@ -141,7 +142,8 @@ class Runs:
         self._model = model
         self._plan = plan
         most = plan.spec.max_inflight
-        self._limits = StepLimits(most, self._clock.now_s) if most else None
+        call_later = asyncio.get_running_loop().call_later
+        self._limits = StepLimits(most, self._clock.now_s, call_later) if most else None
         self._responder = Responder(model.spec, model.version, model.observer)
 
     def __len__(self) -> int:
