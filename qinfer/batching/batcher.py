@@ -57,19 +57,18 @@ class Bisection(deque[list[Pending]]):
     def take_late(self, horizon_s: float) -> list[Pending]:
         """Removes and returns the items whose deadline is not after `horizon_s`."""
         late = [item for batch in self for item in batch if item.deadline_s <= horizon_s]
-        for item in late:
-            self.drop(item)
+        if late:
+            self._keep(lambda item: item.deadline_s > horizon_s)
         return late
 
-    def drop(self, item: Pending) -> bool:
-        """Removes an item; tells whether it was here."""
-        for batch in self:
-            if item in batch:
-                batch.remove(item)
-                if not batch:
-                    self.remove(batch)
-                return True
-        return False
+    def drop_lost(self) -> None:
+        """Removes the items that are lost."""
+        self._keep(lambda item: not item.lost)
+
+    def _keep(self, stays: Callable[[Pending], bool]) -> None:
+        batches = [[item for item in batch if stays(item)] for batch in self]
+        self.clear()
+        self.extend(batch for batch in batches if batch)
 
     @property
     def first_deadline_s(self) -> float:
@@ -196,7 +195,7 @@ class Batcher:
         self._has_looked = True
         self._fetchable, self._idle = asyncio.Event(), asyncio.Event()
         self.executing = self.completed = 0
-        self.paused = False
+        self.paused = self._has_lost = False
         self.tally = StatsTally()
         self._adopt(model, latency)
 
@@ -221,6 +220,7 @@ class Batcher:
         """
         old, self._lent = self.model.executor, LentInstances()
         self._recall()
+        self._drop_lost()
         waiting = [*self._nested.waiting, *self._take_waiting()]
         self._nested = NestedRequests()
         self._adopt(model, latency)
@@ -301,19 +301,14 @@ class Batcher:
         return self.model.executor.count * rows / self._rows_per_item / full_s if full_s else 0.0
 
     def lost(self, item: Pending) -> None:
-        """Forgets an item whose lease is lost; if it is executing, its answer will be discarded."""
+        """Forgets an item whose lease is lost; if it is executing, its answer will be discarded.
+
+        A caller that leaves may lose many: those of one turn of the event loop are taken out together.
+        """
         item.lost = True
-        if item in self._pending:
-            self._pending.remove(item)
-            self._pump()
-        elif item in self._nested.waiting:
-            self._nested.waiting.remove(item)
-            self._pump()
-        elif self._bisection.drop(item):
-            self._pump()
-        elif any(item in execution.items for execution in self.expected_ends if not execution.begin_ns):
-            self._recall()  # what waits for an instance is made anew without it
-            self._pump()
+        if not self._has_lost:
+            self._has_lost = True
+            self._loop.call_soon(self._pump)
 
     def fail(self, items: Sequence[Pending], error: QinferError) -> None:
         """Answers items with an error, without executing them."""
@@ -323,6 +318,7 @@ class Batcher:
         """Asks for no more work, gives back items that do not execute, and returns when the rest has ended."""
         self.paused = True
         self._recall()
+        self._drop_lost()
         self._give_back()
         self._pump()
         await self._idle.wait()
@@ -413,6 +409,7 @@ class Batcher:
         """
         now_s = self._clock.now_s()
         wake_at_s = NEVER_S
+        self._drop_lost()
         if now_s >= self._ahead_until_s:
             self._recall()
         self._start_nested(now_s)
@@ -642,6 +639,17 @@ class Batcher:
                 self._bisection.appendleft(items)
             else:
                 self._pending = [*items, *self._pending]
+
+    def _drop_lost(self) -> None:
+        """Takes lost items out of what waits; a batch that waits for an instance is made anew without them."""
+        if not self._has_lost:
+            return
+        self._has_lost = False
+        if any(item.lost for execution in self.expected_ends if not execution.begin_ns for item in execution.items):
+            self._recall()
+        self._pending = [item for item in self._pending if not item.lost]
+        self._nested.waiting = [item for item in self._nested.waiting if not item.lost]
+        self._bisection.drop_lost()
 
     def _take_waiting(self) -> list[Pending]:
         items, self._pending = [*self._bisection.take_all(), *self._pending], []

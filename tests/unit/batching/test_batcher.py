@@ -1,14 +1,16 @@
 """The batcher's own rules: one batch ahead, nothing hoarded, nothing lost when models change or work stops."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
 from qinfer.batching.batcher import OVERDUE_S
+from qinfer.batching.execution import Execution
 from qinfer.batching.policy import NEVER_S
 from qinfer.core.messages import InferRequest
 from qinfer.testing import eventually
-from tests.support.batching import Bench, Scene
+from tests.support.batching import Bench, Done, Scene
 
 
 @pytest.fixture
@@ -142,10 +144,53 @@ async def test_a_lost_item_of_a_batch_that_waits_for_an_instance_is_not_executed
     scene.batcher.admit(waiting)
 
     scene.batcher.lost(waiting[2])
+    await asyncio.sleep(0)
 
     (ahead,) = [execution for execution, _ in scene.bench.queued]
     assert list(ahead.items) == [*waiting[:2], *waiting[3:]]
     assert scene.batcher.executing == 9
+
+
+class CountingBench(Bench):
+    """Notes how many items the batches have that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[int] = []
+
+    def start(self, execution: Execution, done: Done, instance: int = 0) -> None:
+        self.made.append(len(execution.items))
+        super().start(execution, done, instance)
+
+
+async def test_items_that_are_lost_together_have_their_batch_made_anew_once() -> None:
+    """Such as those of a caller that leaves; others have their places."""
+    scene = Scene(bench := CountingBench(), known_s=1.0)
+    scene.batcher.admit(scene.items(1))
+    waiting = scene.items(12)
+    scene.batcher.admit(waiting)
+
+    for item in waiting[:4]:
+        scene.batcher.lost(item)
+    await asyncio.sleep(0)
+
+    assert bench.made == [1, 8, 8]
+    assert [list(execution.items) for execution, _ in bench.queued] == [waiting[4:]]
+
+
+async def test_a_batcher_that_pauses_gives_no_lost_item_back(scene: Scene) -> None:
+    """Neither of a batch that waits for an instance, nor of what comes after it."""
+    scene.batcher.admit(scene.items(1))
+    waiting = scene.items(12)
+    scene.batcher.admit(waiting)
+    for item in (waiting[0], waiting[-1]):
+        scene.batcher.lost(item)
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            await scene.batcher.pause()
+
+    assert scene.bench.given_back == waiting[1:-1]
 
 
 async def test_replace_keeps_what_waits(scene: Scene) -> None:
