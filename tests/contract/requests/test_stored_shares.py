@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qinfer.errors import PayloadTooLarge, QuotaExceeded
+from qinfer.errors import PayloadTooLarge, QueueFull, QuotaExceeded
 from qinfer.queue import keys
 from qinfer.queue.entries import RequestState
 from qinfer.queue.lanes import Queue
@@ -15,6 +15,7 @@ from tests.support.requests import LANE, accept, address, ended, fetch, settle
 MIB = 2**20
 LARGE = b"x" * (12 * MIB)
 STORED = keys.stored("digits", 0, "evil")
+UNTIL = STORED.replace("stored:", "stored-until:")
 
 
 @pytest.fixture
@@ -93,10 +94,28 @@ async def test_what_is_removed_makes_room(small: RedisQueue) -> None:
 async def test_what_has_expired_makes_room(small: RedisQueue) -> None:
     queue = await small.connect()
     await fill(queue)
-    small.on_owner("ZADD", STORED.replace("stored:", "stored-until:"), 1, "r0")
+    small.on_owner("ZADD", UNTIL, 1, "r0")
     small.on_owner("DEL", keys.result("digits", 0, "r0"))
 
     assert await stored(queue, "again") is RequestState.SUCCEEDED
+
+
+async def test_full_memory_stores_nothing_though_results_have_expired(small: RedisQueue) -> None:
+    """They are forgotten when it may write again: what frees memory before the refusal would switch that off."""
+    queue = await small.connect()
+    await stored(queue, "r0", b"small")
+    await accept(queue, "r1", share="evil")
+    [lease] = await fetch(queue)
+    small.on_owner("ZADD", UNTIL, 1, "r0")
+    small.on_every_node("CONFIG", "SET", "maxmemory", "1")
+
+    with pytest.raises(QueueFull):
+        await accept(queue, "r2", share="evil")
+    with pytest.raises(QueueFull):
+        await queue.requests.responses.append(lease, "r1", 0, [b"response"], resumes=False, max_bytes=MIB)
+    assert await settle(queue, ended("r1", entry=lease.entry, blob=b"end")) == [True]
+
+    assert small.on_owner("ZRANGE", UNTIL, 0, -1) == [b"r1"]
 
 
 async def test_responses_of_streams_count(small: RedisQueue) -> None:

@@ -22,7 +22,11 @@ end
 
 local known_id, known_hash = known(record, key_ttl ~= '0' and key, id, body_hash, outbox ~= '' and notes or nil)
 if known_id then return refuse('known', known_id, known_hash) end -- a repetition changes nothing
-if share ~= '' and is_over(string.sub(record, 1, -#('request:' .. id) - 1), share, 0) then return refuse('over') end
+local prefix = string.sub(record, 1, -#('request:' .. id) - 1)
+if share ~= '' and is_over(prefix, share, 0) then
+  forget_expired(prefix, share)
+  return refuse('over')
+end
 local route = route_of(lane, group, tenant, tonumber(weight))
 if room(lane, route.share, delayed, limit, group, is_told, 1) == 0 then return refuse('full') end
 
@@ -49,7 +53,10 @@ redis.call('HSET', record, 'state', 'queued', 'entry', entry, 'version', version
   'webhook', webhook, 'body_hash', body_hash, 'created_at', created, 'deadline_at', created + timeout,
   'timeout_ms', timeout, 'result_ttl_ms', result_ttl, 'tombstone_ttl_ms', tombstone_ttl)
 if outbox ~= '' then redis.call('HSET', record, 'outbox', outbox, 'notes', notes) end
-if share ~= '' then redis.call('HSET', record, 'share', share) end
+if share ~= '' then
+  redis.call('HSET', record, 'share', share)
+  forget_expired(prefix, share)
+end
 if watcher ~= '' then redis.call('HSET', record, 'waiters', watcher) end
 redis.call('PEXPIRE', record, lifetime)
 redis.call('ZADD', due, created + timeout, id)

@@ -3,8 +3,8 @@
 --   <prefix>stored-until:<tenant>  set of the requests by the time at which their results expire
 local SPARED = 16 * 1024 * 1024 -- bytes of a tenant that are never too many
 
--- Takes note of how many bytes are stored of a request, until when; 0 = none are any more.
-local function note_stored(prefix, tenant, id, bytes, until_ms)
+-- Changes how many bytes are stored of a request, until when; 0 = none are any more.
+local function change_stored(prefix, tenant, id, bytes, until_ms)
   local sizes, times = prefix .. 'stored:' .. tenant, prefix .. 'stored-until:' .. tenant
   local before = tonumber(redis.call('HGET', sizes, id) or '0')
   if bytes == 0 then
@@ -20,13 +20,30 @@ local function note_stored(prefix, tenant, id, bytes, until_ms)
   for _, key in ipairs({sizes, times}) do redis.call('PEXPIRE', key, left) end
 end
 
--- Tells whether so many bytes more are too many: a tenant may have as many as are free (dynamic thresholds).
+-- Returns requests of a tenant whose results have expired, a bounded number.
+local function expired(prefix, tenant)
+  return redis.call('ZRANGEBYSCORE', prefix .. 'stored-until:' .. tenant, '-inf', now_ms(), 'LIMIT', 0, 100)
+end
+
+-- Counts results no more that have expired.
+local function forget_expired(prefix, tenant)
+  for _, id in ipairs(expired(prefix, tenant)) do change_stored(prefix, tenant, id, 0) end
+end
+
+-- Takes note of how many bytes are stored of a request, until when; 0 = none are any more.
+local function note_stored(prefix, tenant, id, bytes, until_ms)
+  change_stored(prefix, tenant, id, bytes, until_ms)
+  forget_expired(prefix, tenant)
+end
+
+-- Tells whether so many bytes more are too many: a tenant may have as many as are free (dynamic thresholds). It writes nothing:
+-- after a write, full memory stops no script.
 local function is_over(prefix, tenant, more)
-  local sizes, times = prefix .. 'stored:' .. tenant, prefix .. 'stored-until:' .. tenant
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', times, '-inf', now_ms(), 'LIMIT', 0, 100)) do
-    note_stored(prefix, tenant, id, 0)
-  end
+  local sizes, ids = prefix .. 'stored:' .. tenant, expired(prefix, tenant)
   local own = tonumber(redis.call('HGET', sizes, '') or '0') + more
+  if ids[1] then
+    for _, bytes in ipairs(redis.call('HMGET', sizes, unpack(ids))) do own = own - tonumber(bytes or '0') end
+  end
   if own <= SPARED then return false end
   local memory = redis.call('INFO', 'memory')
   local most, used = string.match(memory, '\nmaxmemory:(%d+)'), string.match(memory, '\nused_memory:(%d+)')
