@@ -97,6 +97,12 @@ class Iterations(StepRunner[Pending]):
         return sum(held.instance >= 0 for held in self._held.values())
 
     @property
+    def waiting(self) -> list[Pending]:
+        """The requests that do not execute now."""
+        executing = {item for execution in self.expected_ends for item in execution.items}
+        return [item for item in self._held if item not in executing]
+
+    @property
     def room(self) -> int:
         """How many requests more would execute with the next batches, if all of the model's batches were full."""
         rows = self.model.executor.count * min(self._sequences.slots, self._sequences.max_rows)
@@ -302,6 +308,11 @@ class IterativeBatcher:
             for generation in self._generations
             for execution, end_s in generation.expected_ends.items()
         }
+
+    @property
+    def waiting(self) -> list[Pending]:
+        """The items that wait here for an instance."""
+        return [item for generation in self._generations for item in generation.waiting]
 
     @property
     def has_work(self) -> bool:

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pydantic import SecretStr
 from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.backends.base import Batch, Context
+from qinfer.backends.stub import StubBackend
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import RedisSettings
 from qinfer.models.store import ControlStore
@@ -36,6 +39,7 @@ WINDOW_BYTES = 100_000
 ROW = 25_000
 """Elements of each response: 100,000 bytes."""
 MANY = 5000
+ITERATIVE = "sequence_batching { iterative_sequence: true oldest { max_candidate_sequences: 8 } }"
 KINDS = ("generate_stream", "infer_stream", "grpc")
 
 
@@ -54,8 +58,29 @@ class Holding(StreamingBackend):
             ctx.respond(item, ())
 
 
+class Iterating(StreamingBackend):
+    """Sends one large response of each request with each execution."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        super().__init__(gate)
+        self.left: dict[str, int] = {}
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        if not ctx.is_decoupled:
+            super().execute(batch, ctx)
+            return
+        for item, request in enumerate(batch.requests):
+            if ctx.cancelled(item):
+                continue
+            left = self.left[request.id] = self.left.get(request.id, int(batch.inputs["x"][item].flat[0])) - 1
+            ctx.respond(item, (from_numpy("y", np.zeros((1, ROW), "<f4")),), final=not left)
+            self.sent += 1
+            if left:
+                ctx.reschedule(item)
+
+
 class Served:
-    """A worker with two instances of a model, and a gateway with keys of the tenants `acme` and `evil`."""
+    """A worker with instances of a model, and a gateway with keys of the tenants `acme` and `evil`."""
 
     def __init__(self, scene: InlineWorkers, gateway: Gateway, keys: Mapping[str, str], stub: Any) -> None:
         self.scene, self.gateway, self.keys, self.stub = scene, gateway, keys, stub
@@ -84,16 +109,17 @@ class Served:
         return lambda: asyncio.to_thread(all_of, connection)
 
     async def stuck(self) -> None:
-        """Waits until both instances have sent what their callers' windows let through."""
-
-        def sent() -> list[int]:
-            return [one.sent for one in self.scene.backends["w1"] if isinstance(one, StreamingBackend)]
-
-        before, still = sent(), 0
+        """Waits until the instances have sent what their callers' windows let through."""
+        before, still = self.sent, 0
         while still < 20:
             await asyncio.sleep(0.02)  # nothing tells that nothing happens
-            still = still + 1 if before == sent() and all(before) else 0
-            before = sent()
+            still = still + 1 if before == self.sent and all(before) else 0
+            before = self.sent
+
+    @property
+    def sent(self) -> list[int]:
+        """How many responses each instance has sent."""
+        return [one.sent for one in self.scene.backends["w1"] if isinstance(one, StreamingBackend)]
 
     def ask(self, tenant: str, count: int = 1) -> "asyncio.Task[httpx.Response]":
         """Asks for a stream of so many responses, and reads it."""
@@ -125,38 +151,52 @@ def all_of(connection: socket.socket) -> str:
     return last[-1000:].decode()
 
 
-@pytest.fixture
-async def served(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Served]:
-    redis_server.client().flushall()
-    file = tmp_path / "keys.json"
+@asynccontextmanager
+async def serving(
+    server: RedisServer, folder: Path, backend: Callable[..., StubBackend], *, instances: int = 1, scheduler: str = ""
+) -> AsyncIterator[Served]:
+    server.client().flushall()
+    file = folder / "keys.json"
     keys = {name: add_key(file, name, (Scope.INFER,), name)[1] for name in ("acme", "evil")}
-    redis = RedisSettings(url=SecretStr(redis_server.url))
+    redis = RedisSettings(url=SecretStr(server.url))
     queue, store = await Queue.connect(redis), ControlStore(admin_client(redis))
     async with inline_workers(queue, store) as scene:
-        scene.backend = Holding
+        scene.backend = backend
         auth = {"mode": "keys", "keys_file": str(file)}
         settings = settings_of(
             limits={"stream_window_bytes": WINDOW_BYTES, "wait_for_workers_s": 10}, grpc={}, auth=auth
         )
         scene.limits = settings.limits
-        await scene.model(more=DECOUPLED, dims=-1, instances=2, scheduler="")
+        await scene.model(more=DECOUPLED, dims=-1, instances=instances, scheduler=scheduler)
         await scene.worker(heartbeat_every_s=0.05)
         rpc = open_port(settings)
         assert rpc is not None
         gateway = Gateway(
             settings, await Queue.connect(redis), ControlStore(admin_client(redis)), bind(settings.http), rpc=rpc
         )
-        serving = asyncio.create_task(gateway.serve())
-        await eventually(lambda: gateway.started.is_set() or serving.done(), description="a gateway that serves")
-        assert not serving.done(), serving.exception()
+        running = asyncio.create_task(gateway.serve())
+        await eventually(lambda: gateway.started.is_set() or running.done(), description="a gateway that serves")
+        assert not running.done(), running.exception()
         async with grpc.aio.insecure_channel(rpc.url.partition("://")[2]) as channel:
             one = Served(scene, gateway, keys, stub_of(channel))
             yield one
             one.close()
         gateway.stop()
-        await asyncio.wait([serving])
+        await asyncio.wait([running])
     await store.close()
     await queue.close()
+
+
+@pytest.fixture
+async def served(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Served]:
+    async with serving(redis_server, tmp_path, Holding, instances=2) as one:
+        yield one
+
+
+@pytest.fixture
+async def iterated(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Served]:
+    async with serving(redis_server, tmp_path, Iterating, scheduler=ITERATIVE) as one:
+        yield one
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,3 +231,25 @@ async def test_a_tenant_that_reads_has_all_instances(served: Served) -> None:
 
     assert [len(reply.text) > 20 * ROW for reply in replies] == [True] * 5
     await eventually(lambda: served.gateway.dispatcher.in_flight == 0, description="nothing is left")
+
+
+async def test_a_request_that_joins_a_batch_does_not_wait_for_another_tenants_reader(iterated: Served) -> None:
+    end = await iterated.unread("generate_stream")
+    await iterated.stuck()
+
+    reply = await iterated.ask("acme", 20)
+
+    assert len(reply.text) > 20 * ROW
+    assert UNREAD in await end()
+
+
+async def test_a_request_of_the_same_batch_does_not_wait_for_another_tenants_reader(iterated: Served) -> None:
+    """It has begun before."""
+    asked = iterated.ask("acme", 200)
+    await eventually(lambda: sum(iterated.sent) > 0, description="an execution")
+
+    end = await iterated.unread("generate_stream")
+    reply = await asked
+
+    assert len(reply.text) > 200 * ROW
+    assert UNREAD in await end()

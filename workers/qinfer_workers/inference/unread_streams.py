@@ -4,7 +4,8 @@
                                               ├─▶ Stream.cancel: the tenant with the most gives up an instance
                                               └─▶ refused: it gets no further one while it has its share
 
-A tenant that is alone keeps its streams: they end when nothing was taken for `QINFER_LIMITS__STREAM_STALL_S`.
+A tenant that is alone keeps its streams: they end when nothing was taken for `QINFER_LIMITS__STREAM_STALL_S`. A batch
+of an iterative model goes on with all of its requests, so that those of other tenants wait, too, and have begun.
 """
 
 import asyncio
@@ -15,13 +16,15 @@ from collections.abc import Callable, Iterable, Sequence
 from qinfer.backends.python_host.streams import OPEN_STREAMS
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
+from qinfer.batching.sequences.iterations import IterativeBatcher
 from qinfer.batching.sequences.shares import PATIENCE_S, turns
-from qinfer.batching.streams import LEAST_RATE, Stream
+from qinfer.batching.streams import LEAST_RATE, Stream, StreamedExecution
 from qinfer.errors import Cancelled, QinferError, QuotaExceeded
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import Share
 from qinfer.queue.lanes import Queue
 from qinfer.queue.sequence_records import SlotShare
+from qinfer_workers.inference.ensembles.batcher import EnsembleBatcher
 from qinfer_workers.inference.serving import Serving
 
 _SLOWER = f"the caller took less than {LEAST_RATE // 1024} KiB/s"
@@ -64,7 +67,7 @@ class UnreadStreams:
                 self._looking.add(key)
                 self._tasks.create_task(self._look(key, group))
 
-    def refused(self, batcher: Batcher, items: Sequence[Pending]) -> list[Pending]:
+    def refused(self, batcher: Batcher | IterativeBatcher, items: Sequence[Pending]) -> list[Pending]:
         """Answers the items of tenants whose unread streams have their share of the instances; returns the others."""
         spec = batcher.model.spec
         tenants, until_s = self._full.get((spec.name, batcher.model.version), (set(), 0.0))
@@ -76,7 +79,7 @@ class UnreadStreams:
     async def _look(self, key: Key, streams: list[Stream]) -> None:
         try:
             serving = self._serving_of(key)
-            if serving is None or not isinstance(serving.batcher, Batcher):
+            if serving is None or isinstance(serving.batcher, EnsembleBatcher):
                 return
             found = await self._queue.shares(serving.lanes, named=True)
             shares = [share for group in found for share in group]
@@ -97,29 +100,53 @@ class UnreadStreams:
         return guests
 
     def _decide(
-        self, key: Key, batcher: Batcher, streams: list[Stream], shares: Sequence[Share], guests: set[str]
+        self,
+        key: Key,
+        batcher: Batcher | IterativeBatcher,
+        streams: list[Stream],
+        shares: Sequence[Share],
+        guests: set[str],
     ) -> None:
         """Ends streams of tenants that hold more than others who wait, and notes who may have no more."""
         count, now_s = batcher.model.executor.count, time.monotonic()
         holding = [stream for stream in streams if stream.holds_instance]
-        unread = Counter(stream.item.request.tenant for stream in holding)
+        unread = Counter(tenant for tenant, _ in {(stream.item.request.tenant, stream.source) for stream in holding})
         seen = {tenant for share in shares for tenant in share.tenants}
         # As `SharedLimit` has it: as many as each has stay free.
         full = {tenant for tenant, its in unread.items() if its >= count - unread.total() and seen - {tenant}}
         self._full[key] = full, now_s + _KNOWN_S
+        if isinstance(batcher, IterativeBatcher):
+            holding = _end_blocking(batcher, holding)
         running = [one for one in batcher.expected_ends if one.begin_ns and not one.end_ns]
         if len(running) < count:
             return
-        held = Counter(tenant for one in running for tenant in {item.request.tenant for item in one.items})
+        held = Counter(tenant for one in running for tenant in _tenants(one.items))
         if not holding and len(streams) >= OPEN_STREAMS // 2:  # a process that has so many open takes no batch either
             holding = streams
             held.update(stream.item.request.tenant for stream in streams)
         unread_s = {stream: stream.unread_s(now_s) for stream in holding}
-        here = {item.request.tenant for item in batcher.waiting}
+        here = _tenants(batcher.waiting)
         for turn in turns(_shares(held, shares, here | guests), {one.item.request.tenant for one in holding}):
             victim = max((one for one in unread_s if one.item.request.tenant == turn.giver), key=unread_s.__getitem__)
             del unread_s[victim]
             victim.cancel(Cancelled(UNREAD))
+
+
+def _tenants(items: Iterable[Pending]) -> set[str]:
+    return {item.request.tenant for item in items}
+
+
+def _end_blocking(batcher: IterativeBatcher, holding: Sequence[Stream]) -> list[Stream]:
+    """Ends the unread streams that keep requests of other tenants from their next execution; returns the others."""
+    waiting, left = batcher.waiting, list[Stream]()
+    for stream in holding:
+        unread = _tenants(one.item for one in holding if one.source is stream.source)
+        batch = stream.source.items if isinstance(stream.source, StreamedExecution) else ()
+        if _tenants(item for item in (*batch, *waiting) if not item.lost) - unread:
+            stream.cancel(Cancelled(UNREAD))
+        else:
+            left.append(stream)
+    return left
 
 
 def _shares(held: "Counter[str]", shares: Sequence[Share], others: Iterable[str]) -> list[SlotShare]:

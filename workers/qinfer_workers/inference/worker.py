@@ -413,7 +413,7 @@ class Worker:
         if items and batcher.paused:
             self._publisher.give_back(items)
             return
-        if items and batcher.model.streams is not None and isinstance(batcher, Batcher):
+        if items and batcher.model.streams is not None and not isinstance(batcher, EnsembleBatcher):
             items = self._unread.refused(batcher, items)
         batcher.admit(items)
 
