@@ -84,7 +84,7 @@ ROWS = (
         keys.lane,
         "stream",
         "permanent",
-        "one entry per request, with a field for the frame; consumer group `workers`. Lanes `p1` … `p8`, each with "
+        "one entry per request, with a field for the frame; consumer group `workers`. Lanes `p1` … `p32`, each with "
         "one for delayed requests, are for requests; `shadow` is for those that a target executes as a shadow; "
         "`bulk1`, `bulk2`, `bulk3` are for shards of bulk jobs of high, normal and low priority. Without the group: "
         "`seq` and `seq.handed`, the sequences that wait for an owner, those of a tenant in `seq~<tenant>`, a "

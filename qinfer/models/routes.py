@@ -5,8 +5,9 @@ from typing import NamedTuple
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
 from qinfer.queue.entries import DELAYED, Lane
 
-MAX_LANES = 8
-"""Lanes per version: more levels share them by range; the exact level is in the frame."""
+MAX_LANES = 32
+"""Lanes per version, each of which costs a fetch three calls of Redis. More levels share them by range; the exact level is
+in the frame."""
 
 NAMES = tuple(f"p{number}{suffix}" for number in range(1, MAX_LANES + 1) for suffix in ("", DELAYED))
 """Every online lane that a version can have, with whatever configuration."""
@@ -65,7 +66,7 @@ class Routes:
 
 
 def lane_name(levels: int, level: int) -> str:
-    """Returns the lane of a level: `p1` … `p8`; `p1` where there are no levels (both 0)."""
+    """Returns the lane of a level: `p1` … `p32`; `p1` where there are no levels (both 0)."""
     return f"p{_number(levels, level)}"
 
 

@@ -41,7 +41,7 @@ class Lane(msgspec.Struct, frozen=True, cache_hash=True):
     Attributes:
         model: The model's name.
         version: Its version, > 0; 0 = the steps of a sequence, of whichever version.
-        name: An opaque lane name: `p1` … `p8`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; of a
+        name: An opaque lane name: `p1` … `p32`, `p2.delayed`, `bulk1` … `bulk3`, `shadow`, `seq`, `seq@<worker>`; of a
             share of one, the stream of some of its tenants, such as `p1~3`.
         partition: The queue partition; the lanes of one partition share a cluster slot.
     """

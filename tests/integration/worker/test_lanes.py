@@ -3,6 +3,7 @@
 import asyncio
 
 from qinfer.core.messages import Response
+from qinfer.models.routes import MAX_LANES
 from qinfer.queue.entries import DELAYED, Lane
 from qinfer.testing import eventually
 from tests.support.inline_workers import InlineWorkers, value
@@ -58,6 +59,51 @@ async def test_higher_priorities_run_first(scene: InlineWorkers) -> None:
 
     assert {value(answer) for answer in answers} == {1.0, 2.0, 3.0}
     assert order.names == [f"level {priority}" for priority in (1, 2, 3) for _ in range(8)]
+    await first
+
+
+async def test_twelve_levels_run_in_their_order(scene: InlineWorkers) -> None:
+    """Requests that came in mixed order, while the only worker was held, are answered level by level."""
+    await scene.model(batching="priority_levels: 12 default_priority_level: 6")
+    await scene.worker()
+    first = await scene.busy()
+    # As above.
+    await seconds_pass(scene, 0.15)
+    order = Order()
+    mixed = [7, 12, 1, 9, 4, 11, 2, 8, 5, 10, 3, 6] * 2
+    calls = [
+        order.of(str(priority), scene.submit_waiting(float(priority), priority=priority, levels=12))
+        for priority in mixed
+    ]
+    await held(scene, "p6", 2)
+    scene.go()
+
+    answers = await asyncio.gather(*calls)
+
+    assert [value(answer) for answer in answers] == mixed
+    assert order.names == [str(priority) for priority in sorted(mixed)]
+    await first
+
+
+async def test_levels_that_share_a_lane_are_sorted_by_the_worker(scene: InlineWorkers) -> None:
+    """There are more of them than lanes: what one fetch brings runs in the order of the levels."""
+    levels = 2 * MAX_LANES
+    await scene.model(batching=f"priority_levels: {levels} default_priority_level: 2")
+    await scene.worker()
+    first = await scene.busy()
+    # As above.
+    await seconds_pass(scene, 0.15)
+    order = Order()
+    calls = [
+        order.of(f"level {priority}", scene.submit_waiting(float(priority), priority=priority, levels=levels))
+        for priority in (2, 1) * 4
+    ]
+    await held(scene, "p1", 1 + 8)
+    scene.go()
+
+    await asyncio.gather(*calls)
+
+    assert order.names == ["level 1"] * 4 + ["level 2"] * 4
     await first
 
 

@@ -24,7 +24,7 @@ def test_lanes_of_levels() -> None:
     assert [lane.name for lane in lanes_of(spec, 1)] == ["p1", "p2", "p3", "p3.delayed"]
 
 
-@pytest.mark.parametrize("levels", [0, 1, 3, 8, 9, 12, 20, 64, 1001])
+@pytest.mark.parametrize("levels", [0, 1, 3, 12, 32, 33, 48, 64, 1001])
 def test_many_levels_share_lanes(levels: int) -> None:
     """Every level has a lane among those that are read, a higher level never a later one; no lane is without level."""
     spec = leveled(levels)
@@ -36,7 +36,7 @@ def test_many_levels_share_lanes(levels: int) -> None:
     assert list(dict.fromkeys(of_levels)) == names
 
 
-@pytest.mark.parametrize("levels", [3, 9, 20, 1001])
+@pytest.mark.parametrize("levels", [3, 9, 33, 1001])
 def test_shared_lanes_are_delayed_where_one_of_their_levels_is(levels: int) -> None:
     """By its own policy, or by the default one where it has none."""
     delay, reject = QueuePolicy(timeout_s=1.0, delay=True), QueuePolicy(timeout_s=1.0)
@@ -47,7 +47,7 @@ def test_shared_lanes_are_delayed_where_one_of_their_levels_is(levels: int) -> N
     by_default = [lane.name for lane in lanes_of(leveled(levels, default=delay, **rejects), 1)]
 
     assert [name for name in by_own if name.endswith(".delayed")] == ["p1.delayed"]
-    assert [name for name in by_default if name.startswith("p1")] == ["p1"]
+    assert [name for name in by_default if name in ("p1", "p1.delayed")] == ["p1"]
     assert {f"{name}.delayed" for name in by_default if name != "p1" and "." not in name} <= set(by_default)
 
 

@@ -32,6 +32,19 @@ def test_levels_have_lanes_and_policies_of_their_own() -> None:
     assert levels.default.lane.name == "p2"
 
 
+def test_each_of_twelve_levels_has_a_lane_and_a_policy() -> None:
+    """Its own timeout, size and action, and no other level's."""
+    policies = {
+        level: QueuePolicy(max_queue_size=level, timeout_s=float(level), delay=level % 2 == 0) for level in range(1, 13)
+    }
+
+    levels = routes(BatchingSpec(preferred_sizes=(8,), priority_levels=12, default_priority=1, policies=policies))
+
+    found = [levels.of(level) for level in range(1, 13)]
+    assert [route.lane.name for route in found] == [f"p{level}" for level in range(1, 13)]
+    assert [route.policy for route in found] == list(policies.values())
+
+
 def test_a_policy_without_levels_makes_the_way_special() -> None:
     """Every request has to ask for its queue timeout then."""
     policy = QueuePolicy(max_queue_size=3)
@@ -46,4 +59,4 @@ def test_very_many_levels_share_lanes() -> None:
     """A configuration may have 2³² of them."""
     many = routes(BatchingSpec(preferred_sizes=(8,), priority_levels=2**32, default_priority=2**31))
 
-    assert [many.of(level).lane.name for level in (1, 0, 2**32)] == ["p1", "p4", "p8"]
+    assert [many.of(level).lane.name for level in (1, 0, 2**32)] == ["p1", "p16", "p32"]

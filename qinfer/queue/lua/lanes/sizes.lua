@@ -16,9 +16,10 @@ local function time_of(id) return tonumber(string.match(id, '^%d+')) or math.hug
 for i, lane in ipairs(KEYS) do
   local entries, oldest = 0, ''
   for _, stream in ipairs(streams_of(lane)) do
-    local first = first_of(stream[2])
+    local length = redis.call('XLEN', stream[2])
+    local first = length > 0 and first_of(stream[2]) or ''
     if time_of(first) < time_of(oldest) then oldest = first end
-    entries = entries + redis.call('XLEN', stream[2])
+    entries = entries + length
   end
   found[2 * i - 1], found[2 * i] = entries, oldest
 end
