@@ -40,6 +40,7 @@ from qinfer.traffic.routing import Endpoints
 from qinfer.traffic.tally import TargetTally, key_of, witness_of
 from qinfer_api.access_log import AccessLog, wrappers_of
 from qinfer_api.auth import ANONYMOUS, Auth, Context
+from qinfer_api.ordering import OrderedSink, Ordering
 from qinfer_api.quotas import Quota
 from qinfer_api.shadows import Shadow, Shadows
 from qinfer_api.status import has_id, of_request, told
@@ -84,6 +85,7 @@ class Dispatcher:
         self._clock = SystemClock()
         self._new_id = IdFactory().ulid
         self.submission = Submission(delivery, catalog, limits, owner, self._answered, self._failed)
+        self._ordering = Ordering(self.submission, limits.max_in_flight)
         self.endpoints = Endpoints(catalog)
         self.targets = TargetTally(self.endpoints, owner)
         self.access: AccessLog | None = None
@@ -269,8 +271,9 @@ class Dispatcher:
             sink = TargetSink(self.targets, sink, request, shadows, given_s)
         if self.access is not None:
             sink = self.access.noted(sink, context, request)
+        submit = self._ordering.submit if spec.preserves_order else self.submission.submit
         try:
-            pending = self.submission.submit(served, request, sink, timeout_s, quota)
+            pending = submit(served, request, sink, timeout_s, quota)
         except QinferError as error:
             self._refused(request, error, shadows, given_s)
             raise
@@ -371,8 +374,13 @@ class Dispatcher:
 
     def cancel(self, pending: Pending) -> None:
         """Forgets a request whose caller went away, and takes it out of the queue if it is still there."""
-        if self.submission.pending.cancel(pending):
+        is_waiting = is_unanswered = self.submission.pending.cancel(pending)
+        if isinstance(pending.sink, OrderedSink):  # its answer may be there, and wait for its turn
+            is_waiting = True
+            pending.sink.leave()
+        if is_unanswered:  # no worker has counted it
             self._tally.ended(pending.model, pending.version, "cancelled", pending.started_s)
+        if is_waiting:
             for sink in wrappers_of(pending.sink):
                 sink.left(pending.request_id, pending.version)
 

@@ -6,8 +6,8 @@ from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
 from qinfer.queue.entries import DELAYED, Lane
 
 MAX_LANES = 32
-"""Lanes per version, each of which costs a fetch three calls of Redis. More levels share them by range; the exact level is
-in the frame."""
+"""Lanes per version, each of which costs a fetch three commands. More levels share them by range; the exact level is in
+the frame."""
 
 NAMES = tuple(f"p{number}{suffix}" for number in range(1, MAX_LANES + 1) for suffix in ("", DELAYED))
 """Every online lane that a version can have, with whatever configuration."""

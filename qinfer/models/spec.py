@@ -249,6 +249,8 @@ class ModelSpec:
         lane_capacity: Requests that may wait in one lane.
         min_workers: 0 = the model is READY without a live worker: its requests wait until one has started.
         decoupled: A request has 0, 1 or many responses (`model_transaction_policy`).
+        preserves_order: A gateway answers its requests in the order in which they came (`preserve_ordering`); never of
+            a decoupled model.
         stream_resume: A stream whose worker ends is executed again, and what its caller has is skipped: the model
             gives the same responses each time.
         is_cached: Its responses may be cached (`response_cache`).
@@ -290,6 +292,7 @@ class ModelSpec:
     lane_capacity: int = 10_000
     min_workers: int = 1
     decoupled: bool = False
+    preserves_order: bool = False
     stream_resume: bool = False
     is_cached: bool = False
     cached_for_all: bool = False

@@ -77,6 +77,10 @@ class Inner:
     def fail(self, error: Exception) -> None:
         """Takes the reason why there is no response."""
 
+    def is_behind(self) -> bool:
+        """Tells whether the response waits for that of another request, on whose memory it may not wait."""
+        return False
+
 
 class Counter(Protocol):
     """Counts the requests in flight of a tenant, the owner of a quota."""
@@ -645,7 +649,7 @@ class PendingRequests:
         """
         if self.lend is None or pending.memory is not None:
             return
-        if pending.holder is not None and pending.holder.is_behind() and pending in self:
+        while pending in self and _is_behind(pending):
             pending.turn = asyncio.Event()
             await pending.turn.wait()
         if pending in self:
@@ -674,6 +678,12 @@ class PendingRequests:
                 if pending not in self:
                     raise
                 logger.info("outputs are read again", extra={"request_id": pending.request_id, "reason": error.message})
+
+
+def _is_behind(pending: Pending) -> bool:
+    """Tells whether the answer of a request is to be sent behind another."""
+    sink, holder = pending.sink, pending.holder
+    return (holder is not None and holder.is_behind()) or (isinstance(sink, Inner) and sink.is_behind())
 
 
 def _uncount(pending: Pending) -> None:

@@ -85,7 +85,6 @@ def to_spec(
     parameters = {key: config.parameters[key].string_value for key in sorted(config.parameters)}
     max_timeout_s = float(parameters.get(MAX_TIMEOUT, limits.max_timeout_s))
     default_timeout_s = float(parameters.get(DEFAULT_TIMEOUT, limits.default_timeout_s))
-    graph = config.optimization.graph
     return ModelSpec(
         name=config.name,
         backend=config.backend,
@@ -101,13 +100,14 @@ def to_spec(
         warmup=to_warmup(config),
         default_timeout_s=min(default_timeout_s, max_timeout_s),
         max_timeout_s=max_timeout_s,
-        graph_level=graph.level if config.optimization.HasField("graph") else None,
+        graph_level=_graph_level(config),
         gpu_accelerators=_accelerators(config.optimization.execution_accelerators.gpu_execution_accelerator),
         cpu_accelerators=_accelerators(config.optimization.execution_accelerators.cpu_execution_accelerator),
         cuda_graphs=config.optimization.cuda.graphs,
         lane_capacity=int(parameters.get(LANE_CAPACITY, limits.lane_capacity)),
         min_workers=int(parameters.get(MIN_WORKERS, 1)),
         decoupled=config.model_transaction_policy.decoupled,
+        preserves_order=config.dynamic_batching.preserve_ordering and not config.model_transaction_policy.decoupled,
         stream_resume=STREAM_RESUME in parameters,
         is_cached=config.response_cache.enable,
         cached_for_all=parameters.get(CACHE_SCOPE) == "all",
@@ -260,6 +260,10 @@ def _instances(config: ModelConfig) -> Iterator[InstanceSpec]:
                 resources=resources,
                 priority=group.rate_limiter.priority,
             )
+
+
+def _graph_level(config: ModelConfig) -> int | None:
+    return config.optimization.graph.level if config.optimization.HasField("graph") else None
 
 
 def _batching(config: ModelConfig) -> BatchingSpec | None:

@@ -423,6 +423,15 @@ def test_without_dynamic_batching_requests_are_not_merged() -> None:
     assert to_spec(normal(ONNX + "dynamic_batching { }"), LIMITS).batching is None
 
 
+def test_answers_keep_the_order_where_that_is_configured() -> None:
+    """Also without a batch dimension, and never of decoupled models."""
+    ordered = ONNX + "dynamic_batching { preserve_ordering: true }"
+
+    assert to_spec(normal(ordered), LIMITS).preserves_order
+    assert not to_spec(normal(ONNX + "dynamic_batching { }"), LIMITS).preserves_order
+    assert not to_spec(normal(ordered + "model_transaction_policy { decoupled: true }"), LIMITS).preserves_order
+
+
 def test_completion_makes_a_batch_dimension_of_a_variable_first_one() -> None:
     """A model without configuration gets Triton's default batch size, and dynamic batching."""
     config = normalise(ModelConfig(), "m", ["model.onnx"], file_tensors())

@@ -390,6 +390,7 @@ async def test_outputs_that_are_sent_behind_others_ask_for_no_memory_before(setu
     setup.waiting.receive(await stored_answer(setup, pending, data=LONG))
     await eventually(lambda: pending.turn is not None, description="the wait for its turn")
     assert lent.asked == []
+    lent.comes_behind = False
     pending.comes_first()
 
     await eventually(lambda: bool(setup.responses), description="the answer")
