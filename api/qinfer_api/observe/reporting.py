@@ -43,6 +43,7 @@ from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.queue.lanes import Queue
 from qinfer.traffic.tally import TargetTally
+from qinfer_api.observe.endpoint_load import EndpointLoad
 from qinfer_api.observe.fresh_counts import FreshCounts
 from qinfer_api.observe.statistics import Statistics
 from qinfer_api.observe.trace_file import TraceFile, start_of
@@ -278,6 +279,7 @@ class Reporting:
 
     Attributes:
         statistics: The statistics extension.
+        load: The load metrics that replies carry.
         log_settings: The logging extension.
         trace_settings: The trace extension.
         tenants: What this gateway counts by tenant; `None` = nothing.
@@ -310,6 +312,7 @@ class Reporting:
         self._flushing = asyncio.Lock()  # of two at once, the later one would add what the other is about to
         self._fresh = FreshCounts(catalog, store)
         self.statistics = Statistics(catalog, store, self._added)
+        self.load = EndpointLoad(catalog, store)
         self.log_settings = LogSettings(store, settings.log)
         self._traces = traces
         self.trace_settings = TraceSettings(store, catalog, traces, start_of(settings.trace))

@@ -8,7 +8,7 @@
 Of free-form JSON, a key that is an input of the model becomes a tensor, any other a parameter; the members of an object
 `parameters` are taken the same way. Those of sequences are what they are on infer, where the model has sequences. The
 answer has each output under its own name. It is neither taken nor given in a
-compressed body. Load metrics (ORCA, `endpoint-load-metrics`) are not reported.
+compressed body. Replies carry the load metrics that a request asks for (ORCA).
 
 No body meets pydantic. Whatever takes long (decompression, a large body or reply) runs in a thread, off the event loop.
 """
@@ -55,8 +55,9 @@ from qinfer_api.http.infer import (
     request_encoding,
 )
 from qinfer_api.http.responses import coded_refusal, encode_event, event_text
+from qinfer_api.observe.endpoint_load import FORMAT_HEADER
 from qinfer_api.requests.routes import ACCEPTED, PREFER, submit
-from qinfer_api.rest.openapi import Json, answer, body, operation
+from qinfer_api.rest.openapi import Json, answer, body, header, operation
 from qinfer_api.rest.services import (
     INFER_BODY,
     INFER_ERRORS,
@@ -125,13 +126,15 @@ _INFER_STREAM = operation(
     REQUEST_TIMEOUT,
     takes=INFER_BODY,
 )
+_LOAD = header(FORMAT_HEADER, "Has the reply carry `endpoint-load-metrics` (ORCA): `text` or `json`.")
 _GENERATE = operation(
-    "Run a model on free-form JSON", {200: _OUTPUTS, **INFER_ERRORS}, REQUEST_TIMEOUT, takes=body(_FREE)
+    "Run a model on free-form JSON", {200: _OUTPUTS, **INFER_ERRORS}, REQUEST_TIMEOUT, _LOAD, takes=body(_FREE)
 )
 _GENERATE_STREAM = operation(
     "Run a model on free-form JSON, and stream its responses",
     {200: _STREAM, **INFER_ERRORS},
     REQUEST_TIMEOUT,
+    _LOAD,
     takes=body(_FREE),
 )
 
@@ -318,9 +321,20 @@ async def _generate(services: Services, target: Target, request: Request) -> Htt
     finally:
         services.dispatcher.cancel(pending)  # does nothing once it is answered
     failed = [response for response in responses if response.failure is not None]
-    if not failed and len(responses) != 1:
-        return send(error_reply(400, _NOT_ONE))
-    return send(await _encoded((failed or responses)[0], asked))
+    if failed or len(responses) == 1:
+        reply = send(await _encoded((failed or responses)[0], asked))
+    else:
+        reply = send(error_reply(400, _NOT_ONE))
+    reply.headers.update(await _load(services, request))
+    return reply
+
+
+async def _load(services: Services, request: Request) -> dict[str, str]:
+    """Returns the header with the load metrics that a request asks for, if it does."""
+    form = request.headers.get(FORMAT_HEADER)
+    if form is None:
+        return {}
+    return await services.reporting.load.of(services.dispatcher.named(*target_of(request))[0], form)
 
 
 async def _generate_stream(services: Services, target: Target, request: Request) -> HttpResponse:
@@ -346,11 +360,14 @@ async def _stream(
     responses = sink.responses(pending)
     try:
         replies = await unless_left(request.receive, _first(responses, event))
+        load = await _load(services, request)
     except BaseException:
         services.dispatcher.cancel(pending)
         raise
     events = _events(replies, responses, event, partial(recheck, services, request))
-    return _Events(events, replies, services.dispatcher, pending)
+    reply = _Events(events, replies, services.dispatcher, pending)
+    reply.headers.update(load)
+    return reply
 
 
 async def _generated(asked: "_Asked", response: Response) -> Reply:

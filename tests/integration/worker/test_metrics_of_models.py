@@ -74,6 +74,20 @@ def initialize(self, args):
 """,
 )
 
+LANGUAGE_MODEL = python_models.execute(
+    "return [reply(x(request)) for request in requests]",
+    before="""
+def initialize(self, args):
+    make = pb_utils.MetricFamily
+    self.family = make("nv_trt_llm_kv_cache_block_metrics", "Blocks.", make.GAUGE)
+    self.gauges = []
+    for name, value in (("used", 30), ("max", 120), ("tokens_per", 64)):
+        labels = {"model": args["model_name"], "version": args["model_version"], "kv_cache_block_type": name}
+        self.gauges.append(self.family.Metric(labels))
+        self.gauges[-1].set(value)
+""",
+)
+
 MODELS = ("echo", "tagged", "cached", "raises", "stream", "sums", "ensemble")
 
 
@@ -161,6 +175,22 @@ async def test_every_scheduler_counts_as_tritons(repository: Path) -> None:
         assert page.of(model)["nv_inference_first_response_histogram_ms_bucket +Inf"] == executed
         assert float(page.of(model)["nv_inference_queue_summary_us 0.5"]) > 0
         assert ("nv_inference_request_summary_us 0.5" in page.of(model)) == (model != "cached")
+
+
+async def test_replies_carry_the_load_of_a_language_model(tmp_path: Path) -> None:
+    """It exports the gauges of TensorRT-LLM's backend (ORCA)."""
+    python_models.write_model(tmp_path, LANGUAGE_MODEL, "llm", dims=2)
+    async with models_served(tmp_path) as scene, httpx.AsyncClient() as client:
+        await load(scene, "llm")
+        url = f"{scene.gateway.url}/v2/models/llm/generate"
+
+        async def is_told() -> bool:
+            reply = await client.post(url, json={"x": [1, 2]}, headers={"endpoint-load-metrics-format": "text"})
+            assert reply.status_code == 200
+            told = "TEXT named_metrics.kv_cache_utilization=0.250000, named_metrics.max_token_capacity=7680"
+            return bool(reply.headers.get("endpoint-load-metrics") == told)
+
+        await eventually(is_told, description="the load in a reply")
 
 
 async def test_tags_are_labels(repository: Path) -> None:
