@@ -161,11 +161,6 @@ def divided_of(stream: Lane) -> tuple[Lane, int]:
     return (Lane(stream.model, stream.version, name, stream.partition), int(number)) if number else (stream, 0)
 
 
-def is_of(stream: Lane, lane: Lane) -> bool:
-    """Tells whether a stream is a lane, or a share of it."""
-    return stream is lane or undivided(stream.name) == lane.name
-
-
 def delayed_name(name: str) -> str:
     """Returns the name of the lane for what waited too long in a lane or a share of it."""
     return undivided(name) + DELAYED

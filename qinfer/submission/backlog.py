@@ -21,7 +21,7 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Route
 from qinfer.models.spec import ModelSpec, QueuePolicy
-from qinfer.queue.entries import FULL, Lane, Share, is_of, undivided
+from qinfer.queue.entries import FULL, Lane, Share, undivided
 from qinfer.queue.lanes import Queue
 from qinfer.queue.shares import is_placed
 from qinfer.submission.pending import Load
@@ -173,13 +173,14 @@ class Backlog:
     def _at_best(self, served: Served, route: Route, wait_s: float) -> Capacity:
         """Returns the speed at best that higher lanes leave to a request which may wait so long."""
         capacity = self._capacity(served)
-        above, group = route.ahead[:-1], self._loads[route.ahead[-1]][1] if route.ahead[-1] in self._loads else None
+        group = self._loads[route.ahead[-1]][1] if route.ahead[-1] in self._loads else None
         if group is None or not capacity.rps:
             return capacity
         if capacity.start_s:
             passed_s = 0.0 if group.asked_s is None else asyncio.get_running_loop().time() - group.asked_s
             capacity = capacity._replace(start_s=max(capacity.start_s * _BEST_START - passed_s, 0.0))
-        higher = [load for load in group.loads if any(is_of(load.lane, lane) for lane in above)]
+        above = {lane.name for lane in route.ahead[:-1]}
+        higher = [load for load in group.loads if undivided(load.lane.name) in above]
         return capacity.behind(sum(load.overtaking.least_part(wait_s, capacity.rps) for load in higher))
 
     def _capacity(self, served: Served) -> Capacity:

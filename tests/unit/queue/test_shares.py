@@ -2,7 +2,7 @@
 
 import pytest
 
-from qinfer.queue.entries import Lane, delayed_name, divided_of, is_of, share_of, undivided
+from qinfer.queue.entries import Lane, delayed_name, divided_of, share_of, undivided
 from qinfer.queue.shares import CROWDED_S, KNOWN_S, Places
 from qinfer.testing import FakeClock
 
@@ -66,5 +66,3 @@ def test_a_share_knows_its_lane() -> None:
     assert share_of(LANE, 0) == LANE
     assert [undivided(name) for name in ("p1~12", "p2.delayed", "seq@w")] == ["p1", "p2.delayed", "seq@w"]
     assert (delayed_name("p1~12"), delayed_name("p1")) == ("p1.delayed", "p1.delayed")
-    assert is_of(share, LANE)
-    assert not is_of(share, Lane("m", 1, "p12"))
