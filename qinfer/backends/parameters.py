@@ -1,10 +1,10 @@
-"""A model as all adapters read and check it: numbers, switches, file, tensors, cores, engine cache, environment."""
+"""A model as all adapters read and check it: numbers, switches, file, tensors, cores, engine cache, environments."""
 
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
@@ -15,8 +15,19 @@ T = TypeVar("T")
 _CGROUP = Path("/sys/fs/cgroup")
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _ENGINES = Path("~/.cache/qinfer/engines")
+_ENVIRONMENTS = Path("~/.cache/qinfer/environments")
+
+
+class EnvironmentStore(NamedTuple):
+    """Where environments of models are unpacked, and how large each may be."""
+
+    directory: Path
+    max_bytes: int = 8 * 2**30
+    max_files: int = 200_000
+
 
 _engine_cache: list[Path] = []
+_environments: list[EnvironmentStore] = []
 _model_variables: dict[str, str] = {}
 
 
@@ -143,6 +154,23 @@ def engine_cache() -> Path:
     The directory need not exist: the one that was set, else one of the user's cache.
     """
     return _engine_cache[0] if _engine_cache else _ENGINES.expanduser()
+
+
+def use_environments(cache_dir: str, max_bytes: int, max_files: int) -> None:
+    """Sets where this process's models have their environments; called once, by the program that composes it.
+
+    Args:
+        cache_dir: The directory of all that this machine may lose; empty = the user's cache.
+        max_bytes: Bytes of an environment.
+        max_files: Files, directories and links of an environment.
+    """
+    directory = Path(cache_dir) / "environments" if cache_dir else _ENVIRONMENTS.expanduser()
+    _environments[:] = [EnvironmentStore(directory.absolute(), max_bytes, max_files)]
+
+
+def environments() -> EnvironmentStore:
+    """Returns where environments of models are unpacked: as it was set, else in the user's cache."""
+    return _environments[0] if _environments else EnvironmentStore(_ENVIRONMENTS.expanduser())
 
 
 def use_model_variables(environment: Mapping[str, str]) -> None:

@@ -40,6 +40,7 @@ from qinfer.backends.python_host.messages import (
     Manage,
     Message,
     More,
+    Prepared,
     TensorMeta,
 )
 from qinfer.backends.python_host.process import HostProcess
@@ -54,7 +55,10 @@ from qinfer.observe.model_metrics import ModelSeries
 from qinfer.tensors import Bytes, from_numpy
 
 ENVIRONMENT = "EXECUTION_ENV_PATH"
-"""Triton's parameter for a packed environment."""
+"""Triton's parameter for the model's own environment: an archive or a directory."""
+
+MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
+"""Begins such a path within the model's directory."""
 
 TRIES = 5
 """So many processes in a row may die before they take a batch; then its requests are refused as retryable."""
@@ -62,6 +66,9 @@ TRIES = 5
 M = TypeVar("M", bound=Message)
 COMPLETE_S = 120.0
 """How long importing the model and `auto_complete_config` may take together."""
+
+PREPARE_S = 3600.0
+"""How long unpacking the model's environment may take before that."""
 
 TOO_LONG = "the load of model '{}' lasted longer than its limit of {:g} s (qinfer.load_timeout_s)"
 
@@ -87,7 +94,8 @@ class PythonBackend:
         Raises:
             ModelLoadFailed: There is no such file, or the model's code raised or died; its log says where.
         """
-        check_model(spec.name, spec.parameters.get(ENVIRONMENT, ""), version_dir, spec.filename)
+        check_model(spec.name, version_dir, spec.filename)
+        environment = environment_of(spec.name, spec.parameters.get(ENVIRONMENT, ""), version_dir)
         self._model = spec.name
         self._datatypes = {i.name: i.datatype for i in spec.file_inputs}
         self._ragged = frozenset(i.name for i in spec.inputs if i.ragged)
@@ -118,13 +126,14 @@ class PythonBackend:
 
         def load(process: HostProcess) -> None:
             with killed_after(spec.load_timeout_s or math.inf, process, too_long):
+                prepare(process, spec.name)
                 has_loaded = ask(process, message, Loaded, spec.name, managing)
             if has_loaded.has_is_ready:
                 probe = ReadinessProbe(process.asks, lambda: self._instance.is_busy, self.unready())
                 probe.first()
                 self._probe = probe
 
-        self._instance = Instance(spec.name, version_dir.name, load)
+        self._instance = Instance(spec.name, version_dir.name, load, environment)
         limit_s = min(spec.warmup_timeout_s or math.inf, spec.execute_timeout_s or math.inf)
         self._interrupt = partial(self._instance.interrupt, limit_s)
         try:
@@ -302,12 +311,11 @@ class PythonBackend:
             ctx.respond(item, outputs, parameters=answer.parameters or None)
 
 
-def check_model(model: str, environment: str, version_dir: Path, filename: str) -> None:
-    """Refuses a model whose file is missing, or that brings an environment of its own.
+def check_model(model: str, version_dir: Path, filename: str) -> None:
+    """Refuses a model whose file is missing.
 
     Args:
         model: The model's name.
-        environment: Its parameter `EXECUTION_ENV_PATH`.
         version_dir: The version's directory.
         filename: The file in it; empty = `model.py`.
 
@@ -319,19 +327,53 @@ def check_model(model: str, environment: str, version_dir: Path, filename: str) 
         raise ModelLoadFailed(f"model '{model}' has no file '{path.name}' in version {version_dir.name}")
     if path.suffix != ".py":
         raise ModelLoadFailed(f"model '{model}': Model name must end with '.py'. Model name is \"{path.name}\".")
-    if environment:
+
+
+def environment_of(model: str, parameter: str, version_dir: Path) -> Path | None:
+    """Returns the environment that a model brings, an archive or a directory; `None` = the worker's.
+
+    Args:
+        model: The model's name.
+        parameter: Its parameter `EXECUTION_ENV_PATH`; empty = it has none.
+        version_dir: The version's directory, which is in the model's.
+
+    Raises:
+        ModelLoadFailed: There is nothing of that name, or it may not be used.
+    """
+    if not parameter:
+        return None
+    inner = parameter.removeprefix(f"{MODEL_DIRECTORY}/")
+    path = version_dir.parent.absolute() / inner if inner != parameter else Path(parameter)
+    if inner != parameter and (inner.startswith("/") or ".." in Path(inner).parts):
+        raise ModelLoadFailed(f"model '{model}': {ENVIRONMENT} '{parameter}' leads out of the model's directory")
+    if not path.is_absolute():
         raise ModelLoadFailed(
-            f"model '{model}' sets {ENVIRONMENT}, which is not supported: models run in the worker's own Python; "
-            "install what it needs there, run a worker for it in an environment of its own, and remove the parameter"
+            f"model '{model}': {ENVIRONMENT} '{parameter}' is neither an absolute path on the worker's machine nor one "
+            f"in the model's directory, such as {MODEL_DIRECTORY}/env.tar.gz"
         )
+    if not path.exists():
+        raise ModelLoadFailed(f"model '{model}': {ENVIRONMENT} '{parameter}' is not there")
+    return path
 
 
-def ask(process: HostProcess, message: Message, expected: type[M], model: str, managing: Managing | None = None) -> M:
+def prepare(process: HostProcess, model: str) -> None:
+    """Waits until a process is in the environment that its model brings.
+
+    Raises:
+        ModelLoadFailed: The environment can't be used.
+    """
+    if process.environment is not None:
+        ask(process, None, Prepared, model)
+
+
+def ask(
+    process: HostProcess, message: Message | None, expected: type[M], model: str, managing: Managing | None = None
+) -> M:
     """Has a process do something before it executes; returns its answer.
 
     Args:
         process: The process.
-        message: What to do.
+        message: What to do; `None` = what it does from its start.
         expected: What the answer is if it did.
         model: The model's name.
         managing: Carries out what the model asks for meanwhile; `None` = it asks for nothing.
@@ -340,7 +382,8 @@ def ask(process: HostProcess, message: Message, expected: type[M], model: str, m
         ModelLoadFailed: The model's code raised, or ended its process.
     """
     try:
-        process.channel.send(message)
+        if message is not None:
+            process.channel.send(message)
         answer, buffers = process.channel.receive()
         while managing is not None and isinstance(answer, Manage):
             managing.hear(process.channel, answer, buffers)
@@ -352,7 +395,8 @@ def ask(process: HostProcess, message: Message, expected: type[M], model: str, m
     text = answer.message if isinstance(answer, Failed) else f"unexpected {type(answer).__name__}"
     hint = ""
     if isinstance(answer, Failed) and answer.missing:
-        hint = f"; install what provides '{answer.missing}' in the worker's environment"
+        where = "the worker's environment" if process.environment is None else f"its environment ({ENVIRONMENT})"
+        hint = f"; install what provides '{answer.missing}' in {where}"
     raise ModelLoadFailed(f"model '{model}' failed to load: {text}{hint}")
 
 
@@ -436,10 +480,14 @@ def complete_config(config: ModelConfig, version_dir: Path, timeout_s: float = C
     named.name = model
     filename = config.default_model_filename or "model.py"
     environment = config.parameters[ENVIRONMENT].string_value if ENVIRONMENT in config.parameters else ""
-    check_model(model, environment, version_dir, filename)
+    check_model(model, version_dir, filename)
     too_long = f"auto_complete_config of model '{model}' took more than {timeout_s:g} s; write its config.pbtxt"
-    process = HostProcess(model, version_dir.name)
+    process = HostProcess(model, version_dir.name, environment=environment_of(model, environment, version_dir))
     try:
+        with killed_after(
+            PREPARE_S, process, f"unpacking the environment of model '{model}' took more than {PREPARE_S:g} s"
+        ):
+            prepare(process, model)
         with killed_after(timeout_s, process, too_long):
             answer = ask(process, Complete(str(version_dir), filename, to_json(named)), Completed, model)
     finally:

@@ -412,6 +412,12 @@ class WorkerSettings(Section):
         description="Further variables that code of `python` models gets, by name or pattern: HF_TOKEN, ACME_*. It "
         "never gets settings, and by default no credentials. `qinfer up` and `qinfer autoscale` pass them to workers.",
     )
+    max_environment_bytes: int = Field(
+        8 * 2**30, gt=0, description="Largest packed environment of a `python` model (`EXECUTION_ENV_PATH`), unpacked."
+    )
+    max_environment_files: int = Field(
+        200_000, gt=0, description="Files, directories and links that such an environment may have."
+    )
 
 
 class RepositorySettings(Section):
@@ -444,7 +450,9 @@ class RepositorySettings(Section):
         "can reach; empty = such requests are refused.",
     )
     cache_dir: str = Field(
-        "", description="Directory of workers' copies of remote model files; empty = one in the user's cache."
+        "",
+        description="Directory of workers' copies of remote model files, compiled engines and unpacked environments; "
+        "empty = one in the user's cache.",
     )
     strict_readiness: bool = Field(
         False,

@@ -9,8 +9,10 @@ import math
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from qinfer.core.settings_metrics import MetricsSettings
+if TYPE_CHECKING:  # pydantic is not in the environments that models bring
+    from qinfer.core.settings_metrics import MetricsSettings
 
 GROWTH = 1.1
 """The ratio of the upper bounds of a bucket and of the one before."""
@@ -43,7 +45,7 @@ _Counts = Mapping[str, int]
 _Key = tuple[str, int]
 
 
-def latency_tally(metrics: MetricsSettings) -> "LatencyTally | None":
+def latency_tally(metrics: "MetricsSettings") -> "LatencyTally | None":
     """Returns what counts latencies for the summaries and the histogram; `None` where nobody wants them."""
     if not metrics.summary_latencies and not metrics.histogram_latencies:
         return None

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from qinfer.backends.python_host.process import FINALIZE_S, TERMINATE_S, HostProcess
 from qinfer.core.retry import pause_s
@@ -38,19 +39,23 @@ class Instance:
         model: The model's name, for the log.
         version: Its version, for the log too.
         load: Loads the model in a process that has started. Raises `ModelLoadFailed`.
+        environment: The model's own environment, an archive or a directory; `None` = the worker's.
 
     Attributes:
         reason: Why there is no process.
         is_busy: A batch is being executed.
     """
 
-    def __init__(self, model: str, version: str, load: Callable[[HostProcess], object]) -> None:
+    def __init__(
+        self, model: str, version: str, load: Callable[[HostProcess], object], environment: Path | None = None
+    ) -> None:
         self.reason = ""
         self.is_busy = False
         self._busy_since_s = 0.0
         self._model = model
         self._version = version
         self._load = load
+        self._environment = environment
         self._changed = threading.Condition()
         self._stopping = threading.Lock()
         self._process: HostProcess | None = None
@@ -164,7 +169,7 @@ class Instance:
         Raises:
             ModelLoadFailed: The model can't be loaded.
         """
-        process = HostProcess(self._model, self._version, self.lost)
+        process = HostProcess(self._model, self._version, self.lost, self._environment)
         with self._changed:
             self._starting = process
             is_stopped = self._is_stopped

@@ -69,6 +69,10 @@ class Completed(msgspec.Struct, array_like=True, tag=True):
     config: str
 
 
+class Prepared(msgspec.Struct, array_like=True, tag=True):
+    """To the worker, before anything else: the model's own environment is there, and its Python starts."""
+
+
 class Failed(msgspec.Struct, array_like=True, tag=True):
     """To the worker: the command raised an exception; the traceback is in the log.
 
@@ -337,6 +341,7 @@ Message = (
     | Loaded
     | Complete
     | Completed
+    | Prepared
     | Failed
     | Execute
     | Executed

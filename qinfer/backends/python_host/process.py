@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
-from qinfer.backends.parameters import model_variables
+from qinfer.backends.parameters import environments, model_variables
 from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.messages import Finalize
 from qinfer.backends.python_host.metric_table import MetricMemory
@@ -80,8 +81,11 @@ class HostProcess:
         model: The model's name, for the log.
         version: Its version, for the log too.
         ended: Called when the process is gone, from a thread of its own.
+        environment: The model's own environment, an archive or a directory; `None` = the worker's. The process says
+            `Prepared` when it is in it, or `Failed`.
 
     Attributes:
+        environment: The same.
         asks: The socket by which it is asked for its model's readiness.
         metrics: The memory of its model's own metrics.
         held: Returns the ids of the requests that it has, for the log of its death.
@@ -90,8 +94,15 @@ class HostProcess:
         BackendUnavailable: This is not Linux.
     """
 
-    def __init__(self, model: str, version: str = "", ended: Callable[["HostProcess"], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        model: str,
+        version: str = "",
+        ended: Callable[["HostProcess"], None] = lambda _: None,
+        environment: Path | None = None,
+    ) -> None:
         self._model = model
+        self.environment = environment
         self._of_model = {"model": model, "version": version}
         self._ended = ended
         self.held: Callable[[], list[str]] = list
@@ -107,9 +118,9 @@ class HostProcess:
         with theirs, asked:
             descriptors = (theirs.fileno(), asked.fileno(), self.metrics.descriptor)
             # -B: byte code beside the model's files would look like a change of the model.
-            options = ["-P", "-B", "-u", "-m", "qinfer.backends.python_host"]
-            command = [sys.executable, *options, *map(str, descriptors), str(os.getpid())]
-            environment = model_variables()
+            command = [sys.executable, "-P", "-B", "-u", "-m", *_program(environment)]
+            command += [*map(str, descriptors), str(os.getpid())]
+            variables = model_variables()
 
             def start() -> subprocess.Popen[bytes]:
                 return subprocess.Popen(  # noqa: S603  our own interpreter and module
@@ -118,7 +129,7 @@ class HostProcess:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=descriptors,
-                    env=environment,
+                    env=variables,
                     start_new_session=True,
                 )
 
@@ -228,6 +239,15 @@ class HostProcess:
         if mark:
             level, message, extra = logged(record)
             said.log(level, message, extra={**self._of_model, **extra})
+
+
+def _program(environment: Path | None) -> list[str]:
+    """Returns the module that a process runs, and its arguments before the descriptors."""
+    if environment is None:
+        return ["qinfer.backends.python_host"]
+    store = environments()
+    limits = (str(store.max_bytes), str(store.max_files))
+    return ["qinfer.backends.python_host.packed", str(environment), str(store.directory), *limits]
 
 
 def logged(record: str) -> tuple[int, str, dict[str, str]]:

@@ -22,6 +22,7 @@ READS_ENVIRONMENT = {
     "qinfer/core/settings.py",
     # Programs.
     "qinfer/jobs/examiner.py",
+    "qinfer/backends/python_host/packed/start.py",
     "scripts/demo.py",
     "workers/qinfer_workers/jobs/beat.py",
     "workers/qinfer_workers/renewer.py",

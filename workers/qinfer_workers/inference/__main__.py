@@ -19,7 +19,7 @@ from pathlib import Path
 import uvloop
 
 from qinfer.backends import registry
-from qinfer.backends.parameters import use_engine_cache, use_model_variables
+from qinfer.backends.parameters import use_engine_cache, use_environments, use_model_variables
 from qinfer.core.environments import model_environment
 from qinfer.core.processes import protect_process
 from qinfer.core.settings import Settings, load_settings
@@ -69,9 +69,7 @@ async def serve(settings: Settings) -> None:
         loop.add_signal_handler(signum, stop.set)
     store = ControlStore(admin_client(settings.redis))
     files = open_repositories(settings.repository)
-    if settings.repository.cache_dir:
-        use_engine_cache(Path(settings.repository.cache_dir) / "engines")
-    use_model_variables(model_environment(os.environ, settings.worker.model_env))
+    _set_up_backends(settings)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = known_as(gpus_here(settings.worker.gpus, visible), visible)
     catalog = Catalog(store, settings.limits)
@@ -104,6 +102,15 @@ async def serve(settings: Settings) -> None:
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
     logger.info("worker stopped", extra={"worker": worker_id})
+
+
+def _set_up_backends(settings: Settings) -> None:
+    """Tells the backends where they may keep files, and what models' processes may see."""
+    worker, cache_dir = settings.worker, settings.repository.cache_dir
+    if cache_dir:
+        use_engine_cache(Path(cache_dir) / "engines")
+    use_environments(cache_dir, worker.max_environment_bytes, worker.max_environment_files)
+    use_model_variables(model_environment(os.environ, worker.model_env))
 
 
 def main() -> int:

@@ -182,15 +182,11 @@ def test_a_file_that_is_no_model(tmp_path: Path, code: str, text: str) -> None:
 
 
 def test_what_is_refused_before_a_process_starts(tmp_path: Path) -> None:
-    """A file that is missing, and an environment of the model's own."""
+    """A model whose file is missing."""
     directory = write_model(tmp_path, ECHO)
     (directory / "model.py").rename(directory / "other.py")
     with pytest.raises(ModelLoadFailed, match=r"has no file 'model\.py' in version 1"):
         load(directory)
-
-    packed = 'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "env.tar.gz" } }'
-    with pytest.raises(ModelLoadFailed, match="EXECUTION_ENV_PATH, which is not supported"):
-        load(write_model(tmp_path, ECHO, name="packed", more=packed))
 
 
 def test_finalize_runs_and_the_process_ends(tmp_path: Path) -> None:

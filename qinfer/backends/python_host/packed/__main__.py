@@ -1,0 +1,178 @@
+"""The model's process before it enters the model's own environment: it prepares it, and goes on as its Python.
+
+`python -m qinfer.backends.python_host.packed <environment> <directory> <bytes> <files> <descriptors…> <parent>`
+
+Args:
+    environment: The archive, or a directory that is used as it is.
+    directory: Where archives are unpacked.
+    bytes, files: How large one may be.
+    descriptors, parent: As of `qinfer.backends.python_host`.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+
+from qinfer.backends.python_host.channel import Channel
+from qinfer.backends.python_host.messages import Failed, Prepared
+from qinfer.backends.python_host.packed import start
+from qinfer.backends.python_host.packed.archive import Bounds
+from qinfer.backends.python_host.packed.environments import Environments
+from qinfer.errors import ModelLoadFailed
+
+OLDEST = (3, 11)
+"""The oldest Python that runs qinfer."""
+
+PROBE_S = 120.0
+"""How long activating an environment and starting its Python may take."""
+
+_QINFER = Path(start.__file__).parents[3]
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_PROBE = """
+import importlib.util, json, os, sys, sysconfig
+found = [name for name in ("numpy", "msgspec") if importlib.util.find_spec(name) is not None]
+print()
+print(json.dumps([sys.version_info[:2], sysconfig.get_config_var("SOABI") or "", found, dict(os.environ)]))
+"""
+"""Runs in any Python 3."""
+
+_SHELLS = ("PWD", "OLDPWD", "SHLVL", "_")
+"""Variables that the shell sets for itself."""
+
+_OTHERS = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONSTARTUP", "VIRTUAL_ENV", "CONDA_PREFIX", "PS1")
+"""Variables that are about the worker's environment."""
+
+
+class Found(NamedTuple):
+    """The Python of an environment, and the variables of a process in it.
+
+    Attributes:
+        version: Major and minor number.
+        abi: What extension modules it can load.
+        packages: Those that a model's process needs and that the environment has.
+        variables: All of the process's.
+    """
+
+    version: tuple[int, int]
+    abi: str
+    packages: list[str]
+    variables: dict[str, str]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Becomes the model's process; returns, an exit status, only if that can't be."""
+    environment, directory, max_bytes, max_files, *descriptors, parent = arguments
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it died before the call
+        return 1
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # as in the host process
+        signal.signal(signum, lambda *_: None)
+    channel = Channel(socket.socket(fileno=int(descriptors[0])))
+    variables = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+    variables["PYTHONNOUSERSITE"] = "1"
+    try:
+        store = Environments(Path(directory), Bounds(int(max_bytes), int(max_files)))
+        archive = Path(environment)
+        root = archive if archive.is_dir() else store.unpacked(archive, variables)
+        found = look(root, variables)
+        first = store.lend(_QINFER)
+        last = str(store.lend(Path(msgspec.__path__[0]))) if lends(found) else ""
+    except (ModelLoadFailed, OSError) as error:
+        text = error.message if isinstance(error, ModelLoadFailed) else f"its environment: {error.strerror}"
+        channel.send(Failed(text))
+        with suppress(OSError, EOFError):
+            channel.receive()  # the worker ends this process when it has read that
+        return 1
+    channel.send(Prepared())
+    return enter(root, found.variables, [str(first), last, *descriptors, parent])
+
+
+def look(root: Path, variables: Mapping[str, str]) -> Found:
+    """Activates an environment, and asks its Python what it is.
+
+    Raises:
+        ModelLoadFailed: There is no Python in it, or it does not run here.
+    """
+    python, activate = root / "bin" / "python", root / "bin" / "activate"
+    if not python.exists():
+        raise ModelLoadFailed("its environment has no bin/python; pack a whole environment, from its root")
+    command = [str(python), "-B", "-s", "-c", _PROBE]
+    if activate.exists():  # as Triton does: scripts of conda's packages set variables
+        command = ["bash", "-c", '. "$0" && exec "$@"', str(activate), *command]
+    try:
+        ran = subprocess.run(  # noqa: S603  the model's own
+            command,
+            env=variables,
+            cwd=root,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            timeout=PROBE_S,
+            check=True,
+        )
+        version, abi, packages, activated = json.loads(ran.stdout.splitlines()[-1])
+    except FileNotFoundError:
+        raise ModelLoadFailed("its environment has a bin/activate, and there is no bash here to run it") from None
+    except PermissionError:
+        raise ModelLoadFailed(
+            "bin/python of its environment may not be executed; object stores keep no permissions and no links of "
+            "files: use an archive (.tar.gz) there"
+        ) from None
+    except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
+        raise ModelLoadFailed(
+            f"the Python of its environment does not run here ({type(error).__name__}); the log of the worker says why"
+        ) from None
+    own = {name: value for name, value in activated.items() if name not in _SHELLS or name in variables}
+    return Found((version[0], version[1]), abi, packages, own)
+
+
+def lends(found: Found) -> bool:
+    """Tells whether an environment needs the worker's msgspec, because it has none.
+
+    Raises:
+        ModelLoadFailed: A model's process can't run in it.
+    """
+    theirs, ours = ("Python " + ".".join(map(str, version)) for version in (found.version, sys.version_info[:2]))
+    if found.version < OLDEST:
+        raise ModelLoadFailed(
+            f"its environment has {theirs}, and models need Python 3.11 or newer; pack it anew, best with the worker's "
+            f"{ours}"
+        )
+    if "numpy" not in found.packages:
+        raise ModelLoadFailed("its environment has no numpy, which each model needs; add it and pack it anew")
+    if "msgspec" in found.packages:
+        return False
+    if found.abi != sysconfig.get_config_var("SOABI"):
+        raise ModelLoadFailed(
+            f"its environment has {theirs} and no msgspec, and the worker's, for {ours}, does not fit; add msgspec to "
+            f"it, or pack it anew with {ours}"
+        )
+    return True
+
+
+def enter(root: Path, variables: dict[str, str], arguments: Sequence[str]) -> NoReturn:
+    """Replaces this process by the Python of an environment, which runs `start`."""
+    path, libraries = variables.get("PATH", ""), variables.get("LD_LIBRARY_PATH", "")
+    for prefix in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        if prefix in variables:  # a venv notes where it was made
+            variables[prefix] = str(root)
+    variables["PATH"] = f"{root / 'bin'}:{path}"
+    # As Triton does, for libraries of conda's packages.
+    variables["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(root / "lib"), libraries)))
+    python = str(root / "bin" / "python")
+    os.execve(python, [python, "-P", "-B", "-u", "-s", start.__file__, libraries, *arguments], variables)  # noqa: S606
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

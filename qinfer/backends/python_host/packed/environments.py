@@ -1,0 +1,197 @@
+"""Unpacked environments on this machine, which all its workers share.
+
+    <directory>/<hash of the archive>/env/…     the environment
+    <directory>/<hash of the archive>/ready     made last: without it, the environment counts as not there
+    <directory>/known/<hash of a stamp>         the hash of an archive with this stamp, which need not be read again
+    <directory>/lent/<hash>/<package>           a link to a package of the worker's
+
+A process that uses an environment holds a shared lock on its directory, as long as it or one of its children lives. One
+process at a time unpacks and removes. What a process leaves that is killed meanwhile is not ready, and the next one
+that unpacks removes it.
+"""
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from io import BufferedReader
+from pathlib import Path
+
+from qinfer.backends.python_host.packed.archive import Bounds, unpack
+from qinfer.errors import ModelLoadFailed
+
+UNUSED_S = 86400.0
+"""An environment that no model has used for so long is removed when the next one is unpacked."""
+
+READY = "ready"
+_KNOWN, _LENT, _LOCK = "known", "lent", ".lock"
+_SETTLED_S = 2.0
+"""A file system's clock ticks slowly: of an archive that was changed just now, the stamp does not tell the content."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Environments:
+    """The environments of one directory.
+
+    Args:
+        directory: It need not exist.
+        bounds: How large an archive may be.
+
+    Raises:
+        ModelLoadFailed: Somebody else can write to the directory.
+    """
+
+    def __init__(self, directory: Path, bounds: Bounds) -> None:
+        self._root = directory
+        self._bounds = bounds
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = directory.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise ModelLoadFailed(
+                "the directory of unpacked environments belongs to another user, or others can write to it; "
+                "QINFER_REPOSITORY__CACHE_DIR says where it is"
+            )
+
+    def unpacked(self, archive: Path, variables: Mapping[str, str]) -> Path:
+        """Returns the environment that an archive holds, unpacked if need be; it stays while this process lives.
+
+        Args:
+            archive: The archive.
+            variables: The environment of `conda-unpack`, if the archive has it.
+
+        Raises:
+            ModelLoadFailed: The archive can't be read or unpacked.
+        """
+        try:
+            with archive.open("rb") as file:
+                home = self._root / self._digest(file)
+                if not _hold(home):
+                    with (self._root / _LOCK).open("w") as lock:
+                        fcntl.flock(lock, fcntl.LOCK_EX)
+                        if not _hold(home):
+                            self._make(home, file, variables)
+                            _hold(home)
+            os.utime(home)
+        except OSError as error:
+            raise ModelLoadFailed(f"the archive of its environment can't be unpacked: {error.strerror}") from None
+        return home / "env"
+
+    def lend(self, package: Path) -> Path:
+        """Returns a directory that has only a link to a package."""
+        directory = self._root / _LENT / hashlib.sha256(os.fsencode(package)).hexdigest()[:16]
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with suppress(FileExistsError):
+            (directory / package.name).symlink_to(package)
+        return directory
+
+    def _digest(self, file: BufferedReader) -> str:
+        """Returns the hash of an archive; reads it only if its stamp is not known."""
+        stamp = _stamp(file)
+        note = self._root / _KNOWN / hashlib.sha256(stamp.encode()).hexdigest()
+        with suppress(FileNotFoundError):
+            return note.read_text()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(0)
+        if _stamp(file) == stamp and os.fstat(file.fileno()).st_ctime < time.time() - _SETTLED_S:
+            note.parent.mkdir(exist_ok=True, mode=0o700)
+            partial = note.with_name(f".{os.getpid()}")
+            partial.write_text(digest)
+            partial.rename(note)
+        return digest
+
+    def _make(self, home: Path, file: BufferedReader, variables: Mapping[str, str]) -> None:
+        """Unpacks an archive; the lock is held. A full disk gets all of what is not in use removed first."""
+        began_s = time.monotonic()
+        for unused_s in (UNUSED_S, 0.0):
+            self._sweep(unused_s)
+            shutil.rmtree(home, ignore_errors=True)
+            try:
+                members = self._unpacked(home, file, variables)
+                break
+            except (OSError, ModelLoadFailed) as error:
+                shutil.rmtree(home, ignore_errors=True)
+                if getattr(error, "errno", 0) not in _FULL or not unused_s:
+                    raise
+        print(f"environment unpacked: {members} members in {time.monotonic() - began_s:.1f} s")  # noqa: T201  the model's log
+
+    def _unpacked(self, home: Path, file: BufferedReader, variables: Mapping[str, str]) -> int:
+        stamp = _stamp(file)
+        file.seek(0)
+        mask = os.umask(0o077)
+        try:
+            (home / "env").mkdir(parents=True)
+            members = unpack(file, home / "env", self._bounds)
+        finally:
+            os.umask(mask)
+        if _stamp(file) != stamp:
+            raise ModelLoadFailed("the archive of its environment was changed while it was unpacked")
+        script = home / "env" / "bin" / "conda-unpack"
+        if script.is_file():
+            command = [str(home / "env" / "bin" / "python"), "-B", "-s", str(script)]
+            if subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, check=False).returncode:  # noqa: S603  the model's own
+                raise ModelLoadFailed("conda-unpack of its environment failed; the log says why")
+        descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            ctypes.CDLL(None).syncfs(
+                descriptor
+            )  # a machine that stops now must not find `ready` and files without content
+        finally:
+            os.close(descriptor)
+        (home / READY).touch(mode=0o600)
+        return members
+
+    def _sweep(self, unused_s: float) -> None:
+        """Removes environments that are not ready, or that no process has used for a time."""
+        limit = time.time() - unused_s
+        for home in self._root.iterdir():
+            if home.name not in (_KNOWN, _LENT, _LOCK) and (not (home / READY).exists() or _used_at(home) <= limit):
+                _remove(home)
+        for note in (self._root / _KNOWN).glob("*"):
+            if _used_at(note) <= limit and not (self._root / note.read_text()).exists():
+                note.unlink(missing_ok=True)
+
+
+def _stamp(file: BufferedReader) -> str:
+    status = os.fstat(file.fileno())
+    return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+
+def _hold(home: Path) -> bool:
+    """Marks an environment as used by this process and its children; tells whether it is there and ready."""
+    try:
+        descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return False
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    if (home / READY).exists():
+        os.set_inheritable(descriptor, True)
+        return True
+    os.close(descriptor)
+    return False
+
+
+def _used_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _remove(home: Path) -> None:
+    """Removes an environment, unless a process uses it; from when it is not ready it counts no more."""
+    descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (home / READY).unlink(missing_ok=True)
+        shutil.rmtree(home, ignore_errors=True)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,183 @@
+"""Unpacked environments: made once, shared, held while they are used, and removed afterwards."""
+
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from qinfer.backends.python_host.packed import environments
+from qinfer.backends.python_host.packed.archive import Bounds, unpack
+from qinfer.backends.python_host.packed.environments import READY, UNUSED_S, Environments
+from qinfer.errors import ModelLoadFailed
+from tests.unit.backends.python_host.test_packed_archives import archive, member
+
+BOUNDS = Bounds(2**24, 1000)
+LONG_AGO = time.time() - 2 * UNUSED_S
+
+
+def packed(path: Path, text: str = "a") -> Path:
+    path.write_bytes(archive(member("lib/a.py", text.encode()), mode="w"))  # gzip notes the time
+    os.utime(path, (LONG_AGO, LONG_AGO))
+    return path
+
+
+def homes(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir() if path.is_dir() and path.name not in ("known", "lent")}
+
+
+def use(root: Path, file: Path, pipe: Connection) -> None:
+    """Uses an environment in a process of its own until it is told to end."""
+    pipe.send(str(Environments(root, BOUNDS).unpacked(file, {})))
+    pipe.recv()
+
+
+class User:
+    """A process that uses an environment."""
+
+    def __init__(self, root: Path, file: Path) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=use, args=(root, file, theirs))
+        self._process.start()
+
+    def place(self) -> Path:
+        return Path(self._pipe.recv())
+
+    def end(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+
+def test_an_archive_is_unpacked_once_and_private(tmp_path: Path) -> None:
+    file, root = packed(tmp_path / "env.tar.gz"), tmp_path / "cache" / "environments"
+    first = Environments(root, BOUNDS).unpacked(file, {})
+    made = (first / "lib" / "a.py").stat()
+
+    again = Environments(root, BOUNDS).unpacked(packed(tmp_path / "copy.tar.gz"), {})
+
+    assert again == first
+    assert (again / "lib" / "a.py").stat().st_ino == made.st_ino
+    assert {path.stat().st_mode & 0o077 for path in (root, first.parent, first, first / "lib" / "a.py")} == {0}
+
+
+def test_processes_that_unpack_at_once_share_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file, root = packed(tmp_path / "env.tar.gz"), tmp_path / "environments"
+    users = [User(root, file) for _ in range(4)]
+
+    places = {user.place() for user in users}
+
+    for user in users:
+        user.end()
+    assert len(places) == len(homes(root)) == 1
+    assert capfd.readouterr().out.count("environment unpacked") == 1
+
+
+def test_a_changed_archive_is_another_environment(tmp_path: Path) -> None:
+    file, root = packed(tmp_path / "env.tar.gz"), tmp_path / "environments"
+    before = Environments(root, BOUNDS).unpacked(file, {})
+
+    after = Environments(root, BOUNDS).unpacked(packed(file, "b"), {})
+
+    assert after != before
+    assert [(place / "lib" / "a.py").read_text() for place in (before, after)] == ["a", "b"]
+
+
+def test_what_a_killed_process_has_left_is_not_used(tmp_path: Path) -> None:
+    file, root = packed(tmp_path / "env.tar.gz"), tmp_path / "environments"
+    place = Environments(root, BOUNDS).unpacked(file, {})
+    (place.parent / READY).unlink()
+    (place / "lib" / "a.py").write_text("half")
+    (root / "other" / "env").mkdir(parents=True)
+
+    assert Environments(root, BOUNDS).unpacked(file, {}) == place
+
+    assert (place / "lib" / "a.py").read_text() == "a"
+    assert homes(root) == {place.parent.name}
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    file, root = tmp_path / "env.tar.gz", tmp_path / "environments"
+    file.write_bytes(archive(member("a", b"x"), member("../a", b"x")))
+
+    with pytest.raises(ModelLoadFailed):
+        Environments(root, BOUNDS).unpacked(file, {})
+
+    assert homes(root) == set()
+
+
+def test_what_is_unused_for_a_day_is_removed_and_what_is_used_stays(tmp_path: Path) -> None:
+    root = tmp_path / "environments"
+    used, unused, recent = (User(root, packed(tmp_path / name, name)) for name in ("used", "unused", "recent"))
+    places = {user: user.place() for user in (used, unused, recent)}
+    unused.end()
+    recent.end()
+    for user in (used, unused):
+        os.utime(places[user].parent, (LONG_AGO, LONG_AGO))
+
+    new = User(root, packed(tmp_path / "new", "new"))
+    place = new.place()
+
+    assert homes(root) == {found.parent.name for found in (places[used], places[recent], place)}
+    assert (places[used] / "lib" / "a.py").read_text() == "used"
+    for user in (used, new):
+        user.end()
+
+
+def test_a_full_disk_gets_room_from_what_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "environments"
+    old = User(root, packed(tmp_path / "old", "old"))
+    place = old.place()
+    old.end()
+
+    def until_there_is_room(*args: object) -> int:
+        if place.exists():
+            raise OSError(28, "No space left on device")
+        return unpack(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(f"{environments.__name__}.unpack", until_there_is_room)
+
+    new = Environments(root, BOUNDS).unpacked(packed(tmp_path / "new", "new"), {})
+
+    assert homes(root) == {new.parent.name}
+
+
+def test_a_disk_that_stays_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"{environments.__name__}.unpack", never)
+
+    with pytest.raises(ModelLoadFailed, match="can't be unpacked: No space left on device"):
+        Environments(tmp_path / "environments", BOUNDS).unpacked(packed(tmp_path / "new"), {})
+
+    assert homes(tmp_path / "environments") == set()
+
+
+def test_a_known_archive_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "_SETTLED_S", -1.0)
+    file, root = packed(tmp_path / "env.tar.gz"), tmp_path / "environments"
+    place = Environments(root, BOUNDS).unpacked(file, {})
+    monkeypatch.setattr("hashlib.file_digest", None)
+
+    assert Environments(root, BOUNDS).unpacked(file, {}) == place
+
+
+def test_an_archive_that_was_changed_just_now_is_read_again(tmp_path: Path) -> None:
+    """A write within a tick of the file system's clock leaves its stamp."""
+    file, root = packed(tmp_path / "env.tar.gz"), tmp_path / "environments"
+
+    Environments(root, BOUNDS).unpacked(file, {})
+
+    assert not list((root / "known").glob("*"))
+
+
+def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "environments"
+    root.mkdir(mode=0o700)
+    root.chmod(0o777)
+
+    with pytest.raises(ModelLoadFailed, match="others can write to it"):
+        Environments(root, BOUNDS)
