@@ -31,6 +31,7 @@ from qinfer.backends.python_host.messages import (
     Close,
     Complete,
     Completed,
+    EnvironmentReady,
     Execute,
     Executed,
     Failed,
@@ -40,7 +41,6 @@ from qinfer.backends.python_host.messages import (
     Manage,
     Message,
     More,
-    Prepared,
     TensorMeta,
 )
 from qinfer.backends.python_host.process import HostProcess
@@ -363,7 +363,7 @@ def prepare(process: HostProcess, model: str) -> None:
         ModelLoadFailed: The environment can't be used.
     """
     if process.environment is not None:
-        ask(process, None, Prepared, model)
+        ask(process, None, EnvironmentReady, model)
 
 
 def ask(
@@ -373,8 +373,8 @@ def ask(
 
     Args:
         process: The process.
-        message: What to do; `None` = what it does from its start.
-        expected: What the answer is if it did.
+        message: The command; `None` = the process says by itself how its start went.
+        expected: The type of the answer if it did.
         model: The model's name.
         managing: Carries out what the model asks for meanwhile; `None` = it asks for nothing.
 

@@ -69,7 +69,7 @@ class Completed(msgspec.Struct, array_like=True, tag=True):
     config: str
 
 
-class Prepared(msgspec.Struct, array_like=True, tag=True):
+class EnvironmentReady(msgspec.Struct, array_like=True, tag=True):
     """To the worker, before anything else: the model's own environment is there, and its Python starts."""
 
 
@@ -341,7 +341,7 @@ Message = (
     | Loaded
     | Complete
     | Completed
-    | Prepared
+    | EnvironmentReady
     | Failed
     | Execute
     | Executed

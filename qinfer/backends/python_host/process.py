@@ -82,7 +82,7 @@ class HostProcess:
         version: Its version, for the log too.
         ended: Called when the process is gone, from a thread of its own.
         environment: The model's own environment, an archive or a directory; `None` = the worker's. The process says
-            `Prepared` when it is in it, or `Failed`.
+            `EnvironmentReady` when it is in it, or `Failed`.
 
     Attributes:
         environment: The same.

@@ -5,5 +5,5 @@
                               archive: what an archive may hold, and how much
 
 All of it runs in the model's process, which replaces itself by the environment's Python (`exec`). The worker only says
-which archive, and hears `Prepared` or `Failed`.
+which archive, and hears `EnvironmentReady` or `Failed`.
 """

@@ -25,10 +25,10 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from qinfer.backends.python_host.channel import Channel
-from qinfer.backends.python_host.messages import Failed, Prepared
+from qinfer.backends.python_host.messages import EnvironmentReady, Failed
 from qinfer.backends.python_host.packed import start
-from qinfer.backends.python_host.packed.archive import Bounds
-from qinfer.backends.python_host.packed.environments import Environments
+from qinfer.backends.python_host.packed.archive import ArchiveBounds
+from qinfer.backends.python_host.packed.environments import Environments, with_libraries
 from qinfer.errors import ModelLoadFailed
 
 OLDEST = (3, 11)
@@ -41,10 +41,10 @@ _QINFER = Path(start.__file__).parents[3]
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _PROBE = """
-import importlib.util, json, os, sys, sysconfig
+import importlib.util, json, sys, sysconfig
 found = [name for name in ("numpy", "msgspec") if importlib.util.find_spec(name) is not None]
 print()
-print(json.dumps([sys.version_info[:2], sysconfig.get_config_var("SOABI") or "", found, dict(os.environ)]))
+print(json.dumps([sys.version_info[:2], sysconfig.get_config_var("SOABI") or "", found]))
 """
 """Runs in any Python 3."""
 
@@ -55,20 +55,18 @@ _OTHERS = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONSTARTUP", "VIRTU
 """Variables that are about the worker's environment."""
 
 
-class Found(NamedTuple):
-    """The Python of an environment, and the variables of a process in it.
+class Interpreter(NamedTuple):
+    """The Python of an environment.
 
     Attributes:
         version: Major and minor number.
-        abi: What extension modules it can load.
-        packages: Those that a model's process needs and that the environment has.
-        variables: All of the process's.
+        abi: The kind of extension modules that it can load.
+        packages: The packages that the environment has, of those that a model's process needs.
     """
 
     version: tuple[int, int]
     abi: str
     packages: list[str]
-    variables: dict[str, str]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -83,10 +81,12 @@ def main(arguments: Sequence[str]) -> int:
     variables = {name: value for name, value in os.environ.items() if name not in _OTHERS}
     variables["PYTHONNOUSERSITE"] = "1"
     try:
-        store = Environments(Path(directory), Bounds(int(max_bytes), int(max_files)))
+        store = Environments(Path(directory), ArchiveBounds(int(max_bytes), int(max_files)))
         archive = Path(environment)
         root = archive if archive.is_dir() else store.unpacked(archive, variables)
-        found = look(root, variables)
+        variables = activated(root, variables)
+        entered = with_libraries(root, variables)
+        found = probed(root, entered)
         first = store.lend(_QINFER)
         last = str(store.lend(Path(msgspec.__path__[0]))) if lends(found) else ""
     except (ModelLoadFailed, OSError) as error:
@@ -95,35 +95,49 @@ def main(arguments: Sequence[str]) -> int:
         with suppress(OSError, EOFError):
             channel.receive()  # the worker ends this process when it has read that
         return 1
-    channel.send(Prepared())
-    return enter(root, found.variables, [str(first), last, *descriptors, parent])
+    channel.send(EnvironmentReady())
+    arguments = [variables.get("LD_LIBRARY_PATH", ""), str(first), last, *descriptors, parent]
+    return _entered(str(root / "bin" / "python"), arguments, entered)
 
 
-def look(root: Path, variables: Mapping[str, str]) -> Found:
-    """Activates an environment, and asks its Python what it is.
+def activated(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that an environment's `bin/activate` makes of others, if it has one.
 
     Raises:
-        ModelLoadFailed: There is no Python in it, or it does not run here.
+        ModelLoadFailed: The script fails, or there is no bash.
     """
-    python, activate = root / "bin" / "python", root / "bin" / "activate"
+    found, script = dict(variables), root / "bin" / "activate"
+    if script.exists():  # as Triton does: scripts of conda's packages set variables
+        command = ["bash", "-c", '. "$0" >&2 && exec env -0', str(script)]
+        try:
+            ran = _ran(command, variables, root)
+        except FileNotFoundError:
+            raise ModelLoadFailed("its environment has a bin/activate, and there is no bash here to run it") from None
+        except (subprocess.SubprocessError, OSError) as error:
+            raise ModelLoadFailed(
+                f"bin/activate of its environment failed ({type(error).__name__}); the worker's log says why"
+            ) from None
+        pairs = [entry.partition("=") for entry in os.fsdecode(ran).split("\0") if entry]
+        found = {name: value for name, _, value in pairs if name not in _SHELLS or name in variables}
+        for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+            if name in found:  # a venv notes where it was made
+                found[name] = str(root)
+    found["PATH"] = ":".join(filter(None, (str(root / "bin"), found.get("PATH", ""))))
+    return found
+
+
+def probed(root: Path, variables: Mapping[str, str]) -> Interpreter:
+    """Asks the Python of an environment what it is.
+
+    Raises:
+        ModelLoadFailed: There is none, or it does not run here.
+    """
+    python = root / "bin" / "python"
     if not python.exists():
         raise ModelLoadFailed("its environment has no bin/python; pack a whole environment, from its root")
-    command = [str(python), "-B", "-s", "-c", _PROBE]
-    if activate.exists():  # as Triton does: scripts of conda's packages set variables
-        command = ["bash", "-c", '. "$0" && exec "$@"', str(activate), *command]
     try:
-        ran = subprocess.run(  # noqa: S603  the model's own
-            command,
-            env=variables,
-            cwd=root,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            timeout=PROBE_S,
-            check=True,
-        )
-        version, abi, packages, activated = json.loads(ran.stdout.splitlines()[-1])
-    except FileNotFoundError:
-        raise ModelLoadFailed("its environment has a bin/activate, and there is no bash here to run it") from None
+        ran = _ran([str(python), "-B", "-s", "-c", _PROBE], variables, root)
+        version, abi, packages = json.loads(ran.splitlines()[-1])
     except PermissionError:
         raise ModelLoadFailed(
             "bin/python of its environment may not be executed; object stores keep no permissions and no links of "
@@ -131,14 +145,13 @@ def look(root: Path, variables: Mapping[str, str]) -> Found:
         ) from None
     except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
         raise ModelLoadFailed(
-            f"the Python of its environment does not run here ({type(error).__name__}); the log of the worker says why"
+            f"the Python of its environment does not run here ({type(error).__name__}); the worker's log says why"
         ) from None
-    own = {name: value for name, value in activated.items() if name not in _SHELLS or name in variables}
-    return Found((version[0], version[1]), abi, packages, own)
+    return Interpreter((version[0], version[1]), abi, packages)
 
 
-def lends(found: Found) -> bool:
-    """Tells whether an environment needs the worker's msgspec, because it has none.
+def lends(found: Interpreter) -> bool:
+    """Tells whether an environment needs the worker's msgspec for want of its own.
 
     Raises:
         ModelLoadFailed: A model's process can't run in it.
@@ -161,17 +174,17 @@ def lends(found: Found) -> bool:
     return True
 
 
-def enter(root: Path, variables: dict[str, str], arguments: Sequence[str]) -> NoReturn:
-    """Replaces this process by the Python of an environment, which runs `start`."""
-    path, libraries = variables.get("PATH", ""), variables.get("LD_LIBRARY_PATH", "")
-    for prefix in ("VIRTUAL_ENV", "CONDA_PREFIX"):
-        if prefix in variables:  # a venv notes where it was made
-            variables[prefix] = str(root)
-    variables["PATH"] = f"{root / 'bin'}:{path}"
-    # As Triton does, for libraries of conda's packages.
-    variables["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(root / "lib"), libraries)))
-    python = str(root / "bin" / "python")
-    os.execve(python, [python, "-P", "-B", "-u", "-s", start.__file__, libraries, *arguments], variables)  # noqa: S606
+def _entered(python: str, arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+    """Replaces this process by the environment's Python."""
+    os.execve(python, [python, "-P", "-B", "-u", "-s", start.__file__, *arguments], variables)  # noqa: S606
+
+
+def _ran(command: Sequence[str], variables: Mapping[str, str], root: Path) -> bytes:
+    """Runs a program in an environment; returns what it prints. The log gets its errors."""
+    ran = subprocess.run(  # noqa: S603  the model's own
+        command, env=variables, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=PROBE_S, check=True
+    )
+    return ran.stdout
 
 
 if __name__ == "__main__":

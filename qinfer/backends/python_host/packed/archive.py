@@ -31,7 +31,7 @@ _MEMORY_BYTES = 2 * 2**30
 """Memory for reading headers, each of which `tarfile` reads whole."""
 
 
-class Bounds(NamedTuple):
+class ArchiveBounds(NamedTuple):
     """How large an archive may be: its bytes when decompressed, and its members."""
 
     max_bytes: int
@@ -63,7 +63,7 @@ class _Decompressed:
         return content
 
 
-def unpack(archive: BinaryIO, target: Path, bounds: Bounds) -> int:
+def unpack(archive: BinaryIO, target: Path, bounds: ArchiveBounds) -> int:
     """Unpacks an archive into a directory that is empty; returns the number of members.
 
     Raises:

@@ -6,8 +6,8 @@
     <directory>/lent/<hash>/<package>           a link to a package of the worker's
 
 A process that uses an environment holds a shared lock on its directory, as long as it or one of its children lives. One
-process at a time unpacks and removes. What a process leaves that is killed meanwhile is not ready, and the next one
-that unpacks removes it.
+process at a time unpacks and removes. A process that is killed meanwhile leaves an environment that is not ready; the
+next process that unpacks removes it.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 
-from qinfer.backends.python_host.packed.archive import Bounds, unpack
+from qinfer.backends.python_host.packed.archive import ArchiveBounds, unpack
 from qinfer.errors import ModelLoadFailed
 
 UNUSED_S = 86400.0
@@ -48,7 +48,7 @@ class Environments:
         ModelLoadFailed: Somebody else can write to the directory.
     """
 
-    def __init__(self, directory: Path, bounds: Bounds) -> None:
+    def __init__(self, directory: Path, bounds: ArchiveBounds) -> None:
         self._root = directory
         self._bounds = bounds
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -135,16 +135,13 @@ class Environments:
         script = home / "env" / "bin" / "conda-unpack"
         if script.is_file():
             command = [str(home / "env" / "bin" / "python"), "-B", "-s", str(script)]
-            if subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, check=False).returncode:  # noqa: S603  the model's own
+            inner = with_libraries(home / "env", variables)
+            if subprocess.run(command, env=inner, stdin=subprocess.DEVNULL, check=False).returncode:  # noqa: S603
                 raise ModelLoadFailed("conda-unpack of its environment failed; the log says why")
-        descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            ctypes.CDLL(None).syncfs(
-                descriptor
-            )  # a machine that stops now must not find `ready` and files without content
-        finally:
-            os.close(descriptor)
-        (home / READY).touch(mode=0o600)
+        with (home / READY).with_suffix(".new").open("w") as ready:
+            # A machine that stops now must not find the name and files without their content.
+            ctypes.CDLL(None).syncfs(ready.fileno())
+            Path(ready.name).rename(home / READY)
         return members
 
     def _sweep(self, unused_s: float) -> None:
@@ -156,6 +153,12 @@ class Environments:
         for note in (self._root / _KNOWN).glob("*"):
             if _used_at(note) <= limit and not (self._root / note.read_text()).exists():
                 note.unlink(missing_ok=True)
+
+
+def with_libraries(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables by which an environment's Python finds its libraries, as Triton sets them."""
+    libraries = ":".join(filter(None, (str(root / "lib"), variables.get("LD_LIBRARY_PATH", ""))))
+    return {**variables, "LD_LIBRARY_PATH": libraries}
 
 
 def _stamp(file: BufferedReader) -> str:
@@ -186,7 +189,10 @@ def _used_at(path: Path) -> float:
 
 def _remove(home: Path) -> None:
     """Removes an environment, unless a process uses it; from when it is not ready it counts no more."""
-    descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (home / READY).unlink(missing_ok=True)

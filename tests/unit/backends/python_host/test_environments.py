@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from qinfer.backends.python_host.packed import environments
-from qinfer.backends.python_host.packed.archive import Bounds, unpack
+from qinfer.backends.python_host.packed.archive import ArchiveBounds, unpack
 from qinfer.backends.python_host.packed.environments import READY, UNUSED_S, Environments
 from qinfer.errors import ModelLoadFailed
 from tests.unit.backends.python_host.test_packed_archives import archive, member
 
-BOUNDS = Bounds(2**24, 1000)
+BOUNDS = ArchiveBounds(2**24, 1000)
 LONG_AGO = time.time() - 2 * UNUSED_S
 
 

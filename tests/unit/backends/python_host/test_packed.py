@@ -9,7 +9,7 @@ import pytest
 from qinfer.backends import parameters
 from qinfer.backends.parameters import EnvironmentStore, use_environments
 from qinfer.backends.python import complete_config, environment_of
-from qinfer.backends.python_host.packed.__main__ import Found, lends
+from qinfer.backends.python_host.packed.__main__ import Interpreter, lends
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import parse
 from qinfer.testing import wait_until
@@ -213,6 +213,7 @@ def test_a_path_that_can_not_be_used(tmp_path: Path, path: str, text: str) -> No
         ([member("bin/python", b"#!/bin/sh\necho x\n", mode=0o755)], "the Python of its environment does not run here"),
         ([member("bin/python", b"\x7fELF", mode=0o755)], "the Python of its environment does not run here"),
         ([member("bin/python", b"#!/bin/sh\n")], "bin/python of its environment may not be executed"),
+        ([member("bin/activate", b"false\n")], "bin/activate of its environment failed"),
     ],
 )
 def test_an_archive_that_can_not_be_used(tmp_path: Path, members: list[tuple[object, object]], text: str) -> None:
@@ -245,11 +246,17 @@ OURS = (sys.version_info[0], sys.version_info[1])
 @pytest.mark.parametrize(
     ("found", "text"),
     [
-        (Found((3, 9), "cpython-39", ["numpy", "msgspec"], {}), "has Python 3.9, and models need Python 3.11 or newer"),
-        (Found((3, 15), "cpython-315", ["numpy"], {}), "has Python 3.15 and no msgspec, and the worker's, for Python"),
+        (
+            Interpreter((3, 9), "cpython-39", ["numpy", "msgspec"]),
+            "has Python 3.9, and models need Python 3.11 or newer",
+        ),
+        (
+            Interpreter((3, 15), "cpython-315", ["numpy"]),
+            "has Python 3.15 and no msgspec, and the worker's, for Python",
+        ),
     ],
 )
-def test_a_python_that_does_not_fit_is_told_with_the_remedy(found: Found, text: str) -> None:
+def test_a_python_that_does_not_fit_is_told_with_the_remedy(found: Interpreter, text: str) -> None:
     with pytest.raises(ModelLoadFailed) as caught:
         lends(found)
 
@@ -258,7 +265,7 @@ def test_a_python_that_does_not_fit_is_told_with_the_remedy(found: Found, text: 
 
 
 def test_another_python_brings_its_own_msgspec() -> None:
-    assert not lends(Found((3, 15), "cpython-315", ["numpy", "msgspec"], {}))
+    assert not lends(Interpreter((3, 15), "cpython-315", ["numpy", "msgspec"]))
 
 
 def test_a_load_that_takes_too_long_ends_while_it_unpacks(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.backends.python_host.packed.archive import Bounds, leads_out, unpack
+from qinfer.backends.python_host.packed.archive import ArchiveBounds, leads_out, unpack
 from qinfer.errors import ModelLoadFailed
 
-PLENTY = Bounds(2**24, 1000)
+PLENTY = ArchiveBounds(2**24, 1000)
 
 Fill = Callable[[tarfile.TarFile], object]
 
@@ -37,7 +37,7 @@ def archive(*members: tuple[tarfile.TarInfo, io.BytesIO], mode: str = "w:gz") ->
     return made.getvalue()
 
 
-def unpacked(target: Path, content: bytes, bounds: Bounds = PLENTY) -> Path:
+def unpacked(target: Path, content: bytes, bounds: ArchiveBounds = PLENTY) -> Path:
     target.mkdir()
     unpack(io.BytesIO(content), target, bounds)
     return target
@@ -107,11 +107,11 @@ def test_a_link_to_python_outside_names_the_remedy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bounds", "text"),
     [
-        (Bounds(20_000, 1000), r"more than 20000 bytes when unpacked \(QINFER_WORKER__MAX_ENVIRONMENT_BYTES\)"),
-        (Bounds(2**24, 3), r"more than 3 members \(QINFER_WORKER__MAX_ENVIRONMENT_FILES\)"),
+        (ArchiveBounds(20_000, 1000), r"more than 20000 bytes when unpacked \(QINFER_WORKER__MAX_ENVIRONMENT_BYTES\)"),
+        (ArchiveBounds(2**24, 3), r"more than 3 members \(QINFER_WORKER__MAX_ENVIRONMENT_FILES\)"),
     ],
 )
-def test_what_is_too_much_is_refused(tmp_path: Path, bounds: Bounds, text: str) -> None:
+def test_what_is_too_much_is_refused(tmp_path: Path, bounds: ArchiveBounds, text: str) -> None:
     content = archive(*(member(str(n), bytes(10_000)) for n in range(4)))
 
     with pytest.raises(ModelLoadFailed, match=text):
