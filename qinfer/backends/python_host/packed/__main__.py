@@ -140,8 +140,8 @@ def probed(root: Path, variables: Mapping[str, str]) -> Interpreter:
         version, abi, packages = json.loads(ran.splitlines()[-1])
     except PermissionError:
         raise ModelLoadFailed(
-            "bin/python of its environment may not be executed; object stores keep no permissions and no links of "
-            "files: use an archive (.tar.gz) there"
+            "bin/python of its environment may not be executed: an object store keeps no permissions (use an archive, "
+            ".tar.gz, there), and QINFER_REPOSITORY__CACHE_DIR must not be mounted noexec"
         ) from None
     except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
         raise ModelLoadFailed(

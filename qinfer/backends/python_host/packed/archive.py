@@ -27,7 +27,7 @@ _MAX_HOPS = 40
 """Links behind one another that Linux follows (path_resolution(7))."""
 
 _MAX_LINK_BYTES = 4095
-_MEMORY_BYTES = 2 * 2**30
+_MEMORY_BYTES = 2**30
 """Memory for reading headers, each of which `tarfile` reads whole."""
 
 
@@ -127,8 +127,8 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, links: d
         raise _refused(member.name, "is no directory")
     links.pop(parts, None)
     if member.issym():
-        if len(os.fsencode(member.linkname)) > _MAX_LINK_BYTES:
-            raise _refused(member.name, "is a link whose target is too long")
+        if not 0 < len(os.fsencode(member.linkname)) <= _MAX_LINK_BYTES or "\0" in member.linkname:
+            raise _refused(member.name, "is a link to what is no path")
         links[parts] = member.linkname
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,6 +49,9 @@ class User:
 
     def end(self) -> None:
         self._pipe.send(None)
+        self.join()
+
+    def join(self) -> None:
         self._process.join()
 
 
@@ -96,6 +100,28 @@ def test_what_a_killed_process_has_left_is_not_used(tmp_path: Path) -> None:
 
     assert (place / "lib" / "a.py").read_text() == "a"
     assert homes(root) == {place.parent.name}
+
+
+def test_a_process_that_is_killed_while_it_unpacks_blocks_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends its lock, and what it wrote is removed."""
+    file, root = packed(tmp_path / "env.tar.gz"), tmp_path / "environments"
+
+    def half(archive: object, target: Path, bounds: object) -> int:
+        (target / "half").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"{environments.__name__}.unpack", half)
+        User(root, file).join()
+    (left,) = homes(root)
+    assert (root / left / "env" / "half").exists()
+
+    place = Environments(root, BOUNDS).unpacked(file, {})
+
+    assert [path.name for path in place.iterdir()] == ["lib"]
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
