@@ -34,6 +34,9 @@ from qinfer.errors import ModelLoadFailed
 OLDEST = (3, 11)
 """The oldest Python that runs qinfer."""
 
+OLDEST_MSGSPEC = (0, 20)
+"""The oldest msgspec for it, as in pyproject.toml."""
+
 PROBE_S = 120.0
 """How long activating an environment and starting its Python may take."""
 
@@ -42,7 +45,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _PROBE = """
 import importlib.util, json, sys, sysconfig
-found = [name for name in ("numpy", "msgspec") if importlib.util.find_spec(name) is not None]
+found = {}
+for name in ("numpy", "msgspec"):
+    if importlib.util.find_spec(name) is not None:
+        try:
+            from importlib.metadata import version
+            found[name] = version(name)
+        except ImportError:  # which a missing package's metadata raises, too
+            found[name] = ""
 print()
 print(json.dumps([sys.version_info[:2], sysconfig.get_config_var("SOABI") or "", found]))
 """
@@ -61,12 +71,12 @@ class Interpreter(NamedTuple):
     Attributes:
         version: Major and minor number.
         abi: The kind of extension modules that it can load.
-        packages: The packages that the environment has, of those that a model's process needs.
+        packages: The packages that the environment has, of those that a model's process needs, and their versions.
     """
 
     version: tuple[int, int]
     abi: str
-    packages: list[str]
+    packages: dict[str, str]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -165,6 +175,12 @@ def lends(found: Interpreter) -> bool:
     if "numpy" not in found.packages:
         raise ModelLoadFailed("its environment has no numpy, which each model needs; add it and pack it anew")
     if "msgspec" in found.packages:
+        release = tuple(int(part) for part in found.packages["msgspec"].split(".")[:2] if part.isdecimal())
+        if release and release < OLDEST_MSGSPEC:
+            raise ModelLoadFailed(
+                f"its environment has msgspec {found.packages['msgspec']}, and models need "
+                f"{'.'.join(map(str, OLDEST_MSGSPEC))} or newer; update it there, and pack it anew"
+            )
         return False
     if found.abi != sysconfig.get_config_var("SOABI"):
         raise ModelLoadFailed(

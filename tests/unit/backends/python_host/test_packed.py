@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from qinfer.backends import parameters
 from qinfer.backends.parameters import EnvironmentStore, use_environments
 from qinfer.backends.python import complete_config, environment_of
-from qinfer.backends.python_host.packed.__main__ import Interpreter, lends
+from qinfer.backends.python_host.packed.__main__ import OLDEST, OLDEST_MSGSPEC, Interpreter, activated, lends
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import parse
 from qinfer.testing import wait_until
@@ -247,11 +248,11 @@ OURS = (sys.version_info[0], sys.version_info[1])
     ("found", "text"),
     [
         (
-            Interpreter((3, 9), "cpython-39", ["numpy", "msgspec"]),
+            Interpreter((3, 9), "cpython-39", {"numpy": "2.0", "msgspec": "0.20.0"}),
             "has Python 3.9, and models need Python 3.11 or newer",
         ),
         (
-            Interpreter((3, 15), "cpython-315", ["numpy"]),
+            Interpreter((3, 15), "cpython-315", {"numpy": "2.0"}),
             "has Python 3.15 and no msgspec, and the worker's, for Python",
         ),
     ],
@@ -264,8 +265,31 @@ def test_a_python_that_does_not_fit_is_told_with_the_remedy(found: Interpreter, 
     assert f"Python {OURS[0]}.{OURS[1]}" in caught.value.message
 
 
+@pytest.mark.parametrize(("version", "fits"), [("0.19.0", False), ("0.20.0", True), ("1.0rc1", True), ("", True)])
+def test_a_msgspec_that_is_too_old_is_told(version: str, fits: bool) -> None:  # noqa: FBT001
+    found = Interpreter(OURS, "", {"numpy": "2.0", "msgspec": version})
+    if fits:
+        assert not lends(found)
+        return
+
+    with pytest.raises(ModelLoadFailed, match=r"has msgspec 0\.19\.0, and models need 0\.20 or newer"):
+        lends(found)
+
+
+def test_the_oldest_msgspec_is_that_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
+
+    assert f"msgspec>={'.'.join(map(str, OLDEST_MSGSPEC))}" in project["dependencies"]
+    assert project["requires-python"] == f">={'.'.join(map(str, OLDEST))}"
+
+
+def test_a_script_that_activates_needs_bash(environment: Path) -> None:
+    with pytest.raises(ModelLoadFailed, match="there is no bash here to run it"):
+        activated(environment, {"PATH": "/nowhere"})
+
+
 def test_another_python_brings_its_own_msgspec() -> None:
-    assert not lends(Interpreter((3, 15), "cpython-315", ["numpy", "msgspec"]))
+    assert not lends(Interpreter((3, 15), "cpython-315", {"numpy": "2.0", "msgspec": "0.21.1"}))
 
 
 def test_a_load_that_takes_too_long_ends_while_it_unpacks(tmp_path: Path) -> None:
