@@ -213,6 +213,7 @@ class Gateway:
         self._files = EndpointFiles(self._endpoints, declared_here(settings))
         self._reporting = self._open_reporting(settings, tally)
         self._tasks = BulkTasks(settings)
+        self.receiving = ReceivingBudget(settings.limits.max_receiving_bytes)
         self.requests, self._janitor = self._asynchronous(settings, tally)
         self._examiners = ExaminerPool(settings, os.environ)
         self.jobs = self._bulk_jobs(settings)
@@ -221,7 +222,6 @@ class Gateway:
         self._pending.unclaimed, self._pending.lend = self.requests.waits.wake, self._lend
         self.memory = SharedMemory(allowed=settings.allow_client_shm)
         restrictions = Restrictions.for_http(settings.http.restricted)
-        self.receiving = ReceivingBudget(settings.limits.max_receiving_bytes)
         fast = self._open_fast_path(settings, restrictions)
         services = self._services(settings, fast, restrictions)
         self.started, self._stopping, self._listening = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -317,6 +317,7 @@ class Gateway:
             waits=Waits(self._delivery.requests, reply_address(self.name)),
             kept=KeptTargets(self._delivery),
             ends=StoredEnds(self.dispatcher),
+            receiving=self.receiving,
         )
         return requests, janitor
 

@@ -5,8 +5,8 @@ raised; what goes wrong later arrives at the sink as a `Response` with a failure
 """
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 
 import msgspec
 
@@ -47,6 +47,9 @@ from qinfer_api.status import has_id, of_request, told
 from qinfer_api.target_sink import TargetSink
 
 _SHORTEST_S = 0.001  # a timeout of 0 means none
+
+Ending = Callable[[], AbstractAsyncContextManager[tuple[RequestRecord | None, Response | None]]]
+"""Waits for the end of a stored request; has its record then, and its last response while that may be in memory."""
 
 
 class Dispatcher:
@@ -168,14 +171,14 @@ class Dispatcher:
         self,
         request: InferRequest,
         began_s: float,
-        ending: Callable[[], Awaitable[tuple[RequestRecord | None, Response | None]]],
+        ending: Ending,
     ) -> None:
         """Takes note of a request that was stored just now, for the trace file of a gateway that writes one.
 
         Args:
             request: The request, which is stamped.
             began_s: When it came, in the broker's time.
-            ending: Waits for its end, and returns its record then and its last response.
+            ending: Waits for its end, and has its record then and its last response.
         """
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> Served:

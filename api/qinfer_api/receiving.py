@@ -450,3 +450,29 @@ class ReceivingBudget:
             self._line.remove(one)
             self._grant(one)
             one.granted()
+
+
+class AnswerMemory:
+    """The memory of an answer that no pending request has.
+
+    Args:
+        budget: Lends it.
+        owner: Who is counted for it.
+
+    Attributes:
+        memory: It; `None` = the answer is small, or is not to be read yet.
+    """
+
+    def __init__(self, budget: ReceivingBudget, owner: Hashable) -> None:
+        self._budget = budget
+        self._owner = owner
+        self.memory: Reservation | None = None
+
+    async def room(self, nbytes: int) -> None:
+        """Waits for the memory of an answer that is to be read."""
+        self.memory = self.memory or await self._budget.lent(self._owner, nbytes)
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        if self.memory is not None:
+            self.memory.release()

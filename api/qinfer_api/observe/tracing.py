@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,11 @@ from qinfer.observe.tracing import (
     of_lane,
     of_tenant,
 )
-from qinfer.queue.entries import RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, Sink
 from qinfer_api.access_log import inner_of
 from qinfer_api.auth import Context
-from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.dispatcher import Dispatcher, Ending
 from qinfer_api.http.call import Call, Connection
 from qinfer_api.http.head import Head
 from qinfer_api.http.infer import InferCodec
@@ -55,9 +54,6 @@ from qinfer_api.observe.trace_tensors import INPUT, OUTPUT, Taken, take, weight_
 from qinfer_api.status import GRPC_CODES, grpc_status, http_status
 
 logger = logging.getLogger(__name__)
-
-Ended = tuple[RequestRecord | None, Response | None]
-"""The record of a stored request, and its last response."""
 
 _FENCE = Fence(logging.getLogger(__name__), "traces lost, requests go on without")
 _MOST_TEXT = 256  # characters of what a client sends: thousands of traces are held before they are written
@@ -222,7 +218,7 @@ class TracedDispatcher(Dispatcher):
             return span.trace
         return context.trace
 
-    def trace_stored(self, request: InferRequest, began_s: float, ending: Callable[[], Awaitable[Ended]]) -> None:
+    def trace_stored(self, request: InferRequest, began_s: float, ending: Ending) -> None:
         """Traces a request that was stored just now, when it ends; see `Dispatcher.trace_stored`."""
         if len(self._following) >= _MOST_FOLLOWED or (sampling := self._sample(request.model)) is None:
             return
@@ -239,19 +235,19 @@ class TracedDispatcher(Dispatcher):
         about: dict[str, str | int],
         began_s: float,
         taken: Taken | None,
-        ending: Callable[[], Awaitable[Ended]],
+        ending: Ending,
     ) -> None:
         """Waits for the end of a stored request, and adds its trace; without an end, should there be none to see."""
         stamps = [("REQUEST_START", began_s)]
         try:
-            record, response = await ending()
-            if record is not None:
-                timing = None if response is None else response.timing
-                stamps += _computed(timing, record.created_at)
-                if record.finished_at:
-                    stamps.append(("REQUEST_END", record.finished_at))
-            if taken is not None and response is not None:
-                taken += take(OUTPUT, response.outputs)
+            async with ending() as (record, response):
+                if record is not None:
+                    timing = None if response is None else response.timing
+                    stamps += _computed(timing, record.created_at)
+                    if record.finished_at:
+                        stamps.append(("REQUEST_END", record.finished_at))
+                if taken is not None and response is not None:
+                    taken += take(OUTPUT, response.outputs)
         except QinferError as error:
             logger.debug("end of a traced request not seen", extra={"reason": error.message})
         finally:

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import InferRequest
 from qinfer.errors import QinferError
-from qinfer.queue.entries import RequestRecord, RequestState
+from qinfer.queue.entries import RequestState
 from qinfer.traffic.tally import Key, key_of, witness_of
-from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.dispatcher import Dispatcher, Ending
 from qinfer_api.shadows import Shadow
 from qinfer_api.shared_limit import SharedLimit
 
@@ -28,9 +28,6 @@ not leave the others without evidence, so each has its own, and tenants share th
 
 SHADOW_WAIT_S = 60.0
 """A shadow waits so long for the answer of its request: its own is in memory meanwhile, and others want its place."""
-
-Ending = Callable[[], Awaitable[tuple[RequestRecord | None, Response | None]]]
-"""Waits for the end of a request, and returns its record then and its last response."""
 
 
 class StoredEnds:
@@ -81,22 +78,23 @@ class StoredEnds:
     async def _follow(
         self, key: Key, shadows: Sequence[Shadow], ending: Ending, witness: str | None, given_s: float
     ) -> None:
-        record, response = None, None
         try:
-            record, response = await ending()
+            async with ending() as (record, last):
+                response = last if record is not None and record.state is RequestState.SUCCEEDED else None
+                waiting, shadows = shadows, ()
+                for shadow in waiting:
+                    shadow.left() if response is None else shadow.stable_answered(response)
+                on_trial = self._dispatcher.targets.observed.by_target.get(key)
+                if witness is None or on_trial is None or record is None or not record.state.is_terminal:
+                    return
+                if response is not None:
+                    on_trial.executed(response, witness)
+                elif record.state is not RequestState.SUCCEEDED:
+                    on_trial.failed(record.code, witness, given_s)
         except QinferError as error:
             logger.debug("end of a stored request not seen", extra={"reason": error.message})
         except Exception:  # the boundary: what is only watched must not end anything
             logger.exception("end of a stored request not seen")
         finally:
-            if record is None or record.state is not RequestState.SUCCEEDED:
-                response = None
             for shadow in shadows:
-                shadow.left() if response is None else shadow.stable_answered(response)
-        on_trial = self._dispatcher.targets.observed.by_target.get(key)
-        if witness is None or on_trial is None or record is None or not record.state.is_terminal:
-            return
-        if response is not None:
-            on_trial.executed(response, witness)
-        elif record.state is not RequestState.SUCCEEDED:
-            on_trial.failed(record.code, witness, given_s)
+                shadow.left()

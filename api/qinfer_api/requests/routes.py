@@ -28,6 +28,7 @@ from starlette.responses import Response as HttpResponse
 from qinfer.core.messages import Response
 from qinfer.errors import Conflict, InvalidRequest, ModelError, Overloaded, QinferError, RequestError, ResultExpired
 from qinfer.queue.entries import Address, RequestRecord, RequestState
+from qinfer.queue.values import Room
 from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
@@ -321,11 +322,12 @@ async def _events(services: Services, request: Request) -> HttpResponse:
         raise Overloaded("too many clients wait at this server for requests to end; poll, or try again later")
     changes = services.requests.waits.changes(address, HEARTBEAT_S, partial(recheck, services, request), tenant)
     own = (one async for one in changes if one is None or one.tenant == context.tenant)
-    return event_stream(_told_events(services, own, *_seen(seen), strict=strict), seen)
+    room = room_of_answer(services, request)
+    return event_stream(_told_events(services, own, *_seen(seen), room, strict=strict), seen)
 
 
 async def _told_events(
-    services: Services, changes: AsyncIterator[RequestRecord | None], told: str, taken: int, *, strict: bool
+    services: Services, changes: AsyncIterator[RequestRecord | None], told: str, taken: int, room: Room, *, strict: bool
 ) -> AsyncIterator[Event | None]:
     """Yields the events of a request: its states and responses as they come, its last state after all responses.
 
@@ -334,6 +336,7 @@ async def _told_events(
         changes: The record at each change; `None` = nothing has changed for long.
         told: The state that was told last.
         taken: How many responses were.
+        room: Waits for the memory of the last one.
         strict: Whether JSON may have no NaN.
     """
     async for record in changes:
@@ -344,14 +347,16 @@ async def _told_events(
             told = _told(record)
             yield Event("state", _event_id(told, taken), _state(services, record))
         if record.decoupled:
-            async for data in _responses(services, record, taken, strict=strict):
+            async for data in _responses(services, record, taken, room, strict=strict):
                 taken += 1
                 yield Event("response", _event_id(told, taken), data)
         if record.state.is_terminal:
             yield Event("state", _event_id(_told(record), taken), _state(services, record))
 
 
-async def _responses(services: Services, record: RequestRecord, index: int, *, strict: bool) -> AsyncIterator[bytes]:
+async def _responses(
+    services: Services, record: RequestRecord, index: int, room: Room, *, strict: bool
+) -> AsyncIterator[bytes]:
     """Yields the encoded responses of a decoupled model from an index on, as far as they are there."""
     requests = services.requests
     plan = strictly(requests.plan(record)) if strict else requests.plan(record)
@@ -359,7 +364,7 @@ async def _responses(services: Services, record: RequestRecord, index: int, *, s
         async for response in requests.stored(record, index):
             yield await _encoded(services, response, record.client_id, plan)
         if record.state is RequestState.SUCCEEDED and index <= record.responses:
-            outcome, _ = await requests.result(record)
+            outcome, _ = await requests.result(record, room)
             if outcome.says_something:
                 yield await _encoded(services, outcome, record.client_id, plan)
 

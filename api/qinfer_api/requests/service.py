@@ -38,6 +38,7 @@ from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import ANONYMOUS, Context
 from qinfer_api.dispatcher import Dispatcher, checked_timeout_s
 from qinfer_api.http.infer import bound
+from qinfer_api.receiving import AnswerMemory, ReceivingBudget
 from qinfer_api.requests.ends import StoredEnds
 from qinfer_api.requests.records import (
     chosen_address,
@@ -101,6 +102,7 @@ class AsyncRequests:
         waits: Those that wait here for a request's end.
         kept: The targets of requests to endpoints that may be repeated.
         ends: Those of requests to endpoints that tell of a version on trial.
+        receiving: The memory of large answers.
         ids: Makes ids.
     """
 
@@ -114,6 +116,7 @@ class AsyncRequests:
     waits: Waits
     kept: KeptTargets
     ends: StoredEnds
+    receiving: ReceivingBudget
     ids: IdFactory = field(default_factory=IdFactory)
 
     def now_s(self) -> float:
@@ -404,13 +407,19 @@ class AsyncRequests:
                 self.ends.accepted(request, ending, sharing, given_s if given_s < own_s else math.inf)
         return accepted
 
+    @contextlib.asynccontextmanager
     async def _ending(
         self, address: Address, timeout_s: float, tenant: str
-    ) -> tuple[RequestRecord | None, Response | None]:
-        """Waits until a request has ended; returns its record, and its last response."""
+    ) -> AsyncIterator[tuple[RequestRecord | None, Response | None]]:
+        """Waits until a request has ended, and has its record and its last response during the block."""
         record = await self.waits.ended(address, timeout_s + _GRACE_S, lambda: None, tenant)
-        blob = None if record is None else await self.delivery.requests.result(address, record.tenant)
-        return record, decode_responses(blob)[-1] if blob else None
+        memory = AnswerMemory(self.receiving, tenant or address)
+        try:
+            read = self.delivery.requests.result
+            blob = None if record is None else await read(address, record.tenant, memory.room)
+            yield record, decode_responses(blob)[-1] if blob else None
+        finally:
+            memory.release()
 
     def _acceptance(
         self, context: Context, request: InferRequest, served: Served, plan: OutputPlan, options: SubmitOptions

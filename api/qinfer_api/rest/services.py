@@ -6,7 +6,7 @@ Whatever takes long (decompression, a large body or reply) runs in a thread, off
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from qinfer.errors import DeliveryError, Forbidden, InvalidRequest, QinferError,
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.control import ModelControl
 from qinfer.queue.entries import Address
+from qinfer.queue.values import Room
 from qinfer.tensors import Bytes
 from qinfer.wire.json_scan import LARGE_BYTES, check_size
 from qinfer.wire.kserve_types import InputParameters, OutputParameters
@@ -61,7 +62,7 @@ from qinfer_api.http.infer import (
 from qinfer_api.http.responses import encode_list, event_text
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.reporting import Reporting
-from qinfer_api.receiving import SMALL_BYTES, ReceivingBudget, Reservation
+from qinfer_api.receiving import SMALL_BYTES, AnswerMemory, ReceivingBudget, Reservation
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import Json, errors, header
 
@@ -521,21 +522,11 @@ def choose(services: Services, request: Request, decoded: InferRequest, served: 
     return services.dispatcher.of_model(decoded.model, decoded.version)
 
 
-class _Borrowed:
-    """The memory of an answer that no pending request has."""
-
-    memory: Reservation | None = None
-
-
-def room_of_answer(services: Services, request: Request) -> Callable[[int], Awaitable[None]]:
+def room_of_answer(services: Services, request: Request) -> Room:
     """Returns what waits for the memory of the answer to a request, which is given back once that is sent."""
-    borrowed = request.scope["state"][BORROWER] = _Borrowed()
-
-    async def room(nbytes: int) -> None:
-        owner = caller(request).tenant or request.client
-        borrowed.memory = borrowed.memory or await services.receiving.lent(owner, nbytes)
-
-    return room
+    borrowed = AnswerMemory(services.receiving, caller(request).tenant or request.client)
+    request.scope["state"][BORROWER] = borrowed
+    return borrowed.room
 
 
 async def off_loop(nbytes: float, work: Callable[[*Ts], T], *arguments: *Ts) -> T:

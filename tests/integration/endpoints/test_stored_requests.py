@@ -8,13 +8,21 @@ from typing import Any
 import httpx
 import pytest
 
+from qinfer.core.messages import Response
+from qinfer.queue.entries import Outcome, RequestState, Settlement
+from qinfer.queue.values import LARGE_BYTES
+from qinfer.tensors import Tensor
 from qinfer.testing import eventually
+from qinfer.wire.frame import encode_responses
 from qinfer_api.requests import ends
+from qinfer_api.requests.records import address_of
 from tests.support.endpoints import BODY, declare, gateways, shadow, split
 from tests.support.ensembles import scale
 from tests.support.gateway import Running
+from tests.support.requests import settle
 from tests.support.served_models import models_served
 
+SIZE = 2 * LARGE_BYTES
 CANARY = {"model": "echo", "version": 2}
 STEP = {"weight": 0.5, "least_s": 0, "least_requests": 20}
 PLAN = {"steps": [STEP, STEP | {"least_s": 3600}], "checks": [{"of": "errors"}]}
@@ -94,3 +102,28 @@ async def test_stored_requests_have_shadows(tmp_path: Path) -> None:
             return bool(found["disagreed"] == 5)
 
         await eventually(are_compared, timeout_s=30, description="the shadows of stored requests")
+
+
+async def test_a_large_result_that_is_only_watched_waits_for_memory(gateway: Running) -> None:
+    """And gives it back: a version on trial, a shadow or a trace needs it no longer than a moment."""
+    budget, requests = gateway.gateway.receiving, gateway.gateway.requests
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        reply = await client.post("/v1/models/stuck/requests", json=BODY)
+    address = address_of(reply.json()["id"], "", "stuck")
+    large = encode_responses([Response(request_id=address.id, outputs=(Tensor("y", "UINT8", (SIZE,), bytes(SIZE)),))])
+    outcome = Outcome(state=RequestState.SUCCEEDED, blob=large)
+    body = budget.reserve("body", budget._max_bytes, lambda: None)
+    assert body is not None
+
+    async def watch() -> int:
+        async with requests._ending(address, 30.0, "") as (_, response):
+            assert response is not None
+            return budget.held_bytes
+
+    watching = asyncio.create_task(watch())
+    assert await settle(gateway.delivery, Settlement(address=address, outcome=outcome)) == [True]
+    await eventually(lambda: budget.waiting == 1, description="one that waits for memory")
+    body.release()
+
+    assert await watching > SIZE
+    assert budget.held_bytes == 0
