@@ -147,10 +147,10 @@ def _needed(size: int, held: int) -> int:
     return max(_SHARE * size, held + size)
 
 
-class _Line:
+class _WaitingReservations:
     """The bodies and answers that wait for their turn. There may be thousands, so no step looks at all of them.
 
-    A huge one waits until it is alone. Those that come after it would keep it waiting for ever: they go after it.
+    A huge one waits until it is alone, and later ones wait behind it: else it would wait for ever.
 
     Args:
         huge_bytes: More is huge.
@@ -182,16 +182,16 @@ class _Line:
         """Whether a huge one waits."""
         return bool(self._behind)
 
-    def add(self, one: Reservation) -> None:
+    def enter(self, one: Reservation) -> None:
         """Takes one that waits."""
         if not one.is_answer:
             self.bodies[one.owner] += 1
         if self._behind or one.size > self._huge_bytes:
             self._behind[one] = None
         else:
-            self._enter(one)
+            self._put_in_order(one)
 
-    def remove(self, one: Reservation) -> None:
+    def take_out(self, one: Reservation) -> None:
         """Forgets one, which has its turn or waits no more."""
         if not one.is_answer:
             self.bodies -= Counter((one.owner,))
@@ -203,9 +203,9 @@ class _Line:
         del self._behind[one]
         while self._behind and (first := next(iter(self._behind))).size <= self._huge_bytes:
             del self._behind[first]
-            self._enter(first)
+            self._put_in_order(first)
 
-    def next(self) -> Reservation:
+    def first(self) -> Reservation:
         """Returns the one whose turn comes next; there must be one."""
         return self._firsts[0][-1] if self._firsts else next(iter(self._behind))
 
@@ -223,7 +223,7 @@ class _Line:
         first = self._first[owner] = _needed(size, held), held, number, one
         insort(self._firsts, first)
 
-    def _enter(self, one: Reservation) -> None:
+    def _put_in_order(self, one: Reservation) -> None:
         place = self._places[one] = one.size, next(self._numbers), one
         insort(self._own.setdefault(one.owner, []), place)
         self.holds(one.owner)
@@ -247,7 +247,7 @@ class ReceivingBudget:
         self.watched: dict[Reservation, None] = {}
         self._large = 0
         self._held: Counter[Hashable] = Counter()
-        self._line = _Line(self._max_large_bytes, self._held)
+        self._waiting = _WaitingReservations(self._max_large_bytes, self._held)
         self._decoding = asyncio.Lock()
         self._becoming = 0  # of what is held, what bodies become that are decoded
         self._untrimmed = self._seconds = 0
@@ -255,7 +255,7 @@ class ReceivingBudget:
     @property
     def waiting(self) -> int:
         """Number of bodies and answers that wait for their turn."""
-        return len(self._line)
+        return len(self._waiting)
 
     def reserve(self, owner: Hashable, size: int, granted: Callable[[], None]) -> Reservation | None:
         """Reserves memory for a body.
@@ -269,12 +269,12 @@ class ReceivingBudget:
             The reservation; `None` = the budget is spent, and the body can't wait.
         """
         one = Reservation(self, owner, size, granted)
-        if self._fits(one) and (size <= SMALL_BYTES or not self._line.has_huge):
+        if self._fits(one) and (size <= SMALL_BYTES or not self._waiting.has_huge):
             self._grant(one)
         elif size <= SMALL_BYTES or not self._may_wait(owner):
             return None
         else:
-            self._line.add(one)
+            self._waiting.enter(one)
         return one
 
     def second_passed(self) -> None:
@@ -348,10 +348,10 @@ class ReceivingBudget:
         turn = asyncio.Event()
         one = Reservation(self, owner, self.counted(ANSWER_BYTES * nbytes), turn.set)
         one.is_answer = True
-        if self._fits(one) and not self._line.has_huge:
+        if self._fits(one) and not self._waiting.has_huge:
             self._grant(one)
             return one
-        self._line.add(one)
+        self._waiting.enter(one)
         try:
             await turn.wait()
         except BaseException:
@@ -413,7 +413,7 @@ class ReceivingBudget:
         """Takes a reservation back."""
         size, one.size = one.size, 0
         if not one.is_granted:
-            self._line.remove(one)
+            self._waiting.take_out(one)
             if size > self._max_large_bytes:
                 self._grant_next()
             return
@@ -427,7 +427,7 @@ class ReceivingBudget:
         self._held[owner] += more
         if not self._held[owner]:
             del self._held[owner]
-        self._line.holds(owner)
+        self._waiting.holds(owner)
 
     def _fits(self, one: Reservation) -> bool:
         needed = _needed(one.size, self._held[one.owner])
@@ -436,8 +436,8 @@ class ReceivingBudget:
         return not self._large or needed <= _SHARE * (self._max_large_bytes - self.held_bytes)
 
     def _may_wait(self, owner: Hashable) -> bool:
-        free = MAX_WAITING - self._line.bodies.total()
-        return free > 0 and self._line.bodies[owner] < _SHARE * free
+        free = MAX_WAITING - self._waiting.bodies.total()
+        return free > 0 and self._waiting.bodies[owner] < _SHARE * free
 
     def _grant(self, one: Reservation) -> None:
         one.is_granted = True
@@ -446,8 +446,8 @@ class ReceivingBudget:
         self._hold(one.owner, one.size)
 
     def _grant_next(self) -> None:
-        while self._line and self._fits(one := self._line.next()):
-            self._line.remove(one)
+        while self._waiting and self._fits(one := self._waiting.first()):
+            self._waiting.take_out(one)
             self._grant(one)
             one.granted()
 

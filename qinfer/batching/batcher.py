@@ -58,14 +58,14 @@ class Bisection(deque[list[Pending]]):
         """Removes and returns the items whose deadline is not after `horizon_s`."""
         late = [item for batch in self for item in batch if item.deadline_s <= horizon_s]
         if late:
-            self._keep(lambda item: item.deadline_s > horizon_s)
+            self._keep_where(lambda item: item.deadline_s > horizon_s)
         return late
 
     def drop_lost(self) -> None:
         """Removes the items that are lost."""
-        self._keep(lambda item: not item.lost)
+        self._keep_where(lambda item: not item.lost)
 
-    def _keep(self, stays: Callable[[Pending], bool]) -> None:
+    def _keep_where(self, stays: Callable[[Pending], bool]) -> None:
         batches = [[item for item in batch if stays(item)] for batch in self]
         self.clear()
         self.extend(batch for batch in batches if batch)

@@ -73,13 +73,13 @@ def merged(series: Iterable[ModelSeries]) -> list[ModelSeries]:
     return list(found.values())
 
 
-def encode(series: Iterable[ModelSeries]) -> bytes:
+def record_of(series: Iterable[ModelSeries]) -> bytes:
     """Returns the record of the series of a worker's models."""
     return msgspec.msgpack.encode(merged(series))
 
 
-def decode(records: Iterable[bytes | None]) -> list[ModelSeries]:
-    """Returns the series of records; a newer worker's, and those that are missing, have none."""
+def series_of(records: Iterable[bytes | None]) -> list[ModelSeries]:
+    """Returns the series of those records that are there, and not of a newer worker that writes others."""
     found: list[ModelSeries] = []
     for record in records:
         with suppress(msgspec.DecodeError, UnicodeDecodeError):

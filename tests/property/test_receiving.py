@@ -79,4 +79,4 @@ def test_turns_come_as_if_all_that_wait_were_looked_at(steps: list[tuple[str, in
         assert not budget.waited or not budget._fits(budget.chosen())
     while known:
         step(budget, known, ("release", 0, "a", 1))
-    assert budget.held_bytes == budget.waiting == len(budget._held) == len(budget._line._own) == 0
+    assert budget.held_bytes == budget.waiting == len(budget._held) == len(budget._waiting._own) == 0

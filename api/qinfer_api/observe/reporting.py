@@ -191,7 +191,7 @@ def _known(catalog: Catalog, underway: Mapping[str, Underway]) -> Snapshot:
 async def _of_models(store: ControlStore, workers: Collection[str]) -> list[Family]:
     """Returns the models' own metrics; a thread decodes them, which may be tens of thousands."""
     records = await store.model_metrics(workers)
-    return await asyncio.to_thread(lambda: model_metrics.families(model_metrics.decode(records)))
+    return await asyncio.to_thread(lambda: model_metrics.families(model_metrics.series_of(records)))
 
 
 async def _unfinished(tasks: LabelTasks, counted: Mapping[tuple[str, int], Mapping[str, int]]) -> dict[str, int]:

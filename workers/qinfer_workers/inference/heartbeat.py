@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 SPEEDS_EVERY_S = 10.0
 _SPEEDS_AGAIN = 20
 """Seconds between two writes of the speeds that outlive the worker; they are written at the end too."""
-_NO_METRICS = model_metrics.encode(())
+_NO_METRICS = model_metrics.record_of(())
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
 AnyBatcher = LaneBatcher | SequenceBatcher | EnsembleSteps
@@ -290,7 +290,7 @@ class Heartbeat:
 
 
 def _own_metrics(executors: Iterable[ThreadExecutor]) -> bytes:
-    return model_metrics.encode(one for executor in executors for one in executor.metrics())
+    return model_metrics.record_of(one for executor in executors for one in executor.metrics())
 
 
 def _key(batcher: AnyBatcher) -> Key:

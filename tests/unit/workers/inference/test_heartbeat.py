@@ -200,7 +200,7 @@ async def test_the_models_own_metrics_are_read_beside_the_event_loop(database: D
 
     assert backend.readers
     assert threading.get_ident() not in backend.readers
-    assert model_metrics.decode(await setup.store.model_metrics(["w"])) == backend.metrics()
+    assert model_metrics.series_of(await setup.store.model_metrics(["w"])) == backend.metrics()
     executor.retire()
 
 
@@ -217,6 +217,6 @@ async def test_the_models_own_metrics_are_written_where_they_have_changed(databa
     setup.batchers.clear()
     await setup.heartbeat.beat()
 
-    own = model_metrics.encode(backend.metrics())
-    assert setup.store.metrics == [own, own, model_metrics.encode(())]
+    own = model_metrics.record_of(backend.metrics())
+    assert setup.store.metrics == [own, own, model_metrics.record_of(())]
     executor.retire()

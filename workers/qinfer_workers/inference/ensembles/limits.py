@@ -48,7 +48,7 @@ class StepLimits:
         self._parked.setdefault(limited.key, OrderedDict())[limited] = None
         return False
 
-    def forget(self, limited: "_Limited") -> None:
+    def unpark(self, limited: "_Limited") -> None:
         """Takes note that a parked request is not to be submitted."""
         parked = self._parked[limited.key]
         del parked[limited]
@@ -73,7 +73,7 @@ class StepLimits:
             if self._in_flight[key] < self._most:
                 self._in_flight[key] += 1
                 limited = next(iter(parked))
-                self.forget(limited)
+                self.unpark(limited)
                 return limited
         return None
 
@@ -99,7 +99,7 @@ class _LimitedSteps:
         if self._limits.enter(limited):
             limited.begin()
         else:
-            limited.wait(timeout_s)
+            limited.set_timer(timeout_s)
         return limited
 
 
@@ -140,7 +140,7 @@ class _Limited:
             self._end()
             raise
 
-    def wait(self, timeout_s: float) -> None:
+    def set_timer(self, timeout_s: float) -> None:
         """Has it fail when it was parked for so long."""
         self._timer = self._limits.call_later(timeout_s, self._expire)
 
@@ -150,7 +150,7 @@ class _Limited:
         try:
             self.begin()
         except QinferError as error:
-            self._fail(error)
+            self._deliver_failure(error)
 
     def deliver(self, response: Response) -> None:
         """See `Sink`."""
@@ -176,9 +176,9 @@ class _Limited:
 
     def _expire(self) -> None:
         self._end()
-        self._fail(DeadlineExceeded(TIMED_OUT))
+        self._deliver_failure(DeadlineExceeded(TIMED_OUT))
 
-    def _fail(self, error: QinferError) -> None:
+    def _deliver_failure(self, error: QinferError) -> None:
         self._sink.deliver(Response(request_id="", failure=Failure.of(error)))
 
     def _stop_timer(self) -> None:
@@ -194,4 +194,4 @@ class _Limited:
             self._limits.leave(self.key)
         else:
             self._stop_timer()
-            self._limits.forget(self)
+            self._limits.unpark(self)
