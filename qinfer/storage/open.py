@@ -5,7 +5,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from qinfer.errors import InvalidRequest, UnsupportedFeature
+from qinfer.errors import InvalidRequest, SettingsError, UnsupportedFeature
 from qinfer.storage.errors import ANSWER_TIMEOUT_S, fail
 
 if TYPE_CHECKING:
@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = ANSWER_TIMEOUT_S
 
+S3_ADDRESSING = "AWS_S3_ADDRESSING_STYLE"
+"""The variable for how requests to S3 name the bucket: in the path, or in the name of the host (`virtual`).
+
+By default botocore decides, also by AWS' configuration file: `auto` is the path for an endpoint of one's own.
+"""
+
+_S3_STYLES = ("auto", "path", "virtual")
 _S3_TRIES = 3
 _KINDS = {
     "file": "file", "local": "file", "memory": "memory", "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs",
@@ -47,6 +54,7 @@ def store_for(url: str) -> "Store":
     Raises:
         InvalidRequest: It is of no kind that jobs can use, or holds credentials.
         UnsupportedFeature: Its driver is not installed.
+        SettingsError: `S3_ADDRESSING` is wrong.
         StoreDenied: It can't be opened with what the environment says.
     """
     scheme, separator, rest = url.partition("://")
@@ -85,6 +93,7 @@ def open_store(
     Raises:
         InvalidRequest: It is of no kind that fsspec knows.
         UnsupportedFeature: Its driver is not installed.
+        SettingsError: `S3_ADDRESSING` is wrong.
         StoreError: It can't be opened with what the environment says.
     """
     kind = _KINDS.get(url.partition("://")[0].lower(), "")
@@ -121,8 +130,28 @@ def url_to_fs(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def driver_options(scheme: str) -> dict[str, Any]:
-    """Returns what the driver of a scheme is opened with: nothing is cached, nobody waits for long."""
-    return {"use_listings_cache": False, "skip_instance_cache": True, **_OPTIONS.get(_KINDS.get(scheme, ""), {})}
+    """Returns what the driver of a scheme is opened with: nothing is cached, nobody waits for long.
+
+    Raises:
+        SettingsError: `S3_ADDRESSING` is wrong.
+    """
+    kind = _KINDS.get(scheme, "")
+    options = {"use_listings_cache": False, "skip_instance_cache": True, **_OPTIONS.get(kind, {})}
+    if kind == "s3" and (style := addressing_style()):
+        options["config_kwargs"] = {**options["config_kwargs"], "s3": {"addressing_style": style}}
+    return options
+
+
+def addressing_style() -> str:
+    """Returns the value of `S3_ADDRESSING`; empty = it is not set.
+
+    Raises:
+        SettingsError: It is none of those that there are.
+    """
+    style = os.environ.get(S3_ADDRESSING, "")
+    if style and style not in _S3_STYLES:
+        raise SettingsError(f"{S3_ADDRESSING} is '{style}'; it must be {', '.join(_S3_STYLES[:-1])} or {_S3_STYLES[-1]}")
+    return style
 
 
 def driver_variables() -> frozenset[tuple[str, str]]:
@@ -151,6 +180,8 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         import fsspec
 
         files, path = url_to_fs(url, {**driver_options(scheme), **options})
+    except SettingsError:
+        raise
     except ImportError:
         raise UnsupportedFeature(
             f"this server has no driver for {scheme}://; its operator installs it with {remedy(scheme)}"

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
-from qinfer.storage.open import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
+from qinfer.storage.open import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, addressing_style
 from qinfer.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -27,12 +27,14 @@ class _Way(NamedTuple):
     Attributes:
         session: botocore's, which knows the credentials; they may change.
         region: The region that is asked.
-        endpoint: The server's URL, where it is not that of AWS for the region.
+        endpoint: The server's URL; empty = that of AWS for the region, with buckets in the names of hosts.
+        is_virtual: Whether the buckets of an `endpoint` are in the names of hosts.
     """
 
     session: Any
     region: str
     endpoint: str
+    is_virtual: bool
 
 
 _lock = threading.Lock()
@@ -59,6 +61,7 @@ def open_native(store: Store, url: str) -> pa.NativeFile | None:
 
 def _find_way() -> _Way | None:
     import fsspec.config
+    from botocore.config import Config  # type: ignore[import-untyped]  # it has no types
     from botocore.session import Session  # type: ignore[import-untyped]  # it has no types
 
     if fsspec.config.conf.get("s3"):
@@ -66,10 +69,12 @@ def _find_way() -> _Way | None:
     session = Session()
     if session.get_credentials() is None:
         return None  # s3fs then asks without any
-    meta = session.create_client("s3").meta
-    parts = urlsplit(meta.endpoint_url)
-    is_aws = (parts.hostname or "").endswith(_AWS)
-    return _Way(session, meta.region_name, "" if is_aws else meta.endpoint_url)
+    given = addressing_style()
+    meta = session.create_client("s3", config=Config(s3={"addressing_style": given}) if given else None).meta
+    style = (meta.config.s3 or {}).get("addressing_style")  # botocore's own, where the variable says nothing
+    is_aws = (urlsplit(meta.endpoint_url).hostname or "").endswith(_AWS)
+    endpoint = "" if is_aws and style != "path" else meta.endpoint_url
+    return _Way(session, meta.region_name, endpoint, style == "virtual")
 
 
 def _files(way: _Way) -> Any:
@@ -84,6 +89,7 @@ def _files(way: _Way) -> Any:
         region=way.region,
         scheme=parts.scheme or "https",
         endpoint_override=parts.netloc or None,
+        force_virtual_addressing=way.is_virtual,
         connect_timeout=CONNECT_TIMEOUT_S,
         request_timeout=READ_TIMEOUT_S,
     )

@@ -51,6 +51,7 @@ class S3Server:
         busy: Decides about each request, if it is there: a share of `busy_share` of them is answered by 503.
         asked: How often each kind of request came, such as `PUT` and `PUT if-none-match`.
         requests: Method and path of each request.
+        hosts: The names by which it was asked.
         lists: The prefix of each listing.
     """
 
@@ -71,6 +72,7 @@ class S3Server:
         self.busy: random.Random | None = None
         self.busy_share = 0.3
         self.requests: list[tuple[str, str]] = []
+        self.hosts: set[str] = set()
         self.lists: list[str] = []
         self.asked: Counter[str] = Counter()
 
@@ -90,6 +92,7 @@ class S3Server:
         if self.ignores_match:
             environ.pop("HTTP_IF_MATCH", None)
         self.requests.append((method, environ["PATH_INFO"]))
+        self.hosts.add(environ["HTTP_HOST"].partition(":")[0])
         if "list-type" in query:
             self.lists.append(query.get("prefix", [""])[0])
         writes = (method == "PUT" and "partNumber" not in query) or (method == "POST" and "uploadId" in query)
