@@ -5,16 +5,19 @@ sequential, 1 parallel), `enable_mem_arena`, `enable_mem_pattern`, `memory.enabl
 `session.use_device_allocator_for_initializers`; `optimization.graph.level` (-1 basic, 1 extended, 2 none; all by
 default).
 
-An instance on the CPU has the CPU provider. One on a GPU has CUDA, behind TensorRT where the configuration asks for it
+An instance on the CPU has the CPU provider, behind OpenVINO where the configuration asks for it by
+`optimization.execution_accelerators.cpu_execution_accelerator`. One on a GPU has CUDA, behind TensorRT where the configuration asks for it
 by `optimization.execution_accelerators.gpu_execution_accelerator`, and the CPU for what neither can do.
 https://github.com/triton-inference-server/onnxruntime_backend#model-config-options
 """
 
 import ctypes
 import functools
+import importlib.util
 import io
 import logging
 import os
+import threading
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -69,6 +72,9 @@ _DEVICE_INITIALIZERS = "session.use_device_allocator_for_initializers"
 _NOBODY: frozenset[int] = frozenset()
 _FATAL = 4  # ORT's own log would show paths and repeat what is raised anyway
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
+OPENVINO = "OpenVINOExecutionProvider"
+_OPENVINO_PLUGIN = "onnxruntime_ep_openvino"
+_one_by_one = threading.Lock()
 
 Provider = tuple[str, dict[str, str]]
 """A provider's name and its options."""
@@ -108,11 +114,11 @@ class OnnxBackend:
         path = model_file(spec, version_dir, "model.onnx")
         if path.is_dir():  # a model of several files (reference §3.1)
             path /= "model.onnx"
-        wanted = providers(spec, device, ort.get_available_providers(), engine_cache())
+        wanted = providers(spec, device, _available(), engine_cache())
         if device.kind == "gpu":
             _find_cuda()
         try:
-            self._session = ort.InferenceSession(str(path), _options(spec), providers=wanted)
+            self._session = _open(spec, path, wanted)
         except ModelLoadFailed:
             raise
         except Exception as error:  # onnxruntime raises a dozen unrelated classes; they are mapped here, once
@@ -284,6 +290,39 @@ def _run_options(spec: ModelSpec, device: Device) -> ort.RunOptions | None:
     return options
 
 
+def _available() -> list[str]:
+    """Returns the providers that can be used: those of onnxruntime, and OpenVINO if its plugin is installed."""
+    found: list[str] = ort.get_available_providers()
+    return found if importlib.util.find_spec(_OPENVINO_PLUGIN) is None else [*found, OPENVINO]
+
+
+def _open(spec: ModelSpec, path: Path, wanted: Sequence[Provider]) -> ort.InferenceSession:
+    """Opens a session; with OpenVINO one at a time, as Triton does."""
+    options, (first, own) = _options(spec), wanted[0]
+    if first != OPENVINO:
+        return ort.InferenceSession(str(path), options, providers=wanted)
+    with _one_by_one:
+        if OPENVINO in ort.get_available_providers():  # of the package onnxruntime-openvino
+            chosen = [(OPENVINO, {"device_type": "CPU"} | own), *wanted[1:]]
+            return ort.InferenceSession(str(path), options, providers=chosen, enable_fallback=0)
+        if not (devices := _openvino_devices()):
+            raise ModelLoadFailed(
+                f"model '{spec.name}': onnxruntime-ep-openvino does not run on this machine's CPU, only on Intel's; "
+                "install onnxruntime-openvino in place of onnxruntime, or serve the model by backend 'openvino'"
+            )
+        options.add_provider_for_devices(devices, own)
+        return ort.InferenceSession(str(path), options)  # the CPU has what OpenVINO can't do
+
+
+@functools.cache
+def _openvino_devices() -> list[Any]:
+    """Loads OpenVINO's plugin; returns the devices of it that are CPUs."""
+    plugin = importlib.import_module(_OPENVINO_PLUGIN)
+    ort.register_execution_provider_library(OPENVINO, plugin.get_library_path())
+    own = [found for found in ort.get_ep_devices() if found.ep_name == plugin.get_ep_name()]
+    return [found for found in own if found.ep_metadata.get("ov_device") == "CPU"]
+
+
 @functools.cache
 def _find_cuda() -> None:
     """Loads CUDA and cuDNN of NVIDIA's packages, in which onnxruntime does not look for them by itself."""
@@ -295,7 +334,9 @@ def _find_cuda() -> None:
 
 
 def _check_device(spec: ModelSpec, device: Device, wanted: str, got: Sequence[str]) -> None:
-    """Refuses what onnxruntime does on its own: it goes on with the CPU when a GPU can't be used."""
+    """Refuses what onnxruntime does on its own: it goes on with the CPU when a GPU or OpenVINO can't be used."""
+    if wanted == OPENVINO and wanted not in got:
+        raise ModelLoadFailed(f"model '{spec.name}': OpenVINO could not start (the worker's log says more)")
     if wanted not in (CPU, *got):
         raise ModelLoadFailed(
             f"model '{spec.name}' is for GPU {device.number}, and {wanted} could not start there; check the driver, "
@@ -344,12 +385,7 @@ def providers(spec: ModelSpec, device: Device, available: Collection[str], cache
         ModelLoadFailed: A provider is needed that is not there, or a setting is wrong.
     """
     if device.kind == "cpu":
-        for accelerator in spec.cpu_accelerators:
-            raise ModelLoadFailed(
-                f"model '{spec.name}': cpu_execution_accelerator '{accelerator.name}' is not supported; remove it, or "
-                "serve the model by backend 'openvino'"
-            )
-        return [(CPU, {})]
+        return [*_cpu_accelerators(spec, available), (CPU, {})]
     chosen: list[Provider] = []
     cuda = _cuda_parameters(spec)
     for accelerator in spec.gpu_accelerators:
@@ -365,6 +401,23 @@ def providers(spec: ModelSpec, device: Device, available: Collection[str], cache
             )
     _require(spec, device, CUDA, available)
     return [*chosen, (CUDA, {"device_id": str(device.number)} | cuda), (CPU, {})]
+
+
+def _cpu_accelerators(spec: ModelSpec, available: Collection[str]) -> list[Provider]:
+    chosen: list[Provider] = []
+    for accelerator in spec.cpu_accelerators:
+        if accelerator.name != "openvino":
+            raise ModelLoadFailed(
+                f"model '{spec.name}': cpu_execution_accelerator '{accelerator.name}' is not known; use 'openvino'"
+            )
+        if OPENVINO not in available:
+            raise ModelLoadFailed(
+                f"model '{spec.name}': cpu_execution_accelerator 'openvino' needs {OPENVINO}, which is not installed; "
+                "run: pip install onnxruntime-ep-openvino, or serve the model by backend 'openvino'"
+            )
+        threads = count(spec, "intra_op_thread_count") or cores_each(spec)
+        chosen = [(OPENVINO, {"num_of_threads": str(threads), **accelerator.parameters})]
+    return chosen
 
 
 def tensorrt_options(spec: ModelSpec, device: Device, parameters: Mapping[str, str], cache: Path) -> dict[str, str]:

@@ -35,7 +35,7 @@ class Runtime(NamedTuple):
 RUNTIMES: Mapping[str, Runtime] = {
     "onnxruntime": Runtime(
         "onnxruntime",
-        ("onnxruntime-gpu", "onnxruntime"),
+        ("onnxruntime-gpu", "onnxruntime", "onnxruntime-openvino"),
         "onnx",
         "[p.removesuffix('ExecutionProvider') for p in onnxruntime.get_available_providers()]",
     ),

@@ -1,21 +1,25 @@
 """Which providers and options an instance of the onnxruntime backend gets."""
 
+import sys
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort
 import pytest
 
 from qinfer.backends import onnx
 from qinfer.backends.onnx import CPU as CPU_PROVIDER
-from qinfer.backends.onnx import CUDA, TENSORRT, OnnxBackend, providers
+from qinfer.backends.onnx import CUDA, OPENVINO, TENSORRT, OnnxBackend, providers
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import normalise, parse, to_spec
 from qinfer.models.spec import Accelerator, Device, ModelSpec
 from tests.support import models
-from tests.support.backends import CPU, GPU, spec, tensors
+from tests.support.backends import CPU, GPU, run, spec, tensors
 
 ALL = [TENSORRT, CUDA, CPU_PROVIDER]
 CACHE = Path("/cache")
@@ -86,10 +90,87 @@ def test_wrong_settings_of_gpus(changes: dict[str, Any], text: str) -> None:
         providers(model(**changes), GPU, ALL, CACHE)
 
 
-def test_openvino_on_the_cpu_is_refused() -> None:
-    """The remedy is the backend of that name."""
-    with pytest.raises(ModelLoadFailed, match=r"'openvino' is not supported; .* by backend 'openvino'"):
-        providers(model(cpu_accelerators=(Accelerator("openvino", {}),)), CPU, ALL, CACHE)
+def with_openvino(**parameters: str) -> ModelSpec:
+    return model(cpu_accelerators=(Accelerator("openvino", parameters),), parameters={"intra_op_thread_count": "2"})
+
+
+def test_openvino_comes_before_the_cpu() -> None:
+    """With the threads of the model, and the accelerator's parameters as options of OpenVINO."""
+    chosen = providers(with_openvino(precision="FP32"), CPU, [OPENVINO, CPU_PROVIDER], CACHE)
+
+    assert chosen == [(OPENVINO, {"num_of_threads": "2", "precision": "FP32"}), (CPU_PROVIDER, {})]
+    own = providers(with_openvino(num_of_threads="3"), CPU, [OPENVINO, CPU_PROVIDER], CACHE)
+    assert own[0] == (OPENVINO, {"num_of_threads": "3"})
+
+
+def test_openvino_that_is_not_installed() -> None:
+    """The package is named, and the backend that needs none."""
+    with pytest.raises(ModelLoadFailed, match="pip install onnxruntime-ep-openvino, or .* by backend 'openvino'"):
+        providers(with_openvino(), CPU, ALL, CACHE)
+
+
+def test_another_accelerator_of_the_cpu_is_refused() -> None:
+    with pytest.raises(ModelLoadFailed, match="cpu_execution_accelerator 'tensorrt' is not known; use 'openvino'"):
+        providers(model(cpu_accelerators=(Accelerator("tensorrt", {}),)), CPU, [OPENVINO, *ALL], CACHE)
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A plugin of OpenVINO that is found and registered; returns the devices that it offers."""
+    devices: list[Any] = []
+    found: Any = ModuleType("onnxruntime_ep_openvino")
+    found.__spec__ = ModuleSpec(found.__name__, None)
+    found.get_library_path, found.get_ep_name = lambda: "plugin.so", lambda: OPENVINO
+    monkeypatch.setitem(sys.modules, found.__name__, found)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU_PROVIDER])
+    monkeypatch.setattr(ort, "register_execution_provider_library", lambda name, path: None)
+    monkeypatch.setattr(ort, "get_ep_devices", lambda: devices)
+    onnx._openvino_devices.cache_clear()
+    monkeypatch.setattr(onnx, "_openvino_devices", onnx._openvino_devices.__wrapped__)
+    return devices
+
+
+def test_the_plugin_gets_the_cpus_that_it_offers(
+    plugin: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that onnxruntime can't start is refused: it would go on with its own provider."""
+    models.add_sub(tmp_path)
+    cpu, gpu = (SimpleNamespace(ep_name=OPENVINO, ep_metadata={"ov_device": name}) for name in ("CPU", "GPU"))
+    plugin += [cpu, gpu, SimpleNamespace(ep_name=CPU_PROVIDER, ep_metadata={})]
+    given: list[Any] = []
+
+    class Options(ort.SessionOptions):
+        def add_provider_for_devices(self, *both: Any) -> None:
+            given.append(both)
+
+    monkeypatch.setattr(ort, "SessionOptions", Options)
+
+    with pytest.raises(ModelLoadFailed, match="OpenVINO could not start"):
+        OnnxBackend().load(with_openvino(), tmp_path / "add_sub" / "1", CPU)
+
+    assert given == [([cpu], {"num_of_threads": "2"})]
+
+
+def test_a_plugin_that_does_not_know_this_cpu(plugin: list[Any], tmp_path: Path) -> None:
+    """It takes those of Intel only; the other package takes all."""
+    models.add_sub(tmp_path)
+    assert plugin == []
+
+    with pytest.raises(ModelLoadFailed, match="only on Intel's; install onnxruntime-openvino in place of onnxruntime"):
+        OnnxBackend().load(with_openvino(), tmp_path / "add_sub" / "1", CPU)
+
+
+@pytest.mark.skipif(OPENVINO not in onnx._available(), reason="this onnxruntime has no OpenVINO")
+def test_openvino_answers_as_onnxruntime_does(tmp_path: Path) -> None:
+    models.add_sub(tmp_path)
+    inputs = {"a": np.ones((2, 4), "f4"), "b": np.full((2, 4), 2, "f4")}
+    backend = OnnxBackend()
+    backend.load(with_openvino(precision="FP32"), tmp_path / "add_sub" / "1", CPU)
+
+    answers = run(backend, inputs, rows=[2])
+
+    assert backend._session.get_providers()[0] == OPENVINO
+    assert answers.arrays()["sum"].tolist() == [[3.0] * 4] * 2
 
 
 def test_accelerators_are_read_from_the_configuration() -> None:
