@@ -183,12 +183,15 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         if not waited_for:
             raise Cancelled("nobody waits for this batch any more")
         origin, sequence = _origin(self.items, request, waited_for[0].request)
+        is_told = request.made_for >= 0
+        traced = [self.batch.requests[request.made_for]] if is_told else [item.request for item in waited_for]
         inherited = msgspec.structs.replace(
             request,
             tenant=request.tenant or origin.tenant,
-            trace=request.trace or origin.trace,
+            trace=request.trace or (traced[0] if is_told else origin).trace,
             sequence=sequence,
             holders=extended([item.request.holders for item in waited_for], self._holder()),
+            calls=next((each.calls for each in traced if each.calls is not None), None),
         )
         try:
             return way(self.caller)(inherited, min(item.deadline_s for item in waited_for))
@@ -393,6 +396,8 @@ class Responder:
             response = self._final(item, answer, index, Timing(waited_ns, input_ns, infer_ns, output_ns, size))
             if execution.parameters:
                 response = msgspec.structs.replace(response, parameters=execution.parameters.get(position, {}))
+            if item.request.calls is not None:
+                response = msgspec.structs.replace(response, called=item.request.calls.ended)
             responses.append(response)
             if response.failure is None:
                 queue_ns.append(waited_ns)
@@ -441,6 +446,7 @@ class Responder:
             timing=part.timing,
             parameters=part.parameters,
             credit_to="" if final else part.credit_to,
+            called=item.request.calls.ended if final and item.request.calls is not None else (),
         )
 
     def count(self, item: Pending, response: Response, now_s: float, tally: StatsTally) -> None:

@@ -79,6 +79,71 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
     depth: int = 1
 
 
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """The time of each phase of a request, in nanoseconds, and the size of its batch (reference §1.13)."""
+
+    queue_ns: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+    batch_size: int = 0
+
+
+class CalledTensor(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a tensor of a traced call."""
+
+    is_output: bool
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Called(msgspec.Struct, frozen=True, array_like=True):
+    """A request that was made for a traced one: a call by its model, or a step of its ensemble.
+
+    Attributes:
+        model: The model.
+        version: The version that was asked.
+        client_id: The id that the caller gave it.
+        begin_s: When it was made, in the broker's time.
+        end_s: When its last response was there.
+        timing: Set where a worker executed it.
+        tensors: Its inputs and outputs, if they are traced.
+        calls: The requests that were made for it.
+    """
+
+    model: str
+    version: int
+    client_id: str
+    begin_s: float
+    end_s: float
+    timing: Timing | None = None
+    tensors: tuple[CalledTensor, ...] = ()
+    calls: tuple["Called", ...] = ()
+
+
+class CallTraces(msgspec.Struct, kw_only=True):
+    """The traces of the requests that were made for a traced one.
+
+    Attributes:
+        has_tensors: They have tensors.
+        ended: The traces of those that have ended; they travel with the last response.
+    """
+
+    has_tensors: bool
+    ended: tuple[Called, ...] = ()
+
+    def add(self, called: Called) -> None:
+        """Takes a trace; beyond `MOST_CALLS` none."""
+        if len(self.ended) < MOST_CALLS:
+            self.ended = (*self.ended, called)
+
+
+MOST_CALLS = 64
+"""So many requests that were made for one are traced."""
+
+
 class InferRequest(msgspec.Struct, kw_only=True):
     """One inference request, checked against nothing yet; written to by the dispatcher only, which stamps it.
 
@@ -114,6 +179,9 @@ class InferRequest(msgspec.Struct, kw_only=True):
             does not travel.
         moves: The endpoint's stable target may answer it, if its own target is rolled back while it waits. It does not
             travel in the frame.
+        calls: Takes the traces of the requests that are made for it, where it is traced; what is in it does not travel.
+        made_for: The position, in the batch of a model that calls, of the request that it is made for; -1 = the model
+            does not say. It does not travel.
     """
 
     model: str
@@ -141,6 +209,8 @@ class InferRequest(msgspec.Struct, kw_only=True):
     assigned: bool = False
     moves: bool = False
     spares_outputs: bool = False
+    calls: CallTraces | None = None
+    made_for: int = -1
 
     @property
     def moves_by(self) -> str:
@@ -163,16 +233,6 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return cls(ErrorCode.INTERNAL.value, "internal error; the server's log has the request id", False)
 
 
-class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """The time of each phase of a request, in nanoseconds, and the size of its batch (reference §1.13)."""
-
-    queue_ns: int = 0
-    input_ns: int = 0
-    infer_ns: int = 0
-    output_ns: int = 0
-    batch_size: int = 0
-
-
 class Response(msgspec.Struct, frozen=True, kw_only=True):
     """One response to a request.
 
@@ -191,6 +251,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
         credit_to: The reply address of the worker that counts the window of this stream, for `Credit`s; empty where
             nobody counts, as on every final response.
         cache: Whether the response cache had it, where its model uses one. It does not travel.
+        called: The traces of requests that were made for it, on the final response to a traced one.
     """
 
     request_id: str
@@ -206,6 +267,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     parameters: Mapping[str, Scalar] = msgspec.field(default_factory=dict)
     credit_to: str = ""
     cache: Literal["", "hit", "miss"] = ""
+    called: tuple[Called, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -72,4 +72,4 @@ def size_of(response: Response) -> int:
 def _apart(response: Response) -> Response:
     """Returns a response without id and times, whose tensors keep no larger buffer alive than they are."""
     outputs = tuple(Tensor(o.name, o.datatype, o.shape, bytes(o.data)) for o in response.outputs)
-    return msgspec.structs.replace(response, request_id="", outputs=outputs, timing=None)
+    return msgspec.structs.replace(response, request_id="", outputs=outputs, timing=None, called=())

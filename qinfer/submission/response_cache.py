@@ -306,7 +306,7 @@ class ResponseCache:
         assert self._shared is not None, "there is one of the two"
         if not self._shared.takes(response.nbytes) or self._unwritten_bytes > _MAX_UNWRITTEN_BYTES:
             return
-        blob = encode_responses([msgspec.structs.replace(response, request_id="", timing=None, attempt=1)])
+        blob = encode_responses([msgspec.structs.replace(response, request_id="", timing=None, attempt=1, called=())])
         self._unwritten.append(_Write(key, blob))
         self._unwritten_bytes += len(blob)
         self._work.set()

@@ -542,6 +542,8 @@ def kind_of(request: InferRequest, lane: Lane, generation: int, timeout_s: float
     """
     if request.client_id or request.parameters or request.priority or request.sequence is not None or request.holders:
         return None
+    if request.calls is not None:
+        return None
     trace = request.trace
     if trace and not trace.isascii():
         return None

@@ -23,7 +23,18 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from qinfer.core.messages import Credit, Failure, Holder, InferRequest, Response, Scalar, Sequence, Timing
+from qinfer.core.messages import (
+    Called,
+    CallTraces,
+    Credit,
+    Failure,
+    Holder,
+    InferRequest,
+    Response,
+    Scalar,
+    Sequence,
+    Timing,
+)
 from qinfer.errors import CorruptEntry, DeliveryError
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.versions import NewerVersion
@@ -96,6 +107,10 @@ class _SparingRequestHeader(_HeldRequestHeader, array_like=True, gc=False):
     spares_outputs: bool = False
 
 
+class _TracedRequestHeader(_SparingRequestHeader, array_like=True, gc=False):
+    traces: _Natural = 0  # of requests that are made for it: 1 = wanted, 2 = with tensors
+
+
 class _ResponseHeader(msgspec.Struct, array_like=True, gc=False):
     request_id: str
     attempt: _Natural
@@ -120,9 +135,13 @@ class _StreamedResponseHeader(_LongestResponseHeader, array_like=True, gc=False)
     credit_to: str = ""
 
 
+class _TracedResponseHeader(_StreamedResponseHeader, array_like=True, gc=False):
+    called: tuple[Called, ...] = ()
+
+
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(_SparingRequestHeader)
-_responses_decoder = msgspec.msgpack.Decoder(list[_StreamedResponseHeader])
+_request_decoder = msgspec.msgpack.Decoder(_TracedRequestHeader)
+_responses_decoder = msgspec.msgpack.Decoder(list[_TracedResponseHeader])
 _credits_decoder = msgspec.msgpack.Decoder(list[Credit])
 
 
@@ -164,15 +183,19 @@ def _encode_header(request: InferRequest, inputs: list[_TensorHeader], payload: 
         _flags(request.sequence),
         payload,
     )
-    if request.queue_timeout_s or request.holders or request.spares_outputs:
+    is_traced = request.calls is not None
+    if request.queue_timeout_s or request.holders or request.spares_outputs or is_traced:
         header = _LongRequestHeader(*msgspec.structs.astuple(header))
         header.queue_timeout_us = round(request.queue_timeout_s * 1e6)
-    if request.holders or request.spares_outputs:
+    if request.holders or request.spares_outputs or is_traced:
         header = _HeldRequestHeader(*msgspec.structs.astuple(header))
         header.holders = request.holders
-    if request.spares_outputs:
+    if request.spares_outputs or is_traced:
         header = _SparingRequestHeader(*msgspec.structs.astuple(header))
-        header.spares_outputs = True
+        header.spares_outputs = request.spares_outputs
+    if request.calls is not None:
+        header = _TracedRequestHeader(*msgspec.structs.astuple(header))
+        header.traces = 2 if request.calls.has_tensors else 1
     return _encoder.encode(header)
 
 
@@ -228,6 +251,8 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
     request.payload = bool(header.payload)
     request.holders = header.holders
     request.spares_outputs = header.spares_outputs
+    if header.traces:
+        request.calls = CallTraces(has_tensors=header.traces > 1)
     if header.payload and payload is None:
         raise PayloadApart(request)
     return request
@@ -251,15 +276,18 @@ def encode_responses(responses: Items[Response]) -> bytes:
             response.failure,
             response.timing,
         )
-        if response.stored or response.parameters or response.credit_to:
+        if response.stored or response.parameters or response.credit_to or response.called:
             header = _LongResponseHeader(*msgspec.structs.astuple(header))
             header.stored = response.stored
-        if response.parameters or response.credit_to:
+        if response.parameters or response.credit_to or response.called:
             header = _LongestResponseHeader(*msgspec.structs.astuple(header))
             header.parameters = response.parameters
-        if response.credit_to:
+        if response.credit_to or response.called:
             header = _StreamedResponseHeader(*msgspec.structs.astuple(header))
             header.credit_to = response.credit_to
+        if response.called:
+            header = _TracedResponseHeader(*msgspec.structs.astuple(header))
+            header.called = response.called
         headers.append(header)
     return _join(_RESPONSES, _encoder.encode(headers), parts)
 
@@ -295,6 +323,7 @@ def decode_responses(blob: Bytes) -> list[Response]:
                 stored=header.stored,
                 parameters=header.parameters,
                 credit_to=header.credit_to,
+                called=header.called,
             )
         )
     return responses

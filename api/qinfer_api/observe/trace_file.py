@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -164,8 +164,20 @@ Tensors count as so many traces without tensors as take their memory.
 MOST_UNWRITTEN = 20_000
 """Traces that wait to be written, as a slow disk has them; those that come when there are more are lost."""
 
+About = Mapping[str, object]
+"""The fields of a trace besides its activities."""
+
 Stamps = list[tuple[str, int]]
 """Activities and when they were: (name, nanoseconds)."""
+
+
+class CallTrace(NamedTuple):
+    """The trace of a request that was made for another, with the arguments of `Sampling.add`."""
+
+    about: About
+    stamps: Stamps
+    tensors: Taken
+    calls: "Sequence[CallTrace]"
 
 
 class Rule(NamedTuple):
@@ -197,14 +209,15 @@ class _Trace(NamedTuple):
     """A trace that is to be written."""
 
     number: int
-    about: Mapping[str, object]
+    about: About
     stamps: Stamps | None
     tensors: Taken
+    calls: "list[_Trace]"
 
     @property
     def weight(self) -> int:
         """How many traces without tensors it counts as."""
-        return 1 + weight_of(self.tensors)
+        return 1 + weight_of(self.tensors) + sum([call.weight for call in self.calls])
 
     def parts(self) -> list[dict[str, object]]:
         """Returns the objects of the file that it consists of."""
@@ -212,7 +225,8 @@ class _Trace(NamedTuple):
         parts: list[dict[str, object]] = [{"id": number, **self.about}]
         if self.stamps is not None:
             parts.append({"id": number, "timestamps": [{"name": name, "ns": ns} for name, ns in self.stamps]})
-        return [*parts, *(written(number, activity, tensor) for activity, tensor in self.tensors)]
+        parts += [written(number, activity, tensor) for activity, tensor in self.tensors]
+        return [*parts, *(part for call in self.calls for part in call.parts())]
 
 
 class Sampling:
@@ -248,22 +262,30 @@ class Sampling:
         self._open += 1
         return True
 
-    def add(self, about: Mapping[str, object], stamps: Stamps, tensors: Taken | None = None) -> None:
+    def add(
+        self, about: About, stamps: Stamps, tensors: Taken | None = None, calls: Sequence[CallTrace] = ()
+    ) -> None:
         """Takes a trace.
 
         Args:
             about: `model_name`, `model_version` and `request_id`.
             stamps: Its activities, in order.
             tensors: Its tensors, where the rule has them.
+            calls: The traces of requests that were made for it.
         """
         self._open -= 1
-        trace = _Trace(self._output.number(), about, stamps if self.rule.has_stamps else None, tensors or [])
+        trace = self._trace(about, stamps, tensors or [], calls)
         self._held.append(trace)
         self._weight += trace.weight
         frequency = self.rule.frequency
         is_last = not self._open and (self._is_over or not self.left)
         if is_last or self._weight >= MOST_HELD or (frequency and len(self._held) >= frequency):
             self._write(numbered=not self._is_over or bool(frequency))
+
+    def _trace(self, about: About, stamps: Stamps, tensors: Taken, calls: Sequence[CallTrace]) -> _Trace:
+        number = self._output.number()
+        inner = [self._trace({**call.about, "parent_id": number}, *call[1:]) for call in calls]
+        return _Trace(number, about, stamps if self.rule.has_stamps else None, tensors, inner)
 
     def end(self) -> None:
         """Writes the finished traces; those of unanswered requests are written later."""

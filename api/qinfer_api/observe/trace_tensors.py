@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from qinfer.core.messages import CalledTensor
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import DATATYPES, Tensor, iter_bytes, to_numpy
 
@@ -25,6 +26,11 @@ Taken = list[tuple[str, Tensor]]
 def take(activity: str, tensors: Sequence[Tensor]) -> Taken:
     """Returns copies of the beginnings of tensors, which keep nothing else alive."""
     return [(activity, Tensor(t.name, t.datatype, t.shape, bytes(memoryview(t.data)[:MOST_BYTES]))) for t in tensors]
+
+
+def called(tensors: Sequence[CalledTensor]) -> Taken:
+    """Returns the tensors of a call, with their activities."""
+    return [(OUTPUT if t.is_output else INPUT, Tensor(t.name, t.datatype, t.shape, t.data)) for t in tensors]
 
 
 def weight_of(taken: Taken) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from qinfer.core.clock import ServerClock
-from qinfer.core.messages import Failure, InferRequest, Response, Timing
+from qinfer.core.messages import Called, CallTraces, Failure, InferRequest, Response, Timing
 from qinfer.core.settings_trace import TraceSettings
 from qinfer.errors import Cancelled, QinferError
 from qinfer.models.catalog import Served
@@ -49,8 +49,8 @@ from qinfer_api.dispatcher import Dispatcher, Ending
 from qinfer_api.http.call import Call, Connection
 from qinfer_api.http.head import Head
 from qinfer_api.http.infer import InferCodec
-from qinfer_api.observe.trace_file import Sampling, Stamps, TraceFile, start_of
-from qinfer_api.observe.trace_tensors import INPUT, OUTPUT, Taken, take, weight_of
+from qinfer_api.observe.trace_file import CallTrace, Sampling, Stamps, TraceFile, start_of
+from qinfer_api.observe.trace_tensors import INPUT, OUTPUT, Taken, called, take, weight_of
 from qinfer_api.status import GRPC_CODES, grpc_status, http_status
 
 logger = logging.getLogger(__name__)
@@ -163,6 +163,8 @@ class TracedDispatcher(Dispatcher):
                 span = None
         if span is None and sampling is None:
             return super().submit(context, request, sink, within_s, asked_s=asked_s, is_taken=is_taken)
+        if sampling is not None:
+            request.calls = CallTraces(has_tensors=sampling.rule.has_tensors)
         traced = TracedSink(sink, request, self._server_clock, span, sampling)
         try:
             pending = super().submit(context, request, traced, within_s, asked_s=asked_s, is_taken=is_taken)
@@ -372,7 +374,8 @@ class TracedSink:
         self, sampling: Sampling, request: InferRequest, response: Response | None, end_s: float, now_s: float
     ) -> None:
         timing = None if response is None else response.timing
-        sampling.add(_about(request), self._stamps(timing, end_s, now_s), self._tensors)
+        calls = [] if response is None else [_trace_of(call, end_s) for call in response.called]
+        sampling.add(_about(request), self._stamps(timing, end_s, now_s), self._tensors, calls)
 
     def _stamps(self, timing: Timing | None, end_s: float, sent_s: float) -> Stamps:
         """Returns when was what, in order: what two clocks disagree about (a millisecond) is put straight."""
@@ -391,6 +394,19 @@ class TracedSink:
         if receive:
             stamps += [(f"{frontend}_SEND_START", end_s), (f"{frontend}_SEND_END", sent_s)]
         return _ascending(stamps, sent_s)
+
+
+def _trace_of(call: Called, last_s: float) -> CallTrace:
+    """Returns the trace of a request that was made for another, which ended before an instant."""
+    stamps = [("REQUEST_START", call.begin_s)]
+    if call.timing is not None:
+        stamps += [*_computed(call.timing, call.begin_s), ("INFER_RESPONSE_COMPLETE", call.end_s)]
+    ended_s = min(call.end_s, last_s)
+    about: dict[str, object] = {"model_name": call.model[:_MOST_TEXT], "model_version": call.version}
+    if call.client_id:
+        about["request_id"] = call.client_id[:_MOST_TEXT]
+    calls = [_trace_of(inner, ended_s) for inner in call.calls]
+    return CallTrace(about, _ascending([*stamps, ("REQUEST_END", ended_s)], ended_s), called(call.tensors), calls)
 
 
 def _about(request: InferRequest) -> dict[str, str | int]:

@@ -114,6 +114,7 @@ class Calls:
             parameters=call.parameters,
             timeout_s=call.timeout_us / 1e6,
             sequence=_sequence(call),
+            made_for=call.made_for,
         )
         work = self._stream if call.streams else self._call
         if call.streams:

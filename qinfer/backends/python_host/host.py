@@ -29,7 +29,7 @@ from qinfer.backends.python_host.channel import Buffer, Channel
 from qinfer.backends.python_host.errors import GivenParameters, TritonError, TritonModelException, message_of
 from qinfer.backends.python_host.forks import serve_forks
 from qinfer.backends.python_host.inbox import Inbox, Received
-from qinfer.backends.python_host.inference import InferenceRequest, InferenceTrace
+from qinfer.backends.python_host.inference import InferenceRequest
 from qinfer.backends.python_host.messages import (
     Answer,
     Asked,
@@ -145,7 +145,7 @@ class Host:
         theirs = asked.number
         if not (self._is_executing or self._streams):
             return Returned(theirs, _failed(TritonError(_WITHIN_EXECUTE))), []
-        asked.number, asked.batch = self._inbox.expect(), self._batch
+        asked.number, asked.batch, asked.made_for = self._inbox.expect(), self._batch, -1
         self._channel.send(asked, [buffer.data for buffer in buffers])
         answer, data = self._inbox.answer(asked.number)
         assert isinstance(answer, Returned)
@@ -281,9 +281,10 @@ class Host:
         self._check_serving()
         wires = [tensor.to_wire(None) for tensor in request.inputs()]
         number = self._inbox.expect()
+        batch, (traced_batch, item) = _batch.get() if self._is_decoupled else self._batch, request.trace().place
         asked = Call(
             number,
-            _batch.get() if self._is_decoupled else self._batch,
+            batch,
             request.model_name,
             max(request.model_version, 0),
             _metas(wires),
@@ -294,6 +295,7 @@ class Host:
             streams,
             request.correlation_id(),
             request.flags(),
+            item if traced_batch == batch else -1,
         )
         self._channel.send(asked, [wire.data for wire in wires])
         return number
@@ -624,10 +626,10 @@ def _requests(
             requested_output_names=asked.outputs or outputs,
             model_name="",
             timeout=asked.timeout_us,
-            trace=InferenceTrace(asked.trace) if asked.trace else None,
             parameters=GivenParameters(asked.parameters),
         )
-        requests.append(request.placed(message.number, item, asked.request_id, streams[item] if streams else None))
+        stream = streams[item] if streams else None
+        requests.append(request.placed(message.number, item, asked.request_id, stream, asked.trace))
     return requests
 
 

@@ -50,10 +50,15 @@ class InferenceTrace:
 
     Args:
         context: W3C `traceparent`, with its `tracestate` behind a blank; empty = it is not traced.
+        place: The number of the batch that the request is in, and its position; not part of Triton's interface.
+
+    Attributes:
+        place: The same.
     """
 
-    def __init__(self, context: str = "") -> None:
+    def __init__(self, context: str = "", place: tuple[int, int] = (-1, -1)) -> None:
         self._context = context
+        self.place = place
 
     def get_context(self) -> str | None:
         """Returns the trace context as JSON, as Triton's OpenTelemetry mode does; `None` without one."""
@@ -84,7 +89,7 @@ class InferenceRequest:
         flags: The sum of `TRITONSERVER_REQUEST_FLAG_SEQUENCE_START` and `…_END`, as they hold.
         timeout: How long the answer is worth waiting for, in microseconds; 0 = as long as the batch may take.
         preferred_memory: Without effect.
-        trace: Without effect: a call is part of the trace of the first request of the batch.
+        trace: The trace of the request that a call is made for; without it, that of the first request of the batch.
         parameters: Custom parameters.
     """
 
@@ -153,9 +158,12 @@ class InferenceRequest:
         self._reply: Reply | None = None
         self._sender: InferenceResponseSender | None = None
 
-    def placed(self, batch: int, item: int, server_id: str, stream: Stream | None) -> "InferenceRequest":
-        """Notes that it is an item of a batch, and where responses of a decoupled model go; returns itself."""
+    def placed(
+        self, batch: int, item: int, server_id: str, stream: Stream | None, context: str = ""
+    ) -> "InferenceRequest":
+        """Notes that it is an item of a batch, with its trace context and where responses of it go; returns itself."""
         self._place, self._server_id = (batch, item), server_id
+        self._trace = InferenceTrace(context, (batch, item))
         if stream is not None:
             # Not made when it is first asked for: whoever drops the request without asking has abandoned it.
             self._sender = InferenceResponseSender(stream)

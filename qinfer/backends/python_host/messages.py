@@ -227,6 +227,7 @@ class Call(msgspec.Struct, array_like=True, tag=True):
         streams: The model may give any number of responses. This asks for the first of them, `More` for each other.
         correlation_id: Names the sequence that the call is a request of; 0 = it has none.
         flags: As in `Asked`.
+        made_for: The position in the batch of the request whose trace the call has; -1 = it has none.
     """
 
     number: int
@@ -241,6 +242,7 @@ class Call(msgspec.Struct, array_like=True, tag=True):
     streams: bool = False
     correlation_id: int | str = 0
     flags: int = 0
+    made_for: int = -1
 
 
 class More(msgspec.Struct, array_like=True, tag=True):

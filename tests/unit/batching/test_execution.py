@@ -8,7 +8,7 @@ import pytest
 from qinfer.backends.base import Batch, Context
 from qinfer.backends.stub import StubBackend
 from qinfer.batching.execution import Execution, Pending
-from qinfer.core.messages import Holder, InferRequest, Response
+from qinfer.core.messages import CallTraces, Holder, InferRequest, Response
 from qinfer.errors import (
     BrokerUnavailable,
     Cancelled,
@@ -86,6 +86,22 @@ def test_a_call_inherits_from_the_batch() -> None:
     assert deadline_s == 31.0
     assert (called.model, called.tenant, called.trace) == ("back", "t0", "own")
     assert request.tenant == ""
+
+
+@pytest.mark.parametrize(("made_for", "traced", "trace"), [(-1, 1, "r0"), (0, None, "r0"), (1, 1, "r1"), (2, 2, "r2")])
+def test_a_call_is_part_of_the_trace_of_its_request(made_for: int, traced: int | None, trace: str) -> None:
+    """Of the one that the model says, or else of the first that is traced."""
+    caller = Called()
+    run = execution(caller, (61.0, 61.0, 61.0))
+    traces = {position: CallTraces(has_tensors=False) for position in (1, 2)}
+    for position, calls in traces.items():
+        run.items[position].request.calls = calls
+
+    run.call(InferRequest(model="back", inputs=(), made_for=made_for))
+
+    ((called, _),) = caller.calls
+    assert called.calls is (None if traced is None else traces[traced])
+    assert (called.trace, called.tenant) == (trace, "t0")
 
 
 def test_an_item_that_nobody_waits_for_leaves_nothing_behind() -> None:

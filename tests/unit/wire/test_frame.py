@@ -8,7 +8,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from qinfer.core.messages import Credit, Failure, Holder, InferRequest, Response, Sequence, Timing
+from qinfer.core.messages import (
+    Called,
+    CalledTensor,
+    CallTraces,
+    Credit,
+    Failure,
+    Holder,
+    InferRequest,
+    Response,
+    Sequence,
+    Timing,
+)
 from qinfer.errors import CorruptEntry
 from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy
 from qinfer.wire.frame import (
@@ -70,6 +81,14 @@ SPARING = InferRequest(
     outputs=("y",),
     spares_outputs=True,
 )
+TRACED = InferRequest(
+    model="m",
+    inputs=(Tensor("x", "UINT8", (1, 2), b"\x07\x08"),),
+    id="r",
+    timeout_s=2.0,
+    calls=CallTraces(has_tensors=True),
+)
+TIMED = InferRequest(model="m", inputs=(), calls=CallTraces(has_tensors=False))
 NUMBERED = InferRequest(model="m", inputs=(), sequence=Sequence(7, end=True, step=3))
 APART = InferRequest(
     model="m",
@@ -122,6 +141,26 @@ STREAMED = [
     ),
     Response(request_id="a", model="m", version=2, index=5),
 ]
+CALLING = [
+    Response(
+        request_id="a",
+        model="m",
+        version=1,
+        called=(
+            Called(
+                "callee",
+                2,
+                "mine",
+                1769850000.25,
+                1769850001.5,
+                Timing(1, 2, 3, 4, 5),
+                (CalledTensor(is_output=True, name="y", datatype="UINT8", shape=(2,), data=b"\x05\x06"),),
+                (Called("inner", 1, "", 1769850000.5, 1769850001.0),),
+            ),
+        ),
+    ),
+    Response(request_id="b"),
+]
 CREDITS = [Credit("01ARZ3NDEKTSV4RRFFQ69G5FAV.0.m", 1, 0), Credit("b", 3, 2**40)]
 
 
@@ -134,6 +173,8 @@ CREDITS = [Credit("01ARZ3NDEKTSV4RRFFQ69G5FAV.0.m", 1, 0), Credit("b", 3, 2**40)
         ("request_numbered", NUMBERED),
         ("request_called", CALLED),
         ("request_sparing", SPARING),
+        ("request_traced", TRACED),
+        ("request_timed", TIMED),
     ],
 )
 def test_golden_requests(name: str, request_: InferRequest) -> None:
@@ -162,6 +203,7 @@ def test_golden_request_apart() -> None:
         ("responses_stored", STORED),
         ("responses_spoken", SPOKEN),
         ("responses_streamed", STREAMED),
+        ("responses_calling", CALLING),
     ],
 )
 def test_golden_responses(name: str, responses: list[Response]) -> None:
@@ -204,15 +246,17 @@ def test_every_field_is_set_in_a_golden_frame() -> None:
     """A field added to `InferRequest` or `Response` without a place in a golden frame is noticed here."""
     request, response = InferRequest(model="", inputs=()), Response(request_id="")
 
-    for field in set(InferRequest.__struct_fields__) - {"inputs_digest", "step_key", "endpoint", "assigned", "moves"}:
-        assert any(getattr(r, field) != getattr(request, field) for r in (FULL, LIMITED, APART, CALLED, SPARING)), field
-    golden = (*RESPONSES, *STORED, *SPOKEN, *STREAMED)
+    asked = (FULL, LIMITED, APART, CALLED, SPARING, TRACED)
+    stay = {"inputs_digest", "step_key", "endpoint", "assigned", "moves", "made_for"}
+    for field in set(InferRequest.__struct_fields__) - stay:
+        assert any(getattr(r, field) != getattr(request, field) for r in asked), field
+    golden = (*RESPONSES, *STORED, *SPOKEN, *STREAMED, *CALLING)
     for field in set(Response.__struct_fields__) - {"cache"}:
         assert any(getattr(r, field) != getattr(response, field) for r in golden), field
 
 
 def test_what_only_a_process_knows_does_not_travel() -> None:
-    request = msgspec.structs.replace(FULL, inputs_digest=b"x", step_key="r/m", endpoint="e", moves=True)
+    request = msgspec.structs.replace(FULL, inputs_digest=b"x", step_key="r/m", endpoint="e", moves=True, made_for=2)
     response = Response(request_id="r", cache="hit")
 
     assert encode_request(request) == encode_request(FULL)
@@ -271,12 +315,11 @@ def header_fields(frame: bytes) -> list[Any]:
 
 def test_header_fields_may_be_appended() -> None:
     """A reader of this version skips fields that a later one appends to the same header."""
-    sparing = msgspec.structs.replace(SPARING, inputs=())
-    header = msgspec.msgpack.encode([*header_fields(encode_request(sparing)), "later", 42])
+    header = msgspec.msgpack.encode([*header_fields(encode_request(TIMED)), "later", 42])
 
     grown = struct.pack("<BBHI", 1, 0, 0, len(header)) + header
 
-    assert decode_request(grown) == sparing
+    assert decode_request(grown) == TIMED
 
 
 def test_an_older_reader_skips_what_was_appended() -> None:

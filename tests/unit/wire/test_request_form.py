@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qinfer.core.messages import Holder, IdFactory, InferRequest, Sequence
+from qinfer.core.messages import CallTraces, Holder, IdFactory, InferRequest, Sequence
 from qinfer.errors import QinferError
 from qinfer.tensors import Bytes, Tensor, pack_bytes
 from qinfer.wire import frame as request_form
@@ -94,12 +94,15 @@ def test_ids_may_differ_in_length() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    ["model", "version", "outputs", "priority", "timeout_s", "queue_timeout_s", "attempt", "holders", "spares_outputs"],
+    [
+        "model", "version", "outputs", "priority", "timeout_s", "queue_timeout_s", "attempt", "holders", "spares_outputs",
+        "calls",
+    ],
 )
 def test_what_differs_is_read(change: str) -> None:
     """Everything that a header says counts."""
     values = {"model": "other", "outputs": ("z",), "timeout_s": 7.5, "queue_timeout_s": 0.5, "spares_outputs": True}
-    values["holders"] = (Holder("w/1", "m", {"g": 1}),)
+    values |= {"holders": (Holder("w/1", "m", {"g": 1}),), "calls": CallTraces(has_tensors=True)}
     reader = RequestReader()
     for one in [request(4) for _ in range(5)]:
         frame = encode_request(one)

@@ -46,6 +46,7 @@ from qinfer.submission.submit import Submission, check
 from qinfer.traffic.controller import EndpointFollower
 from qinfer.wire.frame import decode_credits, is_credits
 from qinfer_workers.inference.call_answers import EXPIRED, GRACE_S, Answer, Inbox, Responses, raised
+from qinfer_workers.inference.call_traces import traced
 from qinfer_workers.inference.ensembles.local import LocalSteps
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,7 @@ class Caller:
         if request.holders and (reason := self._endless(request, served)):
             raise InferenceFailed(reason)
         request.generation = 0
+        request, sink = traced(request, sink, self._now_s)
         timeout_s = min(timeout_s, served.spec.max_timeout_s)
         try:
             held = self._submit_held(served, request, sink, timeout_s)
@@ -325,9 +327,10 @@ class Caller:
         if self._is_closed:
             answer.fail(Cancelled(_ENDING))
             return
+        request, sink = traced(request, answer, self._now_s)
         try:
-            held = self._submit_held(served, request, answer, timeout_s)
-            answer.submitted(held or self._submission.submit(served, request, answer, timeout_s))
+            held = self._submit_held(served, request, sink, timeout_s)
+            answer.submitted(held or self._submission.submit(served, request, sink, timeout_s))
         except QinferError as error:
             answer.fail(error)
         except Exception:  # the boundary: a call that fails oddly may not end the worker

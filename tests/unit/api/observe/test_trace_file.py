@@ -11,7 +11,7 @@ import pytest
 
 from qinfer.errors import SettingsError
 from qinfer_api.observe import trace_file
-from qinfer_api.observe.trace_file import TraceFile
+from qinfer_api.observe.trace_file import CallTrace, TraceFile
 
 ABOUT = {"model_name": "m", "model_version": 1}
 
@@ -218,6 +218,26 @@ async def test_a_trace_as_triton_writes_it(traces: TraceFile, path: Path) -> Non
         {"id": 1, "model_name": "m", "model_version": 1},
         {"id": 1, "timestamps": stamps},
     ]
+
+
+async def test_requests_that_were_made_for_another_follow_it(traces: TraceFile, path: Path) -> None:
+    """With the id of that one; they are parts of its trace, and no traces that a file counts."""
+    stamps = [("REQUEST_START", 1)]
+    inner = CallTrace({"model_name": "inner"}, stamps, [], [])
+    calls = [CallTrace({"model_name": "call"}, stamps, [], [inner]), CallTrace({"model_name": "next"}, stamps, [], [])]
+    traces.apply(on(log_frequency="2"))
+    for _ in range(2):
+        sampling = traces.sample("m")
+        assert sampling is not None
+        sampling.add(ABOUT, stamps, None, calls)
+    await traces.close()
+
+    (file,) = path.parent.iterdir()
+    about = [part for part in json.loads(file.read_text()) if "model_name" in part]
+    assert [(part["id"], part["model_name"], part.get("parent_id")) for part in about[:4]] == [
+        (1, "m", None), (2, "call", 1), (3, "inner", 2), (4, "next", 1),
+    ]  # fmt: skip
+    assert [part["id"] for part in about] == list(range(1, 9))
 
 
 async def test_a_disk_that_fails_costs_the_traces_only(

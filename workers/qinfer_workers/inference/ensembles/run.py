@@ -320,6 +320,7 @@ class Run:
             timeout_s=asked.queue_timeout_s,
             tenant=asked.tenant,
             trace=asked.trace,
+            calls=asked.calls,
         )
         if asked.holders:  # a model has asked, and its instance waits
             request.holders = extended([asked.holders], Holder("", asked.model, {}, asked.version))

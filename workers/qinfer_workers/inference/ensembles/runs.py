@@ -231,6 +231,7 @@ class Runs:
             attempt=item.lease.deliveries,
             timing=Timing(waited_ns, spent.input_ns, spent.infer_ns, spent.output_ns, item.rows),
             parameters={} if failure is not None else run.parameters,
+            called=() if item.request.calls is None else item.request.calls.ended,
         )
 
     def _waited_ns(self, run: Run, item: Pending) -> int:

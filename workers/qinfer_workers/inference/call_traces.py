@@ -1,0 +1,68 @@
+"""The traces of calls and steps that are made for traced requests, for the trace files of gateways.
+
+A gateway marks a request that it traces (`InferRequest.calls`). What its model or its ensemble asks for on the way is
+noted here when it has ended, and travels to the gateway with the last response (`Response.called`).
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from qinfer.core.messages import Called, CalledTensor, CallTraces, InferRequest, Response
+from qinfer.submission.pending import Sink
+from qinfer.tensors import Tensor
+
+MOST_TENSOR_BYTES = 16 * 1024
+"""So much of a tensor is kept."""
+
+MOST_BYTES = 64 * 1024
+"""So much of all tensors of a call is kept; further ones are left out."""
+
+
+def traced(request: InferRequest, sink: Sink, now_s: Callable[[], float]) -> tuple[InferRequest, Sink]:
+    """Returns the request and the sink of a call, with notes of it where it is made for a traced request.
+
+    Args:
+        request: The request; its `calls` are those of the request that it is made for.
+        sink: Takes the responses.
+        now_s: Returns the broker's time.
+    """
+    if request.calls is None:
+        return request, sink
+    own = msgspec.structs.replace(request, calls=CallTraces(has_tensors=request.calls.has_tensors))
+    return own, _TracedSink(sink, own, request.calls, now_s)
+
+
+class _TracedSink:
+    """The sink of a call, which notes the call before its caller has the last response."""
+
+    def __init__(self, sink: Sink, request: InferRequest, into: CallTraces, now_s: Callable[[], float]) -> None:
+        self.no_stream = sink.no_stream
+        self._sink = sink
+        self._request = request
+        self._into = into
+        self._now_s = now_s
+        self._begin_s = now_s()
+        self._tensors: list[CalledTensor] = []
+        self._take(request.inputs, is_output=False)
+
+    def deliver(self, response: Response) -> None:
+        """See `Sink`."""
+        self._take(response.outputs, is_output=True)
+        if response.final:
+            request, tensors = self._request, tuple(self._tensors)
+            model, version = response.model or request.model, response.version or request.version
+            times = self._begin_s, self._now_s()
+            called = Called(model, version, request.client_id, *times, response.timing, tensors, response.called)
+            self._into.add(called)
+        self._sink.deliver(response)
+
+    def _take(self, tensors: Sequence[Tensor], *, is_output: bool) -> None:
+        if not self._into.has_tensors:
+            return
+        left = MOST_BYTES - sum([len(tensor.data) for tensor in self._tensors])
+        for tensor in tensors:
+            data = bytes(memoryview(tensor.data)[:MOST_TENSOR_BYTES])
+            left -= len(data)
+            if left >= 0:
+                self._tensors.append(CalledTensor(is_output, tensor.name, tensor.datatype, tuple(tensor.shape), data))
