@@ -6,8 +6,8 @@ sequential, 1 parallel), `enable_mem_arena`, `enable_mem_pattern`, `memory.enabl
 default).
 
 An instance on the CPU has the CPU provider, behind OpenVINO where the configuration asks for it by
-`optimization.execution_accelerators.cpu_execution_accelerator`. One on a GPU has CUDA, behind TensorRT where the configuration asks for it
-by `optimization.execution_accelerators.gpu_execution_accelerator`, and the CPU for what neither can do.
+`optimization.execution_accelerators.cpu_execution_accelerator`. One on a GPU has CUDA, behind TensorRT where the
+configuration asks for it by `…gpu_execution_accelerator`, and the CPU for what neither can do.
 https://github.com/triton-inference-server/onnxruntime_backend#model-config-options
 """
 

@@ -150,7 +150,7 @@ def addressing_style() -> str:
     """
     style = os.environ.get(S3_ADDRESSING, "")
     if style and style not in _S3_STYLES:
-        raise SettingsError(f"{S3_ADDRESSING} is '{style}'; it must be {', '.join(_S3_STYLES[:-1])} or {_S3_STYLES[-1]}")
+        raise SettingsError(f"{S3_ADDRESSING} is '{style}'; it must be auto, path or virtual")
     return style
 
 

@@ -105,7 +105,7 @@ def test_openvino_comes_before_the_cpu() -> None:
 
 def test_openvino_that_is_not_installed() -> None:
     """The package is named, and the backend that needs none."""
-    with pytest.raises(ModelLoadFailed, match="pip install onnxruntime-ep-openvino, or .* by backend 'openvino'"):
+    with pytest.raises(ModelLoadFailed, match=r"pip install onnxruntime-ep-openvino, or .* by backend 'openvino'"):
         providers(with_openvino(), CPU, ALL, CACHE)
 
 
