@@ -122,6 +122,12 @@ class Called(msgspec.Struct, frozen=True, array_like=True):
     tensors: tuple[CalledTensor, ...] = ()
     calls: tuple["Called", ...] = ()
 
+    @property
+    def weight(self) -> int:
+        """How much it takes of `MOST_CALL_BYTES`: its tensors, what its calls take, and 16 KiB."""
+        tensors, calls = [len(tensor.data) for tensor in self.tensors], [call.weight for call in self.calls]
+        return 16 * 1024 + sum(tensors) + sum(calls)
+
 
 class CallTraces(msgspec.Struct, kw_only=True):
     """The traces of the requests that were made for a traced one.
@@ -135,13 +141,13 @@ class CallTraces(msgspec.Struct, kw_only=True):
     ended: tuple[Called, ...] = ()
 
     def add(self, called: Called) -> None:
-        """Takes a trace; beyond `MOST_CALLS` none."""
-        if len(self.ended) < MOST_CALLS:
+        """Takes a trace, unless those that were taken leave no room for it."""
+        if sum([call.weight for call in self.ended]) + called.weight <= MOST_CALL_BYTES:
             self.ended = (*self.ended, called)
 
 
-MOST_CALLS = 64
-"""So many requests that were made for one are traced."""
+MOST_CALL_BYTES = 2**20
+"""The traces of requests that were made for one take so much together: 64 without tensors."""
 
 
 class InferRequest(msgspec.Struct, kw_only=True):

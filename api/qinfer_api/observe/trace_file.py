@@ -262,9 +262,7 @@ class Sampling:
         self._open += 1
         return True
 
-    def add(
-        self, about: About, stamps: Stamps, tensors: Taken | None = None, calls: Sequence[CallTrace] = ()
-    ) -> None:
+    def add(self, about: About, stamps: Stamps, tensors: Taken | None = None, calls: Sequence[CallTrace] = ()) -> None:
         """Takes a trace.
 
         Args:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from qinfer.core.messages import Called, CalledTensor, CallTraces
 from qinfer.testing import eventually
 from tests.support.ensembles import ROW, EnsemblesServed, chain, ensembles_served, scale
 from tests.support.python_models import DECOUPLED, HEADER, execute, write_model
@@ -67,6 +68,11 @@ async def traces(scene: EnsemblesServed, path: Path, model: str, *levels: str) -
     await scene.client.post("/v2/trace/setting", json=settings)
     await scene.post(model, id="outer")
     await eventually(lambda: bool(list(path.glob("trace.json*"))), description="the trace file")
+    return read(path)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Returns what the one file tells; see `traces`."""
     (file,) = path.glob("trace.json*")
     whole: dict[int, dict[str, Any]] = {}
     for part in json.loads(file.read_text()):
@@ -128,6 +134,21 @@ async def test_steps_and_streams_have_traces(
     (outer,) = await traces(scene, tmp_path, model)
 
     assert shown(outer) == (model, 1, expected)
+
+
+def test_what_all_calls_take_is_bounded() -> None:
+    """Also where a call makes calls."""
+    traces = CallTraces(has_tensors=True)
+    tensor = CalledTensor(is_output=False, name="x", datatype="UINT8", shape=(1,), data=bytes(400_000))
+    inner = Called("inner", 1, "", 1.0, 2.0, tensors=(tensor,))
+
+    for name in ("first", "second", "third"):
+        traces.add(Called(name, 1, "", 1.0, 2.0, calls=(inner,)))
+    for _ in range(100):
+        traces.add(Called("small", 1, "", 1.0, 2.0))
+
+    assert [call.model for call in traces.ended[:3]] == ["first", "second", "small"]
+    assert sum(call.weight for call in traces.ended) <= 2**20
 
 
 async def test_a_call_that_is_refused_has_no_trace(scene: EnsemblesServed, tmp_path: Path) -> None:

@@ -95,7 +95,15 @@ def test_ids_may_differ_in_length() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        "model", "version", "outputs", "priority", "timeout_s", "queue_timeout_s", "attempt", "holders", "spares_outputs",
+        "model",
+        "version",
+        "outputs",
+        "priority",
+        "timeout_s",
+        "queue_timeout_s",
+        "attempt",
+        "holders",
+        "spares_outputs",
         "calls",
     ],
 )
