@@ -139,7 +139,7 @@ def test_the_plugin_gets_the_cpus_that_it_offers(
     plugin += [cpu, gpu, SimpleNamespace(ep_name=CPU_PROVIDER, ep_metadata={})]
     given: list[Any] = []
 
-    class Options(ort.SessionOptions):
+    class Options(ort.SessionOptions):  # type: ignore[misc]  # it has no types
         def add_provider_for_devices(self, *both: Any) -> None:
             given.append(both)
 
