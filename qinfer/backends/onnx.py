@@ -118,7 +118,7 @@ class OnnxBackend:
         if device.kind == "gpu":
             _find_cuda()
         try:
-            self._session = _open(spec, path, wanted)
+            self._session = _open_session(spec, path, wanted)
         except ModelLoadFailed:
             raise
         except Exception as error:  # onnxruntime raises a dozen unrelated classes; they are mapped here, once
@@ -296,7 +296,7 @@ def _available() -> list[str]:
     return found if importlib.util.find_spec(_OPENVINO_PLUGIN) is None else [*found, OPENVINO]
 
 
-def _open(spec: ModelSpec, path: Path, wanted: Sequence[Provider]) -> ort.InferenceSession:
+def _open_session(spec: ModelSpec, path: Path, wanted: Sequence[Provider]) -> ort.InferenceSession:
     """Opens a session; with OpenVINO one at a time, as Triton does."""
     options, (first, own) = _options(spec), wanted[0]
     if first != OPENVINO:

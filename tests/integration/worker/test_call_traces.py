@@ -156,3 +156,18 @@ async def test_a_call_that_is_refused_has_no_trace(scene: EnsemblesServed, tmp_p
     (outer,) = await traces(scene, tmp_path, "lost")
 
     assert outer["calls"] == []
+
+
+async def test_what_can_not_be_traced_is_answered(
+    scene: EnsemblesServed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def boom(*_: object) -> None:
+        raise RuntimeError("it can't be noted")
+
+    monkeypatch.setattr(CallTraces, "add", boom)
+
+    (outer,) = await traces(scene, tmp_path, "middle")
+
+    assert outer["calls"] == []
+    assert outer["timestamps"]
+    assert await scene.infer("middle") == [2 * value for value in ROW]

@@ -1,16 +1,20 @@
 """The traces of calls and steps that are made for traced requests, for the trace files of gateways.
 
-A gateway marks a request that it traces (`InferRequest.calls`). What its model or its ensemble asks for on the way is
-noted here when it has ended, and travels to the gateway with the last response (`Response.called`).
+A gateway marks a request that it traces (`InferRequest.calls`). Each call of its model and each step of its ensemble is
+noted here when it has ended, and the notes travel to the gateway with the last response (`Response.called`).
 """
 
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from qinfer.core.messages import Called, CalledTensor, CallTraces, InferRequest, Response
+from qinfer.observe.logs import Fence
 from qinfer.submission.pending import Sink
 from qinfer.tensors import Tensor
+
+_FENCE = Fence(logging.getLogger(__name__), "traces of calls lost, the calls go on without")
 
 MOST_TENSOR_BYTES = 16 * 1024
 """So much of a tensor is kept."""
@@ -30,10 +34,10 @@ def traced(request: InferRequest, sink: Sink, now_s: Callable[[], float]) -> tup
     if request.calls is None:
         return request, sink
     own = msgspec.structs.replace(request, calls=CallTraces(has_tensors=request.calls.has_tensors))
-    return own, _TracedSink(sink, own, request.calls, now_s)
+    return own, _NotingSink(sink, own, request.calls, now_s)
 
 
-class _TracedSink:
+class _NotingSink:
     """The sink of a call, which notes the call before its caller has the last response."""
 
     def __init__(self, sink: Sink, request: InferRequest, into: CallTraces, now_s: Callable[[], float]) -> None:
@@ -44,20 +48,24 @@ class _TracedSink:
         self._now_s = now_s
         self._begin_s = now_s()
         self._tensors: list[CalledTensor] = []
-        self._take(request.inputs, is_output=False)
+        with _FENCE:  # the call goes on without
+            self._keep(request.inputs, is_output=False)
 
     def deliver(self, response: Response) -> None:
         """See `Sink`."""
-        self._take(response.outputs, is_output=True)
-        if response.final:
-            request, tensors = self._request, tuple(self._tensors)
-            model, version = response.model or request.model, response.version or request.version
-            times = self._begin_s, self._now_s()
-            called = Called(model, version, request.client_id, *times, response.timing, tensors, response.called)
-            self._into.add(called)
+        with _FENCE:  # as above
+            self._keep(response.outputs, is_output=True)
+            if response.final:
+                self._into.add(self._called(response))
         self._sink.deliver(response)
 
-    def _take(self, tensors: Sequence[Tensor], *, is_output: bool) -> None:
+    def _called(self, response: Response) -> Called:
+        request, tensors = self._request, tuple(self._tensors)
+        model, version = response.model or request.model, response.version or request.version
+        times = self._begin_s, self._now_s()
+        return Called(model, version, request.client_id, *times, response.timing, tensors, response.called)
+
+    def _keep(self, tensors: Sequence[Tensor], *, is_output: bool) -> None:
         if not self._into.has_tensors:
             return
         left = MOST_BYTES - sum([len(tensor.data) for tensor in self._tensors])
