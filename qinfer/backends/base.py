@@ -15,7 +15,7 @@ import msgspec
 import numpy.typing as npt
 
 from qinfer.core.messages import InferRequest, Response, Scalar
-from qinfer.errors import InferenceFailed, OutputMismatch, QinferError
+from qinfer.errors import InferenceFailed, ModelNotFound, OutputMismatch, QinferError
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.observe.host import MemoryUse
 from qinfer.observe.model_metrics import ModelSeries
@@ -57,6 +57,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def size(self) -> int:
         """Rows in all: what Triton calls the batch size of the execution."""
         return sum(self.rows)
+
+
+class AnsweredNotFound(ModelNotFound):
+    """A model that was called exists, and answered with an error of Triton's code NOT_FOUND."""
 
 
 class Context(Protocol):
@@ -154,7 +158,7 @@ class Context(Protocol):
             The model's final response; it has no `failure`.
 
         Raises:
-            ModelNotFound: No such model or version.
+            ModelNotFound: No such model or version, or the model answered so (`AnsweredNotFound`).
             ModelNotReady: The version is known and no live worker has loaded it; or this is a warm-up.
             InvalidRequest: The request does not fit the model.
             DeadlineExceeded: The deadline passed; the request is taken out of the queue.

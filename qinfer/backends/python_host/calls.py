@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from qinfer.backends.base import Context
 from qinfer.backends.python_host.channel import Buffer, Channel
-from qinfer.backends.python_host.errors import TritonError, code_of
+from qinfer.backends.python_host.errors import TritonError, code_of, code_of_failure
 from qinfer.backends.python_host.messages import (
     SEQUENCE_END,
     SEQUENCE_START,
@@ -25,10 +25,8 @@ from qinfer.backends.python_host.messages import (
 )
 from qinfer.core import messages
 from qinfer.core.messages import InferRequest, Response
-from qinfer.errors import InferenceFailed, ModelNotFound, QinferError
+from qinfer.errors import InferenceFailed, ModelNotFound, QinferError, RequestError
 from qinfer.tensors import Bytes, Tensor
-
-_INTERNAL = TritonError.INTERNAL
 
 ENDED = "the batch that called has ended"
 
@@ -153,7 +151,8 @@ class Calls:
             return
         metas = [TensorMeta(t.name, t.datatype, t.shape) for t in response.outputs]
         failure = response.failure
-        answer = Answer(metas, response.parameters, None if failure is None else failure.message, _INTERNAL)
+        error, code = (None, 0) if failure is None else (failure.message, code_of_failure(failure))
+        answer = Answer(metas, response.parameters, error, code)
         send(self._channel, Returned(number, answer, is_last), [t.data for t in response.outputs])
 
 
@@ -179,9 +178,11 @@ def send(channel: Channel, message: Message, buffers: Sequence[Bytes] = ()) -> N
 
 
 def _failed(error: Exception, model: str = "") -> Answer:
-    if model and isinstance(error, ModelNotFound):
+    if isinstance(error.__cause__, RequestError):  # which was made the calling model's own failure
+        error = error.__cause__
+    if model and type(error) is ModelNotFound:
         told = f"Failed for execute the inference request. Model '{model}' is not ready. {error.message}"
         return Answer([], {}, told, code_of(error))
     if isinstance(error, QinferError):
         return Answer([], {}, error.message, code_of(error))
-    return Answer([], {}, type(error).__name__, _INTERNAL)
+    return Answer([], {}, type(error).__name__, TritonError.INTERNAL)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from qinfer.core.messages import Scalar
+from qinfer.core.messages import Failure, Scalar
 from qinfer.errors import (
     AlreadyExists,
     Cancelled,
@@ -28,6 +28,7 @@ _RAISED: dict[int, type[QinferError]] = {
     6: AlreadyExists,
     7: Cancelled,
 }
+_CODES = {kind.code.value: code for code, kind in _RAISED.items()}
 MESSAGE_CHARACTERS = 4096
 """An error's text is cut to so many: what an exception quotes may be a whole array."""
 
@@ -83,6 +84,11 @@ def code_of(error: QinferError) -> int:
     if isinstance(error, RequestError):
         return TritonError.INVALID_ARG
     return TritonError.UNAVAILABLE if error.retryable else TritonError.INTERNAL
+
+
+def code_of_failure(failure: Failure) -> int:
+    """Returns Triton's code for the failure of a response."""
+    return _CODES.get(failure.code, TritonError.UNAVAILABLE if failure.retryable else TritonError.INTERNAL)
 
 
 def text(value: object, what: str) -> str:

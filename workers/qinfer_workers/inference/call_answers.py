@@ -6,8 +6,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+from qinfer.backends.base import AnsweredNotFound
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import (
+    AlreadyExists,
     BrokerUnavailable,
     Cancelled,
     DeadlineExceeded,
@@ -18,6 +20,8 @@ from qinfer.errors import (
     QueueFull,
     RequestError,
     StreamBroken,
+    UnknownFailure,
+    UnsupportedFeature,
 )
 from qinfer.submission.pending import Pending
 
@@ -27,7 +31,17 @@ GRACE_S = 1.0
 EXPIRED = "Request timeout expired"
 _CANCELLED = "the call was cancelled"
 
-_ALSO_HERE = (BrokerUnavailable, Cancelled, DeadlineExceeded, InvalidRequest, ModelNotReady, QueueFull, StreamBroken)
+_ANSWERED = (
+    AlreadyExists,
+    AnsweredNotFound,
+    Cancelled,
+    InvalidRequest,
+    ModelNotReady,
+    UnknownFailure,
+    UnsupportedFeature,
+)
+"""The errors that a model may answer with; the model that called it is told their codes."""
+_ALSO_HERE = (*_ANSWERED, BrokerUnavailable, DeadlineExceeded, QueueFull, StreamBroken)
 _RAISED: dict[str, type[QinferError]] = {error.code: error for error in _ALSO_HERE}
 
 
@@ -147,8 +161,9 @@ class Responses:
             came = raised(came.failure, self._model)
         if isinstance(came, QinferError):
             self._has_ended = True
-            # The calling model's client has sent nothing wrong.
-            raise InferenceFailed(f"a call failed: {came.message}") if isinstance(came, RequestError) else came
+            if isinstance(came, RequestError):  # the calling model's client has sent nothing wrong
+                raise InferenceFailed(f"a call failed: {came.message}") from came
+            raise came
         self._has_ended = came.final
         self._untaken_bytes = came.nbytes
         return came

@@ -7,9 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qinfer.backends.base import AnsweredNotFound
 from qinfer.backends.python import PythonBackend
-from qinfer.core.messages import InferRequest, Response
-from qinfer.errors import Cancelled, InferenceFailed, InvalidRequest, ModelNotFound, ModelNotReady, QueueFull
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.errors import (
+    Cancelled,
+    InferenceFailed,
+    InvalidRequest,
+    ModelNotFound,
+    ModelNotReady,
+    QueueFull,
+    UnknownFailure,
+    UnsupportedFeature,
+)
 from qinfer.tensors import from_numpy, to_numpy
 from tests.support.backends import Answers
 from tests.support.python_models import DECOUPLED, Streamed, batch_of, execute, floats, loaded
@@ -97,13 +107,24 @@ def test_large_tensors_of_calls(tmp_path: Path) -> None:
     np.testing.assert_array_equal(answers.array(), array + 1)
 
 
+def own(refusal: InvalidRequest) -> InferenceFailed:
+    """Makes the refusal of a call the calling model's own failure, as callers in workers do."""
+    error = InferenceFailed(f"a call failed: {refusal.message}")
+    error.__cause__ = refusal
+    return error
+
+
 FAILURES = [
     (
         ModelNotFound("no such model"),
         ModelNotFound,
         "Failed for execute the inference request. Model 'other' is not ready. no such model",
     ),
+    (AnsweredNotFound("no such row"), ModelNotFound, "no such row"),
     (InvalidRequest("bad shape"), InvalidRequest, "bad shape"),
+    (UnsupportedFeature("not by me"), UnsupportedFeature, "not by me"),
+    (UnknownFailure("odd"), UnknownFailure, "odd"),
+    (own(InvalidRequest("bad shape")), InvalidRequest, "bad shape"),
     (InferenceFailed("it failed"), InferenceFailed, "it failed"),
     (QueueFull("too much"), ModelNotReady, "too much"),
     (RuntimeError("private"), InferenceFailed, "RuntimeError"),
@@ -327,6 +348,30 @@ def test_the_responses_of_a_decoupled_model_are_iterated(tmp_path: Path, what: i
         ask(backend, answers, what)
 
     assert answers.parameters[0] == {"taken": taken}
+
+
+def test_errors_among_the_responses_have_their_codes(tmp_path: Path) -> None:
+    failures = ("invalid_request", "model_not_found", "unknown", "inference_failed", "of a newer qinfer")
+
+    def other(request: InferRequest) -> Iterator[Response]:
+        for number, code in enumerate(failures):
+            yield Response(request_id="", final=False, failure=Failure(code, "no"), index=number)
+        yield Response(request_id="", index=len(failures))
+
+    code = (
+        execute(
+            """
+errors = [response.error() for response in call(requests[0]).exec(decoupled=True)]
+return [reply(x(requests[0]), parameters={"codes": json.dumps([error and error.code() for error in errors])})]
+"""
+        )
+        + CALL
+    )
+    answers = Streamed(stream=other)
+    with loaded(tmp_path, code) as backend:
+        ask(backend, answers, 1)
+
+    assert answers.parameters[0] == {"codes": "[3, 2, 0, 1, 1, null]"}
 
 
 def test_a_called_model_is_no_faster_than_its_caller(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from qinfer.backends.base import AnsweredNotFound
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
+    AlreadyExists,
     BrokerUnavailable,
     Cancelled,
     DeadlineExceeded,
@@ -23,6 +25,8 @@ from qinfer.errors import (
     ModelNotReady,
     PayloadTooLarge,
     QinferError,
+    UnknownFailure,
+    UnsupportedFeature,
 )
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
@@ -278,6 +282,10 @@ async def test_an_old_view_makes_no_call_wait() -> None:
         (Failure("inference_failed", "boom"), InferenceFailed("model 'back' failed: boom")),
         (Failure("deadline_exceeded", "Request timeout expired"), DeadlineExceeded("Request timeout expired")),
         (Failure("invalid_request", "it changed"), InvalidRequest("it changed")),
+        (Failure("model_not_found", "no such row"), AnsweredNotFound("no such row")),
+        (Failure("already_exists", "twice"), AlreadyExists("twice")),
+        (Failure("unsupported_feature", "not by me"), UnsupportedFeature("not by me")),
+        (Failure("unknown", "odd"), UnknownFailure("odd")),
         (Failure("of a newer qinfer", "boom"), InferenceFailed("model 'back' failed: boom")),
     ],
 )

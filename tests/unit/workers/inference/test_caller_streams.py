@@ -10,7 +10,7 @@ import pytest
 
 from qinfer.core.messages import Failure, InferRequest
 from qinfer.core.settings import LimitSettings
-from qinfer.errors import Cancelled, InferenceFailed, StreamBroken
+from qinfer.errors import Cancelled, InferenceFailed, InvalidRequest, StreamBroken
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
@@ -175,8 +175,10 @@ async def test_a_request_that_is_refused_late_is_the_models_failure() -> None:
         refusal = Failure("invalid_request", "too large")
         await one.worker.send(request, 0, final=True, outputs=(), failure=refusal)
 
-        with pytest.raises(InferenceFailed, match="a call failed: too large"):
+        with pytest.raises(InferenceFailed, match="a call failed: too large") as raised:
             await asyncio.to_thread(next, responses)
+
+        assert isinstance(raised.value.__cause__, InvalidRequest)
 
 
 async def test_a_worker_that_ends_ends_its_calls() -> None:
