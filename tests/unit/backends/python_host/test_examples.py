@@ -18,152 +18,18 @@ from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import from_numpy, to_numpy
 from tests.support.backends import Answers
 from tests.support.decoupled_models import REPEAT, REPEAT_CONFIG, SQUARE, SQUARE_CONFIG
+from tests.support.python_examples import (
+    ADD_SUB,
+    AUTO_COMPLETE,
+    BLS_ASYNC,
+    BLS_SYNC,
+    CUSTOM_METRICS,
+    INPUTS,
+    INSTANCE_KIND,
+    MODEL_NAME,
+    OUTPUTS,
+)
 from tests.support.python_models import DECOUPLED, Streamed
-
-INPUTS = """
-input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "INPUT1" data_type: TYPE_FP32 dims: [ 4 ] } ]
-"""
-OUTPUTS = """
-output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "OUTPUT1" data_type: TYPE_FP32 dims: [ 4 ] } ]
-instance_group [ { kind: KIND_CPU } ]
-"""
-MODEL_NAME = 'input { name: "MODEL_NAME" data_type: TYPE_STRING dims: [ 1 ] }'
-
-ADD_SUB = """
-import json
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.model_config = model_config = json.loads(args["model_config"])
-        self.dtypes = [
-            pb_utils.triton_string_to_numpy(pb_utils.get_output_config_by_name(model_config, name)["data_type"])
-            for name in ("OUTPUT0", "OUTPUT1")
-        ]
-        assert not pb_utils.using_decoupled_model_transaction_policy(model_config)
-
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            in_0 = pb_utils.get_input_tensor_by_name(request, "INPUT0")
-            in_1 = pb_utils.get_input_tensor_by_name(request, "INPUT1")
-            out_0, out_1 = (in_0.as_numpy() + in_1.as_numpy(), in_0.as_numpy() - in_1.as_numpy())
-            out_tensor_0 = pb_utils.Tensor("OUTPUT0", out_0.astype(self.dtypes[0]))
-            out_tensor_1 = pb_utils.Tensor("OUTPUT1", out_1.astype(self.dtypes[1]))
-            responses.append(pb_utils.InferenceResponse(output_tensors=[out_tensor_0, out_tensor_1]))
-        return responses
-
-    def finalize(self):
-        print("Cleaning up...")
-"""
-
-AUTO_COMPLETE = ADD_SUB.replace(
-    "    def initialize",
-    """    @staticmethod
-    def auto_complete_config(auto_complete_model_config):
-        inputs = [{"name": name, "data_type": "TYPE_FP32", "dims": [4]} for name in ("INPUT0", "INPUT1")]
-        outputs = [{"name": name, "data_type": "TYPE_FP32", "dims": [4]} for name in ("OUTPUT0", "OUTPUT1")]
-
-        # Demonstrate the usage of `as_dict`, `add_input`, `add_output`, `set_max_batch_size`
-        config = auto_complete_model_config.as_dict()
-        input_names = [input["name"] for input in config["input"]]
-        output_names = [output["name"] for output in config["output"]]
-        for input in inputs:
-            if input["name"] not in input_names:
-                auto_complete_model_config.add_input(input)
-        for output in outputs:
-            if output["name"] not in output_names:
-                auto_complete_model_config.add_output(output)
-        auto_complete_model_config.set_max_batch_size(4)
-        auto_complete_model_config.set_dynamic_batching()
-        return auto_complete_model_config
-
-    def initialize""",
-    1,
-)
-
-BLS_SYNC = """
-import json
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.model_config = json.loads(args["model_config"])
-
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            in_0 = pb_utils.get_input_tensor_by_name(request, "INPUT0")
-            in_1 = pb_utils.get_input_tensor_by_name(request, "INPUT1")
-            model_name = pb_utils.get_input_tensor_by_name(request, "MODEL_NAME")
-            model_name_string = model_name.as_numpy()[0]
-            infer_request = pb_utils.InferenceRequest(
-                model_name=model_name_string,
-                requested_output_names=["OUTPUT0", "OUTPUT1"],
-                inputs=[in_0, in_1],
-            )
-            infer_response = infer_request.exec()
-            if infer_response.has_error():
-                raise pb_utils.TritonModelException(infer_response.error().message())
-            responses.append(pb_utils.InferenceResponse(output_tensors=infer_response.output_tensors()))
-        return responses
-"""
-
-BLS_ASYNC = """
-import asyncio
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    async def execute(self, requests):
-        responses = []
-        for request in requests:
-            in_0 = pb_utils.get_input_tensor_by_name(request, "INPUT0")
-            in_1 = pb_utils.get_input_tensor_by_name(request, "INPUT1")
-            awaits = []
-            for model_name in ["pytorch", "add_sub"]:
-                infer_request = pb_utils.InferenceRequest(
-                    model_name=model_name, requested_output_names=["OUTPUT0", "OUTPUT1"], inputs=[in_0, in_1]
-                )
-                awaits.append(infer_request.async_exec())
-            infer_responses = await asyncio.gather(*awaits)
-            for infer_response in infer_responses:
-                if infer_response.has_error():
-                    raise pb_utils.TritonModelException(infer_response.error().message())
-            out_0 = pb_utils.get_output_tensor_by_name(infer_responses[0], "OUTPUT0")
-            out_1 = pb_utils.get_output_tensor_by_name(infer_responses[1], "OUTPUT1")
-            responses.append(pb_utils.InferenceResponse(output_tensors=[out_0, out_1]))
-        return responses
-"""
-
-CUSTOM_METRICS = ADD_SUB.replace(
-    "    def initialize(self, args):",
-    """    def initialize(self, args):
-        self.metric_family = pb_utils.MetricFamily(
-            name="requests_process_latency_ns",
-            description="Cumulative time spent processing requests",
-            kind=pb_utils.MetricFamily.COUNTER,
-        )
-        self.metric = self.metric_family.Metric(labels={"model": "custom_metrics", "version": "1"})
-        self.metric.increment(5)
-        pb_utils.Logger.log_info("Cumulative requests processing latency: {}".format(self.metric.value()))
-        assert self.metric.value() == 5""",
-    1,
-)
-
-INSTANCE_KIND = ADD_SUB.replace(
-    "    def initialize(self, args):",
-    """    def initialize(self, args):
-        device = "cuda" if args["model_instance_kind"] == "GPU" else "cpu"
-        self.device = f"{device}:{args['model_instance_device_id']}"
-        assert self.device == "cuda:1", self.device""",
-    1,
-)
 
 
 def write(directory: Path, code: str, text: str) -> ModelSpec:
