@@ -2,6 +2,7 @@
 
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import urllib.request
@@ -48,8 +49,11 @@ def clean_environment() -> dict[str, str]:
 
 
 def is_ready(address: str) -> bool:
+    """Asks `host:port`, or `https://host:port`, whose certificate is not checked."""
+    url = address if "://" in address else f"http://{address}"
+    context = ssl._create_unverified_context() if url.startswith("https") else None
     try:
-        with urllib.request.urlopen(f"http://{address}/v2/health/ready", timeout=5) as reply:
+        with urllib.request.urlopen(f"{url}/v2/health/ready", timeout=5, context=context) as reply:
             return bool(reply.status == 200)
     except OSError:
         return False
@@ -92,7 +96,8 @@ def running(
         env = clean_environment() | EVERY_MODEL | settings
         process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
     try:
-        wait_until_up(process, f"127.0.0.1:{port}", log)
+        scheme = "https" if "QINFER_HTTP__TLS_CERTFILE" in settings else "http"
+        wait_until_up(process, f"{scheme}://127.0.0.1:{port}", log)
         yield Stack(port=port, pid=process.pid, grpc_port=grpc_port)
     finally:
         process.send_signal(signal.SIGTERM)

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.e2e.conftest import Stack, clean_environment, running
@@ -24,6 +25,14 @@ _DIRECTORY = Path(__file__).parents[3] / ".venv" / "tools" / "perf_analyzer"
 _MEASURE = ("--measurement-mode", "count_windows", "--measurement-request-count", "50", "-s", "150", "-r", "100")
 SERVER = ("Server Queue", "Server Compute Input", "Server Compute Infer")
 """Columns of the server's statistics; there is `Server Compute Output` too, which rounds to 0 µs for a small model."""
+CALLER = python_models.execute(
+    """responses = []
+for request in requests:
+    inputs = [pb_utils.Tensor(name, x(request)) for name in "ab"]
+    call = pb_utils.InferenceRequest(model_name="add_sub", requested_output_names=["sum"], inputs=inputs)
+    responses.append(reply(pb_utils.get_output_tensor_by_name(call.exec(), "sum").as_numpy()))
+return responses"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +54,24 @@ def stack(analyzer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     python_models.write_model(repository, python_models.ECHO, "echo")
     models.accumulator(repository, "oldest", strategy=models.OLDEST)
     models.accumulator(repository, "direct", controls=True)
+    models.accumulator(repository, "plain")
     python_models.write_accumulator(repository, "explicit")
+    python_models.write_model(repository, CALLER, "caller", dims=4)
     decoupled_models.write_examples(repository)
     scale(repository, "twice", 2.0)
     scale(repository, "thrice", 3.0)
     chain(repository, "inner", "twice", "thrice")
     chain(repository, "outer", "inner", "twice")
-    with running(repository, tmp_path_factory.mktemp("up"), QINFER_ALLOW_CLIENT_SHM="true") as stack:
+    directory = tmp_path_factory.mktemp("up")
+    settings = {"QINFER_ALLOW_CLIENT_SHM": "true", "QINFER_TRACE__FILE": str(directory / "trace")}
+    with running(repository, directory, **settings) as stack:
         yield stack
 
 
 def measure(analyzer: Path, stack: Stack, report: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     protocol = options[options.index("-i") + 1]
     address = stack.address if protocol == "http" else stack.grpc_address
-    command = [str(analyzer), *options, *_MEASURE, "-u", address, "-f", str(report)]
+    command = [str(analyzer), *_MEASURE, "-u", address, "-f", str(report), *options]
     environment = clean_environment() | {"LD_LIBRARY_PATH": os.fspath(_DIRECTORY)}
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=170, env=environment)
 
@@ -84,6 +97,17 @@ def measure(analyzer: Path, stack: Stack, report: Path, *options: str) -> "subpr
         "-m add_sub -i grpc --input-data {data}",
         "-m add_sub -i grpc -a --concurrency-range 2 --max-threads 1 --request-parameter a:1:int",
         "-m add_sub -i grpc --request-count 60",
+        "-m add_sub -i http -a --input-tensor-format json --output-tensor-format binary",
+        "-m add_sub -i http --output-tensor-format json --request-rate-range 50 --measurement-request-count 20",
+        "-m add_sub -i http --request-intervals {intervals} --measurement-request-count 20",
+        "-m add_sub -i http -a --shared-memory system --output-shared-memory-size 4096",
+        "-m add_sub -i grpc --shared-memory system",
+        "-m greet -i grpc --shape greeting:2 --shape name:2 --string-data hello",
+        "-m add_sub -i grpc --sync --input-data zero --measurement-mode time_windows -p 500",
+        "-m add_sub -i http --input-data {directory} -H accept-language:en -v",
+        "-m add_sub -i grpc -a --streaming --request-rate-range 50 --measurement-request-count 20",
+        "-m add_sub -i http --trace-level TIMESTAMPS --trace-rate 10 --trace-count 5 --log-frequency 5",
+        "-m add_sub -i grpc --collect-metrics --metrics-url {metrics} --metrics-interval 100 --verbose-csv",
     ],
 )
 def test_it_measures(analyzer: Path, stack: Stack, tmp_path: Path, options: str) -> None:
@@ -91,8 +115,13 @@ def test_it_measures(analyzer: Path, stack: Stack, tmp_path: Path, options: str)
     report, intervals, data = tmp_path / "report.csv", tmp_path / "intervals", tmp_path / "data.json"
     intervals.write_text("10000\n20000\n30000\n")
     data.write_text(json.dumps({"data": [{name: [1.0, 2.0, 3.0, 4.0] for name in "ab"}] * 3}))
+    directory = tmp_path / "data"
+    directory.mkdir()
+    for name in "ab":
+        (directory / name).write_bytes(np.arange(4, dtype=np.float32).tobytes())
+    places = {"intervals": intervals, "data": data, "directory": directory, "metrics": f"{stack.address}/metrics"}
 
-    finished = measure(analyzer, stack, report, *options.format(intervals=intervals, data=data).split())
+    finished = measure(analyzer, stack, report, *options.format_map(places).split())
 
     assert finished.returncode == 0, finished.stdout + finished.stderr
     (row,) = csv.DictReader(report.read_text().splitlines())
@@ -153,7 +182,7 @@ def test_it_measures_sequences(analyzer: Path, stack: Stack, tmp_path: Path, opt
     assert {column: int(row[column]) for column in SERVER if int(row[column]) == 0} == {}, row
 
 
-@pytest.mark.parametrize("options", ["-m oldest -i http", "-m direct -i grpc -a --streaming", "-m explicit -i grpc"])
+@pytest.mark.parametrize("options", ["-m oldest -i http", "-m plain -i grpc -a --streaming", "-m explicit -i grpc"])
 def test_it_checks_the_sums_of_sequences(analyzer: Path, stack: Stack, tmp_path: Path, options: str) -> None:
     """It ends badly at the first output that is not what the data says.
 
@@ -211,22 +240,66 @@ def test_it_searches(analyzer: Path, stack: Stack, tmp_path: Path, search: str) 
 
 
 @pytest.mark.long
-def test_it_measures_over_mutual_tls(analyzer: Path, tmp_path: Path) -> None:
-    """With certificates of both sides, also on a stream."""
+def test_it_measures_over_tls(analyzer: Path, tmp_path: Path) -> None:
+    """Over gRPC with certificates of both sides, also on a stream."""
     authority = write_certificate(tmp_path, "ca")
     for name in ("server", "client"):
         write_certificate(tmp_path, name, authority)
     settings = {"CERTFILE": "server.pem", "KEYFILE": "server.key", "CLIENT_CA_FILE": "ca.pem"}
     environment = {f"QINFER_GRPC__TLS_{name}": str(tmp_path / file) for name, file in settings.items()}
+    environment |= {f"QINFER_HTTP__TLS_{name}": str(tmp_path / settings[name]) for name in ("CERTFILE", "KEYFILE")}
     files = {"root-certifications": "ca.pem", "private-key": "client.key", "certificate-chain": "client.pem"}
     options = [part for name, file in files.items() for part in (f"--ssl-grpc-{name}-file", str(tmp_path / file))]
     models.add_sub(tmp_path / "models")
 
+    checked = ("--ssl-https-verify-peer", "1", "--ssl-https-verify-host", "2")
+    authorities = ("--ssl-https-ca-certificates-file", str(tmp_path / "ca.pem"))
+
     with running(tmp_path / "models", tmp_path, **environment) as stack:
-        for more in ((), ("-a", "--streaming")):
-            command = ("-m", "add_sub", "-i", "grpc", "--ssl-grpc-use-ssl", *options, *more)
-            finished = measure(analyzer, stack, tmp_path / "report", *command)
+        grpc = ("-i", "grpc", "--ssl-grpc-use-ssl", *options)
+        https = ("-i", "http", "-u", f"https://{stack.address}", *checked, *authorities)
+        for protocol in (grpc, (*grpc, "-a", "--streaming"), https):
+            finished = measure(analyzer, stack, tmp_path / "report", "-m", "add_sub", *protocol)
             assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def test_it_prints_the_models_that_a_model_calls(analyzer: Path, stack: Stack, tmp_path: Path) -> None:
+    finished = measure(
+        analyzer, stack, tmp_path / "report.csv", *["-m", "caller", "-i", "grpc", "--bls-composing-models", "add_sub"]
+    )
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    _, composing, counts = finished.stdout.partition("Composing models:")
+    assert composing, finished.stdout
+    assert "add_sub, version: 1" in counts
+    assert int(counts.partition("Successful request count: ")[2].split()[0]) > 0
+
+
+def test_it_exports_a_profile(analyzer: Path, stack: Stack, tmp_path: Path) -> None:
+    """Each request with its begin and that of its response."""
+    export = tmp_path / "profile.json"
+
+    options = f"-m add_sub -i http --concurrency-range 2 --profile-export-file {export}"
+    finished = measure(analyzer, stack, tmp_path / "report.csv", *options.split())
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (experiment,) = json.loads(export.read_text())["experiments"]
+    assert experiment["requests"]
+    assert all(len(request["response_timestamps"]) == 1 for request in experiment["requests"])
+
+
+def test_it_adds_requests_in_periods(analyzer: Path, stack: Stack, tmp_path: Path) -> None:
+    """One more at every second response to the ones before; each has all its responses, and the empty last one."""
+    export, data = tmp_path / "profile.json", tmp_path / "data.json"
+    data.write_text(json.dumps({"data": [{"IN": [6]}]}))
+    periods = f"--periodic-concurrency-range 1:4:1 --request-period 2 --profile-export-file {export}"
+
+    options = f"-m square_int32 -i grpc -a --streaming --input-data {data} {periods}"
+    finished = measure(analyzer, stack, tmp_path / "report.csv", *options.split())
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (experiment,) = json.loads(export.read_text())["experiments"]
+    assert [len(request["response_timestamps"]) for request in experiment["requests"]] == [7] * 4
 
 
 def test_it_is_told_what_is_wrong(analyzer: Path, stack: Stack, tmp_path: Path) -> None:
