@@ -297,6 +297,23 @@ class TritonPythonModel:
 """
 """Sends as many responses as `IN` says, one with each execution; tells by its own state which one it is."""
 
+FINAL_FLAG_FIRST = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            if request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([0], np.int32))]))
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+        return None
+"""
+"""Reschedules a request whose final flag it has sent."""
+
 BLS_RESCHEDULING = """
 import json
 
@@ -432,6 +449,7 @@ output { name: "ERROR_MESSAGE" data_type: TYPE_STRING dims: [ 1 ] }
     "rescheduled_add_sub": (RESCHEDULED_ADD_SUB, INPUTS + OUTPUTS + ITERATED),
     "wrong_return_type": (WRONG_RETURN_TYPE, INPUTS + OUTPUTS + ITERATED),
     "iterative_sequence": (ITERATIVE, IN_OUT + DECOUPLED + ITERATED),
+    "final_flag_first": (FINAL_FLAG_FIRST, IN_OUT + DECOUPLED + ITERATED),
     "bls_rescheduling": (BLS_RESCHEDULING, 'input { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }' + TOLD),
     "instance_kind": (
         INSTANCE,

@@ -143,6 +143,22 @@ def test_each_iteration_sends_a_response(grpc: Any) -> None:
     assert came.empty()
 
 
+def test_a_request_that_has_ended_can_not_be_rescheduled(grpc: Any) -> None:
+    came: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    grpc.start_stream(lambda result, error: came.put((result, error)))
+    for _ in range(2):
+        inputs = given(over_grpc, IN=np.array([1], np.int32))
+        grpc.async_stream_infer("final_flag_first", inputs, enable_empty_final_response=True)
+        (one, no_error), (last, none) = (came.get(timeout=PATIENCE_S) for _ in range(2))
+
+        assert (no_error, none) == (None, None)
+        assert one.as_numpy("OUT").tolist() == [0]
+        assert list(last.get_response().outputs) == []
+        assert last.get_response().parameters["triton_final_response"].bool_param
+    grpc.stop_stream()
+    assert came.empty()
+
+
 def test_a_model_calls_models_that_reschedule(http: Any) -> None:
     """One that answers once, one that sends a response with each execution, and one that returns what it must not."""
     result = infer(http, "bls_rescheduling", ("TOLD",), IN=np.array([3], np.int32))
