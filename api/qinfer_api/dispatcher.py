@@ -272,8 +272,7 @@ class Dispatcher:
         if request.endpoint:
             given_s = _given_s(request, spec, timeout_s)
             sink = TargetSink(self.targets, sink, request, shadows, given_s)
-        if self.access is not None:
-            sink = self.access.noted(sink, context, request)
+        sink = sink if self.access is None else self.access.noted(sink, context, request)
         submit = self._ordering.submit if spec.preserves_order else self.submission.submit
         try:
             pending = submit(served, request, sink, timeout_s, quota)
