@@ -16,7 +16,7 @@ import msgspec
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
-from qinfer.observe.model_metrics import GAUGE, ModelSeries, merged
+from qinfer.observe.model_metrics import GAUGE, ModelSeries, merged, series_of
 
 FORMAT_HEADER = "endpoint-load-metrics-format"
 """The request header that asks for the metrics, as `text` or `json`."""
@@ -89,10 +89,15 @@ class EndpointLoad:
     async def _read(self) -> list[ModelSeries]:
         try:
             async with asyncio.timeout(_WITHIN_S):
-                found = await self._store.model_metrics([record.id for record in self._catalog.workers()])
+                records = await self._store.model_metrics([record.id for record in self._catalog.workers()])
         except (BrokerUnavailable, TimeoutError):
             return []
-        return merged(one for one in found if (one.name, one.kind) == (FAMILY, GAUGE))
+        return await asyncio.to_thread(_gauges_in, records)
+
+
+def _gauges_in(records: Iterable[bytes | None]) -> list[ModelSeries]:
+    """Returns the gauges of key-value caches in the records of workers."""
+    return merged(one for one in series_of(records) if (one.name, one.kind) == (FAMILY, GAUGE))
 
 
 def load_of(gauges: Iterable[ModelSeries], model: str) -> CacheLoad | None:

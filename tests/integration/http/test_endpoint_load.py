@@ -10,7 +10,7 @@ import pytest
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.store import ControlStore
-from qinfer.observe.model_metrics import COUNTER, GAUGE, ModelSeries
+from qinfer.observe.model_metrics import COUNTER, GAUGE, ModelSeries, record_of
 from qinfer_api.observe.endpoint_load import FAMILY, FORMAT_HEADER, HEADER, CacheLoad, load_of
 from tests.support.gateway import Running, running_gateway
 
@@ -33,7 +33,7 @@ def gauges(
 @pytest.fixture
 async def running() -> AsyncIterator[Running]:
     async with running_gateway() as one:
-        await one.store.put_model_metrics("w1", gauges("echo"), 60.0)
+        await one.store.put_model_metrics("w1", record_of(gauges("echo")), 60.0)
         yield one
 
 
@@ -73,7 +73,7 @@ async def test_nothing_is_read_for_those_who_do_not_ask(running: Running, monkey
     reads = 0
     read = ControlStore.model_metrics
 
-    async def counted(self: ControlStore, workers: Collection[str]) -> list[ModelSeries]:
+    async def counted(self: ControlStore, workers: Collection[str]) -> list[bytes | None]:
         nonlocal reads
         reads += 1
         return await read(self, workers)
@@ -125,6 +125,6 @@ def test_a_cache_without_blocks_is_empty() -> None:
 
 
 async def test_series_of_another_kind_are_none_of_the_gauges(running: Running) -> None:
-    await running.store.put_model_metrics("w1", gauges("echo", kind=COUNTER), 60.0)
+    await running.store.put_model_metrics("w1", record_of(gauges("echo", kind=COUNTER)), 60.0)
 
     assert HEADER not in (await ask(running)).headers
