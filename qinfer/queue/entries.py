@@ -342,6 +342,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         plan: How its result is to be encoded.
         decoupled: Whether its result is a list of responses.
         responses: How many of them are stored before the final one.
+        stored_bytes: How many bytes they are together.
         has_result: Whether its result can still be read.
         webhook: The URL that is notified of its end.
         webhook_state: `` | pending | delivered | failed.
@@ -362,6 +363,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     plan: bytes = b""
     decoupled: bool = False
     responses: int = 0
+    stored_bytes: int = 0
     has_result: bool = False
     webhook: str = ""
     webhook_state: str = ""

@@ -74,7 +74,7 @@ AT_ONCE_BYTES = 2**20
 
 _RECORD_FIELDS = (
     *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),
-    *(b"created_at", b"deadline_at", b"finished_at", b"expires_at"),
+    *(b"created_at", b"deadline_at", b"finished_at", b"expires_at", b"stored_bytes"),
 )
 """The fields that `_record_of` reads, in its order; the state is the first."""
 
@@ -504,7 +504,7 @@ def _record_of(
     about = _ACCEPTED.decode(accepted)
     ended = _FAILURE.decode(failure) if failure else _NO_FAILURE
     try:
-        created_s, deadline_s, finished_s, expires_s = (_instant_s(value) for value in values[7:])
+        created_s, deadline_s, finished_s, expires_s = (_instant_s(value) for value in values[7:11])
         known = RequestState(state.decode())
         return RequestRecord(
             address=address,
@@ -521,6 +521,7 @@ def _record_of(
             message=ended.message,
             plan=about.plan,
             decoupled=about.decoupled,
+            stored_bytes=int(values[11] or 0),
             has_result=has_result,
             webhook=webhook.decode(),
             webhook_state=webhook_state.decode(),

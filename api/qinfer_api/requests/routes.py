@@ -28,7 +28,7 @@ from starlette.responses import Response as HttpResponse
 from qinfer.core.messages import Response
 from qinfer.errors import Conflict, InvalidRequest, ModelError, Overloaded, QinferError, RequestError, ResultExpired
 from qinfer.queue.entries import Address, RequestRecord, RequestState
-from qinfer.queue.values import Room
+from qinfer.queue.values import LARGE_BYTES, Room
 from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
@@ -294,8 +294,14 @@ def _shown(services: Services, record: RequestRecord, status: int, again_s: int 
 
 async def _outcome(services: Services, request: Request, record: RequestRecord) -> HttpResponse:
     """Answers as the synchronous call would have been; trying again would change nothing."""
-    reading = services.requests.result(record, room_of_answer(services, request))
-    outcome, plan = await unless_left(request.receive, reading)
+    room = room_of_answer(services, request)
+
+    async def read() -> tuple[Response, OutputPlan]:
+        if record.stored_bytes > LARGE_BYTES:
+            await room(record.stored_bytes)
+        return await services.requests.result(record, room)
+
+    outcome, plan = await unless_left(request.receive, read())
     if record.decoupled and outcome.failure is None:
         responses = [one async for one in services.requests.stored(record)]
         if outcome.says_something:

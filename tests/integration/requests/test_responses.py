@@ -16,7 +16,9 @@ from qinfer.client import RequestHandle
 from qinfer.core.messages import Failure, Response
 from qinfer.queue.entries import Address, Lane, Lease, Outcome, RequestState, Settlement
 from qinfer.tensors import from_numpy
+from qinfer.testing import eventually
 from qinfer.wire.frame import decode_request, encode_responses
+from qinfer_api.requests import routes
 from tests.support.gateway import Running, running_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -103,6 +105,26 @@ def told(found: Sequence[Event]) -> list[Any]:
     """Returns each event's state, or the value of its response."""
     data = [(event["event"], json.loads(event["data"])) for event in found]
     return [one["state"] if name == "state" else one["outputs"][0]["data"][0] for name, one in data]
+
+
+async def test_stored_responses_that_are_large_together_wait_for_memory(
+    client: httpx.AsyncClient, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read at once, to be one answer, whose memory comes back when that was read."""
+    monkeypatch.setattr(routes, "LARGE_BYTES", 10)
+    work = await begun(client, running)
+    await work.respond(0, 0.5, 1.5)
+    await work.end(2)
+    budget = running.gateway.receiving
+    body = budget.reserve("body", budget._max_bytes, lambda: None)
+    assert body is not None
+
+    asked = asyncio.create_task(client.get(work.links["result"]))
+    await eventually(lambda: budget.waiting == 1, description="an answer that waits")
+    body.release()
+
+    assert values((await asked).json()["responses"]) == [0.5, 1.5]
+    await eventually(lambda: budget.held_bytes == 0, description="no memory in use")
 
 
 async def test_the_result_is_the_list_of_all_responses(client: httpx.AsyncClient, running: Running) -> None:
