@@ -6,8 +6,9 @@
     │                  EndpointNotFound · Conflict · AlreadyExists · RegionNotFound · RegionUnavailable
     ├─ Overloaded(retry_after_s)   QueueFull · QuotaExceeded · DeadlineInfeasible
     ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden · Restricted · ValueRefused
-    ├─ ModelError      ModelNotReady · ModelLoadFailed (ModelFilesUnreachable · LoadOverdue) · ControlDisabled
-    │                  BackendUnavailable · InferenceFailed (ExecutionOverdue) · OutputMismatch · UnknownFailure
+    ├─ ModelError      ModelNotReady · ModelLoadFailed (ModelFilesUnreachable · LoadOverdue · VersionsFailed)
+    │                  ControlDisabled · BackendUnavailable · InferenceFailed (ExecutionOverdue) · OutputMismatch
+    │                  UnknownFailure
     ├─ DeliveryError   BrokerUnavailable · LeaseLost · CorruptEntry · StreamBroken
     ├─ ResultError     ResultNotFound · ResultExpired
     ├─ StoreError      StoreUnavailable · StoreDenied · StoreNotFound · StoreChanged
@@ -49,6 +50,7 @@ class ErrorCode(StrEnum):
     VALUE_REFUSED = "value_refused"
     MODEL_NOT_READY = "model_not_ready"
     MODEL_LOAD_FAILED = "model_load_failed"
+    VERSIONS_FAILED = "versions_failed"
     CONTROL_DISABLED = "control_disabled"
     BACKEND_UNAVAILABLE = "backend_unavailable"
     INFERENCE_FAILED = "inference_failed"
@@ -272,6 +274,12 @@ class ModelLoadFailed(ModelError):
 
 class LoadOverdue(ModelLoadFailed):
     """The load or the warm-up of an instance lasted longer than its model may take, and was given up."""
+
+
+class VersionsFailed(ModelLoadFailed):
+    """Versions of the model can't be loaded by any worker."""
+
+    code = ErrorCode.VERSIONS_FAILED
 
 
 class ModelFilesUnreachable(ModelLoadFailed):

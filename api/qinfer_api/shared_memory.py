@@ -42,7 +42,7 @@ MAX_REGIONS = 10_000
 
 _MAX_UINT64 = 2**64 - 1
 _RESERVED_PREFIX = "triton_python_backend_shm_region_"
-_KEY = re.compile(r"/?(?!\.{1,2}$)[^/\0]{1,254}")
+_KEY = re.compile(r"/*(?!\.{1,2}$)[^/\0]{1,254}")
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ class SharedMemory:
         self.check_allowed()
         if not name:
             raise InvalidRequest("'region name' is necessary to register system shared memory region")
-        if key.removeprefix("/").startswith(_RESERVED_PREFIX):
+        if key.lstrip("/").startswith(_RESERVED_PREFIX):
             raise InvalidRequest(
                 f"cannot register shared memory region '{name}' with key '{key}' as the key contains the reserved "
                 f"prefix '{_RESERVED_PREFIX}'"
@@ -287,8 +287,8 @@ class SharedMemory:
                 raise InvalidRequest(f"Invalid offset for shared memory region: '{name}'")
             if offset + byte_size > _MAX_UINT64:
                 raise InvalidRequest(
-                    f"Integer overflow detected: byte_size ({byte_size}) + offset ({offset}) exceeds the maximum value "
-                    f"{_MAX_UINT64} for shared memory region: '{name}'"
+                    f"Integer overflow detected: byte_size ({byte_size}) + offset ({offset}) exceeds maximum value "
+                    f"({_MAX_UINT64}) for region '{name}'"
                 )
             if offset + byte_size > region.byte_size:
                 raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{name}'")
@@ -353,9 +353,7 @@ def _open(name: str, key: str) -> int:
         raise InvalidRequest(f"failed to register shared memory region '{name}': invalid shm key '{key[:100]}'")
     refusal = RegionUnavailable(f"Unable to open shared memory region: '{key}'")
     try:
-        descriptor = os.open(
-            f"{DIRECTORY}/{key.removeprefix('/')}", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        )
+        descriptor = os.open(f"{DIRECTORY}/{key.lstrip('/')}", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError):
         raise refusal from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -55,6 +55,7 @@ STATUSES: dict[ErrorCode, Status] = {
     ErrorCode.VALUE_REFUSED: Status(503, "UNAVAILABLE"),
     ErrorCode.MODEL_NOT_READY: Status(503, "UNAVAILABLE"),
     ErrorCode.MODEL_LOAD_FAILED: Status(500, "INTERNAL"),
+    ErrorCode.VERSIONS_FAILED: Status(400, "INVALID_ARGUMENT"),
     ErrorCode.CONTROL_DISABLED: Status(503, "UNAVAILABLE"),
     ErrorCode.BACKEND_UNAVAILABLE: Status(503, "UNAVAILABLE"),
     ErrorCode.INFERENCE_FAILED: Status(500, "INTERNAL"),

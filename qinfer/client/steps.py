@@ -59,6 +59,7 @@ _BY_TEXT: tuple[tuple[int, str, type[QinferError]], ...] = (
     (500, "attempt to access JSON", errors.MalformedJson),
     (500, "poll from model repository", errors.ModelLoadFailed),
     (500, "no version is available", errors.ModelLoadFailed),
+    (400, "load failed for model '", errors.VersionsFailed),
     (503, "explicit model load / unload is not allowed", errors.ControlDisabled),
 )
 """Status and part of Triton's texts for failures that have not reached a model (reference §1.2, §1.14)."""

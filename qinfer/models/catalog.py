@@ -455,7 +455,7 @@ class Catalog:
         who = f"Request for unknown model: '{model}'"
         status, stored = self._view.statuses.get(model), self._view.stored.get(model)
         if status is None and stored is None:
-            return ModelNotFound(f"{who} version {version} is not found" if version else f"{who} is not found")
+            return ModelNotFound(f"{who} is not found")
         if not version:
             return ModelNotFound(f"{who} has no available versions")
         known = status.versions if status is not None else stored.versions if stored is not None else ()

@@ -21,6 +21,7 @@ from qinfer.errors import (
     ModelNotReady,
     Overloaded,
     QinferError,
+    VersionsFailed,
 )
 from qinfer.models.dependents import in_order, missing_uses, renew_users, unneeded, wanted_for_another
 from qinfer.models.installation import refuse_lost
@@ -319,7 +320,7 @@ class ModelControl:
                     if progress is Progress.READY:
                         return
                     if progress is Progress.FAILED:
-                        raise ModelLoadFailed(f"load failed for model '{model}': {reason}")
+                        raise VersionsFailed(f"load failed for model '{model}': {reason}")
                     await self._store.wait(_LOOK_S)
         except TimeoutError:
             raise ModelNotReady(

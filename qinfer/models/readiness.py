@@ -54,9 +54,9 @@ def outcome(stored: StoredModel, workers: Iterable[WorkerRecord]) -> Outcome:
         return Outcome(Progress.WAITING, "no live worker places it")
     parts = [_version(stored, version, assigned) for version in stored.versions]
     for progress in (Progress.FAILED, Progress.WAITING):
-        for part in parts:
-            if part.progress is progress:
-                return part
+        found = [part.reason for part in parts if part.progress is progress]
+        if found:
+            return Outcome(progress, "".join(found) if progress is Progress.FAILED else found[0])
     return Outcome(Progress.READY)
 
 
@@ -66,7 +66,7 @@ def _version(stored: StoredModel, version: int, assigned: Sequence[WorkerRecord]
         return Outcome(Progress.READY)
     failures = [state.reason for state in states if state is not None and _has_failed(state, stored.generation)]
     if len(failures) == len(assigned):
-        return Outcome(Progress.FAILED, failures[0])
+        return Outcome(Progress.FAILED, f"version {version} is at UNAVAILABLE state: Internal: {failures[0]};")
     return Outcome(Progress.WAITING, PENDING_REASON if stored.pending else f"version {version} is still being loaded")
 
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from qinfer.core.messages import InferRequest, Sequence
-from qinfer.errors import InvalidStep, ModelLoadFailed
+from qinfer.errors import InvalidRequest, InvalidStep, ModelLoadFailed
 from qinfer.tensors import Tensor, datatype, element_count, pack_bytes
 
 MAX_ID_BYTES = 128
@@ -204,7 +204,8 @@ def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequ
         Its flags; `None` for a request to an iterative model that names no sequence.
 
     Raises:
-        InvalidStep: It has several rows, lacks a correlation ID, or has one that the model can't be told.
+        InvalidStep: It has several rows, or lacks a correlation ID.
+        InvalidRequest: Its correlation ID is too long, or not of the model's datatype.
     """
     if rows != 1:
         raise InvalidStep(
@@ -230,7 +231,7 @@ def _check_id(model: str, correlation_id: int | str, spec: SequenceSpec) -> None
         )
     corrid, given = spec.control(ControlKind.CORRID), "BYTES" if nbytes else "UINT64"
     if corrid is not None and (corrid.datatype == "BYTES") != (given == "BYTES"):
-        raise InvalidStep(
+        raise InvalidRequest(
             f"sequence batching control '{corrid.name}' data-type is '{given}', but model '{model}' expects "
             f"'{corrid.datatype}'"
         )

@@ -136,7 +136,8 @@ def _output(entry: Any) -> Output:
     raw = raw if isinstance(raw, dict) else {}
     binary, classes = raw.get("binary_data", UNSET), raw.get("classification", UNSET)
     _check(binary is UNSET or isinstance(binary, bool), "binary_data", _NOT_BOOLEAN)
-    _check(classes is UNSET or _is_unsigned(classes), "classification", _NOT_UNSIGNED)
+    if classes is not UNSET and not _is_unsigned(classes):
+        raise MalformedJson(f"Unable to set 'classification': {_NOT_UNSIGNED}")
     return Output(_string(fields, "name"), OutputParameters(binary, classes, *_shared_memory(raw)))
 
 

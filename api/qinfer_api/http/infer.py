@@ -160,12 +160,16 @@ def too_large(size: int | None, max_bytes: int, what: str = "body") -> PayloadTo
     Args:
         size: Its bytes; `None` = more than the limit, how many is not known.
         max_bytes: The limit.
-        what: `JSON` or `body`.
+        what: `JSON` or `body` of an inference; empty = the JSON of another call.
     """
     many = "" if size is None else f" of {size} bytes"
+    text = (
+        f"Request {what} size{many} exceeds the maximum allowed value of {max_bytes} bytes."
+        if what
+        else f"request JSON size{many} exceeds the maximum allowed input size. It is {max_bytes} bytes."
+    )
     return PayloadTooLarge(
-        f"Request {what} size{many} exceeds the maximum allowed value of {max_bytes} bytes. "
-        "Use --http-max-input-size to increase the limit, which is QINFER_HTTP__MAX_INPUT_BYTES here."
+        f"{text} Use --http-max-input-size to increase the limit, which is QINFER_HTTP__MAX_INPUT_BYTES here."
     )
 
 

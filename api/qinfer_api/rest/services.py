@@ -367,7 +367,7 @@ async def read_body(services: Services, request: Request, max_bytes: int, decode
         PayloadTooLarge: It has too many values.
         QinferError: As `received` and `decode`.
     """
-    async with received(services, request, max_bytes) as body:
+    async with received(services, request, max_bytes, is_inference=False) as body:
         if len(body) <= MAX_FAST_BYTES:
             return decode(body)
         depth, most = services.settings.limits.max_json_depth, services.settings.http.max_input_bytes
@@ -377,8 +377,12 @@ async def read_body(services: Services, request: Request, max_bytes: int, decode
 
 
 @asynccontextmanager
-async def received(services: Services, request: Request, max_bytes: int) -> AsyncIterator[Bytes]:
+async def received(
+    services: Services, request: Request, max_bytes: int, *, is_inference: bool = True
+) -> AsyncIterator[Bytes]:
     """Reads the body, never more than `max_bytes` of it, undoes its encoding, and counts its memory during the block.
+
+    Triton has a text of its own for bodies of inferences that are too large.
 
     Raises:
         Unauthorized: The key was revoked meanwhile, or has expired.
@@ -390,6 +394,7 @@ async def received(services: Services, request: Request, max_bytes: int) -> Asyn
     encoding = request_encoding(request.headers.get("content-encoding"))
     declared = request.headers.get("content-length", "")
     what = "body" if encoding or JSON_LENGTH_HEADER in request.headers else "JSON"
+    what = what if is_inference else ""
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large(int(declared), max_bytes, what)
     room = partial(room_of, encoding=encoding, max_bytes=max_bytes)

@@ -16,6 +16,7 @@ LINE_BYTES = 16 * 1024
 """The worker reads longer lines in pieces."""
 
 _MOST_REQUESTS = 20
+_MESSAGE = "the message of a log"
 
 _writing = threading.Lock()
 
@@ -70,25 +71,26 @@ class Logger:
     @staticmethod
     def log(message: str, level: Level = Level.INFO) -> None:
         """Writes a line of that level."""
-        name = Level(level).name
-        emit("DEBUG" if name == "VERBOSE" else name, str(message))
+        if not isinstance(level, Level):
+            raise TypeError(f"the level of a message is one of Logger.INFO, WARNING, ERROR and VERBOSE, got {level}")
+        emit("DEBUG" if level is Level.VERBOSE else level.name, text(message, _MESSAGE))
 
     @staticmethod
     def log_info(message: str) -> None:
         """Writes an INFO line."""
-        emit("INFO", str(message))
+        emit("INFO", text(message, _MESSAGE))
 
     @staticmethod
     def log_warn(message: str) -> None:
         """Writes a WARNING line."""
-        emit("WARNING", str(message))
+        emit("WARNING", text(message, _MESSAGE))
 
     @staticmethod
     def log_error(message: str) -> None:
         """Writes an ERROR line."""
-        emit("ERROR", str(message))
+        emit("ERROR", text(message, _MESSAGE))
 
     @staticmethod
     def log_verbose(message: str) -> None:
         """Writes a DEBUG line."""
-        emit("DEBUG", str(message))
+        emit("DEBUG", text(message, _MESSAGE))

@@ -33,7 +33,7 @@ class Tensor:
         numpy_array: Its elements. Strings are `bytes` or `str` in an array of dtype `object`, or they are `np.bytes_`.
 
     Raises:
-        TritonModelException: The dtype is `np.str_` or `np.void`.
+        TritonModelException: The dtype is `np.str_` or `np.void`, or the name is empty.
         TypeError: The name is no string, or the array not one of numpy.
     """
 
@@ -42,11 +42,11 @@ class Tensor:
     def __init__(self, name: str, numpy_array: Array, _datatype: str | None = None) -> None:
         if not isinstance(numpy_array, np.ndarray):
             raise TypeError(f"tensor '{name}' is made of a numpy array, got {type(numpy_array).__name__}")
+        self._name = _named(name)
         if numpy_array.dtype.kind in "UV" and numpy_array.dtype.name != "bfloat16":
             raise TritonModelException(
                 "Tensor dtype used for numpy_array is not support by Python backend. Please use np.object_ instead."
             )
-        self._name = text(name, "the name of a tensor")
         self._array = numpy_array
         self._datatype = _datatype
 
@@ -91,9 +91,14 @@ class Tensor:
         """Makes a tensor of another library's, or of a DLPack capsule; one on a GPU is copied to the host.
 
         Raises:
-            TritonModelException: It can't be brought to the host.
+            TritonModelException: It can't be brought to the host, or is no tensor; or the name is empty.
         """
+        name = _named(name)
         if not hasattr(tensor, "__dlpack__"):
+            if type(tensor).__name__ != "PyCapsule":
+                raise TritonModelException(
+                    "Provided tensor is not supported. Tensor must be a DLPack capsule or have a `__dlpack__` attribute"
+                )
             return Tensor(name, np.from_dlpack(_Capsule(tensor)))
         if tensor.__dlpack_device__()[0] != _CPU:
             copy = getattr(tensor, "cpu", None) or getattr(tensor, "get", None)  # of torch, of cupy
@@ -120,6 +125,13 @@ class Tensor:
         """
         narrow = "BF16" in (self._datatype, datatype) and self._array.dtype == np.float32
         return from_numpy(self._name, self._array, "BF16" if narrow else None)
+
+
+def _named(name: object) -> str:
+    named = text(name, "the name of a tensor")
+    if not named:
+        raise TritonModelException("Tensor name cannot be an empty string.")
+    return named
 
 
 class _Held:

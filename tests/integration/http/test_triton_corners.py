@@ -213,6 +213,17 @@ def test_json_that_is_too_large(server: Server) -> None:
     )
 
 
+@pytest.mark.parametrize("path", ["repository/models/echo/load", "repository/index", "trace/setting"])
+def test_json_that_is_no_inference_and_too_large(server: Server, path: str) -> None:
+    reply = httpx.post(f"{url_of(server)}/v2/{path}", content=b" " * 2_000_001)
+
+    assert reply.status_code == 400
+    assert reply.json()["error"].startswith(
+        "request JSON size of 2000001 bytes exceeds the maximum allowed input size. It is 2000000 bytes. "
+        "Use --http-max-input-size to increase the limit"
+    )
+
+
 def test_a_flag_that_is_none(server: Server) -> None:
     reply = httpx.post(f"{url_of(server)}/v2/repository/index", json={"ready": 1})
 

@@ -167,7 +167,7 @@ def test_an_object_that_is_not_there(memory: SharedMemory) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    ["", "/", "../../etc/passwd", "/../etc/passwd", "a/b", ".", "..", "//x", "\0", "x" * 300],
+    ["", "/", "///", "../../etc/passwd", "/../etc/passwd", "//..", "a/b", "//a/b", ".", "..", "\0", "x" * 300],
 )
 def test_only_shared_memory_objects_are_opened(memory: SharedMemory, bad: str) -> None:
     """A key is a name, and no path."""
@@ -193,12 +193,23 @@ def test_links_and_directories_are_not_opened(memory: SharedMemory, tmp_path: Pa
         pipe.unlink()
 
 
-def test_the_keys_of_python_models_are_reserved(memory: SharedMemory) -> None:
+def test_a_key_may_begin_with_slashes(memory: SharedMemory, key: str) -> None:
+    memory.register("r", f"//{key}", 0, 8)
+
+    assert bytes(memory.view("r", 0, 3)) == bytes(range(3))
+
+
+@pytest.mark.parametrize("slashes", ["", "/", "///"])
+def test_the_keys_of_python_models_are_reserved(memory: SharedMemory, slashes: str) -> None:
     """Triton's text."""
-    with pytest.raises(
-        InvalidRequest, match="cannot register shared memory region 'r' with key '/triton_python_backend"
-    ):
-        memory.register("r", "/triton_python_backend_shm_region_1", 0, 8)
+    key = f"{slashes}triton_python_backend_shm_region_1"
+    with pytest.raises(InvalidRequest) as caught:
+        memory.register("r", key, 0, 8)
+
+    assert caught.value.message == (
+        f"cannot register shared memory region 'r' with key '{key}' as the key contains the reserved prefix "
+        "'triton_python_backend_shm_region_'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,7 +218,12 @@ def test_the_keys_of_python_models_are_reserved(memory: SharedMemory) -> None:
         (8, 0, "Invalid offset for shared memory region: 'r'"),
         (2**64, 1, "Invalid offset for shared memory region: 'r'"),
         (4, 5, r"Invalid offset \+ byte size for shared memory region: 'r'"),
-        (1, 2**64 - 1, "Integer overflow detected: byte_size "),
+        (
+            1,
+            2**64 - 1,
+            r"Integer overflow detected: byte_size \(18446744073709551615\) \+ offset \(1\) exceeds maximum value "
+            r"\(18446744073709551615\) for region 'r'",
+        ),
     ],
 )
 def test_a_part_lies_within_its_region(memory: SharedMemory, key: str, offset: int, size: int, text: str) -> None:

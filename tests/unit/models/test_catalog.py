@@ -152,7 +152,7 @@ async def test_a_version_that_only_pins_keep_answers_those_who_name_it(stack: St
     ("model", "version", "error", "text"),
     [
         ("x", 0, ModelNotFound, "Request for unknown model: 'x' is not found"),
-        ("x", 3, ModelNotFound, "Request for unknown model: 'x' version 3 is not found"),
+        ("x", 3, ModelNotFound, "Request for unknown model: 'x' is not found"),
         ("m", 3, ModelNotFound, "Request for unknown model: 'm' version 3 is not found"),
         ("m", 1, ModelNotReady, "Request for unknown model: 'm' version 1 is not at ready state"),
         ("m", 0, ModelNotFound, "Request for unknown model: 'm' has no available versions"),

@@ -16,6 +16,7 @@ from qinfer.errors import (
     ModelNotReady,
     Overloaded,
     QinferError,
+    VersionsFailed,
 )
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
@@ -232,7 +233,10 @@ async def test_a_load_that_all_workers_fail_says_why(scene: Scene) -> None:
 
     caught = await refused(load(scene))
 
-    assert (type(caught), caught.message) == (ModelLoadFailed, "load failed for model 'm': out of memory")
+    assert (type(caught), caught.message) == (
+        VersionsFailed,
+        "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: out of memory;",
+    )
     assert await scene.control.index() == [IndexEntry("m", "1", State.UNAVAILABLE, "out of memory")]
     scene.reason.clear()
     await scene.control.load("m")
@@ -261,7 +265,7 @@ async def test_a_reload_that_fails_leaves_what_there_was(scene: Scene) -> None:
     caught = await refused(load(scene, "m", "4", {"1/model.stub": b"1"}))
 
     after = await scene.stored()
-    assert caught.message == "load failed for model 'm': no such operator"
+    assert caught.message == "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: no such operator;"
     assert (after.config, after.location) == (before.config, "")
     assert after.generation > before.generation
     assert scene.source.overlay == {}

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from qinfer.models.readiness import ModelStatus, assess, failed_loads, have_begun, is_placed
+from qinfer.models.readiness import ModelStatus, Outcome, Progress, assess, failed_loads, have_begun, is_placed, outcome
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 
 
@@ -60,6 +60,17 @@ def test_a_model_that_says_no_on_one_worker_is_ready_by_another() -> None:
 def test_a_failed_load_shows_its_reason() -> None:
     """It is passed on from the worker."""
     assert status_of(worker(State.UNAVAILABLE, reason="bad file")).versions[1].reason == "bad file"
+
+
+def test_a_load_that_fails_names_each_version() -> None:
+    states = {version: VersionState(State.UNAVAILABLE, 1, f"no file {version}", tried=2) for version in (1, 3)}
+    found = outcome(stored(versions=(1, 3))["m"], [WorkerRecord(id="w", started_at=0.0, models={"m": states})])
+
+    assert found == Outcome(
+        Progress.FAILED,
+        "version 1 is at UNAVAILABLE state: Internal: no file 1;"
+        "version 3 is at UNAVAILABLE state: Internal: no file 3;",
+    )
 
 
 def test_a_reload_makes_no_gap() -> None:

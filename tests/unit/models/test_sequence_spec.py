@@ -384,6 +384,14 @@ def test_a_request_that_no_sequence_can_have(
     assert refused.value.message.removeprefix("inference request ") == text
 
 
+def test_an_id_of_the_other_kind_is_refused_as_an_input_is() -> None:
+    """Triton's text of it begins with the request's id, and those of its sequence batcher do not."""
+    with pytest.raises(InvalidRequest) as refused:
+        check_sequence(InferRequest(model="m", inputs=(), sequence=Sequence("a")), 1, NUMBERED)
+
+    assert type(refused.value) is InvalidRequest
+
+
 @pytest.mark.parametrize(
     ("sequence", "spec"),
     [

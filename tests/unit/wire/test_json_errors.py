@@ -161,7 +161,7 @@ BAD: list[tuple[bytes, int | None, type[Exception], str]] = [
         InvalidRequest,
         "Output can't set both 'shared_memory_region' and 'binary_data'",
     ),
-    (_with_output(classification=-1), None, MalformedJson, "Unable to parse 'classification': " + UNSIGNED),
+    (_with_output(classification=-1), None, MalformedJson, "Unable to set 'classification': " + UNSIGNED),
     (
         _with_output(shared_memory_region="r", shared_memory_offset=-1),
         None,

@@ -149,7 +149,29 @@ def test_a_tensor_on_a_device_is_copied_to_the_host() -> None:
             pb_utils.TritonModelException,
             "Requested output name for request with id '7' and model name 'm' should not be empty.",
         ),
-        (lambda: pb_utils.InferenceResponse([wrong(None)]), pb_utils.TritonModelException, "should not be empty."),
+        (
+            lambda: pb_utils.InferenceResponse([wrong(None)]),
+            pb_utils.TritonModelException,
+            "Output tensor for inference response should not be empty.",
+        ),
+        (
+            lambda: pb_utils.Tensor("", np.zeros(1)),
+            pb_utils.TritonModelException,
+            "Tensor name cannot be an empty string.",
+        ),
+        (lambda: pb_utils.Tensor("", wrong(None)), TypeError, "is made of a numpy array, got NoneType"),
+        (
+            lambda: pb_utils.Tensor.from_dlpack("", None),
+            pb_utils.TritonModelException,
+            "Tensor name cannot be an empty string.",
+        ),
+        (
+            lambda: pb_utils.Tensor.from_dlpack("x", None),
+            pb_utils.TritonModelException,
+            "Provided tensor is not supported. Tensor must be a DLPack capsule or have a `__dlpack__` attribute",
+        ),
+        (lambda: pb_utils.Logger.log_info(wrong(None)), TypeError, "the message of a log is a str, got NoneType"),
+        (lambda: pb_utils.Logger.log("a", wrong(1)), TypeError, "the level of a message is one of Logger.INFO"),
         (
             lambda: pb_utils.InferenceRequest("", wrong([]), [], [], "m"),
             pb_utils.TritonModelException,
