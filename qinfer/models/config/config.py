@@ -101,8 +101,7 @@ def _compare(config: ModelConfig, inputs: Sequence[FileTensor], outputs: Sequenc
                 _compare_tensor(config, io, by_name[io.name])
             elif not (kind == "input" and io.optional):
                 raise ModelLoadFailed(
-                    f"unexpected inference {kind} '{io.name}' for model '{config.name}', "
-                    f"allowed {kind}s are: {', '.join(by_name)}"
+                    f"unexpected inference {kind} '{io.name}', allowed {kind}s are: {', '.join(by_name)}"
                 )
 
 
