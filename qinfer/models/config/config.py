@@ -45,7 +45,7 @@ def complete(config: ModelConfig, tensors: FileTensors) -> None:
             _add(config.input, inputs, config.max_batch_size)
         if not config.output:
             _add(config.output, [o for o in tensors.outputs if o.name not in kept], config.max_batch_size)
-    _reshape_scalars(config, tensors)
+    reshape_scalars(config, tensors)
     _compare(config, inputs, tensors.outputs)
 
 
@@ -75,12 +75,17 @@ def _add(target: Any, tensors: Sequence[FileTensor], max_batch_size: int) -> Non
             added.reshape.SetInParent()
 
 
-def _reshape_scalars(config: ModelConfig, tensors: FileTensors) -> None:
+def reshape_scalars(config: ModelConfig, tensors: FileTensors) -> None:
     """Has the model see what is [1] to the client as the scalar that it declares; dims may not be empty."""
     scalars = {tensor.name for tensor in (*tensors.inputs, *tensors.outputs) if tensor.dims == ()}
-    for io in (*config.input, *config.output):
-        if io.name in scalars and not config.max_batch_size and list(io.dims) == [1]:
+    for io in elements(config):
+        if io.name in scalars:
             io.reshape.SetInParent()
+
+
+def elements(config: ModelConfig) -> list[Any]:
+    """Returns the inputs and outputs that are [1] to the client, and may be scalars of the model."""
+    return [io for io in (*config.input, *config.output) if not config.max_batch_size and list(io.dims) == [1]]
 
 
 def _config_datatype(datatype: str) -> int:
@@ -147,7 +152,18 @@ def _batch_note(config: ModelConfig) -> str:
     )
 
 
-__all__ = ["ModelConfig", "from_json", "identify", "normalise", "parse", "place", "to_json", "to_spec"]
+__all__ = [
+    "ModelConfig",
+    "elements",
+    "from_json",
+    "identify",
+    "normalise",
+    "parse",
+    "place",
+    "reshape_scalars",
+    "to_json",
+    "to_spec",
+]
 
 
 class _Known(NamedTuple):

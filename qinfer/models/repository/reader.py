@@ -13,7 +13,7 @@ import msgspec
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.check import is_inside
-from qinfer.models.config.config import from_json, identify, normalise, parse, place, to_json
+from qinfer.models.config.config import elements, from_json, identify, normalise, parse, place, reshape_scalars, to_json
 from qinfer.models.config.file_tensors import OPENVINO_MAX_BYTES, FileTensors, read_onnx, read_openvino
 from qinfer.models.config.message import ModelConfig
 from qinfer.models.config.sequences import own_inputs
@@ -171,9 +171,12 @@ class _Reader(NamedTuple):
         known = identify(config, self.name, there)
         pending = self._pending(known, versions[-1])
         tensors = self._tensors(known, versions[-1])
+        if tensors is not None and not self.how.autocomplete:
+            reshape_scalars(known, tensors)
+            tensors = None
         if pending:  # whoever completes it may not know the installation's GPUs
             place(known, self.how.gpus)
-        normal = known if pending else normalise(config, self.name, there, tensors, self.how.gpus)
+        normal = known if pending else normalise(known, self.name, there, tensors, self.how.gpus)
         self._check_warmup(normal)
         return StoredModel(
             self.name,
@@ -187,7 +190,9 @@ class _Reader(NamedTuple):
 
     def _tensors(self, known: ModelConfig, version: int) -> FileTensors | None:
         """Reads what the highest version's model file declares, where this takes no runtime."""
-        if not self.how.autocomplete or known.backend not in ("onnxruntime", "openvino", "pytorch"):
+        if known.backend not in ("onnxruntime", "openvino", "pytorch"):
+            return None
+        if not self.how.autocomplete and (known.backend == "pytorch" or not elements(known)):
             return None
         if known.backend == "pytorch" and known.input and known.output:
             return None  # their names may follow several conventions, which the worker knows

@@ -497,7 +497,11 @@ def test_a_python_model_needs_no_inputs_and_outputs() -> None:
         (ONNX, file_tensors(), "expects 2 dimensions .* but the model configuration specifies 1 dimensions"),
         (ONNX + "max_batch_size: 2", file_tensors(x=(-1, 5)), r"expects shape \[-1, 5\] but .* shape \[-1, 4\]"),
         (ONNX.replace("FP32", "INT8"), file_tensors(), "the model expects data-type TYPE_FP32 but"),
-        (ONNX.replace('"y"', '"z"'), file_tensors(x=(4,), y=(2,)), "unexpected inference output 'z', allowed outputs are: y"),
+        (
+            ONNX.replace('"y"', '"z"'),
+            file_tensors(x=(4,), y=(2,)),
+            "unexpected inference output 'z', allowed outputs are: y",
+        ),
         (
             ONNX + IO.splitlines()[1].replace('"x"', '"z"'),
             file_tensors(),

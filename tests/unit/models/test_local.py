@@ -330,6 +330,27 @@ def test_an_output_without_a_declared_shape_is_of_any_shape(tmp_path: Path, oper
     assert (spec.max_batch_size, spec.outputs[0].dims) == (0, (-1,))
 
 
+@pytest.mark.parametrize("autocomplete", [True, False])
+def test_a_scalar_may_be_configured_as_one_element(tmp_path: Path, autocomplete: bool) -> None:  # noqa: FBT001  a case
+    """Dims may not be empty, so `[1]` stands for what the file declares without dimensions."""
+    ports = [helper.make_tensor_value_info(name, FLOAT, dims) for name, dims in (("x", []), ("z", [1]), ("y", []))]
+    nodes = [helper.make_node("ReduceSum", ["z"], ["s"], keepdims=0), helper.make_node("Add", ["x", "s"], ["y"])]
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", ports[:2], ports[2:])), tmp_path / "m" / "1/model.onnx")
+    io = '{ name: "%s" data_type: TYPE_FP32 dims: 1 }'
+    text = f'backend: "onnxruntime" input {io % "x"} input {io % "z"} output {io % "y"}'
+    (tmp_path / "m" / "config.pbtxt").write_text(text)
+
+    (stored,) = repositories(tmp_path, autocomplete=autocomplete).scan()
+    spec = to_spec(from_json(stored.config or ""))
+
+    assert [(tensor.name, tensor.dims, tensor.reshape) for tensor in (*spec.inputs, *spec.outputs)] == [
+        ("x", (1,), ()),
+        ("z", (1,), None),
+        ("y", (1,), ()),
+    ]
+
+
 def test_every_cut_of_a_file_is_refused_or_read(tmp_path: Path) -> None:
     """A file that is being written raises nothing else than `ModelLoadFailed`."""
     path = tmp_path / "model.onnx"
