@@ -125,6 +125,12 @@ class SequenceBatcher(StepRunner[PendingStep]):
             self._scheduler.adopt(sequence, committed)
             self.pump()
 
+    def grow(self, model: LoadedModel, instances: int) -> None:
+        """Goes on with more instances, which the executor has already, under another generation."""
+        self.model = model
+        self._scheduler.grow(instances)
+        self.pump()
+
     def admit(self, step: PendingStep) -> None:
         """Takes a step of a sequence that was adopted; those of one sequence come in their order. Then `pump`.
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Hashable
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import count, islice, product
 from typing import Generic
 
 import msgspec
@@ -150,6 +150,19 @@ class SequenceScheduler(Generic[T]):
     def backlog(self) -> int:
         """How many of them wait for a slot."""
         return len(self._backlog)
+
+    def grow(self, instances: int) -> None:
+        """Takes more instances beside those there are; sequences keep their slots. For the strategy `direct`.
+
+        Slots are numbered by the count of instances, so that those that were never used are listed first.
+        """
+        slots, before = self._spec.slots, self._instances
+        self._instances += instances
+        unused = [divmod(number, before) for number in range(self._used, before * slots)]
+        for slot in (*unused, *product(range(slots), range(before, self._instances))):
+            heappush(self._freed, slot)
+        self._used = self._instances * slots
+        self._ready += [{} for _ in range(instances)]
 
     def admit(self, step: Step[T], now_s: float) -> None:
         """Takes a step; those of one sequence come in their order.

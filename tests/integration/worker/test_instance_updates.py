@@ -100,6 +100,28 @@ async def test_a_sequence_goes_on_while_instances_come_and_go(scene: ServedModel
     assert await step(5, sequence_start=True, sequence_end=True) == 5
 
 
+async def test_instances_of_a_direct_model_come_beside_those_with_sequences(
+    scene: ServedModels, repository: Path
+) -> None:
+    """Nothing of what is loaded is loaded anew, so that later sequences run on it, too."""
+    batching = sequence_batching(DIRECT, CONTROLS, "max_sequence_idle_microseconds: 60000000")
+    python_models.write_model(repository, PID, "pid", dims=1, max_batch_size=1, scheduling=batching, more=ONE)
+    await scene.http.load_model("pid")
+
+    async def step(sequence: int, **flags: Any) -> int:
+        inputs = [tensor("x", np.zeros((1, 1), np.float32))]
+        return int((await scene.grpc.infer("pid", inputs, sequence_id=sequence, **flags)).as_numpy("y")[0, 0])
+
+    first = await step(1, sequence_start=True)
+    await resize(scene, "pid", 2)
+    second = await step(2, sequence_start=True)
+    goes_on = await step(1, sequence_end=True)
+    third = await step(3, sequence_start=True)
+
+    assert first == goes_on == third
+    assert second != first
+
+
 async def test_a_stream_goes_on_while_instances_come_and_go(scene: ServedModels, repository: Path) -> None:
     gate = repository / "gate"
     code = f"""for request in requests:

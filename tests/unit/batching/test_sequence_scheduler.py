@@ -1,5 +1,6 @@
 """The life of the sequences of one worker (reference §3.4)."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
@@ -147,6 +148,33 @@ def test_a_sequence_stays_on_its_instance() -> None:
 
     assert only(worker.decide()).instance == 1
     assert later.number == 2
+
+
+@pytest.mark.parametrize("held", range(5))
+def test_sequences_keep_their_slots_when_instances_come(held: int) -> None:
+    """And the backlog takes the slots of the new instances."""
+    worker = Worker(DIRECT, instances=2)
+    places: dict[SequenceId | None, int] = {}
+
+    def run() -> None:
+        while batches := worker.decide().batches:
+            places.update({step.sequence: batch.instance for batch in batches for step in batch.steps})
+            for batch in batches:
+                worker.scheduler.ended(batch, worker.now_s)
+
+    for name in range(held):
+        worker.send(name, "S")
+    run()
+    before = dict(places)
+    for name in range(8):
+        worker.send(name, "" if name < held else "S")
+
+    worker.scheduler.grow(2)
+
+    run()
+    assert before.items() <= places.items()
+    assert Counter(places.values()) == dict.fromkeys(range(4), 2)
+    assert worker.scheduler.backlog == worker.scheduler.free_slots == 0
 
 
 @pytest.mark.parametrize("flags", ["", "E"])

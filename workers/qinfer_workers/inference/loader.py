@@ -19,6 +19,7 @@ from qinfer.errors import BackendUnavailable, LoadOverdue, ModelLoadFailed, Qinf
 from qinfer.models.config.config import from_json, normalise, to_json
 from qinfer.models.ensemble_graph import Plan
 from qinfer.models.pins import is_executed
+from qinfer.models.sequence_spec import DirectSpec
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.models.state import StepVersion, StoredModel
 from qinfer.models.writing import Completion
@@ -202,9 +203,11 @@ class Loader:
         if not missing and not surplus:
             return Change(kind=Kind.SAME, loaded=loaded)
         # Any idle instance may end, so that those on one device can't be told from those on another. Sequences are
-        # bound to their instances.
+        # bound to their instances, of which none may end.
         is_resizable = not surplus or (not missing and len(set(serving.devices)) == 1)
-        if not is_resizable or loaded.spec.sequences is not None:
+        if (sequences := loaded.spec.sequences) is not None:
+            is_resizable = not surplus and isinstance(sequences.strategy, DirectSpec) and not sequences.iterative
+        if not is_resizable:
             return None
         added = self._instances(loaded, directory, missing, LatencyModel())
         return Change(kind=Kind.RESIZED, loaded=replace(loaded, instances=added), surplus=len(surplus))

@@ -6,6 +6,7 @@ though the version policy drops it; a generation that is replaced goes on until 
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from qinfer.batching.batcher import LoadedModel
@@ -15,6 +16,7 @@ from qinfer.errors import QinferError
 from qinfer.observe.latencies import latency_tally
 from qinfer_workers.inference.ensembles.runs import RunParts
 from qinfer_workers.inference.ensembles.sequences import EnsembleSteps
+from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.loader import Loaded
 from qinfer_workers.inference.models import Key
 from qinfer_workers.inference.sequence_service import Parts, SequenceService
@@ -72,8 +74,13 @@ class SequenceServices:
             self._leaving[before] = self._parts.tasks.create_task(self._leave(before))
 
     def go_on(self, loaded: Loaded) -> None:
-        """Goes on with a version under a new generation, of which nothing that is executed has changed."""
-        self._services[loaded.spec.name, loaded.version].generations.add(loaded.generation)
+        """Goes on with a version under a new generation, of which no more has changed than that instances come."""
+        service = self._services[loaded.spec.name, loaded.version]
+        service.generations.add(loaded.generation)
+        batcher, added = service.batcher, loaded.instances
+        if added and isinstance(batcher, SequenceBatcher) and isinstance(batcher.model.executor, ThreadExecutor):
+            batcher.model.executor.grow(added)
+            batcher.grow(replace(batcher.model, spec=loaded.spec, generation=loaded.generation), len(added))
 
     async def retire(self, key: Key, is_wanted: Callable[[], bool]) -> bool:
         """Waits for the sequences of a version to end, and unloads it; returns whether it did.

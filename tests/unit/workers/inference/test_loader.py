@@ -17,7 +17,7 @@ from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import from_json, normalise, parse, to_json, to_spec
 from qinfer.models.repository.cache import FilesCache
 from qinfer.models.repository.files import LocalFiles
-from qinfer.models.sequence_spec import DirectSpec, SequenceSpec, StateSpec
+from qinfer.models.sequence_spec import DirectSpec, OldestSpec, SequenceSpec, StateSpec
 from qinfer.models.spec import Device, InstanceSpec, ModelSpec
 from qinfer.models.state import StoredModel
 from qinfer.tensors import Tensor
@@ -298,16 +298,30 @@ def _stateful() -> ModelSpec:
     return replace(stub_spec("m"), sequences=SequenceSpec(strategy=DirectSpec(), slots=4, max_rows=4, states=(STATE,)))
 
 
-def test_the_instances_of_a_model_with_sequences_are_loaded_anew(scene: Scene) -> None:
-    """When their number changes: sequences are bound to instances."""
-    two = (InstanceSpec(count=2),)
+@pytest.mark.parametrize(
+    ("kept", "loaded"),
+    [
+        ({}, (Kind.RESIZED, 1)),
+        ({"iterative": True}, (Kind.NEW, 2)),
+        ({"strategy": OldestSpec(preferred_sizes=(4,))}, (Kind.NEW, 2)),
+    ],
+)
+def test_instances_are_added_to_the_strategy_direct(
+    scene: Scene, kept: dict[str, Any], loaded: tuple[Kind, int]
+) -> None:
+    """Sequences are bound to instances, so that none may end: a model that gets fewer is loaded anew."""
+    sequences = _stateful().sequences
+    assert sequences is not None
+    one = replace(_stateful(), sequences=replace(sequences, **kept))
+    two = replace(one, instances=(InstanceSpec(count=2),))
     scene.write("initial_state/zero.bin", "12345678")
-    scene.load(spec=_stateful())
+    scene.load(spec=one)
 
-    assert scene.load(spec=_stateful()).kind is Kind.SAME
-    change = scene.load(spec=replace(_stateful(), instances=two))
+    assert scene.load(spec=one).kind is Kind.SAME
+    more, fewer = scene.load(spec=two), scene.load(spec=one)
 
-    assert (change.kind, len(change.loaded.instances)) == (Kind.NEW, 2)
+    assert (more.kind, len(more.loaded.instances)) == loaded
+    assert (fewer.kind, len(fewer.loaded.instances)) == (Kind.NEW, 1)
 
 
 def test_initial_states_are_read_from_files(scene: Scene) -> None:
