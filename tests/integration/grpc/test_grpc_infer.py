@@ -157,10 +157,17 @@ async def _refused(server: Rpc, request: Any, **options: Any) -> tuple[grpc.Stat
     return error.value.code(), error.value.details() or ""
 
 
+def _classified(**count: Any) -> Any:
+    request = infer_request()
+    request.outputs.add(name="y").parameters["classification"].CopyFrom(pb.InferParameter(**count))
+    return request
+
+
 @pytest.mark.parametrize(
     ("request_", "code", "text"),
     [
         (infer_request("nothing"), "NOT_FOUND", "Request for unknown model: 'nothing' is not found"),
+        (infer_request("nothing", model_version="3"), "NOT_FOUND", "unknown model: 'nothing' is not found"),
         (infer_request(model_version="9"), "NOT_FOUND", "Request for unknown model: 'echo' version 9 is not found"),
         (
             infer_request(model_version="x"),
@@ -185,6 +192,16 @@ async def _refused(server: Rpc, request: Any, **options: Any) -> tuple[grpc.Stat
             infer_request(parameters={"triton_x": pb.InferParameter(bool_param=True)}),
             "INVALID_ARGUMENT",
             "parameter keys starting with 'triton_' are reserved",
+        ),
+        (
+            _classified(string_param="2"),
+            "INVALID_ARGUMENT",
+            "invalid value type for 'classification' parameter, expected int64_param",
+        ),
+        (
+            _classified(int64_param=0),
+            "INVALID_ARGUMENT",
+            "invalid value for 'classification' parameter, expected >= 0",
         ),
     ],
 )

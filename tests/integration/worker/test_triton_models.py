@@ -100,6 +100,19 @@ async def test_models_that_only_call_others(scene: ServedModels, repository: Pat
     assert (metadata["inputs"], metadata["outputs"]) == ([], [])
 
 
+async def test_a_version_that_can_not_be_loaded(scene: ServedModels, repository: Path) -> None:
+    """Status and text are those of Triton's core."""
+    python_models.write_model(repository, "raise ValueError('cold')", "broken", dims=1)
+
+    for client, status in ((scene.http, "400"), (scene.grpc, "StatusCode.INVALID_ARGUMENT")):
+        with pytest.raises(InferenceServerException) as refused:
+            await client.load_model("broken")
+        assert refused.value.status() == status
+        text = str(refused.value.message())
+        assert text.startswith("load failed for model 'broken': version 1 is at UNAVAILABLE state: Internal: "), text
+        assert "cold" in text
+
+
 async def test_scalars_of_a_model_without_configuration(scene: ServedModels, repository: Path) -> None:
     """Clients see [1], the model what it declares."""
     (repository / "scaled" / "1").mkdir(parents=True)
