@@ -16,7 +16,7 @@ from tests.e2e.conftest import Stack, running
 from tests.e2e.triton_clients import KINDS, TritonClient, connected, texts
 from tests.support import models, python_models
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 SUMS_OF_STRINGS = python_models.execute(
     """responses = []
