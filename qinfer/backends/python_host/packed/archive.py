@@ -196,9 +196,15 @@ def _refused(member: str, why: str) -> ModelLoadFailed:
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    lowest = min(limit for limit in (soft, hard, _MEMORY_BYTES) if limit != resource.RLIM_INFINITY)
+    most = _data_bytes() + _MEMORY_BYTES
+    lowest = min(limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_DATA, (lowest, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_bytes() -> int:
+    """Returns what this process has of what `RLIMIT_DATA` counts (proc(5), `statm`)."""
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
