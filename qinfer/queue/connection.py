@@ -39,14 +39,18 @@ _LARGE_BYTES = 256 * 1024
 _DATA = (bytes, memoryview)
 
 
-def pack_large(words: tuple[Argument, ...]) -> bytes:
-    """Encodes a command as `pack` does; with large words about ten times faster, because each is copied once."""
-    parts: list[bytes | memoryview] = [b"*%d\r\n" % len(words)]
+def pack_large(words: tuple[Argument, ...]) -> list[bytes]:
+    """Encodes a command as `pack` does, in parts: large words are no copies, unless they are views."""
+    parts, small = list[bytes](), [b"*%d\r\n" % len(words)]
     for word in words:
-        data = word if isinstance(word, bytes | memoryview) else str(word).encode()
-        size = data.nbytes if isinstance(data, memoryview) else len(data)
-        parts += (b"$%d\r\n" % size, data, b"\r\n")
-    return b"".join(parts)
+        data = word if isinstance(word, bytes) else bytes(word) if isinstance(word, memoryview) else str(word).encode()
+        small.append(b"$%d\r\n" % len(data))
+        if len(data) > _LARGE_BYTES:
+            parts += (b"".join(small), data)
+            small = [b"\r\n"]
+        else:
+            small += (data, b"\r\n")
+    return [*parts, b"".join(small)]
 
 
 def _is_large(command: Sequence[Argument]) -> bool:
@@ -181,7 +185,7 @@ class Connection(asyncio.Protocol):
         self._owed: deque[Reply] = deque()
         self._out: list[bytes] = []
         self._out_bytes = 0
-        self._is_paused = False
+        self._has_large = self._is_paused = False
         self._farewell: QinferError | None = None
         self._progress_at = 0.0
         self._watchdog: asyncio.TimerHandle | None = None
@@ -210,6 +214,14 @@ class Connection(asyncio.Protocol):
         self._out_bytes += len(packed)
         self._owed.append(reply)
 
+    def send_large(self, command: tuple[Argument, ...], reply: Reply) -> None:
+        """Sends a command with large words, as `send` does; they are not copied."""
+        begin, *parts = pack_large(command)
+        self.send(begin, reply)
+        self._out += parts
+        self._out_bytes += sum(map(len, parts))
+        self._has_large = True
+
     async def call(self, *command: Any, late: Reply | None = None) -> Any:
         """Sends a command and returns its reply.
 
@@ -232,7 +244,10 @@ class Connection(asyncio.Protocol):
             else:
                 future.set_result(reply)
 
-        self.send((pack_large if _is_large(command) else pack)(command), answered)
+        if _is_large(command):
+            self.send_large(command, answered)
+        else:
+            self.send(pack(command), answered)
         try:
             return await future
         except asyncio.CancelledError:
@@ -307,7 +322,11 @@ class Connection(asyncio.Protocol):
             return
         self._out = []
         self._out_bytes = 0
-        self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+        if self._has_large:
+            self._has_large = False
+            self._transport.writelines(out)
+        else:
+            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
 
     def _watch(self) -> None:
         quiet_s = self._loop.time() - self._progress_at if self._owed else 0.0

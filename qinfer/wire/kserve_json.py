@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 from msgspec import UNSET
@@ -144,7 +144,7 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
         QinferError: An output can't be written to shared memory.
     """
     begin = b'{"id":%b,' % _encoder.encode(client_id) if client_id else b"{"
-    parts = [begin, _reply_head(plan.endpoint or response.model, response.version)]
+    parts: list[Bytes] = [begin, _reply_head(plan.endpoint or response.model, response.version)]
     if response.parameters:
         parts.insert(1, _parameters_json(response.parameters))
     outputs, placed = response.outputs, _NOWHERE
@@ -160,11 +160,15 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
             parts += (separator, head, b'"parameters":{"binary_data_size":%d}}' % len(tensor.data))
             if len(tensor.data):  # without any, the whole body is JSON, as Triton's is
                 tail.append(tensor.data)
+        elif len(tensor.data) > _PIECE_ELEMENTS and tensor.datatype in STRUCT_CODES:
+            long_text = _whole((*parts, separator, head, b'"data":'))
+            _add_elements(long_text, tensor, strict=plan.strict)
+            parts = [long_text, b"}"]
         else:
             parts += (separator, head, b'"data":', elements(tensor, strict=plan.strict), b"}")
         separator = b","
     parts.append(b"]}")
-    text = b"".join(parts)
+    text = b"".join(parts) if type(parts[0]) is bytes else cast(bytes, _whole(parts))  # to make it bytes would copy it
     if not tail:
         return InferReply(text)
     return InferReply(b"".join((text, *tail)), len(text))
@@ -334,6 +338,14 @@ def _output_head(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
     return _encoder.encode({"name": name, "datatype": datatype, "shape": shape})[:-1] + b","
 
 
+def _whole(parts: Sequence[Bytes]) -> bytearray:
+    """Appends all parts to the first, which is not copied if it is a bytearray: it may be as large as all of them."""
+    whole = parts[0] if isinstance(parts[0], bytearray) else bytearray(parts[0])
+    for part in parts[1:]:
+        whole += part
+    return whole
+
+
 def elements(tensor: Tensor, *, strict: bool = False) -> bytes:
     """Turns tensor bytes into a JSON array, flat and in row-major order; a strict one has null for NaN and infinities.
 
@@ -344,12 +356,14 @@ def elements(tensor: Tensor, *, strict: bool = False) -> bytes:
     packing = packing_of(tensor.datatype, tensor.shape)
     if packing is not None and len(tensor.data) == packing.nbytes:
         if packing.elements > _PIECE_ELEMENTS:
-            return _long_elements(tensor, strict=strict)
+            text = bytearray()
+            _add_elements(text, tensor, strict=strict)
+            return bytes(text)
         values: Sequence[Any] = packing.unpack(tensor.data)
     else:
         values = _unusual_elements(tensor)
-    text = _encoder.encode(values)
-    return text if strict or text.find(_NULL) < 0 else _with_words(values)
+    encoded = _encoder.encode(values)
+    return encoded if strict or encoded.find(_NULL) < 0 else _with_words(values)
 
 
 def _with_words(values: Sequence[Any]) -> bytes:
@@ -357,17 +371,18 @@ def _with_words(values: Sequence[Any]) -> bytes:
     return json.dumps(values, separators=(",", ":")).encode()
 
 
-def _long_elements(tensor: Tensor, *, strict: bool) -> bytes:
-    """Encodes many numbers a piece at a time: as objects all of them would take a multiple of their bytes."""
+def _add_elements(text: bytearray, tensor: Tensor, *, strict: bool) -> None:
+    """Appends many numbers to a text, a piece at a time: as objects they would take a multiple of their bytes."""
+    if len(tensor.data) != prod(tensor.shape) * DATATYPES[tensor.datatype].itemsize:
+        raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
     values = memoryview(tensor.data).cast(STRUCT_CODES[tensor.datatype])  # type: ignore[call-overload]  # as below
-    starts = range(0, len(values), _PIECE_ELEMENTS)
-    pieces = []
-    for at in starts:
+    text += b"["
+    for at in range(0, len(values), _PIECE_ELEMENTS):
         piece = values[at : at + _PIECE_ELEMENTS].tolist()
-        text = _encoder.encode(piece)
-        pieces.append((text if strict or text.find(_NULL) < 0 else _with_words(piece))[1:-1])
-    pieces[0], pieces[-1] = b"[" + pieces[0], pieces[-1] + b"]"
-    return b",".join(pieces)
+        encoded = _encoder.encode(piece)
+        text += memoryview(encoded if strict or encoded.find(_NULL) < 0 else _with_words(piece))[1:-1]
+        text += b","
+    text[-1:] = b"]"
 
 
 def _unusual_elements(tensor: Tensor) -> Sequence[Any]:

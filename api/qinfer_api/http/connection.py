@@ -9,6 +9,7 @@ has sent much is read in turns with others (`Turns`).
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Iterable
 from email.utils import formatdate
 from typing import Protocol
 from urllib.parse import unquote
@@ -29,7 +30,7 @@ from qinfer.submission.pending import Memory
 from qinfer_api.http.cors import Cors
 from qinfer_api.http.cycle import CLOSE, SENT_HEADERS, WRITTEN, Cycle
 from qinfer_api.http.head import Head, transfer_codings
-from qinfer_api.http.infer import Headers, Reply, Writer, error_reply
+from qinfer_api.http.infer import LARGE_BYTES, Headers, Reply, Writer, error_reply
 from qinfer_api.http.visitors import Visitors
 from qinfer_api.turns import SMALL_BYTES, Turns
 
@@ -376,11 +377,10 @@ class HttpConnection(asyncio.Protocol):
             close = self._closing and not queue
             if reply is not WRITTEN:
                 writer, request_id = self.writer_of(first), first.request_id or port.new_id()
-                written = writer.render(reply, port.common, request_id, close=close)
-                if self._lent:
-                    self._write_later(written)
+                if self._lent or len(reply.body) > LARGE_BYTES:
+                    self._write_pieces(writer.pieces(reply, port.common, request_id, close=close))
                 else:
-                    self.transport.write(written)
+                    self.transport.write(writer.render(reply, port.common, request_id, close=close))
             if first.memory is not None:
                 self._lend(first.memory)
             self._quiet_since_s = 0.0
@@ -390,11 +390,13 @@ class HttpConnection(asyncio.Protocol):
         if self._is_paused:
             self.go_on()
 
-    def _write_later(self, reply: bytes) -> None:
-        """Writes a reply behind one that the client has yet to read."""
+    def _write_pieces(self, pieces: Iterable[bytes]) -> None:
+        """Writes a large reply, or one behind a reply that the client has yet to read."""
         unread = self.transport.get_write_buffer_size()
-        self.transport.write(reply)
-        self._later_bytes += self.transport.get_write_buffer_size() - unread
+        for piece in pieces:
+            self.transport.write(piece)
+        if self._lent:
+            self._later_bytes += self.transport.get_write_buffer_size() - unread
 
     def _lend(self, memory: Memory) -> None:
         """Gives the memory of a reply back once its client has read it."""

@@ -202,6 +202,10 @@ TARGET_HEADER = b"qinfer-target"
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 """The characters that the value of a header may have as they are."""
 
+LARGE_BYTES = 256 * 1024
+"""A body above this size is written apart from its head."""
+
+_CLOSE = b"connection: close\r\n\r\n"
 _JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
 
@@ -298,6 +302,13 @@ class Writer:
         self._common: Headers = ()
         self._block = self._ok = b""
 
+    def pieces(self, reply: Reply, common: Headers, request_id: str, *, close: bool) -> list[bytes]:
+        """Returns the whole reply as `render` does; the body of a large one apart, so that it is not copied."""
+        if len(reply.body) <= LARGE_BYTES:
+            return [self.render(reply, common, request_id, close=close)]
+        begin, end = self.begin(reply.status, common, request_id), _CLOSE if close else b"\r\n"
+        return [b"".join((begin, reply.head(), end)), reply.body]
+
     def render(self, reply: Reply, common: Headers, request_id: str, *, close: bool) -> bytes:
         """Returns the whole reply: status line, common headers, the request's id, its own headers, body."""
         self._renew(common)
@@ -310,7 +321,7 @@ class Writer:
         ):
             begin = _JSON_BEGIN if not reply.target else _target_line(reply.target) + _JSON_BEGIN
             return b"%b%b\r\n%b%d\r\n\r\n%b" % (self._ok, name, begin, len(body), body)
-        end = b"connection: close\r\n\r\n" if close else b"\r\n"
+        end = _CLOSE if close else b"\r\n"
         return b"".join((_STATUS_LINES[reply.status], self._block, name, b"\r\n", reply.head(), end, body))
 
     def begin(self, status: int, common: Headers, request_id: str) -> bytes:

@@ -31,8 +31,14 @@ def test_a_template_packs_what_pack_packs(last: bytes | bytearray | memoryview) 
     ids=["one word", "a large view", "every type", "items of four bytes"],
 )
 def test_a_large_command_is_packed_as_any_other(words: tuple[Argument, ...]) -> None:
-    """Only faster."""
-    assert pack_large(words) == pack(words)
+    """Only faster, and in parts."""
+    assert b"".join(pack_large(words)) == pack(words)
+
+
+def test_a_large_word_is_not_copied() -> None:
+    word = b"x" * 1_000_000
+
+    assert any(part is word for part in pack_large((b"SET", b"key", word)))
 
 
 async def test_a_refused_command_leaves_nothing_for_the_garbage_collector(delivery: Queue) -> None:

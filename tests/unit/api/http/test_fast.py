@@ -124,6 +124,17 @@ def test_a_reply_is_one_piece_of_bytes() -> None:
     )
 
 
+@pytest.mark.parametrize("close", [False, True])
+def test_the_body_of_a_large_reply_is_not_copied(*, close: bool) -> None:
+    body = b"0," * 200_000
+    reply = Reply(200, body)
+
+    begin, rest = Writer().pieces(reply, [(b"date", b"today")], "ID", close=close)
+
+    assert rest is body
+    assert bytes(begin + rest) == Writer().render(reply, [(b"date", b"today")], "ID", close=close)
+
+
 def test_the_common_headers_are_renewed() -> None:
     """The server puts a new list in place each second."""
     writer = Writer()
