@@ -140,8 +140,9 @@ ROWS = (
         keys.stored,
         "hash",
         "as the last of the results",
-        "bytes of the results that a tenant has stored, by request, where several tenants have keys; when they expire "
-        "is in the sorted set `stored-until:<tenant>`",
+        "bytes of the results that a tenant has stored, by request: of stored requests, where several tenants have "
+        "keys, and large answers that no gateway has read yet; when they expire is in the sorted set "
+        "`stored-until:<tenant>`",
         ({"tenant": "<tenant>"},),
     ),
     Row(

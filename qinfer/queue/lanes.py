@@ -42,12 +42,13 @@ another share, and those of `moves`. Readers skip fields that they do not know.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, Self, TypeVar
 
 from qinfer.core.clock import Clock, ServerClock, SystemClock
 from qinfer.core.settings import LimitSettings, RedisSettings
-from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
+from qinfer.errors import BrokerUnavailable, QinferError, QueueFull, QuotaExceeded
 from qinfer.queue import keys
 from qinfer.queue.connection import Argument, Refused, pack, packable
 from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES, DeadLetters, head_of
@@ -71,9 +72,10 @@ from qinfer.queue.entries import (
 from qinfer.queue.moves import Moves
 from qinfer.queue.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
 from qinfer.queue.requests import Requests
-from qinfer.queue.router import Router, Script, load_script, run_script
+from qinfer.queue.router import Router, Script, load_script, run_script, ttl_ms
 from qinfer.queue.sequences import Sequences, may_lose
 from qinfer.queue.shares import Places
+from qinfer.queue.stored_responses import TOO_MUCH_STORED
 from qinfer.queue.stream_marks import StreamMarks
 from qinfer.queue.submitter import PLACING, Done, Submitter
 from qinfer.queue.values import Room, Values
@@ -100,6 +102,7 @@ _SIZES = load_script("lanes/sizes", "shares")
 _SHARES = load_script("lanes/shares", "shares")
 _TENANTS = load_script("lanes/tenants", "holder", "shares", "waiting")
 _PUBLISH = load_script("lanes/publish")
+_COUNT_RESULT = load_script("lanes/count_result", "now_ms", "requests/stored")
 
 RENEW = load_script("lanes/renew", "holder")
 """Renews leases; its text is run by the renewer of a worker."""
@@ -332,8 +335,16 @@ class Queue:
         return await self._values.get(keys.lane_slot(lane), key, tenant)
 
     async def store_result(self, lane: Lane, request_id: str, blob: Bytes, ttl_s: float, tenant: str = "") -> None:
-        """Stores outputs too large for a reply stream, for `take_result`."""
-        key = keys.result(lane.model, lane.partition, request_id)
+        """Stores outputs too large for a reply stream, for `take_result`.
+
+        Raises:
+            QuotaExceeded: The tenant has as many bytes of results stored as it may.
+            QinferError: As `Values.set`.
+        """
+        key, size = keys.result(lane.model, lane.partition, request_id), len(blob)
+        is_here = not self._values.is_object(size)
+        if is_here and not await self._count_result(lane, request_id, tenant, size, ttl_s):
+            raise QuotaExceeded(TOO_MUCH_STORED)
         await self._values.set(keys.lane_slot(lane), key, blob, ttl_s, tenant=tenant)
 
     async def take_result(
@@ -344,18 +355,33 @@ class Queue:
         Args:
             lane: The lane of its request.
             request_id: The request.
-            tenant: Whose turn a large one takes.
+            tenant: Whose turn a large one takes, and whose bytes it was counted as.
             room: Awaited before it is read.
 
         Raises:
             BrokerUnavailable: It can't be read now; it is still there.
         """
         key = keys.result(lane.model, lane.partition, request_id)
-        return await self._values.take(keys.lane_slot(lane), key, tenant, room)
+        value = await self._values.take(keys.lane_slot(lane), key, tenant, room)
+        if value is not None:
+            with suppress(BrokerUnavailable):  # its time to live ends it
+                await self._count_result(lane, request_id, tenant)
+        return value
 
-    async def drop_result(self, lane: Lane, request_id: str) -> None:
+    async def drop_result(self, lane: Lane, request_id: str, tenant: str = "") -> None:
         """Removes the value of `store_result`, unread."""
         await self._values.remove(keys.lane_slot(lane), keys.result(lane.model, lane.partition, request_id))
+        await self._count_result(lane, request_id, tenant)
+
+    async def _count_result(
+        self, lane: Lane, request_id: str, tenant: str, nbytes: int = 0, ttl_s: float = 0.0
+    ) -> bool:
+        """Counts the bytes of a result as its tenant's from now on, 0 = none; `False` = they are too many."""
+        if not tenant:
+            return True
+        key = keys.result(lane.model, lane.partition, request_id)
+        arguments = (keys.prefix(lane.model, lane.partition), tenant, request_id, nbytes, ttl_ms(ttl_s))
+        return bool(await self.router.run(keys.lane_slot(lane), _COUNT_RESULT, [key.encode()], *arguments))
 
     async def finish(self, entries: Sequence[Entry]) -> None:
         """Removes entries from their lanes, with their payloads."""

@@ -7,7 +7,7 @@ ends gets its stored response too, or the failure that ended it. Then it is remo
 import msgspec
 
 from qinfer.core.messages import Failure, InferRequest, Response
-from qinfer.errors import BACKLOG_TIMED_OUT, LEFT, Cancelled, CorruptEntry, SequenceEnded
+from qinfer.errors import BACKLOG_TIMED_OUT, LEFT, Cancelled, CorruptEntry, QuotaExceeded, SequenceEnded
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.entries import CHUNK_BYTES, STORED_TTL_S
 from qinfer.queue.lanes import Queue
@@ -84,6 +84,10 @@ async def _publish(queue: Queue, step: Unanswered, reply_to: str, response: Resp
     blob = encode_responses([response])
     if response.nbytes > CHUNK_BYTES:
         tenant = step.place.sequence.tenant
-        await queue.store_result(step.entry.lane, response.request_id, blob, STORED_TTL_S, tenant)
-        blob = encode_responses([msgspec.structs.replace(response, outputs=(), stored=True)])
+        apart = msgspec.structs.replace(response, outputs=(), stored=True)
+        try:
+            await queue.store_result(step.entry.lane, response.request_id, blob, STORED_TTL_S, tenant)
+        except QuotaExceeded as error:
+            apart = msgspec.structs.replace(response, outputs=(), failure=Failure.of(error))
+        blob = encode_responses([apart])
     await queue.publish(reply_to, blob)

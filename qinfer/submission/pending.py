@@ -49,6 +49,8 @@ _BUCKETS_PER_S = 100
 _LOST = "the answer may be lost, with data of the queue; send the request again"
 _GONE = "the outputs were stored and are gone; send the request again"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_MOST_LEFT = 4096
+_Outputs = tuple[Lane, str, str]  # of a request: its lane, its id, its tenant
 
 
 class Sink(Protocol):
@@ -292,6 +294,9 @@ class PendingRequests:
         self._timer: Timer | None = None
         self._timer_bucket = 0
         self._abandoned: list[Entry] = []
+        self._left: dict[str, _Outputs] = {}
+        """Where outputs of the requests that were abandoned last may still be stored."""
+        self._unread: list[_Outputs] = []
         self._broken: list[OfStep] = []
         self._ending = asyncio.Lock()
         self._late: list[Pending] = []
@@ -439,6 +444,9 @@ class PendingRequests:
                 stored, self._stored = self._stored, []
                 for pending in stored:
                     group.create_task(self._fetch(pending), name="stored outputs")
+                unread, self._unread = self._unread, []
+                for outputs in unread:
+                    await self._drop(*outputs)
                 await self.discard()
                 await self._withdraw()
 
@@ -534,6 +542,9 @@ class PendingRequests:
         """Delivers a response, or has its outputs fetched first; one without a pending request is dropped."""
         pending = self.take(response)
         if pending is None:
+            if response.stored and response.request_id in self._left:
+                self._unread.append(self._left.pop(response.request_id))
+                self._work.set()
             self.unclaimed(response.request_id)
             return
         if response.stored:
@@ -571,6 +582,7 @@ class PendingRequests:
     def _abandon(self, pending: Pending, error: QinferError | None) -> None:
         """Finishes the entry of an abandoned request once the entry is known; a step ends its sequence by the error."""
         pending.abandoned = True
+        self._remember(pending)
         step = pending.step
         if step is not None:
             if error is not None and not (step.is_numbered and isinstance(error, Cancelled)):
@@ -583,6 +595,14 @@ class PendingRequests:
         elif pending.entry is not None:
             self._abandoned.append(pending.entry)
             self._work.set()
+
+    def _remember(self, pending: Pending) -> None:
+        """Keeps in mind where outputs of an abandoned request may be stored: its worker does not know of it yet."""
+        if pending.load is None:
+            return
+        if len(self._left) >= _MOST_LEFT:
+            del self._left[next(iter(self._left))]
+        self._left[pending.request_id] = _outputs_of(pending)
 
     def _withdraw_soon(self, pending: Pending) -> None:
         """Has a request taken out of the queue, if it still waits there."""
@@ -632,7 +652,7 @@ class PendingRequests:
                 logger.exception("outputs can't be fetched", extra={"request_id": pending.request_id})
                 self.fail(pending, error)
             else:
-                await self._drop(pending)
+                await self._drop(*_outputs_of(pending))
             return
         # Another attempt may have stored its outputs over those that were announced: they are as good.
         is_awaited = self.remove(pending)
@@ -657,22 +677,18 @@ class PendingRequests:
         if pending not in self:
             raise Cancelled(LEFT)
 
-    async def _drop(self, pending: Pending) -> None:
+    async def _drop(self, lane: Lane, request_id: str, tenant: str) -> None:
         """Removes stored outputs that nobody waits for; their time to live ends them otherwise."""
-        assert pending.load is not None
         with suppress(DeliveryError):
-            await self._queue.drop_result(pending.load.lane, pending.request_id)
+            await self._queue.drop_result(lane, request_id, tenant)
 
     async def _stored_outputs(self, pending: Pending) -> bytes | None:
         """Reads stored outputs; while the queue is away, retries as long as the request is pending."""
-        assert pending.load is not None
-        tenant = pending.quota.tenant if pending.quota is not None else ""
+        lane, request_id, tenant = _outputs_of(pending)
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             try:
-                return await self._queue.take_result(
-                    pending.load.lane, pending.request_id, tenant, partial(self._borrow, pending)
-                )
+                return await self._queue.take_result(lane, request_id, tenant, partial(self._borrow, pending))
             except BrokerUnavailable as error:
                 await asyncio.sleep(backoff.next_s())
                 if pending not in self:
@@ -684,6 +700,11 @@ def _is_behind(pending: Pending) -> bool:
     """Tells whether the answer of a request is to be sent behind another."""
     sink, holder = pending.sink, pending.holder
     return (holder is not None and holder.is_behind()) or (isinstance(sink, Inner) and sink.is_behind())
+
+
+def _outputs_of(pending: Pending) -> _Outputs:
+    assert pending.load is not None
+    return pending.load.lane, pending.request_id, pending.quota.tenant if pending.quota is not None else ""
 
 
 def _uncount(pending: Pending) -> None:

@@ -37,6 +37,15 @@ async def stored(queue: Queue, name: str, blob: bytes = LARGE, share: str = "evi
     return record.state
 
 
+async def result_stored(queue: Queue, name: str) -> bool:
+    """Tells whether large outputs are stored beside a reply stream."""
+    try:
+        await queue.store_result(LANE, name, LARGE, 60.0, "evil")
+    except QuotaExceeded:
+        return False
+    return True
+
+
 async def fill(queue: Queue) -> int:
     """Stores results until one is not stored; returns how many are."""
     count = 0
@@ -165,3 +174,18 @@ async def test_large_results_that_come_together_are_stored_one_by_one(small: Red
     states = [record.state for record in records if record is not None]
     assert set(states) == {RequestState.SUCCEEDED, RequestState.FAILED}
     assert 2 <= states.count(RequestState.SUCCEEDED) <= 5
+
+
+async def test_outputs_beside_the_reply_streams_count_until_they_are_read_or_dropped(small: RedisQueue) -> None:
+    """A tenant that reads none of its large answers gets no more of them."""
+    queue, count = await small.connect(), 0
+    while await result_stored(queue, f"r{count}"):
+        count += 1
+
+    assert 2 <= count <= 5
+    await queue.store_result(LANE, "other", LARGE, 60.0, "acme")
+    assert await queue.take_result(LANE, "r0", "evil") == LARGE
+    for number in range(1, count):
+        await queue.drop_result(LANE, f"r{number}", "evil")
+    await queue.store_result(LANE, "next", LARGE, 60.0, "evil")
+    assert small.on_owner("HGET", STORED, "") == str(len(LARGE)).encode()

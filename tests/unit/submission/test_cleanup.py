@@ -15,6 +15,7 @@ from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy, TensorSpec
 from qinfer.observe.stats import GatewayTally
+from qinfer.queue import keys
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.lanes import Queue
 from qinfer.queue.values import LARGE_BYTES, Room
@@ -294,6 +295,16 @@ async def stored_answer(setup: Setup, pending: Pending, attempt: int = 1, data: 
     return encode_responses([Response(request_id=pending.request_id, model="m", version=1, stored=True)])
 
 
+async def outputs_end(setup: Setup, pending: Pending) -> None:
+    """Waits until the outputs of a request are no longer stored."""
+    key = keys.result("m", 0, pending.request_id)
+
+    async def are_gone() -> bool:
+        return not await setup.queue.router.call(keys.slot(key), b"EXISTS", key)
+
+    await eventually(are_gone, description="the end of the outputs")
+
+
 async def test_stored_outputs_are_fetched(setup: Setup) -> None:
     """And delivered once, however often the reply comes."""
     pending = setup.submit()
@@ -373,10 +384,7 @@ async def test_the_memory_of_outputs_that_nobody_waits_for_is_given_back(setup: 
     setup.dispatcher.cancel(pending)
     lent.allowed.set()
 
-    async def is_gone() -> bool:
-        return await setup.queue.take_result(Lane("m", 1), pending.request_id) is None
-
-    await eventually(is_gone, description="the end of the outputs")
+    await outputs_end(setup, pending)
     assert lent.is_released
     assert setup.responses == []
 
@@ -404,11 +412,18 @@ async def test_outputs_that_wait_for_their_turn_are_dropped_with_the_reply_strea
 
     setup.waiting.lose_all()
 
-    async def is_gone() -> bool:
-        return await setup.queue.take_result(Lane("m", 1), pending.request_id) is None
-
-    await eventually(is_gone, description="the end of the outputs")
+    await outputs_end(setup, pending)
     assert lent.asked == []
+
+
+async def test_outputs_that_come_after_their_caller_has_left_are_dropped(setup: Setup) -> None:
+    pending = setup.submit()
+    await setup.fetch()
+    setup.dispatcher.cancel(pending)
+
+    setup.waiting.receive(await stored_answer(setup, pending))
+
+    await outputs_end(setup, pending)
 
 
 async def test_outputs_that_are_gone_are_a_failure(setup: Setup) -> None:

@@ -24,7 +24,7 @@ from qinfer.batching.execution import TOLD, Pending
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, Response
 from qinfer.core.retry import OutageLog, pause_s
-from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferError, QueueFull
+from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferError, QueueFull, QuotaExceeded
 from qinfer.observe.stats import PublishTally, StatsTally
 from qinfer.queue.entries import (
     CHUNK_BYTES,
@@ -431,21 +431,20 @@ class Publisher:
     async def publish(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
         """Publishes responses to those who wait, with no look at leases; `begin_ns` is when they came."""
         for address, group, is_large in _chunks(items, responses):
-            blob = encode_responses(group)
-            if is_large:
-                blob = encode_responses([await self._store(items, group[0], blob)])
+            blob = encode_responses([await self._store(items, group[0])] if is_large else group)
             if not await self._queue.publish(address, blob):
                 logger.debug("nobody waits any more", extra={"reply_to": address})
         self._count(items, begin_ns)
 
-    async def _store(self, items: Sequence[Pending], response: Response, blob: bytes) -> Response:
+    async def _store(self, items: Sequence[Pending], response: Response) -> Response:
         """Stores a response's outputs outside the reply stream; returns the response to publish instead."""
         item = next(item for item in items if item.request.id == response.request_id)
-        lane = item.lease.entry.lane
+        lane, tenant = item.lease.entry.lane, item.request.tenant
+        blob = await asyncio.to_thread(encode_responses, [response])  # copies it, while other threads run
         try:
             with self._waits(lane, len(blob)):
-                await self._queue.store_result(lane, response.request_id, blob, STORED_TTL_S, item.request.tenant)
-        except PayloadTooLarge as error:
+                await self._queue.store_result(lane, response.request_id, blob, STORED_TTL_S, tenant)
+        except (PayloadTooLarge, QuotaExceeded) as error:
             return _failed(response, error)
         return msgspec.structs.replace(response, outputs=(), stored=True)
 
