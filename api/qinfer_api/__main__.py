@@ -26,6 +26,10 @@ logger = logging.getLogger("qinfer_api")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 
+_SWITCH_INTERVAL_S = 0.001
+"""How long the event loop may wait for a thread that decodes or encodes: with Python's own 5 ms, each of the four steps
+of a small request waits so long."""
+
 
 def main() -> int:
     """Runs the program; returns its exit code."""
@@ -43,6 +47,7 @@ def main() -> int:
     try:
         settings = load_settings()
         logs.configure(settings.log, "gateway", unknown=settings.unknown)
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(settings))
     except SettingsError as error:

@@ -48,7 +48,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     requests: Sequence[InferRequest]
     rows: Sequence[int]
-    inputs: Mapping[str, Array]
+    inputs: Mapping[str, Array] = {}
     states: tuple[str, ...] = ()
     shapes: Mapping[str, Sequence[Shape]] = {}
     cuts: Mapping[str, Sequence[Shape]] = {}

@@ -11,6 +11,9 @@ from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Tensor, datatype, to_numpy
 
+LONG_BYTES = 64 * 1024
+"""Strings of so many bytes are up to 16,384, which take some milliseconds."""
+
 KeyFunction = Callable[[InferRequest], Hashable]
 
 
@@ -76,6 +79,12 @@ def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Coll
             for position, t in enumerate(first)
         },
     )
+
+
+def takes_long(requests: Sequence[InferRequest]) -> bool:
+    """Tells whether a batch is to be built in the thread of an instance: each of its strings becomes an object."""
+    nbytes = sum([len(t.data) for request in requests for t in request.inputs if t.datatype == "BYTES"])
+    return nbytes > LONG_BYTES
 
 
 def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[Tensor]:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from qinfer.backends.base import Batch
 from qinfer.batching import policy
-from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key
+from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key, takes_long
 from qinfer.batching.execution import Caller, Execution, Observer, Pending, Responder
 from qinfer.batching.nested import NestedRequests
 from qinfer.batching.policy import NEVER_S, LatencyModel, LentInstances, Rules, Slots
@@ -203,6 +203,7 @@ class Batcher:
         self.model = model
         self._key_of: KeyFunction = key_function(model.spec)
         self._ragged = frozenset(i.name for i in model.spec.inputs if i.ragged)
+        self._has_strings = any(i.datatype == "BYTES" for i in model.spec.inputs)
         self._rules = Rules.of(model.spec)
         self._responder = Responder(model.spec, model.version, model.observer)
         self._done = partial(self._ended, self._responder)
@@ -490,9 +491,11 @@ class Batcher:
     def _start(self, items: list[Pending], now_s: float, *, apart: bool = False) -> None:
         """Assembles a batch and queues it; what must stay `apart` leaves the event loop to others."""
         begin_ns = time.perf_counter_ns()
-        rows = [item.rows for item in items]
+        rows, requests = [item.rows for item in items], [item.request for item in items]
+        is_late = self._has_strings and takes_long(requests)
+        later = partial(assemble, requests, rows, self._ragged) if is_late else None
         try:
-            batch = assemble([item.request for item in items], rows, self._ragged)
+            batch = assemble(requests, rows, self._ragged) if later is None else Batch(requests=requests, rows=rows)
         except QinferError as error:
             if len(items) == 1:
                 self.fail(items, error)
@@ -501,6 +504,7 @@ class Batcher:
             return
         self._has_looked, self._look_until_s = False, NEVER_S
         execution = self._execution(items, batch, time.perf_counter_ns() - begin_ns, apart=apart)
+        execution.assemble = later
         begins_s = now_s
         is_ahead = self._idle_count() <= 0 and self._nested.depth == 1
         if is_ahead:
@@ -514,7 +518,7 @@ class Batcher:
         expected_s = self._latency.estimate_s(sum(rows))
         self.expected_ends[execution] = max(begins_s, now_s) + expected_s
         self.executing += len(items)
-        may_run_now = not apart and self.model.streams is None
+        may_run_now = later is None and not apart and self.model.streams is None
         if may_run_now and self.model.executor.run_now(execution, expected_s):
             self._count(execution)
             self._unanswered.append(execution)

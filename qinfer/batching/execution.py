@@ -112,6 +112,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         batch: The assembled arrays.
         input_ns: How long assembling took.
         caller: Takes the batch's calls to other models; without one they fail.
+        assemble: Makes the batch, where that takes long: in the instance's thread.
         apart: It is half of a batch that raised: its items must not be merged with others.
         answers: Each item's final answer.
         parameters: What the model said besides the outputs of its final answers, by item.
@@ -127,6 +128,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     batch: Batch
     input_ns: int
     caller: Caller | None = None
+    assemble: Callable[[], Batch] | None = None
     apart: bool = False
     answers: list[Answer | None] = []
     parameters: dict[int, Mapping[str, Scalar]] = {}
@@ -213,6 +215,10 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         """
         self.begin_ns = time.perf_counter_ns()
         try:
+            if self.assemble is not None:
+                self.batch = self.assemble()
+                begin_ns, self.begin_ns = self.begin_ns, time.perf_counter_ns()
+                self.input_ns += self.begin_ns - begin_ns
             backend.execute(self.batch, self)
             self.error = self._missing()
         except QinferError as error:

@@ -14,7 +14,7 @@ from qinfer.batching.execution import Execution, Pending
 from qinfer.batching.policy import LatencyModel
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
-from qinfer.models.spec import BatchingSpec, Device
+from qinfer.models.spec import BatchingSpec, Device, TensorSpec
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.tensors import from_numpy
 from qinfer.testing import FakeClock, stub_spec
@@ -150,10 +150,17 @@ class Scene:
         known_s: How long a row takes, as far as the batcher knows; 0 = it does not know.
         delay_s: The model's queue delay.
         batching: All of its `dynamic_batching`, if more than the delay is to be set.
+        inputs: The model's inputs; the stub's own if there are none.
     """
 
     def __init__(
-        self, bench: Bench, *, known_s: float = 0.0, delay_s: float = 0.0, batching: BatchingSpec | None = None
+        self,
+        bench: Bench,
+        *,
+        known_s: float = 0.0,
+        delay_s: float = 0.0,
+        batching: BatchingSpec | None = None,
+        inputs: Sequence[TensorSpec] = (),
     ) -> None:
         self.bench = bench
         self.time = FakeClock()
@@ -164,6 +171,8 @@ class Scene:
         self.spec = stub_spec(max_queue_delay_s=delay_s)
         if batching is not None:
             self.spec = replace(self.spec, batching=batching)
+        if inputs:
+            self.spec = replace(self.spec, inputs=tuple(inputs))
         self.batcher = Batcher(self.model(bench), self.clock, bench, self.latency)
 
     def model(self, bench: Bench, generation: int = 1) -> LoadedModel:

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from qinfer.models.spec import TensorSpec
+from qinfer.tensors import Tensor, pack_bytes
 from qinfer.testing import eventually
 from tests.support.batching import Bench, Scene
 
@@ -39,6 +41,23 @@ async def test_who_was_answered_before_keeps_the_answer(scene: Scene) -> None:
 
     assert scene.bench.failures == {"early": "", "bad": "inference_failed"}
     assert scene.bench.backend.batches == [["early", "bad"], ["bad"]]
+
+
+async def test_many_strings_become_objects_in_the_thread_of_an_instance() -> None:
+    """Not on the event loop, which others wait for; what is malformed fails alone there, too."""
+    scene = Scene(Bench(), inputs=[TensorSpec(name="x", datatype="BYTES", dims=(-1,))])
+    many = pack_bytes([b"a"] * 20_000)
+    for name, data in (("first", many), ("bad", many[:-1]), ("other", many)):
+        item = scene.item(name)
+        item.request.inputs = (Tensor("x", "BYTES", (1, 20_000), data),)
+        scene.batcher.admit([item])
+    scene.bench.end()
+
+    ((execution, _),) = scene.bench.running
+    assert len(execution.items) == 2
+    assert execution.batch.inputs == {}
+    scene.bench.end_all()
+    assert scene.bench.failures == {"first": "", "bad": "invalid_request", "other": ""}
 
 
 async def test_halves_come_before_what_waits(scene: Scene) -> None:
