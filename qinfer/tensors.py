@@ -9,6 +9,7 @@ Triton's own client does.
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -68,6 +69,7 @@ CONFIG_DATATYPES: dict[str, Datatype] = {d.config: d for d in DATATYPES.values()
 _NUMPY_DATATYPES: dict[np.dtype[Any], str] = {np.dtype(d.numpy): d.name for d in DATATYPES.values() if d.numpy}
 
 _LENGTH = struct.Struct("<I")
+_PIECE = 8192  # elements of a BYTES tensor that are packed at once
 
 
 class Tensor(msgspec.Struct, frozen=True, gc=False):
@@ -131,12 +133,15 @@ def iter_bytes(data: Bytes) -> Iterator[memoryview]:
 
 
 def pack_bytes(elements: Iterable[bytes]) -> bytes:
-    """Encodes elements as a raw BYTES tensor."""
-    parts: list[bytes] = []
-    for element in elements:
-        parts.append(_LENGTH.pack(len(element)))
-        parts.append(element)
-    return b"".join(parts)
+    """Encodes elements as a raw BYTES tensor; of many of them, a piece at a time has lengths that are objects."""
+    left, pieces = iter(elements), list[bytes]()
+    while piece := list(islice(left, _PIECE)):
+        parts: list[bytes] = []
+        for element in piece:
+            parts.append(_LENGTH.pack(len(element)))
+            parts.append(element)
+        pieces.append(b"".join(parts))
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:

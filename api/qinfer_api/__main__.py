@@ -24,7 +24,7 @@ from qinfer_api.app import build
 
 logger = logging.getLogger("qinfer_api")
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of malloc.h
 
 _SWITCH_INTERVAL_S = 0.001
 """How long the event loop may wait for a thread that decodes or encodes: with Python's own 5 ms, each of the four steps
@@ -81,6 +81,7 @@ def _tune_allocator() -> None:
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_MMAP_THRESHOLD, 8 * 2**20)
         mallopt(_TRIM_THRESHOLD, 16 * 2**20)
+        mallopt(_ARENA_MAX, 2)  # threads mostly wait for one another anyway
 
 
 def _tune_garbage_collector() -> None:

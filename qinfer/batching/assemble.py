@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
+from math import prod
 
 import numpy as np
 
@@ -85,6 +86,11 @@ def takes_long(requests: Sequence[InferRequest]) -> bool:
     """Tells whether a batch is to be built in the thread of an instance: each of its strings becomes an object."""
     nbytes = sum([len(t.data) for request in requests for t in request.inputs if t.datatype == "BYTES"])
     return nbytes > LONG_BYTES
+
+
+def strings_of(requests: Sequence[InferRequest]) -> int:
+    """Counts the strings of requests."""
+    return sum([prod(t.shape) for request in requests for t in request.inputs if t.datatype == "BYTES"])
 
 
 def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[Tensor]:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from qinfer.backends.base import Batch
 from qinfer.batching import policy
-from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key, takes_long
+from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key, strings_of, takes_long
 from qinfer.batching.execution import Caller, Execution, Observer, Pending, Responder
 from qinfer.batching.nested import NestedRequests
 from qinfer.batching.policy import NEVER_S, LatencyModel, LentInstances, Rules, Slots
@@ -493,6 +493,9 @@ class Batcher:
         begin_ns = time.perf_counter_ns()
         rows, requests = [item.rows for item in items], [item.request for item in items]
         is_late = self._has_strings and takes_long(requests)
+        if is_late and len(items) > 1 and strings_of(requests) > self.model.spec.max_strings:
+            self._bisection.cut(items)  # a batch has no more of them than one request may have
+            return
         later = partial(assemble, requests, rows, self._ragged) if is_late else None
         try:
             batch = assemble(requests, rows, self._ragged) if later is None else Batch(requests=requests, rows=rows)

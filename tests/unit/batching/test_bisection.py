@@ -60,6 +60,18 @@ async def test_many_strings_become_objects_in_the_thread_of_an_instance() -> Non
     assert scene.bench.failures == {"first": "", "bad": "invalid_request", "other": ""}
 
 
+async def test_a_batch_has_no_more_strings_than_one_request_may_have() -> None:
+    scene = Scene(Bench(), inputs=[TensorSpec(name="x", datatype="BYTES", dims=(-1,))])
+    for name in ("first", "a", "b", "c", "d"):
+        item = scene.item(name)
+        item.request.inputs = (Tensor("x", "BYTES", (1, 400_000), pack_bytes([b""] * 400_000)),)
+        scene.batcher.admit([item])
+    scene.bench.end_all()
+
+    assert scene.bench.backend.batches == [["first"], ["a", "b"], ["c", "d"]]
+    assert scene.bench.failures == dict.fromkeys(("first", "a", "b", "c", "d"), "")
+
+
 async def test_halves_come_before_what_waits(scene: Scene) -> None:
     """And do not mix with it."""
     scene.batcher.admit([scene.item(name) for name in ("a", "bad")])
