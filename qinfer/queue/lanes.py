@@ -355,7 +355,7 @@ class Queue:
         Args:
             lane: The lane of its request.
             request_id: The request.
-            tenant: Whose turn a large one takes, and whose bytes it was counted as.
+            tenant: The tenant that the value counts for, and that takes turns with others where it is large.
             room: Awaited before it is read.
 
         Raises:
