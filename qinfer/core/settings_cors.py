@@ -33,6 +33,7 @@ class CorsSettings(Section):
             "Authorization",
             "Content-Encoding",
             "Content-Type",
+            "Endpoint-Load-Metrics-Format",
             "Idempotency-Key",
             "Inference-Header-Content-Length",
             "Last-Event-ID",
@@ -49,6 +50,7 @@ class CorsSettings(Section):
     )
     expose_headers: tuple[str, ...] = Field(
         (
+            "Endpoint-Load-Metrics",
             "Idempotent-Replayed",
             "Inference-Header-Content-Length",
             "Location",
