@@ -16,8 +16,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
-import msgspec
-
 from qinfer.backends.base import Context
 from qinfer.backends.python_host.calls import Calls, send, tensors
 from qinfer.backends.python_host.channel import Buffer, UnreadError
@@ -53,8 +51,6 @@ OPEN_STREAMS = 512
 """An instance takes no batch while so many requests of earlier ones are open."""
 
 Outcome = Executed | Failed
-Place = tuple[int, int]
-"""The number of a batch, and an item of it."""
 
 
 class _Stream:
@@ -78,7 +74,7 @@ class _OpenBatch:
         self.has_begun = False
         self.refusal: QinferError | None = None
         """Why a response was not taken, or none can come."""
-        self.streams: dict[int, _Stream] = {}
+        self.streams = {item: _Stream() for item in range(len(requests))}
         self.outcome: Future[Outcome] = Future()
 
 
@@ -99,10 +95,8 @@ class Streams:
         self._model = model
         self._calls = Calls(process.channel, model)
         self._changed = threading.Condition()
-        """Guards the three below; never held while a context is called."""
+        """Guards the two below; never held while a context is called."""
         self._batches: dict[int, _OpenBatch] = {}
-        self._rescheduled: dict[str, Place] = {}
-        """The streams of requests that are to be executed again, by their ids."""
         self._is_lost = False
         self._lost: list[str] = []
         process.held = self._held
@@ -123,11 +117,9 @@ class Streams:
         """
         batch = _OpenBatch(ctx, message.requests)
         with self._changed:
-            self._changed.wait_for(lambda: self._is_lost or self._count() - len(self._rescheduled) < OPEN_STREAMS)
+            self._changed.wait_for(lambda: self._is_lost or self._count() < OPEN_STREAMS)
             if self._is_lost:
                 raise UnreadError
-            places = [self._goes_on(message, item) for item in range(len(message.requests))]
-            batch.streams = {item: _Stream() for number, item in places if number == message.number}
             self._batches[message.number] = batch
             self._instance.begins()
         try:
@@ -136,43 +128,17 @@ class Streams:
             self._forget(message.number)
             raise
         # After the batch: the process is told of what is cancelled already, and must know it by then.
-        for item in list(batch.streams):
+        for item in range(len(message.requests)):
             ctx.on_taken(item, partial(self._on_taken, message.number, item))
         outcome = batch.outcome.result()
-        for position, place in enumerate(places):
-            if isinstance(outcome, Failed):
-                self._close(*place)
-            elif outcome.answers[position].rescheduled:
-                self._reschedule(message.requests[position].request_id if ctx.is_decoupled else "", place)
-        self._forget_ended(message.number)
+        if isinstance(outcome, Executed):
+            for item, answer in enumerate(outcome.answers):
+                if answer.rescheduled:
+                    self._close(message.number, item)
+            self._forget_ended(message.number)
         if not ctx.is_decoupled:
             self._await_streams(batch)
         return outcome
-
-    def _goes_on(self, message: Execute, item: int) -> Place:
-        """Returns where the responses to an item go, and tells the process: to the stream of an earlier execution."""
-        asked = message.requests[item]
-        goes_on = self._rescheduled.pop(asked.request_id, None)
-        if goes_on != asked.goes_on:
-            message.requests[item] = msgspec.structs.replace(asked, goes_on=goes_on)
-        return goes_on or (message.number, item)
-
-    def _reschedule(self, request_id: str, place: Place) -> None:
-        """Leaves a stream open for the next execution of its request; that of no request, as of padding, is closed."""
-        with self._changed:
-            if request_id and self._stream(*place) is not None:
-                self._rescheduled[request_id] = place
-                self._tell_busy()
-                return
-            self._messages.put(Unwanted(*place))
-            self._close(*place)
-
-    def _tell_busy(self) -> None:
-        """Tells the instance whether it is busy; streams that only wait for an execution keep it from nothing."""
-        is_busy = bool(self._batches)
-        if self._rescheduled and self._count() == len(self._rescheduled):
-            is_busy = any(not batch.outcome.done() for batch in self._batches.values())
-        self._instance.is_busy = is_busy
 
     def _await_streams(self, batch: _OpenBatch) -> None:
         """Waits until the streams of a batch are closed: its context takes nothing after `execute`, as in a warm-up.
@@ -348,13 +314,8 @@ class Streams:
             batch = self._batches.get(number)
             if batch is None or batch.streams.pop(item, None) is None:
                 return
-            request_id = batch.requests[item].request_id
-            if self._rescheduled.get(request_id) == (number, item):
-                del self._rescheduled[request_id]
             if not batch.streams and batch.outcome.done():
                 self._forget(number)
-            elif self._rescheduled:
-                self._tell_busy()
             self._changed.notify_all()
 
     def _forget_ended(self, number: int) -> None:
@@ -371,7 +332,7 @@ class Streams:
                 for stream in batch.streams.values():
                     self._tell_end(stream)
                 batch.streams.clear()
-            self._tell_busy()
+            self._instance.is_busy = bool(self._batches)
             self._changed.notify_all()
 
 

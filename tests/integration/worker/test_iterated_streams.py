@@ -49,34 +49,6 @@ class TritonPythonModel:
 )
 """Sends one response with each execution of a request: how many more it sends. Logs its process, and `x` of batches."""
 
-IN_A_THREAD = HEADER + (
-    """
-import threading
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.again = {}
-
-    def execute(self, requests):
-        for request in requests:
-            if request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
-                again = self.again[request.correlation_id()] = threading.Event()
-                arguments = (request.get_response_sender(), int(x(request).item()), again)
-                request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
-                threading.Thread(target=self.send, args=arguments, daemon=True).start()
-            else:
-                self.again.pop(request.correlation_id()).set()
-
-    def send(self, sender, number, again):
-        for left in reversed(range(number)):
-            sender.send(reply(np.array([[left]], "f4")))
-            if left == number // 2:
-                again.wait(20)
-        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-"""
-)
-"""Reschedules a request once, whose responses a thread sends: half of them when its second execution has begun."""
-
 OLDEST = "sequence_batching { iterative_sequence: true oldest { max_candidate_sequences: 8 } }"
 DIRECT = "sequence_batching { iterative_sequence: true }"
 ENDLESS = 1_000_000
@@ -159,22 +131,3 @@ async def test_a_request_fails_with_the_process_that_had_its_state(countdowns: C
     assert found[-1] == "failed"
     assert found[:-1] == [ENDLESS - number for number in range(1, len(found))]
     assert await countdowns.responses([2]) == {"2": [1, 0]}
-
-
-async def test_a_thread_goes_on_sending_for_a_request_that_is_executed_again(tmp_path: Path) -> None:
-    """As in Triton: the sender is that of the request, in all of its executions; also one that ends it between them."""
-    options = {"dims": 1, "more": DECOUPLED, "max_batch_size": 8, "scheduling": OLDEST}
-    directory = write_model(tmp_path / "repository", IN_A_THREAD, "countdown", **options)
-    async with models_served(tmp_path / "repository") as served:
-        await served.http.load_model("countdown")
-        countdowns = Countdowns(served, directory / "log")
-
-        for _ in range(3):
-            found = await countdowns.responses([4, 0, 1, 6])
-            assert found == {"4": [3, 2, 1, 0], "0": [], "1": [0], "6": [5, 4, 3, 2, 1, 0]}
-        left = asyncio.create_task(countdowns.responses([ENDLESS]))
-        await eventually(lambda: served.waits("countdown", 1), description="a request that is executed")
-        left.cancel()
-        await asyncio.wait([left])
-        await eventually(lambda: served.waits("countdown", 0), description="an empty queue")
-        assert await countdowns.responses([2]) == {"2": [1, 0]}
