@@ -16,7 +16,7 @@ import sys
 
 import uvloop
 
-from qinfer.core.processes import protect_process
+from qinfer.core.processes import SWITCH_INTERVAL_S, protect_process
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import SettingsError
 from qinfer.observe import logs
@@ -25,10 +25,6 @@ from qinfer_api.app import build
 logger = logging.getLogger("qinfer_api")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of malloc.h
-
-_SWITCH_INTERVAL_S = 0.001
-"""How long the event loop may wait for a thread that decodes or encodes: with Python's own 5 ms, each of the four steps
-of a small request waits so long."""
 
 
 def main() -> int:
@@ -47,7 +43,7 @@ def main() -> int:
     try:
         settings = load_settings()
         logs.configure(settings.log, "gateway", unknown=settings.unknown)
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(settings))
     except SettingsError as error:

@@ -558,10 +558,9 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
     def count(self, stream: Stream, response: Response) -> None:
         """Counts a response that leaves, and with the final one its item."""
         timing = response.timing or Timing()
-        before_ns = (
-            stream.counted_ns if timing.infer_ns >= stream.counted_ns else 0
-        )  # else of an execution before this one
-        infer_ns, stream.counted_ns = timing.infer_ns - before_ns, timing.infer_ns
+        infer_ns, counted_ns, stream.counted_ns = timing.infer_ns, stream.counted_ns, timing.infer_ns
+        if infer_ns >= counted_ns:  # else it was counted in an execution before this one
+            infer_ns -= counted_ns
         self.tally.responses.responded(response.index, end_of(response), infer_ns)
         if not response.index and response.failure is None:
             self.tally.first_response(timing.queue_ns + timing.input_ns + timing.infer_ns)

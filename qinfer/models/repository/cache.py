@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
+from qinfer.core.shared_folders import hold, remove_unused, used_at
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.repository.files import Files, Listing, Stamp
 
@@ -106,13 +107,8 @@ class FilesCache:
 
     def _hold(self, model: str, version: int, copy: Path) -> bool:
         """Marks a copy as used by this process, so that no other removes it; tells whether it is still there."""
-        try:
-            descriptor = os.open(copy, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if not (copy / MANIFEST).exists():  # removed while we waited for the lock
-            os.close(descriptor)
+        descriptor = hold(copy, MANIFEST)
+        if descriptor is None:
             return False
         with self._guard:
             held = self._held.setdefault((model, version), [])
@@ -123,10 +119,10 @@ class FilesCache:
 
     def _sweep(self, home: Path, version: int) -> None:
         """Removes copies of a version that are too many, and copies of any model that nobody uses any more."""
-        copies = sorted(home.glob(f"{version}-*"), key=_used_at, reverse=True)
+        copies = sorted(home.glob(f"{version}-*"), key=used_at, reverse=True)
         now_s = time.time()
-        for copy in copies[COPIES:] + [c for c in self._root.glob("*/*/*-*") if _used_at(c) < now_s - UNUSED_S]:
-            _remove(copy)
+        for copy in copies[COPIES:] + [c for c in self._root.glob("*/*/*-*") if used_at(c) < now_s - UNUSED_S]:
+            remove_unused(copy, MANIFEST)
         for link in home.glob("content/*"):
             if not link.exists():
                 link.unlink(missing_ok=True)
@@ -215,29 +211,6 @@ def _link(alias: Path, copy: Path) -> None:
     partial = alias.with_name(f"{_PARTIAL}{secrets.token_hex(8)}")
     partial.symlink_to(copy)
     partial.rename(alias)
-
-
-def _used_at(copy: Path) -> float:
-    try:
-        return copy.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-def _remove(copy: Path) -> None:
-    """Removes a copy, unless a process uses it; from when its manifest is gone it counts no more."""
-    try:
-        descriptor = os.open(copy, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (copy / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(copy, ignore_errors=True)
-    except OSError:
-        return
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import uvloop
 from qinfer.backends import registry
 from qinfer.backends.parameters import use_engine_cache, use_environments, use_model_variables
 from qinfer.core.environments import model_environment
-from qinfer.core.processes import protect_process
+from qinfer.core.processes import SWITCH_INTERVAL_S, protect_process
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.models.catalog import Catalog
@@ -48,9 +48,6 @@ logger = logging.getLogger("qinfer_workers.inference")
 
 GC_THRESHOLD = 50_000
 """Allocations between collections: requests make no cycles, so that frequent ones find nothing and cost latency."""
-
-SWITCH_INTERVAL_S = 0.001
-"""How long an instance's thread may wait for the GIL; Python's own 5 ms is longer than many a batch."""
 
 
 async def serve(settings: Settings) -> None:

@@ -24,6 +24,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from qinfer.backends.python_host.packed.archive import ArchiveBounds, unpack
+from qinfer.core.shared_folders import hold, remove_unused, used_at
 from qinfer.errors import ModelLoadFailed
 
 UNUSED_S = 86400.0
@@ -148,10 +149,10 @@ class Environments:
         """Removes environments that are not ready, or that no process has used for a time."""
         limit = time.time() - unused_s
         for home in self._root.iterdir():
-            if home.name not in (_KNOWN, _LENT, _LOCK) and (not (home / READY).exists() or _used_at(home) <= limit):
-                _remove(home)
+            if home.name not in (_KNOWN, _LENT, _LOCK) and (not (home / READY).exists() or used_at(home) <= limit):
+                remove_unused(home, READY)
         for note in (self._root / _KNOWN).glob("*"):
-            if _used_at(note) <= limit and not (self._root / note.read_text()).exists():
+            if used_at(note) <= limit and not (self._root / note.read_text()).exists():
                 note.unlink(missing_ok=True)
 
 
@@ -168,36 +169,7 @@ def _stamp(file: BufferedReader) -> str:
 
 def _hold(home: Path) -> bool:
     """Marks an environment as used by this process and its children; tells whether it is there and ready."""
-    try:
-        descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
-        return False
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    if (home / READY).exists():
+    descriptor = hold(home, READY)
+    if descriptor is not None:
         os.set_inheritable(descriptor, True)
-        return True
-    os.close(descriptor)
-    return False
-
-
-def _used_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-def _remove(home: Path) -> None:
-    """Removes an environment, unless a process uses it; from when it is not ready it counts no more."""
-    try:
-        descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (home / READY).unlink(missing_ok=True)
-        shutil.rmtree(home, ignore_errors=True)
-    except BlockingIOError:
-        return
-    finally:
-        os.close(descriptor)
+    return descriptor is not None
