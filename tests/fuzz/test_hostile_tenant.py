@@ -118,7 +118,7 @@ def watched(memory: ServerMemory, attacker: Attacker, like: Used | None = None) 
 
 
 class Compared(NamedTuple):
-    """What was measured beside an attack, and beside as much harmless work."""
+    """The latencies of another tenant beside an attack, and beside as much harmless work."""
 
     name: str
     used: list[Used]

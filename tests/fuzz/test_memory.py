@@ -20,11 +20,11 @@ pytestmark = [pytest.mark.long, within_limits]
 
 AT_ONCE = 5
 MORE_BYTES = 4 * MAX_INPUT_BYTES + 64 * MIB
-"""What the gateway may have more than before the attack: with a margin for threads and allocators."""
+"""The memory that the gateway may take beside that before the attack, with a margin for threads and allocators."""
 MODELS_BYTES = 8 * MAX_INPUT_BYTES + 256 * MIB
 """The same for the worker and all models together: a batch, as tensors and as a million strings, and its answers."""
 KEPT_BYTES = 96 * MIB
-"""What the gateway may have more than before anything was attacked, 10 s later, and Redis more than before the attack:
+"""The memory that may be left 10 s after an attack: the gateway's beside that at its start, Redis' beside that before:
 allocators keep some of what they had."""
 UNBOUNDED = ("answers of tiny requests: 100 times the largest body", "shares: stored results")
 """Attacks whose answers the worker holds until Redis has them, and its models in shared memory until they are asked

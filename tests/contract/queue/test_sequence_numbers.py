@@ -172,7 +172,7 @@ async def test_counts_that_are_damaged_begin_again(gateway: Gateway, queue: Redi
 
 
 async def test_a_full_redis_still_tells_of_a_sequence(redis_queue: RedisQueue) -> None:
-    """What is delivered makes room; a request that waited for memory here would hold its own."""
+    """A request that waited here for memory would hold its own: delivered requests make room."""
     sequences = sequences_of(await redis_queue.connect())
     await sequences.tell(FIRST, 64)
     redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "1")

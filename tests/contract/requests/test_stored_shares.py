@@ -110,7 +110,7 @@ async def test_what_has_expired_makes_room(small: RedisQueue) -> None:
 
 
 async def test_full_memory_stores_nothing_though_results_have_expired(small: RedisQueue) -> None:
-    """They are forgotten when it may write again: what frees memory before the refusal would switch that off."""
+    """Expired results are forgotten by the next write: a script that writes before the refusal is not refused."""
     queue = await small.connect()
     await stored(queue, "r0", b"small")
     await accept(queue, "r1", share="evil")

@@ -1,4 +1,4 @@
-"""What examples of Triton's clients do, by each of the four: strings, shared memory, sequences, reuse of objects."""
+"""Triton's four clients do what its examples do: strings, shared memory, sequences, reuse of objects."""
 
 import asyncio
 import queue
@@ -89,7 +89,7 @@ async def test_sums_of_strings(client: TritonClient) -> None:
 @pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize("kind", [np.object_, np.bytes_])
 async def test_strings_with_null_characters(client: TritonClient, kind: type, *, binary: bool) -> None:
-    """As objects, and as numpy's own bytes of a fixed width."""
+    """The client sends strings as objects, and as numpy's own bytes of a fixed width."""
     if not (binary or client.is_http):
         pytest.skip("gRPC has no JSON")
     sent: Array = np.array([[b"he\x00llo", b"\x00\x01\x02\x03", b"grosse"]], kind)

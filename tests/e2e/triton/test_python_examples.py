@@ -184,7 +184,7 @@ def test_a_model_knows_its_instance(http: Any) -> None:
 
 @pytest.mark.parametrize("colour", range(3))
 def test_an_image_is_decoded_before_its_classification(grpc: Any, colour: int) -> None:
-    """As an ensemble: the client sends the bytes of a file, and reads the label of the largest score."""
+    """The client sends the bytes of a file to an ensemble, and reads the label of the largest score."""
     pixels = np.full((5, 7, 3), 20, np.uint8)
     pixels[..., colour] = 250
     file = np.frombuffer(b"P6\n7 5\n255\n" + pixels.tobytes(), np.uint8)

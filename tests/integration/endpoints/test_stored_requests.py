@@ -105,7 +105,7 @@ async def test_stored_requests_have_shadows(tmp_path: Path) -> None:
 
 
 async def test_a_large_result_that_is_only_watched_waits_for_memory(gateway: Running) -> None:
-    """And gives it back: a version on trial, a shadow or a trace needs it no longer than a moment."""
+    """A version on trial, a shadow or a trace gives its memory back after a moment."""
     budget, requests = gateway.gateway.receiving, gateway.gateway.requests
     async with httpx.AsyncClient(base_url=gateway.url) as client:
         reply = await client.post("/v1/models/stuck/requests", json=BODY)

@@ -45,13 +45,16 @@ async def asked(server: Rpc, *calls: Any) -> tuple[list["asyncio.Task[Any]"], li
     return tasks, requests
 
 
+async def asked_by_both(server: Rpc, client: httpx.AsyncClient) -> tuple[list[asyncio.Task[Any]], list[InferRequest]]:
+    """Sends a request over HTTP, and then one over gRPC; returns the calls, and the requests that a worker took."""
+    over_http = client.post(f"{server.running.url}/v2/models/ordered/infer", json=BODY)
+    return await asked(server, over_http, _call(server, infer_request("ordered", 2.0)))
+
+
 async def test_answers_keep_the_order_across_connections(server: Rpc) -> None:
     """A later request's answer waits for that of an earlier one, which came by another connection and protocol."""
     async with httpx.AsyncClient() as client:
-        url = f"{server.running.url}/v2/models/ordered/infer"
-        (first, second), requests = await asked(
-            server, client.post(url, json=BODY), _call(server, infer_request("ordered", 2.0))
-        )
+        (first, second), requests = await asked_by_both(server, client)
 
         await respond(server, requests[1])
         await server.stub.ModelInfer(infer_request("echo"))  # by the connection of the second one, behind its answer
@@ -64,10 +67,7 @@ async def test_answers_keep_the_order_across_connections(server: Rpc) -> None:
 
 async def test_a_client_that_leaves_holds_no_other(server: Rpc) -> None:
     async with httpx.AsyncClient() as client:
-        url = f"{server.running.url}/v2/models/ordered/infer"
-        (first, second), requests = await asked(
-            server, client.post(url, json=BODY), _call(server, infer_request("ordered", 2.0))
-        )
+        (first, second), requests = await asked_by_both(server, client)
         await respond(server, requests[1])
 
         first.cancel()

@@ -61,7 +61,7 @@ async def test_a_stream_has_the_load_too(running: Running) -> None:
 
 
 async def test_a_failure_of_the_model_has_the_load_too(running: Running) -> None:
-    """That of another model, as for an ensemble, since its own has no gauges; what is refused at once has none."""
+    """A failed reply carries another model's load, as an ensemble's does; an immediate refusal has none."""
     failed, refused = await ask(running, "fails/generate"), await ask(running, "unknown/generate")
 
     assert (failed.status_code, failed.headers.get(HEADER)) == (500, TEXT)

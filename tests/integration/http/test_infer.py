@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from qinfer_api.http.infer import ID_HEADER
+from qinfer_api.http.infer import ID_HEADER, LARGE_BYTES
 from tests.support.gateway import Running, running_gateway, settings_of
 
 WAYS = ("fast", "route", "encoded")
@@ -70,6 +70,17 @@ async def test_json_is_answered(ask: Ask) -> None:
         "model_version": "2",
         "outputs": [{"name": "y", "datatype": "FP32", "shape": [1, 4], "data": [1.0, 2.0, 3.0, 4.0]}],
     }
+
+
+async def test_a_long_reply_is_whole(ask: Ask) -> None:
+    """The numbers of a tensor are encoded in pieces, and the reply is written apart from its head."""
+    numbers = [7.0, 0.5] * 35_000
+    request = {"inputs": [tensor(shape=[2, 35_000], data=numbers)]}
+
+    reply = await ask("/v2/models/wide/infer", request)
+
+    assert len(reply.content) > LARGE_BYTES
+    assert reply.json()["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [2, 35_000], "data": numbers}]
 
 
 async def test_the_id_is_echoed(ask: Ask) -> None:
