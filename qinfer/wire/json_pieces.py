@@ -51,7 +51,7 @@ _LENGTH = struct.Struct("<I")
 _AT_BYTE = re.compile(r"\(byte (\d+)\)")
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
 _UNEVEN = re.compile(rb"[^\[,]\[|\][^\],]|\[\]|\[,|,\]")  # beside a bracket: what is in no array of values
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(")?', re.DOTALL)  # to the end without the group, if no quote ends it
 _WHOLE = re.compile(  # whole characters and escapes, and both halves of a surrogate pair together
     rb"(?:[^\\\x80-\xff]++|[\xc0-\xff][\x80-\xbf]++(?=[^\x80-\xbf])"
     rb"|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u(?![dD][89abAB])....|\\[^u])*+",
@@ -310,7 +310,7 @@ def _without_giants(view: memoryview, begin: int, end: int) -> tuple[bytes, Mapp
         return bytes(view[begin:end]), {}
     parts, giants, kept = list[Bytes](), dict[str, TextSpan](), begin
     for match in _STRING.finditer(view, begin, end):
-        if match.end() - match.start() > GIANT_BYTES:
+        if match.lastindex and match.end() - match.start() > GIANT_BYTES:
             name = secrets.token_hex()
             giants[name] = TextSpan(match.start(), match.end(), 0, 0, 0)
             parts += (view[kept : match.start()], b'"%b"' % name.encode())

@@ -18,7 +18,7 @@ from qinfer.tensors import Bytes
 LARGE_BYTES = 256 * 1024
 """Larger texts are looked through before they are parsed; smaller ones can't become much."""
 
-WINDOW_BYTES = 256 * 1024
+WINDOW_BYTES = 64 * 1024
 """Text that is looked at, or parsed, at once: other threads have their turn in between."""
 
 VALUE_BYTES = 128

@@ -123,6 +123,9 @@ ATTACKS |= {
         INFER.format("text"), lambda: request(many('"",')[0], "[1,1]"), packed=True
     ),
     "JSON: as many strings as may be": sends(INFER.format("text"), valid_strings),
+    "JSON: a string of quotes without an end": sends(
+        INFER.format("text"), lambda: b'{"inputs":[{"name":"' + b'\\"' * (SIZE // 2)
+    ),
     "JSON: empty objects": sends(INFER.format("text"), lambda: b'{"inputs":%b}' % many("{},")[0]),
     "JSON: empty arrays as data": sends(INFER.format("text"), lambda: request(many("[],")[0], "[1,4]", "FP32")),
     "JSON: one member again and again": sends(
