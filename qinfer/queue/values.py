@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # its driver is loaded only where there is a store
     from qinfer.queue.object_store import ObjectStore
 
 LARGE_BYTES = 2**20
-"""Above this a value travels over a connection of its own."""
+"""Above this a value travels over a connection of its own, in pieces of this size: Redis serves others in between."""
 
 MAX_BYTES = 512 * 2**20
 """The longest string that Redis stores."""
@@ -46,6 +46,7 @@ _REFER = load_script("values/refer", "drop")
 _REMOVE = load_script("values/remove", "drop")
 _OWNER = re.compile(rb"\{([^}]*)\}")
 _NO_STORE = "the tensors are in a payload store, and this process knows none: set QINFER_LIMITS__PAYLOAD_URL"
+_TORN = "a large value was lost while it was written: the broker restarted or failed over; send the request again"
 _LOST = "the tensors are not in the payload store any more: they were deleted there before their time"
 
 
@@ -131,11 +132,13 @@ class Values:
             return
         if len(value) > MAX_BYTES:
             raise PayloadTooLarge(f"{len(value)} bytes in one piece are more than the {MAX_BYTES} that the queue takes")
-        command = (b"SET", key, packable(value), b"PX", ttl_ms)
-        if len(value) > LARGE_BYTES:
-            await self.call_large(slot, *command, nbytes=len(value), tenant=tenant)
-        else:
-            await self._router.call(slot, *command)
+        if len(value) <= LARGE_BYTES:
+            await self._router.call(slot, b"SET", key, packable(value), b"PX", ttl_ms)
+            return
+        whole = keys.staged(key if isinstance(key, str) else key.decode(), secrets.token_hex(8))
+        await self._write_large(slot, whole, value, _STAGED_TTL_S, tenant)
+        await self._router.call(slot, b"RENAME", whole, key)
+        await self._router.call(slot, b"PEXPIRE", key, ttl_ms)
 
     async def stage(self, name: str, value: Bytes, kept_s: float, tenant: str = "") -> StagedValue:
         """Returns a value as a script takes it; a large one is stored first.
@@ -148,8 +151,11 @@ class Values:
         """
         if not self.is_apart(len(value)):
             return given(name, value)
-        staged = keys.staged(name, secrets.token_hex(8))
-        await self.set(keys.slot(name), staged, value, _STAGED_TTL_S, later_s=kept_s, tenant=tenant)
+        staged, slot = keys.staged(name, secrets.token_hex(8)), keys.slot(name)
+        if self.is_object(len(value)) or len(value) > MAX_BYTES:
+            await self.set(slot, staged, value, _STAGED_TTL_S, later_s=kept_s, tenant=tenant)
+        else:
+            await self._write_large(slot, staged, value, _STAGED_TTL_S, tenant)
         return StagedValue(b"staged", b"", staged)
 
     async def get(self, slot: int, key: str | bytes, tenant: str = "", room: Room | None = None) -> bytes | None:
@@ -268,6 +274,26 @@ class Values:
         name = key if isinstance(key, bytes) else key.encode()
         return await self._router.run(slot, script, [name], *arguments)
 
+    async def _write_large(self, slot: int, key: str, value: Bytes, ttl_s: float, tenant: str) -> None:
+        """Writes a new value in pieces; a reader must not know its key yet.
+
+        Raises:
+            QueueFull: The broker has no memory left.
+            BrokerUnavailable: The value may have been written in part, until `ttl_s` is over.
+        """
+        view, link = memoryview(value), self._link(slot)
+        try:
+            async with self._transfers.turn(tenant, len(view)):
+                await link.call(b"SET", key, packable(view[:LARGE_BYTES]), b"PX", int(ttl_s * 1000))
+                for begin in range(LARGE_BYTES, len(view), LARGE_BYTES):
+                    piece = view[begin : begin + LARGE_BYTES]
+                    if await link.call(b"APPEND", key, packable(piece)) != begin + len(piece):
+                        raise BrokerUnavailable(_TORN)
+        except BaseException:
+            with suppress(BrokerUnavailable):
+                self._router.send(slot, pack((b"UNLINK", key)), lambda _: None)
+            raise
+
     async def call_large(self, slot: int, *command: Any, nbytes: int, tenant: str = "") -> Any:
         """Sends a command over the connection of large values, in its tenant's turn; see `Router.call`.
 
@@ -277,12 +303,15 @@ class Values:
             nbytes: How many bytes it carries, one way or the other.
             tenant: Whose they are.
         """
-        place = slot if self._is_cluster else 0
-        link = self._links.get(place)
-        if link is None:
-            link = self._links[place] = self._router.blocking(slot, "qinfer-values", _TRANSFER_S)
         async with self._transfers.turn(tenant, nbytes):
-            return await link.call(*command)
+            return await self._link(slot).call(*command)
+
+    def _link(self, slot: int) -> BlockingLink:
+        """Returns the connection of large values to a slot."""
+        place = slot if self._is_cluster else 0
+        if place not in self._links:
+            self._links[place] = self._router.blocking(slot, "qinfer-values", _TRANSFER_S)
+        return self._links[place]
 
 
 def _owner(key: str | bytes) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from qinfer.errors import BrokerUnavailable, PayloadTooLarge
 from qinfer.queue import keys
-from qinfer.queue.router import Router
+from qinfer.queue.router import BlockingLink, Router
 from qinfer.queue.values import LARGE_BYTES, MAX_BYTES, Values
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
@@ -65,6 +65,28 @@ async def test_what_is_cut_off_while_it_is_taken_can_be_taken_again(
             await values.take(SLOT, KEY)
 
     assert await values.take(SLOT, KEY) == bytes(2 * LARGE_BYTES)
+
+
+async def test_a_large_value_that_is_lost_in_between_is_refused_and_leaves_nothing(
+    values: Values, redis_queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that takes over may lack its first pieces."""
+    await values.set(SLOT, KEY, b"before", 60.0)
+    call, left = BlockingLink.call, []
+
+    async def lossy(link: BlockingLink, *words: Any, **options: Any) -> Any:
+        reply = await call(link, *words, **options)
+        if words[0] == b"SET":
+            left.append(words[1])
+            await values.remove(SLOT, words[1])
+        return reply
+
+    monkeypatch.setattr(BlockingLink, "call", lossy)
+    with pytest.raises(BrokerUnavailable, match="while it was written"):
+        await values.set(SLOT, KEY, bytes(3 * LARGE_BYTES), 60.0)
+
+    assert await values.get(SLOT, KEY) == b"before"
+    assert await values.get(SLOT, left[0]) is None
 
 
 async def test_a_value_that_looks_like_a_number_is_one_of_bytes(values: Values) -> None:
