@@ -23,7 +23,7 @@ LENGTH = struct.Struct("<I")
 MAX_BYTES = 2**32 - 1
 """The longest message there can be."""
 
-SWITCH_INTERVAL_S = 0.001
+SWITCH_INTERVAL_S = 0.0001
 """How long a thread of a gateway or worker may wait for the GIL. Python's own 5 ms is longer than many a batch, and
 each of a small request's four steps could wait so long for a thread that decodes or encodes."""
 
