@@ -23,8 +23,8 @@ TRITON_NOTE = (
 SERVERS = {QINFER: "qinfer", TRITON: "Triton", MOSEC_ORJSON: "mosec + orjson", FASTAPI: "FastAPI"}
 """The servers of the short table and of the picture, with their names."""
 _BARS = (
-    "What we set out to reach, and whether this run reached it: most bars are multiples of another server's figure in "
-    "the same turns. A missed bar is work to do, not a limit of the program."
+    "The bars are the project's goals; most of them are multiples of another server's figure in the same turns. A "
+    "missed bar is work to do, not a limit of the program."
 )
 _HEAD = (
     "Servers take turns of the same load; figures are medians of undisturbed turns. A ratio is the median of "
