@@ -18,7 +18,7 @@ SECTIONS = {
 }
 """The sections in their order, with their titles."""
 _HEAD = (
-    "# Results\n\nPrograms write this page, each its section; [README](README.md) describes what they measure, and how.\n"
+    "# Results\n\nPrograms write this page, each its section; [README](README.md) shows what they measure, and how.\n"
 )
 
 
