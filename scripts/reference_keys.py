@@ -67,7 +67,7 @@ _SEQUENCE = ({"name": "<name>"},)
 _ID = ({"request_id": "<id>"},)
 _JOB = ({"job_id": "<id>"},)
 _VALUE = "string, or hash"
-_AS_JOB = "as the job"
+_AS_JOB = "as long as the job"
 _PROJECT: Mapping[str, str | int] = {"project": 8888, "tenant": "<tenant>"}
 
 
@@ -85,27 +85,26 @@ ROWS = (
         "stream",
         "permanent",
         "one entry per request, with a field for the frame; consumer group `workers`. Lanes `p1` … `p32`, each with "
-        "one for delayed requests, are for requests; `shadow` is for those that a target executes as a shadow; "
-        "`bulk1`, `bulk2`, `bulk3` are for shards of bulk jobs of high, normal and low priority. Without the group: "
-        "`seq` and `seq.handed`, the sequences that wait for an owner, those of a tenant in `seq~<tenant>`, a "
-        "week from the last one on; `seq@<worker>`, the steps that a worker is told of, until four times its lease "
-        "is over; `0:steps:<name>`, the "
-        "steps of a sequence, until a day after they expire",
+        "one for delayed requests, are for requests; `shadow` is for requests that a target executes as a shadow; "
+        "`bulk1`, `bulk2`, `bulk3` are for shards of bulk jobs of high, normal and low priority. Lanes without the "
+        "group: `seq` and `seq.handed`, the sequences that wait for an owner (`seq~<tenant>` has those of a tenant), "
+        "until a week after the last entry; `seq@<worker>`, the tickets for a worker, until four lease times have "
+        "passed; `0:steps:<name>`, the steps of a sequence, until a day after they expire",
     ),
     Row(
         keys.lane,
         "stream, like its lane",
-        "until nobody has it, and it is empty",
-        "the entries of a tenant, where several use the lane: `p1~1` … `p1~15`; one tenant has the lane itself. Beside "
-        "the lane are `p1~`, `p1~tenants`, `p1~seen` and `p1~leads`: which shares there are, whose they are, when a "
-        "tenant asked for its own last, and whose turn it is",
+        "until no tenant has it, and it is empty",
+        "the entries of a tenant, if several use the lane: `p1~1` … `p1~15`; one tenant has the lane itself. Beside "
+        "the lane are `p1~`, `p1~tenants`, `p1~seen` and `p1~leads`: the shares, the tenant of each, the last time at "
+        "which each tenant submitted, and the leads, which decide the next turn",
         suffix="~<n>",
     ),
     Row(
         keys.lane,
         "set",
-        "until nothing executes",
-        "the entries that workers execute, of a level with a `max_queue_size`: all others count against that",
+        "until no entry executes",
+        "the executing entries of a level with a `max_queue_size`; all other entries count against this limit",
         suffix="~executing",
     ),
     Row(
@@ -132,17 +131,16 @@ ROWS = (
     Row(
         keys.responses,
         "list",
-        "as its request's record; from the end on the result's time to live",
-        "the responses of an asynchronous request to a decoupled model, but the final one",
+        "as long as its request's record; after the end, the result's time to live",
+        "the responses of an asynchronous request to a decoupled model, except the final one",
         _ID,
     ),
     Row(
         keys.stored,
         "hash",
-        "as the last of the results",
-        "bytes of the results that a tenant has stored, by request: of stored requests, where several tenants have "
-        "keys, and large answers that no gateway has read yet; when they expire is in the sorted set "
-        "`stored-until:<tenant>`",
+        "as long as the last result",
+        "bytes of the results of a tenant, by request: results of stored requests, if several tenants have keys, and "
+        "large answers that no gateway has read yet; the sorted set `stored-until:<tenant>` has their expiry times",
         ({"tenant": "<tenant>"},),
     ),
     Row(
@@ -162,8 +160,8 @@ ROWS = (
     Row(
         keys.sent,
         "string",
-        "until the request's deadline and a while longer",
-        "a mark: a response of this entry's stream has left, so that whoever reclaims the entry does not execute it",
+        "until some time after the request's deadline",
+        "a mark: a response of this entry's stream has left, so a worker that reclaims the entry does not execute it",
         ({"entry_id": "<entry>"},),
     ),
     Row(
@@ -176,8 +174,8 @@ ROWS = (
         keys.moved,
         "hash",
         "an hour after the last",
-        "of the entries that were moved from the lane of one version to that of another where each was, and where it "
-        "is now: `<version>:<lane>:<entry>`; the record of an asynchronous request tells it instead",
+        "the old and new address, `<version>:<lane>:<entry>`, of each entry that was moved from one version's lane "
+        "to another's; for an asynchronous request, its record has the new address",
     ),
     Row(keys.due, "sorted set", "permanent", "asynchronous requests that have not ended, by deadline"),
     Row(
@@ -194,31 +192,31 @@ ROWS = (
         keys.job,
         "hash",
         "`QINFER_BULK__RECORD_TTL_S` after its end",
-        "the record of a bulk job; its fields `resume:<index>`: what is kept of a shard whose run was broken off",
+        "the record of a bulk job; its fields `resume:<index>` have the progress of interrupted shards",
         ({"job_id": "<id>"},),
     ),
     Row(
         keys.job_part,
         "sorted set",
-        "as the job, or until no shard waits",
+        "as long as the job, or until no shard waits",
         "the shards that wait for a place in the lane, by index",
         _parts("todo"),
     ),
     Row(
         keys.job_part,
         "hash",
-        "as the job",
+        "as long as the job",
         "the shards in the lane, waiting or delivered: index and entry",
         _parts("in_lane"),
     ),
     Row(
         keys.job_part,
         "hash",
-        "as the job",
-        "the settled shards: rows, failed rows, whether the shard was given up, and why",
+        "as long as the job",
+        "the settled shards: rows, failed rows, and the reason if the shard failed",
         _parts("outcomes"),
     ),
-    Row(keys.job_part, "list", "as the job", "the job's log, the latest 200 lines", _parts("log")),
+    Row(keys.job_part, "list", "as long as the job", "the job's log, the latest 200 lines", _parts("log")),
     Row(
         keys.label_board,
         "hash",
@@ -251,7 +249,7 @@ ROWS = (
     Row(
         keys.sequence,
         "hash",
-        "a day longer than its steps and its idle time; after its end five minutes",
+        "a day longer than its steps and its idle time; five minutes after its end",
         "the record of a sequence: owner, fencing token, version, steps accepted and committed, its state, responses",
         _SEQUENCE,
     ),
@@ -259,31 +257,29 @@ ROWS = (
         keys.sequence_state,
         _VALUE,
         "until its life ends",
-        "the committed state of a sequence, where it is above 1 MiB or in the payload store",
+        "the committed state of a sequence, if it is above 1 MiB or in the payload store",
         _SEQUENCE,
     ),
     Row(
         keys.sequence_answer,
         _VALUE,
         "until the next step is committed; a day at most",
-        "the response to a committed step, where it is above 1 MiB or in the payload store",
+        "the response to a committed step, if it is above 1 MiB or in the payload store",
         ({"name": "<name>", "step": "<step>"},),
     ),
-    Row(
-        keys.sequences, "sorted set", "permanent", "open sequences, by the time at which the janitor looks at them next"
-    ),
+    Row(keys.sequences, "sorted set", "permanent", "open sequences, by the time of the janitor's next check"),
     Row(
         keys.sequence_endings,
         "sorted set",
         "permanent",
-        "sequences with unanswered steps of a life that has ended, by when to answer these",
+        "sequences with unanswered steps of an ended life, by the time at which these are answered next",
     ),
     Row(keys.sequence_owners, "sorted set", "permanent", "the workers that own sequences, by the ends of their leases"),
     Row(
         keys.sequence_owned,
         "set",
         "until its last sequence has ended",
-        "the sequences that a worker owns; without an id those of workers whose lease has ended",
+        "the sequences that a worker owns; the key without an id has those of workers whose lease has ended",
         ({"worker_id": "<worker>"},),
     ),
     Row(keys.sequence_counts, "hash", "permanent", "counts of sequences: handed over, lost"),
@@ -291,7 +287,7 @@ ROWS = (
         keys.sequences_of,
         "set",
         "until its last sequence has ended",
-        "the open sequences of a tenant; without a name a hash: the weights of the tenants that have any",
+        "the open sequences of a tenant; the key without a name is a hash with the weights of tenants that have any",
         ({"tenant": "<tenant>"},),
     ),
     Row(
@@ -305,29 +301,29 @@ ROWS = (
         keys.sequence_numbers,
         "hash",
         "permanent",
-        "the first tenant that had a sequence at the model, and how many numbers were allotted to those of others",
+        "the first tenant that had a sequence at the model, and the count of numbers allotted to other tenants",
     ),
     Row(
         keys.sequence_number,
         "string",
         "as long as the record of its sequence",
-        "the name of the sequence of which the model is told by that number",
+        "the name of the sequence that the model sees under this number",
         ({"number": "<n>"},),
     ),
     Row(
         keys.sequence_told,
         "string",
         "five minutes after the last request",
-        "the number by which a model without sequences is told of requests that name one",
+        "the number that a model without sequences sees for requests that name a sequence",
         ({"name": "<name>"},),
     ),
     Row(
         keys.dead_letters,
         "stream",
-        "seven days after the last burial, bounded by bytes",
+        "seven days after the last dead letter, bounded by bytes",
         "dead letters, with their payloads",
     ),
-    Row(keys.confirm, "string", "a minute", "nothing; it is written before a wait for replicas or the disk"),
+    Row(keys.confirm, "string", "a minute", "empty; it is written before a wait for replicas or the disk"),
     Row(
         keys.config,
         "hash",
@@ -340,7 +336,7 @@ ROWS = (
         "string",
         "permanent",
         "a random id of the data in this Redis; `restoring:` and an id, for at most ten seconds, while a gateway "
-        "writes again what Redis has lost",
+        "restores data that Redis has lost",
     ),
     Row(keys.desired, "hash", "permanent", "the desired models, with their generations"),
     Row(keys.control, "stream", "bounded", "wakes the readers of the desired state"),
@@ -350,32 +346,32 @@ ROWS = (
         "bounded; an hour after the last",
         "wakes workers that sleep before idle lanes, for entries that were given back and for new streams of tenants",
     ),
-    Row(keys.endpoints, "hash", "permanent", "endpoints by name, and under no name the number of the last change"),
+    Row(keys.endpoints, "hash", "permanent", "endpoints by name; the empty name has the number of the last change"),
     Row(
         keys.trials,
         "hash",
         "permanent",
-        "the trials of canaries by endpoint: the revision that each belongs to, and the steps and the evidence so far",
+        "the trials of canaries by endpoint: the revision, the steps and the evidence so far",
     ),
     Row(
         keys.trial_counts,
         "hash",
         "an hour after the last",
-        "what gateways and bridges have counted of a trial at a revision of its endpoint",
+        "the counts of gateways and bridges for a trial at a revision of its endpoint",
         ({"endpoint": "<endpoint>", "revision": 7},),
     ),
     Row(
         keys.trial_latencies,
         "list",
         "bounded; an hour after the last",
-        "latencies of the stable target from which limits are taken",
+        "latencies of the stable target, from which limits are computed",
         ({"endpoint": "<endpoint>", "revision": 7},),
     ),
     Row(
         keys.trial_events,
         "list",
         "bounded; 90 days after the last",
-        "what happened to the canaries of an endpoint, as JSON",
+        "the events of the canaries of an endpoint, as JSON",
         ({"endpoint": "<endpoint>"},),
     ),
     Row(keys.trial_lease, "string", "5 s after the last renewal", "the gateway that decides about canaries"),
@@ -383,7 +379,7 @@ ROWS = (
         keys.heard_revisions,
         "hash",
         "3 s after the last",
-        "the revision of endpoints that each gateway goes by, each bridge, and each worker whose models call others",
+        "the revision of endpoints that each gateway, bridge, and worker whose models call others uses",
     ),
     Row(
         keys.kept_target,
@@ -414,19 +410,19 @@ ROWS = (
         keys.pins,
         "hash",
         "expires with its last record",
-        "pins, which keep model versions loaded: model, version, content hash, reason, holder, and when each expires",
+        "pins, which keep model versions loaded: model, version, content hash, reason, holder, expiry time",
     ),
     Row(
         keys.scalers,
         "hash",
         "expires with its last record",
-        "the live autoscalers: the record of each, and when it expires",
+        "the live autoscalers: the record of each, and its expiry time",
     ),
     Row(keys.scaler_counts, "hash", "permanent", "counts of all autoscalers: steps up and down, restarts, kills"),
     Row(
         keys.liveness,
         "sorted set",
-        "15 s after the last sign of life",
+        "15 s after the last heartbeat",
         "the live gateways, bulk workers, beats and bridges, by the time at which they no longer count as alive",
         ({"program": "gateway"}, {"program": "bulk"}, {"program": "beat"}, {"program": "bridge"}),
     ),
@@ -434,7 +430,7 @@ ROWS = (
         keys.bridges,
         "hash",
         "15 s after the last report; its number an hour longer",
-        "the live bridges: when each expires, the number of its last report, and its gauges by route",
+        "the live bridges: expiry time, number of the last report, and gauges by route of each",
     ),
     Row(
         keys.routes,
@@ -460,8 +456,8 @@ ROWS = (
         keys.cached_response,
         "string",
         "the time to live in `QINFER_CACHE__CONFIG`",
-        "a response of a model with `response_cache`, of at most 1 MiB, where the cache is in Redis; its key is a hash "
-        "of the request",
+        "a response of a model with `response_cache`, of at most 1 MiB, if the cache is in Redis; its key is a hash of "
+        "the request",
         ({"key": "<hash>"},),
     ),
     *(
@@ -469,8 +465,8 @@ ROWS = (
         for spell, kind, holds in (
             (keys.resource_leases, "sorted set", "the ends of the leases of the workers that use global resources"),
             (keys.resource_units, "hash", "the units of global resources that each worker holds"),
-            (keys.resource_maxima, "hash", "how many units there are, as each worker names it"),
-            (keys.resource_line, "sorted set", "the units that workers wait for, by since when"),
+            (keys.resource_maxima, "hash", "the total number of units, as each worker states it"),
+            (keys.resource_line, "sorted set", "the units that workers wait for, by the beginning of the wait"),
             (keys.resource_news, "stream", "tells workers of units that were freed, or that others wait for"),
         )
     ),
@@ -478,7 +474,7 @@ ROWS = (
         keys.quota,
         "hash",
         "until its bucket is full again, and a minute",
-        "what is left of a tenant's quota, and what each gateway holds of it",
+        "the remaining quota of a tenant, and the part that each gateway holds",
         ({"tenant": "<tenant>"},),
     ),
     Row(keys.counts_asked, "stream", "permanent", "reads of statistics, the last 256: workers add their counts then"),
@@ -486,13 +482,13 @@ ROWS = (
         keys.counts_added,
         "stream",
         "permanent",
-        "the workers' answers to them, with the requests that are under way, the last 256",
+        "the workers' answers to these reads, with their executing requests, the last 256",
     ),
     Row(
         keys.cached_bytes,
         "string",
         "a quarter of that time",
-        "the number of bytes that were cached in an eighth of that time; it has a limit, so that all of them have one",
+        "the number of bytes cached in an eighth of that time, each with a limit, so that the sum is limited",
         ({"span": "<span>"},),
     ),
 )
