@@ -1,9 +1,7 @@
-"""The models as a client of the queue knows them: a view of the control store, rebuilt off the request path.
+"""The catalog of models: a view of the control store for clients of the queue, rebuilt off the request path.
 
-Gateways are such clients, and workers whose models call others.
-
-`refresh` reads the store and replaces the view whole; requests only look things up in it. When the store can't be
-reached the last view serves on.
+`refresh` replaces the whole view; requests only look things up in it. While the store can't be reached, the last view
+serves on.
 """
 
 import asyncio
@@ -38,29 +36,25 @@ from qinfer.queue.lanes import Queue
 
 logger = logging.getLogger(__name__)
 
-_REMIND_S = 600.0  # between two lines about a model that fails for the same reason
+_REMIND_S = 600.0  # between log lines about one failing model
 
-_REFRESH_S = 2.0  # how late the end of a worker that died silently is noticed, after its record's TTL
+_REFRESH_S = 2.0  # how late a worker's silent death is noticed after its record expired
 _RETRY_S = 1.0
 _BEAT_S = 5.0
-"""Longest time for which the view of before a loss is kept, once the rest is whole again, until workers beat."""
+"""After a loss of data, the longest wait for new heartbeats before the last view is replaced."""
 _UNKNOWN = Capacity()
 _AFTER_START_S = 10.0
-"""A request waits so much longer than an autoscaled worker takes to start."""
+"""Margin over an autoscaled worker's start time, for requests that wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A model version that can be asked, as the request path needs it.
+    """A model version that accepts requests.
 
     Attributes:
-        spec: The model's configuration.
-        version: The version.
-        generation: The generation that `spec` belongs to; a worker that has another one checks requests again.
-        lane: Where requests of the default level go: all of them, where the routes are plain.
-        routes: Where requests of other levels go, and how they wait.
-        wait_s: Seconds that a request whose caller waits may wait for a worker that has the version loaded; 0 = one
-            has, or the request is not to wait.
+        generation: The generation of `spec`; a worker that has another one checks requests again.
+        lane: The lane of the default priority level.
+        wait_s: Seconds that an online request may wait for a worker to load it; 0 = one has, or it must not wait.
     """
 
     spec: ModelSpec
@@ -83,15 +77,11 @@ class _View:
 
 
 class Catalog:
-    """The models that can be asked.
+    """The models that accept requests.
 
-    Args:
-        store: Where the state is kept.
-        limits: Timeouts for models that set none.
-        queue: Where a gateway makes lanes again, should Redis have lost its data; `None` = it waits until one has.
-
-    Attributes:
-        missed: Called by `run` after each refresh that failed, with the seconds since the first of them.
+    Without a `queue`, restoring Redis' data is left to gateways. `run` calls `missed` after each failed refresh, with
+    the
+    seconds since the first failure of the outage.
     """
 
     def __init__(self, store: ControlStore, limits: LimitSettings, queue: Queue | None = None) -> None:
@@ -109,15 +99,11 @@ class Catalog:
         self._unusable: dict[str, StoredModel] = {}
         self._changes = Changes()
         self._seen_versions: dict[str, set[int]] = {}
-        """Model → the versions that this process has ever seen of it, while it is known: some may be unloaded."""
+        """Model → every version that this process has ever seen of it."""
 
     async def refresh(self) -> None:
-        """Reads the store and replaces the view, unless the store has lost its data.
-
-        Raises:
-            BrokerUnavailable: The store can't be reached; the view stays as it was.
-        """
-        async with self._refreshing:  # of two the later one must not be overtaken
+        """Replaces the view with the store's content, unless the store has lost data."""
+        async with self._refreshing:
             workers = tuple(await self._store.workers())  # first: they must not be ahead of the configurations
             now = await self._read(workers)
             if now is None:
@@ -145,7 +131,7 @@ class Catalog:
             self._started = self._started or have_begun(statuses.values())
 
     async def _read(self, workers: Sequence[WorkerRecord]) -> Snapshot | None:
-        """Reads the models; `None` while they are not whole, or the workers have not beaten again after a loss."""
+        """Reads the models; `None` while data is lost, or workers have not sent heartbeats since."""
         now = await self._guard.read()
         if now is None:
             self._is_whole, self._beaten_by_s = False, time.monotonic() + _BEAT_S
@@ -155,7 +141,7 @@ class Catalog:
         return now if self._is_whole else None
 
     async def run(self) -> None:
-        """Keeps the view current until cancelled: refreshes when woken, and every few seconds."""
+        """Refreshes the view until cancelled: when woken, and every few seconds."""
         outage = OutageLog(logger, "control store unreachable, serving the last view", "control store reachable again")
         while True:
             try:
@@ -164,16 +150,16 @@ class Catalog:
             except BrokerUnavailable as error:
                 outage.failed(error.message)
                 self.missed(outage.lasts_s)
-                await asyncio.sleep(_RETRY_S)  # nothing can wake us while the store is away
+                await asyncio.sleep(_RETRY_S)  # the store can't wake this loop while it is away
             else:
                 outage.over()
 
     def resolve(self, model: str, version: int) -> Served:
-        """Returns the version to ask; 0 = the highest READY one.
+        """Returns a READY version; 0 = the highest.
 
         Raises:
-            ModelNotFound: No such model or version, or none is READY when no version was named (reference §1.3).
-            ModelNotReady: The version is known, and no live worker has loaded it.
+            ModelNotFound: The model or version is unknown, or 0 finds no READY version (reference §1.3).
+            ModelNotReady: No live worker has loaded the version.
         """
         served = self._view.served.get((model, version))
         if served is None:
@@ -181,29 +167,21 @@ class Catalog:
         return served
 
     def says_ready(self, model: str, version: int) -> bool:
-        """Tells whether the version that `resolve` returns is ready by its own `is_ready`, too, on any worker.
-
-        Raises:
-            ModelNotFound: As `resolve`.
-            ModelNotReady: As `resolve`.
-        """
+        """Tells whether the version that `resolve` returns is also ready by the model's own `is_ready`."""
         served = self.resolve(model, version)
         state = self._view.statuses[model].versions.get(served.version)
         return state is None or not state.unready
 
     def find(self, model: str, version: int) -> Served | None:
-        """Returns the version to ask, as `resolve`; `None` = it is not READY, or there is none."""
+        """Returns the version that `resolve` returns; `None` where that raises."""
         return self._view.served.get((model, version))
 
     def asked(self, model: str, version: int) -> Served:
-        """Resolves a version for a request whose caller waits for the answer; 0 = the highest READY one.
-
-        Without a READY one it is one that a worker may have loaded soon: `Served.wait_s` says how long that is worth
-        waiting for.
+        """Returns the version that an online request goes to: READY, or soon loaded (`Served.wait_s`).
 
         Raises:
-            ModelNotFound: No such model or version, or the model is not to be loaded.
-            ModelNotReady: It can't be loaded, or not soon enough: says why, where that is known.
+            ModelNotFound: The model or version is unknown, or should not be loaded.
+            ModelNotReady: The version can't be loaded soon enough; the message says why, where that is known.
         """
         view = self._view
         served = view.served.get((model, version))
@@ -214,13 +192,12 @@ class Catalog:
         return served
 
     def accepting(self, model: str, version: int) -> Served:
-        """Resolves a version for requests that may wait: no live worker need have loaded the version yet.
-
-        Version 0 is the highest READY one, or else the highest that can be loaded.
+        """Returns the version that an asynchronous request goes to; 0 = the highest READY one, else the highest
+        loadable one.
 
         Raises:
-            ModelNotFound: No such model or version.
-            ModelNotReady: It can't be loaded: its configuration is wrong, or every live worker has failed to.
+            ModelNotFound: The model or version is unknown.
+            ModelNotReady: Its configuration is wrong, or every live worker has failed to load it.
         """
         view = self._view
         served = view.served.get((model, version)) or view.accepting.get((model, version))
@@ -229,41 +206,37 @@ class Catalog:
         return served
 
     def capacity(self, model: str, version: int) -> Capacity:
-        """Returns how fast a version is executed by the live workers, or would be by one that is to start."""
+        """Returns the speed of a version on the live workers, or on one that is yet to start."""
         return self._view.capacities.get((model, version), _UNKNOWN)
 
     def spec(self, model: str) -> ModelSpec | None:
-        """Returns the newest configuration of a model that is to be loaded; `None` = it has none that can be used."""
+        """Returns the newest usable configuration of a model that should be loaded."""
         known = self._specs.get(model)
         return None if known is None else known[1]
 
     def versions(self, model: str) -> tuple[int, ...]:
-        """Returns the versions of a model that are there, loaded or not, ascending; none for an unknown model."""
+        """Returns all versions of a model, loaded or not, ascending."""
         stored, status = self._view.stored.get(model), self._view.statuses.get(model)
         return tuple(sorted({*(stored.versions if stored else ()), *(status.versions if status else ())}))
 
     def known(self) -> tuple[str, ...]:
-        """Returns the names of all models, those that were unloaded too: requests may be left of them."""
+        """Returns the names of all models, unloaded ones included: the queue may still hold their requests."""
         return self._view.known
 
     def status(self, model: str) -> ModelStatus:
-        """Returns the state of a model's versions.
-
-        Raises:
-            ModelNotFound: No such model.
-        """
+        """Returns the state of a model's versions, or raises `ModelNotFound`."""
         status = self._view.statuses.get(model)
         if status is None:
             raise self._refusal(model, 0)
         return status
 
     def ready_versions(self, model: str) -> tuple[int, ...]:
-        """Returns the READY versions of a model, ascending; none for an unknown model."""
+        """Returns the READY versions of a model, ascending."""
         status = self._view.statuses.get(model)
         return () if status is None else status.ready_versions
 
     def readiness(self) -> dict[tuple[str, int], bool]:
-        """Returns (model, version) → whether it is READY, for every version that should be loaded."""
+        """Returns (model, version) → whether it is READY, for versions that should be loaded."""
         return {
             (model, version): version in status.ready_versions
             for model, status in self._view.statuses.items()
@@ -271,11 +244,11 @@ class Catalog:
         }
 
     def load_failures(self) -> dict[tuple[str, int], bool]:
-        """Returns (model, version) → whether a worker can't load the newest of it, of what should be loaded."""
+        """Returns (model, version) → whether a worker failed to load its newest generation."""
         return failed_loads(self._view.statuses.values(), self._view.workers)
 
     def objectives(self, usual: Objective) -> dict[tuple[str, int], Objective]:
-        """Returns (model, version) → what its callers may expect; `usual` where the model says nothing."""
+        """Returns (model, version) → its latency objective; `usual` where the model sets none."""
         return {
             (model, version): Objective(spec.slo_latency_s or usual.latency_s, spec.slo_target or usual.target)
             for model, (_, spec) in self._specs.items()
@@ -284,10 +257,8 @@ class Catalog:
         }
 
     def named(self, model: str, version: int) -> tuple[str, int]:
-        """Returns a model version as counts may name it: only names and versions that there are make series.
-
-        Returns:
-            The highest version where none was asked for, or none that there is; no name for an unknown model.
+        """Returns a model version as metric labels: the highest version for an unknown one, no name for an unknown
+        model.
         """
         status = self._view.statuses.get(model)
         if status is None:
@@ -295,7 +266,7 @@ class Catalog:
         return model, version if version in status.versions else max(status.versions, default=0)
 
     def unloaded(self) -> list[tuple[str, int]]:
-        """Returns (model, version) of models that should not be loaded: requests may be left of them."""
+        """Returns (model, version) of unloaded models, whose requests may still be queued."""
         view = self._view
         return [
             (of.model, version)
@@ -309,21 +280,16 @@ class Catalog:
         return {model: spec for model, (_, spec) in self._specs.items()}
 
     def stateful(self) -> list[str]:
-        """Returns the names of the models that keep state from request to request."""
+        """Returns the names of the models that keep state between requests."""
         return [name for name, spec in self.specs().items() if spec.is_stateful]
 
     def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
-        """Returns all online lanes of a version, in the order in which they are read."""
+        """Returns a version's online lanes in reading order."""
         known = self._specs.get(model)
         return (Lane(model, version),) if known is None else lanes_of(known[1], version)
 
     def config_json(self, model: str, version: int) -> str:
-        """Returns a model's normalised configuration as `GET …/config` shows it.
-
-        Raises:
-            ModelNotFound: As `resolve`.
-            ModelNotReady: As `resolve`.
-        """
+        """Returns a model's normalised configuration for `GET …/config`, or raises as `resolve` does."""
         self.resolve(model, version)
         stored, spec = self._specs[model]
         if not spec.steps:
@@ -333,14 +299,11 @@ class Catalog:
         return to_json(config)
 
     def is_server_ready(self) -> bool:
-        """Tells whether the store was read and every model is READY: Triton's strict readiness (reference §1.3).
-
-        It is not while the store lacks what it had.
-        """
+        """Tells whether every model is READY and no data is lost: Triton's strict readiness (reference §1.3)."""
         return self._refreshed and self._is_whole and all(status.is_ready for status in self._view.statuses.values())
 
     def has_started(self) -> bool:
-        """Tells whether the first loads have come to something: readiness that is not strict; it stays so."""
+        """Tells whether the first loads have ended: readiness that is not strict."""
         return self._started
 
     def workers(self) -> list[WorkerRecord]:
@@ -353,7 +316,6 @@ class Catalog:
         stored: Mapping[str, StoredModel],
         waits_s: Mapping[tuple[str, int], float],
     ) -> tuple[dict[tuple[str, int], Served], dict[tuple[str, int], Served]]:
-        """Returns what can be asked, and what accepts requests that may wait."""
         served: dict[tuple[str, int], Served] = {}
         accepting: dict[tuple[str, int], Served] = {}
         specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
@@ -369,7 +331,7 @@ class Catalog:
             for version in status.ready_versions:
                 generation = status.versions[version].generation
                 last = self._view.served.get((model, version))
-                if last is None or last.generation != generation:  # else the spec of a reload's old generation stays
+                if last is None or last.generation != generation:  # the spec of a reload's old generation stays
                     last = _served(spec, version, newest)
                 _offer(served, last, status)
             for version in status.loadable_versions:
@@ -381,7 +343,6 @@ class Catalog:
         return served, accepting
 
     def _still_served(self, status: ModelStatus) -> dict[tuple[str, int], Served]:
-        """Returns what is served on of a model whose new configuration is not complete yet, or can't be used."""
         kept: dict[tuple[str, int], Served] = {}
         for version in status.ready_versions:
             last = self._view.served.get((status.model, version))
@@ -392,7 +353,6 @@ class Catalog:
     async def _capacities(
         self, statuses: Mapping[str, ModelStatus], workers: tuple[WorkerRecord, ...]
     ) -> dict[tuple[str, int], Capacity]:
-        """Sums up what the live workers measured; what is stored is read only for versions that none of them has."""
         versions = [(model, version) for model, status in statuses.items() for version in status.versions]
         capacities = {key: capacity_of(workers, *key) for key in versions}
         speeds = await self._store.speeds([key for key, capacity in capacities.items() if not capacity.workers])
@@ -403,7 +363,6 @@ class Catalog:
     async def _waits_s(
         self, statuses: Mapping[str, ModelStatus], capacities: Mapping[tuple[str, int], Capacity]
     ) -> dict[tuple[str, int], float]:
-        """Returns how long a request may wait for a worker, of the versions that none has loaded and one may load."""
         waiting = [
             (status.model, version)
             for status in statuses.values()
@@ -434,19 +393,19 @@ class Catalog:
                 return known[1]
             spec = to_spec(from_json(stored.config), self._limits, labels_of(stored, others))
             return replace(spec, **kind._asdict()) if spec.steps else spec
-        except QinferError as error:  # written by a newer qinfer: one model must not take the others down
+        except QinferError as error:  # a newer qinfer may have written it; one model must not take the others down
             if self._unusable.get(stored.model) != stored:
                 self._unusable[stored.model] = stored
                 logger.error("stored configuration unusable", extra={"model": stored.model, "error": error.message})
             return None
 
     def _reason(self, model: str, version: int) -> ModelNotFound | ModelNotReady:
-        """Returns the refusal of a request; a model that should be loaded is not ready, even if nothing can load it."""
+        """Returns the refusal of a request: not ready for every model that should be loaded."""
         refusal, status = self._refusal(model, version), self._view.statuses.get(model)
         if status is None or (version and version not in status.versions):
             return refusal
         one = version or max(status.versions, default=0)
-        state = status.versions.get(one)  # a configuration that is damaged may have no version
+        state = status.versions.get(one)  # a damaged configuration may have no version
         is_known = state is not None and (one in status.failed or state.reason == PENDING_REASON)
         reason = status.error or (state.reason if state is not None and is_known else "")
         return ModelNotReady(f"{refusal.message}: {reason}" if reason else refusal.message)
@@ -471,21 +430,14 @@ def _served(spec: ModelSpec, version: int, generation: int, wait_s: float = 0.0)
 
 
 def _offer(to: dict[tuple[str, int], Served], version: Served, status: ModelStatus) -> None:
-    """Adds a version, to be called in ascending order: the highest also answers requests that name none.
-
-    One that only pins keep loaded answers those that name it.
-    """
+    """Adds a version; the last one that is not `pinned` answers requests without a version."""
     to[status.model, version.version] = version
     if not status.versions[version.version].pinned:
         to[status.model, 0] = version
 
 
 class Changes:
-    """The log of what differs between views: a state is logged once, and not at every refresh.
-
-    What fails again and again for the same reason is logged again only after `_REMIND_S`: each try would have two
-    lines for every model.
-    """
+    """Logs state changes between views; a failure repeated for the same reason is logged every `_REMIND_S`."""
 
     def __init__(self) -> None:
         self._outages: dict[tuple[str, int], OutageLog] = {}
@@ -516,7 +468,6 @@ class Changes:
             self._outages.pop((model, version), None)
 
     def _outage(self, model: str, version: int, event: str, level: int, state: str = "") -> OutageLog:
-        """Returns the log of the failures of a version; 0 = of the model as a whole."""
         about = {"version": version, "state": state} if version else {}
         fresh = OutageLog(logger, event, level=level, remind_s=_REMIND_S, model=model, **about)  # type: ignore[arg-type]  # its other keywords
         return self._outages.setdefault((model, version), fresh)

@@ -1,7 +1,7 @@
-"""The use cases of the model repository extension: what is there, load, unload (reference §1.14, §6).
+"""Index, load and unload: the model repository extension (reference §1.14, §6).
 
-They write desired state, wake everyone, and watch what the workers report: no worker is asked directly, and whoever
-joins later finds the same wish.
+A load or unload writes desired state, wakes the workers, and watches their reports. It calls no worker directly, so
+that workers that join later find the same desired state.
 """
 
 import asyncio
@@ -37,18 +37,11 @@ logger = logging.getLogger(__name__)
 
 UNLOADED = "unloaded"
 _LOOK_S = 2.0
-"""Longest time between two looks at what the workers report; they wake whoever waits when something changes."""
+"""Longest time between two looks at the workers' records."""
 
 
 class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A version of a model; a model that was never loaded has its name only.
-
-    Attributes:
-        name: The model's name.
-        version: One of its versions; empty for a model that was never loaded, or can't be.
-        state: The version's state; empty for a model that was never loaded.
-        reason: Why it is not READY.
-    """
+    """A version of a model; a model that was never loaded has only its name."""
 
     name: str
     version: str = ""
@@ -57,14 +50,14 @@ class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelControl:
-    """See the module docstring.
+    """Lists, loads and unloads models.
 
     Args:
         source: The repositories; `None` where this process has none.
         store: The control store.
         delivery: Where lanes are made.
-        settings: The control mode, and how long a load may take.
-        refresh: Makes this process see at once what has changed; awaited before a load or unload returns.
+        settings: The control mode, and the time limit of a load.
+        refresh: Updates this process's view; awaited before a load or unload returns.
     """
 
     def __init__(
@@ -84,15 +77,8 @@ class ModelControl:
         self._loads: set[asyncio.Task[None]] = set()
 
     async def index(self, *, ready: bool = False) -> list[IndexEntry]:
-        """Returns every model of the repositories and of the desired state, by name and version.
-
-        Args:
-            ready: Only versions that are READY.
-
-        Raises:
-            BrokerUnavailable: The store can't be reached.
-        """
-        workers = await self._store.workers()  # first: they must not be ahead of the configurations
+        """Returns every model of the repositories and the desired state, by name and version."""
+        workers = await self._store.workers()  # before the configurations, which must not be older
         desired = await self._store.desired()
         stored = await self._store.models(desired)
         names = set() if ready else await asyncio.to_thread(self._names)
@@ -108,25 +94,23 @@ class ModelControl:
         return [entry for entry in entries if not ready or entry.state == State.READY]
 
     async def load(self, model: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
-        """Loads a model, or loads it anew if anything about it has changed; returns once it is READY.
+        """Loads a model, or reloads it if anything has changed; returns once it is READY.
 
-        A reload that fails leaves the model as it was. A caller who goes away ends no load: it is seen through.
+        A failed reload leaves the earlier generation in service. A load goes on after its caller has disconnected.
 
         Args:
             model: Its name.
-            config: A configuration in JSON in place of its `config.pbtxt`, until the model is unloaded, or loaded with
-                another; `None` = that of the load before, if that had one.
-            files: `<version>/<file>` → content, in place of all files of the repositories; only with `config`.
+            config: JSON in place of `config.pbtxt`, until the model is unloaded or loaded with another; `None` = as
+            before.
+            files: `<version>/<file>` → content, in place of all files of the repositories; needs `config`.
 
         Raises:
             ControlDisabled: The control mode is not explicit.
-            InvalidRequest: The name can't be a model's.
-            ModelLoadFailed: `files` came without `config`, there is no such model, its configuration is wrong, or all
-                workers failed to load it.
+            InvalidRequest: The name is invalid.
+            ModelLoadFailed: The model does not exist, its configuration is wrong, or all workers failed to load it.
             ModelNotReady: No worker has loaded it within `repository.load_timeout_s`.
-            UnsupportedFeature: Files came along, and there is no overlay to keep them.
-            BrokerUnavailable: The store can't be reached.
-            Overloaded: This process ends.
+            UnsupportedFeature: The request has files, and there is no overlay to keep them.
+            Overloaded: This process shuts down.
         """
         self._check(model)
         if "/" in model or "\\" in model or model.strip() in (".", ".."):
@@ -144,19 +128,9 @@ class ModelControl:
             raise Overloaded("Server exiting") from None
 
     async def unload(self, model: str, *, unload_dependents: bool = False) -> None:
-        """Unloads a model: no request is admitted from now on, what waits is still answered.
+        """Unloads a model if it is loaded: new requests are refused, waiting ones are still answered.
 
-        A model that is not loaded, or unknown, stays so.
-
-        Args:
-            model: Its name.
-            unload_dependents: Also the models that were loaded only because this ensemble uses them, and no other that
-                is loaded.
-
-        Raises:
-            ControlDisabled: The control mode is not explicit.
-            InvalidRequest: The name can't be a model's.
-            BrokerUnavailable: The store can't be reached.
+        `unload_dependents` also unloads models that were loaded only for this ensemble and that no other one uses.
         """
         self._check(model)
         desired = await self._store.desired()
@@ -173,13 +147,13 @@ class ModelControl:
         await self._refresh()
 
     def end(self) -> None:
-        """Ends the loads under way, when this process ends: whoever asked for them is told; they stay asked for."""
+        """Ends the waits for loads with an error when this process shuts down; the models stay desired."""
         for load in self._loads:
             load.cancel()
 
     def _over(self, load: "asyncio.Task[None]") -> None:
         self._loads.discard(load)
-        if not load.cancelled() and (error := load.exception()) is not None:  # also where its caller went away
+        if not load.cancelled() and (error := load.exception()) is not None:
             logger.warning("model load failed", extra={"reason": str(error)})
 
     def _check(self, model: str) -> None:
@@ -191,7 +165,7 @@ class ModelControl:
     def _names(self) -> set[str]:
         try:
             return set() if self._source is None else set(self._source.names())
-        except QinferError as error:  # what is loaded is known all the same
+        except QinferError as error:  # loaded models are known without it
             logger.warning("model repository can't be read", extra={"reason": error.message})
             return set()
 
@@ -207,17 +181,13 @@ class ModelControl:
         await self._refresh()
 
     async def _kept_override(self, model: str) -> str:
-        """Returns the configuration that a loaded model of the repositories was loaded with; empty = its file's."""
+        """Returns the configuration that a model was loaded with in place of its file; empty = none."""
         wish = (await self._store.desired()).get(model)
         before = await self._store.model(model) if wish is not None and wish.load else None
         return before.override if before is not None and not before.location else ""
 
     async def _unloaded_uses(self, model: str, config: str) -> list[str]:
-        """Returns the models that an ensemble uses and that are not loaded, each after those that it uses itself.
-
-        Raises:
-            ModelLoadFailed: One of them is in no repository.
-        """
+        """Returns the unloaded models that an ensemble uses, each after those that it uses itself."""
         if self._source is None or not is_model_name(model):
             return []
         loaded = [name for name, wish in (await self._store.desired()).items() if wish.load and name != model]
@@ -228,14 +198,14 @@ class ModelControl:
                 try:
                     found[name] = await asyncio.to_thread(self._source.read, name, config if name == model else "")
                 except ModelNotFound:
-                    if name == model:  # its files come with the request, or its load says what is wrong
+                    if name == model:  # its files come with the request, or its load reports the error
                         return []
                     hint = await self._store.hint_of_endpoint(name)
                     raise ModelLoadFailed(
                         f"failed to load '{model}', it contains models that are not available or ambiguous: "
                         f"{name}{hint}"
                     ) from None
-                except QinferError:  # the load says so
+                except QinferError:  # its load reports the error
                     found[name] = StoredModel(name)
             missing = missing_uses(list(found.values()), {*found, *loaded})
         return [one.model for one in in_order(found.values()) if one.model != model]
@@ -256,7 +226,7 @@ class ModelControl:
             await self._drop_unused(source, model, {location, before.location if before else ""} - {""})
 
     async def _bring_about(self, found: StoredModel, before: StoredModel | None, *, dependent: bool) -> None:
-        """Stores a model as it should be, and waits until it is loaded, or stores again what was before."""
+        """Stores a model and waits until it is loaded; restores the previous one if that fails."""
         wish = (await self._store.desired()).get(found.model)
         anew = await self._is_due(wish, before)
         if dependent and (wish is None or not wish.load):
@@ -280,12 +250,12 @@ class ModelControl:
             raise
 
     async def _drop_unused(self, source: Repositories, model: str, locations: set[str]) -> None:
-        """Removes files of load requests, of this one and the last, that the stored configuration names no more."""
+        """Removes files of load requests, unless the stored configuration names them."""
         if not locations:
             return
         try:
             stored = await self._store.model(model)
-        except BrokerUnavailable:  # it may name them
+        except BrokerUnavailable:  # the configuration may name them
             logger.warning("files of a load request may be left over", extra={"model": model})
             return
         for location in locations - {stored.location if stored else ""}:
@@ -305,7 +275,7 @@ class ModelControl:
         return msgspec.structs.replace(found, override=config)
 
     async def _is_due(self, wish: Desired | None, before: StoredModel | None) -> bool:
-        """Tells whether to load though nothing has changed: it is not loaded, or its last load failed."""
+        """Tells whether to load an unchanged model: it is not loaded, or its last load failed."""
         if wish is None or not wish.load or before is None:
             return True
         return outcome(before, await self._store.workers()).progress is Progress.FAILED
@@ -328,7 +298,7 @@ class ModelControl:
             ) from None
 
     async def _present(self, target: StoredModel) -> StoredModel:
-        """Returns what is stored now, if it is what is being loaded: completed by a worker meanwhile, perhaps."""
+        """Returns the stored model while it is the one being loaded; a worker may have completed it."""
         current = await self._store.model(target.model)
         wish = (await self._store.desired()).get(target.model)
         if current is None or wish is None:
@@ -347,7 +317,7 @@ class ModelControl:
         return current
 
     async def _revert(self, failed: StoredModel, wish: Desired | None, before: StoredModel | None) -> None:
-        """Stores what was loaded before under a new generation, for workers that join later."""
+        """Stores the previously loaded model under a new generation, for workers that join later."""
         if before is None or before.error or wish is None or not wish.load:
             return
         current = await self._store.model(failed.model)
@@ -365,7 +335,7 @@ class ModelControl:
 
 
 class _Superseded(ModelLoadFailed):
-    """Somebody else has changed what was asked for."""
+    """Another request has changed the desired state."""
 
 
 def _not_polled(model: str, reason: str = "") -> ModelLoadFailed:
@@ -382,7 +352,6 @@ def _loaded(status: ModelStatus) -> Iterator[IndexEntry]:
 
 
 def _unloaded(stored: StoredModel, workers: list[WorkerRecord]) -> Iterator[IndexEntry]:
-    """Yields the versions of a model that should not be loaded; one that a worker still has is UNLOADING."""
     states = [item for worker in workers for item in worker.models.get(stored.model, {}).items()]
     held = {version for version, state in states if state.state is not State.UNAVAILABLE}
     for version in stored.versions:

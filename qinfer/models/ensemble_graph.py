@@ -1,13 +1,13 @@
-"""The plan of an ensemble: its steps, those of ensembles within it included, and the way of one request through them.
+"""The plan of an ensemble: its steps, those of nested ensembles included, and the way of a request through them.
 
     ModelSpec.steps ── plan ──▶ Plan ── flow ──▶ Flow: start ─▶ take ─▶ (a step runs) ─▶ put ─▶ take …
 
-Pure: a `Flow` says which steps may run now and forgets tensors that nobody needs any more; somebody else runs them.
-Steps whose outputs no wanted output depends on are left out, as in Triton.
+A `Flow` is pure: it says which steps may run, and drops tensors that no step needs any more; its caller runs them.
+Steps that no wanted output depends on are left out, as in Triton.
 
-Decoupled steps part an ensemble into *stages*: the steps before the first of them, those behind it, and so on. The
-configuration can't be otherwise: no step reads tensors of two decoupled ones, or of one and of none. Each response
-of the step that ends a stage is the beginning of a flow through the next stage.
+Decoupled steps divide an ensemble into *stages*: the steps before the first of them, those behind it, and so on. A
+configuration can't differ: no step may read tensors of two decoupled steps, or of a decoupled one and of none. Each
+response of the step that ends a stage starts a flow through the next stage.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ MAX_STEPS = 1000
 """The most steps of a plan: ensembles that contain others several times grow fast."""
 
 MAX_NESTING = 32
-"""The most ensembles within one another."""
+"""The deepest nesting of ensembles."""
 
 MAX_DECOUPLED = 32
 """The most decoupled steps behind one another."""
@@ -37,12 +37,7 @@ T = TypeVar("T")
 
 
 class Resolved(NamedTuple):
-    """The model version that a step runs.
-
-    Attributes:
-        spec: Its configuration.
-        version: The version.
-    """
+    """The model version that a step runs."""
 
     spec: ModelSpec
     version: int
@@ -53,15 +48,13 @@ class PlanStep:
     """A step that executes a model which is no ensemble.
 
     Attributes:
-        model: The model's configuration.
-        version: Its version.
         inputs: (input of the model, tensor of the plan), by the model's inputs.
         outputs: Output of the model → tensor of the plan.
-        within: Positions in `Plan.nested` of the ensembles that it belongs to, outermost first.
-        stage: How many decoupled steps are before it.
-        reshapes: Input of the model → what the ensembles that its tensor comes through do to its shape; few have any.
+        within: Positions in `Plan.nested` of the ensembles that contain it, outermost first.
+        stage: The number of decoupled steps before it.
+        reshapes: Input of the model → the reshapes of the ensembles that its tensor passes.
         dims: Input of the model → its dimensions, without the batch dimension.
-        wanted: The outputs of the model that the plan has a tensor for; empty = all.
+        wanted: The outputs of the model that the plan uses; empty = all.
     """
 
     model: ModelSpec
@@ -81,25 +74,20 @@ class PlanStep:
 
 
 class Nested(NamedTuple):
-    """An ensemble that is a step: its steps are the plan's, and it is counted.
-
-    Attributes:
-        ensemble: Its name.
-        version: Its version.
-    """
+    """An ensemble that is a step: the plan has its steps, and statistics count it."""
 
     ensemble: str
     version: int
 
 
 class _Way(NamedTuple):
-    """The way to some outputs, in one stage.
+    """The steps of one stage that some outputs need.
 
     Attributes:
-        lacks: The steps that are needed → how many tensors each reads.
+        lacks: Step → how many tensors it reads.
         readers: Tensor → the steps that read it.
         counts: Tensor → how many steps and wanted outputs need it.
-        wanted: (output, tensor); none but in the last stage.
+        wanted: (output, tensor); only in the last stage.
     """
 
     lacks: Mapping[int, int]
@@ -112,14 +100,13 @@ class Plan:
     """The steps of an ensemble version; made by `plan`.
 
     Attributes:
-        spec: The ensemble's configuration; it is decoupled if one of its steps is, whatever it says, and has sequences
-            if one has.
+        spec: The ensemble's configuration; decoupled or with sequences if one of its steps is, whatever it says.
         steps: The steps, in the order of the configuration.
         nested: The ensembles within it.
         inputs: Input of the ensemble → tensor of the plan.
-        absent: Tensors that never exist: optional inputs of ensembles within it that get nothing.
-        reshapes: Output of the ensemble → what it, and those within it, do to the shape of its tensor; few have any.
-        last_stage: How many decoupled steps it has; their outputs go from one to the next.
+        absent: Tensors that never exist: optional inputs of nested ensembles that get nothing.
+        reshapes: Output of the ensemble → the reshapes on the way of its tensor.
+        last_stage: The number of decoupled steps behind one another.
     """
 
     def __init__(self, spec: ModelSpec, planner: "_Planner", views: Mapping[str, "_View"]) -> None:
@@ -142,16 +129,11 @@ class Plan:
 
     @property
     def stateful(self) -> list[str]:
-        """The models of the steps that keep state from request to request, in order."""
+        """The models of the steps that keep state between requests, in order."""
         return [step.model.name for step in self.steps if step.model.is_stateful]
 
     def flow(self, outputs: tuple[str, ...], stage: int = 0) -> "Flow[Any]":
-        """Begins the way of a request, or of a response of a decoupled step.
-
-        Args:
-            outputs: Names of the outputs that are wanted; empty = all.
-            stage: The stage that it goes through.
-        """
+        """Begins a flow through a stage, for a request or a response of a decoupled step; no `outputs` = all of them."""
         ways = self._ways.get(outputs)
         if ways is None:
             if len(self._ways) >= _MAX_WAYS:
@@ -189,13 +171,8 @@ class Plan:
 
 
 class Flow(Generic[T]):
-    """The way of one request: `start`, then for each step that may run `take`, and `put` when it has run.
-
-    One through a later stage begins with `receive` instead.
-
-    Args:
-        plan: The plan.
-        way: The way to the outputs that are wanted.
+    """The way of one request: `start`, or `receive` in a later stage; then for each step `take`, and `put` after it
+    ran.
     """
 
     __slots__ = ("_lacks", "_plan", "_readers", "_tensors", "_way", "running")
@@ -210,7 +187,7 @@ class Flow(Generic[T]):
         """Steps that were taken and have not put their outputs."""
 
     def start(self, given: Mapping[str, T]) -> list[int]:
-        """Begins with the inputs of a request; returns the steps that may run. Optional ones may be missing."""
+        """Begins with the inputs of a request, without absent optional ones; returns the steps that may run."""
         plan = self._plan
         tensors: dict[str, T | None] = {tensor: given.get(name) for name, tensor in plan.inputs.items()}
         return self._add({**tensors, **dict.fromkeys(plan.absent)})
@@ -218,12 +195,12 @@ class Flow(Generic[T]):
     def receive(self, number: int, outputs: Mapping[str, T]) -> list[int]:
         """Begins with a response of the decoupled step before this stage; returns the steps that may run.
 
-        Outputs that it lacks are to the steps what optional inputs are that a request leaves out.
+        To the steps, a missing output is an absent optional input.
         """
         return self._add({tensor: outputs.get(name) for name, tensor in self._plan.steps[number].outputs.items()})
 
     def take(self, number: int) -> list[tuple[str, T]]:
-        """Returns (input, tensor) of a step that may run, and forgets tensors that nobody else needs."""
+        """Returns (input, tensor) of a step that may run, and drops tensors that no other step needs."""
         self.running += 1
         inputs, found = self._plan.steps[number].inputs, []
         for name, tensor in inputs:
@@ -252,14 +229,14 @@ class Flow(Generic[T]):
 
     @property
     def held(self) -> Collection[str]:
-        """The tensors that somebody may still need."""
+        """The tensors that may still be needed."""
         return self._tensors.keys()
 
     def _add(self, tensors: Mapping[str, T | None]) -> list[int]:
         ready = []
         for tensor, value in tensors.items():
             if not self._readers.get(tensor):
-                continue  # nobody needs it
+                continue
             self._tensors[tensor] = value
             for number in self._way.readers.get(tensor, ()):
                 self._lacks[number] -= 1
@@ -269,15 +246,10 @@ class Flow(Generic[T]):
 
 
 def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
-    """Checks an ensemble and those within it, and plans it.
-
-    Args:
-        spec: The ensemble's configuration.
-        resolve: Returns the model version that a step runs.
+    """Checks and plans an ensemble and those within it; `resolve` returns the model version that a step runs.
 
     Raises:
         ModelLoadFailed: It contains itself, does not fit its models, or is too large.
-        QinferError: As `resolve` raises.
     """
     planner = _Planner(resolve)
     views = planner.add(spec, {}, (spec.name,), ())
@@ -287,18 +259,13 @@ def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
 
 
 class _View(NamedTuple):
-    """The place of an ensemble's tensor in the plan.
-
-    Attributes:
-        tensor: The plan's tensor.
-        reshapes: What is done to its shape on the way there from its writer, or from the request.
-    """
+    """The plan's tensor behind an ensemble's tensor, and the reshapes between its writer, or the request, and here."""
 
     tensor: str
     reshapes: tuple[Reshape, ...] = ()
 
     def behind(self, reshape: Reshape) -> "_View":
-        """Returns what it is behind another one."""
+        """Returns the view behind another reshape."""
         return _View(self.tensor, (*self.reshapes, reshape))
 
 
@@ -306,8 +273,6 @@ class _Planner:
     """Collects the steps of an ensemble and of those within it.
 
     Attributes:
-        steps: The steps.
-        nested: The ensembles within it.
         absent: Tensors that never exist.
         origins: Tensor → the positions of the decoupled steps that it comes from, in their order.
     """
@@ -322,11 +287,11 @@ class _Planner:
     def add(
         self, spec: ModelSpec, views: dict[str, _View], path: tuple[str, ...], within: tuple[int, ...]
     ) -> Mapping[str, _View]:
-        """Adds the steps of an ensemble; returns what its tensors are in the plan, as others see them.
+        """Adds the steps of an ensemble; returns its tensors as views of the plan's.
 
         Args:
             spec: The ensemble.
-            views: The inputs that it gets from a step of another; the others are added.
+            views: The inputs that a step of another ensemble gives it; the other tensors are added.
             path: The ensembles that it is in, outermost first, and it.
             within: The same as positions in `nested`, without the outermost.
         """
@@ -346,7 +311,7 @@ class _Planner:
         if within:
             self.absent += given
         views.update({name: views[name].behind(reshape) for name, reshape in inward(spec).items()})
-        # Ensembles within are added when their inputs have names, so in the order of the data.
+        # Nested ensembles are added once their inputs have names, so in the order of the data.
         for step, one in _in_order(spec, resolved):
             mapped = {name: _view(views, tensor, prefix) for name, tensor in step.inputs.items()}
             origin = origin_of(spec.name, one.spec.name, [self.origins[view.tensor] for view in mapped.values()])
@@ -400,7 +365,7 @@ def _in_order(spec: ModelSpec, resolved: Sequence[Resolved]) -> Iterator[tuple[E
 
 
 def _view(views: dict[str, _View], tensor: str, prefix: str) -> _View:
-    """Returns what a tensor of an ensemble is in the plan; makes a name the first time."""
+    """Returns the view of an ensemble's tensor, which is named at its first use."""
     return views.setdefault(tensor, _View(prefix + tensor))
 
 

@@ -1,4 +1,4 @@
-"""The shape of a tensor between the models of an ensemble: batch dimensions come and go, and `reshape`s apply. Pure."""
+"""The shape of a tensor between models of an ensemble: batch dimensions come and go, and `reshape`s apply. Pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,13 +9,14 @@ from qinfer.models.reshapes import Reshape
 def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool) -> tuple[int, ...]:
     """Returns the shape in which a tensor goes from one model to the next, with or without a batch dimension.
 
-    As Triton's `EnsembleContext::ReshapeTensorDims`: a model without a batch dimension may take a batch as one tensor,
-    and gets a batch of one row without its first dimension where only that fits.
+    As in Triton's `EnsembleContext::ReshapeTensorDims`, a model without a batch dimension may take a batch as one
+    tensor,
+    or a batch of one row without its first dimension, if only that fits.
 
     Args:
         shape: Its shape.
         rows: The rows of the request that made it; 0 = its maker has no batch dimension.
-        dims: The dimensions that are expected, without the batch dimension.
+        dims: The expected dimensions, without the batch dimension.
         batched: Whether a batch dimension is expected.
     """
     if batched and not rows and is_like(dims, shape):
@@ -26,14 +27,9 @@ def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool
 
 
 def refit(shape: tuple[int, ...], rows: int, reshapes: Iterable[Reshape]) -> tuple[tuple[int, ...], int]:
-    """Returns the shape and the rows of a tensor behind the reshapes of ensembles, to each of which it is fitted.
+    """Returns shape and rows of a tensor after the reshapes of ensembles, each of which it is fitted to.
 
-    Where it has no place in one of them, the shape has another number of elements.
-
-    Args:
-        shape: Its shape.
-        rows: As in `fit`.
-        reshapes: What is done to it, in order.
+    If it does not fit one of them, the number of elements changes.
     """
     for reshape in reshapes:
         shape = reshape.of(fit(shape, rows, reshape.before, batched=reshape.batched))

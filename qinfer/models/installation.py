@@ -1,13 +1,13 @@
-"""The identity of the data in Redis, and what happens when Redis comes back without it.
+"""The identity of the data in Redis, and its restoration when Redis comes back without it.
 
 `qinfer:installation` holds a random id for as long as Redis has its data. A process that has seen an id and finds
-another one, or none, knows that the data is gone: somebody flushed Redis, or its volume was lost. So does one that
-misses what nobody ever removes: every wish, or a model's configuration, as when one node of a cluster lost its data.
-A failover to an older replica is no such loss: it has the id, and lacks the latest changes only.
+another one or none knows that the data is gone: Redis was flushed, or lost its volume. The same holds when data is
+missing that qinfer never removes: all wishes, or a model's configuration, as when one node of a cluster lost its data.
+A failover to an older replica is no loss: the replica has the id, and lacks only the latest changes.
 
-What gateways have seen last is then written again by one of them: the one that replaces the id with a claim, which
-expires should it die before it has done. Each model gets a generation above any that was seen. Until then the others,
-and the workers, go on with what they have seen.
+One gateway then writes again what the gateways saw last: it replaces the id with a claim, which expires if the gateway
+dies before it finishes. Each model gets a generation above all that were seen. Until then the other gateways and the
+workers keep their last state.
 """
 
 import logging
@@ -31,14 +31,7 @@ _CLAIM_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The state that is kept in Redis and nowhere else, as it was read at one time.
-
-    Attributes:
-        installation: The id of the data; empty where there is none yet.
-        desired: The desired state of every model.
-        stored: The configurations of the models.
-        settings: The settings that clients have changed.
-    """
+    """The state that only Redis keeps; `installation` is the id of the data."""
 
     installation: str = ""
     desired: Mapping[str, Desired] = field(default_factory=dict)
@@ -48,14 +41,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The parts of an earlier snapshot that Redis no longer has.
-
-    Attributes:
-        whole: Redis has other data than before: what was queued is gone, too.
-        wishes: Models whose desired state is gone.
-        configs: Models whose configuration is gone.
-        settings: Names of settings that are gone.
-    """
+    """The parts of an earlier snapshot that Redis no longer has; `whole` = everything, the queue included."""
 
     whole: bool
     wishes: tuple[str, ...]
@@ -64,15 +50,10 @@ class Loss:
 
 
 def loss(before: Snapshot, now: Snapshot) -> Loss | None:
-    """Compares two snapshots.
+    """Returns what Redis lost since `before`; `None` = nothing.
 
-    Args:
-        before: The last one that was whole; one without an id, or of a start while a gateway restores, knows of nothing
-            that could be lost.
-        now: The present one.
-
-    Returns:
-        What is gone; `None` = nothing, or settings alone: the first may have been changed just before a failover.
+    A lost setting alone does not count: the first may have been set just before a failover. Nor does a `before` without
+    an id, or one read while a gateway restored.
     """
     if not before.installation or is_claimed(before.installation):
         return None
@@ -88,22 +69,17 @@ def loss(before: Snapshot, now: Snapshot) -> Loss | None:
 
 
 def _gone(before: Mapping[str, object], now: Mapping[str, object], *, is_other: bool) -> tuple[str, ...]:
-    """Returns what a hash lacks; in the same data some of it may be missing after a failover, all of it may not."""
+    """Returns the names that a hash lacks; under the same id, only if it lacks all of them."""
     return tuple(sorted(before.keys() - now.keys())) if is_other or not now else ()
 
 
 def is_claimed(installation: str) -> bool:
-    """Tells by the id of the data whether a gateway is writing again what was lost."""
+    """Tells by the id of the data whether a gateway is restoring it."""
     return installation.startswith(_CLAIM)
 
 
 def is_gone(before: Snapshot, now: Snapshot) -> bool:
-    """Tells whether the desired state is lost, and no gateway has written it again yet: the last one is to be kept.
-
-    Args:
-        before: The last one that was not.
-        now: The present one; configurations and settings don't matter.
-    """
+    """Tells whether the desired state is lost and not yet restored."""
     if not before.installation:
         return False
     if not now.installation or is_claimed(now.installation):
@@ -112,23 +88,15 @@ def is_gone(before: Snapshot, now: Snapshot) -> bool:
 
 
 async def refuse_lost(store: ControlStore) -> None:
-    """Raises an error while Redis lacks its data: what is missing then was not removed.
-
-    Raises:
-        BrokerUnavailable: A gateway has yet to write it again; or the store can't be reached.
-    """
+    """Raises `BrokerUnavailable` while lost data is not restored, when a missing model was not removed."""
     installation = await store.installation()
     if not installation or is_claimed(installation):
         raise BrokerUnavailable("Redis has lost its data, and models are being written again; try again")
 
 
 async def read_snapshot(store: ControlStore) -> Snapshot:
-    """Reads the present snapshot.
-
-    Raises:
-        BrokerUnavailable: The store can't be reached.
-    """
-    installation = await store.installation()  # first: a claim that ends meanwhile must not hide what it wrote
+    """Reads the present snapshot."""
+    installation = await store.installation()  # first: data is restored before its claim ends
     desired = await store.desired()
     return Snapshot(
         installation=installation,
@@ -139,12 +107,7 @@ async def read_snapshot(store: ControlStore) -> Snapshot:
 
 
 class Guard:
-    """Reads the state in Redis, tells when it is not whole, and restores it then.
-
-    Args:
-        store: Where the state is.
-        queue: Where lanes are made; `None` = restoring, and saying so, is left to the gateways.
-    """
+    """Reads the state in Redis, and restores lost parts if it has a queue: without one it leaves that to gateways."""
 
     def __init__(self, store: ControlStore, queue: Queue | None = None) -> None:
         self._store = store
@@ -154,16 +117,7 @@ class Guard:
         self._is_told = False
 
     async def read(self) -> Snapshot | None:
-        """Reads the state, and compares it with the last that was whole.
-
-        A gateway writes again what is gone, unless another one does so already; the next look finds it.
-
-        Returns:
-            The state; `None` while it is not whole.
-
-        Raises:
-            BrokerUnavailable: The store or the queue can't be reached.
-        """
+        """Reads the state, and begins to restore lost parts; `None` while it is not whole."""
         now = await read_snapshot(self._store)
         if self._queue is None:
             if is_gone(self._whole, now):
@@ -178,7 +132,6 @@ class Guard:
         return now
 
     async def _check(self, now: Snapshot, queue: Queue) -> bool:
-        """Tells whether a snapshot is whole, and restores what it lacks."""
         before = self._whole
         if is_claimed(now.installation):
             return not before.installation
@@ -192,7 +145,7 @@ class Guard:
         return False
 
     async def _confirmed(self, found: Loss | None) -> Loss | None:
-        """Leaves out of a loss what is there and can't be read here: a newer qinfer wrote it."""
+        """Drops records from a loss that exist but only a newer qinfer can read."""
         if found is None or found.whole:
             return found
         wishes = await self._store.wished() if found.wishes else set()
@@ -201,7 +154,6 @@ class Guard:
         return kept if kept.wishes or kept.configs else None
 
     def _tell(self, found: Loss) -> None:
-        """Logs a loss, once: it may take several looks until all is there again."""
         if self._is_told:
             return
         self._is_told = True
@@ -217,7 +169,6 @@ class Guard:
         )
 
     async def _restore(self, now: Snapshot, found: Loss, queue: Queue) -> None:
-        """Writes again what is lost, under the id that the data has, or a new one."""
         before, installation = self._whole, now.installation or self._new_id()
         claim = _CLAIM + self._new_id()
         if await self._store.exchange_installation(now.installation, claim, _CLAIM_S) != claim:
@@ -232,7 +183,7 @@ class Guard:
         await self._store.wake()
 
     async def _restore_model(self, wish: Desired, queue: Queue) -> None:
-        """Writes one model as `write_model` does: lanes, configuration, wish; what somebody wrote meanwhile stays."""
+        """Writes one model as `write_model` does; a value written meanwhile stays."""
         known, generation = self._whole.stored.get(wish.model), wish.generation
         if known is not None and not await self._store.has_model(wish.model):
             newest = max(generation, known.generation) + 1

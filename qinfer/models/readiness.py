@@ -1,14 +1,12 @@
-"""Progress of a load, state and speed of each model version: pure functions of desired state and live workers.
+"""State, load progress and speed of each model version: pure functions of desired state and worker records.
 
-A load has succeeded when one worker that places the model is READY at the generation, for every version; failed when
-all live workers that place it have failed; else it goes on.
+A load succeeds when, for every version, a worker that places the model is READY at the generation. It fails when all
+live workers that place the model have failed.
 
-READY = desired, and loaded by a live worker, at the desired generation or, while that one is loading or
-when it fails to load, at an earlier one: a reload makes no gap. So a version that the new generation leaves out is
-shown as long as a worker serves it: workers retire it when they have loaded what replaces it, unless it is pinned.
-An ensemble is READY only while all models that it uses are.
-A model with `min_workers` 0 is READY without a live worker too, and while its first one loads: its requests wait in the
-queue.
+A version is READY while a live worker has it loaded at the desired generation, or at an earlier one while the new
+generation loads or has failed: a reload makes no gap. A version that the new generation drops stays visible while a
+worker serves it. An ensemble is READY only while all its models are. A model with `min_workers` 0 is READY even
+without a live worker: its requests wait in the queue.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,14 +35,14 @@ class Progress(Enum):
 
 
 class Outcome(NamedTuple):
-    """The progress of a load, and the reason why it is not READY."""
+    """The progress of a load, and why it is not READY."""
 
     progress: Progress
     reason: str = ""
 
 
 def outcome(stored: StoredModel, workers: Iterable[WorkerRecord]) -> Outcome:
-    """Returns the outcome of the load of a configuration so far."""
+    """Returns the progress of loading a configuration."""
     if stored.error:
         return Outcome(Progress.FAILED, stored.error)
     assigned = [worker for worker in workers if is_placed(stored.model, worker.places)]
@@ -84,14 +82,12 @@ _NO_WORKER = "no live worker has loaded it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatus:
-    """A model as all live workers together have it.
+    """A model's state over all live workers.
 
     Attributes:
-        model: Its name.
-        generation: The generation that is desired.
-        versions: Version → the best state that a worker has it in, with its generation and the reason.
+        versions: Version → its best state on any worker.
         failed: The versions that no live worker could load.
-        error: Why the model can't be loaded at all; empty when it can.
+        error: Why the model can't be loaded at all.
     """
 
     model: str
@@ -102,26 +98,26 @@ class ModelStatus:
 
     @property
     def ready_versions(self) -> tuple[int, ...]:
-        """The versions that can be asked, ascending."""
+        """The READY versions, ascending."""
         return tuple(sorted(v for v, state in self.versions.items() if state.state is State.READY))
 
     @property
     def is_ready(self) -> bool:
-        """Tells whether every version of the model can be asked."""
+        """Tells whether every version of the model is READY."""
         return bool(self.versions) and len(self.ready_versions) == len(self.versions)
 
     @property
     def loadable_versions(self) -> tuple[int, ...]:
-        """The versions that can be asked or will be once a worker has loaded them, ascending."""
+        """The versions that are READY or can still be loaded, ascending."""
         return () if self.error else tuple(sorted(v for v in self.versions if v not in self.failed))
 
 
 class Capacity(NamedTuple):
-    """The speed that a version's backlog is worked off with.
+    """The speed at which live workers drain a version's backlog.
 
     Attributes:
-        rps: Requests a second, of all live workers together, at best; 0 = unknown.
-        start_s: Seconds that a worker took to load it; 0 while a worker has it loaded, and where it was not measured.
+        rps: The highest requests a second of all live workers together; 0 = unknown.
+        start_s: Seconds that a worker took to load it; 0 = a worker has it loaded, or unknown.
         workers: Live workers that have it loaded.
     """
 
@@ -130,28 +126,27 @@ class Capacity(NamedTuple):
     workers: int = 0
 
     def behind(self, part: float) -> "Capacity":
-        """Returns what is left where others take a part of the speed; a hundredth at the least."""
+        """Returns the capacity left when others take `part` of it; at least a hundredth."""
         return self if not part else self._replace(rps=self.rps * max(1.0 - part, 0.01))
 
 
 def assess(
     desired: Mapping[str, Desired], stored: Mapping[str, StoredModel], workers: Iterable[WorkerRecord]
 ) -> dict[str, ModelStatus]:
-    """Returns the status of every model that is desired to be loaded, by name."""
+    """Returns the status of every model that should be loaded, by name."""
     records = list(workers)
     statuses = {
         model: _status(wish, stored.get(model), records) for model, wish in sorted(desired.items()) if wish.load
     }
     users = [model for model in statuses if model in stored and stored[model].uses]
     while any(_lower(stored[model], statuses) for model in users):
-        pass  # an ensemble that is not READY any more may be a step of another
+        pass  # an ensemble that stops being READY may be a step of another
     return statuses
 
 
 def failed_loads(statuses: Iterable[ModelStatus], workers: Iterable[WorkerRecord]) -> dict[tuple[str, int], bool]:
-    """Returns (model, version) → whether a live worker failed to load the newest of it; version 0 = it has none.
-
-    An earlier generation may serve on.
+    """Returns (model, version) → whether a live worker failed to load its newest generation; version 0 = the model has
+    none.
     """
     records = list(workers)
     failed: dict[tuple[str, int], bool] = {}
@@ -165,13 +160,13 @@ def failed_loads(statuses: Iterable[ModelStatus], workers: Iterable[WorkerRecord
 
 
 def have_begun(statuses: Iterable[ModelStatus]) -> bool:
-    """Tells whether a model can be asked, or none is left that may still be loaded."""
+    """Tells whether a model is READY, or no model can still be loaded."""
     models = list(statuses)
     return any(model.ready_versions for model in models) or not any(model.loadable_versions for model in models)
 
 
 def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str:
-    """Says what an ensemble lacks of a model that it uses, with Triton's text; empty = nothing."""
+    """Returns why an ensemble can't use a model, in Triton's words; empty = it can."""
     status = statuses.get(use.model)
     who = f"ensemble '{ensemble}' depends on '{use.model}'"
     if status is None or not status.ready_versions:
@@ -182,7 +177,7 @@ def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str
 
 
 def _lower(model: StoredModel, statuses: dict[str, ModelStatus]) -> bool:
-    """Makes an ensemble UNAVAILABLE that lacks a model which it uses; returns whether it was READY."""
+    """Makes an ensemble UNAVAILABLE if one of its models is not READY; returns whether its state changed."""
     status = statuses[model.model]
     reason = next(filter(None, (lacking(model.model, use, statuses) for use in model.uses)), "")
     if not reason or not status.ready_versions:
@@ -198,7 +193,7 @@ def _lower(model: StoredModel, statuses: dict[str, ModelStatus]) -> bool:
 def _status(wish: Desired, stored: StoredModel | None, workers: list[WorkerRecord]) -> ModelStatus:
     if stored is None:
         return ModelStatus(model=wish.model, generation=wish.generation, error="its configuration is not stored")
-    # The configuration is written first: for a moment it may be newer than the wish, and is what workers will load.
+    # The configuration is written first, and may briefly be newer than the wish.
     generation = max(wish.generation, stored.generation)
     waits = stored.min_workers == 0 and not stored.error and not stored.pending
     versions: dict[int, VersionState] = {}
@@ -218,7 +213,7 @@ def _status(wish: Desired, stored: StoredModel | None, workers: list[WorkerRecor
 
 
 def _left_out(stored: StoredModel, workers: list[WorkerRecord]) -> list[int]:
-    """Returns the versions that are served and not among those of the present configuration."""
+    """Returns served versions that the present configuration does not select."""
     served = {
         version
         for worker in workers
@@ -229,7 +224,6 @@ def _left_out(stored: StoredModel, workers: list[WorkerRecord]) -> list[int]:
 
 
 def _best(model: str, version: int, generation: int, workers: list[WorkerRecord]) -> VersionState | None:
-    """Returns the best state that a live worker reports of a version; `None` when none reports on it."""
     reported = [
         state
         for worker in workers
@@ -239,7 +233,7 @@ def _best(model: str, version: int, generation: int, workers: list[WorkerRecord]
 
 
 def capacity_of(workers: Iterable[WorkerRecord], model: str, version: int) -> Capacity:
-    """Sums up the best speeds of the workers that have a version READY; unknown while one has measured too little."""
+    """Sums up the best speeds of workers that have a version READY; unknown while one has too few measurements."""
     ready = [worker for worker in workers if worker.is_ready(model, version)]
     speeds = [worker.best_speeds.get(model, {}).get(version, 0.0) for worker in ready]
     return Capacity(sum(speeds) if all(speeds) else 0.0, 0.0, len(speeds))

@@ -1,4 +1,4 @@
-"""Routes of requests by priority level and queue policy: the lane, how long a request may wait, what is ahead of it."""
+"""Routes of requests by priority level and queue policy: the lane, the longest wait, and the lanes ahead."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,10 @@ from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
 from qinfer.queue.entries import DELAYED, Lane
 
 MAX_LANES = 32
-"""Lanes per version, each of which costs a fetch three commands. More levels share them by range; the exact level is in
-the frame."""
+"""Lanes per version, each of which costs a fetch three commands; more levels share lanes by range."""
 
 NAMES = tuple(f"p{number}{suffix}" for number in range(1, MAX_LANES + 1) for suffix in ("", DELAYED))
-"""Every online lane that a version can have, with whatever configuration."""
+"""Every online lane that a version can have."""
 
 _NO_POLICY = QueuePolicy()
 
@@ -19,9 +18,7 @@ class Route(NamedTuple):
     """The route of the requests of one level.
 
     Attributes:
-        lane: Where they go.
-        policy: How they wait there.
-        ahead: The lanes that are read before the end of theirs, theirs included: what a new request waits for.
+        ahead: The lanes whose entries are read before a new request, its own lane included.
     """
 
     lane: Lane
@@ -30,19 +27,15 @@ class Route(NamedTuple):
 
     @property
     def is_usual(self) -> bool:
-        """True where requests wait as without a policy, but for its limit: in one lane, until their deadline."""
+        """Tells whether requests wait in one lane until their deadline."""
         return not self.policy.timeout_s and len(self.ahead) == 1
 
 
 class Routes:
     """The routes of one model version.
 
-    Args:
-        spec: The model's configuration.
-        version: The version.
-
     Attributes:
-        are_plain: All requests go one way, without a queue policy: nobody needs to ask for it.
+        are_plain: All requests take the default route, without a queue policy.
     """
 
     def __init__(self, spec: ModelSpec, version: int) -> None:
@@ -53,7 +46,7 @@ class Routes:
         self.default = self._of_level(0 if spec.batching is None else spec.batching.default_priority)
 
     def of(self, priority: int) -> Route:
-        """Returns the route of a request that asks for this priority."""
+        """Returns the route of a request with this priority."""
         batching = self._batching
         if batching is None or not batching.priority_levels:
             return self.default
@@ -71,10 +64,7 @@ def lane_name(levels: int, level: int) -> str:
 
 
 def lanes_of(spec: ModelSpec, version: int) -> tuple[Lane, ...]:
-    """Returns a version's online lanes in the order in which they are read; delayed ones only where a policy delays.
-
-    There may be 2⁶⁴ levels, so that they are not gone through one by one.
-    """
+    """Returns a version's online lanes in reading order; never iterates over the levels, of which there may be 2⁶⁴."""
     batching = spec.batching or BatchingSpec(preferred_sizes=(1,))
     levels = batching.priority_levels
     names: list[str] = []
@@ -102,5 +92,4 @@ def _delays(batching: BatchingSpec, number: int) -> bool:
 
 
 def _first(levels: int, number: int) -> int:
-    """Returns the first level of a lane that several levels share."""
     return 1 - (1 - number) * levels // MAX_LANES

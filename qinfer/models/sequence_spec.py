@@ -1,6 +1,6 @@
-"""`SequenceSpec`: a model's `sequence_batching` as the rest of qinfer reads it, and the check of a request against it.
+"""`SequenceSpec`: a model's `sequence_batching` for the rest of qinfer, and the check of a request against it.
 
-`config.sequences` makes it of a `ModelConfig`. Defaults, checks and texts are Triton's (reference §3.4; core
+`config.sequences` makes it from a `ModelConfig`. Defaults, checks and texts are Triton's (reference §3.4; core
 `src/model_config_utils.cc`, `src/sequence_batch_scheduler/`).
 """
 
@@ -15,11 +15,11 @@ from qinfer.errors import InvalidRequest, InvalidStep, ModelLoadFailed
 from qinfer.tensors import Tensor, datatype, element_count, pack_bytes
 
 MAX_ID_BYTES = 128
-"""A correlation ID that is text may have so many bytes (`STRING_CORRELATION_ID_MAX_LENGTH_BYTES` in Triton)."""
+"""The longest text of a correlation ID (`STRING_CORRELATION_ID_MAX_LENGTH_BYTES` in Triton)."""
 
 
 class ControlKind(StrEnum):
-    """Names what a control input tells the model, as `config.pbtxt` does."""
+    """The meaning of a control input, named as in `config.pbtxt`."""
 
     START = "CONTROL_SEQUENCE_START"
     READY = "CONTROL_SEQUENCE_READY"
@@ -72,12 +72,9 @@ class StateSpec:
     growable: bool = False
 
     def initial(self, content: bytes | None, *, batched: bool) -> Tensor:
-        """Makes the state of the first step; elements of a BYTES state of zeros are empty.
+        """Returns the state of the first step: the `content` of `file`, or zeros, which for BYTES are empty elements.
 
-        Args:
-            content: The bytes of `file`, of which as many are taken as one row has; all of them for BYTES. `None`
-                where there is no file.
-            batched: The model has a batch dimension, here of one row.
+        It takes the bytes of one row, or all bytes for BYTES.
 
         Raises:
             ModelLoadFailed: The file has fewer bytes than the state.
@@ -98,12 +95,11 @@ class StateSpec:
 
 
 class DirectSpec(msgspec.Struct, frozen=True, kw_only=True, tag="direct"):
-    """The strategy `direct`: each sequence has a row of the batch to itself, from START to END.
+    """The strategy `direct`: each sequence has a row of the batch of its own, from START to END.
 
     Attributes:
-        minimum_rows: So many rows have to have a request before a batch leaves (`minimum_slot_utilization`); 0 = it
-            leaves with what is there.
-        max_queue_delay_s: How long a request waits for that at most; 0 = it does not wait.
+        minimum_rows: Rows that must have a request before a batch leaves (`minimum_slot_utilization`).
+        max_queue_delay_s: The longest wait for that.
     """
 
     minimum_rows: int = 0
@@ -111,13 +107,12 @@ class DirectSpec(msgspec.Struct, frozen=True, kw_only=True, tag="direct"):
 
 
 class OldestSpec(msgspec.Struct, frozen=True, kw_only=True, tag="oldest"):
-    """The strategy `oldest`: the candidates' next requests are batched as a dynamic batcher does it.
+    """The strategy `oldest`: a dynamic batcher merges the next requests of the candidate sequences.
 
     Attributes:
-        preferred_sizes: Sizes worth stopping at, ascending; never empty (`[max_batch_size]` by default).
-        max_queue_delay_s: How long the oldest request may wait for the batch to fill; 0 = do not wait.
-        preserve_ordering: Responses leave in the order of the requests. An instance executes one batch after another,
-            so that they do in any case.
+        preferred_sizes: Sizes worth stopping at, ascending; `[max_batch_size]` by default.
+        max_queue_delay_s: The longest wait of the oldest request for the batch to fill.
+        preserve_ordering: Has no effect: an instance executes one batch after another, which keeps the order anyway.
     """
 
     preferred_sizes: tuple[int, ...]
@@ -130,15 +125,12 @@ class SequenceSpec:
     """The `sequence_batching` part of a configuration (reference §3.4).
 
     Attributes:
-        strategy: How batches are made of the requests of several sequences.
         slots: Sequences that one instance works on at a time: `max_batch_size` or `max_candidate_sequences`.
-        max_rows: No batch has more rows than this; 1 for a model without a batch dimension.
-        max_idle_s: How long a sequence may have nothing that waits or executes before it is ended.
-        controls: Inputs that tell the model about the sequence of each row; no kind more than once.
-        states: The implicit states.
-        iterative: A request is a sequence of its own: it executes again and again, until the model says that it is
-            done.
-        of_steps: The model is an ensemble, and what it keeps is in the sequences of its steps.
+        max_rows: The most rows of a batch; 1 for a model without a batch dimension.
+        max_idle_s: A sequence ends after this time without a waiting or executing request.
+        controls: Inputs that describe the sequence of each row; at most one of each kind.
+        iterative: Each request is a sequence, which executes until the model says that it is done.
+        of_steps: The model is an ensemble; the sequences of its steps keep the state.
     """
 
     strategy: DirectSpec | OldestSpec
@@ -171,16 +163,12 @@ MAX_ENSEMBLE_SEQUENCES = 1000
 
 
 def of_ensemble(steps: abc.Sequence[SequenceSpec]) -> SequenceSpec | None:
-    """Returns the sequences of an ensemble, whose requests are requests of each of its stateful steps.
-
-    Args:
-        steps: The sequences of the models of its steps; those that are iterative do not count.
-    """
+    """Returns the sequences of an ensemble from those of its steps; iterative steps do not count."""
     kept = [step for step in steps if not step.iterative]
     if not kept:
         return None
     ids = [control for step in kept for control in step.controls if control.kind is ControlKind.CORRID]
-    # Where one takes no text, the ensemble does not.
+    # If one step takes no text as an ID, neither does the ensemble.
     ids.sort(key=lambda control: control.datatype == "BYTES")
     return SequenceSpec(
         strategy=OldestSpec(preferred_sizes=(1,)),
@@ -193,15 +181,10 @@ def of_ensemble(steps: abc.Sequence[SequenceSpec]) -> SequenceSpec | None:
 
 
 def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequence | None:
-    """Checks a request's flags; which sequences are open is not looked at.
-
-    Args:
-        request: The request.
-        rows: Its batch size, as `validate` returned it.
-        spec: The sequences of its model.
+    """Checks a request's sequence flags, without regard to open sequences.
 
     Returns:
-        Its flags; `None` for a request to an iterative model that names no sequence.
+        Its flags; `None` for a request without a sequence to an iterative model.
 
     Raises:
         InvalidStep: It has several rows, or lacks a correlation ID.

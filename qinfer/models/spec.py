@@ -1,4 +1,4 @@
-"""`ModelSpec`: a model's configuration as the rest of qinfer reads it; `config` makes it of a `ModelConfig`."""
+"""`ModelSpec`: a model's configuration for the rest of qinfer, made by `config` from a `ModelConfig`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from qinfer.models.ragged_spec import BatchInputKind, BatchInputSpec, BatchOutpu
 from qinfer.models.sequence_spec import SequenceSpec
 
 MAX_PARTS = 64
-"""A request is split into so many parts at most."""
+"""The most parts that a request is split into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +19,13 @@ class TensorSpec:
         name: Its name.
         datatype: Its wire datatype, such as `FP32`.
         dims: Its dimensions without the batch dimension; -1 is variable.
-        optional: An input that a request may leave out.
-        ragged: An input whose variable dimensions may differ within a batch (`allow_ragged_batch`), or an output that
-            is cut by those of an input (`batch_output`): the model file has it as one dimension.
-        reshape: The dimensions that the model sees instead of `dims`, again without the batch dimension, with as
-            many elements, and with the variable dimensions in the same order; `None` = the same.
-        labels: The names of an output's classes, by index (`label_filename`); empty = they have none.
+        optional: A request may leave out this input.
+        ragged: Its variable dimensions may differ within a batch: an input with `allow_ragged_batch`, or an output cut
+        by
+            such an input (`batch_output`). The model file has one dimension for it.
+        reshape: The dimensions that the model sees instead of `dims`: as many elements, the variable dimensions in the
+            same order; `None` = the same.
+        labels: The names of an output's classes, by index (`label_filename`).
     """
 
     name: str
@@ -41,11 +42,7 @@ class TensorSpec:
         return self.dims if self.reshape is None else self.reshape
 
     def file_shape(self, *, batched: bool) -> tuple[int, ...]:
-        """Returns the shape that the model file has it as; -1 is variable.
-
-        Args:
-            batched: Whether the model has a batch dimension.
-        """
+        """Returns its shape in the model file, `batched` = with a batch dimension; -1 is variable."""
         if self.ragged:
             return (-1,)
         return (-1, *self.seen_dims) if batched else self.seen_dims
@@ -53,12 +50,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuePolicy:
-    """The queue policy of the requests of one priority level (reference §3.3, queue policy).
+    """The queue policy of one priority level (reference §3.3, queue policy).
 
     Attributes:
-        max_queue_size: So many may wait; 0 = no limit but the lane's capacity.
-        timeout_s: How long one may wait before it executes; 0 = as long as its deadline allows.
-        delay: What is over that time goes behind the others of its level (DELAY) instead of being refused (REJECT).
+        max_queue_size: The most waiting requests; 0 = the lane's capacity.
+        timeout_s: The longest wait before execution; 0 = until the deadline.
+        delay: A request over that time goes behind its level (DELAY) instead of being refused (REJECT).
         allow_override: A request's own `timeout` may shorten `timeout_s`; without a `timeout_s` it has no effect.
     """
 
@@ -73,12 +70,11 @@ class BatchingSpec:
     """The `dynamic_batching` part of a configuration (reference §3.3).
 
     Attributes:
-        preferred_sizes: Sizes worth stopping at, ascending; never empty (`[max_batch_size]` by default).
-        max_queue_delay_s: How long the oldest request may wait for the batch to fill; 0 = do not wait.
-        priority_levels: 1 is the highest … this is the lowest; 0 = there are no levels.
-        default_priority: The level of a request that names none or one that does not exist.
-        default_policy: The queue policy of levels that have none of their own.
-        policies: Level → its own queue policy.
+        preferred_sizes: Sizes worth stopping at, ascending; `[max_batch_size]` by default.
+        max_queue_delay_s: The longest wait of the oldest request for the batch to fill.
+        priority_levels: The lowest level, 1 being the highest; 0 = there are no levels.
+        default_priority: The level of a request that names none, or one that does not exist.
+        policies: Level → its queue policy, where it differs from `default_policy`.
     """
 
     preferred_sizes: tuple[int, ...]
@@ -89,7 +85,7 @@ class BatchingSpec:
     policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
 
     def level(self, asked: int) -> int:
-        """Returns the level that a request gets: 1 … `priority_levels`, or 0 where there are none."""
+        """Returns the level of a request: 1 … `priority_levels`, or 0 where there are none."""
         return asked if 1 <= asked <= self.priority_levels else self.default_priority
 
     def policy(self, level: int) -> QueuePolicy:
@@ -98,22 +94,22 @@ class BatchingSpec:
 
     @property
     def is_bounded(self) -> bool:
-        """True where so many requests may wait as a queue policy says."""
+        """Tells whether a queue policy limits the number of waiting requests."""
         return any(policy.max_queue_size for policy in (self.default_policy, *self.policies.values()))
 
     @property
     def is_plain(self) -> bool:
-        """True where all requests are alike, and wait by no policy (reference §3.3 step 3)."""
+        """Tells whether all requests are alike, and wait by no policy (reference §3.3 step 3)."""
         return not self.priority_levels and self.default_policy == QueuePolicy()
 
     @property
     def may_prefetch(self) -> bool:
-        """True where requests run in the order in which they came, and only deadlines end a wait."""
+        """Tells whether requests run in arrival order, and only deadlines end a wait."""
         return not self.priority_levels and not self.default_policy.timeout_s
 
     @property
     def is_in_order(self) -> bool:
-        """True where requests run in the order in which they came: some may be refused, none overtakes another."""
+        """Tells whether requests run in arrival order; some may be refused."""
         return not self.priority_levels and not self.default_policy.delay
 
 
@@ -121,10 +117,8 @@ class WarmupInput(NamedTuple):
     """One input of a `model_warmup` sample: zeros, unless it is random or from a file.
 
     Attributes:
-        datatype: Its wire datatype.
         dims: Its dimensions without the batch dimension.
-        random: Random data.
-        file: A file of the model's directory `warmup` that begins with the bytes of one row; empty = none.
+        file: A file in the model's directory `warmup` that begins with the bytes of one row.
     """
 
     datatype: str
@@ -135,14 +129,7 @@ class WarmupInput(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupSpec:
-    """One `model_warmup` sample.
-
-    Attributes:
-        name: The sample's name, for messages.
-        batch_size: How many requests of one row it is.
-        inputs: Input name → its data.
-        count: How often it is executed.
-    """
+    """One `model_warmup` sample: `batch_size` requests of one row, executed `count` times."""
 
     name: str
     batch_size: int
@@ -151,11 +138,11 @@ class WarmupSpec:
 
 
 class Device(NamedTuple):
-    """The device that a model instance executes on.
+    """The device of a model instance.
 
     Attributes:
         kind: `cpu` or `gpu`.
-        number: Which GPU; 0 for the CPU.
+        number: The number of the GPU; 0 for the CPU.
     """
 
     kind: Literal["cpu", "gpu"] = "cpu"
@@ -163,12 +150,8 @@ class Device(NamedTuple):
 
 
 class ResourceSpec(NamedTuple):
-    """Units of a resource that an execution holds (`rate_limiter.resources`).
-
-    Attributes:
-        name: The resource.
-        units: How many.
-        is_global: The resource is the same for all devices and workers, and not one of each device.
+    """Units of a resource that an execution holds (`rate_limiter.resources`); a global one is shared by devices and
+    workers.
     """
 
     name: str
@@ -178,14 +161,12 @@ class ResourceSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceSpec:
-    """Instances of a model on one device: one of these for each group, and for each GPU of a group.
+    """Instances of a model on one device: one spec for each group, and for each GPU of a group.
 
     Attributes:
-        device: Where they run.
-        count: How many there are.
         name: The group's name, for logs.
-        resources: What an execution needs at once, where the server limits rates.
-        priority: The weight of an execution against those of others that wait for resources; 0 counts as 1.
+        resources: What an execution needs, where the server limits rates.
+        priority: The weight of an execution among those that wait for resources; 0 counts as 1.
     """
 
     device: Device = field(default_factory=Device)
@@ -196,25 +177,19 @@ class InstanceSpec:
 
 
 class Accelerator(NamedTuple):
-    """An entry of `optimization.execution_accelerators`.
-
-    Attributes:
-        name: Such as `tensorrt`.
-        parameters: Its own settings.
-    """
+    """An entry of `optimization.execution_accelerators`, such as `tensorrt`."""
 
     name: str
     parameters: Mapping[str, str]
 
 
 class EnsembleStep(NamedTuple):
-    """A step of an ensemble, as its configuration has it.
+    """A step in an ensemble's configuration.
 
     Attributes:
-        model: The model that it runs.
-        version: Which version; 0 = the highest that is ready when the ensemble is loaded.
-        inputs: Input of the model → the ensemble's tensor that it gets.
-        outputs: Output of the model → the ensemble's tensor that it becomes.
+        version: 0 = the highest that is READY when the ensemble is loaded.
+        inputs: Input of the model → tensor of the ensemble.
+        outputs: Output of the model → tensor of the ensemble.
     """
 
     model: str
@@ -235,40 +210,39 @@ class ModelSpec:
         inputs: Its inputs in the configuration's order, without those that the server fills (`sequences`).
         outputs: Its outputs in the configuration's order.
         batching: How requests are merged; `None` = the default scheduler, which never merges.
-        sequences: How the requests of sequences are batched, and what they keep; `None` = it has no sequences.
-        instances: Where its instances run; each is one execution at a time.
+        sequences: How requests of sequences are batched, and which states they keep; `None` = it has no sequences.
+        instances: The devices of its instances, each of which runs one execution at a time.
         filename: The model file in a version directory.
         parameters: The `parameters` map; qinfer's own begin with `qinfer.`.
         warmup: Samples to run before the model is READY.
         default_timeout_s: The timeout of a request that names none.
-        max_timeout_s: The longest a request may ask for.
+        max_timeout_s: The longest timeout that a request may ask for.
         graph_level: `optimization.graph.level`; `None` leaves it to the backend.
         gpu_accelerators: `optimization.execution_accelerators` for instances on GPUs, in order.
         cpu_accelerators: The same for instances on the CPU.
         cuda_graphs: `optimization.cuda.graphs`: record an execution of each shape, and replay it.
-        lane_capacity: Requests that may wait in one lane.
+        lane_capacity: The most waiting requests of one lane.
         min_workers: 0 = the model is READY without a live worker: its requests wait until one has started.
         decoupled: A request has 0, 1 or many responses (`model_transaction_policy`).
-        preserves_order: A gateway answers its requests in the order in which they came (`preserve_ordering`); never of
-            a decoupled model.
-        stream_resume: A stream whose worker ends is executed again, and what its caller has is skipped: the model
-            gives the same responses each time.
+        preserves_order: A gateway answers its requests in arrival order (`preserve_ordering`); never if decoupled.
+        stream_resume: A stream whose worker dies is executed again, without the responses that were already sent: the
+            model is deterministic.
         is_cached: Its responses may be cached (`response_cache`).
         cached_for_all: A cached response serves other tenants, too.
-        config_json: The whole configuration, in the dialect of `GET …/config`; only backend `python` has use for it.
-        steps: What an ensemble runs in place of a backend; empty = it is none.
-        max_inflight: Of one request, so many responses of a decoupled step may be in the steps behind it at once.
+        config_json: The whole configuration in the dialect of `GET …/config`; used only by backend `python`.
+        steps: The steps of an ensemble, which has no backend.
+        max_inflight: The most responses of one request's decoupled step that later steps may hold at once.
         batch_inputs: Inputs of the model file that are made of the shapes of a batch's requests.
         batch_outputs: Outputs that are cut by the shapes of an input.
         splits: A request of more than `max_batch_size` rows is executed in parts, instead of being refused.
-        slo_latency_s: The time within which its requests are to be answered; 0 = the server's.
-        slo_target: The share of requests that is to be answered well and in that time; 0 = the server's.
-        metric_tags: Further labels of its series among Triton's metrics, without the underscore in front.
-        strict_outputs: Outputs of other datatypes and shapes than it declares are refused, instead of being passed on.
-        execute_timeout_s: An execution may take so long; 0 = there is no limit, as for the next two.
-        load_timeout_s: The load of an instance may take so long.
-        warmup_timeout_s: The warm-up of an instance may take so long.
-        max_strings: Elements that the BYTES inputs of one request may have together.
+        slo_latency_s: The latency objective of its requests; 0 = the server's.
+        slo_target: The share of requests that should succeed within it; 0 = the server's.
+        metric_tags: More labels of its series among Triton's metrics, without the leading underscore.
+        strict_outputs: Refuse outputs whose datatype or shape differs from the declaration.
+        execute_timeout_s: The longest execution; 0 = no limit, here and below.
+        load_timeout_s: The longest load of an instance.
+        warmup_timeout_s: The longest warm-up of an instance.
+        max_strings: The most elements that the BYTES inputs of one request may have together.
     """
 
     name: str
@@ -313,12 +287,12 @@ class ModelSpec:
 
     @property
     def max_request_rows(self) -> int:
-        """The most rows that a request may have that somebody waits for; 0 = there is no batch dimension."""
+        """The most rows of an online request; 0 = there is no batch dimension."""
         return self.max_batch_size * (MAX_PARTS if self.splits else 1)
 
     @property
     def is_stateful(self) -> bool:
-        """Whether it keeps something from request to request, so that all of a sequence go to one worker, in order."""
+        """Tells whether it keeps state between requests, so that a sequence's requests go to one worker, in order."""
         return self.sequences is not None and not self.sequences.iterative
 
     @property
@@ -341,7 +315,7 @@ class ModelSpec:
 
     @property
     def is_limited(self) -> bool:
-        """Whether its executions need resources of the rate limiter."""
+        """Tells whether its executions need resources of the rate limiter."""
         return any(resource.units for group in self.instances for resource in group.resources)
 
     @property
@@ -351,7 +325,7 @@ class ModelSpec:
 
 
 def _of_batch(made: BatchInputSpec) -> TensorSpec:
-    """Returns a batch input as an input of the model file: one dimension, or a row of dimensions for each row."""
+    """Returns a batch input as an input of the model file: one dimension, or for each row a row of dimensions."""
     if made.kind is BatchInputKind.ITEM_SHAPE:
         return TensorSpec(name=made.name, datatype=made.datatype, dims=(made.rank,))
     return TensorSpec(name=made.name, datatype=made.datatype, dims=(), ragged=True)

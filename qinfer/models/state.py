@@ -1,4 +1,4 @@
-"""Records of model control: desired state, configurations, heartbeats and what autoscalers say."""
+"""Records of model control: desired state, configurations, heartbeats and autoscalers."""
 
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -8,18 +8,16 @@ import msgspec
 from qinfer.observe.host import GpuUse, MemoryUse
 
 GATEWAY, BULK, BEAT, BRIDGE = "gateway", "bulk", "beat", "bridge"
-"""The programs whose processes report liveness as `<name>@<host>`: gateway, bulk worker, process with Celery's beat,
-bridge."""
+"""The programs whose processes report liveness, as `<name>@<host>`; `BEAT` is Celery's scheduler."""
 
 CALLERS = (GATEWAY, BULK, BRIDGE)
-"""The programs that bring requests."""
+"""The programs that send requests."""
 
 
 class Desired(msgspec.Struct, frozen=True):
     """The desired state of one model.
 
     Attributes:
-        model: Its name.
         generation: Grows with each change of its configuration or files.
         load: True = loaded, False = unloaded.
         dependent: It was loaded only because an ensemble uses it.
@@ -35,8 +33,7 @@ class Use(msgspec.Struct, frozen=True, array_like=True):
     """A model that an ensemble uses.
 
     Attributes:
-        model: Its name.
-        version: Which version; 0 = the highest that is ready when the ensemble is loaded.
+        version: 0 = the highest that is READY when the ensemble is loaded.
     """
 
     model: str
@@ -44,25 +41,20 @@ class Use(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredModel(msgspec.Struct, frozen=True):
-    """A model's configuration, as the repositories have it and as it is stored.
+    """A model's configuration, as it is read from the repositories and stored.
 
     Attributes:
-        model: Its name: that of its directory.
-        generation: The generation it belongs to; 0 = it is not stored.
-        config: The normalised ModelConfig in the JSON dialect of `GET …/config` (reference §2.5); empty when there is
-            an error. With `pending` it is not complete, nor checked, and of the defaults it has those of the instance
-            groups only.
+        config: The normalised ModelConfig in the JSON dialect of `GET …/config` (reference §2.5); empty after an error,
+            incomplete and unchecked while `pending`.
         versions: The versions that its version policy selects, ascending.
-        content_hash: Changes with the configuration's text and with path, size or modification time of any file.
-        error: Why the model can't be loaded (bad configuration, no version); empty when it can. Clients see it.
+        content_hash: Changes with the configuration's text, and with path, size or modification time of any file.
+        error: Why the model can't be loaded, for clients.
         min_workers: 0 = it is READY without a live worker (`qinfer.min_workers`).
         labels: Output → the names of its classes.
-        location: Where its files are within the overlay repository; empty = in the repositories.
-        pending: The backend whose runtime must complete the configuration before anything can be loaded; a worker does
-            it, and stores the result under a new generation. Empty = it is complete.
-        uses: The models that it uses, if it is an ensemble.
-        override: The configuration in JSON that it was loaded with, in place of its file; empty = none. Later loads
-            without one keep it.
+        location: Where its files are in the overlay repository; empty = in the repositories.
+        pending: The backend whose runtime must complete the configuration first; a worker does that, and stores the
+            result under a new generation.
+        override: The configuration in JSON that replaces its file, also in later loads without one.
         files_of: The model whose files it uses (`qinfer.files_of`); empty = its own.
     """
 
@@ -96,13 +88,7 @@ class State(StrEnum):
 
 
 class StepVersion(msgspec.Struct, frozen=True, array_like=True):
-    """The version that an ensemble runs of a model.
-
-    Attributes:
-        model: The model.
-        asked: The version that the ensemble asks for; 0 = the highest that is READY.
-        version: The version that it runs.
-    """
+    """The version of a step's model that an ensemble runs; `asked` 0 = the highest that is READY."""
 
     model: str
     asked: int
@@ -113,19 +99,16 @@ class VersionState(msgspec.Struct, frozen=True):
     """The state of one model version in one worker.
 
     Attributes:
-        state: The state.
-        generation: The generation that is loaded, or that could not be.
+        generation: The generation that is loaded, or failed to load.
         reason: Why it is not READY at the newest generation.
-        tried: The newest generation whose load has ended, well or not; above `generation` where a reload failed and the
-            earlier generation serves on.
-        executed_hash: The hash of what is executed, of a version that is READY: of its files and those beside the
-            versions, and of inputs, outputs, parameters, backend and optimisation of the configuration. Empty = not
-            known: the files changed while they were loaded, or an earlier qinfer has loaded them. What the steps of an
-            ensemble execute is no part of it.
-        pinned: The version policy has dropped it, and only pins keep it loaded: no caller gets it who does not name it.
-        steps: What an ensemble runs, and the ensembles within it, in order.
-        unready: Why the model's own `is_ready` says that it is not ready. It executes requests all the same, as in
-            Triton: only checks of its readiness tell it.
+        tried: The newest generation whose load has ended; above `generation` where a reload failed.
+        executed_hash: The hash of a READY version's files, those beside the versions, and its configuration's inputs,
+            outputs, parameters, backend and optimisation; without an ensemble's steps. Empty = unknown: the files
+            changed
+            during the load, or an earlier qinfer loaded them.
+        pinned: Only pins keep it loaded; it answers only requests that name it.
+        steps: The versions that an ensemble runs, those of nested ensembles included, in order.
+        unready: Why the model's own `is_ready` refuses; only readiness checks report it, as in Triton.
     """
 
     state: State
@@ -139,12 +122,12 @@ class VersionState(msgspec.Struct, frozen=True):
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """The measurements of a model version by a worker; kept for the time when no worker lives.
+    """A worker's measurements of a version, kept for times without a live worker.
 
     Attributes:
         rps: Requests a second that one worker can execute.
         load_s: Seconds that it took to load.
-        best_rps: The highest speed that its observations allow; 0 = not known: they are too few.
+        best_rps: The highest speed that the measurements allow; 0 = there are too few.
     """
 
     rps: float
@@ -153,19 +136,16 @@ class Speed(msgspec.Struct, frozen=True):
 
 
 LONG_S = 300.0
-"""An execution without a limit counts as late after so many seconds."""
+"""The time after which an execution without a limit counts as late."""
 
 
 class Executing(msgspec.Struct, frozen=True, array_like=True):
-    """Something that an instance has been executing for a while.
+    """An execution, warm-up or load that has lasted for a while.
 
     Attributes:
-        model: The model.
-        version: The version.
-        since: When it began, in the broker's time; without the time in called models, and of streams since the last
-            response.
-        seconds: How long that has been at the heartbeat.
-        limit_s: How long it may take; 0 = there is no limit.
+        since: Its start in the broker's time, without calls of other models; restarts with each response of a stream.
+        seconds: Its duration at the heartbeat.
+        limit_s: Its time limit; 0 = none.
         what: `execution`, `warm-up` or `load`.
     """
 
@@ -178,45 +158,42 @@ class Executing(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_late(self) -> bool:
-        """Whether half of its limit is over, or `LONG_S` where it has none."""
+        """Tells whether half of its limit has passed, or `LONG_S` without a limit."""
         return self.seconds >= (self.limit_s / 2 or LONG_S)
 
     @property
     def text(self) -> str:
-        """What lasts, since when, and what its limit is, for people."""
+        """The execution, its start and its limit, for people."""
         since = datetime.fromtimestamp(self.since, UTC).strftime("%H:%M:%S")
         limit = f"limit {self.limit_s:g} s" if self.limit_s else "no limit"
         return f"{self.model} {self.version}: {self.what} since {since} UTC, for {self.seconds:.0f} s ({limit})"
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's heartbeat.
+    """One worker's heartbeat; its mappings leave out versions without a value.
 
     Attributes:
         id: Unique for each start of a worker.
         started_at: Seconds since the epoch, in the broker's time.
-        device: Its device, such as `cpu`.
-        models: Model → version → state.
         executing: Requests in its batches now.
         throughput_rps: Requests a second over the last heartbeats.
         clock_offset_s: Broker time minus its wall clock.
-        frame_versions: Frame versions it can read.
-        speeds: Model → version → requests a second that it can execute; left out where nothing was measured.
-        best_speeds: Model → version → the highest speed that its observations allow; left out where they are too few.
+        frame_versions: Frame versions that it can read.
+        speeds: Model → version → requests a second that it can execute.
+        best_speeds: Model → version → the highest speed that its measurements allow.
         places: Globs of the models that it loads.
-        busy: Model → version → requests that its instances execute now; left out where there are none.
-        direct: Model → version → requests in its batchers that are in no lane, from ensembles and models here, and
-            steps of sequences; left out where there are none.
-        load_s: Model → version → seconds that its last load took.
+        busy: Model → version → requests that its instances execute now.
+        direct: Model → version → requests in its batchers that are in no lane: from ensembles and models of this
+            worker, and steps of sequences.
+        load_s: Model → version → seconds of its last load.
         host: The name of its machine or container.
-        draining: It was asked to stop, and finishes the requests that it has taken.
-        renewals: Leases that it has renewed, each time.
-        leases_lost: Leases that it has lost.
-        cpu_s: CPU time of it and what it started; 0 = not known, as the next one.
-        memory_bytes: Resident memory of it and what it started.
-        gpus: What its GPUs use, where they can be asked.
-        memory: Model → version → memory that its instances hold; left out where it was not measured.
-        long: What has been executing for more than a second, by instance.
+        draining: It was told to stop, and finishes its requests.
+        renewals: Leases renewed so far.
+        leases_lost: Leases lost so far.
+        cpu_s: CPU time of it and its child processes; 0 = unknown.
+        memory_bytes: Resident memory of it and its child processes; 0 = unknown.
+        memory: Model → version → memory of its instances.
+        long: Executions, warm-ups and loads that have lasted for more than a second.
     """
 
     id: str
@@ -244,7 +221,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     long: tuple[Executing, ...] = ()
 
     def lacks(self, *, strict: bool) -> str:
-        """Returns the reason why this worker is not ready; empty = it is. `strict` counts failed models too."""
+        """Returns why this worker is not ready; `strict` counts failed models too."""
         if self.draining:
             return "it is draining"
         unready = {State.LOADING, State.UNAVAILABLE} if strict else {State.LOADING}
@@ -261,7 +238,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.models.get(model, {}).get(version)
 
     def is_ready(self, model: str, version: int) -> bool:
-        """Tells whether this worker has a version READY, of whatever generation."""
+        """Tells whether this worker has a version READY, at any generation."""
         state = self.state_of(model, version)
         return state is not None and state.state is State.READY
 
@@ -276,20 +253,16 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The last observation and decision of an autoscaler of workers.
+    """The last observation and decision of an autoscaler.
 
     Attributes:
-        id: Unique for each start of an autoscaler.
-        host: The name of its machine or container.
         places: Globs of the models that its workers load.
-        min_workers: The fewest workers that it may have.
-        max_workers: The most.
-        target: How many it is to have: of those that all of these models are to have, its share.
-        reason: Why it is that many in all, for people.
-        live: Workers of its own that serve.
-        starting: Those that were started and do not serve yet.
-        draining: Those that end what they have in hand.
-        work_s: Seconds that one worker would need for all that waits and executes.
+        target: Its share of the workers that these models should have together.
+        reason: Why these models should have that many workers, for people.
+        live: Its workers that serve.
+        starting: Its workers that do not serve yet.
+        draining: Its workers that finish their last requests.
+        work_s: Seconds that one worker would need for all waiting and executing requests.
         entries: Requests and rows of bulk jobs that wait or execute.
     """
 
@@ -308,4 +281,4 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SCALED_UP, SCALED_DOWN, RESTARTED, KILLED = "up", "down", "restarts", "kills"
-"""Counters of autoscalers: decisions for more workers and for fewer, restarts after a crash, kills after a drain."""
+"""Counters of autoscalers: decisions for more and for fewer workers, restarts after crashes, kills after drains."""

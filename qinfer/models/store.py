@@ -1,8 +1,8 @@
-"""Desired state, configurations, heartbeats and statistics in Redis, over redis-py: nothing here runs once per request.
+"""Desired state, configurations, heartbeats and statistics in Redis; nothing here runs once per request.
 
-Values are JSON, so that `redis-cli` shows what the state is. What several gateways may write at once is guarded by its
-generation in a script; all else has one writer. Everyone re-reads the desired state at start, on reconnect, when woken,
-and every 10 s; `wake` only shortens the wait.
+Values are JSON, readable in `redis-cli`. Scripts guard values that several gateways may write at once by their
+generation; every other value has one writer. Processes read the desired state at start, on reconnect, when woken, and
+every 10 s; `wake` only shortens the wait.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 SettingValue = bool | int | str | list[str] | None
-"""A setting that clients change; `None` is what was cleared."""
+"""A setting that clients change; `None` = it was cleared."""
 
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout
 _WAKES_KEPT = 16
 _METRICS = "metrics"
-_MAX_DIGITS = 20  # those of Redis' integers, and their sign
+_MAX_DIGITS = 20  # of Redis' integers, sign included
 _MOST_REASONS = 1000
 
 _PUT_MODEL = load_script("put_model", package="qinfer.models").text
@@ -49,13 +49,10 @@ _EXPIRING = load_script("expiring", "now_ms", package="qinfer.models").text
 
 
 class ControlStore:
-    """Control data in Redis, or a cluster of it. Coroutines raise `BrokerUnavailable` when it can't be reached.
+    """Control data in Redis; coroutines raise `BrokerUnavailable` when it can't be reached.
 
     Args:
-        client: A `redis.asyncio.Redis` or `RedisCluster`; the store closes it.
-
-    Attributes:
-        client: As given, for what features keep beside the store.
+        client: A `redis.asyncio.Redis` or `RedisCluster`, which the store closes.
     """
 
     def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
@@ -65,37 +62,28 @@ class ControlStore:
         self._last_wakes: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 
     async def installation(self) -> str:
-        """Returns the id of the data in Redis, as `Guard` keeps it; empty where it has none."""
+        """Returns the id of the data that `Guard` keeps; empty = there is none."""
         with translated():
             value = await self.client.get(keys.installation())
         return "" if value is None else _text(value)
 
     async def exchange_installation(self, seen: str, new: str, ttl_s: float = 0.0) -> str:
-        """Writes the id of the data, unless it is another than the caller has seen.
-
-        Args:
-            seen: Empty = there was none.
-            new: The new one.
-            ttl_s: Seconds after which it goes by itself; 0 = never.
-
-        Returns:
-            What is there now: the new one, or what another process has written.
-        """
+        """Replaces the id of the data if it still is `seen` (empty = none); returns the present id."""
         with translated():
             return _text(await self.client.eval(_EXCHANGE, 1, keys.installation(), seen, new, int(ttl_s * 1000)))
 
     async def has_model(self, name: str) -> bool:
-        """Tells whether a model's configuration is stored, be it one that only a newer qinfer can read."""
+        """Tells whether a model's configuration is stored, readable here or not."""
         with translated():
             return await self.client.hget(keys.config(name), "model") is not None
 
     async def wished(self) -> set[str]:
-        """Returns the names of all models in the desired state, also where only a newer qinfer can read it."""
+        """Returns the models in the desired state, including records of a newer qinfer."""
         with translated():
             return {_text(name) for name in await self.client.hgetall(keys.desired())}
 
     async def desired(self) -> dict[str, Desired]:
-        """Returns the desired state of every model; where it is damaged, what it was at the last look, if any."""
+        """Returns the desired state of every model; for a damaged record, its last readable state."""
         with translated():
             values = await self.client.hgetall(keys.desired())
         read = {_text(model): value for model, value in values.items()}
@@ -104,7 +92,7 @@ class ControlStore:
         return dict(self._desired)
 
     async def set_desired(self, desired: Desired) -> None:
-        """Writes the desired state of one model; an older generation never replaces a newer one."""
+        """Writes a model's desired state, unless a newer generation is stored."""
         with translated():
             await self.client.eval(
                 _SET_DESIRED, 1, keys.desired(), desired.model, desired.generation, encode_document(desired)
@@ -117,17 +105,13 @@ class ControlStore:
         return None if value is None else self._records.one(value, StoredModel, name)
 
     async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
-        """Returns the stored configurations of those models that have one, by name; all of them in one round trip."""
+        """Returns the stored configurations of models in one round trip."""
         with translated():
             values = await self._fields([(keys.config(name), "model") for name in names])
         return self._records.all(dict(zip(names, values, strict=True)), StoredModel)
 
     async def put_model(self, stored: StoredModel) -> bool:
-        """Stores a model's configuration, unless one of the same or a newer generation is stored already.
-
-        Returns:
-            Whether it was stored: of several writers of one generation the first wins, and the others learn it.
-        """
+        """Stores a model's configuration and returns True, unless the same or a newer generation is stored."""
         with translated():
             written = await self.client.eval(
                 _PUT_MODEL, 1, keys.config(stored.model), stored.generation, encode_document(stored)
@@ -135,7 +119,7 @@ class ControlStore:
         return bool(written)
 
     async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
-        """Writes a worker's record; it disappears `ttl_s` seconds after the last write."""
+        """Writes a worker's record, which expires after `ttl_s` seconds."""
         key = keys.worker(record.id)
         with translated():
             async with self.client.pipeline(transaction=False) as pipe:
@@ -145,7 +129,7 @@ class ControlStore:
                 await pipe.execute()
 
     async def put_model_metrics(self, worker_id: str, record: bytes, ttl_s: float) -> None:
-        """Writes the own metrics of a worker's models beside its record, whose lifetime they share."""
+        """Writes the custom metrics of a worker's models beside its record; both expire together."""
         key = keys.worker(worker_id)
         with translated():
             async with self.client.pipeline(transaction=False) as pipe:
@@ -154,7 +138,7 @@ class ControlStore:
                 await pipe.execute()
 
     async def model_metrics(self, workers: Collection[str]) -> list[bytes | None]:
-        """Returns the records of the own metrics of the models of some workers."""
+        """Returns the workers' records of custom model metrics."""
         with translated():
             return await self._fields([(keys.worker(worker_id), _METRICS) for worker_id in workers])
 
@@ -165,36 +149,35 @@ class ControlStore:
             await self.client.zrem(keys.workers(), worker_id)
 
     async def workers(self) -> list[WorkerRecord]:
-        """Returns the records of all live workers, and takes the dead ones out of the index."""
+        """Returns the records of live workers, and removes dead ones from the index."""
         with translated():
             ids = [_text(id_) for id_ in await self.client.zrange(keys.workers(), 0, -1)]
             values = await self._fields([(keys.worker(worker_id), "record") for worker_id in ids])
-            # A worker that beats in this very moment is indexed again by its next heartbeat.
+            # A worker that beats at this moment returns to the index with its next heartbeat.
             dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
             if dead:
                 await self.client.zrem(keys.workers(), *dead)
         return list(self._records.all(dict(zip(ids, values, strict=True)), WorkerRecord).values())
 
     async def beats(self) -> dict[str, float]:
-        """Returns when each worker beat last, by its own clock; some of them may be dead."""
+        """Returns the time of each worker's last heartbeat by its own clock; includes dead workers."""
         with translated():
             found = await self.client.zrange(keys.workers(), 0, -1, withscores=True)
         return {_text(worker_id): at for worker_id, at in found}
 
     async def report_liveness(self, program: str, process: str, ttl_s: float) -> None:
-        """Notes for `ttl_s` seconds that a process of another program than the workers is live, such as `bulk`."""
+        """Marks a process of a program such as `bulk` as live for `ttl_s` seconds."""
         with translated():
             await self.client.eval(_LIVENESS, 1, keys.liveness(program), process, int(ttl_s * 1000))
 
     async def live_processes(self, program: str) -> list[str]:
-        """Returns the processes of a program that are live by their last report, sorted."""
+        """Returns the live processes of a program, sorted."""
         with translated():
             return sorted(map(_text, await self.client.eval(_LIVENESS, 1, keys.liveness(program))))
 
     async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
-        """Writes an autoscaler's record, and adds to what all of them counted (`SCALED_UP`, …).
-
-        The record disappears `ttl_s` seconds after the last write; 0 takes it away at once.
+        """Writes an autoscaler's record, which expires after `ttl_s` (0 = now), and adds to the counts of all
+        autoscalers.
         """
         with translated():
             words = (record.id, int(ttl_s * 1000), encode_document(record))
@@ -207,65 +190,62 @@ class ControlStore:
         return await self._live(keys.scalers(), ScalerRecord)
 
     async def scaler_counts(self) -> dict[str, int]:
-        """Returns what all autoscalers counted; the counts only grow."""
+        """Returns the counts of all autoscalers (`SCALED_UP`, …)."""
         with translated():
             values = await self.client.hgetall(keys.scaler_counts())
         return self._records.counts(values, "autoscalers")
 
     async def put_pin(self, pin: Pin, ttl_s: float) -> None:
-        """Writes a pin, in place of the one of its id; it disappears `ttl_s` seconds later, or at once with 0."""
+        """Writes a pin, which expires after `ttl_s`; 0 removes it."""
         with translated():
             words = (pin.id, int(ttl_s * 1000), encode_document(pin))
             await self.client.eval(_EXPIRING, 1, keys.pins(), *words)
 
     async def pins(self) -> list[Pin]:
-        """Returns all pins that have not expired, by id."""
+        """Returns all live pins, by id."""
         return await self._live(keys.pins(), Pin)
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
-        """Stores how fast a worker found a model version to be; the last writer wins. It outlives the worker."""
+        """Stores the speed that a worker measured; it outlives the worker, and the last writer wins."""
         with translated():
             await self.client.hset(keys.config(model), _speed_field(version), encode_document(speed))
 
     async def speeds(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], Speed]:
-        """Returns what `put_speed` stored last of those versions (model, version) that have it; in one round trip."""
+        """Returns the stored speeds of versions in one round trip."""
         with translated():
             values = await self._fields([(keys.config(model), _speed_field(version)) for model, version in versions])
         return self._records.all(dict(zip(versions, values, strict=True)), Speed)
 
     async def put_completion(self, content_hash: str, completed: str) -> None:
-        """Stores what a runtime completed of the files with this hash: a JSON document; the first one stays."""
+        """Stores the configuration (JSON) that a runtime completed for files with this hash; the first write stays."""
         with translated():
             await self.client.hsetnx(keys.completions(), content_hash, completed)
 
     async def completion(self, content_hash: str) -> str | None:
-        """Returns what `put_completion` stored."""
+        """Returns the value of `put_completion`."""
         with translated():
             value = await self.client.hget(keys.completions(), content_hash)
         return None if value is None else _text(value)
 
     async def put_setting(self, name: str, value: str) -> None:
-        """Stores a setting that all gateways share and that clients change, such as `logging`: a JSON document."""
+        """Stores a setting (JSON) that clients change and gateways share, such as `logging`."""
         with translated():
             await self.client.hset(keys.settings(), name, value)
 
     async def settings(self) -> dict[str, str]:
-        """Returns what `put_setting` stored, by name."""
+        """Returns the values of `put_setting`, by name."""
         with translated():
             values = await self.client.hgetall(keys.settings())
         read = {_text(name): value for name, value in values.items()}
         return {name: value.decode() for name, value in read.items() if self._records.is_setting(value, name)}
 
     async def wake(self) -> None:
-        """Wakes everyone who waits in `wait`."""
+        """Wakes every process that waits in `wait`."""
         with translated():
             await self.client.xadd(keys.control(), {"wake": ""}, maxlen=_WAKES_KEPT, approximate=False)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Returns when `wake` was called since the last `wait`, or after `timeout_s` seconds; tells whether it was.
-
-        May also return for no reason, at the first call above all: the reader just reads once more.
-        """
+        """Waits for a `wake` since the last call, for at most `timeout_s`; a spurious return costs the caller one read."""
         task = asyncio.current_task()
         assert task is not None
         last = self._last_wakes.get(task, "0-0")
@@ -280,23 +260,20 @@ class ControlStore:
         return False
 
     async def hint_of_endpoint(self, name: str) -> str:
-        """Returns what the error about an unknown model of a step adds if it is an endpoint; empty = it is none."""
+        """Returns a hint for the error about an unknown model, if its name is an endpoint's."""
         with translated():
             is_one = await self.client.hexists(keys.endpoints(), name)
         why = f"; '{name}' is an endpoint, and steps name models: write the model and version of a target"
         return why if is_one else ""
 
     async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
-        """Adds to the statistics of a model version; they only grow.
-
-        Of the fields in `observability.stats.LATEST` the greatest value stays, instead of the sum.
-        """
+        """Adds to the statistics of a version; fields in `observe.stats.LATEST` keep the greatest value."""
         if not deltas:
             return
         instants = [(name, deltas[name]) for name in LATEST if name in deltas]
         sums = [(name, delta) for name, delta in deltas.items() if name not in LATEST]
         pairs = [word for pair in (*instants, *sums) for word in pair]
-        with translated():  # one command: there may be hundreds of fields, and the worker's event loop packs them
+        with translated():  # one command: the worker's event loop packs hundreds of fields
             await self.client.eval(_ADD_STATS, 1, keys.stats(model, version), len(instants), *pairs)
 
     async def stats(self, model: str, version: int) -> dict[str, int]:
@@ -304,7 +281,7 @@ class ControlStore:
         return (await self.all_stats([(model, version)]))[model, version]
 
     async def all_stats(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns the statistics of several versions (model, version), each of them; in round trips as `some_stats`."""
+        """Returns the statistics of versions, in one round trip to each node."""
         found: list[Mapping[bytes, bytes] | Exception] = []
         if versions:
             with translated():
@@ -321,10 +298,7 @@ class ControlStore:
     async def some_stats(
         self, versions: Collection[tuple[str, int]], fields: Collection[str]
     ) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns these fields of the statistics of several versions (model, version), where there are any.
-
-        In one round trip; in a cluster, one to each node.
-        """
+        """Returns chosen fields of the statistics of versions, in one round trip to each node."""
         wanted = [(keys.stats(model, version), name) for model, version in versions for name in fields]
         with translated():
             values = iter(await self._fields(wanted))
@@ -339,14 +313,12 @@ class ControlStore:
         await self.client.aclose()
 
     async def _live(self, key: str, kind: type[T]) -> list[T]:
-        """Returns the records of a hash that have not expired, by id."""
         with translated():
             words = iter(await self.client.eval(_EXPIRING, 1, key))
         read = self._records.all(dict(zip(map(_text, words), words, strict=True)), kind)
         return [read[id_] for id_ in sorted(read)]
 
     async def _fields(self, wanted: list[tuple[str, str]]) -> list[bytes | None]:
-        """Reads one field of each of several hashes: (key, field). One round trip; in a cluster, one to each node."""
         if not wanted:
             return []
         async with self.client.pipeline(transaction=False) as pipe:
@@ -357,7 +329,7 @@ class ControlStore:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Has a `BrokerUnavailable` raised in place of what redis-py raises when Redis can't be reached."""
+    """Turns redis-py's connection errors into `BrokerUnavailable`."""
     try:
         yield
     except (RedisError, RedisClusterException, OSError) as error:  # redis-py lets some socket errors through
@@ -372,11 +344,10 @@ def translated() -> Iterator[None]:
 
 
 def _check_cancelled() -> None:
-    """Raises a cancellation that redis-py has lost: without it a loop would never end.
+    """Raises a cancellation that redis-py has lost, without which a loop would never end.
 
-    It awaits each send in `asyncio.wait_for`, which on Python 3.11 loses one that arrives while the send completes
-    (https://github.com/python/cpython/issues/86296); and what it raises while it closes a broken connection takes the
-    place of one.
+    Its `asyncio.wait_for` loses one on Python 3.11 if the send completes at the same time
+    (https://github.com/python/cpython/issues/86296), and an error while it closes a broken connection replaces one.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -384,23 +355,20 @@ def _check_cancelled() -> None:
 
 
 def _unreachable(error: Exception) -> BrokerUnavailable:
-    text = str(error).rpartition("caused error: ")[2]  # before it, a pipeline has the command
+    text = str(error).rpartition("caused error: ")[2]  # a pipeline puts the command before it
     if isinstance(meant := mapped(ResponseError(text)), BrokerUnavailable):
         return meant
     return BrokerUnavailable(f"the control store can't be reached: {type(error).__name__}")
 
 
 def _is_raised_by_redis_py(error: Exception) -> bool:
-    """Tells whether redis-py raised it: its cluster client closes connections under other calls when nodes go."""
+    """Tells whether redis-py raised it: its cluster client closes connections under other calls when nodes leave."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__", "").startswith("redis.") for frame, _ in frames)
 
 
 class StoredRecords:
-    """Reads stored records; one that is damaged, or a newer qinfer's, hides no other.
-
-    It is left out, and logged once until it can be read again or fails for another reason.
-    """
+    """Reads stored records, and logs and leaves out those that are damaged or a newer qinfer's."""
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[str, str], str] = {}
@@ -416,12 +384,12 @@ class StoredRecords:
         return record
 
     def all(self, values: Mapping[K, bytes | None], kind: type[T]) -> dict[K, T]:
-        """Returns the records that are there and can be read."""
+        """Returns the readable records."""
         read = {whose: self.one(value, kind, str(whose)) for whose, value in values.items() if value is not None}
         return {whose: record for whose, record in read.items() if record is not None}
 
     def counts(self, values: Mapping[bytes, bytes] | Exception, whose: str) -> dict[str, int]:
-        """Returns the fields of a hash that are numbers; none where it could not be read."""
+        """Returns the numeric fields of a hash."""
         if isinstance(values, Exception):
             self._failed("counts", whose, str(values))
             return {}
@@ -438,7 +406,7 @@ class StoredRecords:
         return found
 
     def is_setting(self, value: bytes, name: str) -> bool:
-        """Tells whether a setting's value is one."""
+        """Tells whether a stored setting has a valid value."""
         try:
             msgspec.json.decode(value, type=SettingValue)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -454,7 +422,7 @@ class StoredRecords:
     def _failed(self, kind: str, whose: str, reason: str) -> None:
         if self._reasons.get((kind, whose)) == reason:
             return
-        if len(self._reasons) >= _MOST_REASONS:  # names may be damaged, too
+        if len(self._reasons) >= _MOST_REASONS:  # damaged records may have arbitrary names
             self._reasons.clear()
         self._reasons[kind, whose] = reason
         logger.error("stored record unusable", extra={"kind": kind, "whose": whose, "error": reason})
@@ -483,6 +451,6 @@ def _text(value: bytes | str) -> str:
 
 
 def _last_id(streams: Any) -> str:
-    """Returns the last id of a reply to XREAD of one stream: a list of pairs, or with RESP3 a map of lists."""
+    """Returns the last id of a reply to XREAD: a list of pairs, or with RESP3 a map of lists."""
     entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
     return _text(entries[-1][0])

@@ -1,11 +1,10 @@
-"""Waiting work, in seconds that one worker would need for it: the measure of autoscalers.
+"""Waiting work in seconds of one worker: the measure of autoscalers.
 
-    rows   = requests, each of so many rows as the mean of all so far, + the rows that open bulk jobs have yet to do
+    rows   = requests × mean rows of a request + remaining rows of open bulk jobs
     work_s = rows ÷ rows a second of one worker       desired workers = ⌈work_s ÷ seconds of work for each⌉
 
-Requests are those that wait and those in flight, so that a version with a batch in hand is never without work. The
-measure holds without a worker, too: lanes, statistics and the speed that was measured last outlive workers. `read_work`
-does the I/O; `work_of` is pure.
+Requests in flight count, so that a version with a batch in hand has work. The measure needs no live worker: lanes,
+statistics and the last measured speed outlive workers. `read_work` does the I/O; `work_of` is pure.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ from qinfer.queue.entries import BULK_LANES, Lane, LaneSize, bulk_lanes
 from qinfer.queue.lanes import Queue
 
 ASSUMED_ROW_S = 0.1
-"""The time of a row where nothing was ever executed: the first worker that executes some replaces it."""
+"""The assumed time of a row, until a worker has executed one."""
 
 _FIELDS = (stats.SUCCESS_COUNT, stats.CACHE_HIT_COUNT, stats.INFERENCE_COUNT, stats.JOB_ROWS_SCORED, stats.EXECUTION_NS)
 
@@ -35,9 +34,8 @@ class LaneWork(msgspec.Struct, frozen=True, kw_only=True):
     """The content of one lane.
 
     Attributes:
-        lane: The lane.
-        entries: Waiting and in flight; of a bulk lane: shards.
-        oldest_age_s: How long its oldest entry has been in the queue; 0 when it is empty.
+        entries: Waiting entries and those in flight; shards in a bulk lane.
+        oldest_age_s: The time that its oldest entry has been in the queue; 0 when it is empty.
     """
 
     lane: Lane
@@ -46,18 +44,17 @@ class LaneWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The work that a model version has.
+    """The work of a model version.
 
     Attributes:
-        model: The model's name.
-        version: The version.
-        lanes: Its online lanes, then its bulk lanes where the model has open jobs. Before them, where no worker has it
-            READY, those of an earlier configuration that hold something: the next worker reads them.
+        lanes: Its online lanes, then its bulk lanes if the model has open jobs. Without a READY worker, they follow the
+            lanes of an earlier configuration that hold entries: the next worker reads them.
         requests: Entries of the online lanes.
-        rows: The rows of those requests, by the mean of all so far, and `bulk_rows`; one more while a worker is to
-            complete the model's configuration, so that one is started for it.
-        bulk_rows: Rows that the open jobs of this version have yet to do.
-        rows_per_s: What one worker does; 0 = not known.
+        rows: The estimated rows of those requests, plus `bulk_rows`; plus one while the configuration is pending, so
+        that
+            a worker is started to complete it.
+        bulk_rows: Remaining rows of this version's open jobs.
+        rows_per_s: The speed of one worker; 0 = unknown.
         work_s: Seconds that one worker would need for `rows`; 0 only without rows.
         oldest_age_s: The greatest of the online lanes.
         workers: The ids of the live workers that have it READY.
@@ -76,14 +73,12 @@ class VersionWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenRows(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows that a job which has not ended has yet to do.
+    """The remaining rows of an open job.
 
     Attributes:
-        model: The job's model, and
-        version: its version.
         partition: The queue partition of its lanes.
-        rows: How many; 1 while it is not planned, 0 once it is being cancelled or finalised.
-        rows_per_s: How many of them were settled a second since it started, or was resumed, by all workers together.
+        rows: 1 before the job is planned, 0 once it is being cancelled or finalised.
+        rows_per_s: Rows that all workers together have settled a second since its start or last resumption.
     """
 
     model: str
@@ -97,11 +92,9 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """The data of a version that `work_of` needs.
 
     Attributes:
-        lanes: Its lanes, online ones first, with what they hold.
-        jobs: What its open jobs have yet to do.
-        counts: Of its statistics: requests and rows executed, nanoseconds of executing.
-        speed: What was stored of its speed.
-        is_pending: A worker is to complete the model's configuration.
+        lanes: Its lanes with their sizes, online ones first.
+        counts: From its statistics: requests and rows executed, nanoseconds of execution.
+        is_pending: A worker must complete the model's configuration.
     """
 
     lanes: tuple[tuple[Lane, LaneSize], ...] = ()
@@ -118,19 +111,13 @@ async def read_work(
     *,
     model: str = "",
 ) -> tuple[VersionWork, ...]:
-    """Reads the work of all models that should be loaded, sorted; in a few round trips however many there are.
+    """Reads the work of all models that should be loaded, or of `model` even if it is unloaded; in a few round trips.
 
     Args:
         store: The control store.
         delivery: The queue.
-        open_rows: Returns what the bulk jobs that have not ended have yet to do.
-        model: Only this one, even if it was unloaded: what it accepted before may still wait. Empty = all.
-
-    Returns:
-        A version each; none for a model that is not known, or has no version.
-
-    Raises:
-        BrokerUnavailable: The store or the queue can't be reached.
+        open_rows: Returns the remaining rows of open jobs.
+        model: Only this model; empty = all.
     """
     workers, desired = await asyncio.gather(store.workers(), store.desired())
     wanted = {name for name, wish in desired.items() if wish.load}
@@ -139,7 +126,7 @@ async def read_work(
         desired = {} if wish is None else {model: msgspec.structs.replace(wish, load=True)}
     stored = await store.models(sorted(desired))
     jobs = await open_rows()
-    # The version of an open job may be one that only a pin keeps, which no worker has loaded.
+    # The version of an open job may be kept by a pin only, and no worker has loaded it.
     pinned = {(job.model, job.version) for job in jobs if job.rows and job.model in stored}
     versions = sorted({*_versions(desired, stored, workers), *pinned})
     lanes = _lanes(versions, stored, jobs)
@@ -169,14 +156,7 @@ async def read_work(
 
 
 def work_of(model: str, version: int, seen: Seen, workers: Iterable[WorkerRecord] = ()) -> VersionWork:
-    """Makes out the work of one version.
-
-    Args:
-        model: The model's name.
-        version: The version.
-        seen: What was read of it.
-        workers: The live workers.
-    """
+    """Returns the work of one version."""
     ready = [worker for worker in workers if worker.is_ready(model, version)]
     online = [size for lane, size in seen.lanes if lane.name not in BULK_LANES]
     requests = sum(size.entries for size in online)
@@ -212,7 +192,6 @@ def _versions(
 def _lanes(
     versions: Iterable[tuple[str, int]], stored: Mapping[str, StoredModel], jobs: Iterable[OpenRows]
 ) -> dict[tuple[str, int], list[Lane]]:
-    """Returns the lanes of each version: online ones, then the bulk lanes of the partitions in which it has jobs."""
     partitions: dict[str, set[int]] = {}
     for job in jobs:
         partitions.setdefault(job.model, set()).add(job.partition)
@@ -228,7 +207,7 @@ def _lanes(
 def _earlier_lanes(
     versions: Iterable[tuple[str, int]], stored: Mapping[str, StoredModel], workers: Sequence[WorkerRecord]
 ) -> dict[tuple[str, int], list[Lane]]:
-    """Returns the lanes that only an earlier configuration may have had, of versions that no worker has READY."""
+    """Returns the lanes that only an earlier configuration has, of versions that no worker has READY."""
     found: dict[tuple[str, int], list[Lane]] = {}
     for model, version in versions:
         own = _online(stored[model].config)
@@ -239,10 +218,9 @@ def _earlier_lanes(
 
 @lru_cache(maxsize=4096)  # scrapers ask every few seconds, and configurations hardly change
 def _online(config: str) -> tuple[str, ...]:
-    """Returns the names of the online lanes of a stored configuration; none where it can't be used."""
     try:
         return tuple(lane.name for lane in lanes_of(to_spec(from_json(config)), 1))
-    except QinferError:  # written by another qinfer, incomplete or wrong: it has no lane that we could know
+    except QinferError:  # another qinfer's, incomplete or wrong
         return ()
 
 
@@ -253,7 +231,7 @@ def _rows_per_request(counts: Mapping[str, int]) -> float:
 
 
 def _rows_per_s(ready: Sequence[WorkerRecord], model: str, version: int, seen: Seen) -> float:
-    """Returns what one worker does: as the live ones measured, else the last ones, else as their totals tell."""
+    """Returns the speed of one worker: the mean of live ones, else the stored speed, else computed from totals."""
     measured = [rps for worker in ready if (rps := worker.speeds.get(model, {}).get(version, 0.0))]
     stored_rps = seen.speed.rps if seen.speed is not None else 0.0
     rps = sum(measured) / len(measured) if measured else stored_rps

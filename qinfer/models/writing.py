@@ -1,11 +1,11 @@
-"""Writes a model as the repository has it into the control store: lanes, configuration, then the wish for it.
+"""Writes a model of the repository into the control store: lanes, configuration, then desired state.
 
-Order matters: lanes first, so that an admitted request always has a queue; then the configuration, then the wish for
-it, so that whoever sees a wish finds its configuration. What is cut off is completed by the next who writes.
+The order matters: lanes come first, so that an admitted request always has a queue. The configuration precedes the
+wish, so that a reader of the wish finds it. The next writer completes an interrupted write.
 
-Some configurations only a runtime can complete, such as those of Python models. They are stored as `pending`. A worker
-completes each content once, stores the result under the content's key, and then the model under a new generation.
-Whoever stores the same content again finds the result.
+Only a runtime can complete some configurations, such as those of Python models. They are stored as `pending`. A worker
+completes each content once: it stores the result under the content's key, then the model under a new generation.
+A later write of the same content finds the result.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _ATTEMPTS = 10
 
 
 class Written(NamedTuple):
-    """A model as it is stored now, and whether anything was written."""
+    """The stored model, and whether it was written now."""
 
     stored: StoredModel
     changed: bool
@@ -41,19 +41,18 @@ async def write_model(
     anew: bool = False,
     min_workers: int = 1,
 ) -> Written:
-    """Stores a model, and the wish that it is loaded, where either differs from what is there.
+    """Stores a model, and the wish that it is loaded, where either differs from the stored one.
 
     Args:
-        model: The model as the repository has it.
-        wish: Its present desired state; whether it is loaded for an ensemble stays as it says.
-        store: Where to.
-        delivery: Where its lanes are.
-        anew: Store it under a new generation though nothing differs.
+        model: The model from the repository.
+        wish: Its present desired state; `dependent` is kept.
+        store: The control store.
+        delivery: Where its lanes are made.
+        anew: Store it under a new generation even if nothing differs.
         min_workers: Live workers that it needs to be READY, if its configuration does not say.
 
     Raises:
-        BrokerUnavailable: The store or the queue can't be reached.
-        QinferError: Others change the model all the time.
+        QinferError: Other writers keep changing the model.
     """
     new = await _as_stored(model, store, min_workers)
     await ensure_lanes(new, delivery)
@@ -66,11 +65,7 @@ async def write_model(
 
 
 async def ensure_lanes(stored: StoredModel, delivery: Queue) -> None:
-    """Makes the lanes of a model's versions, those of bulk jobs too, unless its configuration is not known yet.
-
-    Raises:
-        BrokerUnavailable: The queue can't be reached.
-    """
+    """Makes the lanes of a model's versions, bulk lanes included, unless its configuration is unknown or wrong."""
     if stored.pending or stored.error:
         return
     spec = to_spec(from_json(stored.config))
@@ -79,7 +74,6 @@ async def ensure_lanes(stored: StoredModel, delivery: Queue) -> None:
 
 
 async def _as_stored(model: StoredModel, store: ControlStore, min_workers: int) -> StoredModel:
-    """Returns a model with the workers that it needs, and completed, where its content was completed before."""
     if model.config and not model.pending:
         config = from_json(model.config)
         if MIN_WORKERS in config.parameters:
@@ -90,11 +84,10 @@ async def _as_stored(model: StoredModel, store: ControlStore, min_workers: int) 
 
 
 async def _store(new: StoredModel, wish: Desired | None, store: ControlStore, now_ms: int, *, anew: bool) -> Written:
-    """Stores a configuration under a new generation if it differs from what is stored.
+    """Stores a configuration under a new generation if it differs from the stored one.
 
-    A generation is at least the milliseconds since the epoch: a model that went and came back must not get a generation
-    that a worker still has loaded from before. Of two who write at once the slower finds its generation taken, and
-    looks again.
+    A generation is at least the milliseconds since the epoch: a model that was removed and returns must not get a
+    generation that a worker still has loaded. Of two writers, the slower finds its generation taken, and looks again.
     """
     for _ in range(_ATTEMPTS):
         current = await store.model(new.model)
@@ -108,7 +101,7 @@ async def _store(new: StoredModel, wish: Desired | None, store: ControlStore, no
 
 
 def has_same_content(one: StoredModel, other: StoredModel) -> bool:
-    """Tells whether two stored models differ in nothing but their generation."""
+    """Tells whether two stored models differ only in their generation."""
     return msgspec.structs.replace(one, generation=other.generation) == other
 
 
@@ -116,7 +109,7 @@ class Completion(msgspec.Struct, frozen=True):
     """The result of a completion.
 
     Attributes:
-        config: The completed configuration, normalised, as `StoredModel.config` has it; empty when it failed.
+        config: The completed configuration, as in `StoredModel.config`; empty when it failed.
         error: Why it failed; it is not tried again until the content changes.
     """
 
@@ -125,12 +118,12 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 def completion_key(stored: StoredModel) -> str:
-    """Returns the key of a pending model's content: its files, and the configuration that is to be completed."""
+    """Returns the key of a pending model's content: its files and its configuration."""
     return hashlib.sha256(f"{stored.content_hash}\n{stored.config}".encode()).hexdigest()
 
 
 def completed(stored: StoredModel, completion: Completion) -> StoredModel:
-    """Returns a pending model as it is with the result of its completion."""
+    """Returns a pending model with the result of its completion."""
     if completion.error:
         return msgspec.structs.replace(stored, pending="", config="", error=completion.error)
     try:
@@ -143,21 +136,18 @@ def completed(stored: StoredModel, completion: Completion) -> StoredModel:
 
 
 async def find_completion(stored: StoredModel, store: ControlStore) -> Completion | None:
-    """Returns the result of the completion of a pending model; `None` when none has ended yet."""
+    """Returns the stored completion of a pending model, if any."""
     text = await store.completion(completion_key(stored))
     return None if text is None else msgspec.json.decode(text, type=Completion)
 
 
 async def put_completion(stored: StoredModel, completion: Completion, store: ControlStore) -> None:
-    """Stores the result of a completion, and the model with it under the next generation, and wakes everyone.
+    """Stores the result of a completion, then the model under the next generation, and wakes the others.
 
-    A newer generation of the model stays as it is. Several workers may do this at once.
-
-    Raises:
-        BrokerUnavailable: The store can't be reached.
+    A newer generation of the model stays. Several workers may do this at once.
     """
     await store.put_completion(completion_key(stored), msgspec.json.encode(completion).decode())
-    first = await find_completion(stored, store)  # of several the first one counts
+    first = await find_completion(stored, store)  # the first result counts
     done = completed(stored, first or completion)
     if await store.put_model(msgspec.structs.replace(done, generation=stored.generation + 1)):
         await store.wake()

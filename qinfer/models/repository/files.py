@@ -1,12 +1,12 @@
 """The files of one model repository: of a directory (`LocalFiles`), or at a URL that fsspec knows (`RemoteFiles`).
 
-Paths are relative to the repository's root, with `/`: `<model>/<version>/model.onnx`. Every method blocks, and raises
-`SettingsError` when the storage can't be reached or refuses, with a text for operators that names it, and `OSError`
-when one file can't be read.
+Paths are relative to the repository's root: `<model>/<version>/model.onnx`. Every method blocks. It raises
+`SettingsError`, whose text for operators names the storage, when that can't be reached or refuses, and `OSError` when
+one file can't be read.
 
-Of URLs, Triton's own spellings are understood too: `as://account/container/path` for Azure, `s3://host:port/bucket/path`
-and `s3://https://host:port/bucket/path` for another server that speaks S3's protocol. Credentials come from the store's
-own variables, such as AWS_ACCESS_KEY_ID.
+Triton's spellings of URLs work too: `as://account/container/path` for Azure, `s3://host:port/bucket/path` and
+`s3://https://host:port/bucket/path` for servers with S3's protocol. Credentials come from the store's own variables,
+such as AWS_ACCESS_KEY_ID.
 """
 
 import hashlib
@@ -37,11 +37,11 @@ IGNORED = "__pycache__"
 """A directory that running a model makes, and that is not part of it."""
 
 MAX_FILES = 100_000
-"""Files that one model may have: a repository path that is a whole disk is noticed instead of walked for ever."""
+"""The most files of a model, so that a repository path that is a whole disk is noticed."""
 
 PAGE_BYTES = 256 * 1024
 MAX_PAGES = 512
-"""Pages that may be read: 128 MiB, after which downloading the file would have been the better idea."""
+"""The most pages read of a file, 128 MiB: beyond that, a download is cheaper."""
 
 _LOCAL_WHOLE_BYTES = 16 * 2**20  # a smaller file is read at once
 _LOCAL_PAGE_BYTES = 4096
@@ -55,7 +55,7 @@ _MAX_DIGITS = 19  # a version is an int64 on the wire
 
 
 class Stamp(NamedTuple):
-    """Marks of one state of a file: its size in bytes, and its modification time or entity tag."""
+    """The state of a file: its size in bytes, and its modification time or entity tag."""
 
     size: int
     mark: str
@@ -74,7 +74,7 @@ class Listing:
     directories: Collection[str]
 
     def versions(self) -> list[int]:
-        """Returns the version directories, ascending: integers that do not begin with 0; all else is ignored."""
+        """Returns the version directories, ascending: integers without a leading 0."""
         return sorted(
             int(name)
             for name in self.directories
@@ -82,13 +82,13 @@ class Listing:
         )
 
     def inside(self, directory: str) -> set[str]:
-        """Returns the names of the files and directories that a directory holds."""
+        """Returns the names of the files and directories in a directory."""
         prefix = f"{directory}/"
         paths = (*self.files, *self.directories)
         return {path[len(prefix) :].partition("/")[0] for path in paths if path.startswith(prefix)}
 
     def digest(self, text: str = "", without: Collection[str] = ()) -> str:
-        """Returns a hash of a text, and of the paths and stamps of all files that are not left out."""
+        """Returns a hash of a text, and of the paths and stamps of all files but those in `without`."""
         sha = hashlib.sha256(text.encode())
         for path in sorted(self.files):
             if path not in without:
@@ -160,11 +160,7 @@ Blob = memoryview | Ranges
 
 
 class LocalFiles:
-    """The files of a directory; keeps nothing between calls.
-
-    Args:
-        root: The directory.
-    """
+    """The files of a directory; keeps nothing between calls."""
 
     is_remote = False
 
@@ -172,11 +168,7 @@ class LocalFiles:
         self._root = root
 
     def models(self) -> list[str]:
-        """Returns the names of the directories, sorted; hidden ones are left out.
-
-        Raises:
-            SettingsError: The repository is not a directory that can be read.
-        """
+        """Returns the names of the directories, sorted, without hidden ones."""
         try:
             with os.scandir(self._root) as entries:
                 return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
@@ -184,7 +176,7 @@ class LocalFiles:
             raise SettingsError(f"model repository '{self._root}' can't be read: {error.strerror}") from None
 
     def listings(self) -> dict[str, Listing | Exception]:
-        """Returns the listing of each directory by name, or the error of one that can't be listed."""
+        """Returns each directory's listing by name, or the error that prevents it."""
         found: dict[str, Listing | Exception] = {}
         for name in self.models():
             try:
@@ -192,12 +184,12 @@ class LocalFiles:
             except (OSError, ModelLoadFailed) as error:
                 found[name] = error
                 continue
-            if listing is not None:  # else removed meanwhile
+            if listing is not None:
                 found[name] = listing
         return found
 
     def listing(self, directory: str) -> Listing | None:
-        """Returns what a directory holds; `None` when there is none of that name."""
+        """Returns a directory's listing; `None` = it does not exist."""
         root = self._root / directory
         if not root.is_dir():
             return None
@@ -253,7 +245,7 @@ class LocalFiles:
         shutil.copyfile(self._root / path, target)
 
     def write(self, path: str, content: bytes) -> None:
-        """Writes a file, and the directories that it needs."""
+        """Writes a file and its directories."""
         target = self._root / path
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -262,18 +254,15 @@ class LocalFiles:
             raise SettingsError(f"'{self._root}' can't be written: {error.strerror}") from None
 
     def remove(self, directory: str) -> None:
-        """Removes a directory with all that it holds; one that is not there is no error."""
+        """Removes a directory and its content, if it exists."""
         shutil.rmtree(self._root / directory, ignore_errors=True)
 
 
 class RemoteFiles:
     """The files below a URL.
 
-    Args:
-        url: The repository's URL.
-
     Raises:
-        SettingsError: The URL is of no kind that is known, or its driver is not installed.
+        SettingsError: The URL is of an unknown kind, or its driver is not installed.
     """
 
     is_remote = True
@@ -294,7 +283,7 @@ class RemoteFiles:
             raise self._refused(error) from None
 
     def models(self) -> list[str]:
-        """Returns the names of the directories, sorted; hidden ones are left out."""
+        """Returns the names of the directories, sorted, without hidden ones."""
         with self._named_errors():
             found = self._store.children(self._root)
         if not found:
@@ -302,7 +291,7 @@ class RemoteFiles:
         return sorted({child.name for child in found if child.is_folder and not child.name.startswith(".")})
 
     def listings(self) -> dict[str, Listing | Exception]:
-        """Returns what each directory holds, by name, of one listing of everything."""
+        """Returns each directory's listing by name, from one listing of everything."""
         found = self._find(self._root)
         if not found:
             raise self._unreadable(_NOTHING)
@@ -314,7 +303,7 @@ class RemoteFiles:
         return {name: _listing(models[name]) for name in sorted(models)}
 
     def listing(self, directory: str) -> Listing | None:
-        """Returns what a directory holds; `None` when there is none of that name."""
+        """Returns a directory's listing; `None` = it does not exist."""
         found = self._find(self._at(directory))
         return _listing(found) if found else None
 
@@ -327,14 +316,14 @@ class RemoteFiles:
 
     @contextmanager
     def blob(self, path: str, size: int) -> Iterator[Blob]:
-        """Opens a file of which only parts are wanted; a small one is read at once."""
+        """Opens a file; of a large one, only the pages that are used are read."""
         if size <= _REMOTE_WHOLE_BYTES:
             yield memoryview(self.read(path, _REMOTE_WHOLE_BYTES))
         else:
             yield Ranges(partial(self._range, path), size)
 
     def directory(self, path: str) -> Path | None:
-        """Returns `None`: the files are elsewhere."""
+        """Returns `None`: the files are not on this machine."""
         del path
         return None
 
@@ -344,12 +333,12 @@ class RemoteFiles:
             self._store.fetch(self._at(path), target)
 
     def write(self, path: str, content: bytes) -> None:
-        """Writes a file, and the directories that it needs."""
+        """Writes a file and its directories."""
         with self._named_errors():
             self._store.write(content, self._at(path))
 
     def remove(self, directory: str) -> None:
-        """Removes a directory with all that it holds; one that is not there is no error."""
+        """Removes a directory and its content, if it exists."""
         with self._named_errors():
             self._store.delete_folder(self._at(directory))
 
@@ -361,7 +350,7 @@ class RemoteFiles:
             return self._store.read_range(self._at(path), begin, end)
 
     def _find(self, root: str) -> dict[str, Stamp]:
-        """Lists the files below a URL, relative to it; paths that would lead out of a copy are left out."""
+        """Lists the files below a URL, relative to it, without paths that would lead out of a copy."""
         found: dict[str, Stamp] = {}
         try:
             with self._named_errors():
@@ -379,7 +368,7 @@ class RemoteFiles:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Turns a store's error into a `SettingsError` that names the repository, if it is not about one file."""
+        """Turns a store's error into a `SettingsError` that names the repository, or a `FileNotFoundError`."""
         try:
             yield
         except StoreNotFound:
@@ -400,11 +389,11 @@ _REMEDY = (
 )
 
 Files = LocalFiles | RemoteFiles
-"""The files of a repository, wherever they are; safe to use from several threads."""
+"""The files of a repository; safe to use from several threads."""
 
 
 class Place(NamedTuple):
-    """The address of a repository: a URL as fsspec wants it, the options to open it, and the text for operators."""
+    """The address of a repository: fsspec's URL and options, and the text for operators."""
 
     url: str
     options: Mapping[str, Any]
@@ -412,7 +401,7 @@ class Place(NamedTuple):
 
 
 def place_of(url: str) -> Place:
-    """Reads the URL of a repository.
+    """Parses the URL of a repository.
 
     Raises:
         SettingsError: It holds a password, or Triton's spelling for Azure lacks a part.
@@ -437,7 +426,7 @@ def place_of(url: str) -> Place:
 
 
 def _leads_back(entry: os.DirEntry[str], parent: str) -> bool:
-    """Tells whether a directory is a link to one that it is in, which would be walked for ever."""
+    """Tells whether a directory is a link to one of its parents, which would be walked for ever."""
     if not entry.is_symlink():
         return False
     target = os.path.realpath(entry.path)
