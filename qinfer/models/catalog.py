@@ -192,8 +192,7 @@ class Catalog:
         return served
 
     def accepting(self, model: str, version: int) -> Served:
-        """Returns the version that an asynchronous request goes to; 0 = the highest READY one, else the highest
-        loadable one.
+        """Returns the version for an asynchronous request; 0 = the highest READY one, else the highest loadable one.
 
         Raises:
             ModelNotFound: The model or version is unknown.
@@ -257,9 +256,7 @@ class Catalog:
         }
 
     def named(self, model: str, version: int) -> tuple[str, int]:
-        """Returns a model version as metric labels: the highest version for an unknown one, no name for an unknown
-        model.
-        """
+        """Returns a model version as metric labels, so that requests for unknown names make no new series."""
         status = self._view.statuses.get(model)
         if status is None:
             return (model, 0) if model in self._view.stored else ("", 0)

@@ -1,9 +1,7 @@
-"""Reads of statistics ask the workers to add what they have counted, and workers say when they have: two short streams.
+"""Two short streams: readers of statistics ask workers to push their counts, and workers answer when they have.
 
-The answer says what is under way in the worker, too.
-
-Nothing depends on it: workers add their counts every second anyway. The ids of both streams are times of the same
-Redis, so that whoever asks need not read answers from before.
+An answer also has the requests under way in the worker. The streams only make statistics fresher: workers push their
+counts every second anyway. The ids of both streams are times of the same Redis, so that a reader skips older answers.
 """
 
 import time
@@ -24,30 +22,26 @@ _Id = tuple[int, ...]
 
 
 def concerns(models: Collection[str], hosted: Collection[str]) -> bool:
-    """Tells whether a question about some models is one to a worker that has these."""
+    """Tells whether a question about some models concerns a worker that has `hosted`."""
     return bool(hosted) and (ALL in models or any(model in hosted for model in models))
 
 
 class Asked(NamedTuple):
-    """The questions since the last time: the id of the newest, and the models that they are about."""
+    """The id of the newest question, and the models of all new questions."""
 
     id: str
     models: frozenset[str]
 
 
 class Underway(msgspec.Struct, frozen=True):
-    """The requests in a worker at a moment: `busy` and `direct` of its `WorkerRecord`."""
+    """The requests under way in a worker: `busy` and `direct` of its `WorkerRecord`."""
 
     busy: dict[str, dict[int, int]]
     direct: dict[str, dict[int, int]]
 
 
 class CountPushes:
-    """See the module docstring. Coroutines raise `BrokerUnavailable` when Redis can't be reached.
-
-    Args:
-        client: A `redis.asyncio.Redis` or `RedisCluster`.
-    """
+    """Questions and answers in Redis; coroutines raise `BrokerUnavailable` when it can't be reached."""
 
     def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
         self._client = client
@@ -59,22 +53,22 @@ class CountPushes:
             return _text(await self._client.xadd(keys.counts_asked(), fields, maxlen=_KEPT, approximate=False))
 
     async def asked(self, last: str) -> Asked:
-        """Waits a while for questions behind the id `last`; `0-0` = all that are kept."""
+        """Waits a while for questions after the id `last`; `0-0` = all that are kept."""
         found = await self._read(keys.counts_asked(), last, _MAX_BLOCK_S)
         names = (name for _, fields in found for name in _names(fields.get(b"models", b"")))
         return Asked(found[-1][0] if found else last, frozenset(names))
 
     async def answer(self, worker: str, question: str, underway: Underway) -> None:
-        """Says that a worker has added all that it had counted when it was asked, and what is under way in it."""
+        """Reports that a worker has pushed its counts after a question, and its requests under way."""
         fields = {"worker": worker, "question": question, "underway": msgspec.json.encode(underway)}
         with translated():
             await self._client.xadd(keys.counts_added(), fields, maxlen=_KEPT, approximate=False)
 
     async def answers(self, question: str, workers: Collection[str], within_s: float) -> dict[str, Underway | None]:
-        """Waits until all these workers have answered a question, or a later one, or for that time.
+        """Waits until all these workers have answered this question or a later one, at most `within_s`.
 
         Returns:
-            Worker → what is under way in it, of those that have answered; `None` where it does not say that.
+            Worker → its requests under way, for workers that answered; `None` where it does not report them.
         """
         found: dict[str, Underway | None] = {}
         last, end_s = _just_before(question), time.monotonic() + within_s
@@ -109,7 +103,7 @@ def _underway(text: bytes) -> Underway | None:
 
 
 def _order(text: str) -> _Id:
-    """Returns an id of a stream in a form that can be compared; of what is none, the least."""
+    """Returns an id of a stream in comparable form; an invalid one is the least."""
     try:
         return tuple(map(int, text.split("-")))
     except ValueError:
@@ -117,7 +111,7 @@ def _order(text: str) -> _Id:
 
 
 def _just_before(question: str) -> str:
-    """Returns where to read answers from: one may come in the millisecond of its question, with the same id."""
+    """Returns the id to read answers from: one may have the same millisecond as its question."""
     return str(_order(question)[0] - 1)
 
 

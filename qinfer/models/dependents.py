@@ -1,7 +1,7 @@
-"""The models that ensembles use, and what follows: the order of loads, new generations, unloads (reference §1.14).
+"""The models that ensembles use: the order of loads, new generations, and unloads (reference §1.14).
 
-A model that was loaded only because an ensemble uses it is `Desired.dependent`; it may be unloaded with the last
-ensemble that does (`unload_dependents`).
+A model that was loaded only because an ensemble uses it is `Desired.dependent`; `unload_dependents` unloads it with the
+last such ensemble.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,13 +22,13 @@ _ATTEMPTS = 10
 
 
 def uses_of(config: ModelConfig) -> tuple[Use, ...]:
-    """Returns the models that an ensemble uses, each with the version once; none for another model."""
+    """Returns the models that an ensemble uses, each version once."""
     steps = config.ensemble_scheduling.step
     return tuple(dict.fromkeys(Use(step.model_name, max(step.model_version, 0)) for step in steps))
 
 
 def in_order(models: Iterable[StoredModel]) -> list[StoredModel]:
-    """Returns models so that each comes after those that it uses; otherwise in the given order."""
+    """Returns models so that each comes after those that it uses."""
     left = {model.model: model for model in models}
     ordered: list[StoredModel] = []
     begun: set[str] = set()
@@ -47,7 +47,7 @@ def in_order(models: Iterable[StoredModel]) -> list[StoredModel]:
 
 
 def users_of(names: Collection[str], stored: Mapping[str, StoredModel]) -> list[str]:
-    """Returns the ensembles that use one of the models, themselves or through others."""
+    """Returns the ensembles that use one of the models, directly or through others."""
     found = list(names)
     for name in found:
         found += [
@@ -57,12 +57,12 @@ def users_of(names: Collection[str], stored: Mapping[str, StoredModel]) -> list[
 
 
 def wanted_for_another(model: str, wish: Desired | None) -> Desired:
-    """Returns the wish for a model, not loaded so far, that is to be loaded because an ensemble uses it."""
+    """Returns the wish for an unloaded model that an ensemble needs."""
     return msgspec.structs.replace(wish or Desired(model, 0), load=False, dependent=True)
 
 
 def unneeded(model: str, desired: Mapping[str, Desired], stored: Mapping[str, StoredModel]) -> list[str]:
-    """Returns the models that were loaded for an ensemble, which is unloaded now, and that no other loaded one uses."""
+    """Returns the models that were loaded for an unloaded ensemble, and that no other loaded one uses."""
     left = {name for name, wish in desired.items() if wish.load} - {model}
     found, gone = [], [model]
     for name in gone:
@@ -76,19 +76,9 @@ def unneeded(model: str, desired: Mapping[str, Desired], stored: Mapping[str, St
 
 
 async def renew_users(names: Collection[str], store: ControlStore, without: Collection[str] = ()) -> bool:
-    """Gives the loaded ensembles that use changed models a new generation, so that they are loaded with these.
+    """Gives loaded ensembles that use changed models a new generation; returns whether there were any.
 
-    Args:
-        names: The models that have changed.
-        store: Where the state is kept.
-        without: Ensembles that have a new generation already.
-
-    Returns:
-        Whether there were any.
-
-    Raises:
-        BrokerUnavailable: The store can't be reached.
-        QinferError: Others change an ensemble all the time.
+    Ensembles in `without` have a new generation already.
     """
     wishes = {name: wish for name, wish in (await store.desired()).items() if wish.load}
     users = [name for name in users_of(list(names), await store.models(wishes)) if name not in without]
@@ -110,7 +100,7 @@ async def _renew(name: str, store: ControlStore) -> None:
 
 
 def labels_of(model: StoredModel, stored: Mapping[str, StoredModel]) -> dict[str, tuple[str, ...]]:
-    """Returns the labels of a model's outputs; those of an ensemble are its steps', where it has none of its own."""
+    """Returns the labels of a model's outputs; an ensemble without its own has those of its steps."""
     found = [model]
     for one in found:
         known = {each.model for each in found}
@@ -126,19 +116,14 @@ def labels_of(model: StoredModel, stored: Mapping[str, StoredModel]) -> dict[str
 
 
 class Kind(NamedTuple):
-    """The kind of a model, as far as the ensembles that use it are of the same.
-
-    Attributes:
-        decoupled: A request has any number of responses.
-        sequences: Its sequences; `None` = it has none.
-    """
+    """The properties of a model that ensembles inherit from their steps."""
 
     decoupled: bool
     sequences: SequenceSpec | None
 
 
 def kind_of_ensemble(ensemble: StoredModel, stored: Mapping[str, StoredModel]) -> Kind:
-    """Returns what an ensemble is because of the models that it uses, itself or through others, whatever it says."""
+    """Returns the properties that an ensemble has through its models, whatever its configuration says."""
     names = [use.model for use in ensemble.uses]
     for name in names:
         names += [use.model for use in stored[name].uses if use.model not in names] if name in stored else []
@@ -155,5 +140,5 @@ def _kind(text: str) -> Kind:
 
 
 def missing_uses(models: Sequence[StoredModel], known: Collection[str]) -> list[str]:
-    """Returns the names of models that are used and not known, in order."""
+    """Returns the names of used models that are not known, in order."""
     return list(dict.fromkeys(use.model for model in models for use in model.uses if use.model not in known))

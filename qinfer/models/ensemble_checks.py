@@ -1,6 +1,6 @@
 """Comparison of an ensemble with the models of its steps: tensors, datatypes, shapes and batch sizes. Pure.
 
-Rules and texts are those of Triton's `ValidateEnsembleConfig` (core `src/ensemble_utils.cc`), but for those of stateful
+Rules and texts are those of Triton's `ValidateEnsembleConfig` (core `src/ensemble_utils.cc`), except for stateful
 models.
 """
 
@@ -13,7 +13,7 @@ from qinfer.tensors import DATATYPES
 
 
 class _Node(NamedTuple):
-    """The first model that says what an ensemble tensor is, and what it says."""
+    """The declaration of an ensemble tensor by the first model that has it."""
 
     model: str
     datatype: str
@@ -22,15 +22,7 @@ class _Node(NamedTuple):
 
 
 def check_steps(ensemble: ModelSpec, models: Sequence[ModelSpec]) -> None:
-    """Checks an ensemble against the models of its steps.
-
-    Args:
-        ensemble: The ensemble.
-        models: The configuration of each step's model, in order.
-
-    Raises:
-        ModelLoadFailed: They do not fit together.
-    """
+    """Checks an ensemble against its steps' models, in order, or raises `ModelLoadFailed`."""
     tensors: dict[str, _Node] = {}
     for tensor in (*ensemble.inputs, *ensemble.outputs):
         tensors[tensor.name] = _node(ensemble, tensor, tensor.seen_dims)
@@ -45,19 +37,14 @@ def check_steps(ensemble: ModelSpec, models: Sequence[ModelSpec]) -> None:
 
 
 def is_like(dims: Sequence[int], others: Sequence[int]) -> bool:
-    """Tells whether two shapes can be the same: -1 is any size."""
+    """Tells whether two shapes can be the same; -1 is any size."""
     return len(dims) == len(others) and all(
         a == b or -1 in (a, b) for a, b in zip(dims, others, strict=True)
     )  # Triton's CompareDimsWithWildcard
 
 
 def origin_of(ensemble: str, model: str, origins: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the decoupled steps that the inputs of a step come from, or the outputs of the ensemble.
-
-    Args:
-        ensemble: The ensemble's name.
-        model: The name of the step's model, or the ensemble's again for its outputs.
-        origins: The decoupled steps that each of the tensors comes from.
+    """Returns the common decoupled steps that a step's inputs, or the ensemble's outputs, come from.
 
     Raises:
         ModelLoadFailed: They come from different ones.
@@ -72,15 +59,7 @@ def origin_of(ensemble: str, model: str, origins: Sequence[tuple[int, ...]]) -> 
 
 
 def check_settings(ensemble: ModelSpec, stateful: Sequence[str]) -> None:
-    """Checks what an ensemble may not be, now that it is known of what kind it is.
-
-    Args:
-        ensemble: The ensemble, decoupled and with sequences as its steps are.
-        stateful: The models of its stateful steps, of ensembles within it, too.
-
-    Raises:
-        ModelLoadFailed: Its responses are to be cached or its requests to be split, or its steps can't be together.
-    """
+    """Refuses a response cache, splits or combinations of steps that a decoupled or stateful ensemble can't have."""
     kinds = (
         ("decoupled' transaction policy", ensemble.decoupled),
         ("sequence_batching' scheduler", ensemble.is_stateful),
@@ -135,7 +114,7 @@ def _check_outputs(ensemble: ModelSpec, step: EnsembleStep, model: ModelSpec, te
 
 
 def _compare(ensemble: ModelSpec, tensor: str, node: _Node, tensors: dict[str, _Node]) -> None:
-    """Compares what a model says of an ensemble tensor with what was said before; notes it if nothing was."""
+    """Compares a model's declaration of an ensemble tensor with the first one."""
     before = tensors.setdefault(tensor, node)
     where = f"in ensemble {ensemble.name}, ensemble tensor {tensor}:"
     if before.datatype != node.datatype:
@@ -151,7 +130,6 @@ def _compare(ensemble: ModelSpec, tensor: str, node: _Node, tensors: dict[str, _
 
 
 def _node(model: ModelSpec, tensor: TensorSpec, dims: tuple[int, ...]) -> _Node:
-    """Returns what a model says of a tensor whose dimensions within the ensemble are these."""
     batch = (-1,) if model.max_batch_size else ()
     return _Node(model.name, tensor.datatype, dims, (*batch, *dims))
 

@@ -133,7 +133,7 @@ class Plan:
         return [step.model.name for step in self.steps if step.model.is_stateful]
 
     def flow(self, outputs: tuple[str, ...], stage: int = 0) -> "Flow[Any]":
-        """Begins a flow through a stage, for a request or a response of a decoupled step; no `outputs` = all of them."""
+        """Begins a flow through a stage, for a request or a decoupled step's response; no `outputs` = all."""
         ways = self._ways.get(outputs)
         if ways is None:
             if len(self._ways) >= _MAX_WAYS:
@@ -171,9 +171,7 @@ class Plan:
 
 
 class Flow(Generic[T]):
-    """The way of one request: `start`, or `receive` in a later stage; then for each step `take`, and `put` after it
-    ran.
-    """
+    """The way of one request: `start` (in a later stage `receive`), then `take` each step, and `put` after it ran."""
 
     __slots__ = ("_lacks", "_plan", "_readers", "_tensors", "_way", "running")
 

@@ -1,4 +1,4 @@
-"""Liveness of programs without heartbeats of their own, which `qinfer status` and `qinfer healthcheck` read."""
+"""Liveness of programs without heartbeats, for `qinfer status` and `qinfer healthcheck`."""
 
 import asyncio
 import contextlib
@@ -9,22 +9,19 @@ from qinfer.models.store import ControlStore
 
 EVERY_S = 3.0
 HOLDS_S = 15.0
-"""Longer than a Redis takes that fails over, or an event loop that is late."""
+"""Longer than a failover of Redis, or a delay of the event loop."""
 
 _LEAVE_S = 1.0
 
 
 async def report_liveness(store: ControlStore, name: str, *programs: str) -> NoReturn:
-    """Reports every few seconds that this process is live, also while Redis is away; when cancelled, that it is not.
+    """Reports every few seconds that this process is live, even after an outage of Redis; retracts that when cancelled.
 
-    Args:
-        store: Where to.
-        name: The process's, `<name>@<host>`, as Celery has it.
-        programs: What the process is: `GATEWAY`, `BULK`, `BEAT`, `BRIDGE`.
+    `name` is `<name>@<host>`, as for Celery; `programs` are `GATEWAY`, `BULK`, `BEAT` or `BRIDGE`.
     """
     try:
         while True:
-            with contextlib.suppress(BrokerUnavailable):  # the next one may get through
+            with contextlib.suppress(BrokerUnavailable):  # the next report may get through
                 for program in programs:
                     await store.report_liveness(program, name, HOLDS_S)
             await asyncio.sleep(EVERY_S)

@@ -1,7 +1,7 @@
-"""Pins keep model versions loaded for those who are not done with them; and hashes of what versions execute. Pure.
+"""Pins, which keep model versions loaded for their holders, and hashes of the content that versions execute. Pure.
 
-A *pin* is part of the desired state: workers keep its version loaded though the version policy has dropped it, load it
-when they start, and offer it to no caller who does not name it. Its holder renews it, and removes it in the end.
+A *pin* is part of the desired state: workers keep its version loaded even if the version policy has dropped it, load it
+at their start, and offer it only to callers who name it. Its holder renews it, and removes it in the end.
 """
 
 import hashlib
@@ -12,19 +12,17 @@ import msgspec
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 
 EXECUTED = "sha256:"
-"""The beginning of an executed hash; that of a plan of an earlier qinfer, which has none, is a `content_hash`."""
+"""The prefix of an executed hash; plans of an earlier qinfer have a `content_hash` without it."""
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """A model version that somebody is not done with.
+    """A model version that its holder still needs.
 
     Attributes:
-        model: The model's name.
-        version: The version, > 0.
-        content_hash: What it executed when it was pinned (`is_executed`); empty = whatever it executes is fine.
+        content_hash: The content that it executed when it was pinned (`is_executed`); empty = any.
         reason: The kind of the holder, such as `job`.
         holder: The id of the holder.
-        expires_at: When it ends unless it is renewed, in seconds of the broker's time.
+        expires_at: Its end unless it is renewed, in seconds of the broker's time.
     """
 
     model: str
@@ -36,18 +34,15 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """The id of the pin: a holder pins a version once."""
+        """The id of the pin; a holder pins a version once."""
         return f"{self.reason}/{self.holder}/{self.model}/{self.version}"
 
 
 class Executed(msgspec.Struct, frozen=True, array_like=True):
-    """A model version that a job is made with, and the contents of all that it executes.
+    """A model version, or a step of it, and the hash of the content that it executes.
 
     Attributes:
-        model: The model.
-        version: The version.
-        content_hash: The hash of what it executes.
-        asked: The version that a step asks for; 0 = the highest that is READY, or it is no step.
+        asked: The version in a step's configuration; 0 = the highest that is READY, or it is no step.
     """
 
     model: str
@@ -57,15 +52,14 @@ class Executed(msgspec.Struct, frozen=True, array_like=True):
 
 
 def is_executed(content_hash: str) -> bool:
-    """Tells whether a hash is of what is executed, and not of the model's whole directory and its times."""
+    """Tells whether a hash is of executed content, and not of the model's whole directory with its times."""
     return content_hash.startswith(EXECUTED)
 
 
 def executed_hash(workers: Iterable[WorkerRecord], model: str, version: int) -> str:
-    """Returns the hash of what live workers execute of a version, at its newest generation.
+    """Returns the hash of a version's content on live workers, at its newest generation.
 
-    Returns:
-        Empty while no worker has the version READY, while they do not agree, and while one does not report any.
+    Empty while no worker has the version READY, while workers disagree, or while one reports no hash.
     """
     states = [state for worker in workers if (state := worker.state_of(model, version)) is not None]
     ready = [state for state in states if state.state is State.READY]
@@ -75,10 +69,9 @@ def executed_hash(workers: Iterable[WorkerRecord], model: str, version: int) -> 
 
 
 def executed(workers: Sequence[WorkerRecord], model: str, version: int) -> tuple[Executed, ...]:
-    """Returns what live workers execute of a version: its own content, then of an ensemble that of all its steps.
+    """Returns the content of a version on live workers: its own, then that of an ensemble's steps.
 
-    Returns:
-        Empty as `executed_hash`, also where that is so of a step, and while workers run other steps.
+    Empty like `executed_hash`, also because of a step, or while workers run different steps.
     """
     own = executed_hash(workers, model, version)
     states = [state for worker in workers if (state := worker.state_of(model, version)) is not None]
@@ -96,7 +89,7 @@ def executed(workers: Sequence[WorkerRecord], model: str, version: int) -> tuple
 
 
 def joint_hash(executes: Sequence[Executed]) -> str:
-    """Returns one hash of what a version and its steps execute: that of the version itself where it has no steps."""
+    """Returns one hash of a version and its steps; without steps, that of the version."""
     if len(executes) == 1:
         return executes[0].content_hash
     text = "\n".join([f"{one.model}/{one.asked}/{one.version}\t{one.content_hash}" for one in executes])
@@ -104,7 +97,7 @@ def joint_hash(executes: Sequence[Executed]) -> str:
 
 
 def kept_by_pins(pins: Iterable[Pin], stored: StoredModel) -> Mapping[int, frozenset[str]]:
-    """Returns the versions of a model that only pins keep loaded → what they may execute."""
+    """Returns version → the contents that it may execute, for versions that only pins keep loaded."""
     kept: dict[int, frozenset[str]] = {}
     for pin in pins:
         if pin.model == stored.model and pin.version not in stored.versions:
@@ -113,13 +106,7 @@ def kept_by_pins(pins: Iterable[Pin], stored: StoredModel) -> Mapping[int, froze
 
 
 def why_lost(pin: Pin, workers: Iterable[WorkerRecord], wish: Desired | None = None) -> str:
-    """Says why no live worker can keep what a pin names; empty = one has it, loads it, or none tells yet.
-
-    Args:
-        pin: The pin.
-        workers: The live workers.
-        wish: The desired state of the model; `None` = not known.
-    """
+    """Returns why no live worker can keep a pinned version; empty = one has it or loads it, or none reports yet."""
     if wish is not None and not wish.load:
         return f"version {pin.version} of model '{pin.model}' can't be kept: the model was unloaded"
     states = [state for worker in workers if (state := worker.state_of(pin.model, pin.version)) is not None]
@@ -130,7 +117,7 @@ def why_lost(pin: Pin, workers: Iterable[WorkerRecord], wish: Desired | None = N
 
 
 def _may_be(pin: Pin, state: VersionState) -> bool:
-    """Tells whether a worker has what a pin names, or is about to; one that reports no hash may."""
+    """Tells whether a worker has the pinned content, or may be about to; without a hash, it may."""
     if state.state is not State.READY:
         return state.state is not State.UNAVAILABLE
     is_known = state.executed_hash and is_executed(pin.content_hash)

@@ -1,7 +1,7 @@
-"""The part of a model's configuration that is about ragged batches: `batch_input` and `batch_output`, as specs.
+"""`batch_input` and `batch_output` of a model's configuration, as specs.
 
-What they mean is Triton's: docs/user_guide/ragged_batching.md of its server, `BatchInput` and `BatchOutput` of its
-`model_config.proto`. `qinfer/backends/ragged.py` does it.
+The semantics are Triton's: docs/user_guide/ragged_batching.md of its server, `BatchInput` and `BatchOutput` of its
+`model_config.proto`. `qinfer/backends/ragged.py` implements them.
 """
 
 from enum import StrEnum
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class BatchInputKind(StrEnum):
-    """Kinds of batch inputs, which tell a model the shapes or sizes of a batch's requests (`model_config.proto`)."""
+    """Kinds of batch inputs, which give a model the shapes or sizes of a batch's requests (`model_config.proto`)."""
 
     ELEMENT_COUNT = "BATCH_ELEMENT_COUNT"
     ACCUMULATED = "BATCH_ACCUMULATED_ELEMENT_COUNT"
@@ -20,14 +20,12 @@ class BatchInputKind(StrEnum):
 
 
 class BatchInputSpec(NamedTuple):
-    """An input of the model file that the server makes of the shapes of a batch's requests.
+    """An input of the model file that the server makes from the shapes of a batch's requests.
 
     Attributes:
-        kind: What it tells.
-        name: The model file's input.
         datatype: `INT32` or `FP32`.
-        source: The input of requests that it tells about.
-        rank: How many dimensions that has without the batch dimension.
+        source: The input of requests that it describes.
+        rank: The number of that input's dimensions, without the batch dimension.
     """
 
     kind: BatchInputKind
@@ -41,9 +39,8 @@ class BatchOutputSpec(NamedTuple):
     """An output that the model gives as one dimension, and that is cut by the shapes of an input.
 
     Attributes:
-        name: The output.
-        dims: Its dimensions with the batch dimension; one of -1 is as long as the same dimension of the source.
-        source: The input of requests that tells.
+        dims: Its dimensions with the batch dimension; a -1 is as long as the same dimension of `source`.
+        source: The input of requests whose shapes count.
     """
 
     name: str

@@ -145,9 +145,7 @@ def assess(
 
 
 def failed_loads(statuses: Iterable[ModelStatus], workers: Iterable[WorkerRecord]) -> dict[tuple[str, int], bool]:
-    """Returns (model, version) → whether a live worker failed to load its newest generation; version 0 = the model has
-    none.
-    """
+    """Returns (model, version; 0 = it has none) → whether a live worker failed to load its newest generation."""
     records = list(workers)
     failed: dict[tuple[str, int], bool] = {}
     for status in statuses:

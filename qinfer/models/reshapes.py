@@ -1,7 +1,6 @@
-"""`reshape` of a configuration: what the client sees as `dims`, the model sees as another shape (reference §3.2). Pure.
+"""`reshape` of a configuration: the model sees another shape than the client (reference §3.2). Pure.
 
-Elements stay in place: only shapes change. Variable dimensions of the one shape become those of the other in their
-order: `[-1, 4, -1]` and `[-1, 2, 2, -1]`.
+Elements stay in place. Variable dimensions of the two shapes correspond in order: `[-1, 4, -1]` and `[-1, 2, 2, -1]`.
 """
 
 from typing import NamedTuple
@@ -12,35 +11,26 @@ Dims = tuple[int, ...]
 
 
 class Reshape(NamedTuple):
-    """The change of a tensor's shape.
-
-    Attributes:
-        before: Its dimensions before, without the batch dimension; -1 is variable.
-        after: Those behind, of as many elements.
-        batched: Whether it has a batch dimension, which stays.
-    """
+    """The change of a tensor's shape, by its dimensions without the batch dimension, which stays; -1 is variable."""
 
     before: Dims
     after: Dims
     batched: bool
 
     def of(self, shape: Dims) -> Dims:
-        """Returns what becomes of a shape.
-
-        A variable dimension that the shape lacks has no elements, so that the shapes differ in size.
-        """
+        """Returns a shape after the change; a variable dimension that the shape lacks becomes 0."""
         lead = 1 if self.batched else 0
         sizes = iter([size for size, dim in zip(shape[lead:], self.before, strict=False) if dim == -1])
         return shape[:lead] + tuple([next(sizes, 0) if dim == -1 else dim for dim in self.after])
 
 
 def inward(spec: ModelSpec) -> dict[str, Reshape]:
-    """Returns the changes on the way from the client to the model, by its inputs."""
+    """Returns input → its change on the way from the client to the model."""
     batched = spec.max_batch_size > 0
     return {i.name: Reshape(i.dims, i.reshape, batched) for i in spec.inputs if i.reshape is not None}
 
 
 def outward(spec: ModelSpec) -> dict[str, Reshape]:
-    """Returns the changes on the way from the model to the client, by its outputs."""
+    """Returns output → its change on the way from the model to the client."""
     batched = spec.max_batch_size > 0
     return {o.name: Reshape(o.reshape, o.dims, batched) for o in spec.outputs if o.reshape is not None}

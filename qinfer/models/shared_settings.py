@@ -1,7 +1,6 @@
-"""Settings that clients change while the server is running, in the control store: one document for each value.
+"""Settings that clients change while the server runs, in the control store: one document for each value.
 
-A value by itself is written without reading the others, so that two clients who change different ones at the same
-time both succeed. `null` is what was cleared.
+Writing a value reads no other, so that two clients can change different values at once. `null` = cleared.
 """
 
 import asyncio
@@ -17,16 +16,16 @@ from qinfer.observe.logs import Switches
 LOGGING = "logging"
 """The group of the log settings."""
 TRACE = "trace"
-"""The group of the trace settings; those of one model are in `trace:<model>`."""
+"""The group of the trace settings; `trace:<model>` has those of one model."""
 
 FOLLOW_EVERY_S = 2.0
-"""The time after which a process notices a change that another gateway was asked for."""
+"""The time within which a process notices a change through another gateway."""
 
 Value = SettingValue
 
 
 def of_group(stored: Mapping[str, str], group: str) -> dict[str, Value]:
-    """Returns the values of one group from `ControlStore.settings`, without what was cleared."""
+    """Returns the values of one group, without cleared ones."""
     values: dict[str, Value] = {}
     prefix = f"{group}/"
     for name, document in stored.items():
@@ -38,17 +37,13 @@ def of_group(stored: Mapping[str, str], group: str) -> dict[str, Value]:
 
 
 async def put_group(store: ControlStore, group: str, values: Mapping[str, Value]) -> None:
-    """Stores values of one group; `None` clears a value.
-
-    Raises:
-        BrokerUnavailable: The store can't be reached.
-    """
+    """Stores values of one group; `None` clears a value."""
     for name, value in values.items():
         await store.put_setting(f"{group}/{name}", msgspec.json.encode(value).decode())
 
 
 def switches_of(values: Mapping[str, Value], first: Switches) -> Switches:
-    """Returns what is logged by the log settings of the store, and by what a process started with where none is set."""
+    """Returns the log switches of the store, with a process's own where the store has none."""
     verbose = values.get("log_verbose_level", first.verbose_level)
     return Switches(
         info=bool(values.get("log_info", first.info)),
@@ -60,17 +55,12 @@ def switches_of(values: Mapping[str, Value], first: Switches) -> Switches:
 
 
 async def follow_log_settings(store: ControlStore, first: Switches) -> None:
-    """Makes this process log what clients want logged, until cancelled.
-
-    Args:
-        store: Where the settings are.
-        first: What the process started with.
-    """
+    """Applies the log settings of clients to this process until cancelled; `first` = its own at its start."""
     applied: Switches | None = None
     while True:
         try:
             values = of_group(await store.settings(), LOGGING)
-        except BrokerUnavailable:  # others log it; the settings stay as they are
+        except BrokerUnavailable:  # others log it; the settings stay
             values = {}
         if values:
             wanted = switches_of(values, first)

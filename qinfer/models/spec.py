@@ -150,9 +150,7 @@ class Device(NamedTuple):
 
 
 class ResourceSpec(NamedTuple):
-    """Units of a resource that an execution holds (`rate_limiter.resources`); a global one is shared by devices and
-    workers.
-    """
+    """Units of a resource that an execution holds (`rate_limiter.resources`); global = one for all workers."""
 
     name: str
     units: int

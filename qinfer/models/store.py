@@ -176,9 +176,7 @@ class ControlStore:
             return sorted(map(_text, await self.client.eval(_LIVENESS, 1, keys.liveness(program))))
 
     async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
-        """Writes an autoscaler's record, which expires after `ttl_s` (0 = now), and adds to the counts of all
-        autoscalers.
-        """
+        """Writes an autoscaler's record for `ttl_s` seconds, and adds to the counts of all autoscalers."""
         with translated():
             words = (record.id, int(ttl_s * 1000), encode_document(record))
             await self.client.eval(_EXPIRING, 1, keys.scalers(), *words)
@@ -245,7 +243,7 @@ class ControlStore:
             await self.client.xadd(keys.control(), {"wake": ""}, maxlen=_WAKES_KEPT, approximate=False)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Waits for a `wake` since the last call, for at most `timeout_s`; a spurious return costs the caller one read."""
+        """Waits for a `wake` since the last call, for at most `timeout_s`; may return early without one."""
         task = asyncio.current_task()
         assert task is not None
         last = self._last_wakes.get(task, "0-0")

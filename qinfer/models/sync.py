@@ -1,10 +1,10 @@
-"""`qinfer models sync`: makes the desired state what the repository holds. Idempotent; several may run at once.
+"""`qinfer models sync`: writes the repository's models as the desired state. Idempotent; several may run at once.
 
-A model that can't be read any more, or whose configuration has become wrong, stays as it was while a worker serves it:
-half-written files must not take a model down. A model that is gone is unloaded, and so is one that another repository
-has, too: nobody knows which of them is meant.
+A model that can't be read any more, or whose configuration became wrong, stays as it was while a worker serves it:
+half-written files must not take a model down. A model that was removed is unloaded, and so is one that a second
+repository has too, since it is ambiguous.
 
-`start` is what a gateway and `qinfer up` do first: a sync, or in mode `explicit` the loads that the settings name.
+A gateway and `qinfer up` begin with `start`: a sync, or in mode `explicit` the loads in the settings.
 """
 
 import asyncio
@@ -35,19 +35,16 @@ _EMPTY = (
 
 
 class EmptyRepository(SettingsError):
-    """A repository without any model, where models are to be served."""
+    """The repository has no model, while models are desired."""
 
 
 class SyncedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a sync for one model.
 
     Attributes:
-        model: Its name.
-        generation: Its generation now.
         versions: The versions that will be loaded.
-        changed: The model is new, changed or gone.
-        removed: The repository no longer has it.
-        error: Why it can't be loaded, or was unloaded; empty when it can.
+        changed: The model is new, changed or removed.
+        error: Why it can't be loaded, or was unloaded.
     """
 
     model: str
@@ -61,18 +58,13 @@ class SyncedModel(msgspec.Struct, frozen=True, kw_only=True):
 async def sync(
     repository: Repositories, store: ControlStore, delivery: Queue, *, min_workers: int = 1, may_empty: bool = True
 ) -> list[SyncedModel]:
-    """Writes what the repository holds as the desired state, and wakes everyone if anything changed.
+    """Writes the repository's models as the desired state, and wakes the workers if anything changed.
 
-    Args:
-        repository: Where models come from.
-        store: The control store.
-        delivery: Where lanes are made.
-        min_workers: `RepositorySettings.min_workers`.
-        may_empty: Unload all where the repository has no model. Mostly such a repository is one that is not mounted.
+    With `may_empty`, a repository without models unloads all; mostly, it is one that is not mounted.
 
     Raises:
-        SettingsError: The repository can't be read, or may not be empty; nothing is changed then.
-        BrokerUnavailable: The store or the queue can't be reached; the next sync completes this one.
+        SettingsError: The repository can't be read, or may not be empty; nothing was changed.
+        BrokerUnavailable: Redis can't be reached; the next sync completes this one.
     """
     found = await asyncio.to_thread(repository.scan)
     desired = await store.desired()
@@ -92,7 +84,7 @@ async def sync(
 
 
 async def _end(synced: Sequence[SyncedModel], store: ControlStore) -> None:
-    """Has ensembles loaded again whose steps have changed, and wakes everyone if anything has."""
+    """Gives ensembles a new generation if a step's model has changed, and wakes the workers."""
     changed = {model.model for model in synced if model.changed}
     if changed:
         await renew_users(changed, store, without=changed)
@@ -107,19 +99,10 @@ async def start(
     *,
     again: bool = False,
 ) -> list[SyncedModel]:
-    """Writes the desired state that a start calls for in the present control mode.
+    """Writes the desired state for a start in the present control mode, or raises `SettingsError`.
 
-    Args:
-        repository: Where models come from.
-        store: The control store.
-        delivery: Where lanes are made.
-        settings: The control mode and, in mode `explicit`, the models to load.
-        again: In mode `explicit`, also load models that were loaded or unloaded before: `qinfer up` is the one that
-            decides on its machine. A gateway that joins others leaves their models alone.
-
-    Raises:
-        SettingsError: The repository can't be read, or has no model of a name to load.
-        BrokerUnavailable: The store or the queue can't be reached.
+    In mode `explicit`, `again` also loads models that were loaded or unloaded before: `qinfer up` decides about its
+    machine, while a gateway that joins others leaves their models alone.
     """
     if settings.control_mode != "explicit":
         return await _sync_at_start(repository, store, delivery, settings, again=again)
@@ -141,7 +124,7 @@ async def start(
 async def _sync_at_start(
     repository: Repositories, store: ControlStore, delivery: Queue, settings: RepositorySettings, *, again: bool
 ) -> list[SyncedModel]:
-    """Syncs; a gateway that joins others and finds no model leaves what they serve, until a poll says so again."""
+    """Syncs; a gateway that joins others and finds no model leaves the served ones, except in mode `poll`."""
     may_empty = again or settings.control_mode == "poll"
     try:
         return await sync(repository, store, delivery, min_workers=settings.min_workers, may_empty=may_empty)
@@ -161,7 +144,7 @@ def _names_to_load(repository: Repositories, named: tuple[str, ...]) -> list[str
 
 
 def _with_uses(repository: Repositories, names: Sequence[str]) -> list[StoredModel]:
-    """Reads models and what they use, each after what it uses; a model that is used and not there is left out."""
+    """Reads models and those that they use, each after those that it uses; skips missing ones."""
     found, unknown = {name: _read(repository, name) for name in names}, set[str]()
     while missing := missing_uses(list(found.values()), {*found, *unknown}):
         for name in missing:
@@ -202,7 +185,7 @@ async def _sync_model(
             )
     if model.error == NOT_UNIQUE and wish is not None and not wish.load:
         return SyncedModel(model=model.model, generation=wish.generation, error=model.error)
-    anew = wish is not None and not wish.load  # a worker may have the generation from before it was unloaded
+    anew = wish is not None and not wish.load  # a worker may still have the generation of before the unload
     stored, changed = await write_model(model, wish, store, delivery, anew=anew, min_workers=min_workers)
     return SyncedModel(
         model=model.model, generation=stored.generation, versions=stored.versions, changed=changed, error=stored.error
@@ -210,7 +193,7 @@ async def _sync_model(
 
 
 async def _unload(kept: StoredModel, wish: Desired, reason: str, store: ControlStore) -> SyncedModel:
-    """Has a model unloaded, and stores why, for the index."""
+    """Unloads a model, and stores the reason for the index."""
     failed = msgspec.structs.replace(kept, generation=kept.generation + 1, error=reason)
     await store.put_model(failed)
     await store.set_desired(msgspec.structs.replace(wish, load=False))

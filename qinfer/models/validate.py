@@ -1,7 +1,7 @@
 """Checks a request against its model, in Triton's order and with Triton's texts (core `src/infer_request.cc`).
 
-A glance at the configuration and the request, side by side, settles the ordinary good request in half a microsecond;
-everything else takes the long way, which names the mistake. The caller prefixes the request id.
+A quick check accepts an ordinary valid request in half a microsecond; all others take the slow path, which names the
+mistake. The caller prefixes the request id.
 """
 
 import struct
@@ -14,7 +14,7 @@ from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import DATATYPES, Tensor
 
 _LENGTH = struct.Struct("<I")
-_MAX_ELEMENTS = 2**56  # of a shape, were its dimensions of 0 of 1: no array can have more
+_MAX_ELEMENTS = 2**56  # of a shape whose dimensions of 0 count as 1: no array can have more
 _BATCH_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
     "input shape. If you want to specify the full shape including the batch dim in your input dims config, try "
@@ -25,17 +25,8 @@ _BATCH_NOTE = (
 def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
     """Checks names, datatypes, shapes and sizes of a request's tensors.
 
-    Args:
-        request: The request.
-        spec: The model it is for.
-        max_rows: The most rows that it may have; 0 = the model's `max_batch_size`.
-
     Returns:
-        The request's batch size: its rows, or 1 when the model has no batch dimension.
-
-    Raises:
-        InvalidRequest: The request does not fit the model.
-        PayloadTooLarge: It has more strings than it may.
+        The request's rows; 1 when the model has no batch dimension.
     """
     if request.outputs:
         _check_outputs(request.outputs, spec)
@@ -47,7 +38,7 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
     strings = 0
     for tensor, expected in pairs:
         dims = _checked_dims(tensor, expected, spec)
-        # Triton drops a batch dimension of 0 here, so that an empty batch fails as one of too few elements.
+        # Triton drops a batch dimension of 0 here, so that an empty batch has too few elements.
         count = prod(tensor.shape) if batch_size or not spec.max_batch_size else prod(dims)
         if tensor.datatype == "BYTES":
             strings += count
@@ -66,17 +57,11 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
 
 
 def check_announced(name: str, datatype: str, shape: Sequence[int], spec: ModelSpec) -> None:
-    """Checks what a request says of an input, before its elements are decoded.
-
-    Args:
-        name: The name of the input.
-        datatype: Its datatype.
-        shape: Its shape.
-        spec: The model that it is for.
+    """Checks an input by name, datatype and shape, before its elements are decoded.
 
     Raises:
-        InvalidRequest: The model has no such input, or its elements can't be of this datatype or so many.
-        PayloadTooLarge: It has more strings than it may.
+        InvalidRequest: The model has no such input, or another datatype or shape.
+        PayloadTooLarge: It has too many strings.
     """
     tensor = Tensor(name, datatype, tuple(shape), b"")
     expected = next((one for one in spec.inputs if one.name == name), None)
@@ -90,7 +75,7 @@ def check_announced(name: str, datatype: str, shape: Sequence[int], spec: ModelS
 
 
 def _checked_dims(tensor: Tensor, expected: TensorSpec, spec: ModelSpec) -> Sequence[int]:
-    """Checks the datatype and the shape of an input; returns its dimensions behind that of the batch."""
+    """Checks the datatype and shape of an input; returns its dimensions without the batch dimension."""
     if tensor.datatype != expected.datatype:
         raise InvalidRequest(
             f"inference input '{tensor.name}' data-type is '{tensor.datatype}', but model '{spec.name}' expects "
@@ -122,10 +107,9 @@ def are_declared(outputs: Sequence[Tensor], request: InferRequest, spec: ModelSp
 
 
 def _plain_rows(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
-    """Settles ordinary requests at a glance: every input, in order, of fixed dimensions and elements of fixed size.
+    """Returns the batch size of an ordinary valid request: all inputs in order, of fixed dimensions and element sizes.
 
-    Returns:
-        The batch size, as `validate` returns it; 0 says nothing about the request, good or bad.
+    0 says nothing about the request.
     """
     max_rows = spec.max_batch_size
     if len(inputs) != len(spec.inputs):
@@ -148,7 +132,6 @@ def _plain_rows(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
 
 
 def _pair(inputs: Sequence[Tensor], spec: ModelSpec) -> list[tuple[Tensor, TensorSpec]]:
-    """Finds the configuration of each input."""
     if [tensor.name for tensor in inputs] == [expected.name for expected in spec.inputs]:
         return list(zip(inputs, spec.inputs, strict=True))
     given: dict[str, Tensor] = {}
@@ -246,7 +229,7 @@ def _check_count(strings: int, spec: ModelSpec) -> None:
 
 
 def _check_strings(tensor: Tensor, expected: int, model: str) -> None:
-    """Walks a BYTES tensor: every length indicator and every string must be whole, and their number right."""
+    """Checks that every length indicator and string of a BYTES tensor is whole, and their number right."""
     data, end = tensor.data, tensor.nbytes
     where = f"for inference input '{tensor.name}' for model '{model}'"
     position = count = 0

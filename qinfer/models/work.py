@@ -1,6 +1,6 @@
 """Waiting work in seconds of one worker: the measure of autoscalers.
 
-    rows   = requests × mean rows of a request + remaining rows of open bulk jobs
+    rows   = requests of the mean number of rows + remaining rows of open bulk jobs
     work_s = rows ÷ rows a second of one worker       desired workers = ⌈work_s ÷ seconds of work for each⌉
 
 Requests in flight count, so that a version with a batch in hand has work. The measure needs no live worker: lanes,

@@ -1,9 +1,8 @@
-"""Checks of a configuration: the mistakes that Triton refuses, and the settings that qinfer does not offer.
+"""Checks of a configuration: mistakes that Triton refuses, and settings that qinfer does not offer.
 
 Each field of the `ModelConfig` message is in one of three tables: `SUPPORTED`, `HINTS` (accepted without effect) or
-`REFUSED`. A path names a field of the message; one of a message field stands for everything below it. A test walks the
-message and finds each of its fields in exactly one table, so that a field which a later Triton adds can't go unnoticed.
-`docs/reference/model-config.md` is made from these tables.
+`REFUSED`. The path of a message field covers everything below it. A test finds each field in exactly one table, so
+that a field of a later Triton can't go unnoticed. `docs/reference/model-config.md` is made from these tables.
 """
 
 import re
@@ -110,11 +109,11 @@ REFUSED = {
     "model_operations.op_library_filename": "Custom operations can't be loaded.",
     "model_repository_agents.agents": "There are no agents.",
 }
-"""Fields that a configuration is refused for, and why: a client would notice their absence."""
+"""Fields that are refused, and why: a client would notice their absence."""
 
 
 def is_set(message: Message, path: str) -> bool:
-    """Tells whether a field has another value than its default, in any of the messages that a path leads through."""
+    """Tells whether a field differs from its default in any message on a path."""
     head, _, rest = path.partition(".")
     field = message.DESCRIPTOR.fields_by_name[head]
     value: Any = getattr(message, head)
@@ -131,20 +130,16 @@ _WITHOUT_FILE = {
     "pytorch": "a PyTorch file does not declare it, but for one of torch.export: write it into config.pbtxt",
     "tensorrt": "only TensorRT can read it from a plan, on the plan's GPU: write it into config.pbtxt",
 }
-"""Backend → the reason why inputs and outputs can't be completed from its model file."""
+"""Backend → why inputs and outputs can't be completed from its model file."""
 
 _MAX_INSTANCES = 1024
 
 _LABEL = re.compile("[a-zA-Z0-9_]+")
-"""A metric tag, as Prometheus takes it behind an underscore."""
+"""A metric tag, as Prometheus allows it after an underscore."""
 
 
 def check(config: ModelConfig) -> None:
-    """Refuses a configuration that can't be served as it is written.
-
-    Raises:
-        ModelLoadFailed: With every problem found.
-    """
+    """Raises `ModelLoadFailed` with all problems of a configuration."""
     problems = [
         *_refused(config),
         *_batching_problems(config),
@@ -293,7 +288,7 @@ def _file_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def is_inside(path: str) -> bool:
-    """Tells whether a relative path stays within the directory that it starts from."""
+    """Tells whether a relative path stays within its directory."""
     parts = path.split("/")
     return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(parts)
 
@@ -313,7 +308,7 @@ def _tag_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def _stream_problems(config: ModelConfig) -> Iterator[str]:
-    # An ensemble is decoupled if one of its steps is, which is not known here.
+    # An ensemble is decoupled if one of its steps is, which is unknown here.
     is_decoupled = config.model_transaction_policy.decoupled or config.platform == ENSEMBLE
     if STREAM_RESUME in config.parameters and not is_decoupled:
         yield f"parameter '{STREAM_RESUME}' is for decoupled models; set 'decoupled: true', or remove it"

@@ -1,4 +1,4 @@
-"""`config.pbtxt`: read, completed, checked, and turned into what the rest of qinfer reads (reference §2.5, §3.2).
+"""`config.pbtxt`: parsed, completed, checked, and turned into a `ModelSpec` (reference §2.5, §3.2).
 
 parse ──▶ normalise (names and backend, completion from the model file, defaults, check) ──▶ to_json / to_spec
 
@@ -25,13 +25,10 @@ _DEFAULT_MAX_BATCH_SIZE = 4  # Triton's `default-max-batch-size`
 
 
 def complete(config: ModelConfig, tensors: FileTensors) -> None:
-    """Fills what the configuration leaves out, in place; controls and states are no inputs and outputs of requests.
+    """Fills in missing inputs, outputs and batching, in place, or raises `ModelLoadFailed` on a contradiction.
 
-    As in Triton, a configuration with inputs and outputs is taken as it is, and one that lacks either gets its batch
-    size and dynamic batching completed too.
-
-    Raises:
-        ModelLoadFailed: The configuration contradicts the model file.
+    As in Triton, a configuration with inputs and outputs stays as it is; one that lacks either gets its batch size and
+    dynamic batching completed too. Control inputs and states are not added.
     """
     if not tensors.inputs:
         raise ModelLoadFailed(
@@ -64,9 +61,9 @@ def _complete_batching(config: ModelConfig, tensors: FileTensors) -> None:
 
 
 def _add(target: Any, tensors: Sequence[FileTensor], max_batch_size: int) -> None:
-    """Adds file tensors as inputs or outputs; dims may not be empty, so a scalar is [1] to the client.
+    """Adds file tensors as inputs or outputs; a scalar becomes [1] for the client, as dims may not be empty.
 
-    One whose shape the file does not tell is [-1], and not Triton's [1]: outputs of other shapes are passed on.
+    A tensor of unknown shape becomes [-1], instead of Triton's [1], so that outputs of any length fit.
     """
     for tensor in tensors:
         dims = ((-1,) if tensor.dims is None else tensor.dims)[1 if max_batch_size else 0 :]
@@ -76,7 +73,7 @@ def _add(target: Any, tensors: Sequence[FileTensor], max_batch_size: int) -> Non
 
 
 def reshape_scalars(config: ModelConfig, tensors: FileTensors) -> None:
-    """Has the model see what is [1] to the client as the scalar that it declares; dims may not be empty."""
+    """Makes the model see a scalar where the client has [1], since dims may not be empty."""
     scalars = {tensor.name for tensor in (*tensors.inputs, *tensors.outputs) if tensor.dims == ()}
     for io in elements(config):
         if io.name in scalars:
@@ -84,7 +81,7 @@ def reshape_scalars(config: ModelConfig, tensors: FileTensors) -> None:
 
 
 def elements(config: ModelConfig) -> list[Any]:
-    """Returns the inputs and outputs that are [1] to the client, and may be scalars of the model."""
+    """Returns the inputs and outputs of shape [1], which may be scalars of the model."""
     return [io for io in (*config.input, *config.output) if not config.max_batch_size and list(io.dims) == [1]]
 
 
@@ -167,7 +164,7 @@ __all__ = [
 
 
 class _Known(NamedTuple):
-    """A backend, its platform, and the model file that tells it (reference §2.5)."""
+    """A backend, its platform, and the model file that identifies it (reference §2.5)."""
 
     backend: str
     platform: str
@@ -183,17 +180,13 @@ _BACKENDS = (
     _Known("python", "", "model.py"),
 )
 _BACKEND_OF_PLATFORM = {known.platform: known.backend for known in _BACKENDS if known.platform}
-_ON_GPU = frozenset({"onnxruntime", "pytorch", "tensorrt", "python"})  # what KIND_AUTO puts on a GPU
+_ON_GPU = frozenset({"onnxruntime", "pytorch", "tensorrt", "python"})  # KIND_AUTO puts these on a GPU
 
 _CPU_INSTANCES = {"onnxruntime": 2}  # Triton's default for this backend on a CPU; 1 for the others
 
 
 def parse(text: str, source: str = "config.pbtxt") -> ModelConfig:
-    """Parses the text of a `config.pbtxt`, or of another file that is named in messages.
-
-    Raises:
-        ModelLoadFailed: The text is wrong; the message names line and column.
-    """
+    """Parses the text of a `config.pbtxt`, or raises `ModelLoadFailed` with line and column; messages name `source`."""
     try:
         return text_format.Parse(text.removeprefix("\ufeff"), ModelConfig())
     except text_format.ParseError as error:
@@ -213,14 +206,14 @@ def normalise(
     """Returns the configuration as Triton would show it: complete, with defaults, and checked.
 
     Args:
-        config: What `config.pbtxt` says; empty when there is none. It is left as it is.
+        config: The content of `config.pbtxt`, which stays unchanged; empty when there is none.
         name: The name of the model's directory.
-        files: File names in its version directories, from which a backend that is not named is deduced.
-        tensors: What the model file declares, to complete the configuration from and to compare it with, if known.
+        files: File names in its version directories, which identify a backend that is not named.
+        tensors: The declarations of the model file, if known.
         gpus: GPUs of the installation, for instance groups that name none.
 
     Raises:
-        ModelLoadFailed: The configuration is incomplete, contradictory, or uses what qinfer does not offer.
+        ModelLoadFailed: The configuration is incomplete, contradictory, or uses a feature that qinfer does not offer.
     """
     normal = identify(config, name, files)
     if tensors is not None:
@@ -231,10 +224,10 @@ def normalise(
 
 
 def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> ModelConfig:
-    """Returns the configuration with its name, backend, platform and model file name filled in, and nothing else.
+    """Returns the configuration with only name, backend, platform and model file name filled in.
 
     Raises:
-        ModelLoadFailed: The name is another model's, nothing tells the backend, or it contradicts the platform.
+        ModelLoadFailed: The name is another model's, the backend is unknown, or it contradicts the platform.
     """
     normal = ModelConfig()
     normal.CopyFrom(config)
@@ -250,8 +243,8 @@ def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> Mod
 
 
 def _fill_backend(config: ModelConfig, files: Collection[str]) -> None:
-    """Fills backend, platform and model file name from one another, else from the files that are there."""
-    if config.platform == ENSEMBLE:  # has no backend
+    """Fills in backend, platform and model file name from one another, else from the existing files."""
+    if config.platform == ENSEMBLE:
         return
     of_platform = _BACKEND_OF_PLATFORM.get(config.platform)
     if config.platform and of_platform is None and not config.backend:
@@ -283,7 +276,6 @@ def _fill_backend(config: ModelConfig, files: Collection[str]) -> None:
 
 
 def _fill_defaults(config: ModelConfig, gpus: int) -> None:
-    """Applies the defaults of reference §2.5."""
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
     if config.platform == ENSEMBLE:
@@ -298,12 +290,7 @@ def _fill_defaults(config: ModelConfig, gpus: int) -> None:
 
 
 def place(config: ModelConfig, gpus: int) -> None:
-    """Fills in the instance groups, in place: names, kinds, GPUs and counts.
-
-    Args:
-        config: As `identify` returned it.
-        gpus: GPUs of the installation, for groups that name none.
-    """
+    """Fills in names, kinds, GPUs and counts of the instance groups, in place; `gpus` is for groups that name none."""
     if not config.instance_group:
         config.instance_group.add(name=config.name)
     for index, group in enumerate(config.instance_group):

@@ -1,7 +1,7 @@
-"""`ensemble_scheduling`: the mistakes that Triton finds in it without a look at other models, and its steps as a spec.
+"""`ensemble_scheduling`: its mistakes that Triton finds without other models, and its steps as a spec.
 
-Texts and rules are those of Triton's `ValidateEnsembleSchedulingConfig` (core `src/model_config_utils.cc`). What
-depends on the models of the steps is compared when an ensemble is loaded (`qinfer/models/ensemble_checks.py`).
+Texts and rules are those of Triton's `ValidateEnsembleSchedulingConfig` (core `src/model_config_utils.cc`);
+`qinfer/models/ensemble_checks.py` compares an ensemble with its models when it is loaded.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,13 +10,12 @@ from qinfer.models.config.message import ModelConfig
 from qinfer.models.spec import EnsembleStep
 
 ENSEMBLE = "ensemble"
-"""The platform of ensembles."""
 
 _MIN_MAPPED = ("input_map", "output_map")
 
 
 def ensemble_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields what is wrong with the ensemble part of a configuration."""
+    """Yields the mistakes in the ensemble part of a configuration."""
     name = config.name
     if not config.HasField("ensemble_scheduling"):
         if config.platform == ENSEMBLE:
@@ -34,7 +33,7 @@ def ensemble_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def to_steps(config: ModelConfig) -> tuple[EnsembleStep, ...]:
-    """Returns the steps of an ensemble, in the configuration's order; none of another model."""
+    """Returns the steps of an ensemble, in the configuration's order."""
     return tuple(
         EnsembleStep(
             model=step.model_name,
@@ -47,12 +46,7 @@ def to_steps(config: ModelConfig) -> tuple[EnsembleStep, ...]:
 
 
 def runnable(given: Iterable[str], steps: Sequence[EnsembleStep]) -> list[int]:
-    """Returns the positions of the steps that can run, each after those whose tensors it reads.
-
-    Args:
-        given: The tensors that exist before any step runs.
-        steps: The steps.
-    """
+    """Returns the positions of the steps that can run, each after those whose tensors it reads."""
     ready, left = set(given), list(enumerate(steps))
     ordered: list[int] = []
     while can_run := [pair for pair in left if ready.issuperset(pair[1].inputs.values())]:
@@ -64,7 +58,6 @@ def runnable(given: Iterable[str], steps: Sequence[EnsembleStep]) -> list[int]:
 
 
 def _contradictions(config: ModelConfig) -> Iterator[str]:
-    """Yields the settings that an ensemble can't have."""
     name = config.name
     if config.instance_group:
         yield f"instance group should not be specified for ensemble '{name}'"
@@ -77,7 +70,7 @@ def _contradictions(config: ModelConfig) -> Iterator[str]:
 
 
 def _map_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields the steps that lack something, and the tensors that several of them write."""
+    """Yields incomplete steps, and tensors that several steps write."""
     written: set[str] = set()
     for index, step in enumerate(config.ensemble_scheduling.step):
         missing = [] if step.model_name else ["model_name"]
@@ -98,7 +91,7 @@ def _map_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def _flow_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields inputs without a reader, outputs without a writer, and tensors that nobody can write or read."""
+    """Yields unread inputs, unwritten outputs, and tensors that no step can write or read."""
     name, steps = config.name, to_steps(config)
     inputs, outputs = [i.name for i in config.input], [o.name for o in config.output]
     read = {tensor for step in steps for tensor in step.inputs.values()}

@@ -1,12 +1,12 @@
 """Inputs and outputs that a model file declares, read without the runtime of its format.
 
-ONNX: the file is one protobuf message of which only a few small fields matter here, so the wire format is walked
-directly (protobuf.dev/programming-guides/encoding): a length-delimited field that is not wanted is skipped by its
-length, and the weights of a mapped or remote file are never read. Field numbers are from onnx.proto.
+ONNX: the file is one protobuf message. Its wire format is walked directly
+(protobuf.dev/programming-guides/encoding): fields that are not needed are skipped by their length, so that the weights
+of a large or remote file are never read. Field numbers are from onnx.proto.
 
-OpenVINO: in an IR (`model.xml`, versions 10 and 11) inputs are the layers of type Parameter, outputs those of type
-Result; a Result's tensor has its name from the port that an edge leads from (docs.openvino.ai, "OpenVINO IR format").
-Of several names of a tensor the first in the alphabet counts, as for `get_any_name`.
+OpenVINO: in an IR (`model.xml`, versions 10 and 11) inputs are layers of type Parameter, outputs layers of type Result;
+a Result's tensor has the name of the port that its edge comes from (docs.openvino.ai, "OpenVINO IR format"). Of
+several names of a tensor the alphabetically first counts, as for `get_any_name`.
 """
 
 import re
@@ -21,13 +21,11 @@ from qinfer.models.repository.files import Blob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTensor:
-    """An input or output as the model file declares it.
+    """An input or output in the model file.
 
     Attributes:
-        name: Its name.
-        datatype: Its wire datatype.
-        dims: All its dimensions, the batch dimension included; -1 is symbolic or unknown. `None`: even their number is
-            unknown.
+        dims: All its dimensions, the batch dimension included; -1 is symbolic or unknown, `None` = even their number
+        is.
     """
 
     name: str
@@ -37,11 +35,9 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTensors:
-    """The tensors that a model file declares, in its own order.
+    """The inputs and outputs of a model file, in its own order.
 
     Attributes:
-        inputs: Its inputs.
-        outputs: Its outputs.
         rows_agree: The file does not say that variable first dimensions differ.
     """
 
@@ -51,7 +47,7 @@ class FileTensors:
 
     @property
     def batchable(self) -> bool:
-        """Tells whether every input and output has a variable first dimension, which Triton takes for the batch's."""
+        """Tells whether every input and output has a variable first dimension: the batch dimension, as for Triton."""
         return self.rows_agree and all(t.dims and t.dims[0] == -1 for t in self.inputs + self.outputs)
 
 
@@ -71,15 +67,7 @@ _DIM_VALUE = 1
 
 
 def read_onnx(blob: Blob, name: str) -> FileTensors:
-    """Reads the declared inputs (without initializers) and outputs of an ONNX file.
-
-    Args:
-        blob: The file's bytes; few of them are looked at.
-        name: The file's name, for messages.
-
-    Raises:
-        ModelLoadFailed: It is no ONNX model, or has an input or output that is not a tensor.
-    """
+    """Reads the inputs (without initializers) and outputs of an ONNX file, or raises `ModelLoadFailed`."""
     try:
         return _read(blob)
     except (ValueError, IndexError):
@@ -110,7 +98,7 @@ def _onnx_tensor(value_info: Blob) -> FileTensor:
     declared = _message(_message(value_info, _VALUE_TYPE) or memoryview(b""), _TYPE_TENSOR)
     if declared is None:
         kinds = {number for number, _ in _fields(_message(value_info, _VALUE_TYPE) or memoryview(b""))}
-        # What skl2onnx makes of a classifier's probabilities by default.
+        # skl2onnx declares a classifier's probabilities so by default.
         is_zipped = bool(kinds & {_TYPE_SEQUENCE, _TYPE_MAP})
         remedy = "; of scikit-learn, convert it with options={'zipmap': False}" if is_zipped else ""
         raise ModelLoadFailed(f"'{name}' of the ONNX model is not a tensor{remedy}")
@@ -139,7 +127,7 @@ def _text(view: Blob, wanted: int) -> str:
 
 
 def _fields(view: Blob) -> Iterator[tuple[int, int | Blob]]:
-    """Walks a message: (field number, integer of a varint or the bytes of anything else)."""
+    """Yields a message's (field number, integer of a varint or bytes of any other type)."""
     position, end = 0, len(view)
     while position < end:
         key, position = _varint(view, position)
@@ -193,14 +181,14 @@ class _Port(NamedTuple):
 
 
 class _OpenvinoReader:
-    """Collects layers, ports and edges; the graphs of loop bodies, which lie deeper, are passed over."""
+    """Collects layers, ports and edges; skips the deeper graphs of loop bodies."""
 
     def __init__(self) -> None:
         self.inputs: dict[str, str] = {}  # layer → shape
         self.outputs: dict[str, None] = {}  # layers
         self.names: dict[str, str] = {}
         self.ports: dict[tuple[str, str], _Port] = {}
-        self.edges: dict[str, tuple[str, str]] = {}  # layer that an edge leads to → layer and port it comes from
+        self.edges: dict[str, tuple[str, str]] = {}  # target layer → source layer and port
         self._path: list[str] = []
         self._layer = ""
         self._port: _Port | None = None
@@ -237,15 +225,7 @@ class _OpenvinoReader:
 
 
 def read_openvino(content: bytes, name: str) -> FileTensors:
-    """Reads the declared inputs and outputs of an IR.
-
-    Args:
-        content: The text of `model.xml`.
-        name: The file's name, for messages.
-
-    Raises:
-        ModelLoadFailed: It is no IR, or has an input or output of an element type that the protocol can't carry.
-    """
+    """Reads the inputs and outputs of an OpenVINO IR, or raises `ModelLoadFailed`."""
     reader = _OpenvinoReader()
     parser = expat.ParserCreate()
     parser.StartElementHandler = reader.start
@@ -265,7 +245,7 @@ def read_openvino(content: bytes, name: str) -> FileTensors:
 
 
 def _refuse_doctype(*_: object) -> None:
-    """An IR has no document type; one that has may define entities that grow without bound."""
+    """Refuses a document type: an IR has none, and one might define entities that grow without bound."""
     raise ValueError("document type")
 
 
@@ -278,7 +258,7 @@ def _openvino_input(reader: _OpenvinoReader, layer: str) -> FileTensor:
 
 
 def _openvino_output(reader: _OpenvinoReader, layer: str) -> FileTensor:
-    """Reads a Result; one without dimensions is a scalar or of unknown rank, which the file does not tell apart."""
+    """Reads a Result; without dimensions it is a scalar or of unknown rank, which the file does not distinguish."""
     producer, number = reader.edges[layer]
     port = reader.ports[producer, number]
     return _openvino_tensor(_any_name(port.names) or reader.names[producer], port, tuple(port.dims) or None)

@@ -2,7 +2,7 @@
 
 `to_json` and `from_json` are the JSON dialect of `GET …/config` (reference §2.5): proto field names stay snake_case;
 scalar and repeated fields are always present; absent sub-messages are left out; 64-bit integers are JSON numbers
-(protobuf's own JSON prints strings, which perf_analyzer can't read); enums are names.
+(protobuf's own JSON has strings, which perf_analyzer can't read); enums are names.
 """
 
 import json
@@ -26,7 +26,7 @@ else:
 
 __all__ = ["ModelConfig", "advised", "from_json", "model_config_pb2", "to_json", "unnamed"]
 
-_UNKNOWN = (  # protobuf's own words, of its text format and of its JSON
+_UNKNOWN = (  # words of protobuf's text format and JSON
     re.compile(r'Message type "(?P<of>[\w.]+)" has no field named "(?P<field>[^"]+)"'),
     re.compile(r'Enum type "(?P<of>[\w.]+)" has no value named "?(?P<value>[^".]+)'),
     re.compile(r"Invalid enum value (?P<value>\S+) for enum type (?P<of>[\w.]+)"),
@@ -46,11 +46,7 @@ def to_json(config: ModelConfig) -> str:
 
 
 def from_json(text: str) -> ModelConfig:
-    """Reads what `to_json` printed; integers may also be strings, as in protobuf's own JSON.
-
-    Raises:
-        ModelLoadFailed: The text is no JSON, or has a field that ModelConfig has not.
-    """
+    """Reads the text of `to_json`, or raises `ModelLoadFailed`; integers may be strings, as in protobuf's JSON."""
     if len(text) > LARGE_BYTES:
         _check_size(text)
     try:
@@ -65,7 +61,7 @@ def from_json(text: str) -> ModelConfig:
 
 
 def _listed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns fields with a list around an object that stands for a list of one, as protobuf's C++ parser takes it."""
+    """Returns fields with single objects made lists of one, as protobuf's C++ parser accepts them."""
     several = {
         name
         for of in ModelConfig.DESCRIPTOR.fields
@@ -119,16 +115,13 @@ def _nearest(unknown: str, known: list[str]) -> str:
 
 
 def _path_to(message: str) -> str:
-    """Returns the field of the configuration that has messages of a type; empty = it lies deeper."""
+    """Returns the configuration's field that has messages of a type; empty = it lies deeper."""
     fields = ModelConfig.DESCRIPTOR.fields
     return next((f.name for f in fields if f.message_type is not None and f.message_type.full_name == message), "")
 
 
 def unnamed(message: Message) -> str:
-    """Returns the first field whose number is none of its enum's values, which protobuf takes as it is.
-
-    Fields in maps are looked at, too. The text is empty where each number has a name.
-    """
+    """Returns the first enum field, maps included, whose number has no name; protobuf accepts those."""
     for field, value in message.ListFields():
         of = field.message_type
         values = value if field.is_repeated else (value,)

@@ -1,7 +1,7 @@
-"""`allow_ragged_batch`, `batch_input` and `batch_output` of a configuration: checked with Triton's texts, and as specs.
+"""`allow_ragged_batch`, `batch_input` and `batch_output` of a configuration: checks with Triton's texts, and specs.
 
-The texts are those of `ValidateBatchIO` in Triton's `model_config_utils.cc`. What Triton would find out with the first
-request, or never, is refused here.
+The texts are those of `ValidateBatchIO` in Triton's `model_config_utils.cc`. Mistakes that Triton finds with the first
+request, or never, are refused here.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _REFUSING = ("tensorrt", "openvino")
 
 
 def own_batch_inputs(config: ModelConfig) -> set[str]:
-    """Returns the names of the model file's inputs that the server makes: no request has them."""
+    """Returns the names of the model file's inputs that the server makes."""
     return {name for made in config.batch_input for name in made.target_name}
 
 
@@ -52,7 +52,7 @@ def to_batch_outputs(config: ModelConfig) -> tuple[BatchOutputSpec, ...]:
 
 
 def ragged_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields what is wrong with the ragged inputs, batch inputs and batch outputs of a normalised configuration."""
+    """Yields the mistakes in ragged inputs, batch inputs and batch outputs of a normalised configuration."""
     ragged = [io for io in config.input if io.allow_ragged_batch]
     if not (ragged or config.batch_input or config.batch_output):
         return

@@ -1,4 +1,4 @@
-"""`sequence_batching` of a `ModelConfig`: defaults, checks with Triton's texts, and the `SequenceSpec` made of it."""
+"""`sequence_batching` of a `ModelConfig`: defaults, checks with Triton's texts, and its `SequenceSpec`."""
 
 from collections.abc import Iterator
 from math import ceil, prod
@@ -29,18 +29,18 @@ def fill_sequence_defaults(config: ModelConfig) -> None:
 
 
 def own_inputs(config: ModelConfig) -> frozenset[str]:
-    """Returns the inputs that the server fills: controls and states, which requests do not have."""
+    """Returns the inputs that the server fills: controls and states."""
     batching = config.sequence_batching
     return frozenset([*(c.name for c in batching.control_input), *(state.input_name for state in batching.state)])
 
 
 def state_outputs(config: ModelConfig) -> frozenset[str]:
-    """Returns the outputs that the server keeps; only those that are also in `output` are answered."""
+    """Returns the outputs that the server keeps; responses have only those that are also in `output`."""
     return frozenset(state.output_name for state in config.sequence_batching.state)
 
 
 def sequence_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields what is wrong with `sequence_batching`, most of it in Triton's words; nothing where there is none."""
+    """Yields the mistakes in `sequence_batching`, mostly in Triton's words."""
     if not config.HasField("sequence_batching"):
         return
     for name in sorted(own_inputs(config) & {i.name for i in config.input} - {""}):
@@ -60,13 +60,7 @@ def sequence_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def to_sequence_spec(config: ModelConfig) -> SequenceSpec | None:
-    """Reads `sequence_batching`; without a strategy it is `direct`, as in Triton.
-
-    Args:
-        config: A normalised configuration.
-
-    Returns:
-        The model's sequences; `None` = it has none.
+    """Returns the sequences of a normalised configuration, if any; the default strategy is `direct`, as in Triton.
 
     Raises:
         ModelLoadFailed: With every problem that `sequence_problems` finds.
@@ -117,7 +111,7 @@ def _control_problems(config: ModelConfig) -> Iterator[str]:
     for entry in entries:
         if not entry.control:
             yield f"sequence batching control tensor '{entry.name}' must specify a control for {name}"
-    # Two controls in one entry would both fill the same elements.
+    # Two controls in one entry would fill the same elements.
     doubled = {n for n in names if names.count(n) > 1} | {entry.name for entry in entries if len(entry.control) > 1}
     for tensor in sorted(doubled - {""}):
         yield f"sequence batching control tensor '{tensor}' is specified for multiple control kinds for {name}"
@@ -131,7 +125,6 @@ def _control_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def _value_problems(control: Any, where: str, name: str) -> Iterator[str]:
-    """Yields what is wrong with the type and the values of one control."""
     given = [field for field in _FALSE_TRUE if len(getattr(control, field))]
     choices = "'int32_false_true', 'fp32_false_true'"
     if _kind(control) is ControlKind.CORRID:
@@ -211,7 +204,7 @@ def _size_problems(state: Any, where: str) -> Iterator[str]:
     datatype = CONFIG_DATATYPES.get(model_config_pb2.DataType.Name(state.data_type))
     if datatype is None:
         return
-    # An element of a BYTES state has a length of four bytes at least.
+    # An element of a BYTES state has a length of at least four bytes.
     size = prod(dim for dim in _initial_dims(state) if dim > 0) * (datatype.itemsize or 4)
     if size > MAX_STATE_BYTES:
         yield f"{where} has {size} bytes in its first step; {MAX_STATE_BYTES} is the limit"
@@ -222,7 +215,7 @@ def _kind(control: Any) -> ControlKind:
 
 
 def _direct(direct: Any, slots: int) -> DirectSpec:
-    """Reads the strategy; rows are compared in single precision, as in Triton, so that 4 of 5 are 0.8."""
+    """Reads the strategy; as in Triton, rows are compared in single precision, so that 4 of 5 are 0.8."""
     utilization = direct.minimum_slot_utilization
     rows = max(ceil(utilization * slots) - 1, 0)
     while np.float32(rows) / np.float32(slots) < np.float32(utilization):
@@ -262,7 +255,7 @@ def _state(state: Any) -> StateSpec:
 
 
 def _initial_dims(state: Any) -> tuple[int, ...]:
-    """Returns the dimensions of the first step: a variable one is 1 where `initial_state` does not say otherwise."""
+    """Returns the dimensions of the first step; a variable one is 1 unless `initial_state` sets it."""
     dims = state.initial_state[0].dims if state.initial_state else state.dims
     return tuple(1 if dim == -1 else dim for dim in dims)
 

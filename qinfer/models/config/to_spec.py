@@ -1,4 +1,4 @@
-"""Turns a normalised `ModelConfig` into the `ModelSpec` that gateways and workers read; owns qinfer's parameters."""
+"""Turns a normalised `ModelConfig` into the `ModelSpec` of gateways and workers; owns qinfer's parameters."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -72,12 +72,11 @@ def to_spec(
 
     Args:
         config: As `normalise` returned it.
-        limits: Timeouts and lane capacity of a model that sets none, by default those of a server that sets none
-            either; a model's own maximum counts for that model.
-        labels: Output → the names of its classes; `None` = they have none.
+        limits: Timeouts and lane capacity of a model that sets none; a model's own maximum overrides them.
+        labels: Output → the names of its classes.
 
     Raises:
-        ModelLoadFailed: A datatype, `sequence_batching` or one of qinfer's parameters is wrong; `normalise` refuses it.
+        ModelLoadFailed: A datatype, `sequence_batching` or one of qinfer's parameters is wrong.
     """
     problems = list(parameter_problems(config))
     if problems:
@@ -129,7 +128,7 @@ def to_spec(
 
 
 def parameter_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields what is wrong with qinfer's own parameters: an unknown name, or a value that is no such number."""
+    """Yields the mistakes in qinfer's own parameters: unknown names and wrong values."""
     for key in sorted(config.parameters):
         if not key.startswith(PREFIX):
             continue
@@ -162,7 +161,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     MAX_TIMEOUT: ("a positive number of seconds", _is_positive),
     LANE_CAPACITY: ("an integer above 0", lambda text: _is_count(text) and int(text) > 0),
     MIN_WORKERS: ("an integer of 0 or more", _is_count),
-    TORCH_AMP: ("a precision of PyTorch", bool),  # the backend knows which ones there are
+    TORCH_AMP: ("a precision of PyTorch", bool),  # the backend knows the valid ones
     TORCH_COMPILE: ("a mode of torch.compile", bool),
     BINARY_OUTPUTS: ("names of outputs, with commas between", lambda text: all(map(str.strip, text.split(",")))),
     STREAM_RESUME: ("'skip'", lambda text: text == "skip"),
@@ -211,7 +210,7 @@ PARAMETERS = {
 
 
 def value_of(parameter: str) -> str:
-    """Returns what the value of one of qinfer's own parameters must be."""
+    """Returns a description of the values that one of qinfer's own parameters takes."""
     return _VALUES[parameter][0]
 
 
@@ -267,7 +266,7 @@ def _graph_level(config: ModelConfig) -> int | None:
 
 
 def _batching(config: ModelConfig) -> BatchingSpec | None:
-    """Reads `dynamic_batching`; without a batch dimension only its priorities and queue policies mean something."""
+    """Reads `dynamic_batching`; without a batch dimension, only priorities and queue policies apply."""
     if not config.HasField("dynamic_batching"):
         return None
     batching = config.dynamic_batching

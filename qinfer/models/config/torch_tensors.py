@@ -1,9 +1,9 @@
 """Inputs and outputs that a PyTorch file declares, read without PyTorch (ADR 0004).
 
 `model.pt2` of `torch.export.save` is an archive with the program as JSON. Its inputs have the names of `forward`'s
-arguments, its outputs those of the returned dictionary, or else Triton's `OUTPUT__<position>`. Numbers of datatypes and
-the names of fields are from torch/_export/serde/schema.py. TorchScript and AOTInductor files tell neither datatypes nor
-shapes; of TorchScript the arguments of `forward` are read, for the message that says what is to be written by hand.
+arguments, its outputs those of the returned dictionary, or else Triton's `OUTPUT__<position>`. Datatype numbers and
+field names are from torch/_export/serde/schema.py. TorchScript and AOTInductor files declare neither datatypes nor
+shapes; of TorchScript, `forward`'s arguments are read for the error message.
 """
 
 import io
@@ -20,7 +20,7 @@ from qinfer.models.config.file_tensors import FileTensor, FileTensors
 from qinfer.models.repository.files import Blob
 
 _MAX_BYTES = 64 * 2**20  # of a member of the archive
-_FEWEST_ROWS = 4  # the batch size that a model without one gets
+_FEWEST_ROWS = 4  # the batch size of a model that sets none
 _DATATYPES = {  # ScalarType → wire datatype
     1: "UINT8", 2: "INT8", 3: "INT16", 4: "INT32", 5: "INT64", 6: "FP16", 7: "FP32", 8: "FP64", 12: "BOOL", 13: "BF16",
     28: "UINT16", 34: "UINT32", 35: "UINT64",
@@ -33,19 +33,15 @@ _UNREADABLE = (
 
 
 class UncertainError(Exception):
-    """The file does not tell its tensors; the text says what it tells, or why not."""
+    """The file does not declare its tensors; the text says why, and what it declares."""
 
 
 def read_torch(blob: Blob, name: str) -> FileTensors:
-    """Reads the declared inputs and outputs of a PyTorch file.
-
-    Args:
-        blob: The file's bytes; few of them are looked at.
-        name: The file's name, for messages.
+    """Reads the inputs and outputs of a PyTorch file.
 
     Raises:
         UncertainError: It does not declare all of them.
-        ModelLoadFailed: It has an input or output of an element type that the protocol can't carry.
+        ModelLoadFailed: The protocol can't carry one of its element types.
     """
     try:
         with zipfile.ZipFile(_BlobFile(blob)) as archive:
@@ -61,7 +57,7 @@ def read_torch(blob: Blob, name: str) -> FileTensors:
 
 
 class _BlobFile(io.RawIOBase):
-    """A blob as the file that `zipfile` wants."""
+    """A blob as a file for `zipfile`."""
 
     def __init__(self, blob: Blob) -> None:
         self._blob, self._at = blob, 0
@@ -91,7 +87,7 @@ def _read(archive: zipfile.ZipFile, path: str) -> bytes:
 
 
 def _program(saved: Any) -> FileTensors:
-    """Reads an exported program; its fields are as another program has written them."""
+    """Reads an exported program."""
     module = saved["graph_module"]
     (root,) = (call["signature"] for call in module["module_call_graph"] if call["fqn"] == "")
     values, signature = module["graph"]["tensor_values"], module["signature"]
@@ -141,7 +137,7 @@ def _tensor(name: str, value: Any) -> FileTensor:
 
 
 def _first(value: Any) -> str:
-    """Returns the expression of a tensor's first dimension; empty = it is fixed, or the tensor a scalar."""
+    """Returns the expression of a tensor's first dimension; empty = it is fixed, or the tensor is a scalar."""
     sizes = value["sizes"]
     return str(sizes[0].get("as_expr", {}).get("expr_str", "")) if sizes else ""
 
@@ -156,9 +152,9 @@ def _may_be_batch(expression: str, ranges: Any) -> bool:
 
 
 def _told_by_script(archive: zipfile.ZipFile, paths: dict[str, str]) -> str:
-    """Returns what a TorchScript file tells: the arguments of `forward` of the class that the file holds.
+    """Returns what a TorchScript file declares: the arguments of its class's `forward`.
 
-    Its pickle is not executed: the first global that it names is the class.
+    Its pickle is not executed: the first global in it is the class.
     """
     codes = pickletools.genops(_read(archive, paths["data.pkl"]))
     kind = next((str(argument) for code, argument, _ in codes if code.name == "GLOBAL"), "")

@@ -1,4 +1,4 @@
-"""`model_warmup` of a configuration: its checks, and the samples made of it.
+"""`model_warmup` of a configuration: its checks, and its samples as specs.
 
 Triton finds the same mistakes when it loads the model (`GenerateWarmupData` in its `backend_model_instance.cc`). As in
 Triton, a sample whose `batch_size` is 0 or missing is not executed, and one may give inputs that the server fills.
@@ -14,7 +14,7 @@ from qinfer.tensors import CONFIG_DATATYPES
 
 
 class _Input(NamedTuple):
-    """The datatype of an input on the wire, and its dimensions without that of a batch."""
+    """An input's wire datatype, and its dimensions without the batch dimension."""
 
     datatype: str
     dims: Sequence[int]
@@ -26,7 +26,7 @@ def executed_samples(config: ModelConfig) -> list[Any]:
 
 
 def to_warmup(config: ModelConfig) -> tuple[WarmupSpec, ...]:
-    """Reads the samples of a configuration without `warmup_problems`."""
+    """Returns the samples of a configuration without `warmup_problems`."""
     return tuple(
         WarmupSpec(
             name=sample.name,
@@ -42,7 +42,7 @@ def to_warmup(config: ModelConfig) -> tuple[WarmupSpec, ...]:
 
 
 def warmup_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields what is wrong with the samples."""
+    """Yields the mistakes in the samples."""
     inputs = {i.name: _Input(_wire(i.data_type), i.dims) for i in config.input}
     if config.HasField("sequence_batching") and not any(sequence_problems(config)):
         sequences = to_sequence_spec(config)
@@ -64,7 +64,6 @@ def warmup_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def _mistakes(data: Any, name: str, wanted: _Input) -> Iterator[str]:
-    """Yields why an input does not take a sample's data."""
     if data.WhichOneof("input_data_type") is None:
         yield f"must give input '{name}' zero_data, random_data or an input_data_file"
     if _wire(data.data_type) != wanted.datatype:
@@ -76,6 +75,5 @@ def _mistakes(data: Any, name: str, wanted: _Input) -> Iterator[str]:
 
 
 def _wire(number: int) -> str:
-    """Returns the wire datatype of a configuration's; empty = it is none."""
     datatype = CONFIG_DATATYPES.get(model_config_pb2.DataType.Name(number))
     return "" if datatype is None else datatype.name

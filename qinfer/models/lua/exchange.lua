@@ -1,6 +1,5 @@
--- Replaces the installation's id, if it is what the caller has seen.
--- KEYS: installation. ARGV: what was seen, empty = nothing; the new value; for how many ms, 0 = for ever.
--- Returns what is there now: the new value, or what another has written.
+-- Replaces the installation's id if it is the expected one; returns the present id.
+-- KEYS: installation. ARGV: the expected id, empty = none; the new id; its time to live in ms, 0 = for ever.
 local present = redis.call('GET', KEYS[1]) or ''
 if present ~= ARGV[1] then return present end
 redis.call('SET', KEYS[1], ARGV[2])

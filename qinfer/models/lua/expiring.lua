@@ -1,5 +1,5 @@
--- Writes a record that expires, if one is named; returns id and record of each that has not.
--- KEYS: a hash of such records. ARGV: id, ms for which the record holds, record; or nothing.
+-- Writes an expiring record, if one is given; returns id and record of all that have not expired.
+-- KEYS: a hash of records. ARGV: id, time to live in ms, record; or nothing.
 local now = now_ms()
 if ARGV[1] then
   redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[2], ARGV[3]))

@@ -1,5 +1,5 @@
--- Notes that a process is live, if one is named; returns the processes whose last report still holds.
--- KEYS: live processes. ARGV: process, ms for which it holds; or nothing.
+-- Records that a process is live, if one is named; returns the live processes.
+-- KEYS: live processes. ARGV: process, time to live in ms; or nothing.
 local now = now_ms()
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 if #ARGV == 2 then

@@ -1,4 +1,4 @@
--- Writes the desired state of a model, unless that of a newer generation is written.
+-- Writes the desired state of a model, unless a newer generation is stored.
 -- KEYS: desired. ARGV: model, generation, document.
 local current = redis.call('HGET', KEYS[1], ARGV[1])
 if current and cjson.decode(current).generation > tonumber(ARGV[2]) then return 0 end

@@ -1,13 +1,12 @@
 """Copies of remote model files on this machine, which all its workers share.
 
-    <cache>/<repository>/<model>/<version>-<key>/<version>/model.onnx    a copy, complete since it has this name
-    <cache>/<repository>/<model>/<version>-<key>/warmup/…                what lies beside the version directories
-    <cache>/<repository>/<model>/<version>-<key>/.files.json             the stamps of what was copied
+    <cache>/<repository>/<model>/<version>-<key>/<version>/model.onnx    a copy, complete if it has this name
+    <cache>/<repository>/<model>/<version>-<key>/warmup/…                the files beside the version directories
+    <cache>/<repository>/<model>/<version>-<key>/.files.json             the stamps of the copied files
     <cache>/<repository>/<model>/content/<content hash>-<version>        a link to the copy for that content
 
-The key is the hash of what is copied. A copy is made in a directory of another name, under a lock that ends with its
-holder, and renamed when it is complete: a killed worker leaves nothing that counts. What an earlier copy has already is
-linked instead of fetched.
+The key is the hash of the stamps. A copy is made under a lock, in a directory of another name, and renamed when it is
+complete, so that a killed worker leaves no broken copy. Files that an earlier copy has are linked instead of fetched.
 """
 
 import fcntl
@@ -31,13 +30,13 @@ from qinfer.models.repository.files import Files, Listing, Stamp
 logger = logging.getLogger(__name__)
 
 COPIES = 2
-"""Copies kept of a version, beside those that a worker uses."""
+"""Copies kept of a version, beside those in use."""
 
 UNUSED_S = 7 * 86400.0
-"""Copies of any model that nobody has used for so long are removed."""
+"""Copies of any model that were unused for this time are removed."""
 
 MANIFEST = ".files.json"
-"""A copy's own file, which is no part of the model."""
+"""A file of the copy that is not part of the model."""
 _PARTIAL = ".partial-"
 _THREADS = 4
 _LOG_EVERY_S = 10.0
@@ -45,31 +44,23 @@ _ATTEMPTS = 3
 
 
 class FilesCache:
-    """The copies that one process makes and uses.
-
-    Args:
-        root: The cache's directory.
-    """
+    """The copies that one process makes and uses."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._guard = Lock()
         self._held: dict[tuple[str, int], list[int]] = {}
-        """Descriptors that hold a shared lock on the copies in use; of each version the last few."""
+        """(model, version) → descriptors that hold a shared lock on its latest copies."""
 
     def version_dir(self, files: Files, repository: str, directory: str, version: int, content_hash: str = "") -> Path:
-        """Returns the copy's version directory, after having made the copy if need be.
+        """Returns the copy's version directory, and makes the copy if needed.
 
         Args:
             files: The repository.
-            repository: Its URL, which tells its copies from those of others.
+            repository: Its URL, which separates its copies from those of others.
             directory: The model's directory there; its first part is the model's name.
             version: The version.
-            content_hash: What was copied for this hash before is used again, without asking the repository.
-
-        Raises:
-            ModelLoadFailed: The repository has no such version, it changes all the time, or the disk is full.
-            SettingsError: The repository can't be reached.
+            content_hash: An earlier copy for this hash is used again, without a request to the repository.
         """
         model = directory.partition("/")[0]
         home = self._root / hashlib.sha256(repository.encode()).hexdigest()[:16] / model
@@ -88,15 +79,14 @@ class FilesCache:
         return copy / str(version)
 
     def _made(self, files: Files, home: Path, directory: str, version: int) -> Path:
-        """Returns a copy of what the repository holds now."""
         for _ in range(_ATTEMPTS):
             wanted = _wanted(files.listing(directory), home.name, version)
             copy = home / f"{version}-{Listing(wanted, ()).digest()[:24]}"
             with _locked(home / ".lock"):
-                for partial in home.glob(f"{_PARTIAL}*"):  # of a worker that was killed: the lock is ours
+                for partial in home.glob(f"{_PARTIAL}*"):  # left by a killed worker, as the lock is ours
                     shutil.rmtree(partial, ignore_errors=True)
                 if not (copy / MANIFEST).exists():
-                    shutil.rmtree(copy, ignore_errors=True)  # what is left of one that was being removed
+                    shutil.rmtree(copy, ignore_errors=True)  # the remains of an interrupted removal
                     if not _copy(files, directory, version, wanted, copy):
                         continue
                 if self._hold(home.name, version, copy):
@@ -106,7 +96,7 @@ class FilesCache:
         )
 
     def _hold(self, model: str, version: int, copy: Path) -> bool:
-        """Marks a copy as used by this process, so that no other removes it; tells whether it is still there."""
+        """Marks a copy as used by this process, so that no other removes it; tells whether it still exists."""
         descriptor = hold(copy, MANIFEST)
         if descriptor is None:
             return False
@@ -118,7 +108,7 @@ class FilesCache:
         return True
 
     def _sweep(self, home: Path, version: int) -> None:
-        """Removes copies of a version that are too many, and copies of any model that nobody uses any more."""
+        """Removes surplus copies of a version, and unused copies of any model."""
         copies = sorted(home.glob(f"{version}-*"), key=used_at, reverse=True)
         now_s = time.time()
         for copy in copies[COPIES:] + [c for c in self._root.glob("*/*/*-*") if used_at(c) < now_s - UNUSED_S]:
@@ -129,7 +119,7 @@ class FilesCache:
 
 
 def _copy(files: Files, directory: str, version: int, wanted: dict[str, Stamp], copy: Path) -> bool:
-    """Makes a copy; tells whether the repository held what was wanted until the end."""
+    """Makes a copy; returns False if the repository changed meanwhile."""
     home = copy.parent
     partial = home / f"{_PARTIAL}{secrets.token_hex(8)}"
     partial.mkdir()
@@ -154,7 +144,7 @@ def _copy(files: Files, directory: str, version: int, wanted: dict[str, Stamp], 
 
 
 def _wanted(listing: Listing | None, model: str, version: int) -> dict[str, Stamp]:
-    """Returns what a copy of a version holds: its directory, and all that is in no version's directory."""
+    """Returns the files of a version's copy: its directory, and those outside version directories."""
     wanted = {}
     if listing is not None:
         others = {str(v) for v in listing.versions() if v != version}
@@ -186,7 +176,6 @@ def _fetch(files: Files, directory: str, target: Path, wanted: dict[str, Stamp])
 
 
 def _known_files(home: Path) -> dict[tuple[str, int, str], Path]:
-    """Returns (path, size, mark) → file, for all files that complete copies have."""
     known = {}
     for manifest in home.glob(f"*/{MANIFEST}"):
         try:
@@ -215,7 +204,7 @@ def _link(alias: Path, copy: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that other processes and threads wait for, and that ends with its holder."""
+    """Holds a lock between processes and threads, which ends with its holder."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -37,7 +37,7 @@ _LOCATION = re.compile(r"([^/]+)/[0-9A-HJKMNP-TV-Z]{26}")
 _NAME = re.compile(r"[\w.-]+")
 _LOCAL = ("file", "local")
 _NOTHING = Listing({}, ())
-_NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024  # what file systems and object stores take
+_NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024  # the limits of file systems and object stores
 _THREADS = 8
 _SETTLED_NS = 2_000_000_000
 NOT_UNIQUE = "model appears in two or more repositories"
@@ -54,7 +54,7 @@ class Repositories:
 
     Args:
         places: The repositories.
-        overlay: Where files that come with load requests are kept; `None` = they are refused.
+        overlay: Keeps files that come with load requests; `None` = they are refused.
         how: How models are read.
         cache: The copies of remote files on this machine.
     """
@@ -65,22 +65,14 @@ class Repositories:
         self._how = how
         self._cache = cache
         self._read: dict[tuple[str, str], tuple[str, StoredModel]] = {}
-        """(URL, model) → hash of its listing and what was read then, so that polling is cheap."""
+        """(URL, model) → hash of its listing and the model read then, so that polling is cheap."""
 
     def names(self) -> list[str]:
-        """Returns the names of all models, sorted, without reading any of them.
-
-        Raises:
-            SettingsError: A repository can't be read.
-        """
+        """Returns the names of all models, sorted, or raises `SettingsError`."""
         return sorted({name for place in self._places for name in place.files.models()})
 
     def scan(self) -> list[StoredModel]:
-        """Reads every model, sorted by name; one that can't be used carries its error and hides no other.
-
-        Raises:
-            SettingsError: A repository can't be read.
-        """
+        """Reads every model, sorted by name; an unusable one carries its error. Raises `SettingsError`."""
         found: dict[str, StoredModel] = {}
         for place in self._places:
             for model in self._scan(place):
@@ -93,12 +85,13 @@ class Repositories:
 
         Args:
             name: The model's name.
-            override: A configuration in JSON that is used in place of the model's `config.pbtxt`; empty = none. If it
-                is for the files of another model, no repository need have the name.
-            location: A directory of the overlay whose files are used in place of the repositories'; empty = none.
+            override: A configuration in JSON in place of `config.pbtxt`; empty = none. With `qinfer.files_of`, the name
+            may
+                be in no repository.
+            location: A directory of the overlay in place of the repositories' files; empty = none.
 
         Raises:
-            ModelNotFound: No repository has the name, or the overlay has not the location.
+            ModelNotFound: No repository has the model, or the overlay lacks the location.
             ModelLoadFailed: The repository can't be read now.
         """
         try:
@@ -126,16 +119,13 @@ class Repositories:
             raise ModelLoadFailed(f"model '{name}' can't be read: {error.strerror}") from None
 
     def version_dir(self, stored_name: str, version: int, location: str = "", content_hash: str = "") -> Path:
-        """Returns a directory on this machine with the files of a model version; fetches them if they are remote.
+        """Returns a directory on this machine with the files of a model version, which it fetches if they are remote.
 
         Args:
-            stored_name: The name of the model whose files they are.
+            stored_name: The name of the model that owns the files.
             version: Its version.
-            location: Where its files are within the overlay; empty = in the repositories.
-            content_hash: The hash of the content that is wanted: what was fetched for it before is used again.
-
-        Raises:
-            ModelLoadFailed: The files are not there, or can't be fetched.
+            location: Where its files are in the overlay; empty = in the repositories.
+            content_hash: An earlier copy for this hash is used again.
         """
         try:
             if location:
@@ -154,17 +144,10 @@ class Repositories:
             raise _unreadable(stored_name, error) from None
 
     def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
-        """Writes the files of a load request into the overlay.
-
-        Args:
-            model: The model's name.
-            files: `<version>/<file>` → content; what the request calls `file:<version>/<file>`.
-
-        Returns:
-            Their location, for `read` and `version_dir`.
+        """Writes the files of a load request (`<version>/<file>` → content) into the overlay; returns their location.
 
         Raises:
-            InvalidRequest: The model's or a file's name is none, or would lead elsewhere, or the model's is too long.
+            InvalidRequest: The name of the model or a file is invalid, or leads out of the overlay.
             UnsupportedFeature: No overlay is set.
             ModelLoadFailed: A file's name is too long, or the overlay can't be written.
         """
@@ -189,7 +172,7 @@ class Repositories:
         return location
 
     def drop_files(self, location: str) -> None:
-        """Removes what `put_files` wrote; a location that is not there, or that can't be removed, is no error."""
+        """Removes files of `put_files`; logs a failure."""
         if self._overlay is None or not _LOCATION.fullmatch(location):
             return
         try:
@@ -215,18 +198,13 @@ class Repositories:
         if known is not None and known[0] == digest:
             return known[1]
         model = read_model(ModelFiles(place.files, name, listing), self._how, self._lend)
-        if model.files_of:  # its listing does not tell whether they have changed
+        if model.files_of:  # its listing does not show changes of the other model's files
             self._read.pop(key, None)
         elif not model.error.startswith(UNREADABLE) and (place.files.is_remote or _is_settled(listing)):
             self._read[key] = (digest, model)
         return model
 
     def _lend(self, owner: str) -> ModelFiles:
-        """Returns the files of a model, for another that is to use them.
-
-        Raises:
-            ModelLoadFailed: No repository has it, or several have.
-        """
         holders = self._holders(owner) if is_model_name(owner) else []
         if len(holders) != 1:
             why = NOT_UNIQUE if holders else "no model repository has a model of that name"
@@ -235,14 +213,13 @@ class Repositories:
         return ModelFiles(place.files, owner, listing)
 
     def _holders(self, name: str) -> list[tuple[_Place, Listing]]:
-        """Returns the repositories that have a model."""
         if not is_model_name(name):
             raise ModelNotFound("model name must not contain path traversal characters")
         listings = [(place, place.files.listing(name)) for place in self._places]
         return [(place, listing) for place, listing in listings if listing is not None]
 
     def _holder(self, name: str) -> _Place:
-        """Returns the repository that has a model; the only one is not asked."""
+        """Returns the repository that has a model, without a look into it if there is only one."""
         if len(self._places) == 1 and is_model_name(name):
             return self._places[0]
         holders = self._holders(name)
@@ -264,11 +241,7 @@ class Repositories:
 
 
 def open_repositories(settings: RepositorySettings) -> Repositories:
-    """Opens the repositories that the settings name; nothing is read yet.
-
-    Raises:
-        SettingsError: A URL is of no known kind, its driver is not installed, or a name is wrong.
-    """
+    """Opens the repositories in the settings without reading them, or raises `SettingsError`."""
     if settings.config_name and not _NAME.fullmatch(settings.config_name):
         raise SettingsError(
             f"QINFER_REPOSITORY__CONFIG_NAME must be a file's name without its ending, got '{settings.config_name}'"
@@ -287,7 +260,7 @@ def open_repositories(settings: RepositorySettings) -> Repositories:
 
 
 def gpu_count(settings: RepositorySettings) -> int:
-    """Returns how many GPUs models may use that name none: as the settings say, or else those of this machine."""
+    """Returns the number of GPUs for instance groups that name none: from the settings, or of this machine."""
     if settings.gpus >= 0:
         return settings.gpus
     return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
@@ -296,7 +269,7 @@ def gpu_count(settings: RepositorySettings) -> int:
 def _cache_dir() -> Path:
     try:
         return Path.home() / ".cache" / "qinfer" / "models"
-    except RuntimeError:  # a user without an entry, as containers have them
+    except RuntimeError:  # a user without an entry in passwd, as in containers
         return Path(tempfile.gettempdir()) / "qinfer" / "models"
 
 
@@ -310,7 +283,6 @@ def _open(url: str) -> Files:
 
 
 def _is_for_others_files(override: str) -> bool:
-    """Tells whether a configuration is for the files of another model."""
     try:
         return bool(override) and FILES_OF in from_json(override).parameters
     except ModelLoadFailed:
@@ -318,9 +290,9 @@ def _is_for_others_files(override: str) -> bool:
 
 
 def _is_settled(listing: Listing) -> bool:
-    """Tells whether local files are old enough for their times to tell of any further change.
+    """Tells whether local files are old enough that their times show any further change.
 
-    A file system's clock ticks every few milliseconds only: two writes within a tick have the same time.
+    A file system's clock ticks every few milliseconds: two writes within a tick have the same time.
     """
     newest_ns = max((int(stamp.mark) for stamp in listing.files.values()), default=0)
     return newest_ns < time.time_ns() - _SETTLED_NS
@@ -329,24 +301,23 @@ def _is_settled(listing: Listing) -> bool:
 def _check_path(path: str) -> None:
     version, separator, _ = path.partition("/")
     is_version = separator and version.isascii() and version.isdecimal() and version[0] != "0"
-    shown = path.encode(errors="backslashreplace").decode()  # halves of surrogate pairs are no text
+    shown = path.encode(errors="backslashreplace").decode()  # unpaired surrogates are no text
     is_short = len(shown.encode()) <= _PATH_MAX_BYTES and all(_is_short(part) for part in shown.split("/"))
     text = (
         f"Invalid file path: 'file:{shown[:100]}' is not the name of a file of a model; expected "
         f"file:<version>/<file>, without '..', and no part longer than {_NAME_MAX_BYTES} bytes"
     )
     if not is_short:
-        raise ModelLoadFailed(text)  # an internal error, as the failure of Triton's file system
+        raise ModelLoadFailed(text)  # an internal error, like a failure of Triton's file system
     if not is_version or not is_inside(path) or shown != path:
         raise InvalidRequest(text)
 
 
 def _is_short(name: str) -> bool:
-    """Tells whether a file system takes a name."""
     return len(name.encode()) <= _NAME_MAX_BYTES
 
 
 def _unreadable(model: str, error: SettingsError) -> ModelFilesUnreachable:
-    """Tells the operators what is the matter, and clients only that something is."""
+    """Logs the reason for operators; clients learn only that there is one."""
     logger.error("model repository can't be used", extra={"model": model, "reason": error.message})
     return ModelFilesUnreachable(f"the files of model '{model}' can't be reached now; the server's log says why")

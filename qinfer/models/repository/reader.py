@@ -1,4 +1,4 @@
-"""Reads one model of a repository's files: configuration, versions, labels, completion from the model file.
+"""Reads one model from a repository's files: configuration, versions, labels, completion from the model file.
 
 Models are in Triton's layout: `<model>/config.pbtxt` and `<model>/<version>/model.onnx` (reference §3.1).
 """
@@ -32,10 +32,10 @@ CONFIG_BYTES = 4 * 2**20
 LABEL_BYTES = 10 * 2**20
 MODEL_PY_BYTES = 16 * 2**20
 UNREADABLE = "can't be read"
-"""The beginning of the error of a model that was removed or changed while it was read, and may be read next time."""
+"""The beginning of the error of a model that changed while it was read; the next read may succeed."""
 
 _MODEL_FILES = (".onnx", ".pt", ".pt2", ".xml", ".plan", ".py")
-"""Endings of the files that a version's directory holds."""
+"""Endings of the files in version directories."""
 
 COMPLETION_HOOK = "auto_complete_config"
 _FORBIDDEN = frozenset("/\\{}\0")  # braces would break the hash tag of the model's keys
@@ -51,7 +51,7 @@ class Reading(NamedTuple):
 
     Attributes:
         autocomplete: Complete a missing or partial `config.pbtxt` from the model file.
-        config_name: Use `configs/<name>.pbtxt` of a model that has it; empty = always `config.pbtxt`.
+        config_name: Use a model's `configs/<name>.pbtxt` if it exists; empty = always `config.pbtxt`.
         gpus: GPUs of the installation, for instance groups that name none.
     """
 
@@ -61,36 +61,30 @@ class Reading(NamedTuple):
 
 
 class ModelFiles(NamedTuple):
-    """The files of a model.
-
-    Attributes:
-        files: Where they are.
-        directory: Its directory there.
-        listing: What the directory holds.
-    """
+    """The files of a model, in a directory of a repository."""
 
     files: Files
     directory: str
     listing: Listing
 
     def digest(self, config: str) -> str:
-        """Returns a hash of a configuration's text, and of the stamps of all files but configurations."""
+        """Returns a hash of a configuration's text and the stamps of all files but configurations."""
         return self.listing.digest(config, without=[path for path in self.listing.files if _is_config(path)])
 
 
 Lend = Callable[[str], ModelFiles]
-"""Finds the files of another model by its name; raises `ModelLoadFailed` where there are none."""
+"""Finds the files of another model by its name, or raises `ModelLoadFailed`."""
 
 
 def read_model(own: ModelFiles, how: Reading, lend: Lend, override: str = "", name: str = "") -> StoredModel:
-    """Reads a model; one that can't be used carries its error.
+    """Reads a model; an unusable one carries its error.
 
     Args:
-        own: Its files; all but the configuration are another model's if that says so (`qinfer.files_of`).
+        own: Its files; all but the configuration may be another model's (`qinfer.files_of`).
         how: How to read it.
         lend: Finds the files of that other model.
-        override: A configuration in JSON in place of the one that is there; empty = none.
-        name: Its name, where that is not the directory's.
+        override: A configuration in JSON that replaces the file; empty = none.
+        name: Its name, where it differs from the directory's.
 
     Raises:
         SettingsError: The storage can't be reached.
@@ -117,11 +111,6 @@ def read_model(own: ModelFiles, how: Reading, lend: Lend, override: str = "", na
 
 
 def _borrowed(name: str, owner: str, own: Listing, lend: Lend) -> ModelFiles:
-    """Returns the files of another model, for a model that has none itself.
-
-    Raises:
-        ModelLoadFailed: Both have versions, or neither has.
-    """
     if versions := own.versions():
         raise ModelLoadFailed(
             f"model '{name}' has a version {versions[-1]} of its own, and {FILES_OF} '{owner}'; remove one of both"
@@ -144,7 +133,7 @@ class _Reader(NamedTuple):
     name: str
 
     def _misplaced(self) -> str:
-        """Returns where a file belongs that lies beside the versions' directories, where there are none."""
+        """Returns a hint if a model file lies beside the version directories."""
         beside = [file for file in sorted(self.listing.files) if "/" not in file and file.endswith(_MODEL_FILES)]
         return f"; put {beside[0]} into {self.directory}/1/" if beside and not self.listing.versions() else ""
 
@@ -155,12 +144,7 @@ class _Reader(NamedTuple):
         return source, self._text(source, CONFIG_BYTES) if source in self.listing.files else ""
 
     def model(self, config: ModelConfig, digest: str) -> StoredModel:
-        """Makes the model of its configuration as it is written.
-
-        Raises:
-            ModelLoadFailed: It can't be loaded so.
-            OSError: A file can't be read.
-        """
+        """Returns the model of its configuration."""
         versions = select_versions(config, self.listing.versions())
         if not versions:
             raise ModelLoadFailed(
@@ -174,7 +158,7 @@ class _Reader(NamedTuple):
         if tensors is not None and not self.how.autocomplete:
             reshape_scalars(known, tensors)
             tensors = None
-        if pending:  # whoever completes it may not know the installation's GPUs
+        if pending:  # the worker that completes it may not know the installation's GPUs
             place(known, self.how.gpus)
         normal = known if pending else normalise(known, self.name, there, tensors, self.how.gpus)
         self._check_warmup(normal)
@@ -189,13 +173,13 @@ class _Reader(NamedTuple):
         )
 
     def _tensors(self, known: ModelConfig, version: int) -> FileTensors | None:
-        """Reads what the highest version's model file declares, where this takes no runtime."""
+        """Reads the declarations of the highest version's model file, where this needs no runtime."""
         if known.backend not in ("onnxruntime", "openvino", "pytorch"):
             return None
         if not self.how.autocomplete and (known.backend == "pytorch" or not elements(known)):
             return None
         if known.backend == "pytorch" and known.input and known.output:
-            return None  # their names may follow several conventions, which the worker knows
+            return None  # the worker knows the conventions for their names
         name = known.default_model_filename
         path = f"{version}/{name}"
         if path in self.listing.directories:  # an ONNX model of several files is a directory (reference §3.1)
@@ -216,7 +200,7 @@ class _Reader(NamedTuple):
             return None
 
     def _of_torch(self, known: ModelConfig, blob: Blob) -> FileTensors:
-        """Reads a PyTorch file, whose tensors are the configuration's where that has any."""
+        """Reads a PyTorch file; tensors in the configuration take precedence."""
         name = known.default_model_filename
         try:
             tensors = read_torch(blob, name)
@@ -232,9 +216,9 @@ class _Reader(NamedTuple):
         return tensors
 
     def _pending(self, known: ModelConfig, version: int) -> str:
-        """Returns the backend that must complete the configuration: a `model.py` that has the hook.
+        """Returns the backend that must complete the configuration: `python` if its `model.py` has the hook.
 
-        The file is not executed here. One that has mistakes is left to its worker, whose message names them.
+        The file is not executed here. The worker reports mistakes in it.
         """
         path = f"{version}/{known.default_model_filename}"
         if not self.how.autocomplete or known.backend != "python" or path not in self.listing.files:
@@ -280,7 +264,7 @@ class _Reader(NamedTuple):
 
 
 def select_versions(config: ModelConfig, present: Iterable[int]) -> tuple[int, ...]:
-    """Applies the version policy (default: the latest version) to the versions that are there; ascending."""
+    """Returns the versions that the version policy selects (default: the latest), ascending."""
     ascending = sorted(present)
     policy = config.version_policy
     choice = policy.WhichOneof("policy_choice")
