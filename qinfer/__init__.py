@@ -1,7 +1,6 @@
 """qinfer: a durable, queue-backed inference server that speaks NVIDIA Triton's protocol.
 
-`qinfer.Client`, `qinfer.AsyncClient` and what they return, `qinfer.errors` and `qinfer.tensors` are imported when they
-are first used.
+The client, its results, `qinfer.errors` and `qinfer.tensors` are imported at their first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -64,5 +63,4 @@ else:
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, those that are not imported yet among them."""
     return sorted({*globals(), *__all__, *_MODULES})

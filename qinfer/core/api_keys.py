@@ -1,10 +1,10 @@
-"""The file of API keys: who may call, what, and how much. Keys themselves are in no file, only their SHA-256.
+"""The file of API keys, with the tenant, scopes and quotas of each; it has only the SHA-256 of a key.
 
     {"keys": [{"id": "k1", "sha256": "…", "tenant": "acme", "scopes": ["infer"], "rate_per_s": 50, "max_in_flight": 9,
                "created_at": "2026-11-23T10:00:00Z", "expires_at": "2027-11-23T10:00:00Z"}]}
 
-A key has 256 random bits, so that a plain hash is enough: there is nothing to guess. Quotas belong to the tenant, and
-so all keys of a tenant have the same.
+A plain hash suffices, since a key has 256 random bits and can't be guessed. Quotas belong to the tenant: all keys of a
+tenant have the same.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from qinfer.core.settings import AuthSettings
 from qinfer.errors import SettingsError
 
 _NAME = r"^[A-Za-z0-9._~-]{1,64}$"
-# What is as long may be a key in a wrong place.
+# A longer word may be a key in a wrong place.
 _LONG_WORD = re.compile(r"((?:Invalid enum value|unknown field) )([`']).{33,}?\2(?=$| - at `\$)", re.DOTALL)
 
 Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
@@ -34,18 +34,18 @@ Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
 
 
 class Scope(StrEnum):
-    """The rights of a key: `infer` = ask models and look at them, `admin` = everything."""
+    """The rights of a key: `infer` = use and inspect models, `admin` = everything."""
 
     INFER = "infer"
     ADMIN = "admin"
 
 
 Instant = Annotated[datetime, msgspec.Meta(tz=True)]
-"""A date and time with its offset from UTC, as RFC 3339 writes it."""
+"""A date and time with its offset from UTC, as in RFC 3339."""
 
 
 MAX_COUNT = 10**9
-"""The largest burst, and the most requests in flight, that a key may have."""
+"""The largest burst, and the most requests in flight, of a key."""
 
 MAX_WEIGHT = 1000
 """The largest weight of a tenant."""
@@ -55,17 +55,16 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One entry of the file.
 
     Attributes:
-        id: Names the key, for people.
+        id: The key's name, for people.
         sha256: The SHA-256 of the key, in hexadecimal.
-        tenant: Whose key it is.
-        scopes: What it allows.
-        rate_per_s: Requests a second that the tenant may make, of all gateways together; 0 = any number.
-        burst: Requests that it may make at once before the rate counts; 0 = a second's worth, at least 1.
-        max_in_flight: Requests that it may have unanswered, at all gateways together; 0 = any number. An asynchronous
-            one is answered when it is accepted.
-        weight: The tenant's share of a model that others ask, too: twice as much as one of half the weight.
-        created_at: When it was made, for people; `None` = that is not known.
-        expires_at: The instant from which it is refused; `None` = it does not expire.
+        rate_per_s: The tenant's requests a second at all gateways together; 0 = no limit.
+        burst: Requests that it may send at once before the rate counts; 0 = a second's worth, at least 1.
+        max_in_flight: The tenant's unanswered requests at all gateways together; 0 = no limit. An asynchronous request
+        is
+            answered when it is accepted.
+        weight: The tenant's share of a model in contention, in proportion to other tenants' weights.
+        created_at: For people; `None` = unknown.
+        expires_at: The instant from which it is refused; `None` = never.
     """
 
     id: Name
@@ -94,15 +93,9 @@ def hash_key(key: str) -> str:
 
 
 def check_exposure(settings: AuthSettings, host: str, variable: str = "QINFER_HTTP__HOST") -> None:
-    """Refuses to let everyone call from other machines, unless somebody said so.
+    """Raises `SettingsError` if the gateway binds more than loopback addresses and `auth.mode` is not set.
 
-    Args:
-        settings: The settings of authentication.
-        host: The address that the gateway binds.
-        variable: The environment variable that it comes from.
-
-    Raises:
-        SettingsError: It is no loopback address, and the mode is not set.
+    `variable` is the environment variable that sets `host`.
     """
     if settings.mode == "" and not is_loopback(host):
         raise SettingsError(
@@ -112,20 +105,12 @@ def check_exposure(settings: AuthSettings, host: str, variable: str = "QINFER_HT
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Reads and checks a file of keys.
-
-    Raises:
-        SettingsError: It can't be read, has no keys, or something in it is wrong; says where, and shows no value.
-    """
+    """Reads and checks a file of keys, or raises `SettingsError` with the place, and without values."""
     return parse_keys(path, read_key_file(path))
 
 
 def read_key_file(path: Path) -> bytes:
-    """Returns the content of a file of keys.
-
-    Raises:
-        SettingsError: It can't be read.
-    """
+    """Returns the content of a file of keys, or raises `SettingsError`."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -133,11 +118,7 @@ def read_key_file(path: Path) -> bytes:
 
 
 def parse_keys(path: Path, content: bytes) -> tuple[ApiKey, ...]:
-    """Decodes and checks the content of a file of keys.
-
-    Raises:
-        SettingsError: It has no keys, or something in it is wrong; says where, and shows no value.
-    """
+    """Decodes and checks a file of keys, or raises `SettingsError` with the place, and without values."""
     keys = _decoded(path, content)
     if not keys:
         raise SettingsError(f"{path} has no keys; `qinfer keys new` adds one")
@@ -152,22 +133,15 @@ def add_key(
     *,
     expires_at: datetime | None = None,
 ) -> tuple[ApiKey, str]:
-    """Makes a key and appends its entry to the file, which is made if there is none (mode 0600).
+    """Makes a key and appends its entry to the file, which is created with mode 0600 if needed.
 
-    A tenant's further keys get the quotas of its first.
-
-    Args:
-        path: The file.
-        tenant: Whose key it is.
-        scopes: What it allows.
-        key_id: What it is called; a random name by default.
-        expires_at: The instant from which it is refused; `None` = it does not expire.
+    A tenant's further keys get the quotas of its first. The default of `key_id` is a random name.
 
     Returns:
-        Its entry, and the key, which is kept nowhere.
+        Its entry, and the key, which is stored nowhere.
 
     Raises:
-        SettingsError: A name is wrong or taken, or the file can't be read or written.
+        SettingsError: A name is invalid or taken, or the file can't be read or written.
     """
     key = secrets.token_urlsafe(32)
     with _locked(path):
@@ -195,11 +169,7 @@ def add_key(
 
 
 def revoke_key(path: Path, key_id: str) -> ApiKey:
-    """Removes a key from the file; returns its entry.
-
-    Raises:
-        SettingsError: There is none of this id, it is the only one, or the file can't be read or written.
-    """
+    """Removes a key from the file and returns its entry, or raises `SettingsError`; the last key stays."""
     with _locked(path):
         keys = read_keys(path)
         entry = _entry(path, keys, key_id)
@@ -213,19 +183,15 @@ def revoke_key(path: Path, key_id: str) -> ApiKey:
 
 
 def rotate_key(path: Path, key_id: str, overlap: timedelta, lifetime: timedelta | None = None) -> tuple[ApiKey, str]:
-    """Makes a key with the rights of another, which expires after a while.
+    """Makes a key with the rights of another, which expires after `overlap`.
 
-    Args:
-        path: The file.
-        key_id: The old key.
-        overlap: How long both are valid.
-        lifetime: How long the new key is valid; `None` = as long as the old one was made for.
+    Without a `lifetime`, the new key is valid as long as the old one was made for.
 
     Returns:
-        The entry of the new key, and the key, which is kept nowhere.
+        The entry of the new key, and the key, which is stored nowhere.
 
     Raises:
-        SettingsError: There is none of this id, its lifetime is not known, or the file can't be read or written.
+        SettingsError: No key has this id, its lifetime is unknown, or the file can't be read or written.
     """
     key = secrets.token_urlsafe(32)
     with _locked(path):
@@ -259,7 +225,7 @@ def _decoded(path: Path, content: bytes) -> tuple[ApiKey, ...]:
         raise SettingsError(f"{path} is empty; `qinfer keys new` writes one with a key")
     try:
         keys = msgspec.json.decode(content, type=_File).keys
-    except ValueError as error:  # a string that is no UTF-8 is no DecodeError
+    except ValueError as error:  # a string that is no UTF-8 raises no DecodeError
         problem = _LONG_WORD.sub(r"\1…", str(error))
         raise SettingsError(f"{path}: {problem}; `qinfer keys new` writes entries as they should be") from None
     _check(path, keys)
@@ -287,7 +253,7 @@ def _write(path: Path, keys: tuple[ApiKey, ...]) -> None:
 
 
 def _check(path: Path, keys: tuple[ApiKey, ...]) -> None:
-    """Checks what concerns several entries."""
+    """Checks that ids and keys are unique, and a tenant's quotas equal."""
     quotas: dict[str, tuple[float, int, int, int]] = {}
     for number, key in enumerate(keys):
         where = f"{path}: keys[{number}]"
@@ -305,7 +271,7 @@ def _check(path: Path, keys: tuple[ApiKey, ...]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keeps others from writing the file meanwhile, by a lock on its directory."""
+    """Keeps other processes from writing the file, by a lock on its directory."""
     try:
         directory = os.open(path.parent, os.O_RDONLY)
     except OSError as error:
@@ -318,9 +284,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Writes the file beside its place and moves it there: nobody ever reads half of it.
+    """Writes the file beside its place and moves it there, so that no reader sees half of it.
 
-    Its mode stays, so that whoever reads it may do so afterwards, too; so does a link to it.
+    Its mode stays, so that its readers keep access, and so does a link to it.
     """
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -339,7 +305,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tells whether only this machine reaches an address that is bound."""
+    """Tells whether only this machine reaches an address."""
     if host == "localhost":
         return True
     try:

@@ -2,8 +2,8 @@
 
     client ─▶ A ─▶ B ─▶ C        the request to C has the holders A and B
 
-An execution that calls keeps its instance until the answer is there. A call that can only be executed by an instance
-that waits for it would never be answered.
+An execution that calls keeps its instance until the answer arrives. A call that only a waiting instance could execute
+would never be answered.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,18 @@ from qinfer.core.messages import Holder
 
 
 def extended(chains: Sequence[tuple[Holder, ...]], caller: Holder) -> tuple[Holder, ...]:
-    """Returns the holders of a call: those that wait for any request of the calling batch, and the caller, last.
-
-    Args:
-        chains: The holders of each of the batch's requests.
-        caller: The calling execution, whose depth follows from theirs.
-    """
+    """Returns the holders of a call: those of all requests in the calling batch, then the caller at the next depth."""
     found = chains[0] if len(chains) == 1 else _merged(chains)
     return (*found, msgspec.structs.replace(caller, depth=depth_of(found) + 1))
 
 
 def depth_of(holders: Sequence[Holder]) -> int:
-    """Returns how many models call one another before the request that has these holders."""
+    """Returns the number of nested calls before a request with these holders."""
     return max((holder.depth for holder in holders), default=0)
 
 
 def names_of(holders: Sequence[Holder], callee: str) -> str:
-    """Returns the longest chain for people, with the model that is called last: `A -> B -> A`."""
+    """Returns the longest chain for people, the called model last: `A -> B -> A`."""
     names: dict[int, str] = {}
     for holder in holders:
         names.setdefault(holder.depth, holder.model)
@@ -38,19 +33,12 @@ def names_of(holders: Sequence[Holder], callee: str) -> str:
 
 
 def level_of(holders: Sequence[Holder], model: str, version: int) -> int:
-    """Returns how many instances of a model version wait for a request that has these holders."""
+    """Returns how many instances of a model version wait for a request with these holders."""
     return len({holder.token for holder in holders if (holder.model, holder.version) == (model, version)} - {""})
 
 
 def endless(holders: Sequence[Holder], model: str, version: int, instances: int) -> str:
-    """Returns why a call would wait for itself; empty = another instance may execute it.
-
-    Args:
-        holders: Those of the call.
-        model: The model that is called.
-        version: Its version.
-        instances: How many instances of it all workers have.
-    """
+    """Returns why a call would wait for itself; empty = one of the model's instances on all workers may execute it."""
     waiting = level_of(holders, model, version)
     if not waiting or waiting < instances:
         return ""
@@ -62,7 +50,6 @@ def endless(holders: Sequence[Holder], model: str, version: int, instances: int)
 
 
 def _merged(chains: Sequence[tuple[Holder, ...]]) -> tuple[Holder, ...]:
-    """Returns all holders once, the longest chain first."""
     found: dict[str, Holder] = {}
     for chain in sorted(chains, key=depth_of, reverse=True):
         for holder in chain:

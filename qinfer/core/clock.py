@@ -1,7 +1,7 @@
-"""Time. Durations come from the monotonic clock; instants that cross processes are seconds of Redis `TIME`.
+"""Time: durations come from the monotonic clock; instants between processes are seconds of Redis `TIME`.
 
 `ServerClock` keeps the offset between this process's monotonic clock and the broker's wall clock, so that a deadline
-stamped by one machine means the same instant on another, however wrong their own wall clocks are.
+is the same instant on each machine, even if their wall clocks are wrong.
 """
 
 import time
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of monotonic seconds; `qinfer.testing.FakeClock` is the other implementation."""
+    """A source of monotonic seconds: `SystemClock` or `qinfer.testing.FakeClock`."""
 
     def monotonic_s(self) -> float:
         """Returns seconds since an arbitrary start; never goes backwards."""
@@ -25,11 +25,9 @@ class SystemClock:
 
 
 class ServerClock:
-    """Tells the broker's time from the monotonic clock, by an offset that `observe` keeps current.
+    """The broker's time, from the monotonic clock and an offset that `observe` keeps current.
 
-    Args:
-        clock: The monotonic clock to build on.
-        offset_s: Broker time minus monotonic time; the wall clock's until the first `observe`.
+    `offset_s` is broker time minus monotonic time; until the first `observe`, the wall clock's.
     """
 
     def __init__(self, clock: Clock | None = None, offset_s: float | None = None) -> None:
@@ -46,16 +44,12 @@ class ServerClock:
         return instant_s - self._offset_s
 
     def observe(self, broker_time_s: float, sent_s: float, received_s: float) -> None:
-        """Takes one reading of Redis `TIME`.
+        """Takes one reading of Redis `TIME`, with the monotonic times of the command and its reply.
 
-        The reading is right within half the round trip. A sharper reading replaces the offset; a blunter one counts
-        only when it contradicts the present offset, or when that has aged: its error grows by 0.1 ms a reading, which
-        at a reading each 5 s allows for 20 ppm of drift.
-
-        Args:
-            broker_time_s: What `TIME` said, in seconds.
-            sent_s: The monotonic time when the command left.
-            received_s: The monotonic time when its reply came.
+        A reading is right within half the round trip. A sharper reading replaces the offset. A blunter one does so only
+        if it
+        contradicts the offset, whose error grows by 0.1 ms a reading: at a reading each 5 s, that allows for 20 ppm of
+        drift.
         """
         half_trip_s = (received_s - sent_s) / 2
         offset_s = broker_time_s - (sent_s + half_trip_s)

@@ -1,7 +1,7 @@
-"""Documents that people type, YAML or TOML, read as strictly as these need it.
+"""Documents that people write, YAML or TOML, read strictly.
 
-In YAML keys that are there twice, tags and merge keys are refused: the first hide a mistake, and a few lines of the
-others make objects, or fill the memory.
+In YAML, duplicate keys, tags and merge keys are refused: the first hide a mistake, the others can make objects or fill
+the memory.
 """
 
 import tomllib
@@ -56,12 +56,7 @@ class _StrictTyped(_Strict, yaml.SafeLoader):
 
 
 def read_limited(path: Path, most_bytes: int) -> bytes:
-    """Returns the bytes of a file that may not be larger.
-
-    Raises:
-        OSError: It can't be read.
-        Unreadable: It is larger.
-    """
+    """Returns the content of a file, or raises `OSError`, or `Unreadable` above `most_bytes`."""
     with path.open("rb") as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -70,16 +65,14 @@ def read_limited(path: Path, most_bytes: int) -> bytes:
 
 
 def parse(data: bytes, suffix: str, *, is_typed: bool) -> Any:
-    """Reads a document.
+    """Parses a document (UTF-8, perhaps with a byte order mark), or raises `Unreadable`.
 
     Args:
-        data: UTF-8, with a byte order mark or without.
+        data: The document.
         suffix: `.toml`, or else it is YAML.
-        is_typed: In YAML make numbers and truth values of what looks like them. Otherwise every value is text, so that
-            labels such as `no`, `007` and `2026-01-31` stay what they are.
-
-    Raises:
-        Unreadable: It is no such document.
+        is_typed: Make numbers and truth values in YAML; otherwise every value is text, so that labels such as `no`,
+        `007`
+            and `2026-01-31` stay unchanged.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -95,11 +88,11 @@ def parse(data: bytes, suffix: str, *, is_typed: bool) -> Any:
 
 
 def problems_of(error: ValidationError) -> Iterator[tuple[str, ErrorDetails]]:
-    """Yields what is wrong with a document, as a text without its place, and pydantic's details."""
+    """Yields each problem of a document as a text without its place, and pydantic's details."""
     found = error.errors(include_url=False)
     inner = {item["loc"][0] for item in found if len(item["loc"]) > 1}
     for item in found:
-        # pydantic calls a list too short, too, when one of its elements is wrong.
+        # pydantic also calls a list too short if one of its elements is wrong.
         if item["type"] == "too_short" and item["loc"][0] in inner:
             continue
         yield explain(item), item

@@ -1,8 +1,8 @@
-"""The environments of processes: allow-lists of variables, so that a secret is only where it is used.
+"""The environments of processes: allow-lists of variables, so that a secret is only where it is used. Pure.
 
 A program that `qinfer up` starts gets the settings that it reads, and variables that runtimes and drivers of stores
-read by themselves. A model's code gets no settings, and no credentials but those that the operator names. All functions
-are pure. The module imports nothing that takes time or memory, for the supervisor uses it.
+read. A model's code gets no settings, and only those credentials that the operator names. The supervisor uses the
+module, which therefore imports nothing that takes time or memory.
 """
 
 import json
@@ -44,7 +44,7 @@ class Role(NamedTuple):
 
     Attributes:
         settings: Sections of the settings, and settings outside sections.
-        withheld: Settings of those sections that the program does not read, as `section.name`.
+        withheld: Settings of those sections that the program does not get, as `section.name`.
     """
 
     settings: frozenset[str]
@@ -78,13 +78,7 @@ BULK_WORKER = Role(_OF_WORKERS)
 
 
 def program_environment(role: Role, base: Mapping[str, str], passed: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment of a gateway, worker or bulk worker.
-
-    Args:
-        role: The settings that it reads.
-        base: The variables that there are.
-        passed: Names of further variables for it, or patterns such as `ACME_*`; they never match a setting.
-    """
+    """Returns the environment of a gateway, worker or bulk worker, with further variables by name or pattern."""
     found = _matching(base, (*_SYSTEM, *_RUNTIMES, *_SERVICES, *passed))
     for name, value in base.items():
         given = _setting(role, name.upper().removeprefix(PREFIX).lower(), value) if _is_setting(name) else None
@@ -94,22 +88,17 @@ def program_environment(role: Role, base: Mapping[str, str], passed: Iterable[st
 
 
 def helper_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a process that a program starts for itself, and tells the rest over a pipe."""
+    """Returns the environment of a helper process, which gets everything else over a pipe."""
     return _matching(base, _SYSTEM) | {name: value for name, value in base.items() if name.upper() == ALLOW_INSPECTION}
 
 
 def model_environment(base: Mapping[str, str], passed: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment of a process that runs a model's code.
-
-    Args:
-        base: The variables that there are.
-        passed: Names of further variables for it, or patterns such as `ACME_*`; they never match a setting.
-    """
+    """Returns the environment of a model's code, with further variables by name or pattern."""
     return _matching(base, (*_SYSTEM, *_RUNTIMES, *passed))
 
 
 def system_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a program that is none of qinfer's, such as redis-server."""
+    """Returns the environment of a foreign program, such as redis-server."""
     return _matching(base, _SYSTEM)
 
 
@@ -132,12 +121,9 @@ def _is_setting(name: str) -> bool:
 
 
 def _setting(role: Role, setting: str, value: str) -> str | None:
-    """Returns a setting's value as a program gets it; `None` = it does not get it.
+    """Returns a setting's value for a program; `None` = the program does not get it.
 
-    Args:
-        role: The settings that it reads.
-        setting: The variable's name without prefix, in lower case: `redis__url`, or `redis` for a section as JSON.
-        value: The variable's value.
+    `setting` is the variable's name in lower case and without prefix: `redis__url`, or `redis` for a section as JSON.
     """
     section, _, name = setting.partition("__")
     if section not in role.settings or f"{section}.{name}" in role.withheld:
@@ -149,5 +135,5 @@ def _setting(role: Role, setting: str, value: str) -> str | None:
         fields = json.loads(value)
         return json.dumps({field: inner for field, inner in fields.items() if field.lower() not in withheld})
     except (ValueError, AttributeError):
-        # Whoever starts the program has refused such a value.
+        # The parent of the program has refused such a value.
         return None

@@ -1,7 +1,7 @@
-"""The records that cross processes: a request, a response, a failure, a credit. `qinfer.wire` encodes them.
+"""The records that cross processes: requests, responses, failures and credits; `qinfer.wire` encodes them.
 
 A response is `(request_id, attempt, index, final, outputs | failure)`: a request gets 0..n responses, of which the
-last is `final`. Ids are made here too: `<ulid>.<partition>.<model>` tells every reader where the request's keys are.
+last is `final`. Ids are made here too: `<ulid>.<partition>.<model>` locates the request's keys.
 """
 
 import os
@@ -23,9 +23,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         id: The correlation ID.
-        start: The request is the first of its sequence.
-        end: It is the last.
-        step: The caller's number of the request, 1, 2, …; 0 = it is not numbered, and a repeated one is another step.
+        step: The caller's number of the request, 1, 2, …; 0 = none: a repeated request is another step.
     """
 
     id: int | str
@@ -39,18 +37,14 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
         return self.id
 
     def told(self, told_id: int | str) -> "Sequence":
-        """Returns the flags as the model is told them, with an id in place of the caller's."""
+        """Returns the flags for the model, with an id in place of the caller's."""
         if told_id == self.id:
             return self
         return ToldSequence(told_id, self.start, self.end, self.step, given_id=self.callers_id)
 
 
 class ToldSequence(Sequence, frozen=True, array_like=True):
-    """The flags with the correlation ID that the model is told; they do not travel.
-
-    Attributes:
-        given_id: The caller's correlation ID.
-    """
+    """The flags with the model's correlation ID in place of the caller's, `given_id`; local to a process."""
 
     given_id: int | str = 0
 
@@ -61,14 +55,12 @@ class ToldSequence(Sequence, frozen=True, array_like=True):
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
-    """An execution that waits for a model that it calls, and what it holds meanwhile: an instance, and resources.
+    """An execution that waits for a call of another model, and the instance and resources that it holds.
 
     Attributes:
-        token: Names the execution, among all workers; empty = it holds nothing: an ensemble, or a decoupled model whose
-            `execute` has returned.
-        model: Its model.
-        units: What it holds of resources of the rate limiter that are the same for all workers, by name.
-        version: The version of its model.
+        token: Identifies the execution among all workers; empty = it holds nothing: an ensemble, or a decoupled model
+            whose `execute` has returned.
+        units: Its units of the rate limiter's global resources, by name.
         depth: Its place in the chain of calls, 1 = the model that a client asked.
     """
 
@@ -100,17 +92,14 @@ class CalledTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Called(msgspec.Struct, frozen=True, array_like=True):
-    """A request that was made for a traced one: a call by its model, or a step of its ensemble.
+    """A request made for a traced one: a call by its model, or a step of its ensemble.
 
     Attributes:
-        model: The model.
-        version: The version that was asked.
-        client_id: The id that the caller gave it.
-        begin_s: When it was made, in the broker's time.
-        end_s: When its last response was there.
+        begin_s: Its start in the broker's time.
+        end_s: The time of its last response.
         timing: Set where a worker executed it.
         tensors: Its inputs and outputs, if they are traced.
-        calls: The requests that were made for it.
+        calls: The requests made for it.
     """
 
     model: str
@@ -124,70 +113,60 @@ class Called(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def weight(self) -> int:
-        """How much it takes of `MOST_CALL_BYTES`: its tensors, what its calls take, and 16 KiB."""
+        """Its bytes in `MOST_CALL_BYTES`: its tensors, its calls, and 16 KiB."""
         tensors, calls = [len(tensor.data) for tensor in self.tensors], [call.weight for call in self.calls]
         return 16 * 1024 + sum(tensors) + sum(calls)
 
 
 class CallTraces(msgspec.Struct, kw_only=True):
-    """The traces of the requests that were made for a traced one.
-
-    Attributes:
-        has_tensors: They have tensors.
-        ended: The traces of those that have ended; they travel with the last response.
-    """
+    """The traces of requests made for a traced one; ended ones travel with the last response."""
 
     has_tensors: bool
     ended: tuple[Called, ...] = ()
 
     def add(self, called: Called) -> None:
-        """Takes a trace, unless those that were taken leave no room for it."""
+        """Adds a trace if there is room for it."""
         if sum([call.weight for call in self.ended]) + called.weight <= MOST_CALL_BYTES:
             self.ended = (*self.ended, called)
 
 
 MOST_CALL_BYTES = 2**20
-"""The traces of requests that were made for one take so much together: 64 without tensors."""
+"""The most bytes of all traces of calls for one request: 64 calls without tensors."""
 
 
 class InferRequest(msgspec.Struct, kw_only=True):
-    """One inference request, checked against nothing yet; written to by the dispatcher only, which stamps it.
+    """One inference request, not checked yet; the dispatcher stamps it, and only the dispatcher changes it.
 
     Attributes:
         model: The model's name.
-        version: The version asked for; 0 lets the dispatcher choose the highest ready one, and it replaces the 0.
-        id: qinfer's own id, empty until the dispatcher stamps it.
-        client_id: The `id` the client gave, echoed in the reply; may be empty, need not be unique.
+        version: The version asked for; the dispatcher replaces 0 by the highest ready one.
+        id: qinfer's own id, from the dispatcher.
+        client_id: The `id` from the client, echoed in the reply; may be empty, need not be unique.
         inputs: The input tensors, in the request's order.
-        outputs: Names of the outputs wanted; empty means all.
-        parameters: Custom parameters, handed to the backend.
-        priority: The level asked for; 0 is the model's default.
-        timeout_s: How long the answer is worth waiting for; 0 until the dispatcher stamps it.
+        outputs: Names of the outputs wanted; empty = all.
+        parameters: Custom parameters for the backend.
+        priority: The level asked for; 0 = the model's default.
+        timeout_s: The time until its deadline, from the dispatcher.
         reply_to: The address of the process that waits, `reply:<owner>`; empty for asynchronous requests.
-        tenant: Whose request it is.
+        tenant: The tenant that sent it.
         trace: W3C `traceparent`; empty when the request is not traced.
-        partition: The queue partition it goes to.
+        partition: Its queue partition.
         generation: The model generation that the request was checked against.
         attempt: Executions so far.
         sequence: Set for stateful models.
-        queue_timeout_s: How long it may wait before it executes, by its model's queue policy; 0 = as long as its
-            `timeout_s`.
-        payload: True when the tensors' bytes are stored beside the stream (claim check) and not in the frame.
+        queue_timeout_s: The longest wait before execution, by its model's queue policy; 0 = `timeout_s`.
+        payload: The tensors' bytes are stored beside the stream (claim check) and not in the frame.
         holders: The executions that wait for its answer, where a model makes the request.
-        inputs_digest: A hash of its inputs, where its response may be cached and they were hashed already. It does not
-            travel.
-        step_key: Names the first request of a sequence that is a step of an ensemble, by the ensemble's request: when
-            that is executed again, it is the same. It does not travel.
-        endpoint: The endpoint that it named, once its target was chosen: model and version are the target's then. It
-            does not travel.
-        spares_outputs: The outputs that it names may be left out, as a step of an ensemble has it.
-        assigned: The endpoint drew its target: its caller named none, and met no condition on headers or parameters. It
-            does not travel.
-        moves: The endpoint's stable target may answer it, if its own target is rolled back while it waits. It does not
-            travel in the frame.
-        calls: Takes the traces of the requests that are made for it, where it is traced; what is in it does not travel.
-        made_for: The position, in the batch of a model that calls, of the request that it is made for; -1 = the model
-            does not say. It does not travel.
+        inputs_digest: A hash of its inputs for the response cache, if there is one already; local to a process.
+        step_key: Identifies a sequence's first request that is an ensemble's step, also when the ensemble's request is
+            executed again; local to a process.
+        endpoint: The endpoint that it named; model and version are its target's then. Local to a process.
+        spares_outputs: The outputs that it names may be missing, as for an ensemble's step.
+        assigned: The endpoint drew its target: the caller named none, and met no condition. Local to a process.
+        moves: The endpoint's stable target may answer it if its target is rolled back meanwhile. Local to a process.
+        calls: Collects the traces of requests made for it, if it is traced; the traces don't travel in the request.
+        made_for: The position of the request that it is made for in its calling model's batch; -1 = unknown. Local to a
+            process.
     """
 
     model: str
@@ -220,12 +199,12 @@ class InferRequest(msgspec.Struct, kw_only=True):
 
     @property
     def moves_by(self) -> str:
-        """The endpoint that may have it moved to another version while it waits; empty = none may."""
+        """The endpoint that may move it to another version while it waits; empty = none."""
         return self.endpoint if self.moves else ""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """The reason why there are no outputs: an `ErrorCode`, its text for the client, and whether a retry can help."""
+    """Why there are no outputs: an `ErrorCode`, its text for the client, and whether a retry can help."""
 
     code: str
     message: str
@@ -233,7 +212,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """Describes an error; a foreign one becomes `internal`, its text kept out of the client's sight."""
+        """Describes an error; a foreign one becomes `internal`, without its text."""
         if isinstance(error, QinferError):
             return cls(error.code.value, error.message, error.retryable)
         return cls(ErrorCode.INTERNAL.value, "internal error; the server's log has the request id", False)
@@ -243,7 +222,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     """One response to a request.
 
     Attributes:
-        request_id: The id of the request answered.
+        request_id: The id of the request.
         model: The model that answered.
         version: The version that answered.
         outputs: The outputs; empty with a failure, and in a decoupled model's empty final response.
@@ -251,13 +230,13 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
         attempt: The execution that made it; readers follow one attempt only.
         index: 0, 1, … within the attempt.
         final: True on the last response of the request.
-        timing: Set by the worker when it executed the request.
-        stored: True when the outputs are stored beside the reply stream (`Queue.take_result`) and not in the blob.
-        parameters: What the model returns besides its outputs (reference §1.6).
-        credit_to: The reply address of the worker that counts the window of this stream, for `Credit`s; empty where
-            nobody counts, as on every final response.
-        cache: Whether the response cache had it, where its model uses one. It does not travel.
-        called: The traces of requests that were made for it, on the final response to a traced one.
+        timing: Set by the worker that executed the request.
+        stored: The outputs are stored beside the reply stream (`Queue.take_result`) and not in the blob.
+        parameters: Values that the model returns besides its outputs (reference §1.6).
+        credit_to: The reply address for `Credit`s of the worker that limits this stream by a window; empty on final
+            responses, and without a window.
+        cache: The result of a look-up in the response cache; local to a process.
+        called: The traces of requests made for it, on the final response to a traced one.
     """
 
     request_id: str
@@ -277,7 +256,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its outputs, by which the windows of streams count."""
+        """Bytes of its outputs, which count in the window of a stream."""
         size = 0
         for tensor in self.outputs:
             size += len(tensor.data)
@@ -285,23 +264,22 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def says_something(self) -> bool:
-        """Whether it is more than the word that no other comes."""
+        """Tells whether it is more than an empty end of the stream."""
         return not self.final or bool(self.outputs or self.parameters or self.failure is not None)
 
 
 RESPONSE_OVERHEAD_BYTES = 256
-"""A response takes so much more of a window than its outputs: tiny ones may not fill Redis and gateways either."""
+"""Each response counts for this much more in a window, so that tiny ones can't fill Redis and gateways."""
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True):
-    """Word from the reader of a stream to its worker: so much was taken, and makes room in the stream's window.
+    """A message from the reader of a stream to its worker, which makes room in the stream's window.
 
     Attributes:
-        request_id: The request whose responses are read.
         attempt: The execution whose responses were taken.
-        taken_bytes: Bytes of outputs taken since the stream began. Cumulative, so that one that is lost, late or
-            repeated does no harm.
-        cancelled: The reader wants no more, and still takes what the model sends.
+        taken_bytes: Bytes of outputs taken since the stream began; cumulative, so that a credit may be lost, late or
+            repeated.
+        cancelled: The reader needs no more responses, and still takes those that the model sends.
     """
 
     request_id: str
@@ -320,7 +298,7 @@ def _base32(value: int, characters: int) -> str:
 
 
 class IdFactory:
-    """Makes ULIDs cheaply: 48 bits of milliseconds, 60 random bits drawn anew every 2^20 ids, and a counter of 20 bits.
+    """Makes ULIDs: 48 bits of milliseconds, 60 random bits drawn anew every 2^20 ids, and a counter of 20 bits.
 
     Ids of one factory ascend within a draw; ids of different factories collide with a chance of 2^-60 a millisecond.
     """
@@ -349,11 +327,7 @@ class IdFactory:
 
 
 def parse_request_id(request_id: str) -> tuple[str, int, str]:
-    """Splits a server-made id into (ulid, partition, model).
-
-    Raises:
-        InvalidRequest: It is not of that form.
-    """
+    """Splits a server-made id into (ulid, partition, model), or raises `InvalidRequest`."""
     ulid, _, rest = request_id.partition(".")
     partition, _, model = rest.partition(".")
     if len(ulid) != 26 or not partition.isdecimal() or not model:

@@ -1,6 +1,6 @@
-"""Child processes: messages over pipes, the names of signals, and what others may see of a process.
+"""Child processes: messages over pipes, names of signals, and protection against other processes.
 
-The module imports nothing that takes time or memory: such children are to be small.
+The module imports nothing that takes time or memory, as such children should be small.
 """
 
 import ctypes
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from asyncio import StreamReader
 
 LENGTH = struct.Struct("<I")
-"""Each message is msgpack, and begins with its length."""
+"""Each message is msgpack, preceded by its length."""
 MAX_BYTES = 2**32 - 1
-"""The longest message there can be."""
+"""The longest possible message."""
 
 SWITCH_INTERVAL_S = 0.0001
-"""How long a thread of a gateway or worker may wait for the GIL. Python's own 5 ms is longer than many a batch, and
-each of a small request's four steps could wait so long for a thread that decodes or encodes."""
+"""The longest wait of a gateway's or worker's thread for the GIL. Python's own 5 ms exceed many a batch's time, and each
+of a small request's steps might wait that long for a thread that decodes or encodes."""
 
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 _UMASK = 0o027
@@ -33,7 +33,7 @@ _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
 def packed(message: msgspec.Struct) -> bytes:
-    """Returns a message as it travels."""
+    """Returns a message as bytes, with its length."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -42,7 +42,7 @@ async def received(stream: "StreamReader", max_bytes: int = MAX_BYTES) -> bytes:
     """Waits for a message; returns it without its length.
 
     Raises:
-        asyncio.IncompleteReadError: The other process is gone.
+        asyncio.IncompleteReadError: The other process has ended.
         ValueError: The message is longer than `max_bytes`.
     """
     (size,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
@@ -52,7 +52,7 @@ async def received(stream: "StreamReader", max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def signal_name(number: int) -> str:
-    """Returns the name of a signal, such as `SIGSEGV`; empty for one that has none."""
+    """Returns the name of a signal, such as `SIGSEGV`; empty for an unnamed one."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -60,17 +60,15 @@ def signal_name(number: int) -> str:
 
 
 def protect_process(environment: Mapping[str, str]) -> None:
-    """Keeps others from this process's memory, environment and open files, and from the files that it makes.
+    """Protects this process's memory, environment, open files and new files from other processes of the same user.
 
-    A model's code runs as the user of the programs, and could otherwise take their secrets from /proc, or as a debugger
-    does. Root still may. The kernel dumps no core of such a process, and forgets all this with `exec` (prctl(2),
-    PR_SET_DUMPABLE): each program calls this first, before it reads its settings. Other systems than Linux ignore it.
-    Files of models, outputs of jobs and traces are those of tenants: what this process and its children make has mode
-    0640, directories 0750, at most; a stricter umask stays.
+    A model's code runs as the programs' user, and could read their secrets in /proc or as a debugger; root still can.
+    The
+    kernel dumps no core of a protected process, and drops the protection at `exec` (prctl(2), PR_SET_DUMPABLE): each
+    program calls this before it reads its settings. Only Linux has it; `QINFER_ALLOW_INSPECTION=true` switches it off.
 
-    Args:
-        environment: The variables of this process; `QINFER_ALLOW_INSPECTION=true` leaves memory, environment and open
-            files as they are.
+    Model files, job outputs and traces belong to tenants: files of this process and its children get mode 0640 at most,
+    directories 0750; a stricter umask stays.
     """
     os.umask(os.umask(_UMASK) | _UMASK)
     allowed = next((value for name, value in environment.items() if name.upper() == ALLOW_INSPECTION), "")

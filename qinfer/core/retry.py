@@ -1,4 +1,4 @@
-"""Retries: pauses that grow up to a bound, and a log that says when something breaks and when it works again."""
+"""Retries: pauses that grow up to a bound, and a log of the begin and end of outages."""
 
 import logging
 import math
@@ -6,30 +6,26 @@ import random
 import time
 
 REMIND_S = 60.0
-"""Seconds after which an outage that goes on is logged again, where many rely on it."""
+"""Seconds between log lines of an outage that affects many."""
 
 PATIENCE_S = 5.0
-"""Seconds for which a process that is to end, and has nothing else left to do, waits for what is away."""
+"""Seconds that an ending process waits for a service that is away, if it has nothing else to do."""
 
 _MOST_REASONS = 32
 
 
 def pause_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Returns the pause after so many failures in a row: none after 0, then `first_s`, doubled with each failure."""
+    """Returns the pause after a number of failures in a row: 0, then `first_s`, doubled with each failure."""
     if failures <= 0:
         return 0.0
-    doublings = min(failures - 1, 64)  # beyond, the power is larger than any bound
+    doublings = min(failures - 1, 64)  # beyond, the power exceeds any bound
     return min(first_s * 2.0**doublings, longest_s)
 
 
 class Backoff:
-    """The pauses between attempts at one thing.
+    """The growing pauses between attempts.
 
-    Args:
-        first_s: The first pause.
-        longest_s: The longest.
-        factor: How much longer each pause is than the one before.
-        jitter: The share of each pause of which a random part is left out, so that many callers do not come at once.
+    `jitter` is the share of each pause that is randomly shortened, so that many callers do not come at once.
     """
 
     def __init__(
@@ -47,24 +43,21 @@ class Backoff:
         return pause_s * random.uniform(1.0 - self._jitter, 1.0) if self._jitter else pause_s  # noqa: S311  no secret
 
     def reset(self) -> None:
-        """Begins with the first pause again: an attempt has succeeded."""
+        """Begins with the first pause again, after a success."""
         self._next_s = self._first_s
 
 
 class OutageLog:
-    """Logs an outage of one thing: that it begins, each new reason of it, and that it is over.
+    """Logs an outage: its begin, each new reason, and its end.
 
     Args:
-        logger: Where to.
+        logger: The logger.
         begins: The event of a failure; its `reason` is added.
-        ends: The event of the end; empty = that of a failure, and `: over`.
-        level: That of a failure.
-        remind_s: A failure that goes on is logged again after so many seconds.
-        quiet_s: An outage is over when nothing has failed for so many seconds; for what works at times during one.
-        data: What is added to each line.
-
-    Attributes:
-        is_out: Whether it has failed and is not over.
+        ends: The event of the end; empty = `<begins>: over`.
+        level: The level of a failure.
+        remind_s: Seconds between log lines of a lasting failure.
+        quiet_s: Seconds without a failure until an outage is over, for a service that works at times during one.
+        data: Fields of each line.
     """
 
     def __init__(
@@ -95,11 +88,9 @@ class OutageLog:
         return time.monotonic() - self._began_s if self.is_out else 0.0
 
     def failed(self, reason: str, defect: BaseException | None = None) -> None:
-        """Takes note of a failure; logged unless its reason was since the beginning, and a moment ago.
+        """Records a failure, and logs it unless its reason is known and was logged within `remind_s`.
 
-        Args:
-            reason: What failed.
-            defect: An exception whose traceback is to be logged.
+        `defect` is an exception whose traceback is logged.
         """
         self._failed_s = time.monotonic()
         if not self.is_out:
@@ -112,7 +103,7 @@ class OutageLog:
             self._logger.log(self._level, self._begins, extra={**self._data, "reason": reason}, exc_info=defect)
 
     def over(self) -> None:
-        """Takes note that it works; cheap where it did before."""
+        """Records a success; cheap without an outage."""
         if self.is_out and time.monotonic() - self._failed_s >= self._quiet_s:
             self.is_out = False
             self._reasons.clear()

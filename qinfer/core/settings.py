@@ -24,7 +24,7 @@ from qinfer.core.store_urls import Grant, do_meet, folders_of, normalised
 from qinfer.errors import SettingsError
 
 _OF_COMMANDS = ("QINFER_API_KEY", "QINFER_URL")
-"""The key that commands present, and the gateway that they call (`qinfer.cli.console`); no settings of programs."""
+"""Variables of commands (`qinfer.cli.console`) that are no settings of programs."""
 
 
 class RedisSettings(Section):
@@ -261,12 +261,10 @@ class StoreSettings(Section):
     )
 
     def grant_of(self, tenant: str, *, is_shared: bool = False) -> Grant:
-        """Returns the prefixes that a tenant may use.
+        """Returns the URL prefixes that a tenant may use; an empty name = there are no tenants.
 
-        Args:
-            tenant: The tenant; empty where there are none.
-            is_shared: Whether other tenants have keys. A worker does not know, and does not need to: what a gateway
-                granted is narrowed to what this returns there.
+        `is_shared` = other tenants have keys. A worker does not know that: the gateway's grant is narrowed to the
+        worker's.
         """
         every = Grant(self.allow, self.allow)
         if (own := self.tenants.get(tenant)) is not None:
@@ -569,7 +567,7 @@ class Settings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: Any, env_settings: Any, *_: Any, **__: Any
     ) -> tuple[Any, ...]:
-        """Reads the environment, without variables that nothing declares: `load_settings` refuses or names those."""
+        """Reads the environment without unknown variables, which `load_settings` refuses or reports."""
         unknown = {name.lower() for name in env_settings.env_vars if unknown_variables([name])}
         env_settings.env_vars = {name: v for name, v in env_settings.env_vars.items() if name.lower() not in unknown}
         return init_settings, env_settings
@@ -579,7 +577,7 @@ def load_settings() -> Settings:
     """Reads the settings from the environment.
 
     Raises:
-        SettingsError: A variable is unknown, unless `strict_settings` is off, or its value wrong; each is named.
+        SettingsError: A variable is unknown, unless `strict_settings` is off, or its value is wrong; each is named.
     """
     unknown = unknown_variables(os.environ)
     if unknown and not is_lenient(os.environ):
@@ -597,8 +595,8 @@ def load_settings() -> Settings:
 
 
 def _check_payload_store(settings: Settings) -> None:
-    """Refuses a payload store in a location that jobs may use: they would read the tensors of every tenant there."""
-    payloads = settings.limits.payload_url.rpartition("::")[2]  # of a chain of drivers, the last is where things are
+    """Refuses a payload store in a location that jobs may use: they could read the tensors of every tenant there."""
+    payloads = settings.limits.payload_url.rpartition("::")[2]  # the last driver of a chain has the location
     for allowed in settings.stores.allow:
         if payloads and do_meet(payloads, allowed):
             raise SettingsError(
@@ -622,6 +620,6 @@ def variable_names() -> list[str]:
 def unknown_variables(names: Iterable[str]) -> list[str]:
     """Returns a message for each unknown `QINFER_…` variable; without its value, which may be secret.
 
-    pydantic-settings looks only for the variables it knows: a misspelt one would silently leave the default.
+    pydantic-settings ignores such variables: a misspelt one would silently leave the default.
     """
     return unknown_names(names, variable_names(), _OF_COMMANDS)

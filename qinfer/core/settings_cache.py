@@ -1,6 +1,6 @@
-"""The settings of the response cache, in the text of Triton's `--cache-config`: `local,size=…` or `redis,ttl=…`.
+"""The settings of the response cache, in the form of Triton's `--cache-config`: `local,size=…` or `redis,ttl=…`.
 
-Nothing else of Triton's caches is read: the cache in Redis is in the Redis of the queue, whose address is known.
+Triton's other options are refused: the cache in Redis uses the queue's Redis.
 """
 
 from typing import Literal, NamedTuple
@@ -11,7 +11,7 @@ from qinfer.core.settings_section import Section
 
 _OPTIONS = {"local": ("size",), "redis": ("size", "ttl")}
 _SIZE_BYTES, _TTL_S = 256 * 2**20, 3600
-"""The size and the time to live of a cache in Redis whose text names none."""
+"""The defaults of a cache in Redis."""
 
 
 class CachePlan(NamedTuple):
@@ -19,7 +19,7 @@ class CachePlan(NamedTuple):
 
     Attributes:
         kind: `local`, in the memory of each process, or `redis`, shared by all.
-        size_bytes: The bytes of all entries: of each process, or of all that are in Redis.
+        size_bytes: The bytes of all entries: of each process, or in Redis.
         ttl_s: Seconds that an entry in Redis is kept; 0 = until its room is needed, as in memory.
     """
 
@@ -46,16 +46,12 @@ class CacheSettings(Section):
 
     @property
     def plan(self) -> CachePlan | None:
-        """The cache; `None` = there is none."""
+        """The cache, if any."""
         return plan_of(self.config)
 
 
 def plan_of(text: str) -> CachePlan | None:
-    """Reads the text of `--cache-config`; `None` where it is empty.
-
-    Raises:
-        ValueError: It is no such text.
-    """
+    """Parses the text of `--cache-config`, which may be empty, or raises `ValueError`."""
     if not text:
         return None
     name, *words = [word.strip() for word in text.split(",")]

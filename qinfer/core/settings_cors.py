@@ -98,11 +98,7 @@ class CorsSettings(Section):
 
 
 def origin_of(text: str) -> str:
-    """Returns an origin as browsers send it: in lower case, without the default port of its scheme.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Returns an origin as browsers send it: in lower case, without its scheme's default port."""
     scheme, _, rest = text.lower().partition("://")
     try:
         parts = urlsplit(f"{scheme}://{rest}")
@@ -110,7 +106,7 @@ def origin_of(text: str) -> str:
     except ValueError:
         host, port = None, None
     if not (scheme and host and _AUTHORITY.fullmatch(rest)):
-        shown = text.rpartition("@")[2]  # before it may be a password
+        shown = text.rpartition("@")[2]  # a password may precede it
         raise ValueError(
             f"'{shown[:80]}' is no origin; write scheme://host or scheme://host:port, without a path or `/` at the end"
         )

@@ -1,4 +1,4 @@
-"""Settings of endpoints: where they are declared, and what their shadows may take."""
+"""The settings of endpoints and their shadows."""
 
 from pydantic import Field
 

@@ -1,4 +1,4 @@
-"""Messages about wrong settings: which variable, and what it accepts. Values that may be secret are left out."""
+"""Messages about wrong settings: the variable, and the values that it accepts. Possible secrets are left out."""
 
 import difflib
 import json
@@ -18,12 +18,7 @@ _JSON_KINDS = {
 
 
 def wrong_values(error: ValidationError, settings: type[BaseModel]) -> list[str]:
-    """Returns a message for each variable whose value is wrong.
-
-    Args:
-        error: What pydantic says.
-        settings: The class of the settings.
-    """
+    """Returns a message for each variable whose value is wrong."""
     return [
         f"{PREFIX}{'__'.join(str(part).upper() for part in each['loc'])}: {explain(each)}"
         f"{_got(each['loc'], each['input'], settings)}"
@@ -32,8 +27,8 @@ def wrong_values(error: ValidationError, settings: type[BaseModel]) -> list[str]
 
 
 def unknown_names(names: Iterable[str], known: Collection[str], others: Collection[str]) -> list[str]:
-    """Returns a message for each `QINFER_…` variable that is neither known, nor a section, nor one of the others."""
-    sections = {name.partition("__")[0] for name in known}  # a whole section may be given as JSON: QINFER_HTTP={…}
+    """Returns a message for each `QINFER_…` variable that is neither known, nor a section, nor in `others`."""
+    sections = {name.partition("__")[0] for name in known}  # a whole section may be JSON: QINFER_HTTP={…}
     problems = []
     for name in sorted(names):
         upper = name.upper()
@@ -44,18 +39,13 @@ def unknown_names(names: Iterable[str], known: Collection[str], others: Collecti
 
 
 def is_lenient(environment: Mapping[str, str]) -> bool:
-    """Tells whether unknown variables are left out; asked before the settings can be read."""
+    """Tells whether unknown variables are allowed, before the settings can be read."""
     values = (value for name, value in environment.items() if name.upper() == f"{PREFIX}STRICT_SETTINGS")
     return any(value.strip().lower() in _OFF for value in values)
 
 
 def not_json(environment: Mapping[str, str], settings: type[BaseModel]) -> list[str]:
-    """Returns a message for each list or object that is not JSON: pydantic-settings reports only the section.
-
-    Args:
-        environment: The variables.
-        settings: The class of the settings.
-    """
+    """Returns a message for each list or object that is not JSON: pydantic-settings names only the section."""
     wrong = []
     for section, field in settings.model_fields.items():
         for name, inner in getattr(field.annotation, "model_fields", {}).items():
@@ -70,9 +60,9 @@ def not_json(environment: Mapping[str, str], settings: type[BaseModel]) -> list[
 
 
 def _got(location: Sequence[int | str], value: object, settings: type[BaseModel]) -> str:
-    """Returns the words about a wrong value; none where the value is, or may contain, a secret.
+    """Returns the words about a wrong value, or none where the value may contain a secret.
 
-    A section, a list, or a field that does not exist may contain anything, such as a password in the wrong place.
+    A section, a list, or an unknown field may contain anything, such as a misplaced password.
     """
     annotation: object = settings
     for name in location:

@@ -1,4 +1,4 @@
-"""The settings of metrics: Triton's, and what callers may expect of a model."""
+"""The settings of metrics: Triton's, and the latency objectives of models."""
 
 from pydantic import Field, field_validator
 
@@ -58,16 +58,12 @@ class MetricsSettings(Section):
 
     @property
     def quantiles(self) -> tuple[float, ...]:
-        """The quantiles of the summaries; none where these are not shown."""
+        """The quantiles of the summaries, if these are shown."""
         return quantiles_of(self.summary_quantiles) if self.summary_latencies else ()
 
 
 def quantiles_of(text: str) -> tuple[float, ...]:
-    """Reads quantiles as Triton's `summary_quantiles` has them: `0.5:0.05,0.9:0.01`.
-
-    Raises:
-        ValueError: One of them is no quantile.
-    """
+    """Parses Triton's `summary_quantiles`, such as `0.5:0.05,0.9:0.01`, or raises `ValueError`."""
     found: list[float] = []
     for part in text.split(","):
         words = part.split(":")

@@ -1,4 +1,4 @@
-"""The settings of the rate limiter, in the texts of Triton's `--rate-limit` and `--rate-limit-resource`."""
+"""The settings of the rate limiter, in the form of Triton's `--rate-limit` and `--rate-limit-resource`."""
 
 from typing import Literal, NamedTuple
 
@@ -11,13 +11,7 @@ _MAX_DIGITS = 10
 
 
 class Maximum(NamedTuple):
-    """How many units of a resource there are.
-
-    Attributes:
-        name: The resource.
-        units: How many there are.
-        device: The device that has them; `None` = each has so many.
-    """
+    """The number of units of a resource; without a `device`, of each device."""
 
     name: str
     units: int
@@ -47,16 +41,12 @@ class RateLimitSettings(Section):
 
     @property
     def maxima(self) -> tuple[Maximum, ...]:
-        """The maxima that were given, read from `resources`."""
+        """The maxima in `resources`."""
         return tuple(map(maximum_of, self.resources))
 
 
 def maximum_of(text: str) -> Maximum:
-    """Reads the text of one `--rate-limit-resource`.
-
-    Raises:
-        ValueError: It is no such text.
-    """
+    """Parses one `--rate-limit-resource`, or raises `ValueError`."""
     name, *numbers = text.split(":")
     if not name or not 1 <= len(numbers) <= 2 or not all(map(_is_count, numbers)):
         raise ValueError(f"--rate-limit-resource option format is {_FORM}. Got {text[:80]}")

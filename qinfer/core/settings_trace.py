@@ -1,4 +1,4 @@
-"""Settings of the trace extension: where Triton's traces are written, and what clients find set at the start."""
+"""The settings of the trace extension: the trace file, and clients' settings at the start."""
 
 from typing import Literal, Self
 

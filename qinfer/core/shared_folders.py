@@ -1,7 +1,7 @@
-"""Folders that the processes of a machine share: each process holds those that it uses, and unused ones are removed.
+"""Folders that the processes of a machine share: each process holds those in use, and unused ones are removed.
 
-A folder counts as long as its mark is there, a file that is made last. It is held by a shared lock, which ends with the
-descriptor: at the latest with the process. The module imports nothing but the standard library.
+A folder is complete once it has its mark, a file that is made last. A shared lock holds it until the descriptor is
+closed, at the latest by the process's end. The module imports only the standard library.
 """
 
 import fcntl
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def hold(folder: Path, mark: str) -> int | None:
-    """Holds a folder, so that no process removes it; returns the descriptor, `None` where the folder does not count."""
+    """Holds a complete folder so that no process removes it; returns the descriptor, or `None` if it is incomplete."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -19,12 +19,12 @@ def hold(folder: Path, mark: str) -> int | None:
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     if (folder / mark).exists():
         return descriptor
-    os.close(descriptor)  # the folder was removed during the wait for the lock, or is not ready
+    os.close(descriptor)  # the folder was removed during the wait for the lock, or is incomplete
     return None
 
 
 def used_at(path: Path) -> float:
-    """Returns when a file or folder was changed or touched last, in seconds since 1970; 0 = it is not there."""
+    """Returns the time of the last change or touch, in seconds since 1970; 0 = the path does not exist."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -32,7 +32,7 @@ def used_at(path: Path) -> float:
 
 
 def remove_unused(folder: Path, mark: str) -> None:
-    """Removes a folder, unless a process holds it; without its mark, it no longer counts."""
+    """Removes a folder that no process holds, its mark first."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

@@ -1,14 +1,14 @@
-"""URLs of object stores that requests name: which a tenant may read or write (the settings `stores.*`). Pure.
+"""URLs of object stores in requests: which ones a tenant may read or write (the settings `stores.*`). Pure.
 
-A URL has one spelling here, `scheme://bucket/key` or `file:///directory/file`, and is allowed when one of the prefixes
-is it, or a folder that it is in: `s3://data/in` allows `s3://data/in/x.parquet`, and neither `s3://data/inside` nor
-`s3://data-2`. A pattern such as `*.parquet` stands for names within its folder, and may be in a key only.
+A URL has one spelling here, `scheme://bucket/key` or `file:///directory/file`. It is allowed if one of the prefixes
+equals it or is a folder above it: `s3://data/in` allows `s3://data/in/x.parquet`, and neither `s3://data/inside` nor
+`s3://data-2`. A pattern such as `*.parquet` matches names in its folder, and may be in a key only.
 
-A name is what it is: `%20`, `#` and `?` stand for themselves, and stores are asked for them so. Names that some reader
-may take for another are refused.
+Names are literal: `%20`, `#` and `?` stand for themselves, for stores as well. Names that a reader could take for
+another name are refused.
 
-What is decided here is decided by the text. Where links in a `file://` directory lead is looked at when an object is
-opened (`qinfer.storage.within`).
+Only the text is judged here. Links in a `file://` directory are followed when an object is opened
+(`qinfer.storage.within`).
 """
 
 import re
@@ -36,12 +36,12 @@ _SHOWN = 120
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """The URL prefixes that a tenant's requests may use, each in its one spelling.
+    """The URL prefixes that a tenant's requests may use, in their one spelling.
 
     Attributes:
         read: The prefixes of inputs.
-        write: The prefixes of outputs; what is read of an output is below these, too.
-        tenant: The tenant; empty where tenants make no difference.
+        write: The prefixes of outputs, for reading them too.
+        tenant: Empty where tenants make no difference.
     """
 
     read: tuple[str, ...] = ()
@@ -49,34 +49,25 @@ class Grant(msgspec.Struct, frozen=True):
     tenant: str = ""
 
     def narrowed(self, other: Self) -> Self:
-        """Returns the grant of all that both this one and another allow."""
+        """Returns the grant of everything that both grants allow."""
         read, write = _common(self.read, other.read), _common(self.write, other.write)
         return msgspec.structs.replace(self, read=read, write=write)
 
     def check_read(self, url: str) -> str:
-        """Checks the URL of an input; see `check_url`."""
+        """Checks the URL of an input, as `check_url`."""
         return check_url(url, self.read, "read", self.tenant)
 
     def check_write(self, url: str) -> str:
-        """Checks the URL of an output; see `check_url`."""
+        """Checks the URL of an output, as `check_url`."""
         return check_url(url, self.write, "write", self.tenant)
 
 
 def check_url(url: str, allow: Sequence[str], use: str = "use", tenant: str = "") -> str:
-    """Checks a URL that a request names.
-
-    Args:
-        url: What the request says.
-        allow: The prefixes that are allowed; empty = nothing is.
-        use: What is to be done, in words.
-        tenant: The tenant whose prefixes they are; empty = they are everyone's.
-
-    Returns:
-        The URL in its one spelling: this is to be opened, not what the request said.
+    """Checks a URL from a request against allowed prefixes; returns its one spelling, which is to be opened.
 
     Raises:
-        InvalidRequest: It is no URL of an object store, or it could mean more than it says: `..`, several schemes
-            chained with `::`, credentials, a query, encoded separators.
+        InvalidRequest: It is no URL of an object store, or is ambiguous: `..`, several schemes chained with `::`,
+            credentials, a query, encoded separators.
         Forbidden: No prefix allows it.
     """
     place = _parsed(url)
@@ -86,7 +77,7 @@ def check_url(url: str, allow: Sequence[str], use: str = "use", tenant: str = ""
 
 
 def not_allowed(url: str, use: str = "use", tenant: str = "") -> Forbidden:
-    """Returns the error for a URL that no prefix allows; the arguments are those of `check_url`."""
+    """Returns the error for a URL that no prefix allows."""
     who, setting = (f"tenant '{tenant}'", "TENANTS") if tenant else ("this server", "ALLOW (qinfer up --allow-store)")
     return Forbidden(
         f"'{_shown(url)}' is in none of the stores that {who} may {use}; "
@@ -95,10 +86,11 @@ def not_allowed(url: str, use: str = "use", tenant: str = "") -> Forbidden:
 
 
 def is_below(url: str, prefix: str) -> bool:
-    """Tells whether an object of a store other than a directory is the prefix, or in a folder of that name.
+    """Tells whether an object is the prefix, or in a folder of that name; not for `file://`.
 
-    The names are compared as they are: an object's may hold what a URL in a request may not. One with a part `.` or
-    `..` is below nothing, for drivers of stores may take that for a way up.
+    Names are compared literally, as an object's name may hold characters that a request's URL may not. A name with a
+    part
+    `.` or `..` is below nothing, since drivers of stores may take that for a way up.
     """
     base = prefix.rstrip("/")
     return (url == base or url.startswith(f"{base}/")) and not {".", ".."}.intersection(url.split("/"))
@@ -107,9 +99,9 @@ def is_below(url: str, prefix: str) -> bool:
 def folders_of(tenant: str, allow: Sequence[str]) -> tuple[str, ...]:
     """Returns a tenant's own folder in each allowed store.
 
-    A store within another one has none: the folder would be in that of another tenant, if one has the store's name.
+    A store within another store has none: its folder would be in the folder of a tenant with the store's name.
     """
-    if tenant in ("", ".", ".."):  # keys may be of such tenants, and no folder has such a name
+    if tenant in ("", ".", ".."):  # keys may have such tenants, and no folder has such a name
         return ()
     places = [_parsed(url) for url in allow]
     outermost = [one for one in places if not any(one != other and _holds(other, one) for other in places)]
@@ -117,7 +109,7 @@ def folders_of(tenant: str, allow: Sequence[str]) -> tuple[str, ...]:
 
 
 def do_meet(first: str, second: str) -> bool:
-    """Tells whether one of two URLs is the other one, or in it; one that requests could not name meets none."""
+    """Tells whether one of two URLs equals or contains the other; an invalid one meets none."""
     try:
         one, other = _parsed(first), _parsed(second)
     except QinferError:
@@ -126,11 +118,7 @@ def do_meet(first: str, second: str) -> bool:
 
 
 def normalised(url: str) -> str:
-    """Returns a URL in its one spelling; a setting's, such as a prefix.
-
-    Raises:
-        SettingsError: It is none, or could mean more than it says.
-    """
+    """Returns a setting's URL in its one spelling, or raises `SettingsError`."""
     try:
         return _spelled(_parsed(url))
     except QinferError as error:
@@ -173,7 +161,7 @@ def _parsed(url: str) -> _Place:
 
 
 def _hides(path: str) -> bool:
-    """Tells whether a path leads somewhere else, or holds what no path may, once it is percent-decoded."""
+    """Tells whether a path, once it is percent-decoded, leads elsewhere or has forbidden characters."""
     for _ in range(_DECODINGS):
         decoded = unquote(path)
         if decoded == path:
@@ -204,7 +192,7 @@ def _holds(prefix: _Place, place: _Place) -> bool:
 
 
 def _common(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]:
-    """Returns the prefixes of all that is below a prefix of both sequences: of two that meet, the longer one."""
+    """Returns the prefixes of everything below a prefix of both sequences: of two that meet, the longer one."""
     pairs = [(_parsed(one), _parsed(other)) for one in first for other in second]
     found = [one if _holds(other, one) else other for one, other in pairs if _holds(one, other) or _holds(other, one)]
     return tuple(dict.fromkeys(map(_spelled, found)))
@@ -216,6 +204,5 @@ def _spelled(place: _Place) -> str:
 
 
 def _shown(url: str) -> str:
-    """Returns what a message shows of a URL."""
     text = "".join(character if character.isprintable() else "?" for character in url)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

@@ -1,4 +1,4 @@
-"""Words for what is wrong with a value of a setting or a document: pydantic's own speak of inputs and validation."""
+"""Plain words for wrong values of settings and documents, in place of pydantic's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ _OTHERS = {"missing": "it is missing", "extra_forbidden": "there is no such fiel
 
 
 def explain(problem: ErrorDetails) -> str:
-    """Returns what is wrong with a value: `expected at least 0`, `it is missing`, or what a check of ours says."""
+    """Returns the fault of a value: `expected at least 0`, `it is missing`, or the text of qinfer's own check."""
     kind = problem["type"]
     if (text := _OTHERS.get(kind)) is not None:
         return text

@@ -1,1 +1,1 @@
-"""Desired state, placement and readiness: what should be loaded, what is, and what the gateway may admit."""
+"""Models: configuration, repositories, desired state, placement and readiness."""
