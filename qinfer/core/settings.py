@@ -141,40 +141,41 @@ class GrpcSettings(Section):
 class LimitSettings(Section):
     """Limits: requests beyond them are refused."""
 
-    default_timeout_s: float = Field(60.0, gt=0, description="Timeout of a request that names none.")
+    default_timeout_s: float = Field(60.0, gt=0, description="Timeout of a request without one.")
     max_timeout_s: float = Field(3600.0, gt=0, description="Longest timeout a request may ask for.")
     max_json_depth: int = Field(100, gt=0, description="Deepest JSON nesting (Triton's limit).")
     max_in_flight: int = Field(100_000, gt=0, description="Unanswered requests that one gateway may have.")
     max_sequences: int = Field(20_000, gt=0, description="Open sequences of one partition of a model.")
     max_sequence_steps: int = Field(1000, gt=0, description="Requests of one sequence that may wait.")
-    max_call_depth: int = Field(16, gt=0, description="How deep calls between models may be within one another.")
+    max_call_depth: int = Field(16, gt=0, description="Deepest nesting of calls between models.")
     lane_capacity: int = Field(
         10_000, gt=0, description="Requests that may wait in one lane; a model's `qinfer.lane_capacity` overrides it."
     )
     max_receiving_bytes: int = Field(
         160 * 2**20,
         ge=2**20,
-        description="Bytes of requests that one gateway may be receiving at a time, with what becomes of those that it "
-        "decodes, and of large answers that clients have yet to read; further ones wait for their turn, and a body "
-        "that is larger comes alone.",
+        description="Bytes of requests that one gateway receives or decodes at a time, and of large answers that clients "
+        "have not read yet. Further requests wait for their turn; a larger body is received alone.",
     )
     max_strings: int = Field(
         1_000_000,
         gt=0,
-        description="Elements that the BYTES inputs of one request may have together: in workers and models each is an "
-        "object of its own; a model's `qinfer.max_strings` overrides it.",
+        description="Elements that the BYTES inputs of one request may have together, as each becomes an object in workers "
+        "and models; a model's `qinfer.max_strings` overrides it.",
     )
     inline_max_bytes: int = Field(
         2**18, gt=0, description="Larger tensors of a request are stored outside the stream; outputs above 1 MiB."
     )
     stream_window_bytes: int = Field(
-        2**20, gt=0, description="Bytes of one stream's outputs on their way to its caller; the model waits with more."
+        2**20,
+        gt=0,
+        description="Bytes of one stream's outputs on their way to its caller; beyond them, the model waits.",
     )
     stream_stall_s: float = Field(
-        60.0, gt=0, description="Seconds after which a stream is cancelled whose caller takes nothing while it waits."
+        60.0, gt=0, description="Seconds after which a waiting stream is cancelled if its caller reads nothing."
     )
     stream_result_bytes: int = Field(
-        64 * 2**20, gt=0, description="Bytes of all responses that are stored of one asynchronous request."
+        64 * 2**20, gt=0, description="Bytes of all stored responses of one asynchronous request."
     )
     payload_url: str = Field(
         "",
@@ -202,7 +203,7 @@ class LimitSettings(Section):
 class RequestSettings(Section):
     """Asynchronous requests (`/v1`)."""
 
-    default_timeout_s: float = Field(3600.0, gt=0, description="Timeout of an asynchronous request that names none.")
+    default_timeout_s: float = Field(3600.0, gt=0, description="Timeout of an asynchronous request without one.")
     max_timeout_s: float = Field(86400.0, gt=0, description="Longest timeout an asynchronous request may ask for.")
     result_ttl_s: float = Field(3600.0, gt=0, description="Seconds that a result can be read.")
     tombstone_ttl_s: float = Field(86400.0, gt=0, description="Seconds after that during which its record answers 410.")

@@ -45,8 +45,8 @@ class CorsSettings(Section):
             "Webhook-Url",
             "X-API-Key",
         ),
-        description="Headers that such pages may send. Name those of `http.header_forward_pattern` and "
-        "`http.restricted` too, if pages are to send them.",
+        description="Headers that such pages may send. Add the headers of `http.header_forward_pattern` and "
+        "`http.restricted` that pages should send.",
     )
     expose_headers: tuple[str, ...] = Field(
         (

@@ -31,15 +31,15 @@ class MetricsSettings(Section):
     slo_latency_s: float = Field(
         1.0,
         gt=0,
-        description="A request is to be answered within so many seconds, waits included; a model's "
+        description="Seconds within which a request should be answered, waits included; a model's "
         "`qinfer.slo_latency_s` overrides it. See [objectives](../how-to/monitor.md#objectives).",
     )
     slo_target: float = Field(
         0.99,
         gt=0,
         lt=1,
-        description="The share of requests that is to be answered without an error of the server, and in that time; a "
-        "model's `qinfer.slo_target` overrides it.",
+        description="The share of requests that should be answered without a server error, and in that time; a model's "
+        "`qinfer.slo_target` overrides it.",
     )
 
     tenants: int = Field(

@@ -28,8 +28,8 @@ class RateLimitSettings(Section):
     )
     resources: tuple[str, ...] = Field(
         (),
-        description="How many units of resources there are, each as NAME:COUNT or NAME:COUNT:DEVICE; the device means "
-        "nothing for global ones. Without any, each has what the largest need is (Triton's --rate-limit-resource).",
+        description="Units of resources, each as NAME:COUNT or NAME:COUNT:DEVICE; global resources ignore the device. By "
+        "default, a resource has as many units as the largest need (Triton's --rate-limit-resource).",
     )
 
     @field_validator("resources")

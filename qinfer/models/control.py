@@ -41,7 +41,14 @@ _LOOK_S = 2.0
 
 
 class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A version of a model; a model that was never loaded has only its name."""
+    """A version of a model; a model that was never loaded has only its name.
+
+    Attributes:
+        name: The model's name.
+        version: One of its versions; empty for a model that was never loaded, or can't be.
+        state: The version's state; empty for a model that was never loaded.
+        reason: Why it is not READY.
+    """
 
     name: str
     version: str = ""

@@ -1,1 +1,1 @@
-"""Metric names, statistics and logs."""
+"""Observability: statistics, metrics, traces and logs."""

@@ -1,9 +1,9 @@
 """Every metric that qinfer exposes: its name, kind, labels, help text, and scope.
 
-A metric of the *cluster* is about the whole installation: it is made of what is in Redis, so that every gateway shows
-the same numbers and it is to be scraped once. One of a *process* is about the gateway that is asked, and has its name
-in the label `process`; Triton's own have no labels but Triton's. Those of bridges are of the cluster, and each bridge
-shows its own, with its name in the label `process`, on a port of its own (`OF_BRIDGES`).
+A *cluster* metric is about the whole installation and comes from Redis: every gateway shows the same numbers, and one
+scrape suffices. A *process* metric is about the answering gateway, named by the label `process`; Triton's have only
+Triton's labels. Metrics of bridges are cluster metrics, and each bridge also shows its own, with its name in the label
+`process`, on its own port (`OF_BRIDGES`).
 
 The reference page is made of this module. Labels are in alphabetical order.
 """
@@ -25,11 +25,10 @@ class Info(NamedTuple):
     """One metric.
 
     Attributes:
-        name: As Prometheus knows it.
+        name: Its name in Prometheus.
         kind: `counter`, `gauge`, `histogram` or `summary`.
-        labels: The names of its labels, but for `le` and `quantile`.
-        text: What it is, for `# HELP`.
-        scope: What it is about.
+        labels: The names of its labels, except `le` and `quantile`.
+        text: The text of `# HELP`.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Info(NamedTuple):
 
 
 ALL: list[Info] = []
-"""All of them, in the order of this module."""
+"""All metrics, in the order of this module."""
 
 _CLUSTER, _PROCESS, _BRIDGE = MetricScope.CLUSTER, MetricScope.PROCESS, MetricScope.BRIDGE
 _MODEL, _REASON, _LANE = ("model", "version"), ("model", "reason", "version"), ("lane", "model", "version")
@@ -79,8 +78,8 @@ REQUEST_DURATION = _histogram(
 )
 SLO_REQUESTS = _counter(
     "qinfer_slo_requests_total",
-    "Requests that this gateway answered and the objective of the version counts: all but those that failed by their "
-    "caller's doing.",
+    "Requests answered by this gateway that count for the objective of the version: all but failures that are the "
+    "caller's fault.",
     ("model", "process", "version"),
     _PROCESS,
 )
@@ -138,7 +137,7 @@ ENDPOINT_FAILURES = _counter(
 )
 ENDPOINT_SHADOWS = _counter(
     "qinfer_endpoint_shadows_total",
-    "Requests of an endpoint that a shadow target was to execute, too, by outcome: agreed, disagreed, failed, dropped.",
+    "Requests of an endpoint for a shadow target, by outcome: agreed, disagreed, failed, dropped.",
     ("endpoint", "outcome", "process", "target"),
     _PROCESS,
 )
@@ -150,12 +149,12 @@ ENDPOINT_DURATION = _histogram(
 )
 ENDPOINT_WEIGHT = _gauge(
     "qinfer_endpoint_weight",
-    "The share of an endpoint's requests that a target is to get, as this gateway has it.",
+    "A target's share of the requests of an endpoint, in this gateway's view.",
     ("endpoint", "process", "role", "target"),
     _PROCESS,
 )
 ENDPOINT_REVISION = _gauge(
-    "qinfer_endpoints_revision", "The last change of any endpoint that this gateway goes by.", _OWN, _PROCESS
+    "qinfer_endpoints_revision", "The last change of any endpoint in this gateway's view.", _OWN, _PROCESS
 )
 ENDPOINTS_UNHEARD = _counter(
     "qinfer_endpoints_unheard_total",
@@ -165,19 +164,19 @@ ENDPOINTS_UNHEARD = _counter(
 )
 CANARY_STEP = _gauge(
     "qinfer_endpoint_canary_step",
-    "The number of the step that an endpoint's canary on trial is in, as this gateway has it; 0 = none is.",
+    "The step of an endpoint's canary on trial, in this gateway's view; 0 = no trial.",
     ("endpoint", "process"),
     _PROCESS,
 )
 CANARY_PAUSED = _gauge(
     "qinfer_endpoint_canary_paused",
-    "1 if an endpoint's canary on trial is paused for this reason, no_data or by_hand, as this gateway has it.",
+    "1 if an endpoint's canary on trial is paused for this reason, no_data or by_hand, in this gateway's view.",
     ("endpoint", "process", "reason"),
     _PROCESS,
 )
 CANARY_ROLLED_BACK = _gauge(
     "qinfer_endpoint_canary_rolled_back",
-    "1 if the last canary of an endpoint was rolled back, as this gateway has it.",
+    "1 if the last canary of an endpoint was rolled back, in this gateway's view.",
     ("endpoint", "process"),
     _PROCESS,
 )
@@ -210,7 +209,7 @@ EXECUTING_SECONDS = _gauge(
 )
 LATE_EXECUTIONS = _gauge(
     "qinfer_late_executions",
-    "Executions, loads and warm-ups under way of which half of the limit is over, or 300 s where they have none.",
+    "Executions, loads and warm-ups under way that have lasted for half of their limit, or for 300 s without one.",
 )
 OVERDUE_EXECUTIONS = _counter(
     "qinfer_overdue_executions_total",
@@ -226,10 +225,10 @@ MODEL_LOAD_FAILED = _gauge(
 )
 MODEL_LOAD_FAILURES = _counter("qinfer_model_load_failures_total", "Loads of the version that failed in a worker.")
 SLO_LATENCY = _gauge(
-    "qinfer_slo_latency_seconds", "Seconds within which a request is to be answered: `qinfer.slo_latency_s`."
+    "qinfer_slo_latency_seconds", "Seconds within which a request should be answered: `qinfer.slo_latency_s`."
 )
 SLO_TARGET = _gauge(
-    "qinfer_slo_target_ratio", "Share of requests that is to be answered well and in that time: `qinfer.slo_target`."
+    "qinfer_slo_target_ratio", "Share of requests that should succeed in that time: `qinfer.slo_target`."
 )
 EXECUTED_REQUESTS = _counter("qinfer_executed_requests_total", "Requests that workers executed successfully.")
 EXECUTION_FAILURES = _counter(

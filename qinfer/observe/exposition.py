@@ -1,7 +1,7 @@
 """Prometheus' text format, as Triton prints it, and OpenMetrics, which has exemplars.
 
 Triton's counters have no `_total`, its integers no `.0`, and `le` and `quantile` come after the other labels; a client
-library would write it otherwise, so the text is made here. What is no counter to OpenMetrics is `unknown` in it.
+library would differ, so the text is made here. A counter whose name OpenMetrics can't have is `unknown` there.
 """
 
 import math
@@ -19,14 +19,7 @@ _TRITONS = "nv_"
 
 
 class Sample(NamedTuple):
-    """One line.
-
-    Attributes:
-        suffix: What stands behind the metric's name, such as `_count`.
-        labels: Names and values, in the order in which they are shown.
-        value: Its value.
-        exemplar: A request that stands for those of a bucket; shown in OpenMetrics only.
-    """
+    """One line; the exemplar stands for the requests of a bucket, in OpenMetrics only."""
 
     suffix: str
     labels: tuple[tuple[str, str], ...]
@@ -35,44 +28,34 @@ class Sample(NamedTuple):
 
 
 class Family:
-    """One metric with its lines.
-
-    Args:
-        info: Which.
-    """
+    """One metric with its lines."""
 
     def __init__(self, info: Info) -> None:
         self.info = info
         self.samples: list[Sample] = []
 
     def add(self, value: float, **labels: str) -> None:
-        """Adds a line; the labels are those of the metric, all of them."""
+        """Adds a line with all labels of the metric."""
         self.samples.append(Sample("", self._ordered(labels), value))
 
     def add_histogram(self, buckets: Iterable[tuple[float, int]], total: float, **labels: str) -> None:
-        """Adds the lines of a histogram.
-
-        Args:
-            buckets: Upper bounds, ascending, the last one infinite, with cumulative counts.
-            total: The sum of what was observed.
-            labels: As in `add`.
-        """
+        """Adds the lines of a histogram from cumulative counts by ascending bounds, the last one infinite."""
         ordered, pairs = self._ordered(labels), list(buckets)
         self.samples += [Sample("_count", ordered, pairs[-1][1]), Sample("_sum", ordered, total)]
         self.samples += [Sample("_bucket", (*ordered, ("le", self._bound(bound))), count) for bound, count in pairs]
 
     def number(self, value: float) -> str:
-        """Returns a value as Prometheus' text format has it."""
+        """Returns a value in Prometheus' text format."""
         return _of_triton(value) if self.info.name.startswith(_TRITONS) else _own(value)
 
     def exemplify(self, exemplars: Mapping[int, Exemplar], buckets: int) -> None:
-        """Puts exemplars, by the number of their bucket, at the histogram that was added last."""
+        """Adds exemplars, by the number of their bucket, to the last histogram."""
         first = len(self.samples) - buckets
         for number, exemplar in exemplars.items():
             self.samples[first + number] = self.samples[first + number]._replace(exemplar=exemplar)
 
     def add_summary(self, quantiles: Mapping[float, float], count: int, total: float, **labels: str) -> None:
-        """Adds the lines of a summary: its quantiles, and count and sum of what was observed."""
+        """Adds the lines of a summary: its quantiles, count and sum."""
         ordered = self._ordered(labels)
         self.samples += [Sample("_count", ordered, count), Sample("_sum", ordered, total)]
         self.samples += [Sample("", (*ordered, ("quantile", f"{q:g}")), value) for q, value in quantiles.items()]
@@ -101,7 +84,7 @@ def by_model(info: Info, values: Mapping[tuple[str, int], float]) -> Family:
 
 
 def labels_of(key: tuple[str, int]) -> dict[str, str]:
-    """Returns the labels of a model version; version 0 = it is not known."""
+    """Returns the labels of a model version; version 0 = unknown."""
     return {"model": key[0], "version": str(key[1]) if key[1] else ""}
 
 
@@ -125,7 +108,7 @@ def render_openmetrics(shown: Iterable[Family]) -> bytes:
     for family in families:
         info = family.info
         name, kind = info.name, info.kind
-        if kind == "counter":  # its name ends in _total, and no other metric has the rest of it
+        if kind == "counter":  # its name ends in _total, and no other metric has the rest of the name
             rest = name.removesuffix("_total")
             name, kind = (name, "unknown") if rest in names else (rest, kind)
         lines += [f"# HELP {name} {_escaped(info.text)}", f"# TYPE {name} {kind}"]

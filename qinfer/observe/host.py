@@ -1,6 +1,6 @@
-"""CPU, memory and GPU use of this machine and of processes on it, for the metrics.
+"""CPU, memory and GPU use of this machine and its processes, for the metrics.
 
-Linux reports CPU and memory under `/proc`. NVIDIA's management library (NVML) reports the GPUs: `pynvml` comes with
+Linux reports CPU and memory under `/proc`. NVIDIA's management library (NVML) reports GPUs: `pynvml` comes with
 `pip install 'qinfer-ml[gpu]'`, and is imported once a worker has a GPU.
 """
 
@@ -15,17 +15,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 _IDLE = (3, 4)  # idle, iowait
-_TIMES = 8  # user, nice, system, idle, iowait, irq, softirq, steal; what guests take is in user and nice
+_TIMES = 8  # user, nice, system, idle, iowait, irq, softirq, steal; user and nice include guests
 
 
 class HostUse(NamedTuple):
-    """CPU and memory use of a machine.
-
-    Attributes:
-        cpu: Share of the time that its CPUs worked since the reading before, 0 to 1.
-        memory_total_bytes: Its memory.
-        memory_used_bytes: What is not available to programs.
-    """
+    """CPU and memory use of a machine; `cpu` is the share of time since the last reading, 0 to 1."""
 
     cpu: float
     memory_total_bytes: int
@@ -33,20 +27,16 @@ class HostUse(NamedTuple):
 
 
 class HostMeter:
-    """Reads the CPU and memory usage of this machine.
-
-    Args:
-        proc: Where the kernel tells it.
-    """
+    """Reads the CPU and memory use of this machine from `/proc`."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._idle, self._total = 0, 0
         self._cpu = 0.0
-        self.read()  # the next reading is of what happens from now on
+        self.read()  # the begin of the next reading's interval
 
     def read(self) -> HostUse | None:
-        """Returns the usage; `None` if the kernel does not report it, as outside of Linux. Blocks briefly."""
+        """Returns the use; `None` outside of Linux. Blocks briefly."""
         try:
             times = [int(word) for word in self._line("stat", "cpu ").split()[:_TIMES]]
             total = int(self._line("meminfo", "MemTotal:").split()[0]) * 1024
@@ -69,7 +59,7 @@ class HostMeter:
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_UTIME, _CSTIME, _RSS = 11, 14, 21  # of /proc/<pid>/stat behind the name; user, system, and both of ended children
+_UTIME, _CSTIME, _RSS = 11, 14, 21  # of /proc/<pid>/stat after the name; user, system, and both of ended children
 
 
 class ProcessUse(NamedTuple):
@@ -77,9 +67,9 @@ class ProcessUse(NamedTuple):
 
     Attributes:
         cpu_s: CPU time since they started, in user and system mode.
-        memory_bytes: Resident memory; what several share is counted in each.
-        open_fds: File descriptors that this process has open; 0 for another one.
-        max_fds: The most that it may have; 0 for another one.
+        memory_bytes: Resident memory; shared memory counts in each process.
+        open_fds: Open file descriptors of this process; 0 for another one.
+        max_fds: Its limit of them; 0 for another one.
     """
 
     cpu_s: float
@@ -94,7 +84,7 @@ class MemoryUse(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         kind: `CPU` or `GPU`.
         number: The GPU's number; 0 for the CPU.
-        nbytes: How much.
+        nbytes: The size in bytes.
     """
 
     kind: str
@@ -103,7 +93,7 @@ class MemoryUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 def added_up(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
-    """Returns one for each kind and number, in that order."""
+    """Returns the sum for each kind and number, in that order."""
     sums: dict[tuple[str, int], int] = {}
     for use in uses:
         sums[use.kind, use.number] = sums.get((use.kind, use.number), 0) + use.nbytes
@@ -111,13 +101,9 @@ def added_up(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
 
 
 def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse | None:
-    """Returns the usage of a process and its descendants, ended ones included; `None` outside of Linux.
+    """Returns the use of a process (default: this one) and its descendants, ended ones included.
 
-    Blocking, but short: a few small files for each thread and process.
-
-    Args:
-        proc: Where the kernel tells it.
-        pid: The process; `None` = this one.
+    It is `None` outside of Linux. It blocks briefly, for a few small files of each thread and process.
     """
     pid = os.getpid() if pid is None else pid
     own = _stat(proc, pid)
@@ -129,7 +115,7 @@ def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse |
 
 
 def _descriptors() -> tuple[int, int]:
-    """Returns how many files this process has open, and may have; if none is left to look with, as many as it may."""
+    """Returns this process's number of open files and its limit; with no descriptor left to look, the limit twice."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         return len(os.listdir("/proc/self/fd")) - 1, limit
@@ -138,7 +124,7 @@ def _descriptors() -> tuple[int, int]:
 
 
 def _stat(proc: Path, pid: int) -> ProcessUse | None:
-    """Returns the usage of one process, with its ended children's CPU time; `None` if it has ended."""
+    """Returns the use of one process, with its ended children's CPU time; `None` if it has ended."""
     try:
         words = (proc / str(pid) / "stat").read_text().rpartition(") ")[2].split()
         ticks = sum(int(word) for word in words[_UTIME : _CSTIME + 1])
@@ -148,7 +134,7 @@ def _stat(proc: Path, pid: int) -> ProcessUse | None:
 
 
 def _descendants(proc: Path, pid: int) -> Iterator[int]:
-    """Yields the processes that a process started and that still run, and theirs; none where the kernel hides them."""
+    """Yields the running descendants of a process; none where the kernel hides them."""
     try:
         threads = list((proc / str(pid) / "task").iterdir())
     except OSError:
@@ -167,16 +153,12 @@ logger = logging.getLogger(__name__)
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of one GPU by all processes together; 0 for each value that the GPU does not report.
+    """Use of one GPU by all processes; 0 for each value that the GPU does not report.
 
     Attributes:
         number: The worker's number of it, as in `gpu 0`.
         uuid: NVIDIA's name of it.
-        memory_used_bytes: Memory in use.
-        memory_total_bytes: Its memory.
-        utilization: Share of the last moments in which it was busy, 0 to 1.
-        power_w: Power that it draws.
-        power_limit_w: Power that it may draw.
+        utilization: The share of the last moments in which it was busy, 0 to 1.
         energy_j: Energy since its driver was loaded.
     """
 
@@ -191,10 +173,10 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuMeter:
-    """Reads the usage of GPUs; blocking, for one thread.
+    """Reads the use of GPUs; blocking, for one thread.
 
     Args:
-        gpus: CUDA's numbers of them, in this process; a mapping has what NVML knows each by, an index or a UUID.
+        gpus: CUDA's numbers of them in this process; a mapping has NVML's name of each, an index or a UUID.
     """
 
     def __init__(self, gpus: Collection[int]) -> None:
@@ -204,14 +186,13 @@ class GpuMeter:
         self._is_open = False
 
     def read(self) -> tuple[GpuUse, ...]:
-        """Returns the usage of the GPUs; empty if NVML is not available."""
+        """Returns the use of the GPUs; empty if NVML is not available."""
         if not self._is_open:
             self._is_open = True
             self._open()
         return tuple(use for number, handle in self._handles if (use := self._use(number, handle)) is not None)
 
     def _open(self) -> None:
-        """Finds the GPUs; logs once why it can't."""
         if not self._names:
             return
         try:
@@ -254,7 +235,6 @@ class GpuMeter:
         )
 
     def _reading(self, ask: Callable[[], int]) -> int:
-        """Returns a value; 0 where the GPU does not report it."""
         try:
             return ask()
         except self._nvml.NVMLError:

@@ -1,8 +1,8 @@
-"""Triton's summaries of latencies, and its histogram of the time to the first response: both only on request.
+"""Triton's summaries of latencies, and its histogram of the time to the first response; both are optional.
 
-The quantiles of a whole installation can't be made of those of its workers. So workers count requests in buckets that
-grow by a tenth each, integers that add up as all statistics do, and a gateway reads the quantiles from the sums: a
-value is right to within `ERROR`. Those of the last minute come from what was added since a scrape a minute ago.
+The quantiles of an installation can't be computed from those of its workers. So workers count requests in buckets that
+grow by a tenth each, integers that add up like all statistics, and a gateway reads the quantiles from the sums, right
+to within `ERROR`. Quantiles of the last minute come from the growth since a scrape a minute ago.
 """
 
 import math
@@ -15,29 +15,29 @@ if TYPE_CHECKING:  # pydantic is not in the environments that models bring
     from qinfer.core.settings_metrics import MetricsSettings
 
 GROWTH = 1.1
-"""The ratio of the upper bounds of a bucket and of the one before."""
+"""The ratio of the upper bounds of adjacent buckets."""
 
 ERROR = (GROWTH - 1) / (GROWTH + 1)
-"""By how much of itself a quantile may be wrong, at most."""
+"""The largest relative error of a quantile."""
 
 WINDOW_S = 60.0
-"""Quantiles are of so many seconds, as Triton's."""
+"""Quantiles cover this time, as in Triton."""
 
 FIRST_RESPONSE_BUCKETS_MS = (100, 500, 2000, 5000)
-"""Triton's."""
+"""Triton's buckets."""
 
 REQUEST, QUEUE, INPUT, INFER, OUTPUT = "request", "queue", "input", "infer", "output"
 """The phases of a request that have a summary."""
 
 CACHE_HIT, CACHE_MISS = "cache_hit", "cache_miss"
-"""Uses of the response cache that have one."""
+"""Uses of the response cache that have a summary."""
 
 SUMMARY = "summary:"
 """Requests by latency: `summary:<which>:<number of the bucket>`; bucket n is up to `GROWTH` ** n microseconds."""
 
 FIRST_RESPONSE = "first_response_ms"
 FIRST_RESPONSE_NS = "first_response_ns"
-"""The histogram, `first_response_ms:<upper bound>`, and the sum of what it counts."""
+"""The histogram, `first_response_ms:<upper bound>`, and its sum."""
 
 _BASE = math.log(GROWTH)
 _LEAST_SAMPLE_S = 5.0
@@ -46,19 +46,14 @@ _Key = tuple[str, int]
 
 
 def latency_tally(metrics: "MetricsSettings") -> "LatencyTally | None":
-    """Returns what counts latencies for the summaries and the histogram; `None` where nobody wants them."""
+    """Returns the tally for the summaries and the histogram; `None` if both are off."""
     if not metrics.summary_latencies and not metrics.histogram_latencies:
         return None
     return LatencyTally(summaries=metrics.summary_latencies, histogram=metrics.histogram_latencies)
 
 
 class LatencyTally:
-    """Adds up latencies in one worker; not for several threads at once.
-
-    Args:
-        summaries: Count for the summaries.
-        histogram: Count for the histogram.
-    """
+    """Adds up latencies in one worker; not thread-safe."""
 
     def __init__(self, *, summaries: bool, histogram: bool) -> None:
         self._summaries = summaries
@@ -77,7 +72,7 @@ class LatencyTally:
                 deltas[f"{SUMMARY}{REQUEST}:{bucket_of(waited_ns + batch_ns)}"] += 1
 
     def first_responses(self, ns: Sequence[int]) -> None:
-        """Counts the first responses of requests, so many nanoseconds after these were enqueued."""
+        """Counts first responses by their times since enqueueing."""
         deltas = self._deltas
         if self._histogram:
             for first_ns in ns:
@@ -92,21 +87,16 @@ class LatencyTally:
 
 
 class SlidingWindow:
-    """The growth of the statistics in the last minute, as far as the scrapes of this process show it.
+    """The growth of the statistics in the last minute, by the scrapes of this process.
 
-    In the first minute of a process it is everything there ever was: nobody remembers what there was before.
+    In the first minute of a process, it is all counts so far.
     """
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Mapping[_Key, _Counts]]] = deque()
 
     def move(self, now_s: float, statistics: Mapping[_Key, _Counts]) -> dict[_Key, dict[str, int]]:
-        """Adds the current statistics, and returns the summaries' counts within the window.
-
-        Args:
-            now_s: Monotonic time.
-            statistics: Model version → its statistics.
-        """
+        """Adds the current statistics of each version, and returns the summaries' counts within the window."""
         now = {
             key: {name: count for name, count in fields.items() if name.startswith(SUMMARY)}
             for key, fields in statistics.items()
@@ -127,13 +117,7 @@ def field_of(which: str, ns: int) -> str:
 
 
 def quantiles(fields: _Counts, which: str, wanted: Sequence[float]) -> dict[float, float]:
-    """Returns quantiles in microseconds, NaN where nothing was counted.
-
-    Args:
-        fields: Counts of the summaries.
-        which: Of which summary.
-        wanted: The quantiles, 0 to 1.
-    """
+    """Returns quantiles of a summary in microseconds, NaN without counts."""
     prefix = f"{SUMMARY}{which}:"
     counts = sorted((int(name[len(prefix) :]), count) for name, count in fields.items() if name.startswith(prefix))
     total = sum(count for _, count in counts)
@@ -141,7 +125,7 @@ def quantiles(fields: _Counts, which: str, wanted: Sequence[float]) -> dict[floa
 
 
 def bucket_of(ns: int) -> int:
-    """Returns the number of the bucket that a latency is counted in; what takes a microsecond or less is in 0."""
+    """Returns the number of a latency's bucket; a microsecond or less is in 0."""
     return math.ceil(math.log(ns / 1000) / _BASE) if ns > 1000 else 0
 
 

@@ -1,10 +1,11 @@
 """Logs: one JSON object per line on stderr, or text for people.
 
 `{"at": "2026-01-31T09:00:00.123Z", "level": "INFO", "logger": "…", "event": "…", "process": "gateway", …extra}`: the
-event is a short constant, its data are the record's `extra`. Warnings come out the same way.
+event is a short constant, and the record's `extra` has its data. Warnings have the same form.
 
-The switches that clients set while the server is running (`Switches`) hold for the programs' own lines and those of
-libraries, but for the verbose ones: those of other libraries come only when the process was started with level DEBUG.
+The switches that clients set while the server runs (`Switches`) apply to the programs' own lines and those of
+libraries.
+Verbose lines of libraries appear only if the process was started with level DEBUG.
 """
 
 import logging
@@ -23,22 +24,22 @@ from qinfer.core.settings import LogSettings
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _OURS = ("qinfer", "qinfer_api", "qinfer_workers")
 ACCESS, AUDIT = "qinfer.access", "qinfer.audit"
-"""Loggers whose lines are wanted whatever the level: who asks for them asks by settings of their own."""
+"""Loggers whose lines are logged at any level, as settings of their own enable them."""
 MODELS = "qinfer.models.output"
 """The logger of what models print and log themselves."""
 EXCEPTION = "exception"
-"""The field of a traceback; as `extra`, that of an exception of another process."""
+"""The field of a traceback; as `extra`, the traceback of an exception in another process."""
 _ALWAYS = frozenset((ACCESS, AUDIT))
 
 
 def configure(log: LogSettings, process: str, stream: TextIO | None = None, *, unknown: Sequence[str] = ()) -> None:
-    """Sets the process's logging up, in place of whatever was there; call it once, in a composition root.
+    """Sets up the process's logging in place of any earlier set-up; composition roots call it once.
 
     Args:
         log: Level and format.
         process: The program's name, in every line.
-        stream: Where to; stderr by default.
-        unknown: A message for each unknown setting that was left out; each is logged as a warning.
+        stream: The output; stderr by default.
+        unknown: A message for each unknown setting; each is logged as a warning.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log.format == "json" else TextFormatter(process))
@@ -61,13 +62,7 @@ def configure(log: LogSettings, process: str, stream: TextIO | None = None, *, u
 
 
 def cannot_start(environ: Mapping[str, str], program: str, message: str) -> None:
-    """Says why a program can't start, though its settings may be unreadable; as JSON if `QINFER_LOG__FORMAT` says so.
-
-    Args:
-        environ: The environment variables.
-        program: The program's name.
-        message: The reason.
-    """
+    """Reports why a program can't start, even if its settings can't be read; as JSON if `QINFER_LOG__FORMAT` says so."""
     if environ.get("QINFER_LOG__FORMAT", "").strip().lower() == "json":
         configure(LogSettings(format="json"), program)
         logging.getLogger(program).error("can't start", extra={"error": message})
@@ -76,7 +71,7 @@ def cannot_start(environ: Mapping[str, str], program: str, message: str) -> None
 
 
 def _catch_uncaught() -> None:
-    """Logs what no code catches or can catch, with its traceback in `exception`, in place of lines that are no JSON."""
+    """Logs uncaught exceptions with their traceback in `exception`, in place of lines that are no JSON."""
     logger = logging.getLogger("qinfer")
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -98,14 +93,14 @@ def _catch_uncaught() -> None:
 
 
 class Switches(msgspec.Struct, frozen=True, kw_only=True):
-    """The kinds of lines that are logged, as the logging extension of the protocol has it (reference §1.17).
+    """The kinds of lines that are logged, as in the protocol's logging extension (reference §1.17).
 
     Attributes:
         info: Lines of level INFO.
         warning: Lines of level WARNING.
         error: Lines of level ERROR and above.
         verbose_level: Above 0, lines of level DEBUG.
-        iso8601: Text lines begin with date and time instead of the time only; JSON lines have both anyway.
+        iso8601: Text lines begin with date and time instead of the time only; JSON lines always have both.
     """
 
     info: bool = True
@@ -133,7 +128,7 @@ class Switches(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def apply(switches: Switches) -> None:
-    """Applies the switches to the process's logging from now on; without `configure`, changes nothing."""
+    """Applies the switches to the process's logging; without `configure`, does nothing."""
     root = logging.getLogger()
     for handler in root.handlers:
         for board in handler.filters:
@@ -189,11 +184,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Prints a record for people: time, level, process, event, then `key=value` pairs.
-
-    Attributes:
-        iso8601: The date comes before the time.
-    """
+    """Prints a record for people: time (with `iso8601` also the date), level, process, event, `key=value` pairs."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -223,29 +214,27 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _one_line(text: str) -> str:
-    """Returns a text without line ends and control characters: clients send some of them, and must forge no line."""
+    """Returns a text without line ends and control characters, with which clients could forge lines."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _utf8(text: str) -> str:
-    """Returns a text that can be encoded; names of files may have bytes that are no text."""
+    """Returns a text that can be encoded; names of files may have other bytes."""
     return text.encode(errors="backslashreplace").decode()
 
 
 EVERY_S = 60.0
-"""Seconds between two lines of the log about the same fence."""
+"""Seconds between two log lines of the same fence."""
 
 
 class Fence:
-    """A context for observers: logs their errors, and continues after the `with`.
+    """A context for observers, which logs their errors and continues after the `with`; each module has one.
 
-    What is no `Exception`, such as a cancellation, passes. One serves a module.
-
-    Args:
-        logger: Where the errors are told: the first one, and then one each `EVERY_S` at most, with how many there were.
-        event: What the line is called.
+    Only an `Exception` is caught, not a cancellation. The first error is logged as `event`, then one each `EVERY_S` at
+    most,
+    with the number of errors.
     """
 
     __slots__ = ("_event", "_logger", "_next_s", "_untold")
@@ -262,7 +251,6 @@ class Fence:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Takes note of an error, and says that it was handled."""
         if not isinstance(error, Exception):
             return False
         self._untold += 1

@@ -1,8 +1,9 @@
 """The content of `/metrics`: a gateway's own counts, and the shared store's data of workers and queues.
 
-A gateway counts its own requests in plain integers (`stats.GatewayTally`: one look-up and one bisect a request). The
-data of workers and queues come from the shared store (`Snapshot`). The two are the scopes of `catalogue`, and no series
-is in both. Series that have Triton's names are in `triton_metrics`.
+A gateway counts its requests in plain integers (`stats.GatewayTally`: one look-up and one bisect a request). The shared
+store has the data of workers and queues (`Snapshot`). These are the two scopes of `catalogue`, and no series is in
+both.
+`triton_metrics` has the series with Triton's names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,16 +26,15 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """A live worker as the metrics show it, as of its last heartbeat.
+    """A live worker at its last heartbeat.
 
     Attributes:
-        device: The device that it executes on.
         executing: Requests in its batches.
         ready: Model versions that it has ready.
-        renewals: Leases that it has renewed.
-        leases_lost: Leases that it has lost.
-        use: CPU time and memory; `None` = not known.
-        gpus: Its GPUs, where they can be asked.
+        renewals: Leases renewed so far.
+        leases_lost: Leases lost so far.
+        use: CPU time and memory, if known.
+        gpus: Use of its GPUs, where they report it.
     """
 
     device: str
@@ -47,7 +47,6 @@ class WorkerLoad:
 
 
 def _of_gateway(tally: GatewayTally) -> Iterator[Family]:
-    """Yields a gateway's metrics."""
     own = {"process": tally.process}
     failures, durations = Family(catalogue.REQUEST_FAILURES), Family(catalogue.REQUEST_DURATION)
     totals: dict[_Key, int] = {}
@@ -77,31 +76,29 @@ class Snapshot:
     """The data of the shared store at a scrape.
 
     Attributes:
-        store_up: It could be read; otherwise the rest is what is still known.
-        stats: (model, version) → statistics, the fields of `observability.stats`.
+        store_up: It could be read; otherwise the rest is from earlier scrapes.
+        stats: (model, version) → statistics, the fields of `observe.stats`.
         depth: (model, version, lane) → entries of an online lane, waiting and in flight.
         shards: (model, version, lane) → entries of a bulk lane, of models that have bulk jobs.
-        ages_s: (model, version, lane) → how long its oldest entry has been in the queue.
+        ages_s: (model, version, lane) → the time that its oldest entry has been in the queue.
         rows: (model, version) → rows to be executed.
         work_s: (model, version) → seconds that one worker would need for them.
-        ready: (model, version) → whether it can be asked.
-        load_failed: (model, version) → whether a worker can't load the newest of it.
-        objectives: (model, version) → what callers may expect of it.
-        workers: Worker id → its load.
+        ready: (model, version) → whether it accepts requests.
+        load_failed: (model, version) → whether a worker failed to load its newest generation.
         executing: (model, version) → requests that instances execute, of all workers.
-        executing_s: Seconds that the longest execution under way has lasted.
-        late: Executions under way that are late.
+        executing_s: (model, version) → seconds that the longest execution under way has lasted.
+        late: (model, version) → executions under way that are late.
         direct: (model, version) → requests in batchers that are in no lane, and steps of sequences that wait.
-        load_s: (model, version) → seconds that its last load took, in the worker where it took longest.
-        letters: (model, version) → dead letters; version 0 = it is not known yet.
+        load_s: (model, version) → seconds of its last load, in the slowest worker.
+        letters: (model, version) → dead letters; version 0 = unknown yet.
         sequences: Model → its sequences, by `open`, `waiting`, `handed_over` and `lost`; of stateful models.
         jobs: State → bulk jobs.
         scaled: Direction → decisions of all autoscalers.
-        wanted_workers: How many workers the live autoscalers want; `None` = none lives.
-        features: The metrics of features that keep their own counts, such as bridges.
-        labeling: Model → labeling tasks that are not over; of models that have labeling tasks.
-        host: What the gateway's machine uses; `None` = not known.
-        use: What the gateway itself uses; `None` = not known.
+        wanted_workers: Workers that the live autoscalers want; `None` = none is live.
+        features: The metrics of features with their own counts, such as bridges.
+        labeling: Model → unfinished labeling tasks.
+        host: Use of the gateway's machine, if known.
+        use: Use of the gateway itself, if known.
     """
 
     store_up: bool = True
@@ -169,7 +166,7 @@ class Snapshot:
         yield from self._of_labeling()
 
     def of_triton(self, wanted: triton_metrics.Wanted = triton_metrics.USUAL) -> Iterator[Family]:
-        """Yields the metrics of the installation that have Triton's names; `wanted` are those that can be chosen."""
+        """Yields the metrics of the installation with Triton's names."""
         waiting: dict[_Key, int] = {}
         for (model, version, _), depth in self.depth.items():
             waiting[model, version] = waiting.get((model, version), 0) + depth
@@ -180,7 +177,6 @@ class Snapshot:
         yield from triton_metrics.of_gpus(gpu for load in self.workers.values() for gpu in load.gpus)
 
     def _counted(self) -> Iterator[Family]:
-        """Yields the metrics that are computed from the statistics."""
         for info, field_name in _FIELDS:
             yield by_model(info, {key: fields.get(field_name, 0) for key, fields in self.stats.items()})
         yield by_model(
@@ -208,7 +204,7 @@ class Snapshot:
             yield shown
 
     def _of_labeling(self) -> Iterator[Family]:
-        """Yields the metrics of tasks whose predictions are pushed, for models that ever had some."""
+        """Yields the metrics of tasks with pushed predictions, for models that ever had some."""
         yield family(catalogue.LABEL_WAITING, ((tasks, {"model": model}) for model, tasks in self.labeling.items()))
         failed = Family(catalogue.LABEL_FAILED)
         of = {key: fields for key, fields in self.stats.items() if any(map(fields.get, stats.LABELING))}
@@ -221,11 +217,7 @@ class Snapshot:
 
 
 def scopes_of(text: str) -> frozenset[MetricScope]:
-    """Returns the scopes that `?scope=` asks for; empty = both.
-
-    Raises:
-        InvalidRequest: There is no such scope.
-    """
+    """Returns the scopes of `?scope=` (empty = both), or raises `InvalidRequest`."""
     if not text:
         return frozenset((MetricScope.CLUSTER, MetricScope.PROCESS))
     if text not in (MetricScope.CLUSTER, MetricScope.PROCESS):
@@ -241,14 +233,9 @@ def shown_metrics(
     *,
     more: Iterable[Family] = (),
 ) -> list[Family]:
-    """Returns the metrics of `GET /metrics` as they are now, Triton's names last: any thread may write their text.
+    """Returns the present metrics of `GET /metrics`, Triton's names last; any thread may render them.
 
-    Args:
-        tally: What the gateway counted.
-        snapshot: What the shared store said.
-        scopes: What to show.
-        wanted: What Triton's metrics show of models.
-        more: What else the gateway counted: by tenant, and by endpoint.
+    `more` are the gateway's other counts, by tenant and by endpoint.
     """
     shown, tritons = list[Family](), list[Family]()
     if MetricScope.PROCESS in scopes:
@@ -261,11 +248,6 @@ def shown_metrics(
 
 
 def _worker_families(workers: Mapping[str, WorkerLoad]) -> Iterator[Family]:
-    """Yields the metrics of workers.
-
-    Args:
-        workers: Worker id → its load.
-    """
     yield family(catalogue.WORKER_UP, ((1, {"worker": id_, "device": of.device}) for id_, of in workers.items()))
     for info, value in _OF_WORKERS:
         known = {id_: value(load) for id_, load in workers.items()}

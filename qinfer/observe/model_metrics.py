@@ -1,6 +1,6 @@
-"""Metrics of the models' own, as `pb_utils.MetricFamily` makes them: records of series, merged as one server's.
+"""Custom metrics of models, made by `pb_utils.MetricFamily`: records of series, merged as if one server had them.
 
-Series of equal names and labels are one, whichever process has them: counts add up, and of what was set the last holds.
+Series with equal names and labels are one, in whichever process: counts add up, and the last value that was set holds.
 """
 
 import math
@@ -20,12 +20,12 @@ class ModelSeries(msgspec.Struct, frozen=True, array_like=True):
     """One series.
 
     Attributes:
-        name: The metric's name.
         kind: `COUNTER`, `GAUGE` or `HISTOGRAM`.
         text: The metric's help.
         labels: Names and values, by name.
         bounds: Upper bounds of a histogram's buckets, without the infinite one.
-        values: A counter's value; a gauge's, and when it was set (seconds since the epoch, 0 = never); a histogram's
+        values: A counter's value; a gauge's, and the time it was set (seconds since the epoch, 0 = never); a
+        histogram's
             observations in each bucket, and their sum.
     """
 
@@ -38,7 +38,7 @@ class ModelSeries(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelFamily(Family):
-    """One metric of models, which looks as Triton's C++ client library prints it: whole numbers without `.0`."""
+    """One custom metric, printed as by Triton's C++ client library: whole numbers without `.0`."""
 
     def number(self, value: float) -> str:
         """Returns a value as it is shown."""
@@ -59,7 +59,7 @@ class ModelFamily(Family):
 
 
 def merged(series: Iterable[ModelSeries]) -> list[ModelSeries]:
-    """Returns series of which no two have the same name and labels; of two kinds of one name the first is kept."""
+    """Merges series with equal names and labels; of two kinds with one name, the first is kept."""
     kinds: dict[str, tuple[str, str]] = {}
     found: dict[tuple[str, tuple[tuple[str, str], ...]], ModelSeries] = {}
     for one in series:
@@ -79,7 +79,7 @@ def record_of(series: Iterable[ModelSeries]) -> bytes:
 
 
 def series_of(records: Iterable[bytes | None]) -> list[ModelSeries]:
-    """Returns the series of those records that are there, and not of a newer worker that writes others."""
+    """Returns the series of the readable records; those of a newer worker may not be."""
     found: list[ModelSeries] = []
     for record in records:
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -88,7 +88,7 @@ def series_of(records: Iterable[bytes | None]) -> list[ModelSeries]:
 
 
 def families(series: Iterable[ModelSeries]) -> list[Family]:
-    """Returns the metrics of models, merged, without those that have the name of one of qinfer's own."""
+    """Returns the merged metrics of models, except those with the name of one of qinfer's own."""
     own = {info.name for info in catalogue.ALL}
     found: dict[str, ModelFamily] = {}
     for one in merged(series):

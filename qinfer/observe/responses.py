@@ -1,6 +1,6 @@
-"""The responses of decoupled models by their index: how they ended, and where their time went (reference §1.13).
+"""The responses of decoupled models by their index: their ends and times (reference §1.13).
 
-They travel as fields of a model version's statistics: `response:<index>:<what>` and `response_ns:<index>:<what>`.
+They are fields of a model version's statistics: `response:<index>:<what>` and `response_ns:<index>:<what>`.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ _INFER, _OUTPUT = "compute_infer", "compute_output"
 
 
 class ResponseEnd(StrEnum):
-    """End of a response: with outputs, with an error, empty (only the final flag), or cancelled."""
+    """The end of a response: with outputs, with an error, empty (only the final flag), or cancelled."""
 
     SUCCESS = "success"
     FAIL = "fail"
@@ -31,7 +31,7 @@ FIELDS = (_INFER, _OUTPUT, *ResponseEnd)
 
 
 def end_of(response: Response) -> ResponseEnd:
-    """Returns how a response ended."""
+    """Returns the end of a response."""
     if response.failure is not None:
         is_cancelled = response.failure.code == ErrorCode.CANCELLED.value
         return ResponseEnd.CANCEL if is_cancelled else ResponseEnd.FAIL
@@ -39,19 +39,13 @@ def end_of(response: Response) -> ResponseEnd:
 
 
 class ResponseTally:
-    """Adds up the responses of one model version in one worker; not for several threads at once."""
+    """Adds up the responses of one model version in one worker; not thread-safe."""
 
     def __init__(self) -> None:
         self._deltas: defaultdict[str, int] = defaultdict(int)
 
     def responded(self, index: int, end: ResponseEnd, infer_ns: int) -> None:
-        """Counts a response.
-
-        Args:
-            index: Its index within its request.
-            end: How it ended.
-            infer_ns: Nanoseconds since the response before it, or since the execution began.
-        """
+        """Counts a response, `infer_ns` after the previous one or the begin of the execution."""
         if index >= MOST_INDEXES:
             return
         self._add(index, end, infer_ns)
@@ -71,7 +65,7 @@ class ResponseTally:
 
 
 def responses(stats: Mapping[str, int]) -> dict[int, dict[str, tuple[int, int]]]:
-    """Returns, by index, (count, nanoseconds) of each of `FIELDS`, from statistics."""
+    """Returns index → (count, nanoseconds) of each of `FIELDS`, from statistics."""
     indexes = sorted({int(field.split(":")[1]) for field in stats if field.startswith(_COUNT)})
     return {
         index: {

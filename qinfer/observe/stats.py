@@ -1,10 +1,12 @@
-"""Statistics of a model version, as the workers add them up and the gateways show them.
+"""Statistics of a model version: workers add them up, gateways show them.
 
-They travel as integer deltas of named fields (`HINCRBY` on `stats:<version>`), so that the totals only grow, whichever
-worker dies and however many there are. A histogram is one field per bucket, `<histogram>:<upper bound>`, not
-cumulative; the bound is in the name, so that a changed list of buckets can't misread old counts. One field is no sum
-but an instant, of which the latest stays (`LATEST`). What a process had not sent when it is killed is lost: at most
-about a second of counts. What it had sent and Redis did not confirm in time is sent again, and may count twice.
+They travel as integer deltas of named fields (`HINCRBY` on `stats:<version>`), so that totals only grow, whichever
+worker
+dies. A histogram is one field per bucket, `<histogram>:<upper bound>`, not cumulative; the name has the bound, so that
+a
+changed list of buckets can't misread old counts. Fields in `LATEST` are instants, of which the greatest stays. A killed
+process loses the counts that it had not sent, about a second of them. Counts that Redis did not confirm in time are
+sent again, and may count twice.
 """
 
 import time
@@ -31,7 +33,7 @@ FILL_BUCKETS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 QUEUE, EXECUTION, BATCH = "queue", "execution", "batch"
 """The histograms: wait in queue (seconds), execution of a batch (seconds), rows of a batch."""
 ASSEMBLE, PUBLISH, FILL = "assemble", "publish", "fill"
-"""More of them: assembling a batch (seconds), publishing its answers (seconds), its rows ÷ the largest batch."""
+"""More histograms: assembling a batch (seconds), publishing its answers (seconds), its rows ÷ the largest batch."""
 BOUNDS: Mapping[str, Sequence[float]] = {
     QUEUE: QUEUE_BUCKETS_S,
     EXECUTION: EXECUTION_BUCKETS_S,
@@ -41,70 +43,72 @@ BOUNDS: Mapping[str, Sequence[float]] = {
     FILL: FILL_BUCKETS,
     FIRST_RESPONSE: FIRST_RESPONSE_BUCKETS_MS,
 }
-"""Histogram → its upper bounds, but for the infinite one."""
+"""Histogram → its upper bounds, except the infinite one."""
 
 SUCCESS_COUNT = "success_count"
 """Requests answered with outputs."""
 SUCCESS_NS = "success_ns"
 """Nanoseconds from enqueueing to the outputs, over all requests answered with outputs."""
 FAIL_NS = "fail_ns"
-"""Nanoseconds from enqueueing to the failure, over all requests that failed."""
+"""Nanoseconds from enqueueing to the failure, over all failed requests."""
 LAST_INFERENCE_MS = "last_inference_ms"
-"""The beginning of the last execution: milliseconds since the epoch, in the broker's time."""
+"""The begin of the last execution: milliseconds since the epoch, in the broker's time."""
 LATEST = frozenset((LAST_INFERENCE_MS,))
-"""The fields of which the greatest value stays; all others are sums."""
+"""The fields that keep the greatest value; all others are sums."""
 INFERENCE_COUNT = "inference_count"
 """Rows executed: Triton's inference count."""
 EXECUTION_COUNT = "execution_count"
-"""Batches executed."""
 EXECUTION_NS = "execution_ns"
-"""Nanoseconds of executing batches, each counted once."""
+"""Nanoseconds of batches, each counted once."""
 QUEUE_NS, INPUT_NS, INFER_NS, OUTPUT_NS = "queue_ns", "input_ns", "infer_ns", "output_ns"
-"""Nanoseconds over all requests; each is charged its whole batch's, as in Triton (reference §1.13)."""
+"""Nanoseconds over all requests; each has its whole batch's, as in Triton (reference §1.13)."""
 PUBLISH_NS = "publish_ns"
 """Nanoseconds of publishing answers, over all batches."""
 FILL_PERMILLE = "fill_permille"
-"""Thousandths of the largest batch, over all batches that the histogram counts."""
+"""Thousandths of the largest batch, over all batches in the histogram."""
 ROWS_DONE, ROWS_FAILED = "job_rows_done", "job_rows_failed"
 """Rows of bulk jobs in settled shards, with an output and without."""
 PUT_OFF = "job_put_off:"
-"""Tries of shards of bulk jobs, of committing their scored parts, and of planning and finishing jobs, that were put
-off: `job_put_off:<error code>`."""
+"""Postponed tries of bulk jobs: of shards, of committing scored parts, and of planning and finishing jobs:
+`job_put_off:<error code>`.
+"""
 JOB_ROWS_SCORED, JOB_SCORING_NS = "job_rows_scored", "job_scoring_ns"
-"""Rows of bulk jobs that were executed, part of the inference count; and nanoseconds in which workers scored them, with
-waits for rows to be read and for online requests: each worker's time is counted once, however many instances it has."""
+"""Executed rows of bulk jobs, part of the inference count; and nanoseconds in which workers scored them, waits for rows
+and for online requests included: each worker's time counts once, however many instances it has.
+"""
 CACHE_HIT_COUNT, CACHE_HIT_NS = "cache_hit_count", "cache_hit_ns"
-"""Requests answered from the response cache, which count as answered with outputs too; and nanoseconds of that."""
+"""Requests answered from the response cache, which also count as answered with outputs; and their nanoseconds."""
 CACHE_MISS_COUNT, CACHE_MISS_NS = "cache_miss_count", "cache_miss_ns"
-"""Requests that were looked for in it in vain, and nanoseconds of looking and storing."""
+"""Failed look-ups in the response cache, and nanoseconds of looking and storing."""
 REDELIVERIES = "redeliveries"
-"""Requests handed to a worker again, once for each time."""
+"""Repeated deliveries of requests to workers."""
 RETRIES = "retries"
-"""Requests executed again because the batch that they were in raised; once for each time."""
+"""Repeated executions of requests whose batch raised."""
 DEAD_LETTERS = "dead_letters"
-"""Entries that were given up and put with the dead letters."""
+"""Entries that became dead letters."""
 FAILURES = "failures:"
-"""Requests that failed in a worker, by reason: `failures:<error code>`."""
+"""Requests that failed in a worker: `failures:<error code>`."""
 REFUSALS = "refusals:"
-"""Requests that a gateway ended, so that no worker counts them: refused by the queue, given up at their deadline,
-cancelled. By reason: `refusals:<error code>`."""
+"""Requests that a gateway ended, uncounted by workers: refused by the queue, past their deadline, or cancelled:
+`refusals:<error code>`.
+"""
 LABEL_QUEUED, LABEL_PUSHED, LABEL_RETRIES = "label_queued", "label_pushed", "label_retries"
-"""Labeling tasks whose predictions are pushed: stored, pushed, and pushes that are to be tried again, each time."""
+"""Labeling tasks for pushed predictions: stored, pushed, and failed pushes that are tried again."""
 LABEL_FAILED = "label_failed:"
-"""Those that failed, by `LabelFailure`: `label_failed:<reason>`."""
+"""Labeling tasks that failed, by `LabelFailure`: `label_failed:<reason>`."""
 BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS = (
     "batch_count:",
     "batch_input_ns:",
     "batch_infer_ns:",
     "batch_output_ns:",
 )
-"""Executions by batch size, and nanoseconds of them: `batch_count:<rows>`, …"""
+"""Executions by batch size, and their nanoseconds: `batch_count:<rows>`, …"""
 
 
 LOAD_FAILURES = "load_failures"
-"""Loads of the version that failed in a worker."""
+"""Failed loads of the version in workers."""
 OVERDUE = "overdue"
-"""Executions, loads and warm-ups that were ended because they lasted longer than their limit."""
+"""Executions, loads and warm-ups that exceeded their limit and were ended."""
 BY_CALLERS = frozenset(
     (
         ErrorCode.INVALID_REQUEST,
@@ -125,11 +129,11 @@ BY_CALLERS = frozenset(
         ErrorCode.STORE_REFUSED,
     )
 )
-"""Failures that are their caller's doing: no server could have answered better, and no objective counts them."""
+"""Failures that are the caller's fault, and count for no objective."""
 
 
 class LabelFailure(StrEnum):
-    """The reason of a failed labeling task: no request made, no prediction, or Label Studio refused or failed."""
+    """The reason of a failed labeling task: no request, no prediction, or Label Studio refused it or failed."""
 
     NOT_QUEUED = "not_queued"
     NOT_PREDICTED = "not_predicted"
@@ -142,7 +146,7 @@ LABELING = (LABEL_QUEUED, LABEL_PUSHED, LABEL_RETRIES, *(LABEL_FAILED + reason f
 
 
 class BatchTotals(NamedTuple):
-    """Executions of one batch size: how many, and for how long altogether; each is counted once."""
+    """Executions of one batch size: their number and total times, each counted once."""
 
     rows: int
     executions: int
@@ -155,10 +159,10 @@ class StatsTally:
     """Adds up the statistics of one model version in one worker; not thread-safe.
 
     Attributes:
-        max_rows: The largest batch that the model takes; 0 = it takes none, or nobody said.
-        latencies: Counts latencies more finely, where that is wanted.
+        max_rows: The model's largest batch; 0 = none, or unknown.
+        latencies: Counts latencies more finely, if enabled.
         responses: Counts the responses of a decoupled model.
-        is_streamed: The model is decoupled: its first responses are counted as they leave, by `first_response`.
+        is_streamed: The model is decoupled: `first_response` counts its first responses.
     """
 
     def __init__(self) -> None:
@@ -183,12 +187,12 @@ class StatsTally:
         """Counts one execution that answered its requests with outputs.
 
         Args:
-            rows: Its batch size: rows of all requests.
-            queue_ns: How long each answered request waited: from enqueueing to the execution, less `input_ns`.
-            input_ns: How long making the inputs took.
-            infer_ns: Inputs ready → model done.
-            output_ns: Model done → outputs ready.
-            begin_s: When it began, in the broker's time; 0 = not known.
+            rows: Rows of all requests.
+            queue_ns: The wait of each answered request: from enqueueing to the execution, less `input_ns`.
+            input_ns: The time to make the inputs.
+            infer_ns: From the inputs to the end of the model's execution.
+            output_ns: From then to the outputs.
+            begin_s: The begin in the broker's time; 0 = unknown.
         """
         deltas, batch_ns = self._deltas, input_ns + infer_ns + output_ns
         requests, waited_ns = len(queue_ns), sum(queue_ns)
@@ -221,11 +225,11 @@ class StatsTally:
         self._last_s = max(self._last_s, begin_s)
 
     def lasted_longer(self, ns: int) -> None:
-        """Adds nanoseconds that a request of an ensemble took besides its steps; negative where steps ran at once."""
+        """Adds nanoseconds of an ensemble's request besides its steps; negative where steps ran in parallel."""
         self._deltas[SUCCESS_NS] += ns
 
     def first_response(self, ns: int) -> None:
-        """Counts the first response of a stream, so many nanoseconds after its request was enqueued."""
+        """Counts the first response of a stream, `ns` after its request was enqueued."""
         if self.latencies is not None:
             self.latencies.first_responses([ns])
 
@@ -234,7 +238,7 @@ class StatsTally:
         self._deltas[RETRIES] += count
 
     def redelivered(self) -> None:
-        """Counts a request that had been handed out before."""
+        """Counts a repeated delivery of a request."""
         self._deltas[REDELIVERIES] += 1
 
     def buried(self) -> None:
@@ -268,7 +272,7 @@ class StatsTally:
         return deltas
 
     def _drain_sizes(self) -> dict[str, int]:
-        """Returns the fields of each batch size, and adds up what all sizes have in common: it needs no own count."""
+        """Returns the fields of each batch size, and adds up the totals that follow from them."""
         fields: dict[str, int] = {}
         for rows, totals in self._sizes.items():
             executions, *ns = totals
@@ -282,7 +286,7 @@ class StatsTally:
 
 
 class ModelCounts:
-    """Adds up counts of several model versions; not for several threads at once."""
+    """Adds up counts of several model versions; not thread-safe."""
 
     def __init__(self) -> None:
         self._deltas: defaultdict[tuple[str, int], defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -292,7 +296,7 @@ class ModelCounts:
         self._deltas[model, version][field] += count
 
     def merge(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
-        """Adds what was counted elsewhere, such as by a `StatsTally`."""
+        """Adds counts from elsewhere, such as from a `StatsTally`."""
         add(self._deltas[model, version], deltas)
 
     def drain(self) -> dict[tuple[str, int], dict[str, int]]:
@@ -303,41 +307,23 @@ class ModelCounts:
 
 
 class RefusalTally(ModelCounts):
-    """Adds up the requests that one gateway ended itself, of all models; used by its event loop only."""
+    """Adds up the requests that one gateway ended itself; for its event loop only."""
 
     def refused(self, model: str, version: int, reason: str, seconds: float) -> None:
-        """Counts a request that no worker counts.
-
-        Args:
-            model: A model that exists.
-            version: Its version.
-            reason: The `ErrorCode` value.
-            seconds: How long ago it was received.
-        """
+        """Counts a request that no worker counts, by its `ErrorCode` value, `seconds` after it was received."""
         self.add(model, version, REFUSALS + reason)
         self.add(model, version, FAIL_NS, int(seconds * 1e9))
 
 
 class Objective(NamedTuple):
-    """The objective of a model version: what callers may expect of it.
-
-    Attributes:
-        latency_s: A request is to be answered within so many seconds.
-        target: The share of requests that is to be answered well, and in that time.
-    """
+    """The objective of a model version: the share `target` of its requests should succeed within `latency_s`."""
 
     latency_s: float
     target: float
 
 
 class Exemplar(NamedTuple):
-    """A request that stands for those of its bucket, by its trace.
-
-    Attributes:
-        trace_id: 32 hexadecimal digits.
-        value: What was observed of it.
-        at_s: When, in seconds since the epoch.
-    """
+    """A traced request that stands for its bucket: an observed value, and its time since the epoch."""
 
     trace_id: str
     value: float
@@ -348,9 +334,9 @@ class Durations:
     """One series of the duration histogram.
 
     Attributes:
-        within_s: The objective of the model version: what takes longer counts as late.
-        late: Requests that were answered later than that.
-        exemplars: Bucket → the last traced request in it.
+        within_s: The objective's latency.
+        late: Requests that were answered later.
+        exemplars: Bucket → its last traced request.
     """
 
     __slots__ = ("counts", "exemplars", "late", "total_s", "within_s")
@@ -364,17 +350,13 @@ class Durations:
 
 
 class GatewayTally:
-    """Counts what one gateway answered; used by its event loop only.
-
-    Args:
-        process: The gateway's name.
+    """Counts the requests of one gateway, on its event loop.
 
     Attributes:
-        in_flight: Called at each scrape for the number of requests without an answer; the gateway sets it.
-        refusals: What this gateway adds to the models' statistics.
+        in_flight: Returns the number of unanswered requests at each scrape; the gateway sets it.
+        refusals: This gateway's part of the models' statistics.
         durations: The duration histogram of each model version.
-        failures: How many requests failed, by model, version and reason.
-        objectives: What callers may expect of each model version.
+        failures: (model, version, reason) → failed requests.
     """
 
     def __init__(self, process: str = "") -> None:
@@ -386,7 +368,7 @@ class GatewayTally:
         self.objectives: Mapping[tuple[str, int], Objective] = {}
 
     def aim(self, objectives: Mapping[tuple[str, int], Objective]) -> None:
-        """Sets what callers may expect from now on; what was counted stays as it was."""
+        """Sets the objectives from now on; earlier counts stay."""
         self.objectives = objectives
         for key, objective in objectives.items():
             self._series(key).within_s = objective.latency_s
@@ -400,32 +382,28 @@ class GatewayTally:
             series.late += 1
 
     def traced(self, model: str, version: int, seconds: float, trace_id: str) -> None:
-        """Notes the trace of a request that `answered` counts."""
+        """Records the trace of a request that `answered` counts."""
         exemplar = Exemplar(trace_id, seconds, time.time())
         self._series((model, version)).exemplars[bisect_left(QUEUE_BUCKETS_S, seconds)] = exemplar
 
     @property
     def has_exemplars(self) -> bool:
-        """Whether any request was traced."""
+        """Tells whether any request was traced."""
         return any(series.exemplars for series in self.durations.values())
 
     def failed(self, model: str, version: int, reason: str) -> None:
         """Counts a request answered with an error, by `ErrorCode` value.
 
-        Unknown models share one series without a name (`Catalog.named`): clients may not make series of names they
-        think up.
+        Unknown models share one series without a name (`Catalog.named`), so that clients can't make series of invented
+        names.
         """
         key = (model, version, reason)
         self.failures[key] = self.failures.get(key, 0) + 1
 
     def ended(self, model: str, version: int, reason: str, started_s: float | None = None) -> None:
-        """Counts a request that this gateway ended itself, so that no worker counts it, for the models' statistics.
+        """Counts a request that this gateway ended itself, uncounted by workers, for the models' statistics.
 
-        Args:
-            model: A model that exists.
-            version: Its version.
-            reason: The `ErrorCode` value.
-            started_s: When it was received, in monotonic time; `None` = it never waited, or nobody knows how long.
+        `started_s` is its begin in monotonic time; `None` = it never waited, or the time is unknown.
         """
         seconds = 0.0 if started_s is None else time.monotonic() - started_s
         self.refusals.refused(model, version, reason, seconds)
@@ -439,10 +417,10 @@ class GatewayTally:
 
 
 class PublishTally(ModelCounts):
-    """Adds up how long publishing took, of all models of one worker; used by its event loop only."""
+    """Adds up the time of publishing for the models of one worker, on its event loop."""
 
     def published(self, model: str, version: int, ns: int) -> None:
-        """Counts the answers of a batch, which took so many nanoseconds to be published or stored."""
+        """Counts the answers of a batch, which took `ns` to be published or stored."""
         deltas = self._deltas[model, version]
         deltas[_PUBLISH_FIELDS[bisect_left(STEP_BUCKETS_S, ns / 1e9)]] += 1
         deltas[PUBLISH_NS] += ns
@@ -456,7 +434,7 @@ def add(totals: MutableMapping[str, int], deltas: Mapping[str, int]) -> None:
 
 
 def failure_count(stats: Mapping[str, int]) -> int:
-    """Returns how many requests failed, in workers and gateways, from statistics."""
+    """Returns the number of requests that failed in workers and gateways, from statistics."""
     return sum(count for field, count in stats.items() if field.startswith((FAILURES, REFUSALS)))
 
 
@@ -479,7 +457,7 @@ def buckets(stats: Mapping[str, int], histogram: str) -> list[tuple[float, int]]
 
 
 def bucket_fields(histogram: str, bounds: Sequence[float]) -> list[str]:
-    """Returns the fields of a histogram's buckets, ascending; the last one is unbounded."""
+    """Returns the fields of a histogram's buckets, ascending, the infinite one last."""
     return [f"{histogram}:{bound:g}" for bound in (*bounds, float("inf"))]
 
 

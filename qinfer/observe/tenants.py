@@ -1,7 +1,8 @@
-"""Counts of one gateway by tenant, where they are wanted; a bounded number of tenants has series of its own.
+"""Counts of one gateway by tenant, if enabled; a bounded number of tenants has its own series.
 
-Those that come first do, until the gateway restarts; all others share one series (`OTHERS`), so that a thousand tenants
-make no thousand series of each metric.
+The first tenants have one until the gateway restarts; all others share one (`OTHERS`), so that a thousand tenants do
+not
+make a thousand series of each metric.
 """
 
 from bisect import bisect_left
@@ -14,18 +15,14 @@ from qinfer.observe.exposition import Family, family
 from qinfer.observe.stats import QUEUE_BUCKETS_S, Durations
 
 OTHERS = "(others)"
-"""The label of the tenants that have no series of their own."""
+"""The label of the tenants without their own series."""
 
 
 class TenantTally:
-    """Counts what one gateway answered to whom; used by its event loop only.
-
-    Args:
-        most: How many tenants have series of their own.
-        process: The gateway's name.
+    """Counts the requests of one gateway by tenant, on its event loop, with at most `most` series.
 
     Attributes:
-        in_flight: Called at each scrape for each tenant's requests without an answer; the gateway sets it.
+        in_flight: Returns each tenant's unanswered requests at each scrape; the gateway sets it.
     """
 
     def __init__(self, most: int, process: str = "") -> None:
@@ -48,7 +45,7 @@ class TenantTally:
         series.total_s += seconds
 
     def accepted(self, tenant: str, model: str) -> None:
-        """Counts a request that was stored, to be executed later."""
+        """Counts a request that was stored for later execution."""
         self._requests[self._name(tenant), model] += 1
 
     def failed(self, tenant: str, model: str, reason: str) -> None:
@@ -68,7 +65,7 @@ class TenantTally:
             catalogue.TENANT_FAILURES,
             ((count, {"tenant": name, "reason": reason, **own}) for (name, reason), count in self._failures.items()),
         )
-        waiting = Counter(dict.fromkeys((name for name, _ in self._requests), 0))  # by which dashboards know them
+        waiting = Counter(dict.fromkeys((name for name, _ in self._requests), 0))  # dashboards know tenants by it
         for tenant, count in self.in_flight().items():
             if tenant in self._named or count:
                 waiting[self._name(tenant)] += count
@@ -80,11 +77,12 @@ class TenantTally:
         yield durations
 
     def of_shares(self, shares: Iterable[tuple[Mapping[str, str], Sequence[str], int, float]]) -> Iterator[Family]:
-        """Yields the metrics of the shares that tenants have of lanes.
+        """Yields the metrics of the tenants' shares of lanes.
 
         Args:
-            shares: The labels of a lane, the tenants of one of its shares, how many entries that holds, and its part of
-                the lane. One that several tenants have is nobody's in particular.
+            shares: The labels of a lane, the tenants of one of its shares, the entries of that, and its part of the
+            lane. A
+                share of several tenants counts for `OTHERS`.
         """
         backlog: dict[tuple[tuple[str, str], ...], float] = {}
         parts: dict[tuple[tuple[str, str], ...], float] = {}

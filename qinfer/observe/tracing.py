@@ -1,8 +1,8 @@
-"""OpenTelemetry traces: a small port, and the only module that imports `opentelemetry`, once traces are wanted.
+"""OpenTelemetry traces behind a small port; only this module imports `opentelemetry`, once traces are enabled.
 
-Traces are wanted when the standard environment variables say so (`is_wanted`); the SDK reads the others of them itself:
-endpoint, headers, sampler, batching of exports, resource. A trace's context travels as a string: a W3C `traceparent`,
-and behind a blank its `tracestate`, if it has one.
+The standard environment variables enable traces (`is_wanted`); the SDK itself reads endpoint, headers, sampler,
+batching of exports and resource. A trace context travels as a string: a W3C `traceparent`, then after a blank its
+`tracestate`, if any.
 
 Instants are the broker's, in seconds (`ServerClock`), so that the spans of several machines fit together.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 GATEWAY, WORKER = "qinfer-gateway", "qinfer-worker"
-"""The names of the services; `OTEL_SERVICE_NAME` goes before."""
+"""The names of the services; `OTEL_SERVICE_NAME` takes precedence."""
 
 MODEL, VERSION, REQUEST_ID, JOB_ID, BATCH_ID, BATCH_SIZE, ATTEMPT, TENANT, ERROR = (
     "qinfer.model",
@@ -37,7 +37,7 @@ MODEL, VERSION, REQUEST_ID, JOB_ID, BATCH_ID, BATCH_SIZE, ATTEMPT, TENANT, ERROR
 """The attributes of spans."""
 HTTP_METHOD, HTTP_STATUS = "http.request.method", "http.response.status_code"
 RPC_SYSTEM, RPC_SERVICE, RPC_METHOD, RPC_STATUS = "rpc.system", "rpc.service", "rpc.method", "rpc.grpc.status_code"
-"""OpenTelemetry's attributes of spans of servers."""
+"""OpenTelemetry's attributes of server spans."""
 MESSAGING_SYSTEM, DESTINATION, OPERATION, MESSAGE_ID, MESSAGE_COUNT = (
     "messaging.system",
     "messaging.destination.name",
@@ -45,7 +45,7 @@ MESSAGING_SYSTEM, DESTINATION, OPERATION, MESSAGE_ID, MESSAGE_COUNT = (
     "messaging.message.id",
     "messaging.batch.message_count",
 )
-"""OpenTelemetry's attributes of spans of queues; the destination is a lane."""
+"""OpenTelemetry's attributes of queue spans; the destination is a lane."""
 
 CLOSE_S = 3.0
 """The time that an ending process waits for the export of its last spans."""
@@ -59,11 +59,7 @@ _LENGTH = 55  # of a traceparent of version 00: 00-<32 digits>-<16 digits>-<2 di
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Tells whether the environment asks for traces.
-
-    Args:
-        environ: The environment variables.
-    """
+    """Tells whether the environment enables traces."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     if environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none":
@@ -72,37 +68,37 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def is_sampled(trace: str) -> bool:
-    """Returns whether the trace of a `traceparent` is recorded; false if it is invalid."""
+    """Tells whether the trace of a valid `traceparent` is recorded."""
     return len(trace) >= _LENGTH and trace[2] == "-" and trace[52] == "-" and trace[54] in "13579bdf"
 
 
 def context_text(parent: str | None, state: str | None) -> str:
-    """Returns a trace context as it travels, of a client's `traceparent` and `tracestate`."""
+    """Returns a client's `traceparent` and `tracestate` as one text."""
     if not parent or not state or len(state) > _MOST_STATE or not state.isascii():
         return parent or ""
     return f"{parent} {state}"
 
 
 def of_tenant(tenant: str) -> dict[str, str | int]:
-    """Returns the attribute of whose a request is; none where nobody has a key."""
+    """Returns the attribute of a request's tenant, if it has one."""
     return {TENANT: tenant} if tenant else {}
 
 
 def of_lane(model: str, version: int, lane: str, operation: str) -> dict[str, str | int]:
-    """Returns the attributes of what is sent to a lane (`send`), or taken out of it (`receive`, `process`)."""
+    """Returns the attributes of entries sent to a lane (`send`), or taken from it (`receive`, `process`)."""
     return {MESSAGING_SYSTEM: "redis", DESTINATION: f"{model}/{version}/{lane}", OPERATION: operation}
 
 
 def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") -> "Tracer | None":
-    """Returns the tracer; `None` if tracing is off, in which case nothing is imported.
+    """Returns the tracer; `None` without an import if tracing is off.
 
     Args:
-        environ: The environment variables, which must be those of the process: the SDK reads them too.
+        environ: The environment variables of the process itself, which the SDK also reads.
         service: `GATEWAY` or `WORKER`.
         instance: This process's own name.
 
     Raises:
-        SettingsError: The packages are missing, or the environment asks for what there is not.
+        SettingsError: The packages are missing, or a variable has an unsupported value.
     """
     if not is_wanted(environ):
         return None
@@ -121,22 +117,14 @@ def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") ->
 
     try:
         return Tracer(_processors(environ), Resource.create(attributes))
-    except ValueError as error:  # as the SDK says it: mostly with the variable
+    except ValueError as error:  # the SDK's own text, mostly with the variable
         raise SettingsError(
             f"a variable of OpenTelemetry (OTEL_…) can't be used: {error}; mend it, or set OTEL_SDK_DISABLED=true"
         ) from None
 
 
 class Span:
-    """A span that has begun.
-
-    Args:
-        span: The SDK's.
-        trace: Its context, as `traceparent`, for whatever it causes.
-
-    Attributes:
-        trace: The same.
-    """
+    """A span that has begun; `trace` is its context for requests that it causes."""
 
     __slots__ = ("_span", "trace")
 
@@ -146,17 +134,11 @@ class Span:
 
     @property
     def is_recorded(self) -> bool:
-        """True where the sampler chose the span."""
+        """Tells whether the sampler chose the span."""
         return self._span.is_recording()
 
     def end(self, end_s: float, attributes: Attributes, error: tuple[str, str] | None = None) -> None:
-        """Ends the span; further calls have no effect.
-
-        Args:
-            end_s: When it ended.
-            attributes: What is known of it by now.
-            error: Code and text of what went wrong.
-        """
+        """Ends the span, with code and text of an error if there was one; further calls have no effect."""
         span = self._span
         if span.is_recording():
             span.set_attributes(attributes)
@@ -169,12 +151,7 @@ class Span:
 
 
 class Tracer:
-    """Makes the spans of one process.
-
-    Args:
-        processors: What takes them; each is shut down by `close`.
-        resource: The description of this process; by default that of the environment.
-    """
+    """Makes the spans of one process; `close` shuts the processors down."""
 
     def __init__(self, processors: "Sequence[SpanProcessor]", resource: "Resource | None" = None) -> None:
         from opentelemetry import trace
@@ -194,13 +171,13 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def start(self, name: str, parent: str, begin_s: float, links: Sequence[str] = ()) -> Span:
-        """Begins a span, if the sampler wants it: see `Span.is_recorded`.
+        """Begins a span, which is recorded if the sampler chooses it.
 
         Args:
-            name: What it is.
-            parent: The `traceparent` of what it is part of; empty, or none that can be read = a trace of its own.
-            begin_s: When it began.
-            links: The `traceparent`s of what it has to do with besides.
+            name: The span's name.
+            parent: The parent's `traceparent`; empty or invalid = a trace of its own.
+            begin_s: The begin.
+            links: The `traceparent`s of related spans.
         """
         trace = self._api
         others = [context for link in links if (context := self._context(link)).is_valid]
@@ -223,7 +200,6 @@ class Tracer:
         ending.join(CLOSE_S)
 
     def _context(self, text: str) -> "SpanContext":
-        """Reads a trace context; an invalid one gives an invalid context."""
         parent, _, state = text.partition(" ")
         found = self._propagator.extract({"traceparent": parent, "tracestate": state}) if text else None
         return self._api.get_current_span(found).get_span_context() if found else self._api.INVALID_SPAN_CONTEXT
@@ -263,7 +239,6 @@ def _otlp(environ: Mapping[str, str]) -> "OTLPSpanExporter":
 
 
 def _asking(environ: Mapping[str, str]) -> str:
-    """Returns the variable that asks for traces."""
     return next(name for name in _SWITCHES if environ.get(name, "").strip())
 
 

@@ -1,8 +1,8 @@
-"""Triton's metrics: its names, labels and texts (reference §4), made of the same numbers as qinfer's own.
+"""Triton's metrics: its names, labels and texts (reference §4), from the same numbers as qinfer's own.
 
-They come from the statistics that everyone adds to the shared store, so that they only grow, whichever process dies,
-and every gateway shows the same ones. Only CPU and memory of the machine are those of the gateway that is asked; GPUs
-are those that workers report.
+They come from the statistics in the shared store, so that they only grow, and every gateway shows the same ones. CPU
+and
+memory are those of the answering gateway's machine; workers report GPUs.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ class Reason(StrEnum):
 
 
 class _Reasons(NamedTuple):
-    """The reason of a code: where a worker counted it, and where a gateway did."""
+    """The reason of an error code, by the process that counted it."""
 
     worker: Reason
     gateway: Reason
@@ -39,7 +39,7 @@ class _Reasons(NamedTuple):
 _REJECTED = _Reasons(Reason.REJECTED, Reason.REJECTED)
 _CANCELED = _Reasons(Reason.CANCELED, Reason.CANCELED)
 _BACKEND = _Reasons(Reason.BACKEND, Reason.BACKEND)
-_OF_MODEL = _Reasons(Reason.BACKEND, Reason.OTHER)  # codes that a model may give its own errors
+_OF_MODEL = _Reasons(Reason.BACKEND, Reason.OTHER)  # codes that a model may use for its own errors
 _OTHER = _Reasons(Reason.OTHER, Reason.OTHER)
 
 REASONS: Mapping[str, _Reasons] = {
@@ -57,20 +57,20 @@ REASONS: Mapping[str, _Reasons] = {
     ErrorCode.UNSUPPORTED_FEATURE: _OF_MODEL,
     ErrorCode.ALREADY_EXISTS: _OF_MODEL,
 }
-"""Code of an error → Triton's reason; the codes that are not here are OTHER."""
+"""Error code → Triton's reason; other codes are OTHER."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The choice of a model's metrics: latencies by Triton's `--metrics-config`, and what configurations say.
+    """The choice of a model's metrics: latencies by Triton's `--metrics-config`, and the models' configurations.
 
     Attributes:
-        counters: The cumulative durations.
-        quantiles: Those of the summaries; none = no summaries.
-        histogram: The histogram of the time to the first response.
-        recent: Model version → what the summaries' counts grew by of late; of these are the quantiles.
+        counters: Show the cumulative durations.
+        quantiles: The quantiles of the summaries; none = no summaries.
+        histogram: Show the histogram of the time to the first response.
+        recent: Model version → the recent growth of the summaries' counts, for the quantiles.
         cached: Models whose responses are cached.
-        tags: Model → its `metric_tags`, of those that have any.
+        tags: Model → its `metric_tags`.
     """
 
     counters: bool = True
@@ -86,7 +86,7 @@ USUAL = Wanted()
 
 
 class _Latency(NamedTuple):
-    """A phase of a request: its counter, its summary, and the statistic that both are read from."""
+    """A phase of a request: its counter, its summary, and the statistic of both."""
 
     counter: Info
     summary: Info
@@ -104,7 +104,7 @@ _LATENCIES = (
 
 
 class _CacheUse(NamedTuple):
-    """Uses of the response cache of one kind: how many, and how long they took."""
+    """Uses of the response cache of one kind: their number and duration."""
 
     counted: Info
     count_field: str
@@ -135,13 +135,13 @@ def families(
     load_s: Mapping[Key, float],
     wanted: Wanted = USUAL,
 ) -> Iterator[Family]:
-    """Yields Triton's metrics of models.
+    """Yields Triton's metrics of models, all counters from 0 on.
 
     Args:
-        statistics: Model version → the fields of `observability.stats`. All counters of each are there, from 0 on.
+        statistics: Model version → the fields of `observe.stats`.
         pending: Model version → requests that wait.
-        load_s: Model version → seconds that its last load took.
-        wanted: What to show of them.
+        load_s: Model version → seconds of its last load.
+        wanted: The metrics to show.
     """
     for shown in _families(statistics, pending, load_s, wanted):
         if wanted.tags:
@@ -150,7 +150,7 @@ def families(
 
 
 def _tagged(sample: Sample, tags: Mapping[str, Mapping[str, str]]) -> Sample:
-    """Puts a model's tags in front of its labels, which are in the order of the alphabet."""
+    """Puts a model's tags before its labels, which are in alphabetical order."""
     own = tags.get(dict(sample.labels)["model"], {})
     return sample._replace(labels=(*((f"_{name}", own[name]) for name in sorted(own)), *sample.labels))
 
@@ -175,7 +175,7 @@ def _families(
             yield by_model(latency.counter, totals)
     yield from _of_cache(statistics, wanted)
     if wanted.quantiles:
-        # A summary of whole requests would mix hits and executions: Triton leaves it out.
+        # A summary of whole requests would mix hits and executions, and Triton leaves it out.
         uncached = {key: of for key, of in statistics.items() if key[0] not in wanted.cached}
         for latency in _LATENCIES:
             yield _summary(latency, uncached if latency.which == latencies.REQUEST else statistics, wanted)
@@ -183,7 +183,7 @@ def _families(
         histogram = Family(catalogue.NV_FIRST_RESPONSE)
         for key, fields in statistics.items():
             buckets = stats.buckets(fields, latencies.FIRST_RESPONSE)
-            total_ms = fields.get(latencies.FIRST_RESPONSE_NS, 0) // 1_000_000  # whole, as Triton's
+            total_ms = fields.get(latencies.FIRST_RESPONSE_NS, 0) // 1_000_000  # whole, as in Triton
             histogram.add_histogram(buckets, total_ms, **labels_of(key))
         yield histogram
     yield by_model(catalogue.NV_PENDING, pending)
@@ -191,11 +191,11 @@ def _families(
 
 
 def of_gpus(uses: Iterable[GpuUse]) -> Iterator[Family]:
-    """Yields Triton's metrics of GPUs, each GPU once, though several workers may report it; nothing where none does."""
+    """Yields Triton's metrics of GPUs, each GPU once, though several workers may report it."""
     gpus: dict[str, GpuUse] = {}
     for use in uses:
         known = gpus.get(use.uuid)
-        if known is None or use.energy_j >= known.energy_j:  # the latest: energy only grows
+        if known is None or use.energy_j >= known.energy_j:  # the latest, as energy only grows
             gpus[use.uuid] = use
     if not gpus:
         return
@@ -204,14 +204,14 @@ def of_gpus(uses: Iterable[GpuUse]) -> Iterator[Family]:
 
 
 def of_host(use: HostUse) -> Iterator[Family]:
-    """Yields Triton's metrics of the machine: of the one that this gateway is running on."""
+    """Yields Triton's metrics of this gateway's machine."""
     yield family(catalogue.NV_CPU_UTILIZATION, [(use.cpu, {})])
     yield family(catalogue.NV_CPU_MEMORY_TOTAL, [(use.memory_total_bytes, {})])
     yield family(catalogue.NV_CPU_MEMORY_USED, [(use.memory_used_bytes, {})])
 
 
 def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
-    """Returns how many requests failed for each of the four reasons, from statistics."""
+    """Returns the number of failed requests for each reason, from statistics."""
     counts = dict.fromkeys(Reason, 0)
     for name, count in fields.items():
         if name.startswith(stats.FAILURES):
@@ -222,7 +222,7 @@ def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
 
 
 def _of_cache(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Iterator[Family]:
-    """Yields the metrics of the response cache, of models that use it, or have; without durations no counts either."""
+    """Yields the metrics of the response cache, of models that use or have used it; counts only with durations."""
     counts = {stats.CACHE_HIT_COUNT, stats.CACHE_MISS_COUNT}
     of_cached = {key: of for key, of in statistics.items() if key[0] in wanted.cached or counts & set(of)}
     if not of_cached:
@@ -249,7 +249,7 @@ def _successful(fields: Mapping[str, int]) -> int:
 
 
 def _executed(fields: Mapping[str, int]) -> int:
-    """Returns how many successful requests were not answered from the cache."""
+    """Returns the number of successful requests that were not answered from the cache."""
     return _successful(fields) - fields.get(stats.CACHE_HIT_COUNT, 0)
 
 
@@ -259,7 +259,7 @@ _COUNTED: Mapping[str, Callable[[Mapping[str, int]], int]] = {
     latencies.CACHE_HIT: lambda fields: fields.get(stats.CACHE_HIT_COUNT, 0),
     latencies.CACHE_MISS: lambda fields: fields.get(stats.CACHE_MISS_COUNT, 0),
 }
-"""The summary of a latency → what its count is of; of the others it is executed requests."""
+"""Latency → the count of its summary; the others count executed requests."""
 
 _OF_GPUS = (
     (catalogue.NV_GPU_UTILIZATION, "utilization"),

@@ -1,1 +1,1 @@
-"""Traffic: which target answers a request to an endpoint, and whether a canary is as good as the stable one."""
+"""Traffic: the choice of the target that answers a request to an endpoint, and the judgement of canaries."""

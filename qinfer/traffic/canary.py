@@ -1,20 +1,21 @@
-"""The life of a canary as a pure state machine: what has been counted, and the time → what to do, and why.
+"""The life of a canary as a pure state machine: counts and time → an action and its reason.
 
     begin ─▶ step 1 ─▶ step 2 ─▶ … ─▶ finish: the canary's version number is the stable one
                │          │
                └──────────┴─▶ roll back, as soon as a check has decided; pause, by hand or without data
 
-Each check compares a share of bad requests with stable's by one test (`qinfer.traffic.evidence`). The evidence lasts
-from the first step to the last; the rate of false rollbacks that the plan allows is that of the whole canary, and
-divided evenly over the checks. Whether requests are slow is told by limits that are fixed from stable's latencies when
-a step begins, so that load that slows both targets down proves nothing against the canary.
+Each check compares the canary's share of bad requests with stable's by one test (`qinfer.traffic.evidence`). The
+evidence
+lasts from the first step to the last. The plan's rate of false rollbacks is for the whole canary, and is divided evenly
+over the checks. Limits from stable's latencies at the begin of a step define slow requests, so that load that slows
+both targets down proves nothing against the canary. Of several tenants none decides alone
+(`qinfer.traffic.tenant_parts`).
 
-Where there are several tenants, none of them decides alone (`qinfer.traffic.tenant_parts`).
-
-A step lasts its least time and its least number of requests, and longer while the evidence of a check is more than half
-of the way to a decision, or more of the canary's requests fail than may, however many of stable's do. A transition is
-to be stored only if endpoint and step are still (`revision`, `step`) of the state that it was decided from: then a
-controller that has lost its lease changes nothing.
+A step lasts its least time and its least number of requests. It lasts longer while the evidence of a check is more than
+half of the way to a decision, or more of the canary's requests fail than the plan allows, however many of stable's do.
+A
+transition is stored only if endpoint and step are still those of the state that it was decided from (`revision`,
+`step`): a controller that has lost its lease changes nothing.
 """
 
 import math
@@ -33,28 +34,28 @@ from qinfer.traffic.tenant_parts import ALONE_S, LEAST_OF_OTHERS, Heard, bounded
 LEAST_LATENCIES = 100
 """Latencies of stable that a limit needs."""
 _LEAST_OF_A_TENANT = 25
-"""Latencies of a tenant with which it has a quantile of its own."""
+"""Latencies of a tenant that its own quantile needs."""
 
 DEADLINE, _DEADLINE_QUANTILE = "deadline", 0.99
-"""The limit that is no check's: stable's latency, below which a deadline is its caller's own fault."""
+"""A limit without a check: stable's latency, below which a missed deadline is its caller's fault."""
 
 _CLOSE = 0.5
-"""The part of the way to a decision (of its logarithm) from which on evidence holds a canary back."""
+"""Evidence beyond this part of the way to a decision (of its logarithm) holds a canary back."""
 _OF_OTHERS = 0.75
-"""The part of it that the evidence must come without any one of several tenants."""
+"""The part of it that the evidence must reach without any one of several tenants."""
 
 Latencies = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 """`execution` and `latency` → stratum → tenant → seconds."""
 
 BY_HAND, NO_DATA = "by hand", "no data"
-"""Why a canary is paused; one without data goes on by itself when there are some."""
+"""Why a canary is paused; one without data resumes when there are some."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A step of a canary.
 
     Attributes:
-        weight: The share of requests that the canary answers, from 0 to less than 1; 0 = it answers none.
+        weight: The share of requests that the canary answers, from 0 to less than 1.
         shadow: The share of requests that the canary executes beside stable, which answers them.
         least_s: The least time of the step, in seconds.
         least_requests: The least number of the canary's requests.
@@ -67,14 +68,14 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A share of the canary's requests that is compared.
+    """A comparison of the canary's share of bad requests.
 
     Attributes:
-        of: The requests that are bad: with `errors`; with an `execution` time, or a `latency` as the caller sees it,
-            above stable's quantile; with `disagreements`.
-        quantile: That of `execution` and `latency`, such as 0.5 or 0.99.
+        of: The bad requests: those with `errors`; those with an `execution` time, or a `latency` for the caller, above
+            stable's quantile; those with `disagreements`.
+        quantile: The quantile of `execution` and `latency`, such as 0.5 or 0.99.
         tolerated: The odds ratio up to which the canary may be worse than stable; 1 = not worse.
-        allowed: A share that is compared with instead of stable's; `disagreements` have no other.
+        allowed: A share to compare with instead of stable's; `disagreements` need one.
     """
 
     of: Literal["errors", "execution", "latency", "disagreements"]
@@ -98,14 +99,14 @@ CHECKS = (
 
 
 class CanaryPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The steps and checks that are declared for the canaries of an endpoint; `checked` checks them.
+    """The declared steps and checks of an endpoint's canaries.
 
     Attributes:
         steps: The steps in order; promotion follows the last.
         checks: The checks.
-        false_rollbacks: The rate of canaries as good as stable that may be rolled back, at most.
+        false_rollbacks: The highest rate of rollbacks among canaries as good as stable.
         no_data_s: Seconds without requests of a target after which the canary is paused.
-        most_errors: The share of the canary's requests in a step up to which it goes on by itself, however many of
+        most_errors: The highest share of failed requests with which the canary leaves a step by itself, however many of
             stable's fail; 1 = all may fail.
     """
 
@@ -122,23 +123,23 @@ class CanaryPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The state of a canary, as it is stored.
+    """The stored state of a canary; times are seconds since the epoch.
 
     Attributes:
         stable: The version number of the stable target.
         canary: The version number of the canary.
         revision: The endpoint's revision, which each transition raises.
-        since_s: The time at which the step began, in seconds since the epoch, as all times here.
+        since_s: The begin of the step.
         step: The index of the step.
         requests: The canary's requests of this step.
         stable_at_s: The time of the last requests of stable.
         canary_at_s: The time of the last requests of the canary.
         evidence: Check → the evidence so far.
         limits: Check → stratum → seconds above which a request is slow in this step.
-        paused: Why it is paused; empty = it is not.
-        ended: The action that has ended it; empty = it goes on.
+        paused: Why it is paused.
+        ended: The action that has ended it.
         tenants: Tenant → its requests of the canary in this step.
-        without: Tenant → check → the evidence of the others, where there are any.
+        without: Tenant → check → the evidence of the other tenants.
     """
 
     stable: int
@@ -161,12 +162,12 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """The counts of all gateways since the last decision about a canary.
 
     Attributes:
-        now_s: The time.
-        revision: The endpoint's revision that the counts belong to.
-        step: The step that they belong to.
-        blocks: Check → stratum → requests; those of `errors` are all requests. Only requests alike but for the target
-            share a stratum: of execution times those of like batch size.
-        parts: Tenant → its part of them; empty = all are one tenant's.
+        revision: The endpoint's revision of the counts.
+        step: Their step.
+        blocks: Check → stratum → requests; `errors` has all requests. Requests of a stratum differ only in their
+        target:
+            execution times are divided by batch size.
+        parts: Tenant → its part of them; empty = one tenant sent all.
     """
 
     now_s: float
@@ -177,7 +178,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Action(StrEnum):
-    """What a decision does."""
+    """The effect of a decision."""
 
     HOLD = "hold"
     PROMOTE = "promote"
@@ -191,11 +192,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of a check.
 
     Attributes:
-        check: The check's name.
         seen: The requests since the canary began.
         evidence: The evidence that the canary is worse.
         decides: The evidence with which the check decides.
-        allowed: The share that the canary's is compared with; `None` = stable's.
+        allowed: The share to compare with; `None` = stable's.
     """
 
     check: str
@@ -206,16 +206,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_decided(self) -> bool:
-        """Whether the canary is worse."""
+        """Tells whether the canary is worse."""
         return self.evidence >= self.decides
 
     @property
     def is_close(self) -> bool:
-        """Whether more than half of the way to a decision is gone."""
+        """Tells whether the evidence is more than half of the way to a decision."""
         return self.evidence > math.exp(_CLOSE * math.log(self.decides))
 
     def __str__(self) -> str:
-        """Returns the numbers in words."""
         canary, stable = self.seen.canary, self.seen.stable
         other = (
             f"{stable.bad:,} of {stable.requests:,} ({stable.share:.2%}) of stable"
@@ -229,13 +228,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done with a canary.
+    """An action on a canary.
 
     Attributes:
-        action: What.
-        reason: Why, in words.
+        reason: The reason, in words.
         verdicts: The numbers of all checks.
-        stable: The version number that is the stable one from now on.
+        stable: The version number of the stable target from now on.
     """
 
     action: Action
@@ -245,11 +243,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked(plan: CanaryPlan) -> CanaryPlan:
-    """Returns a plan that can be carried out.
-
-    Raises:
-        InvalidRequest: A value can't be; the text names it.
-    """
+    """Returns a plan, or raises `InvalidRequest` if a value is impossible."""
     if not plan.steps:
         raise InvalidRequest("a canary has no steps; give it at least one, such as weight 0.05")
     for number, step in enumerate(plan.steps, 1):
@@ -299,15 +293,7 @@ def _check_numbers(check: Check) -> None:
 
 
 def begin(plan: CanaryPlan, stable: int, canary: int, revision: int, now_s: float) -> CanaryState:
-    """Returns the state at the beginning of the first step.
-
-    Args:
-        plan: The plan.
-        stable: The version number of the stable target.
-        canary: That of the canary.
-        revision: The endpoint's revision with the first step.
-        now_s: The time.
-    """
+    """Returns the state at the beginning of the first step, at which the endpoint has this revision."""
     return CanaryState(
         stable=stable,
         canary=canary,
@@ -320,7 +306,7 @@ def begin(plan: CanaryPlan, stable: int, canary: int, revision: int, now_s: floa
 
 
 def _no_evidence(plan: CanaryPlan, steps: int) -> dict[str, Evidence]:
-    """Returns the evidence of each check where nothing was counted in so many steps."""
+    """Returns the evidence of each check after steps without requests."""
     none = Evidence()
     for _ in range(steps):
         none = none.begun(1.0 / len(plan.steps))
@@ -328,13 +314,9 @@ def _no_evidence(plan: CanaryPlan, steps: int) -> dict[str, Evidence]:
 
 
 def with_limits(plan: CanaryPlan, state: CanaryState, latencies: Latencies, now_s: float) -> CanaryState:
-    """Returns the state with limits where there are none yet in this step; to be stored, for gateways count by them.
+    """Returns the state with limits from stable's latest latencies, where this step has none yet.
 
-    Args:
-        plan: The plan.
-        state: The state.
-        latencies: Stable's latest.
-        now_s: The time.
+    It must be stored, as gateways count by it.
     """
     limits = {name: dict(known) for name, known in state.limits.items()}
     waits = len(state.tenants) > 1 and now_s - state.since_s < ALONE_S
@@ -348,13 +330,7 @@ def with_limits(plan: CanaryPlan, state: CanaryState, latencies: Latencies, now_
 
 
 def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> float | None:
-    """Returns the quantile of latencies, the median of the tenants' own; `None` = there are too few.
-
-    Args:
-        found: The latencies of each tenant.
-        quantile: Which quantile.
-        least: The number of tenants that must have one.
-    """
+    """Returns the median of the tenants' quantiles; `None` = fewer than `least` tenants have enough latencies."""
     if sum(map(len, found)) < LEAST_LATENCIES:
         return None
     enough = [seconds for seconds in found if len(seconds) >= _LEAST_OF_A_TENANT]
@@ -365,9 +341,9 @@ def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> flo
 
 
 def decide(plan: CanaryPlan, state: CanaryState, seen: Seen) -> tuple[Decision, CanaryState]:
-    """Decides what to do after further requests; returns the state after it, too.
+    """Decides about a canary after further requests; returns the next state, too.
 
-    Only a state of another `revision` is a transition; that of `hold` has the evidence of what was seen.
+    A state with another `revision` is a transition; after `hold` the state only has more evidence.
     """
     if reason := _why_not_counted(state, seen):
         return _decision(plan, state, Action.HOLD, reason), state
@@ -403,7 +379,7 @@ def _others_agree(plan: CanaryPlan, state: CanaryState, check: str, names: Colle
 def _why_not_yet(plan: CanaryPlan, state: CanaryState, now_s: float, names: Collection[str]) -> str:
     """Returns why a canary stays in its step for now.
 
-    One tenant's requests are half of a step's at most until the others have sent some.
+    One tenant's requests are at most half of a step's until the others have sent some.
     """
     if state.paused:
         return f"paused: {state.paused}"
@@ -421,7 +397,7 @@ def _why_not_yet(plan: CanaryPlan, state: CanaryState, now_s: float, names: Coll
 
 
 def _doubts(plan: CanaryPlan, state: CanaryState, verdicts: Sequence[Verdict], names: Collection[str]) -> Iterator[str]:
-    """Yields the reasons for which a canary is not promoted though its step is over."""
+    """Yields the reasons against a promotion at the end of a step."""
     for verdict in verdicts:
         if verdict.has_decided:
             yield f"one tenant alone is no reason to roll back; decide by hand: {verdict}"
@@ -438,14 +414,7 @@ def _doubts(plan: CanaryPlan, state: CanaryState, verdicts: Sequence[Verdict], n
 
 
 def promote(plan: CanaryPlan, state: CanaryState, now_s: float, reason: str) -> tuple[Decision, CanaryState]:
-    """Goes on to the next step, or after the last finishes: the canary becomes stable.
-
-    Args:
-        plan: The plan.
-        state: The state.
-        now_s: The time.
-        reason: Why.
-    """
+    """Moves to the next step; after the last, the canary becomes stable."""
     if state.step + 1 >= len(plan.steps):
         ended = replace(state, revision=state.revision + 1, stable=state.canary, ended=Action.FINISH.value)
         return _decision(plan, ended, Action.FINISH, reason), ended
@@ -476,11 +445,7 @@ def roll_back(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[Decisi
 def pause(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> tuple[Decision, CanaryState]:
     """Keeps the canary in its step, with its weight; checks go on, and may roll it back.
 
-    Args:
-        plan: The plan.
-        state: The state.
-        why: `BY_HAND` or `NO_DATA`.
-        reason: Why, in words.
+    `why` is `BY_HAND` or `NO_DATA`, `reason` a text.
     """
     paused = replace(state, revision=state.revision + 1, paused=why)
     return _decision(plan, paused, Action.PAUSE, f"{why}: {reason}" if reason else why), paused
@@ -493,7 +458,7 @@ def resume(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[Decision,
 
 
 def verdicts_of(plan: CanaryPlan, state: CanaryState) -> tuple[Verdict, ...]:
-    """Returns the numbers of all checks as they are."""
+    """Returns the present numbers of all checks."""
     return tuple(
         Verdict(
             check=check.name,
@@ -527,7 +492,6 @@ def _observed(plan: CanaryPlan, state: CanaryState, seen: Seen) -> CanaryState:
 
 
 def _evidence(plan: CanaryPlan, before: Mapping[str, Evidence], seen: Blocks) -> dict[str, Evidence]:
-    """Returns the evidence of each check after further requests."""
     evidence = dict(before)
     for check in plan.checks:
         known, blocks = evidence[check.name], seen.get(check.name, {})

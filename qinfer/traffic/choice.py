@@ -3,7 +3,7 @@
 A key chooses by weighted rendezvous hashing (Thaler and Ravishankar 1998; the weights as in Schindelhauer and
 Schomaker, "Weighted Distributed Hash Tables", 2005). Each target draws an exponential time whose rate is its weight
 from a hash of the key and the target; the first one wins, with the probability weight / sum of weights. A change of
-weights therefore moves exactly the share that the changed target gains or loses, and every gateway chooses alike.
+weights therefore moves exactly the share that the changed target gains or loses, and all gateways choose alike.
 """
 
 import math
@@ -22,18 +22,11 @@ _SPAN = 2**64
 
 
 def no_header(_: str) -> None:
-    """Stands for the headers of a request that has none."""
+    """Stands for the headers of a request without any."""
 
 
 class Asked(NamedTuple):
-    """What a choice looks at.
-
-    Attributes:
-        tenant: Who asks.
-        header: Its headers.
-        parameters: Its parameters.
-        sequence: Its sequence; `None` = it has none.
-    """
+    """The properties of a request that a choice uses."""
 
     tenant: str = ""
     header: Header = no_header
@@ -44,12 +37,7 @@ class Asked(NamedTuple):
 class Split:
     """The choice among the targets of an endpoint, prepared once for all its requests.
 
-    Args:
-        endpoint: The endpoint, checked.
-        chance: Gives numbers from 0 to 1, for requests without a key.
-
-    Attributes:
-        headers: The names of the headers that it looks at.
+    `chance` returns numbers from 0 to 1, for requests without a key.
     """
 
     def __init__(self, endpoint: Endpoint, chance: Callable[[], float] = random) -> None:
@@ -73,13 +61,13 @@ class Split:
         return by_chance(self._weights, self._chance()) if key is None else by_key(self._weights, self._name, key)
 
     def is_steered(self, asked: Asked) -> bool:
-        """Tells whether the caller has chosen its target, by a header or a parameter that a condition is about."""
+        """Tells whether the caller has chosen its target, by a header or parameter of a condition."""
         return any(
             (condition.headers or condition.parameters) and meets(asked, condition) for condition, _ in self._conditions
         )
 
     def _key(self, asked: Asked) -> str | None:
-        """Returns what keeps its target; `None` = nothing does."""
+        """Returns the sticky key of a request, if it has one."""
         if asked.sequence is not None:
             return f"{asked.tenant}\0{asked.sequence.id!r}"
         match self._kind:
@@ -93,7 +81,7 @@ class Split:
 
 
 def meets(asked: Asked, condition: Condition) -> bool:
-    """Tells whether a request has all that a condition wants."""
+    """Tells whether a request meets all parts of a condition."""
     if condition.tenant and condition.tenant != asked.tenant:
         return False
     for name, value in condition.headers.items():
@@ -109,12 +97,7 @@ Weights = tuple[tuple[Target, float], ...]
 
 
 def by_chance(weights: Weights, chance: float) -> Target:
-    """Returns the target at a place of the line on which each takes as much room as its weight.
-
-    Args:
-        weights: The targets.
-        chance: The place, from 0 to 1.
-    """
+    """Returns the target at a place, from 0 to 1, of the line on which each target takes up its weight."""
     for target, weight in weights:
         chance -= weight
         if chance < 0:
@@ -123,13 +106,7 @@ def by_chance(weights: Weights, chance: float) -> Target:
 
 
 def by_key(weights: Weights, name: str, key: str) -> Target:
-    """Returns the target of a key.
-
-    Args:
-        weights: The targets.
-        name: The endpoint's name: the same key is shared out anew at each endpoint.
-        key: The key.
-    """
+    """Returns the target of a key; the endpoint's name makes each endpoint choose anew."""
     times = [
         (_exponential(f"{name}\0{target.label}\0{key}") / weight, target) for target, weight in weights if weight > 0
     ]
@@ -137,6 +114,6 @@ def by_key(weights: Weights, name: str, key: str) -> Target:
 
 
 def _exponential(text: str) -> float:
-    """Returns an exponentially distributed time of rate 1 that a text always has."""
+    """Returns an exponentially distributed time of rate 1, always the same for a text."""
     digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
     return -math.log((int.from_bytes(digest) + 0.5) / _SPAN)

@@ -1,15 +1,14 @@
-"""The controller of canaries: a role of every gateway, of which one is at work, by a lease.
+"""The controller of canaries: every gateway has it, and a lease selects the one that decides.
 
-Once a second each gateway adds what it has counted, and confirms the revision that it goes by. The one with the lease
-reads the counts of all, has `qinfer.traffic.canary` decide, and stores what follows. What it writes is compared with
-what it has read, so a gateway whose lease went to another meanwhile changes nothing. It also writes again the trials
-that Redis has lost: else a version that was rolled back would be tried again.
+Once a second each gateway adds its counts, and confirms the revision that it uses. The gateway with the lease reads the
+counts of all, lets `qinfer.traffic.canary` decide, and stores the result by compare-and-set, so that a gateway that has
+lost the lease changes nothing. It also restores trials that Redis has lost: otherwise a version that was rolled back
+would be tried again.
 
-At a rollback it moves what waits for the bad version to the lanes of the stable one, in each round until a while
-after every gateway has confirmed the rollback: what was chosen before may be enqueued a little later.
+After a rollback it moves the requests that wait for the bad version to the lanes of the stable one, in each round until
+a while after every gateway has confirmed the rollback, since earlier choices may be enqueued late.
 
-`EndpointFollower` is the part of it that other programs have, those that choose targets: they count and confirm as
-gateways do, and decide nothing.
+`EndpointFollower` is for other programs that choose targets: they count and confirm as gateways do, and decide nothing.
 """
 
 import asyncio
@@ -35,20 +34,19 @@ EVERY_S = 1.0
 """Seconds between two rounds."""
 
 MOVES_S = 10.0
-"""Seconds after the end of a rollback for which what waits for the bad version is still moved."""
+"""Seconds after the end of a rollback during which requests for the bad version are still moved."""
 
 
 class CanaryController:
-    """See the module docstring.
+    """Counts, confirms, and decides about canaries, unless `decides` is false.
 
     Args:
         store: The declarations.
         trials: The trials of their canaries.
-        view: The endpoints as this gateway has them.
-        observed: What this gateway counts.
+        view: This gateway's view of the endpoints.
+        observed: This gateway's counts.
         owner: The gateway's name.
-        queue: The queue that requests wait in.
-        decides: Whether it takes part in deciding; else it counts and confirms only.
+        queue: The queue of the requests.
     """
 
     def __init__(  # noqa: PLR0913 - what a round reads and writes
@@ -73,12 +71,12 @@ class CanaryController:
         self._decides = decides
 
     async def run(self) -> None:
-        """Works once a second until cancelled; then another gateway may decide at once."""
+        """Works once a second until cancelled, and then gives the lease back."""
         try:
             await self._work()
         finally:
             if self._decides:
-                with suppress(BrokerUnavailable, TimeoutError):  # the lease ends by itself
+                with suppress(BrokerUnavailable, TimeoutError):  # the lease expires
                     async with asyncio.timeout(EVERY_S):
                         await self._trials.leave(self._owner)
 
@@ -94,11 +92,7 @@ class CanaryController:
             await asyncio.sleep(EVERY_S)
 
     async def round(self) -> None:
-        """Confirms, counts, and decides if this gateway has the lease.
-
-        Raises:
-            BrokerUnavailable: Redis can't be reached.
-        """
+        """Confirms, counts, and decides if this gateway has the lease."""
         if not self._view.is_deaf:
             await self._trials.confirm(self._owner, self._view.revision)
         stored = await self._trials.read()
@@ -120,7 +114,7 @@ class CanaryController:
     async def _look_after(self, endpoint: Endpoint, stored: StoredTrial | None) -> None:
         change = await self._change_of(endpoint, stored)
         if change is None or not await self._trials.change(endpoint, stored, change):
-            return  # nothing to do, or somebody else was first: the next round sees what they did
+            return  # nothing to do, or another gateway was first: the next round sees its change
         if change.event is not None:
             event = change.event
             about = {"endpoint": endpoint.name, "version": event.version, "step": event.step, "reason": event.reason}
@@ -136,16 +130,17 @@ class CanaryController:
             return advanced(endpoint, trial, counted, latencies, self._now_s())
         if trial is not None and trial.is_rolled_back and (not trial.done_s or self._now_s() < trial.done_s + MOVES_S):
             heard = (await self._trials.heard()).values()
-            moved = await self._move(endpoint, trial)  # after that: what they enqueued before is there by now
+            moved = await self._move(endpoint, trial)  # after `heard`: their earlier requests are enqueued by now
             if (change := confirmed(endpoint, trial, heard, self._now_s(), moved)) is not None:
                 return change
         return begun(endpoint, trial, self._view.ready_to_try(endpoint), self._now_s())
 
     async def _move(self, endpoint: Endpoint, trial: Trial) -> int:
-        """Moves what waits for a version that was rolled back to the stable one; returns how many it has moved so far.
+        """Moves requests for a version that was rolled back to the stable one; returns how many were moved so far.
 
-        Where the stable version is not READY, or is another model's, they are left to the bad one: a late answer is
-        better than none, and lanes of two models may be on two nodes.
+        If the stable version is not READY, or is another model's, they stay with the bad one: a late answer is better
+        than
+        none, and lanes of two models may be on two nodes.
         """
         bad, stable, catalog = trial.state.canary, endpoint.stable, self._view.catalog
         key = endpoint.name, trial.state.revision
@@ -160,22 +155,13 @@ class CanaryController:
 
 
 class EndpointFollower:
-    """The endpoints in a program that is no gateway and chooses targets: a bridge, a worker whose models call others.
+    """The endpoints in a program that is no gateway and chooses targets: a bridge, or a worker whose models make calls.
 
-    It goes by the declarations as a gateway does: by stable targets only while it hears of no changes, and a rollback
-    is done when it has confirmed it, too.
-
-    Args:
-        catalog: Knows the models.
-        control: Where the declarations are.
-        owner: The name of the process.
-        queue: The queue that requests wait in.
+    Like a gateway, it uses only stable targets while it hears of no changes, and a rollback waits for its confirmation.
 
     Attributes:
-        owner: As given, like the catalog.
-        catalog: The same.
         view: The endpoints; any thread may choose by them.
-        observed: Counts what canaries on trial have executed for this process.
+        observed: The counts of canaries on trial for this process.
     """
 
     def __init__(self, catalog: Catalog, control: ControlStore, owner: str, queue: Queue) -> None:
@@ -187,11 +173,7 @@ class EndpointFollower:
         self._canaries = CanaryController(store, trials, self.view, self.observed, owner, queue, decides=False)
 
     async def look(self) -> None:
-        """Reads the declarations for the first time.
-
-        Raises:
-            BrokerUnavailable: Redis can't be reached.
-        """
+        """Reads the declarations for the first time."""
         await self._watch.look()
 
     async def run(self) -> None:

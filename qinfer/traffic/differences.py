@@ -1,11 +1,11 @@
-"""How the outputs of two targets differ, row by row: pure, on whole batches with numpy.
+"""The differences between the outputs of two targets, row by row: pure, on whole batches with numpy.
 
     values of both ──▶ compared ──▶ Rows: agreement and distance of each row ──▶ Summary, Samples
 
 Rows agree by one of three rules: `equal` (all elements are the same: texts, numbers of classes), `argmax` (the greatest
 element of each vector is the same one), or `within` (no element is further away than the tolerance). The distance of a
-row is the largest one of its elements, and nothing where they are equal or not. Rows can't be measured where one of the
-targets alone has a NaN, or their shapes differ: they disagree, and count apart.
+row is the largest one of its elements; `equal` has none. Rows whose shapes differ, or in which only one target has a
+NaN, can't be measured: they disagree, and count apart.
 """
 
 import math
@@ -23,11 +23,11 @@ Values = Array | Sequence[Array]
 """An output: an array of rows, `[rows, …]`, or a list of one array for each row where their shapes differ."""
 
 _ELEMENTS, _CHARACTERS = 8, 200
-"""So many elements, or characters, of a value are shown."""
+"""The most elements, or characters, of a value in a sample."""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When rows of an output agree.
+    """The condition under which rows of an output agree.
 
     Attributes:
         agree: `argmax`, `equal` or `within`; empty = `equal` for texts and whole numbers, `argmax` for one vector of
@@ -43,10 +43,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     nan: Literal["equal", "differs"] = "equal"
 
     def of(self, values: Values) -> "Rule":
-        """Returns the rule with what it says of an output of these values.
+        """Returns the rule with its default for these values filled in.
 
         Raises:
-            InvalidRequest: Such values can't be compared so.
+            InvalidRequest: The rule can't compare such values.
         """
         one = values if isinstance(values, np.ndarray) else next(iter(values), np.empty(0))
         axes = one.ndim - isinstance(values, np.ndarray)
@@ -66,7 +66,7 @@ class Rows(NamedTuple):
 
     Attributes:
         agrees: bool[rows].
-        distances: float64[rows]; infinite where a row can't be measured, NaN where rows are equal or not.
+        distances: float64[rows]; infinite where a row can't be measured, NaN by the rule `equal`.
     """
 
     agrees: npt.NDArray[np.bool_]
@@ -84,9 +84,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rows: The number of rows.
-        agreeing: How many agree.
-        unmeasured: How many can't be measured.
-        measured: How many have a distance.
+        agreeing: Rows that agree.
+        unmeasured: Rows that can't be measured.
+        measured: Rows with a distance.
         largest: The largest distance.
         total: The sum of distances.
     """
@@ -100,7 +100,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agreement(self) -> float:
-        """The share of rows that agree; 1 where there are none."""
+        """The share of rows that agree; 1 without rows."""
         return self.agreeing / self.rows if self.rows else 1.0
 
     @property
@@ -135,12 +135,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """A row in which an output differs.
 
     Attributes:
-        row: What identifies the row: the id of a request, or the key of a row.
+        row: The name of the row: the id of a request, or the key of a row.
         output: The output.
-        stable: Its value of the stable target, shortened; empty = redacted.
-        canary: The same of the canary.
+        stable: The stable target's value, shortened; empty = redacted.
+        canary: The canary's value, likewise.
         agrees: Whether they agree.
-        distance: The distance; `None` = there is none.
+        distance: The distance, if there is one.
     """
 
     row: str
@@ -152,18 +152,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """About how many bytes it holds."""
+        """Its approximate size in bytes."""
         return sum(len(text.encode()) for text in (self.row, self.output, self.stable, self.canary)) + 32
 
 
 class Samples:
-    """The most different rows, up to a number and a number of bytes.
-
-    Args:
-        most: The number of rows.
-        most_bytes: Their bytes in sum.
-        redact: Keep no values, which may be secret.
-    """
+    """The most different rows, up to a number and a size; `redact` leaves out their values, which may be secret."""
 
     def __init__(self, most: int = 20, most_bytes: int = 65_536, *, redact: bool = False) -> None:
         self._most = most
@@ -172,15 +166,7 @@ class Samples:
         self._kept: list[Sample] = []
 
     def take(self, output: str, names: Sequence[str], stable: Values, canary: Values, rows: Rows) -> None:
-        """Takes the most different rows of a batch.
-
-        Args:
-            output: The output.
-            names: What identifies the rows.
-            stable: The values of the stable target.
-            canary: Those of the canary.
-            rows: Their comparison.
-        """
+        """Takes the most different rows of a batch, under their names."""
         for row in rows.most_different(self._most):
             distance = float(rows.distances[row])
             self._kept.append(
@@ -206,13 +192,8 @@ class Samples:
 def compared(rule: Rule, stable: Values, canary: Values) -> Rows:
     """Compares an output of two targets.
 
-    Args:
-        rule: When rows agree; see `Rule.of`.
-        stable: The values of the stable target.
-        canary: Those of the canary.
-
     Raises:
-        InvalidRequest: The targets have different numbers of rows, or such values can't be compared so.
+        InvalidRequest: The targets have different numbers of rows, or the rule can't compare such values.
     """
     if len(stable) != len(canary):
         raise InvalidRequest(
@@ -240,7 +221,7 @@ def _alike(rule: Rule, stable: Array, canary: Array) -> Rows:
     distances = apart.reshape(len(apart), math.prod(apart.shape[1:])).max(axis=1, initial=0.0)
     if rule.agree == "argmax":
         return Rows(np.isfinite(distances) & _same_places(ours, theirs), distances)
-    # The share of infinity or NaN is none.
+    # Infinity and NaN have no share.
     allowed = rule.tolerance + rule.relative * np.nan_to_num(np.abs(ours), posinf=0.0)
     return Rows(_in_all(apart <= allowed), distances)
 
@@ -253,12 +234,11 @@ def _equal(rule: Rule, stable: Array, canary: Array) -> Array:
 
 
 def _in_all(marks: Array) -> Array:
-    """Tells of each row whether all its elements are marked."""
     return np.asarray(marks.reshape(len(marks), math.prod(marks.shape[1:])).all(axis=1))
 
 
 def _distances(rule: Rule, stable: Array, canary: Array) -> Array:
-    """Returns the distances of elements: infinite where a NaN, or infinity, is one target's only."""
+    """Returns the distances of elements: infinite where only one target has a NaN, or infinity."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart: Array = np.abs(stable - canary)
     apart[stable == canary] = 0.0  # two infinities
@@ -270,7 +250,7 @@ def _distances(rule: Rule, stable: Array, canary: Array) -> Array:
 
 
 def _same_places(stable: Array, canary: Array) -> Array:
-    """Tells of each row whether the greatest elements of its vectors are at the same places; NaN is the least."""
+    """Returns for each row whether the greatest elements of its vectors are at the same places; NaN is the least."""
     if not stable.size:
         return np.ones(len(stable), np.bool_)
     ours, theirs = (np.where(np.isnan(values), -math.inf, values).argmax(axis=-1) for values in (stable, canary))

@@ -1,4 +1,4 @@
-"""Endpoints: names that callers use like a model's, and the targets that their requests are shared among. Pure.
+"""Endpoints: names that callers use like a model's, and the targets that share their requests. Pure.
 
     name: digit-reader
     sticky: header:x-user-id
@@ -6,7 +6,7 @@
       - {model: digits, version: 3, role: stable}
       - {model: digits, version: 4, weight: 0.1, when: [{tenant: testers}]}
 
-The stable target answers what no other target gets; here that is nine of ten users, but none of the testers.
+The stable target answers the requests that no other target gets: here those of nine of ten users, and of no testers.
 """
 
 import re
@@ -40,7 +40,8 @@ _TENANT = "tenant"
 class Role(StrEnum):
     """The part that a target has.
 
-    - stable: it answers what no other target gets, and stands for the endpoint in metadata, readiness and statistics.
+    - stable: it answers requests that no other target gets, and stands for the endpoint in metadata, readiness and
+      statistics.
     - canary: it answers a share of the requests, as versions on trial and the arms of an A/B test do.
     - shadow: it executes a share of the requests once more, and never answers any.
     """
@@ -51,11 +52,11 @@ class Role(StrEnum):
 
 
 class Condition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Something that a request may have; all that is given must be so.
+    """A condition on a request; all of its parts must hold.
 
     Attributes:
-        tenant: The tenant that asks.
-        headers: Headers of HTTP, or metadata of gRPC, and their values; their names are read in any case.
+        tenant: The tenant of the request.
+        headers: Headers of HTTP, or metadata of gRPC, and their values; names are case-insensitive.
         parameters: Parameters of the request, and their values.
     """
 
@@ -72,7 +73,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         version: Its version; `latest`, of a canary only, is the newest that is READY.
         role: Its part: one target is the stable one.
         weight: The share of the requests, from 0 to 1. The stable target gets the rest, and needs none.
-        when: A canary also gets every request that meets one of these, whatever its weight.
+        when: A canary also gets every request that meets one of these conditions, whatever its weight.
         trial: The version that is on trial, where the endpoint plans its canaries; 0 = none. The server sets it.
     """
 
@@ -103,17 +104,18 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A name for several targets.
 
     Attributes:
-        name: What callers ask.
-        targets: Who answers.
-        sticky: What keeps its target: `tenant`, `header:<name>` or `parameter:<name>`; empty = each request is shared
-            out by itself. A sequence always keeps its own.
-        hides_model: A model of the same name can't be asked any more but through the endpoint.
+        name: The name that callers use.
+        targets: The targets.
+        sticky: The key whose requests keep their target: `tenant`, `header:<name>` or `parameter:<name>`; empty = each
+            request is drawn by itself. A sequence always keeps its target.
+        hides_model: Requests for a model of the same name go to the endpoint instead.
         canary: The steps and checks by which the canary is promoted or rolled back; `None` = people decide.
-        webhook: The URL that is told of each event of its canaries; empty = none is.
-        compare: Output → when a row of a shadow's agrees with the stable target's; others by their datatype.
-        revision: The number of the change that made it so, over all endpoints; as written by a person, the revision
-            that the change is made to: 0 = whatever is there.
-        file: The digest of the file that it was declared by; empty = none.
+        webhook: The URL that receives each event of its canaries; empty = none.
+        compare: Output → when a row of a shadow's agrees with the stable target's; other outputs by their datatype.
+        revision: The number of its last change, over all endpoints; in a declaration, the revision that it replaces: 0
+        =
+            any.
+        file: The digest of the file that declares it; empty = none.
 
     Example:
         {"name": "digit-reader", "targets": [{"model": "digits", "version": 3, "role": "stable"},
@@ -137,7 +139,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def tried(self) -> Target | None:
-        """The target that a plan tries: its canary; `None` = there is none."""
+        """The canary that a plan tries, if there is one."""
         return next((target for target in self.targets if target.role is Role.CANARY), None)
 
     @property
@@ -150,7 +152,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def at_rest(self) -> "Endpoint":
-        """Returns the endpoint without a canary on trial; the weights are the steps' where there is a plan."""
+        """Returns the endpoint without a canary on trial; a plan's steps have the weights."""
         kept = [target for target in self.targets if not (target.role is Role.SHADOW and target.trial)]
         if self.canary is None:
             rested = (replace(target, trial=0) for target in kept)
@@ -159,18 +161,14 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return replace(self, targets=tuple(rested))
 
     def weight_of(self, target: Target) -> float:
-        """Returns the share of the requests that a target gets by its weight, or executes once more as a shadow."""
+        """Returns the share of the requests that a target gets, or executes once more as a shadow."""
         if target.role is not Role.STABLE:
             return target.weight or 0.0
         return round(1.0 - sum(each.weight or 0.0 for each in self.targets if each.role is Role.CANARY), _DIGITS)
 
 
 def read_sticky(text: str) -> tuple[str, str]:
-    """Reads what is sticky: the kind, `tenant`, `header` or `parameter`, and its name; headers' in lower case.
-
-    Raises:
-        ValueError: It is none of these.
-    """
+    """Parses `sticky` into a kind, `tenant`, `header` or `parameter`, and a name; or raises `ValueError`."""
     if text in ("", _TENANT):
         return text, ""
     kind, _, name = text.partition(":")
@@ -180,14 +178,12 @@ def read_sticky(text: str) -> tuple[str, str]:
 
 
 def read_endpoint(document: Any, name: str = "") -> Endpoint:
-    """Reads and checks a declaration.
+    """Reads and checks a declaration that was decoded of JSON, YAML or TOML.
 
-    Args:
-        document: What was decoded of JSON, YAML or TOML.
-        name: The name that it must have, or gets where it has none; empty = it has one.
+    A `name` must match the declaration's, if that has one.
 
     Raises:
-        InvalidRequest: It is no declaration; the text names all that is wrong with the first part that is.
+        InvalidRequest: It is no declaration; the text names all problems of the first wrong part.
     """
     try:
         endpoint = msgspec.convert(document, Endpoint)
@@ -215,11 +211,11 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "agree": get_args(get_type_hints(Rule)["agree"]),
     "nan": get_args(get_type_hints(Rule)["nan"]),
 }
-"""Field → what it may be, which msgspec does not tell."""
+"""Field → its possible values, which msgspec does not name."""
 
 
 def _explained(error: msgspec.ValidationError, document: Any) -> str:
-    """Returns what is wrong with a declaration: the place, the value there, and what it may be."""
+    """Returns an error with the place in the declaration, the value there, and the possible values."""
     what, _, place = str(error).partition(" - at `$")
     place = place.strip(".`")
     if not place:
@@ -235,14 +231,13 @@ def _explained(error: msgspec.ValidationError, document: Any) -> str:
 
 
 def _value_at(document: Any, place: str) -> Any:
-    """Returns what is at a place such as `targets[1].weight`."""
     for step in re.findall(r"\w+|\.{3}", place):
         document = document[int(step) if isinstance(document, list) else step]
     return document
 
 
 def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
-    """Yields the objects of a declaration with their types, to be read more strictly than what is stored."""
+    """Yields the objects of a declaration with their types; unlike stored ones, they may have no unknown fields."""
     yield "the declaration", document, Endpoint
     for target in document["targets"]:
         yield "a target", target, Target
@@ -259,11 +254,7 @@ def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
 
 
 def check(endpoint: Endpoint) -> None:
-    """Checks a declaration by itself; `misfit` compares its models.
-
-    Raises:
-        InvalidRequest: Something is wrong with it.
-    """
+    """Raises `InvalidRequest` if a declaration is wrong by itself; `misfit` compares its models."""
     problems = [*_problems(endpoint)]
     if problems:
         raise InvalidRequest(f"endpoint '{endpoint.name[:MAX_NAME]}': {'; '.join(problems)}")
@@ -336,10 +327,11 @@ def _problems_of_weights(endpoint: Endpoint, stable: Target) -> Iterator[str]:
 
 
 def misfit(stable: ModelSpec, other: ModelSpec) -> str:
-    """Says why requests for one model can't go to another; empty = they can.
+    """Returns why requests for one model can't go to another; empty = they can.
 
-    They can where both have the same inputs and outputs, with or without a batch dimension, and both give one
-    response, or both a stream. A stateful model can't be mixed with others: a sequence is kept within one model.
+    Both need the same inputs and outputs, both a batch dimension or neither, and both one response or a stream. A
+    stateful
+    model can't be mixed with others, as a sequence stays within one model.
     """
     if stable.name == other.name:
         return ""
@@ -358,7 +350,7 @@ def misfit(stable: ModelSpec, other: ModelSpec) -> str:
 
 
 def why_no_shadow(spec: ModelSpec) -> str:
-    """Says why a model can't be a shadow; empty = it can."""
+    """Returns why a model can't be a shadow; empty = it can."""
     if spec.sequences is not None:
         return "a model with sequences can't be a shadow: a share of its requests has no meaning"
     if spec.decoupled:
@@ -369,7 +361,7 @@ def why_no_shadow(spec: ModelSpec) -> str:
 
 
 def wrong_rules(endpoint: Endpoint, stable: ModelSpec) -> Iterator[str]:
-    """Yields what is wrong with the rules by which the outputs of shadows are compared."""
+    """Yields the mistakes in the rules that compare the outputs of shadows."""
     outputs = {output.name: output for output in stable.outputs}
     for name, rule in endpoint.compare.items():
         if name not in outputs:

@@ -1,23 +1,25 @@
-"""One test for every check of a canary: whether a greater share of its requests is bad than of stable's. Pure.
+"""One test for every check of a canary: whether its share of bad requests is greater than stable's. Pure.
 
-The test is an *e-process*: evidence that is multiplied by a factor for each block of requests, and that no harmless
-canary brings above n with a probability of more than 1 / n, however often and whenever somebody looks (Ville, 1939).
-So it is looked at after each block, and a bad canary is found as early as the numbers allow.
+The test is an *e-process*: evidence that is multiplied by a factor for each block of requests. For a harmless canary it
+exceeds n with a probability of at most 1 / n, at any number of looks (Ville, 1939). So it is looked at after each
+block, and a bad canary is found as early as the numbers allow.
 
-A block has the requests of both targets over the same time. Only how the bad ones divide counts, given how many there
-are: where the targets are alike, the canary's number K of them is hypergeometric, whatever the load, the time of day
+A block has the requests of both targets over the same time. Given the number of bad requests, only their division
+counts: where the targets are alike, the canary's number K of them is hypergeometric, whatever the load, the time of day
 and the common share of bad requests. For an odds ratio r > 1 the block's factor is
 
     r^K / bound(r),    bound(r) ≥ E[r^K] if the targets are alike
 
-so its expectation is at most 1. K is a sum over a sample without replacement, for which the same sum with replacement
-is a bound (Hoeffding, 1963, theorem 4). That goes two ways, of which the lesser is taken: the canary's requests as
-draws of which a share is bad, or the bad requests as draws of which a share is the canary's.
+so its expectation is at most 1. K is a sum over a sample without replacement, which the same sum with replacement
+bounds
+(Hoeffding, 1963, theorem 4). That works two ways, and the lesser bound is taken: the canary's requests as draws of
+which
+a share is bad, or the bad requests as draws of which a share is the canary's.
 
-How bad the canary is, is not known: the evidence is spread over odds ratios, and each is followed on its own (method of
-mixtures). Blocks of two Bernoulli streams are those of Turner, Ly & Grünwald, "Generic E-variables for exact sequential
-k-sample tests that allow for optional stopping" (2024), here given the sum of both. A canary may be bad in a late step
-only: part of the evidence is kept for each later step, and begins with it.
+Since the odds ratio of a bad canary is unknown, the evidence is spread over several, each followed on its own (method
+of mixtures). Blocks of two Bernoulli streams are those of Turner, Ly & Grünwald, "Generic E-variables for exact
+sequential k-sample tests that allow for optional stopping" (2024), here given the sum of both. A canary may turn bad
+only in a late step: a part of the evidence is kept for each later step, and begins with it.
 """
 
 import math
@@ -41,19 +43,14 @@ _LARGEST_LOG = 700.0
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True):
-    """Requests of a target.
-
-    Attributes:
-        requests: How many there are.
-        bad: How many of them are bad, as the check understands it.
-    """
+    """Requests of a target, and the bad ones among them."""
 
     requests: int = 0
     bad: int = 0
 
     @property
     def share(self) -> float:
-        """The share of bad requests; 0 where there are none."""
+        """The share of bad requests; 0 without requests."""
         return self.bad / self.requests if self.requests else 0.0
 
     def __add__(self, other: "Counts") -> "Counts":
@@ -61,15 +58,7 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """Requests of both targets that are alike but for the target: of the same time, and of the same batch size.
-
-    Attributes:
-        stable: The stable target's.
-        canary: The canary's.
-
-    Raises:
-        InvalidRequest: More requests are bad than there are.
-    """
+    """Requests of both targets that differ only in their target: of the same time, and of the same batch size."""
 
     stable: Counts = Counts()
     canary: Counts = Counts()
@@ -102,9 +91,9 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         seen: All requests so far.
-        waiting: Stratum → requests that count with the next block, because one of the targets has had none.
+        waiting: Stratum → requests for the next block, while one of the targets has had none.
         kept: The part of the evidence that has not begun.
-        logs: Logarithms of the parts that have, one for each of `ODDS_RATIOS`; empty before the first `begun`.
+        logs: Logarithms of the parts that have begun, one for each of `ODDS_RATIOS`; empty before the first `begun`.
     """
 
     seen: Block = Block()
@@ -120,30 +109,27 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def value(self) -> float:
-        """The evidence: 1 at the beginning, and beyond `n` by chance in one of `n` cases at most."""
+        """The evidence: 1 at the beginning, and by chance beyond `n` in at most one of `n` cases."""
         return math.exp(min(self.log, _LARGEST_LOG))
 
     def begun(self, part: float) -> "Evidence":
-        """Returns the evidence with another part that counts blocks from now on; what waited is left out.
-
-        Args:
-            part: The part of the whole, whose parts are 1 in sum.
-        """
+        """Returns the evidence with another part of the whole, 1, which counts blocks from now on."""
         part = min(part, self.kept)
         if part <= 0.0:
             return Evidence(self.seen, {}, self.kept, self.logs)
         fresh = np.full(len(ODDS_RATIOS), math.log(part / len(ODDS_RATIOS)))
         logs = np.logaddexp(self.logs, fresh) if self.logs else fresh
-        # What is left of a sum of parts that is 1 but for rounding would be a part of its own.
+        # The remainder of parts that sum to 1 but for rounding must not become a part.
         kept = self.kept - part
         return Evidence(self.seen, {}, kept if kept > 1e-9 else 0.0, tuple(logs.tolist()))
 
     def against_stable(self, blocks: Mapping[str, Block], tolerated: float = 1.0) -> "Evidence":
-        """Returns the evidence after blocks of requests; those of one target alone wait for the other's.
+        """Returns the evidence after further requests; a target's requests wait for the other's.
 
         Args:
-            blocks: Stratum, such as a batch size, → what has been counted since. How requests are divided into blocks
-                must not depend on which are bad.
+            blocks: Stratum, such as a batch size → new requests. The division into blocks must not depend on which
+            requests
+                are bad.
             tolerated: The odds ratio up to which the canary may be worse.
         """
         seen, waiting, logs = self.seen, dict(self.waiting), np.array(self.logs)
@@ -157,12 +143,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         return Evidence(seen, waiting, self.kept, tuple(logs.tolist()))
 
     def against_share(self, blocks: Mapping[str, Block], allowed: float) -> "Evidence":
-        """Returns the evidence that more than a share of the canary's requests is bad; stable's do not count.
-
-        Args:
-            blocks: Stratum → what has been counted since.
-            allowed: The share.
-        """
+        """Returns the evidence that the canary's share of bad requests exceeds an allowed one."""
         seen, logs = self.seen, np.array(self.logs)
         for block in blocks.values():
             seen += block

@@ -1,4 +1,4 @@
-"""Declarations of endpoints in files beside the models: one file, YAML, TOML or JSON, is one endpoint."""
+"""Declarations of endpoints in files: one file, YAML, TOML or JSON, is one endpoint."""
 
 import hashlib
 from pathlib import Path
@@ -16,10 +16,10 @@ _DIGITS = 16
 
 
 def read_directory(directory: str | Path) -> list[Endpoint]:
-    """Reads every file of a directory, by name; other files are left alone, and directories in it not looked into.
+    """Reads the declarations in a directory, by name, without its subdirectories.
 
     Raises:
-        SettingsError: It can't be read, a file is no declaration (the message names it), or two are of one endpoint.
+        SettingsError: It can't be read, a file is no declaration (the message names it), or two declare one endpoint.
     """
     try:
         paths = sorted(path for path in Path(directory).iterdir() if path.suffix in SUFFIXES)
@@ -38,10 +38,7 @@ def read_directory(directory: str | Path) -> list[Endpoint]:
 
 
 def read_file(path: Path) -> Endpoint:
-    """Reads one file; an endpoint without a name has that of the file.
-
-    Returns:
-        The endpoint, with the digest of what the file says.
+    """Reads one file; the default of the endpoint's name is the file's. Adds the digest of the content.
 
     Raises:
         SettingsError: It can't be read, or is no declaration; the message names the file.

@@ -1,20 +1,22 @@
-"""What one gateway counts of canaries on trial: integer adds for each request, and one script a second.
+"""The counts of canaries on trial in one gateway: integer adds for each request, and one script a second.
 
-For each trial there is a `TargetCounts` for the stable target and one for the canary. Counts belong to the endpoint's
-revision; those of an older one are dropped. A request is counted when it ends, by the revision of that moment, and by
-its tenant. Only requests whose target was drawn for them are counted: not those that name it (`InferRequest.assigned`).
+Each trial has a `TargetCounts` for the stable target and one for the canary. Counts belong to a revision of the
+endpoint; those of an older one are dropped. A request is counted when it ends, under the revision of that moment and
+its
+tenant, and only if its target was drawn for it, not if its caller named it (`InferRequest.assigned`).
 
-- errors: the server's failures only; a caller's mistake, or a caller who went away, is no request of either kind. Nor
-  is one that ends by its deadline, where its caller gave it less time than 99 % of stable's answers take.
-- execution: of the batch that a request was in, once for each batch, among batches of exactly the same size: a target
-  with more load has larger batches.
-- latency: from the request to its answer, as the gateway sees it; of the first request of a batch only. What holds a
-  batch up makes all of its requests late: counted one by one they would roll back canaries as good as stable. A batch
-  of several tenants is that first request's tenant's.
-- disagreements: of a request that the canary executed as a shadow, counted by whoever compares; it is one of the
-  canary's requests, among `errors` too.
+- errors: only the server's failures are bad. A caller's mistake or disconnection is not counted at all, nor is a missed
+  deadline if the caller allowed less time than 99 % of stable's answers take.
+- execution: the time of a request's batch, once for each batch, compared among batches of exactly the same size: a
+  target with more load has larger batches.
+- latency: from the request to its answer at the gateway, for the first request of a batch only. A delay of a batch
+  makes
+  all of its requests late: counted one by one, they would roll back canaries as good as stable. A batch of several
+  tenants belongs to the tenant of that first request.
+- disagreements: of requests that the canary executed as a shadow, counted after their comparison; each is also one of
+  the canary's requests under `errors`.
 
-A request that the response cache answered was executed by neither target, and says nothing about time.
+A request that the response cache answered was executed by neither target, and its time is not counted.
 """
 
 import math
@@ -49,12 +51,12 @@ SERVER_FAILURES = frozenset(
         ErrorCode.STREAM_BROKEN,
     }
 )
-"""Failures that count against the target that was asked."""
+"""Failures that count against the target."""
 
 _DEADLINES = frozenset({ErrorCode.DEADLINE_EXCEEDED, ErrorCode.DEADLINE_INFEASIBLE})
 
 _EXECUTION, _LATENCY = "execution", "latency"
-_WHOLE = 0  # the stratum of what is not divided
+_WHOLE = 0  # the stratum of undivided counts
 
 
 class _Timed(NamedTuple):
@@ -65,12 +67,7 @@ class _Timed(NamedTuple):
 
 
 class TargetCounts:
-    """The counts of a target; used by its event loop only.
-
-    Args:
-        role: `STABLE`, from whose latencies limits are taken, or `CANARY`.
-        plan: The checks.
-    """
+    """The counts of a target, for one event loop; limits come from the latencies of a `STABLE` target."""
 
     def __init__(self, role: Role, plan: CanaryPlan) -> None:
         self._role = role
@@ -96,39 +93,33 @@ class TargetCounts:
             self._time(_LATENCY, _WHOLE, tenant, seconds)
 
     def executed(self, response: Response, tenant: str = "") -> bool:
-        """Counts a request that was answered with outputs, however late; returns whether its latency counts, too."""
+        """Counts a request that was answered with outputs; returns whether its latency counts, too."""
         self._requests["errors", _WHOLE, tenant] += 1
         if response.cache == "hit":
             return False
         timing = response.timing
         if timing is not None and timing.batch_size:
             if timing.infer_ns == self._last_ns:
-                return False  # the others of its batch come right behind it, and are late together
+                return False  # the others of its batch follow at once, and are equally late
             self._last_ns = timing.infer_ns
             self._time(_EXECUTION, timing.batch_size, tenant, timing.infer_ns * 1e-9)
         return True
 
     def failed(self, reason: str, tenant: str = "", given_s: float = math.inf) -> None:
-        """Counts a request that ended without outputs.
-
-        Args:
-            reason: The `ErrorCode` value.
-            tenant: The tenant that has sent it.
-            given_s: The time that its caller gave it; infinite = what the model's configuration gives.
-        """
+        """Counts a request that ended without outputs, by its `ErrorCode` value and its caller's time limit."""
         is_callers = reason in _DEADLINES and given_s < self._deadline.get(_WHOLE, math.inf)
         if reason in SERVER_FAILURES and not is_callers:
             self._requests["errors", _WHOLE, tenant] += 1
             self._bad["errors", _WHOLE, tenant] += 1
 
     def compared(self, tenant: str = "", *, disagrees: bool) -> None:
-        """Counts a request that it executed as a shadow, whose answers were compared; of the canary only."""
+        """Counts a request that the canary executed as a shadow, and whose answers were compared."""
         self._requests["errors", _WHOLE, tenant] += 1
         self._requests["disagreements", _WHOLE, tenant] += 1
         self._bad["disagreements", _WHOLE, tenant] += disagrees
 
     def take(self) -> tuple[dict[str, int], list[str]]:
-        """Returns what was counted since the last time, by `count_names`, and the latencies that limits lack."""
+        """Returns new counts by `count_names`, and latencies for missing limits."""
         counts: dict[str, int] = {}
         for (check, stratum, tenant), requests in self._requests.items():
             of_all, of_bad = count_names(self._role, check, _text(stratum), tenant)
@@ -163,13 +154,7 @@ def _text(stratum: int) -> str:
 
 
 class Observation(NamedTuple):
-    """What is counted of one trial.
-
-    Attributes:
-        revision: The endpoint's revision.
-        stable: The counts of the stable target.
-        canary: Those of the canary.
-    """
+    """The counts of one trial at a revision of its endpoint."""
 
     revision: int
     stable: TargetCounts
@@ -177,18 +162,14 @@ class Observation(NamedTuple):
 
 
 class Observed:
-    """All trials that this gateway counts.
-
-    Attributes:
-        by_target: The counts by endpoint and target, as `key_of` names them.
-    """
+    """All trials that this gateway counts; `by_target` has the counts by endpoint and target, as `key_of`."""
 
     def __init__(self) -> None:
         self.by_target: dict[tuple[str, str], TargetCounts] = {}
         self._known: dict[str, Observation] = {}
 
     def follow(self, endpoints: Mapping[str, Endpoint], trials: Mapping[str, Trial]) -> None:
-        """Counts what is on trial now, by the limits of its step."""
+        """Counts the present trials, by the limits of their steps."""
         known: dict[str, Observation] = {}
         by_target: dict[tuple[str, str], TargetCounts] = {}
         for name, trial in trials.items():
@@ -208,7 +189,7 @@ class Observed:
         self._known, self.by_target = known, by_target
 
     def take(self) -> Iterator[tuple[str, int, dict[str, int], list[str]]]:
-        """Yields what was counted since the last time: endpoint, revision, counts and latencies."""
+        """Yields new counts: endpoint, revision, counts and latencies."""
         for name, observation in self._known.items():
             counts, latencies = observation.stable.take()
             counts |= observation.canary.take()[0]

@@ -1,7 +1,7 @@
-"""The endpoints as a gateway knows them: which target answers a request, and what stands for an endpoint elsewhere.
+"""A gateway's view of the endpoints: the target of each request, and the model that stands for an endpoint elsewhere.
 
-`Endpoints.follow` keeps the view as new as the store: it is woken by every change, and looks twice a second. A gateway
-that could not look for two seconds gives every request to the stable targets, for it may have missed a rollback.
+`EndpointWatch` keeps the view current: every change wakes it, and it looks twice a second. A gateway without a look for
+two seconds sends every request to the stable targets, since it may have missed a rollback.
 """
 
 import asyncio
@@ -25,8 +25,7 @@ from qinfer.traffic.trials import Trial
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""Seconds between two looks at the declarations, when nothing wakes the gateway: of one that has little of a processor
-some come late."""
+"""Seconds between two looks without a wake-up. On a gateway with little CPU time, some come late."""
 
 DEAF_AFTER_S = 2.0
 """Seconds without a look after which only stable targets are used."""
@@ -45,17 +44,13 @@ class Routed(NamedTuple):
 
 
 class Endpoints:
-    """See the module docstring.
-
-    Args:
-        catalog: Knows the models.
+    """The endpoints, and the choice among their targets.
 
     Attributes:
-        by_name: The endpoints.
         revision: The last change that is in the view; -1 = nothing was read yet.
-        heard_s: The time of the last look that succeeded, on the monotonic clock; infinite = nobody follows the store.
-        trials: The last trial of the canary of each endpoint that has had one.
-        unheard: How many requests went to a stable target because changes may have been missed.
+        heard_s: The monotonic time of the last successful look; infinite = the store is not followed.
+        trials: Endpoint → the last trial of its canary.
+        unheard: Requests that went to a stable target because changes may have been missed.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -78,17 +73,17 @@ class Endpoints:
 
     @property
     def is_deaf(self) -> bool:
-        """Whether changes may have been missed: only stable targets are used.
+        """Tells whether changes may have been missed, so that only stable targets are used.
 
-        It is told by the clock, for a process that was stopped for long reads requests before it reads anything else.
+        The clock decides, since a process that was stopped for long reads requests before it reads anything else.
         """
         return time.monotonic() - self.heard_s >= DEAF_AFTER_S
 
     def stable(self, name: str, version: int) -> tuple[str, int]:
-        """Returns the model and version that stand for an endpoint; those of a model itself are as they were.
+        """Returns the model and version that stand for an endpoint; a model's own stay.
 
         Raises:
-            ModelNotFound: A version was named that no target of the endpoint has.
+            ModelNotFound: No target of the endpoint has the version.
         """
         routed = self.by_name.get(name)
         if routed is None:
@@ -96,19 +91,11 @@ class Endpoints:
         return self._version_of(routed, version) if version else routed.stable.place
 
     def choose(self, request: InferRequest, tenant: str, header: Header = no_header) -> bool:
-        """Chooses the target of a request that names an endpoint: its model and version become the target's.
-
-        Args:
-            request: The decoded request.
-            tenant: Who asks.
-            header: Its headers.
-
-        Returns:
-            Whether it names one.
+        """Replaces model and version of a request to an endpoint by a target's; returns whether it names an endpoint.
 
         Raises:
-            ModelNotFound: It names a version that no target has.
-            BrokerUnavailable: It names another version than the stable one, and the store can't be heard.
+            ModelNotFound: No target has the version in the request.
+            BrokerUnavailable: It names another version than the stable one, and the view is not current.
         """
         routed = self.by_name.get(request.model)
         if routed is None or request.endpoint:
@@ -133,7 +120,7 @@ class Endpoints:
         return True
 
     def shadows(self, request: InferRequest) -> list[Target]:
-        """Draws the targets that execute a request, whose target was chosen, once more: of stable's requests only."""
+        """Draws the shadows of a request, which execute it once more; only stable's requests have some."""
         routed = self.by_name.get(request.endpoint)
         if routed is None or not routed.shadows or self.is_deaf:
             return []
@@ -149,7 +136,7 @@ class Endpoints:
         )
 
     def resolved(self, target: Target) -> int:
-        """Returns the version that a target has now; 0 = none of its model is READY."""
+        """Returns the present version of a target; 0 = no version of its model is READY."""
         return target.number or max(self.catalog.ready_versions(target.model), default=0)
 
     def ready_to_try(self, endpoint: Endpoint) -> tuple[int, ...]:
@@ -157,7 +144,7 @@ class Endpoints:
         return () if endpoint.tried is None else self.catalog.ready_versions(endpoint.tried.model)
 
     def refusals(self, endpoint: Endpoint) -> Iterator[str]:
-        """Yields the reasons why an endpoint can't be: no such models, models that do not fit, or one that it hides."""
+        """Yields the reasons against an endpoint: missing models, models that do not fit, or a hidden model."""
         if not endpoint.hides_model and self._is_model(endpoint.name):
             yield f"it would hide the model '{endpoint.name}'; rename it, or set hides_model to true"
         stable = self._spec(endpoint.stable)
@@ -180,7 +167,7 @@ class Endpoints:
                 yield f"a step of the canary has a shadow: {why}"
 
     def problems(self, endpoint: Endpoint) -> Iterator[str]:
-        """Yields what keeps an endpoint or a target from being used as it was declared."""
+        """Yields the reasons why an endpoint or a target can't be used as declared."""
         yield from self.refusals(endpoint)
         if endpoint.canary is not None and endpoint.tried is None and endpoint.name not in self.trials:
             yield "it plans canaries, and no target is one: add a target with the version latest"
@@ -205,7 +192,6 @@ class Endpoints:
         return name in self.catalog.known()
 
     def _version_of(self, routed: Routed, version: int) -> tuple[str, int]:
-        """Finds the target of an endpoint that has a version."""
         online = routed.endpoint.answering
         for target in (routed.stable, *online):
             if self.resolved(target) == version:
@@ -217,7 +203,7 @@ class Endpoints:
         )
 
     def _usable(self, routed: Routed, target: Target) -> tuple[str, int]:
-        """Returns where the requests for a target go: to the stable one while it is not READY, or does not fit."""
+        """Returns where a target's requests go: to the stable target while it is not READY, or does not fit."""
         stable, catalog = routed.stable, self.catalog
         if target is stable:
             return stable.place
@@ -230,7 +216,7 @@ class Endpoints:
         return target.model, version
 
     def _is_fit(self, stable: Served | None, other: Served) -> bool:
-        """Tells whether requests for one model can go to another; remembers it for as long as both stay as they are."""
+        """Tells whether requests for one model can go to another; the answer is cached while both stay unchanged."""
         if stable is None:
             return True
         key = stable.spec.name, other.spec.name
@@ -247,17 +233,7 @@ def _routed(endpoint: Endpoint) -> Routed:
 
 
 class EndpointWatch:
-    """Keeps a gateway's view current, and the targets loaded.
-
-    Args:
-        store: Where the declarations are.
-        view: The view.
-        now_s: Tells the broker's time.
-
-    Attributes:
-        store: As given, like the view.
-        view: The same.
-    """
+    """Keeps a gateway's view current, and the targets loaded; `now_s` is the broker's time."""
 
     def __init__(self, store: EndpointStore, view: Endpoints, now_s: Callable[[], float]) -> None:
         self.store = store
@@ -265,17 +241,13 @@ class EndpointWatch:
         self._now_s = now_s
         self._pinned: dict[str, Endpoint] = {}
         self._pinned_s = 0.0
-        self._looking = asyncio.Lock()  # of two at once the later one must not be overtaken
+        self._looking = asyncio.Lock()  # of two looks, the later must not be overtaken
         self._looked_s = -math.inf
 
     async def look(self) -> None:
-        """Reads the declarations; writes them again where Redis has lost them.
-
-        Raises:
-            BrokerUnavailable: Redis can't be reached.
-        """
+        """Reads the declarations; restores them where Redis has lost them."""
         async with self._looking:
-            began_s = time.monotonic()  # what changes during the look may not be seen by it
+            began_s = time.monotonic()  # the look may miss later changes
             declared = await self.store.read()
             if declared.revision < self.view.revision:
                 declared = await self._restored(declared)
@@ -297,13 +269,13 @@ class EndpointWatch:
                 await self.look()
             except BrokerUnavailable as error:
                 outage.failed(error.message)
-                await asyncio.sleep(_RETRY_S)  # nothing can wake the gateway while the store is away
+                await asyncio.sleep(_RETRY_S)  # the store can't wake the gateway while it is away
             else:
                 outage.over()
                 self.view.heard_s = self._looked_s
 
     async def _restored(self, declared: Declared) -> Declared:
-        """Writes what Redis has lost: of several gateways the first one does."""
+        """Restores lost declarations, unless another gateway has done so."""
         lost = self.view.by_name.keys() - declared.endpoints.keys()
         for name in lost:
             try:
@@ -314,7 +286,7 @@ class EndpointWatch:
         return await self.store.read()
 
     async def _pin(self, endpoints: Mapping[str, Endpoint]) -> None:
-        """Renews the pins of the targets every now and then, and lets go of what is no target any more."""
+        """Renews the pins of the targets from time to time, and removes those of former targets."""
         now_s = asyncio.get_running_loop().time()
         is_due = now_s - self._pinned_s >= PIN_TTL_S / 4
         for name, endpoint in endpoints.items():

@@ -1,7 +1,6 @@
 """The differences between shadows and the stable target: whether outputs agree, how far they differ, and where.
 
-Comparing takes as long as outputs are large, so one thread does it for all shadows of a gateway; nobody else uses a
-`Differences`.
+Comparing large outputs takes long, so that one thread does it for all shadows of a gateway; only it uses `Differences`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,10 @@ class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         compared: Both targets have answered.
         disagreed: Of those, an output has a row that disagrees.
-        failed: The shadow target answered with an error, or outputs that can't be compared.
-        dropped: Nothing was compared: too many are in flight, the request has no answer of the stable target, or the
-            shadow was not executed in time.
+        failed: The shadow target answered with an error, or with outputs that can't be compared.
+        dropped: Nothing was compared: too many shadows are in flight, the request has no answer of the stable target,
+        or
+            the shadow was not executed in time.
     """
 
     compared: int = 0
@@ -32,7 +32,7 @@ class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """How an output of a shadow differs from the stable target's.
+    """The difference between an output of a shadow and the stable target's.
 
     Attributes:
         output: The output.
@@ -40,7 +40,7 @@ class OutputDifference(msgspec.Struct, frozen=True, kw_only=True):
         agreement: The share of rows that agree.
         mean_distance: The mean distance of the rows that have one.
         largest_distance: The largest distance.
-        unmeasured: Rows that have none, for one target has a NaN or another shape.
+        unmeasured: Rows without a distance, as one target has a NaN or another shape.
     """
 
     output: str
@@ -59,16 +59,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Differences:
-    """Compares a shadow with the stable target, and keeps what is found; see the module docstring.
-
-    Args:
-        rules: Output → when its rows agree.
-        sample_bytes: The samples take so many bytes at most.
-        redact: Keep no values.
-
-    Attributes:
-        rules: As given.
-    """
+    """Compares a shadow with the stable target, and keeps samples without values if `redact` is set."""
 
     def __init__(self, rules: Mapping[str, Rule], sample_bytes: int, *, redact: bool) -> None:
         self.rules = rules
@@ -78,14 +69,8 @@ class Differences:
     def add(self, name: str, stable: Sequence[Tensor], shadow: Sequence[Tensor], *, is_batched: bool) -> bool:
         """Compares the answers to one request; returns whether all rows of all outputs agree.
 
-        Args:
-            name: The request, as samples name it.
-            stable: The outputs of the stable target.
-            shadow: Those of the shadow.
-            is_batched: They have a batch dimension.
-
         Raises:
-            InvalidRequest: They can't be compared: other outputs, other numbers of rows.
+            InvalidRequest: The outputs, or their numbers of rows, differ.
         """
         ours, theirs = _arrays(stable, is_batched=is_batched), _arrays(shadow, is_batched=is_batched)
         if ours.keys() != theirs.keys():
@@ -101,7 +86,7 @@ class Differences:
         return agrees
 
     def found(self) -> Found:
-        """Returns what was found."""
+        """Returns the differences so far."""
         outputs = [
             OutputDifference(
                 output=output,

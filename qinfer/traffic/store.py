@@ -1,7 +1,8 @@
 """Endpoints in Redis: their declarations, by revision, and the targets of requests that may be repeated.
 
-Values are JSON, so that `redis-cli` shows what the state is. Every change is compared and set by one script, and wakes
-the gateways; one that slept reads all of them again half a second later.
+Values are JSON, readable in `redis-cli`. One script compares and sets each change, and wakes the gateways; a gateway
+that
+missed that reads everything half a second later.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,30 +24,21 @@ PIN_REASON = "endpoint"
 """The kind of holder of the pins that keep the targets of endpoints loaded."""
 
 PIN_TTL_S = 120.0
-"""Seconds for which the targets stay loaded when no gateway runs."""
+"""Seconds that targets stay loaded while no gateway runs."""
 
 _PUT = load_script("put", package="qinfer.traffic")
 _KEEP = load_script("keep", package="qinfer.traffic")
 
 
 class Declared(NamedTuple):
-    """All endpoints at one moment.
-
-    Attributes:
-        endpoints: The endpoints by name.
-        revision: The number of the last change of any.
-    """
+    """All endpoints at one moment, and the number of the last change of any."""
 
     endpoints: Mapping[str, Endpoint]
     revision: int
 
 
 class EndpointStore:
-    """The declarations; coroutines raise `BrokerUnavailable` when Redis can't be reached.
-
-    Args:
-        control: Where they are kept.
-    """
+    """The declarations; coroutines raise `BrokerUnavailable` when Redis can't be reached."""
 
     def __init__(self, control: ControlStore) -> None:
         self._control = control
@@ -54,7 +46,7 @@ class EndpointStore:
         self._last: Mapping[str, Endpoint] = {}
 
     async def read(self) -> Declared:
-        """Returns all endpoints; one whose record is damaged is as it was at the last look, if it was there."""
+        """Returns all endpoints; for a damaged record, the last readable one."""
         with translated():
             found = await self._control.client.hgetall(keys.endpoints())
         values = {name.decode(errors="replace"): value for name, value in found.items()}
@@ -64,18 +56,15 @@ class EndpointStore:
         return Declared(self._last, int(counter) if counter.isdigit() else 0)
 
     async def put(self, endpoint: Endpoint, seen: int | None, least: int = 0) -> Endpoint:
-        """Writes a declaration, which was checked.
+        """Writes a checked declaration, and returns it with its revision.
 
         Args:
-            endpoint: The declaration; its own revision is not looked at.
-            seen: The revision that it replaces; 0 = there is none, `None` = whatever there is.
-            least: A revision that the new one must be above: what a gateway has seen before Redis lost it.
-
-        Returns:
-            The declaration with its revision.
+            endpoint: The declaration; its own revision does not matter.
+            seen: The revision that it replaces; 0 = there is none, `None` = any.
+            least: The new revision must exceed this one, which a gateway saw before Redis lost it.
 
         Raises:
-            Conflict: Another revision is there by now.
+            Conflict: Another revision is stored.
         """
         document = encode_document(msgspec.structs.replace(endpoint, revision=0))
         revision = await self._change(endpoint.name, seen, document, least)
@@ -85,8 +74,8 @@ class EndpointStore:
         """Removes an endpoint; returns the revision of the change.
 
         Raises:
-            Conflict: Another revision is there by now.
-            EndpointNotFound: There is no endpoint of that name.
+            Conflict: Another revision is stored.
+            EndpointNotFound: There is no such endpoint.
         """
         return await self._change(name, seen, b"")
 
@@ -102,21 +91,16 @@ class EndpointStore:
         return int(revision)
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns when something has changed, or after `timeout_s` seconds; also for no reason."""
+        """Returns after a change, after `timeout_s` seconds, or spuriously."""
         await self._control.wait(timeout_s)
 
     async def pin(self, endpoint: Endpoint, now_s: float) -> None:
-        """Keeps the targets of an endpoint loaded for a while, whatever the version policies of their models say.
-
-        Args:
-            endpoint: The endpoint.
-            now_s: The broker's time.
-        """
+        """Keeps the targets of an endpoint loaded for a while, whatever the version policies of their models say."""
         for pin in _pins_of(endpoint, now_s + PIN_TTL_S):
             await self._control.put_pin(pin, PIN_TTL_S)
 
     async def unpin(self, before: Endpoint, after: Endpoint | None) -> None:
-        """Lets go of what were targets of an endpoint, and are none any more."""
+        """Removes the pins of former targets of an endpoint."""
         kept = set() if after is None else {pin.id for pin in _pins_of(after, 0.0)}
         for pin in _pins_of(before, 0.0):
             if pin.id not in kept:
@@ -132,24 +116,21 @@ def _pins_of(endpoint: Endpoint, expires_at: float) -> list[Pin]:
 
 
 def unknown(name: str) -> EndpointNotFound:
-    """Returns the error for the name of no endpoint."""
+    """Returns the error for an unknown endpoint."""
     return EndpointNotFound(f"there is no endpoint '{name[:128]}'; GET /v1/endpoints lists them")
 
 
 class Kept(NamedTuple):
-    """The model version that a request went to when it came for the first time."""
+    """The model version of a request's first attempt."""
 
     model: str
     version: int
 
 
 class KeptTargets:
-    """The targets of requests that their callers may repeat: by the caller's id, and by the idempotency key.
+    """The targets of requests that callers may repeat, by the caller's id and the idempotency key.
 
-    A repetition, and a look-up by the caller's id, goes to the target of the first time, whatever the weights are now.
-
-    Args:
-        queue: The connected queue.
+    A repetition, and a look-up by the caller's id, goes to the first target, whatever the weights are now.
     """
 
     def __init__(self, queue: Queue) -> None:
@@ -158,15 +139,9 @@ class KeptTargets:
     async def keep(
         self, endpoint: str, tenant: str, names: Sequence[str], target: Kept, ttl_s: float, gone: Kept | None = None
     ) -> Kept:
-        """Keeps a target, unless one is kept under one of the names; returns what is kept.
+        """Keeps a target under a request's names (`names_of`), unless one is kept already; returns the kept one.
 
-        Args:
-            endpoint: The endpoint that was asked.
-            tenant: Who asks.
-            names: What the request may be found by, as `names_of` has them.
-            target: The target of the request, if it is new.
-            ttl_s: For how long.
-            gone: A target that gets no requests any more, and counts as none.
+        A target `gone` gets no requests any more, and counts as none.
         """
         wanted = [keys.kept_target(endpoint, tenant, name).encode() for name in names]
         return _read(await _keep(self._call(wanted[0]), wanted, target, ttl_s, gone))
@@ -181,12 +156,12 @@ class KeptTargets:
         return None
 
     def _call(self, key: bytes) -> Call:
-        self._router.check_up(keys.slot(key))  # a caller who is refused at once knows when to try again
+        self._router.check_up(keys.slot(key))  # an immediate refusal tells the caller when to try again
         return partial(self._router.call, keys.slot(key))
 
 
 def names_of(request_id: str, key_hash: str = "") -> list[str]:
-    """Returns the names of a request by what its caller gave: the key's first, which goes before the id."""
+    """Returns the names of a request: the idempotency key, which takes precedence, and the caller's id."""
     return [f"key:{key_hash}"] * bool(key_hash) + [f"id:{request_id}"] * bool(request_id)
 
 

@@ -31,15 +31,10 @@ class ShadowOutcome(StrEnum):
 
 
 class TargetTally:
-    """Counts what targets answered; used by its event loop only.
-
-    Args:
-        endpoints: The endpoints as the gateway knows them.
-        process: The gateway's name.
+    """Counts the requests of targets, for one event loop.
 
     Attributes:
-        process: The same.
-        observed: What is counted of canaries on trial.
+        observed: The counts of canaries on trial.
     """
 
     def __init__(self, endpoints: Endpoints, process: str = "") -> None:
@@ -52,31 +47,24 @@ class TargetTally:
         self._shadows: Counter[tuple[Key, ShadowOutcome]] = Counter()
 
     def accepted(self, request: InferRequest) -> None:
-        """Counts a request that was stored, to be executed later."""
+        """Counts a request that was stored for later execution."""
         self._requests[key_of(request)] += 1
 
     def answered(self, key: Key, seconds: float, response: Response, tenant: str | None = "") -> None:
-        """Counts a request that was answered with outputs.
-
-        Args:
-            key: Its endpoint and target.
-            seconds: From when it was received.
-            response: Its response; of a stream the last.
-            tenant: The tenant that has sent it; `None` = it is no evidence.
-        """
+        """Counts a request that was answered with outputs after `seconds`; without a tenant it is no evidence."""
         self._requests[key] += 1
         if tenant is not None and (on_trial := self.observed.by_target.get(key)) is not None:
             on_trial.answered(seconds, response, tenant)
         self._time(key, seconds)
 
     def failed(self, key: Key, reason: str, tenant: str | None = "", given_s: float = math.inf) -> None:
-        """Counts a request that ended without outputs, or that its target's queue did not take.
+        """Counts a request that ended without outputs, or that the queue refused; no tenant = it is no evidence.
 
         Args:
             key: Its endpoint and target.
             reason: The `ErrorCode` value.
-            tenant: The tenant that has sent it; `None` = it is no evidence.
-            given_s: The time that its caller gave it; infinite = what the model's configuration gives.
+            tenant: The tenant that sent it.
+            given_s: The time that its caller gave it; infinite = the model's default.
         """
         self._requests[key] += 1
         self._failures[key, reason] += 1
@@ -84,13 +72,7 @@ class TargetTally:
             on_trial.failed(reason, tenant, given_s)
 
     def moved(self, key: Key, seconds: float, response: Response) -> None:
-        """Counts the end of a request that had waited for another target: it is no evidence of how either answers.
-
-        Args:
-            key: The endpoint, and the target that answered.
-            seconds: From when it was received.
-            response: Its last response.
-        """
+        """Counts the end of a request that had waited for another target: it is evidence for neither."""
         self._requests[key] += 1
         if response.failure is None:
             self._time(key, seconds)
@@ -105,11 +87,11 @@ class TargetTally:
         series.total_s += seconds
 
     def requests(self, endpoint: str, model: str, version: int) -> int:
-        """Returns how many requests to an endpoint a model version has got."""
+        """Returns the number of a model version's requests from an endpoint."""
         return self._requests[endpoint, f"{model}:{version}"]
 
     def shadow(self, key: Key, outcome: ShadowOutcome, tenant: str | None = "") -> None:
-        """Counts a shadow that has ended, of a tenant's request; `None` = it is no evidence."""
+        """Counts a shadow that has ended; no tenant = it is no evidence."""
         self._shadows[key, outcome] += 1
         if tenant is None or (on_trial := self.observed.by_target.get(key)) is None:
             return
@@ -119,12 +101,7 @@ class TargetTally:
             on_trial.compared(tenant, disagrees=outcome is ShadowOutcome.DISAGREED)
 
     def shadows(self, endpoint: str, target: str) -> ShadowCounts:
-        """Returns the shadows that a target has executed for an endpoint.
-
-        Args:
-            endpoint: The endpoint.
-            target: The target with its version, such as `digits:4`.
-        """
+        """Returns an endpoint's shadows on a target, such as `digits:4`."""
         of = {outcome: self._shadows[(endpoint, target), outcome] for outcome in ShadowOutcome}
         return ShadowCounts(
             compared=of[ShadowOutcome.AGREED] + of[ShadowOutcome.DISAGREED],
@@ -164,7 +141,6 @@ class TargetTally:
         yield family(catalogue.ENDPOINTS_UNHEARD, [(self._endpoints.unheard, own)])
 
     def _trials(self, own: dict[str, str]) -> Iterator[Family]:
-        """Yields the metrics of the trials of those endpoints that plan canaries."""
         planned = {name: routed.endpoint for name, routed in self._endpoints.by_name.items() if routed.endpoint.canary}
         trials = {name: trial for name, trial in self._endpoints.trials.items() if name in planned}
         on = {
@@ -190,12 +166,12 @@ class TargetTally:
 
 
 def key_of(request: InferRequest) -> Key:
-    """Returns what a request to an endpoint is counted by."""
+    """Returns the endpoint and target of a request."""
     return request.endpoint, f"{request.model}:{request.version}"
 
 
 def witness_of(request: InferRequest) -> str | None:
-    """Returns the tenant whose evidence a request is; `None` = it is none, for its caller chose its target."""
+    """Returns the tenant of a request that is evidence; `None` = its caller chose the target."""
     return request.tenant if request.assigned else None
 
 

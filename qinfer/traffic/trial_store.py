@@ -1,8 +1,8 @@
-"""Trials of canaries in Redis: their records, what gateways have counted, who decides, and which revisions are heard.
+"""Trials of canaries in Redis: their records, the gateways' counts, the lease to decide, and confirmed revisions.
 
-A trial is written by compare-and-set on its whole record and on its endpoint's revision, in the script that changes the
-endpoint. So of two controllers at work at a time, one that has lost its lease among them, one at most changes anything,
-and nothing is counted twice.
+A trial is written by compare-and-set on its whole record and its endpoint's revision, in the script that changes the
+endpoint. So at most one of several controllers changes anything, even if one has lost its lease, and nothing is counted
+twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +23,10 @@ from qinfer.traffic.trials import TRIALS, Change, Event, Trial
 from qinfer.wire.versions import encode_document
 
 LEASE_S = 5.0
-"""Seconds after which another gateway decides about canaries, if the one at work is not heard of."""
+"""Seconds without a renewal after which another gateway decides about canaries."""
 
 HEARD_S = DEAF_AFTER_S + 1.0
-"""Seconds for which a gateway's confirmation of a revision counts; one that hears nothing uses stable only by then."""
+"""Seconds that a gateway's confirmation of a revision counts; without news, it then uses only stable targets."""
 
 _KEEP_COUNTS_S = 3600.0
 _KEEP_EVENTS_S = 90 * 86400.0
@@ -42,13 +42,7 @@ _EXPIRING = load_script("expiring", "now_ms", package="qinfer.models").text
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What a webhook is to tell.
-
-    Attributes:
-        url: Whom.
-        endpoint: The endpoint.
-        event: What happened.
-    """
+    """The message of a webhook to a URL."""
 
     url: str
     endpoint: str
@@ -56,48 +50,33 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredTrial(NamedTuple):
-    """A trial as it was read.
-
-    Attributes:
-        trial: The trial.
-        raw: Its record, to be compared with what is there by then.
-    """
+    """A trial, and its raw record for compare-and-set."""
 
     trial: Trial
     raw: bytes
 
 
 class TrialStore:
-    """The trials of all endpoints; coroutines raise `BrokerUnavailable` when Redis can't be reached.
-
-    Args:
-        control: Where they are kept.
-    """
+    """The trials of all endpoints; coroutines raise `BrokerUnavailable` when Redis can't be reached."""
 
     def __init__(self, control: ControlStore) -> None:
         self._control = control
 
     async def read(self) -> dict[str, StoredTrial]:
-        """Returns the last trial of each endpoint that has had one; one that can't be read is left out."""
+        """Returns the last trial of each endpoint that has had a readable one."""
         with translated():
             found = await self._control.client.hgetall(keys.trials())
         read = {name.decode(errors="replace"): _read(raw) for name, raw in found.items()}
         return {name: stored for name, stored in read.items() if stored is not None}
 
     async def find(self, name: str) -> StoredTrial | None:
-        """Returns the last trial of an endpoint; `None` = it has had none."""
+        """Returns the last trial of an endpoint, if any."""
         with translated():
             raw = await self._control.client.hget(keys.trials(), name)
         return None if raw is None else _read(raw)
 
     async def change(self, endpoint: Endpoint, seen: StoredTrial | None, change: Change) -> bool:
-        """Writes a change; `False` = endpoint or trial are not as they were any more, and nothing was written.
-
-        Args:
-            endpoint: The endpoint as it was read.
-            seen: Its trial as it was read; `None` = it had none.
-            change: What to write.
-        """
+        """Writes a change and returns True, unless endpoint or trial have changed since they were read."""
         name, document, event, told = endpoint.name, b"", b"", b""
         if change.endpoint is not None:
             document = encode_document(replace(change.endpoint, revision=0))
@@ -123,14 +102,7 @@ class TrialStore:
         return [msgspec.json.decode(event, type=Event) for event in found]
 
     async def count(self, name: str, revision: int, counts: Mapping[str, int], latencies: Sequence[str]) -> None:
-        """Adds what a gateway has counted of a trial.
-
-        Args:
-            name: The endpoint.
-            revision: Its revision.
-            counts: What to add, by `count_names`.
-            latencies: Stable's, as `written_latency` has them.
-        """
+        """Adds a gateway's counts of a trial, by `count_names`, and stable's latencies, by `written_latency`."""
         names = (keys.trial_counts(name, revision), keys.trial_latencies(name, revision))
         pairs = [word for pair in counts.items() for word in pair]
         words = (ttl_ms(_KEEP_COUNTS_S), _MOST_LATENCIES, len(counts), *pairs, *latencies)
@@ -138,13 +110,13 @@ class TrialStore:
             await self._control.client.eval(_COUNT, len(names), *names, *words)
 
     async def counted(self, name: str, revision: int) -> dict[str, int]:
-        """Returns all that gateways have counted of a trial at a revision."""
+        """Returns all counts of a trial at a revision."""
         with translated():
             found = await self._control.client.hgetall(keys.trial_counts(name, revision))
         return {field.decode(): int(count) for field, count in found.items()}
 
     async def latencies(self, name: str, revision: int) -> Latencies:
-        """Returns the latest latencies of the stable target, as far as gateways lack limits for their strata."""
+        """Returns the stable target's latest latencies in strata that lacked limits."""
         with translated():
             found = await self._control.client.lrange(keys.trial_latencies(name, revision), 0, -1)
         read: dict[str, dict[str, dict[str, list[float]]]] = {}
@@ -153,31 +125,31 @@ class TrialStore:
         return read
 
     async def lead(self, owner: str) -> bool:
-        """Takes the lease of the controller, or renews it; returns whether `owner` has it."""
+        """Takes or renews the controller's lease; returns whether `owner` has it."""
         with translated():
             return bool(await self._control.client.eval(_LEAD, 1, keys.trial_lease(), owner, ttl_ms(LEASE_S)))
 
     async def leave(self, owner: str) -> None:
-        """Gives the lease of the controller back, if `owner` has it."""
+        """Gives the controller's lease back, if `owner` has it."""
         with translated():
             await self._control.client.eval(_LEAVE, 1, keys.trial_lease(), owner)
 
     async def confirm(self, gateway: str, revision: int) -> None:
-        """Reports the revision of endpoints that a gateway goes by."""
+        """Reports the revision of endpoints that a gateway uses."""
         with translated():
             await self._control.client.eval(
                 _EXPIRING, 1, keys.heard_revisions(), gateway, ttl_ms(HEARD_S), str(revision)
             )
 
     async def heard(self) -> dict[str, int]:
-        """Returns the revision that each live gateway goes by; one that is not here uses stable targets only."""
+        """Returns the revision of each live gateway; others use stable targets only."""
         with translated():
             words = iter(await self._control.client.eval(_EXPIRING, 1, keys.heard_revisions()))
         return {gateway.decode(): int(revision) for gateway, revision in zip(words, words, strict=True)}
 
 
 def written_latency(of: str, stratum: str, seconds: float, tenant: str = "") -> str:
-    """Returns a latency of a tenant's request as `TrialStore.count` takes it."""
+    """Returns a latency in the form of `TrialStore.count`."""
     return f"{of}|{stratum}|{seconds:.9f}" + (f"|{tenant}" if tenant else "")
 
 

@@ -1,13 +1,13 @@
-"""The trial of a canary: what is stored beside its endpoint, and what each transition makes of the endpoint. Pure.
+"""The trial of a canary: its record beside the endpoint, and the effect of each transition on the endpoint. Pure.
 
-A trial begins when the canary target has a READY version that is not the stable one: that of its number, or for
-`latest` the newest. Named by number it may be another model's, such as one with another configuration for the same
-files. Its steps are written into the endpoint: the canary's weight and version, a shadow target if the step has one. So
-gateways know nothing of steps; they go by the endpoint. `qinfer.traffic.canary` decides; here its decisions become a
-`Change`, which is stored as a whole or not at all.
+A trial begins when the canary target has a READY version other than the stable one: the version of its number, or for
+`latest` the newest. A canary with a number may be another model, such as one with another configuration for the same
+files. The endpoint itself has the present step: the canary's weight and version, perhaps a shadow target. Gateways thus
+need to know nothing of steps. `qinfer.traffic.canary` decides; here a decision becomes a `Change`, which is stored as a
+whole or not at all.
 
-A version that was rolled back stays out, also when the endpoint is declared again, until `resume` tries it again. A
-declaration that is put while a trial goes on begins it anew.
+A version that was rolled back stays out, even if the endpoint is declared again, until `resume` tries it again. A new
+declaration during a trial begins it anew.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -28,15 +28,15 @@ BEGIN, CONFIRMED = "begin", "rolled back everywhere"
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The trial of a canary, as it is stored.
+    """The stored trial of a canary.
 
     Attributes:
-        state: Its state; its revision is that of the endpoint that it belongs to.
-        counted: What was counted at that revision up to now, by the name of the count.
-        reason: Why the last transition was made, or else why there was none.
+        state: Its state, with the revision of its endpoint.
+        counted: Name → count of this revision so far.
+        reason: Why the last transition was made, or there was none.
         at_s: The time of the last transition.
-        done_s: The time at which all gateways had confirmed its rollback; 0 = there is nothing to confirm, or not yet.
-        model: The canary's model, where that is not the stable target's; else empty.
+        done_s: The time at which all gateways had confirmed its rollback; 0 = not yet, or nothing to confirm.
+        model: The canary's model; empty = the stable target's.
     """
 
     state: CanaryState
@@ -48,12 +48,12 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def is_on(self) -> bool:
-        """Whether it goes on."""
+        """Tells whether the trial goes on."""
         return not self.state.ended
 
     @property
     def is_rolled_back(self) -> bool:
-        """Whether it was rolled back."""
+        """Tells whether the canary was rolled back."""
         return self.state.ended == Action.ROLL_BACK.value
 
 
@@ -61,14 +61,14 @@ TRIALS = Record(Trial, "the trial of a canary")
 
 
 class CheckNumbers(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a check, as they are shown.
+    """The numbers of a check.
 
     Attributes:
         check: The check's name.
         canary_requests: The canary's requests.
-        canary_bad: How many of them are bad.
+        canary_bad: The bad ones among them.
         stable_requests: Stable's requests.
-        stable_bad: How many of them are bad.
+        stable_bad: The bad ones among them.
         evidence: The evidence that the canary is worse: 1 at the beginning.
         decides: The evidence that rolls back.
         allowed: The share that the canary's is compared with; `null` = stable's.
@@ -85,16 +85,16 @@ class CheckNumbers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to a canary.
+    """An event of a canary.
 
     Attributes:
-        at_s: When, in seconds since the epoch.
+        at_s: The time, in seconds since the epoch.
         event: begin | promote | finish | pause | resume | roll back | rolled back everywhere
         version: The canary's version.
         step: The number of the step, from 1, after it.
-        reason: Why.
+        reason: The reason.
         checks: The numbers of all checks then.
-        model: The canary's model, where that is not the stable target's; else empty.
+        model: The canary's model, if it is not the stable target's; else empty.
     """
 
     at_s: float
@@ -107,13 +107,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(NamedTuple):
-    """What is to be stored.
-
-    Attributes:
-        trial: The trial.
-        endpoint: The endpoint, if it is to be changed, too: a transition.
-        event: What is to be told of it.
-    """
+    """A trial to store, with a changed endpoint after a transition, and its event."""
 
     trial: Trial
     endpoint: Endpoint | None = None
@@ -121,12 +115,7 @@ class Change(NamedTuple):
 
 
 def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
-    """Returns the version that is to be tried; 0 = none.
-
-    Args:
-        endpoint: The endpoint.
-        ready: The READY versions of the canary's model.
-    """
+    """Returns the version to try, given the READY versions of the canary's model; 0 = none."""
     target, stable = endpoint.tried, endpoint.stable
     if target is None:
         return 0
@@ -136,25 +125,18 @@ def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
 
 
 def _other_model(endpoint: Endpoint) -> str:
-    """Returns the canary's model, where that is not the stable target's; else an empty text."""
+    """Returns the canary's model if it is not the stable target's."""
     tried = endpoint.tried
     return "" if tried is None or tried.model == endpoint.stable.model else tried.model
 
 
 def belongs(trial: Trial, endpoint: Endpoint) -> bool:
-    """Tells whether a trial that Redis has lost is to be written again: the endpoint is as the trial has left it."""
+    """Tells whether to restore a trial that Redis has lost: the endpoint is as the trial has left it."""
     return trial.is_rolled_back or any(target.trial == trial.state.canary for target in endpoint.targets)
 
 
 def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s: float) -> Change | None:
-    """Returns the beginning of the trial that is due; `None` = none is.
-
-    Args:
-        endpoint: The endpoint.
-        trial: Its last trial.
-        ready: The READY versions of the canary's model.
-        now_s: The time.
-    """
+    """Returns the begin of the trial that is due after the last one, if any, given the READY versions of its model."""
     version = candidate(endpoint, ready)
     if endpoint.canary is None or not version:
         return None
@@ -172,15 +154,7 @@ def _begin(endpoint: Endpoint, plan: CanaryPlan, version: int, reason: str, now_
 def advanced(
     endpoint: Endpoint, trial: Trial, counted: Mapping[str, int], latencies: Latencies, now_s: float
 ) -> Change:
-    """Returns what becomes of a trial that goes on.
-
-    Args:
-        endpoint: The endpoint, which has a plan.
-        trial: The trial of the endpoint's revision.
-        counted: All that was counted at this revision.
-        latencies: Stable's, for limits that are missing.
-        now_s: The time.
-    """
+    """Returns the next state of a trial, given this revision's counts and stable's latencies for missing limits."""
     assert endpoint.canary is not None
     plan, state = endpoint.canary, canary.with_limits(endpoint.canary, trial.state, latencies, now_s)
     parts = parts_of(_since(counted, trial.counted))
@@ -195,18 +169,10 @@ def advanced(
 def by_hand(
     endpoint: Endpoint, trial: Trial | None, action: Action, reason: str, ready: Collection[int], now_s: float
 ) -> Change:
-    """Returns what a person makes of a trial.
-
-    Args:
-        endpoint: The endpoint.
-        trial: Its last trial.
-        action: `PROMOTE`, `ROLL_BACK`, `PAUSE` or `RESUME`; the last one also tries again what was rolled back.
-        reason: Why.
-        ready: The READY versions of the canary's model.
-        now_s: The time.
+    """Returns a person's change of a trial; `RESUME` also tries again a version that was rolled back.
 
     Raises:
-        Conflict: There is no trial that this could be done to.
+        Conflict: There is no such trial, or the action has no effect on it.
     """
     plan = endpoint.canary
     if plan is None:
@@ -221,7 +187,7 @@ def by_hand(
 
 
 def _why_none(endpoint: Endpoint, trial: Trial | None) -> str:
-    """Returns why no canary is on trial, and what begins one."""
+    """Returns why no canary is on trial, and how one begins."""
     if trial is None:
         return "its first begins when a version of the canary target is ready"
     version = _shown(trial.model, trial.state.canary)
@@ -248,14 +214,9 @@ def _decided_by_hand(
 
 
 def confirmed(endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: float, moved: int = 0) -> Change | None:
-    """Returns the end of a rollback once no gateway goes by the time before it; `None` = not yet, or it was told.
+    """Returns the end of a rollback once each live gateway has heard its revision; `None` = not yet, or it was stored.
 
-    Args:
-        endpoint: The endpoint.
-        trial: Its last trial.
-        heard: The revision that each live gateway goes by.
-        now_s: The time.
-        moved: How many requests that waited for the canary were moved to the stable version.
+    `moved` is the number of waiting requests that went to the stable version instead.
     """
     if not trial.is_rolled_back or trial.done_s or any(revision < trial.state.revision for revision in heard):
         return None
@@ -272,7 +233,7 @@ def _change(endpoint: Endpoint, plan: CanaryPlan, state: CanaryState, event: str
 
 
 def shaped(endpoint: Endpoint, plan: CanaryPlan, state: CanaryState) -> Endpoint:
-    """Returns the endpoint as a state of its canary has it."""
+    """Returns the endpoint in a state of its canary."""
     rest = endpoint.at_rest()
     match state.ended:
         case Action.FINISH.value:
@@ -289,7 +250,7 @@ def _finished(rest: Endpoint, version: int) -> Iterator[Target]:
         if target.role is Role.STABLE:
             yield replace(target, model=_other_model(rest) or target.model, version=version)
         elif target.role is not Role.CANARY or target.version == LATEST:
-            yield target  # a canary by number has become the stable target
+            yield target  # a canary with a number has become the stable target
 
 
 def _at_step(rest: Endpoint, step: canary.Step, version: int) -> Iterator[Target]:
@@ -311,7 +272,7 @@ def _shown(model: str, version: int) -> str:
 
 
 def numbers_of(plan: CanaryPlan | None, state: CanaryState) -> Iterator[CheckNumbers]:
-    """Yields the numbers of the checks; none where the plan has been given others since."""
+    """Yields the numbers of the checks; none if the plan's checks have changed since."""
     if plan is None or {check.name for check in plan.checks} != state.evidence.keys():
         return
     for verdict in canary.verdicts_of(plan, state):
@@ -333,13 +294,13 @@ def _numbers(verdict: Verdict) -> CheckNumbers:
 
 
 def count_names(role: Role, check: str, stratum: str, tenant: str = "") -> tuple[str, str]:
-    """Returns the names of two counts: a tenant's requests of a target in a stratum of a check, and the bad ones."""
+    """Returns the names of the counts of a tenant's requests, and bad requests, of a target in a check's stratum."""
     of, whose = f"{role}|{check}|{stratum}", f"|{tenant}" if tenant else ""
     return f"{of}|requests{whose}", f"{of}|bad{whose}"
 
 
 def parts_of(counts: Mapping[str, int]) -> dict[str, Blocks]:
-    """Returns counts as what a decision looks at: tenant → check → stratum → requests of both targets."""
+    """Returns counts for a decision: tenant → check → stratum → requests of both targets."""
     found: dict[str, dict[str, dict[str, Block]]] = {}
     for tenant, check, stratum in {_place_of(name) for name in counts}:
         of = check, stratum, tenant
@@ -349,7 +310,7 @@ def parts_of(counts: Mapping[str, int]) -> dict[str, Blocks]:
 
 
 def _place_of(count: str) -> tuple[str, str, str]:
-    """Returns the tenant, the check and the stratum that a count is of, by its name."""
+    """Returns tenant, check and stratum from the name of a count."""
     _, check, stratum, _, *tenant = count.split("|", 4)
     return "".join(tenant), check, stratum
 
@@ -360,7 +321,7 @@ def _counts(counts: Mapping[str, int], role: Role, check: str, stratum: str, ten
 
 
 def _since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """Returns what was added to counts; where Redis has lost them they begin anew."""
+    """Returns the growth of counts; counts that Redis has lost begin anew."""
     if any(now.get(name, 0) < count for name, count in before.items()):
         before = {}
     return {name: count - before.get(name, 0) for name, count in now.items()}

@@ -1,6 +1,5 @@
--- Keeps the target of a request under its idempotency key and its id: what was kept before counts, under the key first.
--- KEYS: one for each of them, the key's first. ARGV: target, ms to live, target that counts as none ('' = each counts).
--- Returns the target.
+-- Keeps a request's target under its idempotency key and its id, unless one is kept; returns the kept one, the key's first.
+-- KEYS: of the idempotency key, of the id. ARGV: target, ms to live, target that counts as none ('' = each counts).
 local target, gone = ARGV[1], ARGV[3]
 local kept = {}
 for i, key in ipairs(KEYS) do

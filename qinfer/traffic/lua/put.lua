@@ -1,8 +1,8 @@
--- Writes or removes the declaration of an endpoint, if it still is as the caller has seen it. Each change gets the next
--- revision, over all endpoints, so that the latest revision says whether a reader has seen them all.
--- KEYS: endpoints, trials of their canaries. ARGV: name, revision that was seen ('' = any, 0 = there was none), document without a revision
---   ('' = remove it), least revision to go on from.
--- Returns {1, the new revision}, or {0, the revision that is there, 0 = there is none}.
+-- Writes or removes the declaration of an endpoint, if its revision is the expected one. Each change of any endpoint gets
+-- the next revision, so that the latest revision shows a reader whether it has seen all changes.
+-- KEYS: endpoints, trials. ARGV: name, expected revision ('' = any, 0 = none), document without a revision ('' = remove
+--   it), least revision.
+-- Returns {1, the new revision}, or {0, the present revision, 0 = none}.
 local name, seen, document = ARGV[1], ARGV[2], ARGV[3]
 local current = redis.call('HGET', KEYS[1], name)
 local is = current and string.match(current, '^{"revision":(%d+),') or '0'

@@ -1,8 +1,8 @@
--- Writes the trial of an endpoint's canary, and the endpoint with it, if both still are as the caller has seen them.
--- KEYS: endpoints, trials, events of the endpoint, queue of the webhooks. ARGV: name, revision that was seen, trial that was seen ('' = none),
---   trial, endpoint without a revision ('' = it stays as it is), event ('' = none), events to keep, ms to keep them,
---   what a webhook is to tell ('' = there is none), ms to try it.
--- Returns the endpoint's revision, or 0 if something has changed meanwhile.
+-- Writes the trial of an endpoint's canary, and the endpoint, if both are the expected ones; returns the endpoint's
+-- revision, or 0.
+-- KEYS: endpoints, trials, events of the endpoint, queue of the webhooks. ARGV: name, expected revision, expected trial
+--   ('' = none), trial, endpoint without a revision ('' = unchanged), event ('' = none), events to keep, ms to keep them,
+--   webhook ('' = none), ms to try it.
 local name, seen, document, event = ARGV[1], ARGV[2], ARGV[5], ARGV[6]
 local current = redis.call('HGET', KEYS[1], name)
 local revision = current and string.match(current, '^{"revision":(%d+),') or ''
