@@ -1,10 +1,9 @@
-"""The file of API keys, with the tenant, scopes and quotas of each; it has only the SHA-256 of a key.
+"""The file of API keys: tenants, scopes, quotas, and the keys' SHA-256.
 
     {"keys": [{"id": "k1", "sha256": "…", "tenant": "acme", "scopes": ["infer"], "rate_per_s": 50, "max_in_flight": 9,
                "created_at": "2026-11-23T10:00:00Z", "expires_at": "2027-11-23T10:00:00Z"}]}
 
-A plain hash suffices, since a key has 256 random bits and can't be guessed. Quotas belong to the tenant: all keys of a
-tenant have the same.
+A plain hash suffices, since a key has 256 random bits. Quotas belong to the tenant: all its keys have the same.
 """
 
 import contextlib
@@ -41,29 +40,23 @@ class Scope(StrEnum):
 
 
 Instant = Annotated[datetime, msgspec.Meta(tz=True)]
-"""A date and time with its offset from UTC, as in RFC 3339."""
+"""A date and time with its offset from UTC (RFC 3339)."""
 
 
 MAX_COUNT = 10**9
-"""The largest burst, and the most requests in flight, of a key."""
 
 MAX_WEIGHT = 1000
-"""The largest weight of a tenant."""
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of the file.
+    """One entry of the file; its quotas are the tenant's, at all gateways together.
 
     Attributes:
         id: The key's name, for people.
-        sha256: The SHA-256 of the key, in hexadecimal.
-        rate_per_s: The tenant's requests a second at all gateways together; 0 = no limit.
-        burst: Requests that it may send at once before the rate counts; 0 = a second's worth, at least 1.
-        max_in_flight: The tenant's unanswered requests at all gateways together; 0 = no limit. An asynchronous request
-        is
-            answered when it is accepted.
-        weight: The tenant's share of a model in contention, in proportion to other tenants' weights.
-        created_at: For people; `None` = unknown.
+        rate_per_s: Requests a second; 0 = no limit.
+        burst: Requests at once before the rate counts; 0 = a second's worth, at least 1.
+        max_in_flight: Unanswered requests; 0 = no limit. An asynchronous request is answered when it is accepted.
+        weight: The tenant's share of a contended model, in proportion to the others' weights.
         expires_at: The instant from which it is refused; `None` = never.
     """
 
@@ -93,10 +86,7 @@ def hash_key(key: str) -> str:
 
 
 def check_exposure(settings: AuthSettings, host: str, variable: str = "QINFER_HTTP__HOST") -> None:
-    """Raises `SettingsError` if the gateway binds more than loopback addresses and `auth.mode` is not set.
-
-    `variable` is the environment variable that sets `host`.
-    """
+    """Raises `SettingsError` if `auth.mode` is not set and other machines can reach the gateway."""
     if settings.mode == "" and not is_loopback(host):
         raise SettingsError(
             f"{variable}={host} serves other machines, and who may call is not set; set QINFER_AUTH__MODE=keys "
@@ -105,7 +95,7 @@ def check_exposure(settings: AuthSettings, host: str, variable: str = "QINFER_HT
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Reads and checks a file of keys, or raises `SettingsError` with the place, and without values."""
+    """Reads and checks a file of keys, or raises `SettingsError`."""
     return parse_keys(path, read_key_file(path))
 
 
@@ -118,7 +108,7 @@ def read_key_file(path: Path) -> bytes:
 
 
 def parse_keys(path: Path, content: bytes) -> tuple[ApiKey, ...]:
-    """Decodes and checks a file of keys, or raises `SettingsError` with the place, and without values."""
+    """Decodes and checks a file of keys, or raises `SettingsError` without values."""
     keys = _decoded(path, content)
     if not keys:
         raise SettingsError(f"{path} has no keys; `qinfer keys new` adds one")
@@ -135,13 +125,7 @@ def add_key(
 ) -> tuple[ApiKey, str]:
     """Makes a key and appends its entry to the file, which is created with mode 0600 if needed.
 
-    A tenant's further keys get the quotas of its first. The default of `key_id` is a random name.
-
-    Returns:
-        Its entry, and the key, which is stored nowhere.
-
-    Raises:
-        SettingsError: A name is invalid or taken, or the file can't be read or written.
+    A tenant's further keys get its quotas. Returns the entry, and the key, which is stored nowhere.
     """
     key = secrets.token_urlsafe(32)
     with _locked(path):
@@ -169,7 +153,7 @@ def add_key(
 
 
 def revoke_key(path: Path, key_id: str) -> ApiKey:
-    """Removes a key from the file and returns its entry, or raises `SettingsError`; the last key stays."""
+    """Removes a key from the file and returns its entry; the last key stays."""
     with _locked(path):
         keys = read_keys(path)
         entry = _entry(path, keys, key_id)
@@ -185,13 +169,9 @@ def revoke_key(path: Path, key_id: str) -> ApiKey:
 def rotate_key(path: Path, key_id: str, overlap: timedelta, lifetime: timedelta | None = None) -> tuple[ApiKey, str]:
     """Makes a key with the rights of another, which expires after `overlap`.
 
-    Without a `lifetime`, the new key is valid as long as the old one was made for.
-
-    Returns:
-        The entry of the new key, and the key, which is stored nowhere.
-
-    Raises:
-        SettingsError: No key has this id, its lifetime is unknown, or the file can't be read or written.
+    Without a `lifetime`, it is valid as long as the old one was made for. Returns the entry, and the key, which is
+    stored
+    nowhere.
     """
     key = secrets.token_urlsafe(32)
     with _locked(path):
@@ -212,7 +192,7 @@ def rotate_key(path: Path, key_id: str, overlap: timedelta, lifetime: timedelta 
 
 
 def _lifetime(key: ApiKey) -> timedelta | None:
-    """Returns how long a key was made for; `None` = it does not expire."""
+    """Returns the lifetime that a key was made with, if any."""
     if key.expires_at is None:
         return None
     if key.created_at is None or key.created_at >= key.expires_at:
@@ -253,7 +233,6 @@ def _write(path: Path, keys: tuple[ApiKey, ...]) -> None:
 
 
 def _check(path: Path, keys: tuple[ApiKey, ...]) -> None:
-    """Checks that ids and keys are unique, and a tenant's quotas equal."""
     quotas: dict[str, tuple[float, int, int, int]] = {}
     for number, key in enumerate(keys):
         where = f"{path}: keys[{number}]"
@@ -271,7 +250,6 @@ def _check(path: Path, keys: tuple[ApiKey, ...]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keeps other processes from writing the file, by a lock on its directory."""
     try:
         directory = os.open(path.parent, os.O_RDONLY)
     except OSError as error:
@@ -284,10 +262,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Writes the file beside its place and moves it there, so that no reader sees half of it.
-
-    Its mode stays, so that its readers keep access, and so does a link to it.
-    """
+    """Replaces the file atomically, with its mode, so that its readers keep access; a link to it stays, too."""
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

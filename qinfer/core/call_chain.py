@@ -1,9 +1,8 @@
-"""The chain of a call between models: the executions that wait for its answer, and whether it would wait for itself.
+"""The chain of a call between models: the executions that wait for its answer.
 
     client ─▶ A ─▶ B ─▶ C        the request to C has the holders A and B
 
-An execution that calls keeps its instance until the answer arrives. A call that only a waiting instance could execute
-would never be answered.
+A calling execution keeps its instance. A call that only a waiting instance could execute would never be answered.
 """
 
 from collections.abc import Sequence
@@ -14,18 +13,18 @@ from qinfer.core.messages import Holder
 
 
 def extended(chains: Sequence[tuple[Holder, ...]], caller: Holder) -> tuple[Holder, ...]:
-    """Returns the holders of a call: those of all requests in the calling batch, then the caller at the next depth."""
+    """Returns the holders of a call: those of the calling batch's requests, then the caller."""
     found = chains[0] if len(chains) == 1 else _merged(chains)
     return (*found, msgspec.structs.replace(caller, depth=depth_of(found) + 1))
 
 
 def depth_of(holders: Sequence[Holder]) -> int:
-    """Returns the number of nested calls before a request with these holders."""
+    """Returns the number of nested calls before a request."""
     return max((holder.depth for holder in holders), default=0)
 
 
 def names_of(holders: Sequence[Holder], callee: str) -> str:
-    """Returns the longest chain for people, the called model last: `A -> B -> A`."""
+    """Returns the longest chain for people: `A -> B -> A`."""
     names: dict[int, str] = {}
     for holder in holders:
         names.setdefault(holder.depth, holder.model)
@@ -33,12 +32,12 @@ def names_of(holders: Sequence[Holder], callee: str) -> str:
 
 
 def level_of(holders: Sequence[Holder], model: str, version: int) -> int:
-    """Returns how many instances of a model version wait for a request with these holders."""
+    """Returns how many instances of a model version wait for a request."""
     return len({holder.token for holder in holders if (holder.model, holder.version) == (model, version)} - {""})
 
 
 def endless(holders: Sequence[Holder], model: str, version: int, instances: int) -> str:
-    """Returns why a call would wait for itself; empty = one of the model's instances on all workers may execute it."""
+    """Returns why a call would wait for itself; empty = another instance may execute it."""
     waiting = level_of(holders, model, version)
     if not waiting or waiting < instances:
         return ""

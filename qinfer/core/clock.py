@@ -1,7 +1,7 @@
 """Time: durations come from the monotonic clock; instants between processes are seconds of Redis `TIME`.
 
-`ServerClock` keeps the offset between this process's monotonic clock and the broker's wall clock, so that a deadline
-is the same instant on each machine, even if their wall clocks are wrong.
+`ServerClock` keeps the offset between the two, so that a deadline is the same instant on each machine, even if wall
+clocks are wrong.
 """
 
 import time
@@ -9,10 +9,10 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of monotonic seconds: `SystemClock` or `qinfer.testing.FakeClock`."""
+    """A source of monotonic seconds."""
 
     def monotonic_s(self) -> float:
-        """Returns seconds since an arbitrary start; never goes backwards."""
+        """Returns seconds since an arbitrary start."""
         ...
 
 
@@ -25,10 +25,7 @@ class SystemClock:
 
 
 class ServerClock:
-    """The broker's time, from the monotonic clock and an offset that `observe` keeps current.
-
-    `offset_s` is broker time minus monotonic time; until the first `observe`, the wall clock's.
-    """
+    """The broker's time, from the monotonic clock and an offset that `observe` keeps current."""
 
     def __init__(self, clock: Clock | None = None, offset_s: float | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -46,10 +43,8 @@ class ServerClock:
     def observe(self, broker_time_s: float, sent_s: float, received_s: float) -> None:
         """Takes one reading of Redis `TIME`, with the monotonic times of the command and its reply.
 
-        A reading is right within half the round trip. A sharper reading replaces the offset. A blunter one does so only
-        if it
-        contradicts the offset, whose error grows by 0.1 ms a reading: at a reading each 5 s, that allows for 20 ppm of
-        drift.
+        It is right within half the round trip. A sharper reading replaces the offset. A blunter one does so only if it
+        contradicts it; the offset's error grows by 0.1 ms a reading, for 20 ppm of drift at a reading each 5 s.
         """
         half_trip_s = (received_s - sent_s) / 2
         offset_s = broker_time_s - (sent_s + half_trip_s)

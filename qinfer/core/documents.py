@@ -1,7 +1,6 @@
 """Documents that people write, YAML or TOML, read strictly.
 
-In YAML, duplicate keys, tags and merge keys are refused: the first hide a mistake, the others can make objects or fill
-the memory.
+Duplicate keys, tags and merge keys in YAML are refused: they hide mistakes, make objects, or fill the memory.
 """
 
 import tomllib
@@ -56,7 +55,7 @@ class _StrictTyped(_Strict, yaml.SafeLoader):
 
 
 def read_limited(path: Path, most_bytes: int) -> bytes:
-    """Returns the content of a file, or raises `OSError`, or `Unreadable` above `most_bytes`."""
+    """Returns the content of a file, or raises `Unreadable` above `most_bytes`."""
     with path.open("rb") as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -65,14 +64,13 @@ def read_limited(path: Path, most_bytes: int) -> bytes:
 
 
 def parse(data: bytes, suffix: str, *, is_typed: bool) -> Any:
-    """Parses a document (UTF-8, perhaps with a byte order mark), or raises `Unreadable`.
+    """Parses a document, or raises `Unreadable`.
 
     Args:
-        data: The document.
+        data: The document, in UTF-8.
         suffix: `.toml`, or else it is YAML.
-        is_typed: Make numbers and truth values in YAML; otherwise every value is text, so that labels such as `no`,
-        `007`
-            and `2026-01-31` stay unchanged.
+        is_typed: Make numbers and truth values in YAML; otherwise labels such as `no`, `007` and `2026-01-31` stay
+        texts.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -88,7 +86,7 @@ def parse(data: bytes, suffix: str, *, is_typed: bool) -> Any:
 
 
 def problems_of(error: ValidationError) -> Iterator[tuple[str, ErrorDetails]]:
-    """Yields each problem of a document as a text without its place, and pydantic's details."""
+    """Yields each problem as a text without its place, and pydantic's details."""
     found = error.errors(include_url=False)
     inner = {item["loc"][0] for item in found if len(item["loc"]) > 1}
     for item in found:

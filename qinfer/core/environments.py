@@ -1,8 +1,9 @@
 """The environments of processes: allow-lists of variables, so that a secret is only where it is used. Pure.
 
-A program that `qinfer up` starts gets the settings that it reads, and variables that runtimes and drivers of stores
-read. A model's code gets no settings, and only those credentials that the operator names. The supervisor uses the
-module, which therefore imports nothing that takes time or memory.
+A program of `qinfer up` gets its settings, and variables that runtimes and drivers of stores read. A model's code gets
+no
+settings, and only the credentials that the operator names. The supervisor uses the module, which therefore imports
+nothing large.
 """
 
 import json
@@ -11,10 +12,10 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 PREFIX = "QINFER_"
-"""Begins the name of each variable that is a setting, in any case."""
+"""The prefix of settings' variables, in any case."""
 
 ALLOW_INSPECTION = f"{PREFIX}ALLOW_INSPECTION"
-"""The setting for debuggers (`qinfer.core.processes.protect_process`), which all of qinfer's processes get."""
+"""The setting for debuggers (`qinfer.core.processes.protect_process`), which all processes get."""
 
 _SYSTEM = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TERM", "NO_COLOR", "FORCE_COLOR", "COLUMNS",
@@ -40,12 +41,7 @@ _SERVICES = (
 
 
 class Role(NamedTuple):
-    """The settings that a program reads.
-
-    Attributes:
-        settings: Sections of the settings, and settings outside sections.
-        withheld: Settings of those sections that the program does not get, as `section.name`.
-    """
+    """The sections and other settings that a program reads, without the `withheld` ones (`section.name`)."""
 
     settings: frozenset[str]
     withheld: frozenset[str] = frozenset()
@@ -78,7 +74,7 @@ BULK_WORKER = Role(_OF_WORKERS)
 
 
 def program_environment(role: Role, base: Mapping[str, str], passed: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment of a gateway, worker or bulk worker, with further variables by name or pattern."""
+    """Returns the environment of a gateway, worker or bulk worker."""
     found = _matching(base, (*_SYSTEM, *_RUNTIMES, *_SERVICES, *passed))
     for name, value in base.items():
         given = _setting(role, name.upper().removeprefix(PREFIX).lower(), value) if _is_setting(name) else None
@@ -88,12 +84,12 @@ def program_environment(role: Role, base: Mapping[str, str], passed: Iterable[st
 
 
 def helper_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a helper process, which gets everything else over a pipe."""
+    """Returns the environment of a helper process, which gets all else over a pipe."""
     return _matching(base, _SYSTEM) | {name: value for name, value in base.items() if name.upper() == ALLOW_INSPECTION}
 
 
 def model_environment(base: Mapping[str, str], passed: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment of a model's code, with further variables by name or pattern."""
+    """Returns the environment of a model's code."""
     return _matching(base, (*_SYSTEM, *_RUNTIMES, *passed))
 
 
@@ -103,7 +99,7 @@ def system_environment(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_settings(base: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that are no settings, and the one for debuggers."""
+    """Returns the variables that are no settings, and `ALLOW_INSPECTION`."""
     return {name: value for name, value in base.items() if not _is_setting(name) or name.upper() == ALLOW_INSPECTION}
 
 
@@ -121,10 +117,7 @@ def _is_setting(name: str) -> bool:
 
 
 def _setting(role: Role, setting: str, value: str) -> str | None:
-    """Returns a setting's value for a program; `None` = the program does not get it.
-
-    `setting` is the variable's name in lower case and without prefix: `redis__url`, or `redis` for a section as JSON.
-    """
+    """Returns a setting's value for a program that gets it; the name is `redis__url`, or `redis` for a section."""
     section, _, name = setting.partition("__")
     if section not in role.settings or f"{section}.{name}" in role.withheld:
         return None

@@ -44,7 +44,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ToldSequence(Sequence, frozen=True, array_like=True):
-    """The flags with the model's correlation ID in place of the caller's, `given_id`; local to a process."""
+    """The flags with the model's correlation ID in place of `given_id`, the caller's; local to a process."""
 
     given_id: int | str = 0
 
@@ -55,13 +55,13 @@ class ToldSequence(Sequence, frozen=True, array_like=True):
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
-    """An execution that waits for a call of another model, and the instance and resources that it holds.
+    """An execution that waits for a call of another model, and its instance and resources.
 
     Attributes:
         token: Identifies the execution among all workers; empty = it holds nothing: an ensemble, or a decoupled model
             whose `execute` has returned.
-        units: Its units of the rate limiter's global resources, by name.
-        depth: Its place in the chain of calls, 1 = the model that a client asked.
+        units: Its units of the rate limiter's global resources.
+        depth: Its place in the chain of calls, 1 = the first model.
     """
 
     token: str
@@ -72,7 +72,7 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """The time of each phase of a request, in nanoseconds, and the size of its batch (reference §1.13)."""
+    """The nanoseconds of each phase of a request, and the size of its batch (reference §1.13)."""
 
     queue_ns: int = 0
     input_ns: int = 0
@@ -95,11 +95,8 @@ class Called(msgspec.Struct, frozen=True, array_like=True):
     """A request made for a traced one: a call by its model, or a step of its ensemble.
 
     Attributes:
-        begin_s: Its start in the broker's time.
-        end_s: The time of its last response.
+        begin_s: In the broker's time, like `end_s`, the time of its last response.
         timing: Set where a worker executed it.
-        tensors: Its inputs and outputs, if they are traced.
-        calls: The requests made for it.
     """
 
     model: str
@@ -113,13 +110,13 @@ class Called(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def weight(self) -> int:
-        """Its bytes in `MOST_CALL_BYTES`: its tensors, its calls, and 16 KiB."""
+        """Its bytes in `MOST_CALL_BYTES`."""
         tensors, calls = [len(tensor.data) for tensor in self.tensors], [call.weight for call in self.calls]
         return 16 * 1024 + sum(tensors) + sum(calls)
 
 
 class CallTraces(msgspec.Struct, kw_only=True):
-    """The traces of requests made for a traced one; ended ones travel with the last response."""
+    """The traces of requests made for a traced one."""
 
     has_tensors: bool
     ended: tuple[Called, ...] = ()
@@ -131,7 +128,7 @@ class CallTraces(msgspec.Struct, kw_only=True):
 
 
 MOST_CALL_BYTES = 2**20
-"""The most bytes of all traces of calls for one request: 64 calls without tensors."""
+"""The most bytes of a request's call traces: 64 calls without tensors."""
 
 
 class InferRequest(msgspec.Struct, kw_only=True):
@@ -199,7 +196,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
 
     @property
     def moves_by(self) -> str:
-        """The endpoint that may move it to another version while it waits; empty = none."""
+        """The endpoint that may move it to another version while it waits, if any."""
         return self.endpoint if self.moves else ""
 
 
@@ -276,9 +273,8 @@ class Credit(msgspec.Struct, frozen=True, array_like=True):
     """A message from the reader of a stream to its worker, which makes room in the stream's window.
 
     Attributes:
-        attempt: The execution whose responses were taken.
-        taken_bytes: Bytes of outputs taken since the stream began; cumulative, so that a credit may be lost, late or
-            repeated.
+        taken_bytes: Bytes of outputs taken since the stream began; cumulative, so that a credit may be lost or
+        repeated.
         cancelled: The reader needs no more responses, and still takes those that the model sends.
     """
 
@@ -327,7 +323,7 @@ class IdFactory:
 
 
 def parse_request_id(request_id: str) -> tuple[str, int, str]:
-    """Splits a server-made id into (ulid, partition, model), or raises `InvalidRequest`."""
+    """Splits a server-made id into (ulid, partition, model)."""
     ulid, _, rest = request_id.partition(".")
     partition, _, model = rest.partition(".")
     if len(ulid) != 26 or not partition.isdecimal() or not model:

@@ -1,6 +1,6 @@
-"""Child processes: messages over pipes, names of signals, and protection against other processes.
+"""Child processes: messages over pipes, names of signals, and protection.
 
-The module imports nothing that takes time or memory, as such children should be small.
+The module imports nothing large, as such children should be small.
 """
 
 import ctypes
@@ -24,8 +24,9 @@ MAX_BYTES = 2**32 - 1
 """The longest possible message."""
 
 SWITCH_INTERVAL_S = 0.0001
-"""The longest wait of a gateway's or worker's thread for the GIL. Python's own 5 ms exceed many a batch's time, and each
-of a small request's steps might wait that long for a thread that decodes or encodes."""
+"""The longest wait of a thread for the GIL. Python's own 5 ms exceed the time of many batches, and each of a small
+request's four steps might wait that long.
+"""
 
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 _UMASK = 0o027
@@ -39,12 +40,7 @@ def packed(message: msgspec.Struct) -> bytes:
 
 
 async def received(stream: "StreamReader", max_bytes: int = MAX_BYTES) -> bytes:
-    """Waits for a message; returns it without its length.
-
-    Raises:
-        asyncio.IncompleteReadError: The other process has ended.
-        ValueError: The message is longer than `max_bytes`.
-    """
+    """Waits for a message; returns it without its length, or raises `ValueError` above `max_bytes`."""
     (size,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
     if size > max_bytes:
         raise ValueError(f"a message of {size} bytes; at most {max_bytes}")
@@ -60,15 +56,14 @@ def signal_name(number: int) -> str:
 
 
 def protect_process(environment: Mapping[str, str]) -> None:
-    """Protects this process's memory, environment, open files and new files from other processes of the same user.
+    """Protects this process's memory, environment and files from other processes of the same user.
 
-    A model's code runs as the programs' user, and could read their secrets in /proc or as a debugger; root still can.
-    The
-    kernel dumps no core of a protected process, and drops the protection at `exec` (prctl(2), PR_SET_DUMPABLE): each
-    program calls this before it reads its settings. Only Linux has it; `QINFER_ALLOW_INSPECTION=true` switches it off.
+    A model's code runs as that user, and could read secrets in /proc or as a debugger; root still can. The kernel dumps
+    no
+    core of a protected process, and drops the protection at `exec` (prctl(2), PR_SET_DUMPABLE): each program calls this
+    before it reads its settings. Only Linux has it; `QINFER_ALLOW_INSPECTION=true` switches it off.
 
-    Model files, job outputs and traces belong to tenants: files of this process and its children get mode 0640 at most,
-    directories 0750; a stricter umask stays.
+    New files belong to tenants: they get mode 0640 at most, directories 0750; a stricter umask stays.
     """
     os.umask(os.umask(_UMASK) | _UMASK)
     allowed = next((value for name, value in environment.items() if name.upper() == ALLOW_INSPECTION), "")

@@ -1,4 +1,4 @@
-"""Retries: pauses that grow up to a bound, and a log of the begin and end of outages."""
+"""Retries: pauses that grow up to a bound, and a log of outages."""
 
 import logging
 import math
@@ -9,13 +9,13 @@ REMIND_S = 60.0
 """Seconds between log lines of an outage that affects many."""
 
 PATIENCE_S = 5.0
-"""Seconds that an ending process waits for a service that is away, if it has nothing else to do."""
+"""Seconds that an ending, idle process waits for a service that is away."""
 
 _MOST_REASONS = 32
 
 
 def pause_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Returns the pause after a number of failures in a row: 0, then `first_s`, doubled with each failure."""
+    """Returns the pause after failures in a row: 0, then `first_s`, doubled with each failure."""
     if failures <= 0:
         return 0.0
     doublings = min(failures - 1, 64)  # beyond, the power exceeds any bound
@@ -23,10 +23,7 @@ def pause_s(failures: int, first_s: float, longest_s: float) -> float:
 
 
 class Backoff:
-    """The growing pauses between attempts.
-
-    `jitter` is the share of each pause that is randomly shortened, so that many callers do not come at once.
-    """
+    """The growing pauses between attempts; `jitter` is the share that is randomly left out."""
 
     def __init__(
         self, first_s: float = 0.2, longest_s: float = 10.0, *, factor: float = 2.0, jitter: float = 0.0
@@ -56,7 +53,7 @@ class OutageLog:
         ends: The event of the end; empty = `<begins>: over`.
         level: The level of a failure.
         remind_s: Seconds between log lines of a lasting failure.
-        quiet_s: Seconds without a failure until an outage is over, for a service that works at times during one.
+        quiet_s: Seconds without a failure that end an outage.
         data: Fields of each line.
     """
 
@@ -88,10 +85,7 @@ class OutageLog:
         return time.monotonic() - self._began_s if self.is_out else 0.0
 
     def failed(self, reason: str, defect: BaseException | None = None) -> None:
-        """Records a failure, and logs it unless its reason is known and was logged within `remind_s`.
-
-        `defect` is an exception whose traceback is logged.
-        """
+        """Records a failure, and logs a new reason, or a known one after `remind_s`."""
         self._failed_s = time.monotonic()
         if not self.is_out:
             self._began_s = self._failed_s

@@ -24,7 +24,7 @@ from qinfer.core.store_urls import Grant, do_meet, folders_of, normalised
 from qinfer.errors import SettingsError
 
 _OF_COMMANDS = ("QINFER_API_KEY", "QINFER_URL")
-"""Variables of commands (`qinfer.cli.console`) that are no settings of programs."""
+"""Variables of commands (`qinfer.cli.console`), not of programs."""
 
 
 class RedisSettings(Section):
@@ -154,14 +154,14 @@ class LimitSettings(Section):
     max_receiving_bytes: int = Field(
         160 * 2**20,
         ge=2**20,
-        description="Bytes of requests that one gateway receives or decodes at a time, and of large answers that clients "
-        "have not read yet. Further requests wait for their turn; a larger body is received alone.",
+        description="Bytes of requests that one gateway receives or decodes at a time, and of large answers that "
+        "clients have not read yet. Further requests wait for their turn; a larger body is received alone.",
     )
     max_strings: int = Field(
         1_000_000,
         gt=0,
-        description="Elements that the BYTES inputs of one request may have together, as each becomes an object in workers "
-        "and models; a model's `qinfer.max_strings` overrides it.",
+        description="Elements that the BYTES inputs of one request may have together, as each becomes an object in "
+        "workers and models; a model's `qinfer.max_strings` overrides it.",
     )
     inline_max_bytes: int = Field(
         2**18, gt=0, description="Larger tensors of a request are stored outside the stream; outputs above 1 MiB."
@@ -262,10 +262,9 @@ class StoreSettings(Section):
     )
 
     def grant_of(self, tenant: str, *, is_shared: bool = False) -> Grant:
-        """Returns the URL prefixes that a tenant may use; an empty name = there are no tenants.
+        """Returns the URL prefixes that a tenant may use; `is_shared` = other tenants have keys.
 
-        `is_shared` = other tenants have keys. A worker does not know that: the gateway's grant is narrowed to the
-        worker's.
+        A worker does not know that: the gateway's grant is narrowed to the worker's.
         """
         every = Grant(self.allow, self.allow)
         if (own := self.tenants.get(tenant)) is not None:
@@ -575,11 +574,7 @@ class Settings(BaseSettings):
 
 
 def load_settings() -> Settings:
-    """Reads the settings from the environment.
-
-    Raises:
-        SettingsError: A variable is unknown, unless `strict_settings` is off, or its value is wrong; each is named.
-    """
+    """Reads the settings from the environment, or raises `SettingsError` with each unknown or wrong variable."""
     unknown = unknown_variables(os.environ)
     if unknown and not is_lenient(os.environ):
         raise SettingsError("; ".join(unknown))
@@ -596,7 +591,7 @@ def load_settings() -> Settings:
 
 
 def _check_payload_store(settings: Settings) -> None:
-    """Refuses a payload store in a location that jobs may use: they could read the tensors of every tenant there."""
+    """Refuses a payload store that jobs may read: it has the tensors of every tenant."""
     payloads = settings.limits.payload_url.rpartition("::")[2]  # the last driver of a chain has the location
     for allowed in settings.stores.allow:
         if payloads and do_meet(payloads, allowed):
@@ -619,8 +614,8 @@ def variable_names() -> list[str]:
 
 
 def unknown_variables(names: Iterable[str]) -> list[str]:
-    """Returns a message for each unknown `QINFER_…` variable; without its value, which may be secret.
+    """Returns a message for each unknown `QINFER_…` variable, without its value, which may be secret.
 
-    pydantic-settings ignores such variables: a misspelt one would silently leave the default.
+    pydantic-settings ignores them: a misspelt one would silently leave the default.
     """
     return unknown_names(names, variable_names(), _OF_COMMANDS)

@@ -1,7 +1,4 @@
-"""The settings of the response cache, in the form of Triton's `--cache-config`: `local,size=…` or `redis,ttl=…`.
-
-Triton's other options are refused: the cache in Redis uses the queue's Redis.
-"""
+"""The settings of the response cache, in the form of Triton's `--cache-config`: `local,size=…` or `redis,ttl=…`."""
 
 from typing import Literal, NamedTuple
 
@@ -15,13 +12,7 @@ _SIZE_BYTES, _TTL_S = 256 * 2**20, 3600
 
 
 class CachePlan(NamedTuple):
-    """A response cache.
-
-    Attributes:
-        kind: `local`, in the memory of each process, or `redis`, shared by all.
-        size_bytes: The bytes of all entries: of each process, or in Redis.
-        ttl_s: Seconds that an entry in Redis is kept; 0 = until its room is needed, as in memory.
-    """
+    """A response cache: `local`, in the memory of each process, or `redis`; entries may live for ever (`ttl_s` 0)."""
 
     kind: Literal["local", "redis"]
     size_bytes: int
@@ -51,7 +42,7 @@ class CacheSettings(Section):
 
 
 def plan_of(text: str) -> CachePlan | None:
-    """Parses the text of `--cache-config`, which may be empty, or raises `ValueError`."""
+    """Parses the text of `--cache-config`, or raises `ValueError`."""
     if not text:
         return None
     name, *words = [word.strip() for word in text.split(",")]

@@ -1,4 +1,4 @@
-"""The settings of CORS: which pages of other origins may call the gateway's HTTP from a browser."""
+"""The settings of CORS: pages of other origins that may call the gateway's HTTP."""
 
 import re
 from typing import Self

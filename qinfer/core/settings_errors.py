@@ -1,4 +1,4 @@
-"""Messages about wrong settings: the variable, and the values that it accepts. Possible secrets are left out."""
+"""Messages about wrong settings, without possible secrets."""
 
 import difflib
 import json
@@ -27,7 +27,7 @@ def wrong_values(error: ValidationError, settings: type[BaseModel]) -> list[str]
 
 
 def unknown_names(names: Iterable[str], known: Collection[str], others: Collection[str]) -> list[str]:
-    """Returns a message for each `QINFER_…` variable that is neither known, nor a section, nor in `others`."""
+    """Returns a message for each unknown `QINFER_…` variable."""
     sections = {name.partition("__")[0] for name in known}  # a whole section may be JSON: QINFER_HTTP={…}
     problems = []
     for name in sorted(names):
@@ -39,7 +39,7 @@ def unknown_names(names: Iterable[str], known: Collection[str], others: Collecti
 
 
 def is_lenient(environment: Mapping[str, str]) -> bool:
-    """Tells whether unknown variables are allowed, before the settings can be read."""
+    """Tells whether unknown variables are allowed."""
     values = (value for name, value in environment.items() if name.upper() == f"{PREFIX}STRICT_SETTINGS")
     return any(value.strip().lower() in _OFF for value in values)
 
@@ -60,10 +60,7 @@ def not_json(environment: Mapping[str, str], settings: type[BaseModel]) -> list[
 
 
 def _got(location: Sequence[int | str], value: object, settings: type[BaseModel]) -> str:
-    """Returns the words about a wrong value, or none where the value may contain a secret.
-
-    A section, a list, or an unknown field may contain anything, such as a misplaced password.
-    """
+    """Returns the words about a wrong value, unless it may contain a secret, as lists and unknown fields may."""
     annotation: object = settings
     for name in location:
         fields = getattr(annotation, "model_fields", {})

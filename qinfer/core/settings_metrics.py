@@ -63,7 +63,7 @@ class MetricsSettings(Section):
 
 
 def quantiles_of(text: str) -> tuple[float, ...]:
-    """Parses Triton's `summary_quantiles`, such as `0.5:0.05,0.9:0.01`, or raises `ValueError`."""
+    """Parses quantiles such as `0.5:0.05,0.9:0.01`, or raises `ValueError`."""
     found: list[float] = []
     for part in text.split(","):
         words = part.split(":")

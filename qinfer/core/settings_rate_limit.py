@@ -28,8 +28,8 @@ class RateLimitSettings(Section):
     )
     resources: tuple[str, ...] = Field(
         (),
-        description="Units of resources, each as NAME:COUNT or NAME:COUNT:DEVICE; global resources ignore the device. By "
-        "default, a resource has as many units as the largest need (Triton's --rate-limit-resource).",
+        description="Units of resources, each as NAME:COUNT or NAME:COUNT:DEVICE; global resources ignore the device. "
+        "By default, a resource has as many units as the largest need (Triton's --rate-limit-resource).",
     )
 
     @field_validator("resources")

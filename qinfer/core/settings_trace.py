@@ -1,4 +1,4 @@
-"""The settings of the trace extension: the trace file, and clients' settings at the start."""
+"""The settings of the trace extension."""
 
 from typing import Literal, Self
 

@@ -1,7 +1,8 @@
 """Folders that the processes of a machine share: each process holds those in use, and unused ones are removed.
 
-A folder is complete once it has its mark, a file that is made last. A shared lock holds it until the descriptor is
-closed, at the latest by the process's end. The module imports only the standard library.
+A folder is complete once it has its mark, a file that is made last. A shared lock holds it, which ends with the
+process.
+The module imports only the standard library.
 """
 
 import fcntl
@@ -11,7 +12,7 @@ from pathlib import Path
 
 
 def hold(folder: Path, mark: str) -> int | None:
-    """Holds a complete folder so that no process removes it; returns the descriptor, or `None` if it is incomplete."""
+    """Holds a complete folder so that no process removes it; returns the descriptor."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -19,12 +20,12 @@ def hold(folder: Path, mark: str) -> int | None:
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     if (folder / mark).exists():
         return descriptor
-    os.close(descriptor)  # the folder was removed during the wait for the lock, or is incomplete
+    os.close(descriptor)  # it was removed during the wait, or is incomplete
     return None
 
 
 def used_at(path: Path) -> float:
-    """Returns the time of the last change or touch, in seconds since 1970; 0 = the path does not exist."""
+    """Returns the time of the last change, in seconds since 1970; 0 = the path does not exist."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

@@ -1,14 +1,11 @@
-"""URLs of object stores in requests: which ones a tenant may read or write (the settings `stores.*`). Pure.
+"""URLs of object stores in requests: those that a tenant may read or write (the settings `stores.*`). Pure.
 
-A URL has one spelling here, `scheme://bucket/key` or `file:///directory/file`. It is allowed if one of the prefixes
-equals it or is a folder above it: `s3://data/in` allows `s3://data/in/x.parquet`, and neither `s3://data/inside` nor
-`s3://data-2`. A pattern such as `*.parquet` matches names in its folder, and may be in a key only.
+A URL has one spelling here, `scheme://bucket/key` or `file:///directory/file`. A prefix allows itself and everything in
+it: `s3://data/in` allows `s3://data/in/x.parquet`, and neither `s3://data/inside` nor `s3://data-2`. A pattern such as
+`*.parquet` matches names in its folder.
 
-Names are literal: `%20`, `#` and `?` stand for themselves, for stores as well. Names that a reader could take for
-another name are refused.
-
-Only the text is judged here. Links in a `file://` directory are followed when an object is opened
-(`qinfer.storage.within`).
+Names are literal: `%20`, `#` and `?` stand for themselves. Ambiguous names are refused. Links in a `file://` directory
+are followed when an object is opened (`qinfer.storage.within`).
 """
 
 import re
@@ -36,38 +33,33 @@ _SHOWN = 120
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """The URL prefixes that a tenant's requests may use, in their one spelling.
-
-    Attributes:
-        read: The prefixes of inputs.
-        write: The prefixes of outputs, for reading them too.
-        tenant: Empty where tenants make no difference.
-    """
+    """The URL prefixes that a tenant's requests may read or write, in their one spelling."""
 
     read: tuple[str, ...] = ()
     write: tuple[str, ...] = ()
     tenant: str = ""
 
     def narrowed(self, other: Self) -> Self:
-        """Returns the grant of everything that both grants allow."""
+        """Returns the intersection of two grants."""
         read, write = _common(self.read, other.read), _common(self.write, other.write)
         return msgspec.structs.replace(self, read=read, write=write)
 
     def check_read(self, url: str) -> str:
-        """Checks the URL of an input, as `check_url`."""
+        """Checks the URL of an input."""
         return check_url(url, self.read, "read", self.tenant)
 
     def check_write(self, url: str) -> str:
-        """Checks the URL of an output, as `check_url`."""
+        """Checks the URL of an output."""
         return check_url(url, self.write, "write", self.tenant)
 
 
 def check_url(url: str, allow: Sequence[str], use: str = "use", tenant: str = "") -> str:
-    """Checks a URL from a request against allowed prefixes; returns its one spelling, which is to be opened.
+    """Checks a URL from a request against allowed prefixes; returns its one spelling.
 
     Raises:
-        InvalidRequest: It is no URL of an object store, or is ambiguous: `..`, several schemes chained with `::`,
-            credentials, a query, encoded separators.
+        InvalidRequest: It is no URL of an object store, or is ambiguous: `..`, schemes chained with `::`, credentials,
+        a
+            query, encoded separators.
         Forbidden: No prefix allows it.
     """
     place = _parsed(url)
@@ -88,9 +80,8 @@ def not_allowed(url: str, use: str = "use", tenant: str = "") -> Forbidden:
 def is_below(url: str, prefix: str) -> bool:
     """Tells whether an object is the prefix, or in a folder of that name; not for `file://`.
 
-    Names are compared literally, as an object's name may hold characters that a request's URL may not. A name with a
-    part
-    `.` or `..` is below nothing, since drivers of stores may take that for a way up.
+    Names are compared literally. A name with a part `.` or `..` is below nothing, since drivers may take that for a way
+    up.
     """
     base = prefix.rstrip("/")
     return (url == base or url.startswith(f"{base}/")) and not {".", ".."}.intersection(url.split("/"))
@@ -109,7 +100,7 @@ def folders_of(tenant: str, allow: Sequence[str]) -> tuple[str, ...]:
 
 
 def do_meet(first: str, second: str) -> bool:
-    """Tells whether one of two URLs equals or contains the other; an invalid one meets none."""
+    """Tells whether one of two URLs equals or contains the other; never for an invalid one."""
     try:
         one, other = _parsed(first), _parsed(second)
     except QinferError:

@@ -1,7 +1,6 @@
-"""The catalog of models: a view of the control store for clients of the queue, rebuilt off the request path.
+"""The catalog of models: a view of the control store, rebuilt off the request path.
 
-`refresh` replaces the whole view; requests only look things up in it. While the store can't be reached, the last view
-serves on.
+`refresh` replaces the whole view. While the store can't be reached, the last view serves on.
 """
 
 import asyncio
@@ -41,10 +40,10 @@ _REMIND_S = 600.0  # between log lines about one failing model
 _REFRESH_S = 2.0  # how late a worker's silent death is noticed after its record expired
 _RETRY_S = 1.0
 _BEAT_S = 5.0
-"""After a loss of data, the longest wait for new heartbeats before the last view is replaced."""
+"""The longest wait for heartbeats after a loss of data, before the last view is replaced."""
 _UNKNOWN = Capacity()
 _AFTER_START_S = 10.0
-"""Margin over an autoscaled worker's start time, for requests that wait for it."""
+"""Margin over an autoscaled worker's start time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,6 @@ class Served:
 
     Attributes:
         generation: The generation of `spec`; a worker that has another one checks requests again.
-        lane: The lane of the default priority level.
         wait_s: Seconds that an online request may wait for a worker to load it; 0 = one has, or it must not wait.
     """
 
@@ -79,9 +77,9 @@ class _View:
 class Catalog:
     """The models that accept requests.
 
-    Without a `queue`, restoring Redis' data is left to gateways. `run` calls `missed` after each failed refresh, with
-    the
-    seconds since the first failure of the outage.
+    Without a `queue`, gateways restore lost data. `run` calls `missed` after each failed refresh, with the seconds
+    since
+    the first failure.
     """
 
     def __init__(self, store: ControlStore, limits: LimitSettings, queue: Queue | None = None) -> None:
@@ -99,7 +97,7 @@ class Catalog:
         self._unusable: dict[str, StoredModel] = {}
         self._changes = Changes()
         self._seen_versions: dict[str, set[int]] = {}
-        """Model → every version that this process has ever seen of it."""
+        """Model → all versions ever seen."""
 
     async def refresh(self) -> None:
         """Replaces the view with the store's content, unless the store has lost data."""
@@ -131,7 +129,6 @@ class Catalog:
             self._started = self._started or have_begun(statuses.values())
 
     async def _read(self, workers: Sequence[WorkerRecord]) -> Snapshot | None:
-        """Reads the models; `None` while data is lost, or workers have not sent heartbeats since."""
         now = await self._guard.read()
         if now is None:
             self._is_whole, self._beaten_by_s = False, time.monotonic() + _BEAT_S
@@ -141,7 +138,7 @@ class Catalog:
         return now if self._is_whole else None
 
     async def run(self) -> None:
-        """Refreshes the view until cancelled: when woken, and every few seconds."""
+        """Refreshes the view when woken, and every few seconds."""
         outage = OutageLog(logger, "control store unreachable, serving the last view", "control store reachable again")
         while True:
             try:
@@ -150,39 +147,29 @@ class Catalog:
             except BrokerUnavailable as error:
                 outage.failed(error.message)
                 self.missed(outage.lasts_s)
-                await asyncio.sleep(_RETRY_S)  # the store can't wake this loop while it is away
+                await asyncio.sleep(_RETRY_S)  # the store can't wake this loop
             else:
                 outage.over()
 
     def resolve(self, model: str, version: int) -> Served:
-        """Returns a READY version; 0 = the highest.
-
-        Raises:
-            ModelNotFound: The model or version is unknown, or 0 finds no READY version (reference §1.3).
-            ModelNotReady: No live worker has loaded the version.
-        """
+        """Returns a READY version, 0 = the highest; or raises `ModelNotFound` or `ModelNotReady` (reference §1.3)."""
         served = self._view.served.get((model, version))
         if served is None:
             raise self._refusal(model, version)
         return served
 
     def says_ready(self, model: str, version: int) -> bool:
-        """Tells whether the version that `resolve` returns is also ready by the model's own `is_ready`."""
+        """Tells whether the version of `resolve` is also ready by the model's own `is_ready`."""
         served = self.resolve(model, version)
         state = self._view.statuses[model].versions.get(served.version)
         return state is None or not state.unready
 
     def find(self, model: str, version: int) -> Served | None:
-        """Returns the version that `resolve` returns; `None` where that raises."""
+        """Returns the version of `resolve`, or `None` where that raises."""
         return self._view.served.get((model, version))
 
     def asked(self, model: str, version: int) -> Served:
-        """Returns the version that an online request goes to: READY, or soon loaded (`Served.wait_s`).
-
-        Raises:
-            ModelNotFound: The model or version is unknown, or should not be loaded.
-            ModelNotReady: The version can't be loaded soon enough; the message says why, where that is known.
-        """
+        """Returns the version for an online request, which may load within `Served.wait_s`; or raises as `resolve`."""
         view = self._view
         served = view.served.get((model, version))
         if served is None:
@@ -192,12 +179,7 @@ class Catalog:
         return served
 
     def accepting(self, model: str, version: int) -> Served:
-        """Returns the version for an asynchronous request; 0 = the highest READY one, else the highest loadable one.
-
-        Raises:
-            ModelNotFound: The model or version is unknown.
-            ModelNotReady: Its configuration is wrong, or every live worker has failed to load it.
-        """
+        """Returns the version for an asynchronous request; 0 = the highest READY one, else the highest loadable one."""
         view = self._view
         served = view.served.get((model, version)) or view.accepting.get((model, version))
         if served is None:
@@ -205,7 +187,7 @@ class Catalog:
         return served
 
     def capacity(self, model: str, version: int) -> Capacity:
-        """Returns the speed of a version on the live workers, or on one that is yet to start."""
+        """Returns a version's speed on live workers, or on one that is yet to start."""
         return self._view.capacities.get((model, version), _UNKNOWN)
 
     def spec(self, model: str) -> ModelSpec | None:
@@ -214,16 +196,16 @@ class Catalog:
         return None if known is None else known[1]
 
     def versions(self, model: str) -> tuple[int, ...]:
-        """Returns all versions of a model, loaded or not, ascending."""
+        """Returns all versions of a model, ascending."""
         stored, status = self._view.stored.get(model), self._view.statuses.get(model)
         return tuple(sorted({*(stored.versions if stored else ()), *(status.versions if status else ())}))
 
     def known(self) -> tuple[str, ...]:
-        """Returns the names of all models, unloaded ones included: the queue may still hold their requests."""
+        """Returns the names of all models, unloaded ones included."""
         return self._view.known
 
     def status(self, model: str) -> ModelStatus:
-        """Returns the state of a model's versions, or raises `ModelNotFound`."""
+        """Returns a model's state, or raises `ModelNotFound`."""
         status = self._view.statuses.get(model)
         if status is None:
             raise self._refusal(model, 0)
@@ -235,7 +217,7 @@ class Catalog:
         return () if status is None else status.ready_versions
 
     def readiness(self) -> dict[tuple[str, int], bool]:
-        """Returns (model, version) → whether it is READY, for versions that should be loaded."""
+        """Returns (model, version) → whether it is READY."""
         return {
             (model, version): version in status.ready_versions
             for model, status in self._view.statuses.items()
@@ -247,7 +229,7 @@ class Catalog:
         return failed_loads(self._view.statuses.values(), self._view.workers)
 
     def objectives(self, usual: Objective) -> dict[tuple[str, int], Objective]:
-        """Returns (model, version) → its latency objective; `usual` where the model sets none."""
+        """Returns (model, version) → its latency objective, by default `usual`."""
         return {
             (model, version): Objective(spec.slo_latency_s or usual.latency_s, spec.slo_target or usual.target)
             for model, (_, spec) in self._specs.items()
@@ -256,14 +238,14 @@ class Catalog:
         }
 
     def named(self, model: str, version: int) -> tuple[str, int]:
-        """Returns a model version as metric labels, so that requests for unknown names make no new series."""
+        """Returns a model version for metric labels, so that unknown names make no series."""
         status = self._view.statuses.get(model)
         if status is None:
             return (model, 0) if model in self._view.stored else ("", 0)
         return model, version if version in status.versions else max(status.versions, default=0)
 
     def unloaded(self) -> list[tuple[str, int]]:
-        """Returns (model, version) of unloaded models, whose requests may still be queued."""
+        """Returns (model, version) of unloaded models, which may still have queued requests."""
         view = self._view
         return [
             (of.model, version)
@@ -273,11 +255,11 @@ class Catalog:
         ]
 
     def specs(self) -> dict[str, ModelSpec]:
-        """Returns the configuration of each model that should be loaded."""
+        """Returns the configurations of models that should be loaded."""
         return {model: spec for model, (_, spec) in self._specs.items()}
 
     def stateful(self) -> list[str]:
-        """Returns the names of the models that keep state between requests."""
+        """Returns the names of stateful models."""
         return [name for name, spec in self.specs().items() if spec.is_stateful]
 
     def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
@@ -286,7 +268,7 @@ class Catalog:
         return (Lane(model, version),) if known is None else lanes_of(known[1], version)
 
     def config_json(self, model: str, version: int) -> str:
-        """Returns a model's normalised configuration for `GET …/config`, or raises as `resolve` does."""
+        """Returns a model's normalised configuration, or raises as `resolve` does."""
         self.resolve(model, version)
         stored, spec = self._specs[model]
         if not spec.steps:
@@ -296,15 +278,15 @@ class Catalog:
         return to_json(config)
 
     def is_server_ready(self) -> bool:
-        """Tells whether every model is READY and no data is lost: Triton's strict readiness (reference §1.3)."""
+        """Tells whether every model is READY and no data is lost: strict readiness (reference §1.3)."""
         return self._refreshed and self._is_whole and all(status.is_ready for status in self._view.statuses.values())
 
     def has_started(self) -> bool:
-        """Tells whether the first loads have ended: readiness that is not strict."""
+        """Tells whether the first loads have ended: non-strict readiness."""
         return self._started
 
     def workers(self) -> list[WorkerRecord]:
-        """Returns the workers that were live at the last refresh."""
+        """Returns the live workers."""
         return list(self._view.workers)
 
     def _serve(
@@ -390,14 +372,13 @@ class Catalog:
                 return known[1]
             spec = to_spec(from_json(stored.config), self._limits, labels_of(stored, others))
             return replace(spec, **kind._asdict()) if spec.steps else spec
-        except QinferError as error:  # a newer qinfer may have written it; one model must not take the others down
+        except QinferError as error:  # one model of a newer qinfer must not take the others down
             if self._unusable.get(stored.model) != stored:
                 self._unusable[stored.model] = stored
                 logger.error("stored configuration unusable", extra={"model": stored.model, "error": error.message})
             return None
 
     def _reason(self, model: str, version: int) -> ModelNotFound | ModelNotReady:
-        """Returns the refusal of a request: not ready for every model that should be loaded."""
         refusal, status = self._refusal(model, version), self._view.statuses.get(model)
         if status is None or (version and version not in status.versions):
             return refusal
@@ -434,7 +415,7 @@ def _offer(to: dict[tuple[str, int], Served], version: Served, status: ModelStat
 
 
 class Changes:
-    """Logs state changes between views; a failure repeated for the same reason is logged every `_REMIND_S`."""
+    """Logs state changes; a repeated failure for the same reason only every `_REMIND_S`."""
 
     def __init__(self) -> None:
         self._outages: dict[tuple[str, int], OutageLog] = {}

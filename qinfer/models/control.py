@@ -1,7 +1,7 @@
-"""Index, load and unload: the model repository extension (reference §1.14, §6).
+"""The model repository extension: index, load and unload (reference §1.14, §6).
 
-A load or unload writes desired state, wakes the workers, and watches their reports. It calls no worker directly, so
-that workers that join later find the same desired state.
+It writes desired state, wakes the workers, and watches their reports, instead of calling workers: those that join
+later find the same state.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 UNLOADED = "unloaded"
 _LOOK_S = 2.0
-"""Longest time between two looks at the workers' records."""
+"""Longest time between two reads of the workers' records."""
 
 
 class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,15 +57,7 @@ class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelControl:
-    """Lists, loads and unloads models.
-
-    Args:
-        source: The repositories; `None` where this process has none.
-        store: The control store.
-        delivery: Where lanes are made.
-        settings: The control mode, and the time limit of a load.
-        refresh: Updates this process's view; awaited before a load or unload returns.
-    """
+    """Lists, loads and unloads models; `refresh` updates this process's view before a load or unload returns."""
 
     def __init__(
         self,
@@ -107,16 +99,14 @@ class ModelControl:
 
         Args:
             model: Its name.
-            config: JSON in place of `config.pbtxt`, until the model is unloaded or loaded with another; `None` = as
-            before.
-            files: `<version>/<file>` → content, in place of all files of the repositories; needs `config`.
+            config: JSON in place of `config.pbtxt`, also in later loads; `None` = as before.
+            files: `<version>/<file>` → content, in place of the repositories' files; needs `config`.
 
         Raises:
             ControlDisabled: The control mode is not explicit.
-            InvalidRequest: The name is invalid.
             ModelLoadFailed: The model does not exist, its configuration is wrong, or all workers failed to load it.
             ModelNotReady: No worker has loaded it within `repository.load_timeout_s`.
-            UnsupportedFeature: The request has files, and there is no overlay to keep them.
+            UnsupportedFeature: There is no overlay to keep the files.
             Overloaded: This process shuts down.
         """
         self._check(model)
@@ -135,9 +125,9 @@ class ModelControl:
             raise Overloaded("Server exiting") from None
 
     async def unload(self, model: str, *, unload_dependents: bool = False) -> None:
-        """Unloads a model if it is loaded: new requests are refused, waiting ones are still answered.
+        """Unloads a model: new requests are refused, waiting ones are still answered.
 
-        `unload_dependents` also unloads models that were loaded only for this ensemble and that no other one uses.
+        `unload_dependents` also unloads models that were loaded only for this ensemble.
         """
         self._check(model)
         desired = await self._store.desired()
@@ -154,7 +144,7 @@ class ModelControl:
         await self._refresh()
 
     def end(self) -> None:
-        """Ends the waits for loads with an error when this process shuts down; the models stay desired."""
+        """Ends the waits for loads with an error; the models stay desired."""
         for load in self._loads:
             load.cancel()
 
@@ -172,7 +162,7 @@ class ModelControl:
     def _names(self) -> set[str]:
         try:
             return set() if self._source is None else set(self._source.names())
-        except QinferError as error:  # loaded models are known without it
+        except QinferError as error:
             logger.warning("model repository can't be read", extra={"reason": error.message})
             return set()
 
@@ -188,13 +178,12 @@ class ModelControl:
         await self._refresh()
 
     async def _kept_override(self, model: str) -> str:
-        """Returns the configuration that a model was loaded with in place of its file; empty = none."""
         wish = (await self._store.desired()).get(model)
         before = await self._store.model(model) if wish is not None and wish.load else None
         return before.override if before is not None and not before.location else ""
 
     async def _unloaded_uses(self, model: str, config: str) -> list[str]:
-        """Returns the unloaded models that an ensemble uses, each after those that it uses itself."""
+        """Returns the unloaded models that an ensemble uses, each after its own."""
         if self._source is None or not is_model_name(model):
             return []
         loaded = [name for name, wish in (await self._store.desired()).items() if wish.load and name != model]
@@ -233,7 +222,7 @@ class ModelControl:
             await self._drop_unused(source, model, {location, before.location if before else ""} - {""})
 
     async def _bring_about(self, found: StoredModel, before: StoredModel | None, *, dependent: bool) -> None:
-        """Stores a model and waits until it is loaded; restores the previous one if that fails."""
+        """Stores a model and waits until it is loaded; restores the previous one on failure."""
         wish = (await self._store.desired()).get(found.model)
         anew = await self._is_due(wish, before)
         if dependent and (wish is None or not wish.load):
@@ -282,7 +271,6 @@ class ModelControl:
         return msgspec.structs.replace(found, override=config)
 
     async def _is_due(self, wish: Desired | None, before: StoredModel | None) -> bool:
-        """Tells whether to load an unchanged model: it is not loaded, or its last load failed."""
         if wish is None or not wish.load or before is None:
             return True
         return outcome(before, await self._store.workers()).progress is Progress.FAILED
@@ -324,7 +312,7 @@ class ModelControl:
         return current
 
     async def _revert(self, failed: StoredModel, wish: Desired | None, before: StoredModel | None) -> None:
-        """Stores the previously loaded model under a new generation, for workers that join later."""
+        """Stores the previous model under a new generation, for workers that join later."""
         if before is None or before.error or wish is None or not wish.load:
             return
         current = await self._store.model(failed.model)

@@ -1,7 +1,7 @@
-"""Two short streams: readers of statistics ask workers to push their counts, and workers answer when they have.
+"""Two short streams: readers of statistics ask workers to push their counts, and workers answer.
 
-An answer also has the requests under way in the worker. The streams only make statistics fresher: workers push their
-counts every second anyway. The ids of both streams are times of the same Redis, so that a reader skips older answers.
+An answer also has the requests under way. Without it, statistics are a second old: workers push every second anyway.
+Both streams have ids from the same Redis clock, so that a reader skips older answers.
 """
 
 import time
@@ -14,7 +14,7 @@ from qinfer.models.store import translated
 from qinfer.queue import keys
 
 ALL = ""
-"""In place of a model's name: every model."""
+"""Stands for every model."""
 
 _KEPT = 256
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout
@@ -22,54 +22,50 @@ _Id = tuple[int, ...]
 
 
 def concerns(models: Collection[str], hosted: Collection[str]) -> bool:
-    """Tells whether a question about some models concerns a worker that has `hosted`."""
+    """Tells whether a question concerns a worker with these models."""
     return bool(hosted) and (ALL in models or any(model in hosted for model in models))
 
 
 class Asked(NamedTuple):
-    """The id of the newest question, and the models of all new questions."""
+    """The id of the newest question, and all models in question."""
 
     id: str
     models: frozenset[str]
 
 
 class Underway(msgspec.Struct, frozen=True):
-    """The requests under way in a worker: `busy` and `direct` of its `WorkerRecord`."""
+    """A worker's requests under way: `busy` and `direct` of its `WorkerRecord`."""
 
     busy: dict[str, dict[int, int]]
     direct: dict[str, dict[int, int]]
 
 
 class CountPushes:
-    """Questions and answers in Redis; coroutines raise `BrokerUnavailable` when it can't be reached."""
+    """Questions and answers in Redis."""
 
     def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
         self._client = client
 
     async def ask(self, models: Collection[str]) -> str:
-        """Asks the workers that have one of these models, or `ALL`; returns the question's id."""
+        """Asks the workers of these models; returns the question's id."""
         fields = {"models": msgspec.json.encode(sorted(models))}
         with translated():
             return _text(await self._client.xadd(keys.counts_asked(), fields, maxlen=_KEPT, approximate=False))
 
     async def asked(self, last: str) -> Asked:
-        """Waits a while for questions after the id `last`; `0-0` = all that are kept."""
+        """Waits a while for questions after the id `last`; `0-0` = from the start."""
         found = await self._read(keys.counts_asked(), last, _MAX_BLOCK_S)
         names = (name for _, fields in found for name in _names(fields.get(b"models", b"")))
         return Asked(found[-1][0] if found else last, frozenset(names))
 
     async def answer(self, worker: str, question: str, underway: Underway) -> None:
-        """Reports that a worker has pushed its counts after a question, and its requests under way."""
+        """Reports that a worker has pushed its counts, and its requests under way."""
         fields = {"worker": worker, "question": question, "underway": msgspec.json.encode(underway)}
         with translated():
             await self._client.xadd(keys.counts_added(), fields, maxlen=_KEPT, approximate=False)
 
     async def answers(self, question: str, workers: Collection[str], within_s: float) -> dict[str, Underway | None]:
-        """Waits until all these workers have answered this question or a later one, at most `within_s`.
-
-        Returns:
-            Worker → its requests under way, for workers that answered; `None` where it does not report them.
-        """
+        """Waits until these workers have answered, at most `within_s`; returns their requests under way, if known."""
         found: dict[str, Underway | None] = {}
         last, end_s = _just_before(question), time.monotonic() + within_s
         while not found.keys() >= set(workers) and (left_s := end_s - time.monotonic()) > 0:
@@ -103,7 +99,6 @@ def _underway(text: bytes) -> Underway | None:
 
 
 def _order(text: str) -> _Id:
-    """Returns an id of a stream in comparable form; an invalid one is the least."""
     try:
         return tuple(map(int, text.split("-")))
     except ValueError:

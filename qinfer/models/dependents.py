@@ -1,7 +1,6 @@
 """The models that ensembles use: the order of loads, new generations, and unloads (reference §1.14).
 
-A model that was loaded only because an ensemble uses it is `Desired.dependent`; `unload_dependents` unloads it with the
-last such ensemble.
+A model is `Desired.dependent` if it was loaded only because an ensemble uses it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,13 +21,13 @@ _ATTEMPTS = 10
 
 
 def uses_of(config: ModelConfig) -> tuple[Use, ...]:
-    """Returns the models that an ensemble uses, each version once."""
+    """Returns the models that an ensemble uses."""
     steps = config.ensemble_scheduling.step
     return tuple(dict.fromkeys(Use(step.model_name, max(step.model_version, 0)) for step in steps))
 
 
 def in_order(models: Iterable[StoredModel]) -> list[StoredModel]:
-    """Returns models so that each comes after those that it uses."""
+    """Sorts models after those that they use."""
     left = {model.model: model for model in models}
     ordered: list[StoredModel] = []
     begun: set[str] = set()
@@ -47,7 +46,7 @@ def in_order(models: Iterable[StoredModel]) -> list[StoredModel]:
 
 
 def users_of(names: Collection[str], stored: Mapping[str, StoredModel]) -> list[str]:
-    """Returns the ensembles that use one of the models, directly or through others."""
+    """Returns the ensembles that use one of the models, directly or not."""
     found = list(names)
     for name in found:
         found += [
@@ -62,7 +61,7 @@ def wanted_for_another(model: str, wish: Desired | None) -> Desired:
 
 
 def unneeded(model: str, desired: Mapping[str, Desired], stored: Mapping[str, StoredModel]) -> list[str]:
-    """Returns the models that were loaded for an unloaded ensemble, and that no other loaded one uses."""
+    """Returns the models that only this unloaded ensemble needed."""
     left = {name for name, wish in desired.items() if wish.load} - {model}
     found, gone = [], [model]
     for name in gone:
@@ -76,10 +75,7 @@ def unneeded(model: str, desired: Mapping[str, Desired], stored: Mapping[str, St
 
 
 async def renew_users(names: Collection[str], store: ControlStore, without: Collection[str] = ()) -> bool:
-    """Gives loaded ensembles that use changed models a new generation; returns whether there were any.
-
-    Ensembles in `without` have a new generation already.
-    """
+    """Gives loaded ensembles of changed models a new generation, except `without`; returns whether there were any."""
     wishes = {name: wish for name, wish in (await store.desired()).items() if wish.load}
     users = [name for name in users_of(list(names), await store.models(wishes)) if name not in without]
     for name in users:
@@ -100,7 +96,7 @@ async def _renew(name: str, store: ControlStore) -> None:
 
 
 def labels_of(model: StoredModel, stored: Mapping[str, StoredModel]) -> dict[str, tuple[str, ...]]:
-    """Returns the labels of a model's outputs; an ensemble without its own has those of its steps."""
+    """Returns the labels of a model's outputs; by default, an ensemble has its steps'."""
     found = [model]
     for one in found:
         known = {each.model for each in found}
@@ -123,7 +119,7 @@ class Kind(NamedTuple):
 
 
 def kind_of_ensemble(ensemble: StoredModel, stored: Mapping[str, StoredModel]) -> Kind:
-    """Returns the properties that an ensemble has through its models, whatever its configuration says."""
+    """Returns the properties that an ensemble inherits, regardless of its configuration."""
     names = [use.model for use in ensemble.uses]
     for name in names:
         names += [use.model for use in stored[name].uses if use.model not in names] if name in stored else []
@@ -140,5 +136,5 @@ def _kind(text: str) -> Kind:
 
 
 def missing_uses(models: Sequence[StoredModel], known: Collection[str]) -> list[str]:
-    """Returns the names of used models that are not known, in order."""
+    """Returns the names of used models that are not known."""
     return list(dict.fromkeys(use.model for model in models for use in model.uses if use.model not in known))

@@ -2,12 +2,12 @@
 
     ModelSpec.steps ── plan ──▶ Plan ── flow ──▶ Flow: start ─▶ take ─▶ (a step runs) ─▶ put ─▶ take …
 
-A `Flow` is pure: it says which steps may run, and drops tensors that no step needs any more; its caller runs them.
-Steps that no wanted output depends on are left out, as in Triton.
+A `Flow` is pure: it says which steps may run, and drops tensors that no step needs; its caller runs them. Steps that no
+wanted output depends on are left out, as in Triton.
 
-Decoupled steps divide an ensemble into *stages*: the steps before the first of them, those behind it, and so on. A
-configuration can't differ: no step may read tensors of two decoupled steps, or of a decoupled one and of none. Each
-response of the step that ends a stage starts a flow through the next stage.
+Decoupled steps divide an ensemble into *stages*: the steps before the first one, those behind it, and so on. No step
+may
+read tensors from different stages. Each response of the step that ends a stage starts a flow through the next.
 """
 
 from collections import Counter
@@ -23,13 +23,12 @@ from qinfer.models.sequence_spec import of_ensemble
 from qinfer.models.spec import EnsembleStep, ModelSpec
 
 MAX_STEPS = 1000
-"""The most steps of a plan: ensembles that contain others several times grow fast."""
+"""The most steps of a plan: nested ensembles multiply."""
 
 MAX_NESTING = 32
-"""The deepest nesting of ensembles."""
 
 MAX_DECOUPLED = 32
-"""The most decoupled steps behind one another."""
+"""The most decoupled steps in a row."""
 
 _MAX_WAYS = 64
 
@@ -45,16 +44,16 @@ class Resolved(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStep:
-    """A step that executes a model which is no ensemble.
+    """A step that executes a model.
 
     Attributes:
         inputs: (input of the model, tensor of the plan), by the model's inputs.
         outputs: Output of the model → tensor of the plan.
         within: Positions in `Plan.nested` of the ensembles that contain it, outermost first.
         stage: The number of decoupled steps before it.
-        reshapes: Input of the model → the reshapes of the ensembles that its tensor passes.
+        reshapes: Input of the model → the reshapes that its tensor passes.
         dims: Input of the model → its dimensions, without the batch dimension.
-        wanted: The outputs of the model that the plan uses; empty = all.
+        wanted: The outputs that the plan uses; empty = all.
     """
 
     model: ModelSpec
@@ -74,7 +73,7 @@ class PlanStep:
 
 
 class Nested(NamedTuple):
-    """An ensemble that is a step: the plan has its steps, and statistics count it."""
+    """An ensemble that is a step."""
 
     ensemble: str
     version: int
@@ -87,7 +86,7 @@ class _Way(NamedTuple):
         lacks: Step → how many tensors it reads.
         readers: Tensor → the steps that read it.
         counts: Tensor → how many steps and wanted outputs need it.
-        wanted: (output, tensor); only in the last stage.
+        wanted: (output, tensor).
     """
 
     lacks: Mapping[int, int]
@@ -100,13 +99,11 @@ class Plan:
     """The steps of an ensemble version; made by `plan`.
 
     Attributes:
-        spec: The ensemble's configuration; decoupled or with sequences if one of its steps is, whatever it says.
-        steps: The steps, in the order of the configuration.
-        nested: The ensembles within it.
+        spec: The ensemble's configuration, decoupled or with sequences if one of its steps is.
         inputs: Input of the ensemble → tensor of the plan.
-        absent: Tensors that never exist: optional inputs of nested ensembles that get nothing.
-        reshapes: Output of the ensemble → the reshapes on the way of its tensor.
-        last_stage: The number of decoupled steps behind one another.
+        absent: Tensors that never exist: unused optional inputs of nested ensembles.
+        reshapes: Output of the ensemble → the reshapes that its tensor passes.
+        last_stage: The number of decoupled steps in a row.
     """
 
     def __init__(self, spec: ModelSpec, planner: "_Planner", views: Mapping[str, "_View"]) -> None:
@@ -129,11 +126,11 @@ class Plan:
 
     @property
     def stateful(self) -> list[str]:
-        """The models of the steps that keep state between requests, in order."""
+        """The stateful models of the steps, in order."""
         return [step.model.name for step in self.steps if step.model.is_stateful]
 
     def flow(self, outputs: tuple[str, ...], stage: int = 0) -> "Flow[Any]":
-        """Begins a flow through a stage, for a request or a decoupled step's response; no `outputs` = all."""
+        """Begins a flow through a stage; no `outputs` = all."""
         ways = self._ways.get(outputs)
         if ways is None:
             if len(self._ways) >= _MAX_WAYS:
@@ -171,7 +168,7 @@ class Plan:
 
 
 class Flow(Generic[T]):
-    """The way of one request: `start` (in a later stage `receive`), then `take` each step, and `put` after it ran."""
+    """The way of one request: `start` (in a later stage `receive`), then `take` and `put` for each step."""
 
     __slots__ = ("_lacks", "_plan", "_readers", "_tensors", "_way", "running")
 
@@ -182,23 +179,20 @@ class Flow(Generic[T]):
         self._readers = dict(way.counts)
         self._tensors: dict[str, T | None] = {}
         self.running = 0
-        """Steps that were taken and have not put their outputs."""
+        """Steps between `take` and `put`."""
 
     def start(self, given: Mapping[str, T]) -> list[int]:
-        """Begins with the inputs of a request, without absent optional ones; returns the steps that may run."""
+        """Begins with the inputs of a request; returns the steps that may run."""
         plan = self._plan
         tensors: dict[str, T | None] = {tensor: given.get(name) for name, tensor in plan.inputs.items()}
         return self._add({**tensors, **dict.fromkeys(plan.absent)})
 
     def receive(self, number: int, outputs: Mapping[str, T]) -> list[int]:
-        """Begins with a response of the decoupled step before this stage; returns the steps that may run.
-
-        To the steps, a missing output is an absent optional input.
-        """
+        """Begins with a response of the previous stage; a missing output counts as an absent optional input."""
         return self._add({tensor: outputs.get(name) for name, tensor in self._plan.steps[number].outputs.items()})
 
     def take(self, number: int) -> list[tuple[str, T]]:
-        """Returns (input, tensor) of a step that may run, and drops tensors that no other step needs."""
+        """Returns a step's inputs, and drops tensors that no other step needs."""
         self.running += 1
         inputs, found = self._plan.steps[number].inputs, []
         for name, tensor in inputs:
@@ -212,12 +206,12 @@ class Flow(Generic[T]):
         return found
 
     def put(self, number: int, outputs: Mapping[str, T]) -> list[int]:
-        """Takes the outputs of a step that has run, as `receive` does; returns the steps that may run now."""
+        """Adds a step's outputs; returns the steps that may run now."""
         self.running -= 1
         return self.receive(number, outputs)
 
     def missing(self) -> list[str]:
-        """Returns the wanted outputs that do not exist yet."""
+        """Returns the wanted outputs that are missing."""
         return [name for name, tensor in self._way.wanted if self._tensors.get(tensor) is None]
 
     def outputs(self) -> list[tuple[str, T]]:
@@ -244,11 +238,7 @@ class Flow(Generic[T]):
 
 
 def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
-    """Checks and plans an ensemble and those within it; `resolve` returns the model version that a step runs.
-
-    Raises:
-        ModelLoadFailed: It contains itself, does not fit its models, or is too large.
-    """
+    """Checks and plans an ensemble, or raises `ModelLoadFailed`; `resolve` finds the model version of a step."""
     planner = _Planner(resolve)
     views = planner.add(spec, {}, (spec.name,), ())
     made = Plan(spec, planner, views)
@@ -257,22 +247,21 @@ def plan(spec: ModelSpec, resolve: Callable[[EnsembleStep], Resolved]) -> Plan:
 
 
 class _View(NamedTuple):
-    """The plan's tensor behind an ensemble's tensor, and the reshapes between its writer, or the request, and here."""
+    """The plan's tensor for an ensemble's, and the reshapes from its writer to here."""
 
     tensor: str
     reshapes: tuple[Reshape, ...] = ()
 
     def behind(self, reshape: Reshape) -> "_View":
-        """Returns the view behind another reshape."""
         return _View(self.tensor, (*self.reshapes, reshape))
 
 
 class _Planner:
-    """Collects the steps of an ensemble and of those within it.
+    """Collects the steps of an ensemble and its nested ones.
 
     Attributes:
         absent: Tensors that never exist.
-        origins: Tensor → the positions of the decoupled steps that it comes from, in their order.
+        origins: Tensor → the positions of the decoupled steps that it comes from, in order.
     """
 
     def __init__(self, resolve: Callable[[EnsembleStep], Resolved]) -> None:
@@ -285,12 +274,12 @@ class _Planner:
     def add(
         self, spec: ModelSpec, views: dict[str, _View], path: tuple[str, ...], within: tuple[int, ...]
     ) -> Mapping[str, _View]:
-        """Adds the steps of an ensemble; returns its tensors as views of the plan's.
+        """Adds the steps of an ensemble; returns views of its tensors.
 
         Args:
             spec: The ensemble.
-            views: The inputs that a step of another ensemble gives it; the other tensors are added.
-            path: The ensembles that it is in, outermost first, and it.
+            views: Its inputs from an outer step; the other tensors are added.
+            path: The ensembles around it, outermost first, and itself.
             within: The same as positions in `nested`, without the outermost.
         """
         if len(path) > MAX_NESTING:
@@ -309,7 +298,7 @@ class _Planner:
         if within:
             self.absent += given
         views.update({name: views[name].behind(reshape) for name, reshape in inward(spec).items()})
-        # Nested ensembles are added once their inputs have names, so in the order of the data.
+        # A nested ensemble needs the names of its inputs, so steps are added in the order of the data.
         for step, one in _in_order(spec, resolved):
             mapped = {name: _view(views, tensor, prefix) for name, tensor in step.inputs.items()}
             origin = origin_of(spec.name, one.spec.name, [self.origins[view.tensor] for view in mapped.values()])
@@ -363,7 +352,6 @@ def _in_order(spec: ModelSpec, resolved: Sequence[Resolved]) -> Iterator[tuple[E
 
 
 def _view(views: dict[str, _View], tensor: str, prefix: str) -> _View:
-    """Returns the view of an ensemble's tensor, which is named at its first use."""
     return views.setdefault(tensor, _View(prefix + tensor))
 
 

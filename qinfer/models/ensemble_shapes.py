@@ -1,4 +1,4 @@
-"""The shape of a tensor between models of an ensemble: batch dimensions come and go, and `reshape`s apply. Pure."""
+"""The shape of a tensor between models of an ensemble, with batch dimensions and `reshape`s. Pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,15 +7,15 @@ from qinfer.models.reshapes import Reshape
 
 
 def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool) -> tuple[int, ...]:
-    """Returns the shape in which a tensor goes from one model to the next, with or without a batch dimension.
+    """Returns a tensor's shape for the next model.
 
     As in Triton's `EnsembleContext::ReshapeTensorDims`, a model without a batch dimension may take a batch as one
-    tensor,
-    or a batch of one row without its first dimension, if only that fits.
+    tensor, or
+    a batch of one row without its first dimension, if only that fits.
 
     Args:
         shape: Its shape.
-        rows: The rows of the request that made it; 0 = its maker has no batch dimension.
+        rows: The rows of the request that made it; 0 = no batch dimension.
         dims: The expected dimensions, without the batch dimension.
         batched: Whether a batch dimension is expected.
     """
@@ -27,10 +27,7 @@ def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool
 
 
 def refit(shape: tuple[int, ...], rows: int, reshapes: Iterable[Reshape]) -> tuple[tuple[int, ...], int]:
-    """Returns shape and rows of a tensor after the reshapes of ensembles, each of which it is fitted to.
-
-    If it does not fit one of them, the number of elements changes.
-    """
+    """Returns a tensor's shape and rows after reshapes; a misfit changes the number of elements."""
     for reshape in reshapes:
         shape = reshape.of(fit(shape, rows, reshape.before, batched=reshape.batched))
         rows = shape[0] if reshape.batched and shape else 0

@@ -1,13 +1,13 @@
-"""The identity of the data in Redis, and its restoration when Redis comes back without it.
+"""The identity of the data in Redis, and its restoration after a loss.
 
 `qinfer:installation` holds a random id for as long as Redis has its data. A process that has seen an id and finds
-another one or none knows that the data is gone: Redis was flushed, or lost its volume. The same holds when data is
-missing that qinfer never removes: all wishes, or a model's configuration, as when one node of a cluster lost its data.
-A failover to an older replica is no loss: the replica has the id, and lacks only the latest changes.
+another or none knows that the data is gone: Redis was flushed, or lost its volume. So it is if all wishes or a model's
+configuration are missing, which qinfer never removes: a node of a cluster lost its data. A failover to an older replica
+is no loss: it has the id, and lacks only the latest changes.
 
-One gateway then writes again what the gateways saw last: it replaces the id with a claim, which expires if the gateway
-dies before it finishes. Each model gets a generation above all that were seen. Until then the other gateways and the
-workers keep their last state.
+One gateway restores what it saw last: it replaces the id with a claim, which expires if the gateway dies. Each model
+gets
+a generation above all that were seen. Until then the others keep their last state.
 """
 
 import logging
@@ -41,7 +41,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The parts of an earlier snapshot that Redis no longer has; `whole` = everything, the queue included."""
+    """The missing parts of an earlier snapshot; `whole` = everything, the queue included."""
 
     whole: bool
     wishes: tuple[str, ...]
@@ -50,10 +50,9 @@ class Loss:
 
 
 def loss(before: Snapshot, now: Snapshot) -> Loss | None:
-    """Returns what Redis lost since `before`; `None` = nothing.
+    """Returns what Redis lost since `before`, if anything.
 
-    A lost setting alone does not count: the first may have been set just before a failover. Nor does a `before` without
-    an id, or one read while a gateway restored.
+    A lost setting alone does not count, as the first may precede a failover.
     """
     if not before.installation or is_claimed(before.installation):
         return None
@@ -69,12 +68,12 @@ def loss(before: Snapshot, now: Snapshot) -> Loss | None:
 
 
 def _gone(before: Mapping[str, object], now: Mapping[str, object], *, is_other: bool) -> tuple[str, ...]:
-    """Returns the names that a hash lacks; under the same id, only if it lacks all of them."""
+    """Returns the missing names of a hash; under the same id, only if all are missing."""
     return tuple(sorted(before.keys() - now.keys())) if is_other or not now else ()
 
 
 def is_claimed(installation: str) -> bool:
-    """Tells by the id of the data whether a gateway is restoring it."""
+    """Tells by the id whether a gateway is restoring the data."""
     return installation.startswith(_CLAIM)
 
 
@@ -88,7 +87,7 @@ def is_gone(before: Snapshot, now: Snapshot) -> bool:
 
 
 async def refuse_lost(store: ControlStore) -> None:
-    """Raises `BrokerUnavailable` while lost data is not restored, when a missing model was not removed."""
+    """Raises `BrokerUnavailable` while lost data is not restored."""
     installation = await store.installation()
     if not installation or is_claimed(installation):
         raise BrokerUnavailable("Redis has lost its data, and models are being written again; try again")
@@ -107,7 +106,7 @@ async def read_snapshot(store: ControlStore) -> Snapshot:
 
 
 class Guard:
-    """Reads the state in Redis, and restores lost parts if it has a queue: without one it leaves that to gateways."""
+    """Reads the state in Redis; with a queue, restores lost parts."""
 
     def __init__(self, store: ControlStore, queue: Queue | None = None) -> None:
         self._store = store
@@ -117,7 +116,7 @@ class Guard:
         self._is_told = False
 
     async def read(self) -> Snapshot | None:
-        """Reads the state, and begins to restore lost parts; `None` while it is not whole."""
+        """Reads the state, and begins to restore lost parts; `None` = it is not whole."""
         now = await read_snapshot(self._store)
         if self._queue is None:
             if is_gone(self._whole, now):
@@ -145,7 +144,7 @@ class Guard:
         return False
 
     async def _confirmed(self, found: Loss | None) -> Loss | None:
-        """Drops records from a loss that exist but only a newer qinfer can read."""
+        """Drops records that only a newer qinfer can read."""
         if found is None or found.whole:
             return found
         wishes = await self._store.wished() if found.wishes else set()
@@ -183,7 +182,7 @@ class Guard:
         await self._store.wake()
 
     async def _restore_model(self, wish: Desired, queue: Queue) -> None:
-        """Writes one model as `write_model` does; a value written meanwhile stays."""
+        """Restores one model; a value written meanwhile stays."""
         known, generation = self._whole.stored.get(wish.model), wish.generation
         if known is not None and not await self._store.has_model(wish.model):
             newest = max(generation, known.generation) + 1

@@ -15,10 +15,7 @@ _LEAVE_S = 1.0
 
 
 async def report_liveness(store: ControlStore, name: str, *programs: str) -> NoReturn:
-    """Reports every few seconds that this process is live, even after an outage of Redis; retracts that when cancelled.
-
-    `name` is `<name>@<host>`, as for Celery; `programs` are `GATEWAY`, `BULK`, `BEAT` or `BRIDGE`.
-    """
+    """Reports every few seconds that the process `<name>@<host>` is live; retracts that when cancelled."""
     try:
         while True:
             with contextlib.suppress(BrokerUnavailable):  # the next report may get through

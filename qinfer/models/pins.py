@@ -1,7 +1,7 @@
-"""Pins, which keep model versions loaded for their holders, and hashes of the content that versions execute. Pure.
+"""Pins, which keep model versions loaded for their holders, and hashes of executed content. Pure.
 
-A *pin* is part of the desired state: workers keep its version loaded even if the version policy has dropped it, load it
-at their start, and offer it only to callers who name it. Its holder renews it, and removes it in the end.
+A *pin* is part of the desired state: workers load its version even if the version policy has dropped it, and offer it
+only to callers who name it. Its holder renews and removes it.
 """
 
 import hashlib
@@ -12,17 +12,17 @@ import msgspec
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 
 EXECUTED = "sha256:"
-"""The prefix of an executed hash; plans of an earlier qinfer have a `content_hash` without it."""
+"""The prefix of an executed hash; a plain `content_hash` lacks it."""
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
     """A model version that its holder still needs.
 
     Attributes:
-        content_hash: The content that it executed when it was pinned (`is_executed`); empty = any.
+        content_hash: Its content when it was pinned (`is_executed`); empty = any.
         reason: The kind of the holder, such as `job`.
         holder: The id of the holder.
-        expires_at: Its end unless it is renewed, in seconds of the broker's time.
+        expires_at: Seconds of the broker's time.
     """
 
     model: str
@@ -34,16 +34,12 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """The id of the pin; a holder pins a version once."""
+        """The id of the pin."""
         return f"{self.reason}/{self.holder}/{self.model}/{self.version}"
 
 
 class Executed(msgspec.Struct, frozen=True, array_like=True):
-    """A model version, or a step of it, and the hash of the content that it executes.
-
-    Attributes:
-        asked: The version in a step's configuration; 0 = the highest that is READY, or it is no step.
-    """
+    """A model version or step, and the hash of its content; `asked` is the version in the step's configuration."""
 
     model: str
     version: int
@@ -52,15 +48,12 @@ class Executed(msgspec.Struct, frozen=True, array_like=True):
 
 
 def is_executed(content_hash: str) -> bool:
-    """Tells whether a hash is of executed content, and not of the model's whole directory with its times."""
+    """Tells whether a hash is of executed content, not of a whole directory."""
     return content_hash.startswith(EXECUTED)
 
 
 def executed_hash(workers: Iterable[WorkerRecord], model: str, version: int) -> str:
-    """Returns the hash of a version's content on live workers, at its newest generation.
-
-    Empty while no worker has the version READY, while workers disagree, or while one reports no hash.
-    """
+    """Returns the hash of a version's content on live workers; empty while they disagree, or one has no hash."""
     states = [state for worker in workers if (state := worker.state_of(model, version)) is not None]
     ready = [state for state in states if state.state is State.READY]
     newest = max((state.generation for state in ready), default=0)
@@ -69,10 +62,7 @@ def executed_hash(workers: Iterable[WorkerRecord], model: str, version: int) -> 
 
 
 def executed(workers: Sequence[WorkerRecord], model: str, version: int) -> tuple[Executed, ...]:
-    """Returns the content of a version on live workers: its own, then that of an ensemble's steps.
-
-    Empty like `executed_hash`, also because of a step, or while workers run different steps.
-    """
+    """Returns the content of a version and its steps on live workers; empty as for `executed_hash`."""
     own = executed_hash(workers, model, version)
     states = [state for worker in workers if (state := worker.state_of(model, version)) is not None]
     states = [state for state in states if state.state is State.READY and state.executed_hash == own]
@@ -89,7 +79,7 @@ def executed(workers: Sequence[WorkerRecord], model: str, version: int) -> tuple
 
 
 def joint_hash(executes: Sequence[Executed]) -> str:
-    """Returns one hash of a version and its steps; without steps, that of the version."""
+    """Returns one hash of a version and its steps."""
     if len(executes) == 1:
         return executes[0].content_hash
     text = "\n".join([f"{one.model}/{one.asked}/{one.version}\t{one.content_hash}" for one in executes])
@@ -97,7 +87,7 @@ def joint_hash(executes: Sequence[Executed]) -> str:
 
 
 def kept_by_pins(pins: Iterable[Pin], stored: StoredModel) -> Mapping[int, frozenset[str]]:
-    """Returns version → the contents that it may execute, for versions that only pins keep loaded."""
+    """Returns version → allowed contents, for versions that only pins keep loaded."""
     kept: dict[int, frozenset[str]] = {}
     for pin in pins:
         if pin.model == stored.model and pin.version not in stored.versions:
@@ -106,7 +96,7 @@ def kept_by_pins(pins: Iterable[Pin], stored: StoredModel) -> Mapping[int, froze
 
 
 def why_lost(pin: Pin, workers: Iterable[WorkerRecord], wish: Desired | None = None) -> str:
-    """Returns why no live worker can keep a pinned version; empty = one has it or loads it, or none reports yet."""
+    """Returns why no live worker can keep a pinned version; empty = one may."""
     if wish is not None and not wish.load:
         return f"version {pin.version} of model '{pin.model}' can't be kept: the model was unloaded"
     states = [state for worker in workers if (state := worker.state_of(pin.model, pin.version)) is not None]
@@ -117,7 +107,7 @@ def why_lost(pin: Pin, workers: Iterable[WorkerRecord], wish: Desired | None = N
 
 
 def _may_be(pin: Pin, state: VersionState) -> bool:
-    """Tells whether a worker has the pinned content, or may be about to; without a hash, it may."""
+    """Tells whether a worker may have the pinned content, now or soon."""
     if state.state is not State.READY:
         return state.state is not State.UNAVAILABLE
     is_known = state.executed_hash and is_executed(pin.content_hash)

@@ -1,7 +1,7 @@
 """`batch_input` and `batch_output` of a model's configuration, as specs.
 
-The semantics are Triton's: docs/user_guide/ragged_batching.md of its server, `BatchInput` and `BatchOutput` of its
-`model_config.proto`. `qinfer/backends/ragged.py` implements them.
+The semantics are Triton's: docs/user_guide/ragged_batching.md of its server, and `model_config.proto`.
+`qinfer/backends/ragged.py` implements them.
 """
 
 from enum import StrEnum
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class BatchInputKind(StrEnum):
-    """Kinds of batch inputs, which give a model the shapes or sizes of a batch's requests (`model_config.proto`)."""
+    """Kinds of batch inputs: shapes or sizes of a batch's requests (`model_config.proto`)."""
 
     ELEMENT_COUNT = "BATCH_ELEMENT_COUNT"
     ACCUMULATED = "BATCH_ACCUMULATED_ELEMENT_COUNT"
@@ -24,8 +24,8 @@ class BatchInputSpec(NamedTuple):
 
     Attributes:
         datatype: `INT32` or `FP32`.
-        source: The input of requests that it describes.
-        rank: The number of that input's dimensions, without the batch dimension.
+        source: The described input.
+        rank: Its number of dimensions, without the batch dimension.
     """
 
     kind: BatchInputKind
@@ -36,11 +36,11 @@ class BatchInputSpec(NamedTuple):
 
 
 class BatchOutputSpec(NamedTuple):
-    """An output that the model gives as one dimension, and that is cut by the shapes of an input.
+    """An output of one dimension that is cut by the shapes of an input.
 
     Attributes:
-        dims: Its dimensions with the batch dimension; a -1 is as long as the same dimension of `source`.
-        source: The input of requests whose shapes count.
+        dims: Its dimensions with the batch dimension; -1 = as in `source`.
+        source: The input of requests.
     """
 
     name: str

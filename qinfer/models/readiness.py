@@ -3,10 +3,9 @@
 A load succeeds when, for every version, a worker that places the model is READY at the generation. It fails when all
 live workers that place the model have failed.
 
-A version is READY while a live worker has it loaded at the desired generation, or at an earlier one while the new
-generation loads or has failed: a reload makes no gap. A version that the new generation drops stays visible while a
-worker serves it. An ensemble is READY only while all its models are. A model with `min_workers` 0 is READY even
-without a live worker: its requests wait in the queue.
+A version is READY while a live worker has it at the desired generation, or at an earlier one while the new one loads or
+has failed. A dropped version stays visible while a worker serves it. An ensemble is READY only while all its models
+are. A model with `min_workers` 0 is READY even without a worker: its requests wait.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ from qinfer.models.state import Desired, State, StoredModel, Use, VersionState, 
 
 
 def is_placed(model: str, globs: Sequence[str]) -> bool:
-    """Tells whether a worker with these globs should load the model; case matters."""
+    """Tells whether a worker with these globs loads the model."""
     return any(fnmatchcase(model, glob) for glob in globs)
 
 
@@ -116,8 +115,8 @@ class Capacity(NamedTuple):
     """The speed at which live workers drain a version's backlog.
 
     Attributes:
-        rps: The highest requests a second of all live workers together; 0 = unknown.
-        start_s: Seconds that a worker took to load it; 0 = a worker has it loaded, or unknown.
+        rps: The highest requests a second, in sum; 0 = unknown.
+        start_s: The load time of a worker, if none has it loaded; 0 = unknown.
         workers: Live workers that have it loaded.
     """
 
@@ -126,7 +125,7 @@ class Capacity(NamedTuple):
     workers: int = 0
 
     def behind(self, part: float) -> "Capacity":
-        """Returns the capacity left when others take `part` of it; at least a hundredth."""
+        """Returns the capacity without `part`, which others take; at least a hundredth."""
         return self if not part else self._replace(rps=self.rps * max(1.0 - part, 0.01))
 
 
@@ -145,7 +144,7 @@ def assess(
 
 
 def failed_loads(statuses: Iterable[ModelStatus], workers: Iterable[WorkerRecord]) -> dict[tuple[str, int], bool]:
-    """Returns (model, version; 0 = it has none) → whether a live worker failed to load its newest generation."""
+    """Returns (model, version; 0 = none) → whether a live worker failed to load its newest generation."""
     records = list(workers)
     failed: dict[tuple[str, int], bool] = {}
     for status in statuses:
@@ -175,7 +174,7 @@ def lacking(ensemble: str, use: Use, statuses: Mapping[str, ModelStatus]) -> str
 
 
 def _lower(model: StoredModel, statuses: dict[str, ModelStatus]) -> bool:
-    """Makes an ensemble UNAVAILABLE if one of its models is not READY; returns whether its state changed."""
+    """Makes an ensemble UNAVAILABLE while one of its models is not READY; returns whether that changed it."""
     status = statuses[model.model]
     reason = next(filter(None, (lacking(model.model, use, statuses) for use in model.uses)), "")
     if not reason or not status.ready_versions:
@@ -211,7 +210,6 @@ def _status(wish: Desired, stored: StoredModel | None, workers: list[WorkerRecor
 
 
 def _left_out(stored: StoredModel, workers: list[WorkerRecord]) -> list[int]:
-    """Returns served versions that the present configuration does not select."""
     served = {
         version
         for worker in workers
@@ -231,7 +229,7 @@ def _best(model: str, version: int, generation: int, workers: list[WorkerRecord]
 
 
 def capacity_of(workers: Iterable[WorkerRecord], model: str, version: int) -> Capacity:
-    """Sums up the best speeds of workers that have a version READY; unknown while one has too few measurements."""
+    """Returns the sum of the workers' best speeds; unknown while one has too few measurements."""
     ready = [worker for worker in workers if worker.is_ready(model, version)]
     speeds = [worker.best_speeds.get(model, {}).get(version, 0.0) for worker in ready]
     return Capacity(sum(speeds) if all(speeds) else 0.0, 0.0, len(speeds))

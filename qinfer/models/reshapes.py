@@ -1,6 +1,6 @@
 """`reshape` of a configuration: the model sees another shape than the client (reference §3.2). Pure.
 
-Elements stay in place. Variable dimensions of the two shapes correspond in order: `[-1, 4, -1]` and `[-1, 2, 2, -1]`.
+Variable dimensions of the two shapes correspond in order: `[-1, 4, -1]` and `[-1, 2, 2, -1]`.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ Dims = tuple[int, ...]
 
 
 class Reshape(NamedTuple):
-    """The change of a tensor's shape, by its dimensions without the batch dimension, which stays; -1 is variable."""
+    """The change of a tensor's shape, without the batch dimension; -1 is variable."""
 
     before: Dims
     after: Dims
@@ -25,12 +25,12 @@ class Reshape(NamedTuple):
 
 
 def inward(spec: ModelSpec) -> dict[str, Reshape]:
-    """Returns input → its change on the way from the client to the model."""
+    """Returns input → its change from client to model."""
     batched = spec.max_batch_size > 0
     return {i.name: Reshape(i.dims, i.reshape, batched) for i in spec.inputs if i.reshape is not None}
 
 
 def outward(spec: ModelSpec) -> dict[str, Reshape]:
-    """Returns output → its change on the way from the model to the client."""
+    """Returns output → its change from model to client."""
     batched = spec.max_batch_size > 0
     return {o.name: Reshape(o.reshape, o.dims, batched) for o in spec.outputs if o.reshape is not None}

@@ -1,4 +1,4 @@
-"""Routes of requests by priority level and queue policy: the lane, the longest wait, and the lanes ahead."""
+"""Routes of requests by priority level and queue policy."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
 from qinfer.queue.entries import DELAYED, Lane
 
 MAX_LANES = 32
-"""Lanes per version, each of which costs a fetch three commands; more levels share lanes by range."""
+"""The most lanes of a version, each of which costs a fetch three commands; more levels share lanes."""
 
 NAMES = tuple(f"p{number}{suffix}" for number in range(1, MAX_LANES + 1) for suffix in ("", DELAYED))
 """Every online lane that a version can have."""
@@ -15,11 +15,7 @@ _NO_POLICY = QueuePolicy()
 
 
 class Route(NamedTuple):
-    """The route of the requests of one level.
-
-    Attributes:
-        ahead: The lanes whose entries are read before a new request, its own lane included.
-    """
+    """The route of one level; `ahead` are the lanes whose entries are read first, and its own."""
 
     lane: Lane
     policy: QueuePolicy
@@ -32,11 +28,7 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """The routes of one model version.
-
-    Attributes:
-        are_plain: All requests take the default route, without a queue policy.
-    """
+    """The routes of one model version; if `are_plain`, all requests take the default one."""
 
     def __init__(self, spec: ModelSpec, version: int) -> None:
         lanes = lanes_of(spec, version)
@@ -64,7 +56,7 @@ def lane_name(levels: int, level: int) -> str:
 
 
 def lanes_of(spec: ModelSpec, version: int) -> tuple[Lane, ...]:
-    """Returns a version's online lanes in reading order; never iterates over the levels, of which there may be 2⁶⁴."""
+    """Returns a version's online lanes in reading order, without a loop over levels: there may be 2⁶⁴."""
     batching = spec.batching or BatchingSpec(preferred_sizes=(1,))
     levels = batching.priority_levels
     names: list[str] = []
@@ -82,7 +74,6 @@ def _number(levels: int, level: int) -> int:
 
 
 def _delays(batching: BatchingSpec, number: int) -> bool:
-    """Tells whether any level of a lane has a policy that delays."""
     levels = batching.priority_levels
     own = [policy for level, policy in batching.policies.items() if _number(levels, level) == number]
     if any(policy.delay for policy in own):

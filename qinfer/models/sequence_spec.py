@@ -1,7 +1,7 @@
-"""`SequenceSpec`: a model's `sequence_batching` for the rest of qinfer, and the check of a request against it.
+"""`SequenceSpec`: a model's `sequence_batching`, made by `config.sequences`, and the check of a request against it.
 
-`config.sequences` makes it from a `ModelConfig`. Defaults, checks and texts are Triton's (reference §3.4; core
-`src/model_config_utils.cc`, `src/sequence_batch_scheduler/`).
+Defaults, checks and texts are Triton's (reference §3.4; core `src/model_config_utils.cc`,
+`src/sequence_batch_scheduler/`).
 """
 
 from collections import abc
@@ -15,7 +15,7 @@ from qinfer.errors import InvalidRequest, InvalidStep, ModelLoadFailed
 from qinfer.tensors import Tensor, datatype, element_count, pack_bytes
 
 MAX_ID_BYTES = 128
-"""The longest text of a correlation ID (`STRING_CORRELATION_ID_MAX_LENGTH_BYTES` in Triton)."""
+"""The longest textual correlation ID (`STRING_CORRELATION_ID_MAX_LENGTH_BYTES` in Triton)."""
 
 
 class ControlKind(StrEnum):
@@ -29,13 +29,11 @@ class ControlKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlSpec:
-    """An input that the server fills, of one element for each row of the batch.
+    """An input that the server fills, with one element for each row.
 
     Attributes:
-        name: The input's name.
-        kind: What it tells the model.
-        datatype: INT32, FP32 or BOOL; of a CORRID UINT64, INT64, UINT32, INT32 or BYTES.
-        false: Its value where START, READY or END does not hold; a CORRID has none.
+        datatype: INT32, FP32 or BOOL; for CORRID UINT64, INT64, UINT32, INT32 or BYTES.
+        false: Its value where START, READY or END does not hold.
         true: Its value where it holds.
     """
 
@@ -48,18 +46,14 @@ class ControlSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """An implicit state: an input that gets what an output was in the step before.
+    """An implicit state: an input that gets an output of the previous step.
 
     Attributes:
-        input: The input's name.
-        output: The output's name.
-        datatype: The wire datatype of both.
-        dims: Their dimensions without the batch dimension; -1 is variable.
-        initial_dims: The dimensions in the first step, all of them fixed: those of `initial_state`, else `dims` with
-            1 for each variable one.
-        file: A file of the model's directory `initial_state` with the bytes of one row; empty = zeros.
-        same_buffer: A runtime may read and write the state in one buffer (`use_same_buffer_for_input_output`).
-        growable: That buffer may grow in place (`use_growable_memory`).
+        dims: The dimensions without the batch dimension; -1 is variable.
+        initial_dims: The dimensions in the first step: those of `initial_state`, else `dims` with 1 for each -1.
+        file: A file in the model's directory `initial_state` with the bytes of one row; empty = zeros.
+        same_buffer: The state may be read and written in one buffer (`use_same_buffer_for_input_output`).
+        growable: The buffer may grow in place (`use_growable_memory`).
     """
 
     input: str
@@ -72,12 +66,10 @@ class StateSpec:
     growable: bool = False
 
     def initial(self, content: bytes | None, *, batched: bool) -> Tensor:
-        """Returns the state of the first step: the `content` of `file`, or zeros, which for BYTES are empty elements.
-
-        It takes the bytes of one row, or all bytes for BYTES.
+        """Returns the state of the first step: the first row of `content`, or zeros (for BYTES empty elements).
 
         Raises:
-            ModelLoadFailed: The file has fewer bytes than the state.
+            ModelLoadFailed: The file is too short.
         """
         count, itemsize = element_count(self.initial_dims), datatype(self.datatype).itemsize
         shape = (1, *self.initial_dims) if batched else self.initial_dims
@@ -95,7 +87,7 @@ class StateSpec:
 
 
 class DirectSpec(msgspec.Struct, frozen=True, kw_only=True, tag="direct"):
-    """The strategy `direct`: each sequence has a row of the batch of its own, from START to END.
+    """The strategy `direct`: each sequence has its own row of the batch.
 
     Attributes:
         minimum_rows: Rows that must have a request before a batch leaves (`minimum_slot_utilization`).
@@ -107,12 +99,12 @@ class DirectSpec(msgspec.Struct, frozen=True, kw_only=True, tag="direct"):
 
 
 class OldestSpec(msgspec.Struct, frozen=True, kw_only=True, tag="oldest"):
-    """The strategy `oldest`: a dynamic batcher merges the next requests of the candidate sequences.
+    """The strategy `oldest`: a dynamic batcher merges the next requests of the sequences.
 
     Attributes:
         preferred_sizes: Sizes worth stopping at, ascending; `[max_batch_size]` by default.
-        max_queue_delay_s: The longest wait of the oldest request for the batch to fill.
-        preserve_ordering: Has no effect: an instance executes one batch after another, which keeps the order anyway.
+        max_queue_delay_s: The longest wait of the oldest request.
+        preserve_ordering: No effect: an instance keeps the order anyway.
     """
 
     preferred_sizes: tuple[int, ...]
@@ -125,12 +117,12 @@ class SequenceSpec:
     """The `sequence_batching` part of a configuration (reference §3.4).
 
     Attributes:
-        slots: Sequences that one instance works on at a time: `max_batch_size` or `max_candidate_sequences`.
-        max_rows: The most rows of a batch; 1 for a model without a batch dimension.
-        max_idle_s: A sequence ends after this time without a waiting or executing request.
-        controls: Inputs that describe the sequence of each row; at most one of each kind.
+        slots: Sequences that one instance works on: `max_batch_size` or `max_candidate_sequences`.
+        max_rows: The most rows of a batch; 1 without a batch dimension.
+        max_idle_s: A sequence ends after this time without a request.
+        controls: At most one of each kind.
         iterative: Each request is a sequence, which executes until the model says that it is done.
-        of_steps: The model is an ensemble; the sequences of its steps keep the state.
+        of_steps: The sequences of an ensemble's steps keep the state.
     """
 
     strategy: DirectSpec | OldestSpec
@@ -144,26 +136,26 @@ class SequenceSpec:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether the state is in the model's own memory, and lost with it."""
+        """Tells whether the state is lost with the model's memory."""
         return not (self.states or self.of_steps)
 
     @property
     def told_bits(self) -> int:
-        """The bits of the numbers by which the model is told of sequences; 0 = it is told by text."""
+        """The bits of the sequence numbers that the model gets; 0 = text."""
         corrid = self.control(ControlKind.CORRID)
         return 64 if corrid is None else 8 * datatype(corrid.datatype).itemsize
 
     def control(self, kind: ControlKind) -> ControlSpec | None:
-        """Returns the control input of a kind; `None` = the model has none."""
+        """Returns the control input of a kind, if any."""
         return next((control for control in self.controls if control.kind is kind), None)
 
 
 MAX_ENSEMBLE_SEQUENCES = 1000
-"""The most sequences of one stateful ensemble version that a worker owns."""
+"""The most sequences of one stateful ensemble version in a worker."""
 
 
 def of_ensemble(steps: abc.Sequence[SequenceSpec]) -> SequenceSpec | None:
-    """Returns the sequences of an ensemble from those of its steps; iterative steps do not count."""
+    """Returns the sequences of an ensemble; iterative steps do not count."""
     kept = [step for step in steps if not step.iterative]
     if not kept:
         return None
@@ -181,10 +173,7 @@ def of_ensemble(steps: abc.Sequence[SequenceSpec]) -> SequenceSpec | None:
 
 
 def check_sequence(request: InferRequest, rows: int, spec: SequenceSpec) -> Sequence | None:
-    """Checks a request's sequence flags, without regard to open sequences.
-
-    Returns:
-        Its flags; `None` for a request without a sequence to an iterative model.
+    """Checks and returns a request's sequence flags, regardless of open sequences.
 
     Raises:
         InvalidStep: It has several rows, or lacks a correlation ID.

@@ -1,8 +1,8 @@
-"""Demand of sequences: the open ones of each stateful model, and the workers whose slots they need.
+"""Demand of sequences: the open ones of each stateful model, and the workers that they need.
 
     workers = ⌈open sequences ÷ slots of one worker⌉         sequences that wait for an owner are open, too
 
-An open sequence holds a slot of one worker even while no step of it waits, which seconds of work do not show.
+An open sequence holds a slot even while no step of it waits, which seconds of work do not show.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ _PARTITION = 0  # the only one so far
 
 
 class SequenceWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The sequences of a stateful model, of all its versions.
+    """The sequences of a stateful model.
 
     Attributes:
         open: Sequences that have begun and not ended, waiting ones included.
         waiting: Sequences that wait for a worker with a free slot.
-        handed_over: Sequences that continued on another worker so far.
-        lost: Sequences whose state was lost so far.
-        slots: Sequences that one worker has at a time.
+        handed_over: Sequences that continued on another worker.
+        lost: Sequences whose state was lost.
+        slots: Sequences of one worker.
     """
 
     model: str
@@ -40,12 +40,12 @@ class SequenceWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workers(self) -> int:
-        """The number of workers that have slots for all open sequences."""
+        """The number of workers with slots for all open sequences."""
         return math.ceil(self.open / self.slots)
 
 
 async def read_sequences(queue: Queue, stored: Mapping[str, StoredModel]) -> tuple[SequenceWork, ...]:
-    """Returns the sequences of the stateful models, sorted, by one script for each."""
+    """Returns the sequences of the stateful models, sorted."""
     slots = {name: count for name, model in sorted(stored.items()) if (count := _slots(model.config))}
     sizes = await asyncio.gather(*(queue.sequences(name, _PARTITION).sizes(stored[name].versions) for name in slots))
     return tuple(
@@ -54,13 +54,13 @@ async def read_sequences(queue: Queue, stored: Mapping[str, StoredModel]) -> tup
 
 
 async def read_backlogs(queue: Queue, stored: Mapping[str, StoredModel]) -> dict[tuple[str, int], int]:
-    """Returns (model, version) → steps of sequences that wait for a worker with a free slot."""
+    """Returns (model, version) → steps that wait for a worker with a free slot."""
     keys = [(name, version) for name, model in stored.items() if _slots(model.config) for version in model.versions]
     counts = await asyncio.gather(*(queue.sequences(name, _PARTITION).backlog(version) for name, version in keys))
     return dict(zip(keys, counts, strict=True))
 
 
-@lru_cache(maxsize=4096)  # scrapers ask every few seconds, and configurations hardly change
+@lru_cache(maxsize=4096)  # configurations hardly change
 def _slots(config: str) -> int:
     try:
         spec = to_spec(from_json(config))

@@ -1,6 +1,6 @@
-"""Settings that clients change while the server runs, in the control store: one document for each value.
+"""Settings that clients change while the server runs: one document in the control store for each value.
 
-Writing a value reads no other, so that two clients can change different values at once. `null` = cleared.
+So two clients can change different values at once. `null` = cleared.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ TRACE = "trace"
 """The group of the trace settings; `trace:<model>` has those of one model."""
 
 FOLLOW_EVERY_S = 2.0
-"""The time within which a process notices a change through another gateway."""
+"""The longest delay of a change through another gateway."""
 
 Value = SettingValue
 
 
 def of_group(stored: Mapping[str, str], group: str) -> dict[str, Value]:
-    """Returns the values of one group, without cleared ones."""
+    """Returns the values of one group that are not cleared."""
     values: dict[str, Value] = {}
     prefix = f"{group}/"
     for name, document in stored.items():
@@ -43,7 +43,7 @@ async def put_group(store: ControlStore, group: str, values: Mapping[str, Value]
 
 
 def switches_of(values: Mapping[str, Value], first: Switches) -> Switches:
-    """Returns the log switches of the store, with a process's own where the store has none."""
+    """Returns the stored log switches, by default the process's own."""
     verbose = values.get("log_verbose_level", first.verbose_level)
     return Switches(
         info=bool(values.get("log_info", first.info)),
@@ -55,7 +55,7 @@ def switches_of(values: Mapping[str, Value], first: Switches) -> Switches:
 
 
 async def follow_log_settings(store: ControlStore, first: Switches) -> None:
-    """Applies the log settings of clients to this process until cancelled; `first` = its own at its start."""
+    """Applies the stored log settings to this process until cancelled."""
     applied: Switches | None = None
     while True:
         try:

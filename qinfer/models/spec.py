@@ -20,11 +20,10 @@ class TensorSpec:
         datatype: Its wire datatype, such as `FP32`.
         dims: Its dimensions without the batch dimension; -1 is variable.
         optional: A request may leave out this input.
-        ragged: Its variable dimensions may differ within a batch: an input with `allow_ragged_batch`, or an output cut
-        by
-            such an input (`batch_output`). The model file has one dimension for it.
-        reshape: The dimensions that the model sees instead of `dims`: as many elements, the variable dimensions in the
-            same order; `None` = the same.
+        ragged: Its variable dimensions may differ within a batch (`allow_ragged_batch`, `batch_output`); the model file
+        has
+            one dimension for it.
+        reshape: The dimensions that the model sees instead of `dims`, if they differ.
         labels: The names of an output's classes, by index (`label_filename`).
     """
 
@@ -114,7 +113,7 @@ class BatchingSpec:
 
 
 class WarmupInput(NamedTuple):
-    """One input of a `model_warmup` sample: zeros, unless it is random or from a file.
+    """One input of a `model_warmup` sample: zeros, random or from a file.
 
     Attributes:
         dims: Its dimensions without the batch dimension.
@@ -163,7 +162,7 @@ class InstanceSpec:
 
     Attributes:
         name: The group's name, for logs.
-        resources: What an execution needs, where the server limits rates.
+        resources: The needs of an execution, where the server limits rates.
         priority: The weight of an execution among those that wait for resources; 0 counts as 1.
     """
 
@@ -213,7 +212,7 @@ class ModelSpec:
         filename: The model file in a version directory.
         parameters: The `parameters` map; qinfer's own begin with `qinfer.`.
         warmup: Samples to run before the model is READY.
-        default_timeout_s: The timeout of a request that names none.
+        default_timeout_s: The timeout of a request without one.
         max_timeout_s: The longest timeout that a request may ask for.
         graph_level: `optimization.graph.level`; `None` leaves it to the backend.
         gpu_accelerators: `optimization.execution_accelerators` for instances on GPUs, in order.
@@ -304,7 +303,7 @@ class ModelSpec:
 
     @property
     def file_outputs(self) -> tuple[TensorSpec, ...]:
-        """The outputs of the model file: those that are answered, then states that are not among them."""
+        """The outputs of the model file: those of responses, then the other states."""
         if self.sequences is None:
             return self.outputs
         answered = {output.name for output in self.outputs}
@@ -318,7 +317,7 @@ class ModelSpec:
 
     @property
     def instance_count(self) -> int:
-        """Executions that may run at once in one worker that has all the devices."""
+        """The most parallel executions in one worker with all devices."""
         return sum(group.count for group in self.instances)
 
 

@@ -30,11 +30,7 @@ class Desired(msgspec.Struct, frozen=True):
 
 
 class Use(msgspec.Struct, frozen=True, array_like=True):
-    """A model that an ensemble uses.
-
-    Attributes:
-        version: 0 = the highest that is READY when the ensemble is loaded.
-    """
+    """A model that an ensemble uses; version 0 = the highest that is READY."""
 
     model: str
     version: int = 0
@@ -49,13 +45,12 @@ class StoredModel(msgspec.Struct, frozen=True):
         versions: The versions that its version policy selects, ascending.
         content_hash: Changes with the configuration's text, and with path, size or modification time of any file.
         error: Why the model can't be loaded, for clients.
-        min_workers: 0 = it is READY without a live worker (`qinfer.min_workers`).
+        min_workers: 0 = it is READY without a live worker.
         labels: Output → the names of its classes.
-        location: Where its files are in the overlay repository; empty = in the repositories.
-        pending: The backend whose runtime must complete the configuration first; a worker does that, and stores the
-            result under a new generation.
-        override: The configuration in JSON that replaces its file, also in later loads without one.
-        files_of: The model whose files it uses (`qinfer.files_of`); empty = its own.
+        location: The directory of its files in the overlay; empty = in the repositories.
+        pending: The backend whose runtime must complete the configuration first, in a worker.
+        override: A configuration in JSON that replaces the file, also in later loads.
+        files_of: The model whose files it uses; empty = its own.
     """
 
     model: str
@@ -103,12 +98,11 @@ class VersionState(msgspec.Struct, frozen=True):
         reason: Why it is not READY at the newest generation.
         tried: The newest generation whose load has ended; above `generation` where a reload failed.
         executed_hash: The hash of a READY version's files, those beside the versions, and its configuration's inputs,
-            outputs, parameters, backend and optimisation; without an ensemble's steps. Empty = unknown: the files
-            changed
-            during the load, or an earlier qinfer loaded them.
-        pinned: Only pins keep it loaded; it answers only requests that name it.
-        steps: The versions that an ensemble runs, those of nested ensembles included, in order.
-        unready: Why the model's own `is_ready` refuses; only readiness checks report it, as in Triton.
+            outputs, parameters, backend and optimisation. Empty = unknown: files changed during the load, or an earlier
+            qinfer loaded them.
+        pinned: Only pins keep it loaded.
+        steps: The versions that an ensemble runs, nested ones included, in order.
+        unready: Why the model's own `is_ready` refuses; as in Triton, only readiness checks report it.
     """
 
     state: State
@@ -122,13 +116,7 @@ class VersionState(msgspec.Struct, frozen=True):
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """A worker's measurements of a version, kept for times without a live worker.
-
-    Attributes:
-        rps: Requests a second that one worker can execute.
-        load_s: Seconds that it took to load.
-        best_rps: The highest speed that the measurements allow; 0 = there are too few.
-    """
+    """A worker's measurements of a version; a `best_rps` of 0 is unknown."""
 
     rps: float
     load_s: float = 0.0
@@ -145,7 +133,7 @@ class Executing(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         since: Its start in the broker's time, without calls of other models; restarts with each response of a stream.
         seconds: Its duration at the heartbeat.
-        limit_s: Its time limit; 0 = none.
+        limit_s: 0 = no limit.
         what: `execution`, `warm-up` or `load`.
     """
 
@@ -170,30 +158,27 @@ class Executing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's heartbeat; its mappings leave out versions without a value.
+    """One worker's heartbeat; its mappings (model → version → …) leave out versions without a value.
 
     Attributes:
         id: Unique for each start of a worker.
         started_at: Seconds since the epoch, in the broker's time.
-        executing: Requests in its batches now.
+        executing: Requests in its batches.
         throughput_rps: Requests a second over the last heartbeats.
         clock_offset_s: Broker time minus its wall clock.
         frame_versions: Frame versions that it can read.
-        speeds: Model → version → requests a second that it can execute.
-        best_speeds: Model → version → the highest speed that its measurements allow.
+        speeds: Requests a second that it can execute.
+        best_speeds: The highest speed that its measurements allow.
         places: Globs of the models that it loads.
-        busy: Model → version → requests that its instances execute now.
-        direct: Model → version → requests in its batchers that are in no lane: from ensembles and models of this
-            worker, and steps of sequences.
-        load_s: Model → version → seconds of its last load.
+        busy: Requests that its instances execute.
+        direct: Requests in its batchers that are in no lane: from ensembles and models of this worker, and steps of
+            sequences.
+        load_s: Seconds of the last load.
         host: The name of its machine or container.
-        draining: It was told to stop, and finishes its requests.
-        renewals: Leases renewed so far.
-        leases_lost: Leases lost so far.
+        draining: It finishes its requests and stops.
         cpu_s: CPU time of it and its child processes; 0 = unknown.
-        memory_bytes: Resident memory of it and its child processes; 0 = unknown.
-        memory: Model → version → memory of its instances.
-        long: Executions, warm-ups and loads that have lasted for more than a second.
+        memory_bytes: Resident memory of them.
+        long: Executions, warm-ups and loads of more than a second.
     """
 
     id: str
@@ -257,8 +242,8 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         places: Globs of the models that its workers load.
-        target: Its share of the workers that these models should have together.
-        reason: Why these models should have that many workers, for people.
+        target: Its share of the workers that these models should have.
+        reason: The reason for their number, for people.
         live: Its workers that serve.
         starting: Its workers that do not serve yet.
         draining: Its workers that finish their last requests.
@@ -281,4 +266,4 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SCALED_UP, SCALED_DOWN, RESTARTED, KILLED = "up", "down", "restarts", "kills"
-"""Counters of autoscalers: decisions for more and for fewer workers, restarts after crashes, kills after drains."""
+"""Counters of autoscalers: decisions up and down, restarts after crashes, kills after drains."""

@@ -1,8 +1,7 @@
 """Desired state, configurations, heartbeats and statistics in Redis; nothing here runs once per request.
 
-Values are JSON, readable in `redis-cli`. Scripts guard values that several gateways may write at once by their
-generation; every other value has one writer. Processes read the desired state at start, on reconnect, when woken, and
-every 10 s; `wake` only shortens the wait.
+Values are JSON, readable in `redis-cli`. Values with several writers are guarded by their generation in scripts; others
+have one writer. Processes read the desired state at start, on reconnect, when woken, and every 10 s.
 """
 
 import asyncio
@@ -49,11 +48,7 @@ _EXPIRING = load_script("expiring", "now_ms", package="qinfer.models").text
 
 
 class ControlStore:
-    """Control data in Redis; coroutines raise `BrokerUnavailable` when it can't be reached.
-
-    Args:
-        client: A `redis.asyncio.Redis` or `RedisCluster`, which the store closes.
-    """
+    """Control data in Redis; coroutines raise `BrokerUnavailable` when it can't be reached."""
 
     def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
         self.client = client
@@ -62,28 +57,28 @@ class ControlStore:
         self._last_wakes: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 
     async def installation(self) -> str:
-        """Returns the id of the data that `Guard` keeps; empty = there is none."""
+        """Returns the id of the data, if any."""
         with translated():
             value = await self.client.get(keys.installation())
         return "" if value is None else _text(value)
 
     async def exchange_installation(self, seen: str, new: str, ttl_s: float = 0.0) -> str:
-        """Replaces the id of the data if it still is `seen` (empty = none); returns the present id."""
+        """Replaces the id of the data if it is `seen` (empty = none); returns the present id."""
         with translated():
             return _text(await self.client.eval(_EXCHANGE, 1, keys.installation(), seen, new, int(ttl_s * 1000)))
 
     async def has_model(self, name: str) -> bool:
-        """Tells whether a model's configuration is stored, readable here or not."""
+        """Tells whether a model's configuration is stored, readable or not."""
         with translated():
             return await self.client.hget(keys.config(name), "model") is not None
 
     async def wished(self) -> set[str]:
-        """Returns the models in the desired state, including records of a newer qinfer."""
+        """Returns the models in the desired state, readable or not."""
         with translated():
             return {_text(name) for name in await self.client.hgetall(keys.desired())}
 
     async def desired(self) -> dict[str, Desired]:
-        """Returns the desired state of every model; for a damaged record, its last readable state."""
+        """Returns the desired state of every model; damaged records keep their last state."""
         with translated():
             values = await self.client.hgetall(keys.desired())
         read = {_text(model): value for model, value in values.items()}
@@ -105,13 +100,13 @@ class ControlStore:
         return None if value is None else self._records.one(value, StoredModel, name)
 
     async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
-        """Returns the stored configurations of models in one round trip."""
+        """Returns the stored configurations of models."""
         with translated():
             values = await self._fields([(keys.config(name), "model") for name in names])
         return self._records.all(dict(zip(names, values, strict=True)), StoredModel)
 
     async def put_model(self, stored: StoredModel) -> bool:
-        """Stores a model's configuration and returns True, unless the same or a newer generation is stored."""
+        """Stores a configuration and returns True, unless the same or a newer generation is stored."""
         with translated():
             written = await self.client.eval(
                 _PUT_MODEL, 1, keys.config(stored.model), stored.generation, encode_document(stored)
@@ -119,7 +114,7 @@ class ControlStore:
         return bool(written)
 
     async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
-        """Writes a worker's record, which expires after `ttl_s` seconds."""
+        """Writes a worker's record for `ttl_s` seconds."""
         key = keys.worker(record.id)
         with translated():
             async with self.client.pipeline(transaction=False) as pipe:
@@ -129,7 +124,7 @@ class ControlStore:
                 await pipe.execute()
 
     async def put_model_metrics(self, worker_id: str, record: bytes, ttl_s: float) -> None:
-        """Writes the custom metrics of a worker's models beside its record; both expire together."""
+        """Writes the custom metrics of a worker's models for `ttl_s` seconds."""
         key = keys.worker(worker_id)
         with translated():
             async with self.client.pipeline(transaction=False) as pipe:
@@ -138,35 +133,35 @@ class ControlStore:
                 await pipe.execute()
 
     async def model_metrics(self, workers: Collection[str]) -> list[bytes | None]:
-        """Returns the workers' records of custom model metrics."""
+        """Returns the custom metrics of workers' models."""
         with translated():
             return await self._fields([(keys.worker(worker_id), _METRICS) for worker_id in workers])
 
     async def retire(self, worker_id: str) -> None:
-        """Removes a worker's record at once."""
+        """Removes a worker's record."""
         with translated():
             await self.client.delete(keys.worker(worker_id))
             await self.client.zrem(keys.workers(), worker_id)
 
     async def workers(self) -> list[WorkerRecord]:
-        """Returns the records of live workers, and removes dead ones from the index."""
+        """Returns the live workers, and removes dead ones from the index."""
         with translated():
             ids = [_text(id_) for id_ in await self.client.zrange(keys.workers(), 0, -1)]
             values = await self._fields([(keys.worker(worker_id), "record") for worker_id in ids])
-            # A worker that beats at this moment returns to the index with its next heartbeat.
+            # A worker that beats now returns to the index with its next heartbeat.
             dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
             if dead:
                 await self.client.zrem(keys.workers(), *dead)
         return list(self._records.all(dict(zip(ids, values, strict=True)), WorkerRecord).values())
 
     async def beats(self) -> dict[str, float]:
-        """Returns the time of each worker's last heartbeat by its own clock; includes dead workers."""
+        """Returns the time of each worker's last heartbeat by its own clock."""
         with translated():
             found = await self.client.zrange(keys.workers(), 0, -1, withscores=True)
         return {_text(worker_id): at for worker_id, at in found}
 
     async def report_liveness(self, program: str, process: str, ttl_s: float) -> None:
-        """Marks a process of a program such as `bulk` as live for `ttl_s` seconds."""
+        """Marks a process of a program such as `bulk` as live."""
         with translated():
             await self.client.eval(_LIVENESS, 1, keys.liveness(program), process, int(ttl_s * 1000))
 
@@ -176,7 +171,7 @@ class ControlStore:
             return sorted(map(_text, await self.client.eval(_LIVENESS, 1, keys.liveness(program))))
 
     async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
-        """Writes an autoscaler's record for `ttl_s` seconds, and adds to the counts of all autoscalers."""
+        """Writes an autoscaler's record, and adds to the counts of all."""
         with translated():
             words = (record.id, int(ttl_s * 1000), encode_document(record))
             await self.client.eval(_EXPIRING, 1, keys.scalers(), *words)
@@ -184,7 +179,7 @@ class ControlStore:
                 await self.client.hincrby(keys.scaler_counts(), name, count)
 
     async def scalers(self) -> list[ScalerRecord]:
-        """Returns the records of all live autoscalers, by id."""
+        """Returns the live autoscalers, by id."""
         return await self._live(keys.scalers(), ScalerRecord)
 
     async def scaler_counts(self) -> dict[str, int]:
@@ -194,7 +189,7 @@ class ControlStore:
         return self._records.counts(values, "autoscalers")
 
     async def put_pin(self, pin: Pin, ttl_s: float) -> None:
-        """Writes a pin, which expires after `ttl_s`; 0 removes it."""
+        """Writes a pin for `ttl_s` seconds; 0 removes it."""
         with translated():
             words = (pin.id, int(ttl_s * 1000), encode_document(pin))
             await self.client.eval(_EXPIRING, 1, keys.pins(), *words)
@@ -204,18 +199,18 @@ class ControlStore:
         return await self._live(keys.pins(), Pin)
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
-        """Stores the speed that a worker measured; it outlives the worker, and the last writer wins."""
+        """Stores a worker's measured speed, which outlives it."""
         with translated():
             await self.client.hset(keys.config(model), _speed_field(version), encode_document(speed))
 
     async def speeds(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], Speed]:
-        """Returns the stored speeds of versions in one round trip."""
+        """Returns the stored speeds of versions."""
         with translated():
             values = await self._fields([(keys.config(model), _speed_field(version)) for model, version in versions])
         return self._records.all(dict(zip(versions, values, strict=True)), Speed)
 
     async def put_completion(self, content_hash: str, completed: str) -> None:
-        """Stores the configuration (JSON) that a runtime completed for files with this hash; the first write stays."""
+        """Stores a completed configuration (JSON) by the hash of its files; the first write stays."""
         with translated():
             await self.client.hsetnx(keys.completions(), content_hash, completed)
 
@@ -226,7 +221,7 @@ class ControlStore:
         return None if value is None else _text(value)
 
     async def put_setting(self, name: str, value: str) -> None:
-        """Stores a setting (JSON) that clients change and gateways share, such as `logging`."""
+        """Stores a setting (JSON) that clients change, such as `logging`."""
         with translated():
             await self.client.hset(keys.settings(), name, value)
 
@@ -243,7 +238,7 @@ class ControlStore:
             await self.client.xadd(keys.control(), {"wake": ""}, maxlen=_WAKES_KEPT, approximate=False)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Waits for a `wake` since the last call, for at most `timeout_s`; may return early without one."""
+        """Waits for a `wake` since the last call, at most `timeout_s`; may return early."""
         task = asyncio.current_task()
         assert task is not None
         last = self._last_wakes.get(task, "0-0")
@@ -258,14 +253,14 @@ class ControlStore:
         return False
 
     async def hint_of_endpoint(self, name: str) -> str:
-        """Returns a hint for the error about an unknown model, if its name is an endpoint's."""
+        """Returns a hint for the error about an unknown model that is an endpoint."""
         with translated():
             is_one = await self.client.hexists(keys.endpoints(), name)
         why = f"; '{name}' is an endpoint, and steps name models: write the model and version of a target"
         return why if is_one else ""
 
     async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
-        """Adds to the statistics of a version; fields in `observe.stats.LATEST` keep the greatest value."""
+        """Adds to the statistics of a version; `LATEST` fields keep the greatest value."""
         if not deltas:
             return
         instants = [(name, deltas[name]) for name in LATEST if name in deltas]
@@ -279,7 +274,7 @@ class ControlStore:
         return (await self.all_stats([(model, version)]))[model, version]
 
     async def all_stats(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns the statistics of versions, in one round trip to each node."""
+        """Returns the statistics of versions, in one round trip."""
         found: list[Mapping[bytes, bytes] | Exception] = []
         if versions:
             with translated():
@@ -296,7 +291,7 @@ class ControlStore:
     async def some_stats(
         self, versions: Collection[tuple[str, int]], fields: Collection[str]
     ) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns chosen fields of the statistics of versions, in one round trip to each node."""
+        """Returns chosen statistics of versions, in one round trip."""
         wanted = [(keys.stats(model, version), name) for model, version in versions for name in fields]
         with translated():
             values = iter(await self._fields(wanted))
@@ -344,8 +339,8 @@ def translated() -> Iterator[None]:
 def _check_cancelled() -> None:
     """Raises a cancellation that redis-py has lost, without which a loop would never end.
 
-    Its `asyncio.wait_for` loses one on Python 3.11 if the send completes at the same time
-    (https://github.com/python/cpython/issues/86296), and an error while it closes a broken connection replaces one.
+    On Python 3.11, its `asyncio.wait_for` loses one if the send completes at the same time
+    (https://github.com/python/cpython/issues/86296); an error during the close of a connection replaces one.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -360,19 +355,19 @@ def _unreachable(error: Exception) -> BrokerUnavailable:
 
 
 def _is_raised_by_redis_py(error: Exception) -> bool:
-    """Tells whether redis-py raised it: its cluster client closes connections under other calls when nodes leave."""
+    """Tells whether redis-py raised it, as its cluster client does when nodes leave."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__", "").startswith("redis.") for frame, _ in frames)
 
 
 class StoredRecords:
-    """Reads stored records, and logs and leaves out those that are damaged or a newer qinfer's."""
+    """Reads stored records; logs and skips those that are damaged or a newer qinfer's."""
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[str, str], str] = {}
 
     def one(self, value: bytes, kind: type[T], whose: str) -> T | None:
-        """Returns a record; `None` = it can't be read."""
+        """Returns a record, if it can be read."""
         try:
             record = decode_document(value, kind)
         except (NewerVersion, msgspec.DecodeError) as error:
@@ -449,6 +444,6 @@ def _text(value: bytes | str) -> str:
 
 
 def _last_id(streams: Any) -> str:
-    """Returns the last id of a reply to XREAD: a list of pairs, or with RESP3 a map of lists."""
+    """Returns the last id of a reply to XREAD, which is a map with RESP3."""
     entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
     return _text(entries[-1][0])

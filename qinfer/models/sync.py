@@ -1,8 +1,7 @@
 """`qinfer models sync`: writes the repository's models as the desired state. Idempotent; several may run at once.
 
-A model that can't be read any more, or whose configuration became wrong, stays as it was while a worker serves it:
-half-written files must not take a model down. A model that was removed is unloaded, and so is one that a second
-repository has too, since it is ambiguous.
+A model that becomes unreadable or wrong stays as it was while a worker serves it: half-written files must not take it
+down. A removed model is unloaded, and so is one that two repositories have.
 
 A gateway and `qinfer up` begin with `start`: a sync, or in mode `explicit` the loads in the settings.
 """
@@ -39,13 +38,7 @@ class EmptyRepository(SettingsError):
 
 
 class SyncedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a sync for one model.
-
-    Attributes:
-        versions: The versions that will be loaded.
-        changed: The model is new, changed or removed.
-        error: Why it can't be loaded, or was unloaded.
-    """
+    """The result of a sync for one model; `error` says why it can't be loaded."""
 
     model: str
     generation: int
@@ -60,7 +53,7 @@ async def sync(
 ) -> list[SyncedModel]:
     """Writes the repository's models as the desired state, and wakes the workers if anything changed.
 
-    With `may_empty`, a repository without models unloads all; mostly, it is one that is not mounted.
+    With `may_empty`, an empty repository, perhaps one that is not mounted, unloads all models.
 
     Raises:
         SettingsError: The repository can't be read, or may not be empty; nothing was changed.
@@ -84,7 +77,7 @@ async def sync(
 
 
 async def _end(synced: Sequence[SyncedModel], store: ControlStore) -> None:
-    """Gives ensembles a new generation if a step's model has changed, and wakes the workers."""
+    """Renews ensembles whose steps have changed, and wakes the workers."""
     changed = {model.model for model in synced if model.changed}
     if changed:
         await renew_users(changed, store, without=changed)
@@ -101,8 +94,7 @@ async def start(
 ) -> list[SyncedModel]:
     """Writes the desired state for a start in the present control mode, or raises `SettingsError`.
 
-    In mode `explicit`, `again` also loads models that were loaded or unloaded before: `qinfer up` decides about its
-    machine, while a gateway that joins others leaves their models alone.
+    In mode `explicit`, `again` (of `qinfer up`) also loads models that were loaded or unloaded before.
     """
     if settings.control_mode != "explicit":
         return await _sync_at_start(repository, store, delivery, settings, again=again)
@@ -124,7 +116,7 @@ async def start(
 async def _sync_at_start(
     repository: Repositories, store: ControlStore, delivery: Queue, settings: RepositorySettings, *, again: bool
 ) -> list[SyncedModel]:
-    """Syncs; a gateway that joins others and finds no model leaves the served ones, except in mode `poll`."""
+    """Syncs; a gateway that joins others and finds no model leaves theirs, except in mode `poll`."""
     may_empty = again or settings.control_mode == "poll"
     try:
         return await sync(repository, store, delivery, min_workers=settings.min_workers, may_empty=may_empty)
@@ -144,7 +136,7 @@ def _names_to_load(repository: Repositories, named: tuple[str, ...]) -> list[str
 
 
 def _with_uses(repository: Repositories, names: Sequence[str]) -> list[StoredModel]:
-    """Reads models and those that they use, each after those that it uses; skips missing ones."""
+    """Reads models and their steps' models, in order; skips missing ones."""
     found, unknown = {name: _read(repository, name) for name in names}, set[str]()
     while missing := missing_uses(list(found.values()), {*found, *unknown}):
         for name in missing:

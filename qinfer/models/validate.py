@@ -1,7 +1,7 @@
 """Checks a request against its model, in Triton's order and with Triton's texts (core `src/infer_request.cc`).
 
-A quick check accepts an ordinary valid request in half a microsecond; all others take the slow path, which names the
-mistake. The caller prefixes the request id.
+A quick check accepts an ordinary request in half a microsecond; others take the slow path, which names the mistake.
+The caller prefixes the request id.
 """
 
 import struct
@@ -23,11 +23,7 @@ _BATCH_NOTE = (
 
 
 def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
-    """Checks names, datatypes, shapes and sizes of a request's tensors.
-
-    Returns:
-        The request's rows; 1 when the model has no batch dimension.
-    """
+    """Checks a request's tensors; returns its rows, 1 without a batch dimension."""
     if request.outputs:
         _check_outputs(request.outputs, spec)
     rows = _plain_rows(request.inputs, spec)
@@ -57,12 +53,7 @@ def validate(request: InferRequest, spec: ModelSpec, max_rows: int = 0) -> int:
 
 
 def check_announced(name: str, datatype: str, shape: Sequence[int], spec: ModelSpec) -> None:
-    """Checks an input by name, datatype and shape, before its elements are decoded.
-
-    Raises:
-        InvalidRequest: The model has no such input, or another datatype or shape.
-        PayloadTooLarge: It has too many strings.
-    """
+    """Checks an input's name, datatype and shape, before its elements are decoded."""
     tensor = Tensor(name, datatype, tuple(shape), b"")
     expected = next((one for one in spec.inputs if one.name == name), None)
     if expected is None:
@@ -75,7 +66,7 @@ def check_announced(name: str, datatype: str, shape: Sequence[int], spec: ModelS
 
 
 def _checked_dims(tensor: Tensor, expected: TensorSpec, spec: ModelSpec) -> Sequence[int]:
-    """Checks the datatype and shape of an input; returns its dimensions without the batch dimension."""
+    """Checks an input; returns its dimensions without the batch dimension."""
     if tensor.datatype != expected.datatype:
         raise InvalidRequest(
             f"inference input '{tensor.name}' data-type is '{tensor.datatype}', but model '{spec.name}' expects "
@@ -92,7 +83,7 @@ def _unexpected(name: str, spec: ModelSpec) -> InvalidRequest:
 
 
 def are_declared(outputs: Sequence[Tensor], request: InferRequest, spec: ModelSpec) -> bool:
-    """Tells whether outputs are all that a request asks for, as the configuration declares them."""
+    """Tells whether outputs are exactly those that a request asks for."""
     wanted = request.outputs or [output.name for output in spec.outputs]
     rows = request.inputs[0].shape[:1] if spec.max_batch_size and request.inputs else ()
     declared = {output.name: output for output in spec.outputs}
@@ -107,10 +98,7 @@ def are_declared(outputs: Sequence[Tensor], request: InferRequest, spec: ModelSp
 
 
 def _plain_rows(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
-    """Returns the batch size of an ordinary valid request: all inputs in order, of fixed dimensions and element sizes.
-
-    0 says nothing about the request.
-    """
+    """Returns the rows of an ordinary valid request: all inputs in order, of fixed sizes; 0 says nothing."""
     max_rows = spec.max_batch_size
     if len(inputs) != len(spec.inputs):
         return 0
@@ -229,7 +217,7 @@ def _check_count(strings: int, spec: ModelSpec) -> None:
 
 
 def _check_strings(tensor: Tensor, expected: int, model: str) -> None:
-    """Checks that every length indicator and string of a BYTES tensor is whole, and their number right."""
+    """Checks that every length indicator and string of a BYTES tensor is whole."""
     data, end = tensor.data, tensor.nbytes
     where = f"for inference input '{tensor.name}' for model '{model}'"
     position = count = 0

@@ -3,8 +3,7 @@
     rows   = requests of the mean number of rows + remaining rows of open bulk jobs
     work_s = rows ÷ rows a second of one worker       desired workers = ⌈work_s ÷ seconds of work for each⌉
 
-Requests in flight count, so that a version with a batch in hand has work. The measure needs no live worker: lanes,
-statistics and the last measured speed outlive workers. `read_work` does the I/O; `work_of` is pure.
+Requests in flight count, too. The measure needs no live worker: lanes, statistics and the last speed outlive workers.
 """
 
 import asyncio
@@ -31,12 +30,7 @@ _FIELDS = (stats.SUCCESS_COUNT, stats.CACHE_HIT_COUNT, stats.INFERENCE_COUNT, st
 
 
 class LaneWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of one lane.
-
-    Attributes:
-        entries: Waiting entries and those in flight; shards in a bulk lane.
-        oldest_age_s: The time that its oldest entry has been in the queue; 0 when it is empty.
-    """
+    """The content of one lane: waiting entries and those in flight (in a bulk lane, shards)."""
 
     lane: Lane
     entries: int
@@ -47,17 +41,16 @@ class VersionWork(msgspec.Struct, frozen=True, kw_only=True):
     """The work of a model version.
 
     Attributes:
-        lanes: Its online lanes, then its bulk lanes if the model has open jobs. Without a READY worker, they follow the
-            lanes of an earlier configuration that hold entries: the next worker reads them.
+        lanes: Its online lanes, then its bulk lanes. Without a READY worker, the filled lanes of an earlier
+        configuration
+            precede them: the next worker reads them.
         requests: Entries of the online lanes.
-        rows: The estimated rows of those requests, plus `bulk_rows`; plus one while the configuration is pending, so
-        that
-            a worker is started to complete it.
+        rows: The estimated rows of those, plus `bulk_rows`; plus one while a worker has to complete the configuration.
         bulk_rows: Remaining rows of this version's open jobs.
         rows_per_s: The speed of one worker; 0 = unknown.
-        work_s: Seconds that one worker would need for `rows`; 0 only without rows.
+        work_s: Seconds that one worker would need for `rows`.
         oldest_age_s: The greatest of the online lanes.
-        workers: The ids of the live workers that have it READY.
+        workers: The ids of the READY workers.
     """
 
     model: str
@@ -77,8 +70,8 @@ class OpenRows(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         partition: The queue partition of its lanes.
-        rows: 1 before the job is planned, 0 once it is being cancelled or finalised.
-        rows_per_s: Rows that all workers together have settled a second since its start or last resumption.
+        rows: 1 before the job is planned, 0 while it is cancelled or finalised.
+        rows_per_s: Settled rows a second of all workers.
     """
 
     model: str
@@ -89,10 +82,9 @@ class OpenRows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """The data of a version that `work_of` needs.
+    """The data of a version for `work_of`.
 
     Attributes:
-        lanes: Its lanes with their sizes, online ones first.
         counts: From its statistics: requests and rows executed, nanoseconds of execution.
         is_pending: A worker must complete the model's configuration.
     """
@@ -111,14 +103,7 @@ async def read_work(
     *,
     model: str = "",
 ) -> tuple[VersionWork, ...]:
-    """Reads the work of all models that should be loaded, or of `model` even if it is unloaded; in a few round trips.
-
-    Args:
-        store: The control store.
-        delivery: The queue.
-        open_rows: Returns the remaining rows of open jobs.
-        model: Only this model; empty = all.
-    """
+    """Reads the work of all models that should be loaded, or of one `model` in any case."""
     workers, desired = await asyncio.gather(store.workers(), store.desired())
     wanted = {name for name, wish in desired.items() if wish.load}
     if model:
@@ -126,7 +111,7 @@ async def read_work(
         desired = {} if wish is None else {model: msgspec.structs.replace(wish, load=True)}
     stored = await store.models(sorted(desired))
     jobs = await open_rows()
-    # The version of an open job may be kept by a pin only, and no worker has loaded it.
+    # The version of an open job may be kept by a pin only.
     pinned = {(job.model, job.version) for job in jobs if job.rows and job.model in stored}
     versions = sorted({*_versions(desired, stored, workers), *pinned})
     lanes = _lanes(versions, stored, jobs)
@@ -161,7 +146,7 @@ def work_of(model: str, version: int, seen: Seen, workers: Iterable[WorkerRecord
     online = [size for lane, size in seen.lanes if lane.name not in BULK_LANES]
     requests = sum(size.entries for size in online)
     shards = sum(size.entries for lane, size in seen.lanes if lane.name in BULK_LANES)
-    bulk_rows = max(sum(job.rows for job in seen.jobs), shards)  # those of a job that is cancelled are to be taken back
+    bulk_rows = max(sum(job.rows for job in seen.jobs), shards)  # the shards of a cancelled job are taken back soon
     rows_per_s = _rows_per_s(ready, model, version, seen)
     rows = math.ceil(requests * _rows_per_request(seen.counts)) + bulk_rows + int(seen.is_pending)
     return VersionWork(
@@ -207,7 +192,7 @@ def _lanes(
 def _earlier_lanes(
     versions: Iterable[tuple[str, int]], stored: Mapping[str, StoredModel], workers: Sequence[WorkerRecord]
 ) -> dict[tuple[str, int], list[Lane]]:
-    """Returns the lanes that only an earlier configuration has, of versions that no worker has READY."""
+    """Returns lanes of earlier configurations, of versions that no worker has READY."""
     found: dict[tuple[str, int], list[Lane]] = {}
     for model, version in versions:
         own = _online(stored[model].config)
@@ -216,7 +201,7 @@ def _earlier_lanes(
     return found
 
 
-@lru_cache(maxsize=4096)  # scrapers ask every few seconds, and configurations hardly change
+@lru_cache(maxsize=4096)  # configurations hardly change
 def _online(config: str) -> tuple[str, ...]:
     try:
         return tuple(lane.name for lane in lanes_of(to_spec(from_json(config)), 1))
@@ -231,7 +216,7 @@ def _rows_per_request(counts: Mapping[str, int]) -> float:
 
 
 def _rows_per_s(ready: Sequence[WorkerRecord], model: str, version: int, seen: Seen) -> float:
-    """Returns the speed of one worker: the mean of live ones, else the stored speed, else computed from totals."""
+    """Returns the speed of one worker: measured live, else stored, else from totals."""
     measured = [rps for worker in ready if (rps := worker.speeds.get(model, {}).get(version, 0.0))]
     stored_rps = seen.speed.rps if seen.speed is not None else 0.0
     rps = sum(measured) / len(measured) if measured else stored_rps

@@ -1,11 +1,10 @@
-"""Writes a model of the repository into the control store: lanes, configuration, then desired state.
+"""Writes a model into the control store: lanes, configuration, then desired state.
 
-The order matters: lanes come first, so that an admitted request always has a queue. The configuration precedes the
-wish, so that a reader of the wish finds it. The next writer completes an interrupted write.
+Lanes come first, so that an admitted request has a queue; the configuration precedes the wish, so that a reader of the
+wish finds it. The next writer completes an interrupted write.
 
 Only a runtime can complete some configurations, such as those of Python models. They are stored as `pending`. A worker
 completes each content once: it stores the result under the content's key, then the model under a new generation.
-A later write of the same content finds the result.
 """
 
 import hashlib
@@ -41,18 +40,15 @@ async def write_model(
     anew: bool = False,
     min_workers: int = 1,
 ) -> Written:
-    """Stores a model, and the wish that it is loaded, where either differs from the stored one.
+    """Stores a model, and the wish that it is loaded, where either has changed.
 
     Args:
         model: The model from the repository.
-        wish: Its present desired state; `dependent` is kept.
+        wish: Its present desired state.
         store: The control store.
         delivery: Where its lanes are made.
-        anew: Store it under a new generation even if nothing differs.
-        min_workers: Live workers that it needs to be READY, if its configuration does not say.
-
-    Raises:
-        QinferError: Other writers keep changing the model.
+        anew: Store it under a new generation in any case.
+        min_workers: The default for configurations that do not say.
     """
     new = await _as_stored(model, store, min_workers)
     await ensure_lanes(new, delivery)
@@ -65,7 +61,7 @@ async def write_model(
 
 
 async def ensure_lanes(stored: StoredModel, delivery: Queue) -> None:
-    """Makes the lanes of a model's versions, bulk lanes included, unless its configuration is unknown or wrong."""
+    """Makes the lanes of a model's versions, if its configuration is known."""
     if stored.pending or stored.error:
         return
     spec = to_spec(from_json(stored.config))
@@ -84,10 +80,11 @@ async def _as_stored(model: StoredModel, store: ControlStore, min_workers: int) 
 
 
 async def _store(new: StoredModel, wish: Desired | None, store: ControlStore, now_ms: int, *, anew: bool) -> Written:
-    """Stores a configuration under a new generation if it differs from the stored one.
+    """Stores a configuration under a new generation if it has changed.
 
-    A generation is at least the milliseconds since the epoch: a model that was removed and returns must not get a
-    generation that a worker still has loaded. Of two writers, the slower finds its generation taken, and looks again.
+    A generation is at least the milliseconds since the epoch: a removed model that returns must not get a generation
+    that a
+    worker still has loaded. Of two writers, the slower finds its generation taken, and looks again.
     """
     for _ in range(_ATTEMPTS):
         current = await store.model(new.model)
@@ -106,19 +103,14 @@ def has_same_content(one: StoredModel, other: StoredModel) -> bool:
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The result of a completion.
-
-    Attributes:
-        config: The completed configuration, as in `StoredModel.config`; empty when it failed.
-        error: Why it failed; it is not tried again until the content changes.
-    """
+    """The result of a completion; after an error it is not tried again until the content changes."""
 
     config: str = ""
     error: str = ""
 
 
 def completion_key(stored: StoredModel) -> str:
-    """Returns the key of a pending model's content: its files and its configuration."""
+    """Returns the key of a pending model's content."""
     return hashlib.sha256(f"{stored.content_hash}\n{stored.config}".encode()).hexdigest()
 
 
@@ -136,16 +128,13 @@ def completed(stored: StoredModel, completion: Completion) -> StoredModel:
 
 
 async def find_completion(stored: StoredModel, store: ControlStore) -> Completion | None:
-    """Returns the stored completion of a pending model, if any."""
+    """Returns the completion of a pending model, if any."""
     text = await store.completion(completion_key(stored))
     return None if text is None else msgspec.json.decode(text, type=Completion)
 
 
 async def put_completion(stored: StoredModel, completion: Completion, store: ControlStore) -> None:
-    """Stores the result of a completion, then the model under the next generation, and wakes the others.
-
-    A newer generation of the model stays. Several workers may do this at once.
-    """
+    """Stores a completion, then the model under the next generation; several workers may do so at once."""
     await store.put_completion(completion_key(stored), msgspec.json.encode(completion).decode())
     first = await find_completion(stored, store)  # the first result counts
     done = completed(stored, first or completion)

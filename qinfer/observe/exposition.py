@@ -1,7 +1,7 @@
 """Prometheus' text format, as Triton prints it, and OpenMetrics, which has exemplars.
 
-Triton's counters have no `_total`, its integers no `.0`, and `le` and `quantile` come after the other labels; a client
-library would differ, so the text is made here. A counter whose name OpenMetrics can't have is `unknown` there.
+Triton's counters have no `_total`, its integers no `.0`, and `le` and `quantile` come last; a client library would
+differ. A counter whose name OpenMetrics can't have is `unknown` there.
 """
 
 import math
@@ -39,7 +39,7 @@ class Family:
         self.samples.append(Sample("", self._ordered(labels), value))
 
     def add_histogram(self, buckets: Iterable[tuple[float, int]], total: float, **labels: str) -> None:
-        """Adds the lines of a histogram from cumulative counts by ascending bounds, the last one infinite."""
+        """Adds the lines of a histogram from cumulative counts by ascending bounds."""
         ordered, pairs = self._ordered(labels), list(buckets)
         self.samples += [Sample("_count", ordered, pairs[-1][1]), Sample("_sum", ordered, total)]
         self.samples += [Sample("_bucket", (*ordered, ("le", self._bound(bound))), count) for bound, count in pairs]
@@ -49,13 +49,13 @@ class Family:
         return _of_triton(value) if self.info.name.startswith(_TRITONS) else _own(value)
 
     def exemplify(self, exemplars: Mapping[int, Exemplar], buckets: int) -> None:
-        """Adds exemplars, by the number of their bucket, to the last histogram."""
+        """Adds exemplars to buckets of the last histogram."""
         first = len(self.samples) - buckets
         for number, exemplar in exemplars.items():
             self.samples[first + number] = self.samples[first + number]._replace(exemplar=exemplar)
 
     def add_summary(self, quantiles: Mapping[float, float], count: int, total: float, **labels: str) -> None:
-        """Adds the lines of a summary: its quantiles, count and sum."""
+        """Adds the lines of a summary."""
         ordered = self._ordered(labels)
         self.samples += [Sample("_count", ordered, count), Sample("_sum", ordered, total)]
         self.samples += [Sample("", (*ordered, ("quantile", f"{q:g}")), value) for q, value in quantiles.items()]
@@ -108,7 +108,7 @@ def render_openmetrics(shown: Iterable[Family]) -> bytes:
     for family in families:
         info = family.info
         name, kind = info.name, info.kind
-        if kind == "counter":  # its name ends in _total, and no other metric has the rest of the name
+        if kind == "counter":  # it ends in _total, and no other metric has the rest of the name
             rest = name.removesuffix("_total")
             name, kind = (name, "unknown") if rest in names else (rest, kind)
         lines += [f"# HELP {name} {_escaped(info.text)}", f"# TYPE {name} {kind}"]

@@ -1,7 +1,7 @@
-"""CPU, memory and GPU use of this machine and its processes, for the metrics.
+"""CPU, memory and GPU use of this machine and its processes.
 
 Linux reports CPU and memory under `/proc`. NVIDIA's management library (NVML) reports GPUs: `pynvml` comes with
-`pip install 'qinfer-ml[gpu]'`, and is imported once a worker has a GPU.
+`pip install 'qinfer-ml[gpu]'`, and is imported if a worker has a GPU.
 """
 
 import importlib
@@ -66,10 +66,9 @@ class ProcessUse(NamedTuple):
     """CPU and memory use of processes.
 
     Attributes:
-        cpu_s: CPU time since they started, in user and system mode.
+        cpu_s: User and system time since they started.
         memory_bytes: Resident memory; shared memory counts in each process.
-        open_fds: Open file descriptors of this process; 0 for another one.
-        max_fds: Its limit of them; 0 for another one.
+        open_fds: Open file descriptors of this process; 0 for another one, like their limit.
     """
 
     cpu_s: float
@@ -101,10 +100,7 @@ def added_up(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
 
 
 def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse | None:
-    """Returns the use of a process (default: this one) and its descendants, ended ones included.
-
-    It is `None` outside of Linux. It blocks briefly, for a few small files of each thread and process.
-    """
+    """Returns the use of a process (default: this one) and its descendants; `None` outside of Linux. Blocks briefly."""
     pid = os.getpid() if pid is None else pid
     own = _stat(proc, pid)
     if own is None:
@@ -115,7 +111,7 @@ def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse |
 
 
 def _descriptors() -> tuple[int, int]:
-    """Returns this process's number of open files and its limit; with no descriptor left to look, the limit twice."""
+    """Returns this process's number of open files and its limit; without a free descriptor, the limit twice."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         return len(os.listdir("/proc/self/fd")) - 1, limit
@@ -124,7 +120,7 @@ def _descriptors() -> tuple[int, int]:
 
 
 def _stat(proc: Path, pid: int) -> ProcessUse | None:
-    """Returns the use of one process, with its ended children's CPU time; `None` if it has ended."""
+    """Returns the use of one process, with its ended children's CPU time."""
     try:
         words = (proc / str(pid) / "stat").read_text().rpartition(") ")[2].split()
         ticks = sum(int(word) for word in words[_UTIME : _CSTIME + 1])
@@ -134,7 +130,7 @@ def _stat(proc: Path, pid: int) -> ProcessUse | None:
 
 
 def _descendants(proc: Path, pid: int) -> Iterator[int]:
-    """Yields the running descendants of a process; none where the kernel hides them."""
+    """Yields the running descendants of a process."""
     try:
         threads = list((proc / str(pid) / "task").iterdir())
     except OSError:
@@ -153,12 +149,11 @@ logger = logging.getLogger(__name__)
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of one GPU by all processes; 0 for each value that the GPU does not report.
+    """Use of one GPU by all processes; 0 for each value that it does not report.
 
     Attributes:
         number: The worker's number of it, as in `gpu 0`.
-        uuid: NVIDIA's name of it.
-        utilization: The share of the last moments in which it was busy, 0 to 1.
+        utilization: The share of the last moments in which it was busy.
         energy_j: Energy since its driver was loaded.
     """
 
@@ -176,7 +171,7 @@ class GpuMeter:
     """Reads the use of GPUs; blocking, for one thread.
 
     Args:
-        gpus: CUDA's numbers of them in this process; a mapping has NVML's name of each, an index or a UUID.
+        gpus: CUDA's numbers in this process; a mapping has NVML's index or UUID of each.
     """
 
     def __init__(self, gpus: Collection[int]) -> None:

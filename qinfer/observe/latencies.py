@@ -1,8 +1,8 @@
-"""Triton's summaries of latencies, and its histogram of the time to the first response; both are optional.
+"""Triton's optional summaries of latencies, and its histogram of the time to the first response.
 
-The quantiles of an installation can't be computed from those of its workers. So workers count requests in buckets that
-grow by a tenth each, integers that add up like all statistics, and a gateway reads the quantiles from the sums, right
-to within `ERROR`. Quantiles of the last minute come from the growth since a scrape a minute ago.
+Quantiles of workers don't add up. So workers count requests in buckets that grow by a tenth each, which add up like all
+statistics, and a gateway reads the quantiles from the sums, right to within `ERROR`. Quantiles of the last minute come
+from the growth since a scrape a minute ago.
 """
 
 import math
@@ -87,16 +87,13 @@ class LatencyTally:
 
 
 class SlidingWindow:
-    """The growth of the statistics in the last minute, by the scrapes of this process.
-
-    In the first minute of a process, it is all counts so far.
-    """
+    """The growth of the statistics in the last minute, by the scrapes of this process; at first, all counts."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Mapping[_Key, _Counts]]] = deque()
 
     def move(self, now_s: float, statistics: Mapping[_Key, _Counts]) -> dict[_Key, dict[str, int]]:
-        """Adds the current statistics of each version, and returns the summaries' counts within the window."""
+        """Adds current statistics; returns the summaries' counts within the window."""
         now = {
             key: {name: count for name, count in fields.items() if name.startswith(SUMMARY)}
             for key, fields in statistics.items()

@@ -3,9 +3,9 @@
 `{"at": "2026-01-31T09:00:00.123Z", "level": "INFO", "logger": "…", "event": "…", "process": "gateway", …extra}`: the
 event is a short constant, and the record's `extra` has its data. Warnings have the same form.
 
-The switches that clients set while the server runs (`Switches`) apply to the programs' own lines and those of
-libraries.
-Verbose lines of libraries appear only if the process was started with level DEBUG.
+The switches that clients set (`Switches`) apply to all lines, except verbose lines of libraries, which need level DEBUG
+at
+the start.
 """
 
 import logging
@@ -24,22 +24,22 @@ from qinfer.core.settings import LogSettings
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _OURS = ("qinfer", "qinfer_api", "qinfer_workers")
 ACCESS, AUDIT = "qinfer.access", "qinfer.audit"
-"""Loggers whose lines are logged at any level, as settings of their own enable them."""
+"""Loggers whose own settings enable them, at any level."""
 MODELS = "qinfer.models.output"
 """The logger of what models print and log themselves."""
 EXCEPTION = "exception"
-"""The field of a traceback; as `extra`, the traceback of an exception in another process."""
+"""The field of a traceback, perhaps of another process."""
 _ALWAYS = frozenset((ACCESS, AUDIT))
 
 
 def configure(log: LogSettings, process: str, stream: TextIO | None = None, *, unknown: Sequence[str] = ()) -> None:
-    """Sets up the process's logging in place of any earlier set-up; composition roots call it once.
+    """Sets up the process's logging; composition roots call it once.
 
     Args:
         log: Level and format.
         process: The program's name, in every line.
         stream: The output; stderr by default.
-        unknown: A message for each unknown setting; each is logged as a warning.
+        unknown: Messages about unknown settings, which become warnings.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log.format == "json" else TextFormatter(process))
@@ -62,7 +62,7 @@ def configure(log: LogSettings, process: str, stream: TextIO | None = None, *, u
 
 
 def cannot_start(environ: Mapping[str, str], program: str, message: str) -> None:
-    """Reports why a program can't start, even if its settings can't be read; as JSON if `QINFER_LOG__FORMAT` says so."""
+    """Reports why a program can't start, in JSON if `QINFER_LOG__FORMAT` says so."""
     if environ.get("QINFER_LOG__FORMAT", "").strip().lower() == "json":
         configure(LogSettings(format="json"), program)
         logging.getLogger(program).error("can't start", extra={"error": message})
@@ -71,7 +71,7 @@ def cannot_start(environ: Mapping[str, str], program: str, message: str) -> None
 
 
 def _catch_uncaught() -> None:
-    """Logs uncaught exceptions with their traceback in `exception`, in place of lines that are no JSON."""
+    """Logs uncaught exceptions as JSON."""
     logger = logging.getLogger("qinfer")
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -96,11 +96,9 @@ class Switches(msgspec.Struct, frozen=True, kw_only=True):
     """The kinds of lines that are logged, as in the protocol's logging extension (reference §1.17).
 
     Attributes:
-        info: Lines of level INFO.
-        warning: Lines of level WARNING.
         error: Lines of level ERROR and above.
         verbose_level: Above 0, lines of level DEBUG.
-        iso8601: Text lines begin with date and time instead of the time only; JSON lines always have both.
+        iso8601: Text lines begin with the date, too.
     """
 
     info: bool = True
@@ -128,7 +126,7 @@ class Switches(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def apply(switches: Switches) -> None:
-    """Applies the switches to the process's logging; without `configure`, does nothing."""
+    """Applies the switches to the process's logging after `configure`."""
     root = logging.getLogger()
     for handler in root.handlers:
         for board in handler.filters:
@@ -143,7 +141,7 @@ def apply(switches: Switches) -> None:
 
 
 class _Switchboard(logging.Filter):
-    """Passes the records that the switches allow; all records until a switch is set."""
+    """Passes the records that the switches allow."""
 
     def __init__(self, always: frozenset[str]) -> None:
         super().__init__()
@@ -205,7 +203,6 @@ _RESERVED = frozenset(("at", "level", "logger", "event", "process", "stack"))
 
 
 def _instant(record: logging.LogRecord) -> str:
-    """Returns the record's own time, in UTC with milliseconds."""
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -214,7 +211,7 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _one_line(text: str) -> str:
-    """Returns a text without line ends and control characters, with which clients could forge lines."""
+    """Returns a text without control characters, with which clients could forge lines."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
@@ -232,9 +229,8 @@ EVERY_S = 60.0
 class Fence:
     """A context for observers, which logs their errors and continues after the `with`; each module has one.
 
-    Only an `Exception` is caught, not a cancellation. The first error is logged as `event`, then one each `EVERY_S` at
-    most,
-    with the number of errors.
+    Only an `Exception` is caught. The first error is logged as `event`, then at most one each `EVERY_S`, with their
+    number.
     """
 
     __slots__ = ("_event", "_logger", "_next_s", "_untold")

@@ -1,9 +1,8 @@
 """The content of `/metrics`: a gateway's own counts, and the shared store's data of workers and queues.
 
-A gateway counts its requests in plain integers (`stats.GatewayTally`: one look-up and one bisect a request). The shared
-store has the data of workers and queues (`Snapshot`). These are the two scopes of `catalogue`, and no series is in
-both.
-`triton_metrics` has the series with Triton's names.
+A gateway counts its requests in plain integers (`stats.GatewayTally`); the shared store has all else (`Snapshot`).
+These
+are the two scopes of `catalogue`. `triton_metrics` has the series with Triton's names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,16 +25,7 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """A live worker at its last heartbeat.
-
-    Attributes:
-        executing: Requests in its batches.
-        ready: Model versions that it has ready.
-        renewals: Leases renewed so far.
-        leases_lost: Leases lost so far.
-        use: CPU time and memory, if known.
-        gpus: Use of its GPUs, where they report it.
-    """
+    """A live worker at its last heartbeat: requests in its batches, READY versions, leases renewed and lost."""
 
     device: str
     executing: int
@@ -73,32 +63,32 @@ def _of_gateway(tally: GatewayTally) -> Iterator[Family]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The data of the shared store at a scrape.
+    """The data of the shared store at a scrape; mappings without a comment are by (model, version).
 
     Attributes:
         store_up: It could be read; otherwise the rest is from earlier scrapes.
-        stats: (model, version) → statistics, the fields of `observe.stats`.
+        stats: The fields of `observe.stats`.
         depth: (model, version, lane) → entries of an online lane, waiting and in flight.
-        shards: (model, version, lane) → entries of a bulk lane, of models that have bulk jobs.
+        shards: (model, version, lane) → entries of a bulk lane.
         ages_s: (model, version, lane) → the time that its oldest entry has been in the queue.
-        rows: (model, version) → rows to be executed.
-        work_s: (model, version) → seconds that one worker would need for them.
-        ready: (model, version) → whether it accepts requests.
-        load_failed: (model, version) → whether a worker failed to load its newest generation.
-        executing: (model, version) → requests that instances execute, of all workers.
-        executing_s: (model, version) → seconds that the longest execution under way has lasted.
-        late: (model, version) → executions under way that are late.
-        direct: (model, version) → requests in batchers that are in no lane, and steps of sequences that wait.
-        load_s: (model, version) → seconds of its last load, in the slowest worker.
-        letters: (model, version) → dead letters; version 0 = unknown yet.
-        sequences: Model → its sequences, by `open`, `waiting`, `handed_over` and `lost`; of stateful models.
+        rows: Rows to be executed.
+        work_s: Seconds that one worker would need for them.
+        ready: Whether it accepts requests.
+        load_failed: Whether a worker failed to load its newest generation.
+        executing: Requests that instances execute.
+        executing_s: Seconds of the longest execution under way.
+        late: Executions under way that are late.
+        direct: Requests in batchers that are in no lane, and steps of sequences that wait.
+        load_s: Seconds of the last load, in the slowest worker.
+        letters: Dead letters; version 0 = unknown yet.
+        sequences: Model → its sequences, by `open`, `waiting`, `handed_over` and `lost`.
         jobs: State → bulk jobs.
         scaled: Direction → decisions of all autoscalers.
-        wanted_workers: Workers that the live autoscalers want; `None` = none is live.
+        wanted_workers: Workers that the live autoscalers want.
         features: The metrics of features with their own counts, such as bridges.
         labeling: Model → unfinished labeling tasks.
-        host: Use of the gateway's machine, if known.
-        use: Use of the gateway itself, if known.
+        host: Use of the gateway's machine.
+        use: Use of the gateway itself.
     """
 
     store_up: bool = True
@@ -204,7 +194,7 @@ class Snapshot:
             yield shown
 
     def _of_labeling(self) -> Iterator[Family]:
-        """Yields the metrics of tasks with pushed predictions, for models that ever had some."""
+        """Yields the metrics of labeling, for models that ever had tasks."""
         yield family(catalogue.LABEL_WAITING, ((tasks, {"model": model}) for model, tasks in self.labeling.items()))
         failed = Family(catalogue.LABEL_FAILED)
         of = {key: fields for key, fields in self.stats.items() if any(map(fields.get, stats.LABELING))}
@@ -233,10 +223,7 @@ def shown_metrics(
     *,
     more: Iterable[Family] = (),
 ) -> list[Family]:
-    """Returns the present metrics of `GET /metrics`, Triton's names last; any thread may render them.
-
-    `more` are the gateway's other counts, by tenant and by endpoint.
-    """
+    """Returns the present metrics of `GET /metrics`, Triton's names last, for any thread."""
     shown, tritons = list[Family](), list[Family]()
     if MetricScope.PROCESS in scopes:
         shown += [*_of_gateway(tally), *more, *snapshot.of_process(tally.process)]

@@ -1,6 +1,6 @@
-"""Custom metrics of models, made by `pb_utils.MetricFamily`: records of series, merged as if one server had them.
+"""Custom metrics of models, made by `pb_utils.MetricFamily`: records of series, merged over processes.
 
-Series with equal names and labels are one, in whichever process: counts add up, and the last value that was set holds.
+Series with equal names and labels are one: counts add up, and the last set value holds.
 """
 
 import math
@@ -24,9 +24,9 @@ class ModelSeries(msgspec.Struct, frozen=True, array_like=True):
         text: The metric's help.
         labels: Names and values, by name.
         bounds: Upper bounds of a histogram's buckets, without the infinite one.
-        values: A counter's value; a gauge's, and the time it was set (seconds since the epoch, 0 = never); a
-        histogram's
-            observations in each bucket, and their sum.
+        values: A counter's value; a gauge's, and its time (seconds since the epoch, 0 = never set); a histogram's
+        counts, and
+            their sum.
     """
 
     name: str
@@ -79,7 +79,7 @@ def record_of(series: Iterable[ModelSeries]) -> bytes:
 
 
 def series_of(records: Iterable[bytes | None]) -> list[ModelSeries]:
-    """Returns the series of the readable records; those of a newer worker may not be."""
+    """Returns the series of the readable records, which those of a newer worker may not be."""
     found: list[ModelSeries] = []
     for record in records:
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -88,7 +88,7 @@ def series_of(records: Iterable[bytes | None]) -> list[ModelSeries]:
 
 
 def families(series: Iterable[ModelSeries]) -> list[Family]:
-    """Returns the merged metrics of models, except those with the name of one of qinfer's own."""
+    """Returns the merged metrics of models, without names of qinfer's own."""
     own = {info.name for info in catalogue.ALL}
     found: dict[str, ModelFamily] = {}
     for one in merged(series):

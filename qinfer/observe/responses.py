@@ -1,6 +1,6 @@
-"""The responses of decoupled models by their index: their ends and times (reference §1.13).
+"""The responses of decoupled models by their index: ends and times (reference §1.13).
 
-They are fields of a model version's statistics: `response:<index>:<what>` and `response_ns:<index>:<what>`.
+They are fields of the statistics: `response:<index>:<what>` and `response_ns:<index>:<what>`.
 """
 
 from collections import defaultdict
@@ -11,7 +11,7 @@ from qinfer.core.messages import Response
 from qinfer.errors import ErrorCode
 
 MOST_INDEXES = 1000
-"""Responses from this index on are not counted one by one: a stream of a day may have millions."""
+"""Later responses are not counted one by one: a stream may have millions."""
 
 _COUNT, _NS = "response:", "response_ns:"
 _INFER, _OUTPUT = "compute_infer", "compute_output"

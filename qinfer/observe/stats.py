@@ -1,11 +1,8 @@
 """Statistics of a model version: workers add them up, gateways show them.
 
-They travel as integer deltas of named fields (`HINCRBY` on `stats:<version>`), so that totals only grow, whichever
-worker
-dies. A histogram is one field per bucket, `<histogram>:<upper bound>`, not cumulative; the name has the bound, so that
-a
-changed list of buckets can't misread old counts. Fields in `LATEST` are instants, of which the greatest stays. A killed
-process loses the counts that it had not sent, about a second of them. Counts that Redis did not confirm in time are
+They travel as integer deltas of named fields (`HINCRBY` on `stats:<version>`), so that totals only grow, even if a
+worker dies. A histogram is one field per bucket, `<histogram>:<upper bound>`, not cumulative: a changed list of buckets
+can't misread old counts. A killed process loses about a second of counts. Counts that Redis did not confirm in time are
 sent again, and may count twice.
 """
 
@@ -33,7 +30,7 @@ FILL_BUCKETS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 QUEUE, EXECUTION, BATCH = "queue", "execution", "batch"
 """The histograms: wait in queue (seconds), execution of a batch (seconds), rows of a batch."""
 ASSEMBLE, PUBLISH, FILL = "assemble", "publish", "fill"
-"""More histograms: assembling a batch (seconds), publishing its answers (seconds), its rows ÷ the largest batch."""
+"""Assembling a batch (seconds), publishing its answers (seconds), its rows ÷ the largest batch."""
 BOUNDS: Mapping[str, Sequence[float]] = {
     QUEUE: QUEUE_BUCKETS_S,
     EXECUTION: EXECUTION_BUCKETS_S,
@@ -43,70 +40,61 @@ BOUNDS: Mapping[str, Sequence[float]] = {
     FILL: FILL_BUCKETS,
     FIRST_RESPONSE: FIRST_RESPONSE_BUCKETS_MS,
 }
-"""Histogram → its upper bounds, except the infinite one."""
+"""Histogram → its finite upper bounds."""
 
 SUCCESS_COUNT = "success_count"
 """Requests answered with outputs."""
 SUCCESS_NS = "success_ns"
-"""Nanoseconds from enqueueing to the outputs, over all requests answered with outputs."""
+"""From enqueueing to the outputs, over all requests answered with outputs."""
 FAIL_NS = "fail_ns"
-"""Nanoseconds from enqueueing to the failure, over all failed requests."""
+"""From enqueueing to the failure, over all failed requests."""
 LAST_INFERENCE_MS = "last_inference_ms"
-"""The begin of the last execution: milliseconds since the epoch, in the broker's time."""
+"""The begin of the last execution since the epoch, in the broker's time."""
 LATEST = frozenset((LAST_INFERENCE_MS,))
-"""The fields that keep the greatest value; all others are sums."""
+"""The fields that keep the greatest value, instead of a sum."""
 INFERENCE_COUNT = "inference_count"
 """Rows executed: Triton's inference count."""
 EXECUTION_COUNT = "execution_count"
 EXECUTION_NS = "execution_ns"
 """Nanoseconds of batches, each counted once."""
 QUEUE_NS, INPUT_NS, INFER_NS, OUTPUT_NS = "queue_ns", "input_ns", "infer_ns", "output_ns"
-"""Nanoseconds over all requests; each has its whole batch's, as in Triton (reference §1.13)."""
+"""Over all requests; each has its whole batch's, as in Triton (reference §1.13)."""
 PUBLISH_NS = "publish_ns"
-"""Nanoseconds of publishing answers, over all batches."""
 FILL_PERMILLE = "fill_permille"
 """Thousandths of the largest batch, over all batches in the histogram."""
 ROWS_DONE, ROWS_FAILED = "job_rows_done", "job_rows_failed"
 """Rows of bulk jobs in settled shards, with an output and without."""
 PUT_OFF = "job_put_off:"
-"""Postponed tries of bulk jobs: of shards, of committing scored parts, and of planning and finishing jobs:
-`job_put_off:<error code>`.
-"""
+"""Postponed tries of bulk jobs' shards, commits, plans and finishes: `job_put_off:<error code>`."""
 JOB_ROWS_SCORED, JOB_SCORING_NS = "job_rows_scored", "job_scoring_ns"
-"""Executed rows of bulk jobs, part of the inference count; and nanoseconds in which workers scored them, waits for rows
-and for online requests included: each worker's time counts once, however many instances it has.
-"""
+"""Executed rows of bulk jobs, and the time in which workers scored them, waits included, once for each worker."""
 CACHE_HIT_COUNT, CACHE_HIT_NS = "cache_hit_count", "cache_hit_ns"
-"""Requests answered from the response cache, which also count as answered with outputs; and their nanoseconds."""
+"""Requests answered from the response cache, which also count as answered with outputs."""
 CACHE_MISS_COUNT, CACHE_MISS_NS = "cache_miss_count", "cache_miss_ns"
-"""Failed look-ups in the response cache, and nanoseconds of looking and storing."""
+"""Failed look-ups in the response cache; the time includes storing."""
 REDELIVERIES = "redeliveries"
 """Repeated deliveries of requests to workers."""
 RETRIES = "retries"
 """Repeated executions of requests whose batch raised."""
 DEAD_LETTERS = "dead_letters"
-"""Entries that became dead letters."""
 FAILURES = "failures:"
 """Requests that failed in a worker: `failures:<error code>`."""
 REFUSALS = "refusals:"
-"""Requests that a gateway ended, uncounted by workers: refused by the queue, past their deadline, or cancelled:
-`refusals:<error code>`.
-"""
+"""Requests that a gateway ended: refused, past their deadline, or cancelled: `refusals:<error code>`."""
 LABEL_QUEUED, LABEL_PUSHED, LABEL_RETRIES = "label_queued", "label_pushed", "label_retries"
 """Labeling tasks for pushed predictions: stored, pushed, and failed pushes that are tried again."""
 LABEL_FAILED = "label_failed:"
-"""Labeling tasks that failed, by `LabelFailure`: `label_failed:<reason>`."""
+"""Failed labeling tasks, by `LabelFailure`."""
 BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS = (
     "batch_count:",
     "batch_input_ns:",
     "batch_infer_ns:",
     "batch_output_ns:",
 )
-"""Executions by batch size, and their nanoseconds: `batch_count:<rows>`, …"""
+"""Executions by batch size, and their times: `batch_count:<rows>`, …"""
 
 
 LOAD_FAILURES = "load_failures"
-"""Failed loads of the version in workers."""
 OVERDUE = "overdue"
 """Executions, loads and warm-ups that exceeded their limit and were ended."""
 BY_CALLERS = frozenset(
@@ -142,11 +130,10 @@ class LabelFailure(StrEnum):
 
 
 LABELING = (LABEL_QUEUED, LABEL_PUSHED, LABEL_RETRIES, *(LABEL_FAILED + reason for reason in LabelFailure))
-"""All of labeling's fields."""
 
 
 class BatchTotals(NamedTuple):
-    """Executions of one batch size: their number and total times, each counted once."""
+    """Executions of one batch size, each counted once."""
 
     rows: int
     executions: int
@@ -159,9 +146,8 @@ class StatsTally:
     """Adds up the statistics of one model version in one worker; not thread-safe.
 
     Attributes:
-        max_rows: The model's largest batch; 0 = none, or unknown.
+        max_rows: The model's largest batch; 0 = unknown.
         latencies: Counts latencies more finely, if enabled.
-        responses: Counts the responses of a decoupled model.
         is_streamed: The model is decoupled: `first_response` counts its first responses.
     """
 
@@ -188,7 +174,7 @@ class StatsTally:
 
         Args:
             rows: Rows of all requests.
-            queue_ns: The wait of each answered request: from enqueueing to the execution, less `input_ns`.
+            queue_ns: The wait of each answered request, less `input_ns`.
             input_ns: The time to make the inputs.
             infer_ns: From the inputs to the end of the model's execution.
             output_ns: From then to the outputs.
@@ -225,7 +211,7 @@ class StatsTally:
         self._last_s = max(self._last_s, begin_s)
 
     def lasted_longer(self, ns: int) -> None:
-        """Adds nanoseconds of an ensemble's request besides its steps; negative where steps ran in parallel."""
+        """Adds the time of an ensemble's request besides its steps; negative where steps ran in parallel."""
         self._deltas[SUCCESS_NS] += ns
 
     def first_response(self, ns: int) -> None:
@@ -234,7 +220,7 @@ class StatsTally:
             self.latencies.first_responses([ns])
 
     def retried(self, count: int) -> None:
-        """Counts requests that are executed again because their batch raised."""
+        """Counts requests that are executed again."""
         self._deltas[RETRIES] += count
 
     def redelivered(self) -> None:
@@ -250,7 +236,7 @@ class StatsTally:
         self._deltas[FAILURES + reason] += count
 
     def spent_failing(self, ns: int) -> None:
-        """Adds nanoseconds from enqueueing to failing, of requests that `failed` counts."""
+        """Adds nanoseconds from enqueueing to failing."""
         self._deltas[FAIL_NS] += ns
 
     def drain(self) -> dict[str, int]:
@@ -272,7 +258,7 @@ class StatsTally:
         return deltas
 
     def _drain_sizes(self) -> dict[str, int]:
-        """Returns the fields of each batch size, and adds up the totals that follow from them."""
+        """Returns the fields of each batch size, and adds up their totals."""
         fields: dict[str, int] = {}
         for rows, totals in self._sizes.items():
             executions, *ns = totals
@@ -296,7 +282,7 @@ class ModelCounts:
         self._deltas[model, version][field] += count
 
     def merge(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
-        """Adds counts from elsewhere, such as from a `StatsTally`."""
+        """Adds counts of a `StatsTally`."""
         add(self._deltas[model, version], deltas)
 
     def drain(self) -> dict[tuple[str, int], dict[str, int]]:
@@ -307,10 +293,10 @@ class ModelCounts:
 
 
 class RefusalTally(ModelCounts):
-    """Adds up the requests that one gateway ended itself; for its event loop only."""
+    """Adds up the requests that one gateway ended, on its event loop."""
 
     def refused(self, model: str, version: int, reason: str, seconds: float) -> None:
-        """Counts a request that no worker counts, by its `ErrorCode` value, `seconds` after it was received."""
+        """Counts a request that no worker counts, by its `ErrorCode` value."""
         self.add(model, version, REFUSALS + reason)
         self.add(model, version, FAIL_NS, int(seconds * 1e9))
 
@@ -353,9 +339,8 @@ class GatewayTally:
     """Counts the requests of one gateway, on its event loop.
 
     Attributes:
-        in_flight: Returns the number of unanswered requests at each scrape; the gateway sets it.
+        in_flight: Returns the number of unanswered requests; the gateway sets it.
         refusals: This gateway's part of the models' statistics.
-        durations: The duration histogram of each model version.
         failures: (model, version, reason) → failed requests.
     """
 
@@ -368,7 +353,7 @@ class GatewayTally:
         self.objectives: Mapping[tuple[str, int], Objective] = {}
 
     def aim(self, objectives: Mapping[tuple[str, int], Objective]) -> None:
-        """Sets the objectives from now on; earlier counts stay."""
+        """Sets the objectives from now on."""
         self.objectives = objectives
         for key, objective in objectives.items():
             self._series(key).within_s = objective.latency_s
@@ -394,17 +379,13 @@ class GatewayTally:
     def failed(self, model: str, version: int, reason: str) -> None:
         """Counts a request answered with an error, by `ErrorCode` value.
 
-        Unknown models share one series without a name (`Catalog.named`), so that clients can't make series of invented
-        names.
+        Unknown models share one series (`Catalog.named`), so that clients can't make series of invented names.
         """
         key = (model, version, reason)
         self.failures[key] = self.failures.get(key, 0) + 1
 
     def ended(self, model: str, version: int, reason: str, started_s: float | None = None) -> None:
-        """Counts a request that this gateway ended itself, uncounted by workers, for the models' statistics.
-
-        `started_s` is its begin in monotonic time; `None` = it never waited, or the time is unknown.
-        """
+        """Counts a request that this gateway ended itself; `started_s` is monotonic, `None` = unknown."""
         seconds = 0.0 if started_s is None else time.monotonic() - started_s
         self.refusals.refused(model, version, reason, seconds)
 
@@ -417,10 +398,10 @@ class GatewayTally:
 
 
 class PublishTally(ModelCounts):
-    """Adds up the time of publishing for the models of one worker, on its event loop."""
+    """Adds up the time of publishing in one worker, on its event loop."""
 
     def published(self, model: str, version: int, ns: int) -> None:
-        """Counts the answers of a batch, which took `ns` to be published or stored."""
+        """Counts the answers of a batch."""
         deltas = self._deltas[model, version]
         deltas[_PUBLISH_FIELDS[bisect_left(STEP_BUCKETS_S, ns / 1e9)]] += 1
         deltas[PUBLISH_NS] += ns
@@ -434,7 +415,7 @@ def add(totals: MutableMapping[str, int], deltas: Mapping[str, int]) -> None:
 
 
 def failure_count(stats: Mapping[str, int]) -> int:
-    """Returns the number of requests that failed in workers and gateways, from statistics."""
+    """Returns the number of failed requests, from statistics."""
     return sum(count for field, count in stats.items() if field.startswith((FAILURES, REFUSALS)))
 
 
@@ -445,7 +426,7 @@ def batches(stats: Mapping[str, int]) -> list[BatchTotals]:
 
 
 def buckets(stats: Mapping[str, int], histogram: str) -> list[tuple[float, int]]:
-    """Returns a histogram's (upper bound, cumulative count) pairs, the last bound infinite, from statistics."""
+    """Returns a histogram's (upper bound, cumulative count) pairs, from statistics."""
     counts = dict.fromkeys([*map(float, BOUNDS[histogram]), float("inf")], 0)
     prefix = f"{histogram}:"
     for field, count in stats.items():

@@ -1,8 +1,7 @@
-"""Counts of one gateway by tenant, if enabled; a bounded number of tenants has its own series.
+"""Counts of one gateway by tenant, if enabled.
 
-The first tenants have one until the gateway restarts; all others share one (`OTHERS`), so that a thousand tenants do
-not
-make a thousand series of each metric.
+The first tenants have their own series until the gateway restarts; all others share one (`OTHERS`), which bounds the
+number of series.
 """
 
 from bisect import bisect_left
@@ -19,11 +18,7 @@ OTHERS = "(others)"
 
 
 class TenantTally:
-    """Counts the requests of one gateway by tenant, on its event loop, with at most `most` series.
-
-    Attributes:
-        in_flight: Returns each tenant's unanswered requests at each scrape; the gateway sets it.
-    """
+    """Counts the requests of one gateway by tenant, on its event loop; `in_flight` returns unanswered ones."""
 
     def __init__(self, most: int, process: str = "") -> None:
         self._most = most
@@ -80,9 +75,9 @@ class TenantTally:
         """Yields the metrics of the tenants' shares of lanes.
 
         Args:
-            shares: The labels of a lane, the tenants of one of its shares, the entries of that, and its part of the
-            lane. A
-                share of several tenants counts for `OTHERS`.
+            shares: The labels of a lane, a share's tenants, its entries, and its part of the lane. A share of several
+            tenants
+                counts for `OTHERS`.
         """
         backlog: dict[tuple[tuple[str, str], ...], float] = {}
         parts: dict[tuple[tuple[str, str], ...], float] = {}

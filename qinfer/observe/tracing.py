@@ -1,10 +1,9 @@
 """OpenTelemetry traces behind a small port; only this module imports `opentelemetry`, once traces are enabled.
 
-The standard environment variables enable traces (`is_wanted`); the SDK itself reads endpoint, headers, sampler,
-batching of exports and resource. A trace context travels as a string: a W3C `traceparent`, then after a blank its
-`tracestate`, if any.
-
-Instants are the broker's, in seconds (`ServerClock`), so that the spans of several machines fit together.
+The standard environment variables enable traces (`is_wanted`); the SDK itself reads the others. A trace context travels
+as
+a string: a W3C `traceparent`, then after a blank its `tracestate`, if any. Instants are the broker's, so that the spans
+of several machines fit together.
 """
 
 import threading
@@ -92,11 +91,6 @@ def of_lane(model: str, version: int, lane: str, operation: str) -> dict[str, st
 def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") -> "Tracer | None":
     """Returns the tracer; `None` without an import if tracing is off.
 
-    Args:
-        environ: The environment variables of the process itself, which the SDK also reads.
-        service: `GATEWAY` or `WORKER`.
-        instance: This process's own name.
-
     Raises:
         SettingsError: The packages are missing, or a variable has an unsupported value.
     """
@@ -124,7 +118,7 @@ def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") ->
 
 
 class Span:
-    """A span that has begun; `trace` is its context for requests that it causes."""
+    """A span that has begun; `trace` is the context of its children."""
 
     __slots__ = ("_span", "trace")
 
@@ -138,7 +132,7 @@ class Span:
         return self._span.is_recording()
 
     def end(self, end_s: float, attributes: Attributes, error: tuple[str, str] | None = None) -> None:
-        """Ends the span, with code and text of an error if there was one; further calls have no effect."""
+        """Ends the span, perhaps with an error's code and text; further calls have no effect."""
         span = self._span
         if span.is_recording():
             span.set_attributes(attributes)
@@ -173,11 +167,7 @@ class Tracer:
     def start(self, name: str, parent: str, begin_s: float, links: Sequence[str] = ()) -> Span:
         """Begins a span, which is recorded if the sampler chooses it.
 
-        Args:
-            name: The span's name.
-            parent: The parent's `traceparent`; empty or invalid = a trace of its own.
-            begin_s: The begin.
-            links: The `traceparent`s of related spans.
+        `parent` and `links` are `traceparent`s; without a valid parent, it has a trace of its own.
         """
         trace = self._api
         others = [context for link in links if (context := self._context(link)).is_valid]

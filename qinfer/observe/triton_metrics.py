@@ -1,8 +1,7 @@
 """Triton's metrics: its names, labels and texts (reference §4), from the same numbers as qinfer's own.
 
-They come from the statistics in the shared store, so that they only grow, and every gateway shows the same ones. CPU
-and
-memory are those of the answering gateway's machine; workers report GPUs.
+They come from the shared store, so that they only grow, and every gateway shows the same ones; CPU and memory are those
+of the answering gateway's machine.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -62,13 +61,11 @@ REASONS: Mapping[str, _Reasons] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The choice of a model's metrics: latencies by Triton's `--metrics-config`, and the models' configurations.
+    """The choice of a model's metrics: by Triton's `--metrics-config`, and the models' configurations.
 
     Attributes:
-        counters: Show the cumulative durations.
-        quantiles: The quantiles of the summaries; none = no summaries.
-        histogram: Show the histogram of the time to the first response.
-        recent: Model version → the recent growth of the summaries' counts, for the quantiles.
+        quantiles: The quantiles of the summaries; empty = no summaries.
+        recent: Model version → the recent growth of the summaries' counts.
         cached: Models whose responses are cached.
         tags: Model → its `metric_tags`.
     """
@@ -135,14 +132,7 @@ def families(
     load_s: Mapping[Key, float],
     wanted: Wanted = USUAL,
 ) -> Iterator[Family]:
-    """Yields Triton's metrics of models, all counters from 0 on.
-
-    Args:
-        statistics: Model version → the fields of `observe.stats`.
-        pending: Model version → requests that wait.
-        load_s: Model version → seconds of its last load.
-        wanted: The metrics to show.
-    """
+    """Yields Triton's metrics of models: statistics, waiting requests, and seconds of the last load."""
     for shown in _families(statistics, pending, load_s, wanted):
         if wanted.tags:
             shown.samples = [_tagged(sample, wanted.tags) for sample in shown.samples]
@@ -222,7 +212,7 @@ def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
 
 
 def _of_cache(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Iterator[Family]:
-    """Yields the metrics of the response cache, of models that use or have used it; counts only with durations."""
+    """Yields the metrics of the response cache, of models that use or have used it."""
     counts = {stats.CACHE_HIT_COUNT, stats.CACHE_MISS_COUNT}
     of_cached = {key: of for key, of in statistics.items() if key[0] in wanted.cached or counts & set(of)}
     if not of_cached:

@@ -4,18 +4,15 @@
                │          │
                └──────────┴─▶ roll back, as soon as a check has decided; pause, by hand or without data
 
-Each check compares the canary's share of bad requests with stable's by one test (`qinfer.traffic.evidence`). The
-evidence
-lasts from the first step to the last. The plan's rate of false rollbacks is for the whole canary, and is divided evenly
-over the checks. Limits from stable's latencies at the begin of a step define slow requests, so that load that slows
-both targets down proves nothing against the canary. Of several tenants none decides alone
-(`qinfer.traffic.tenant_parts`).
+Each check compares the canary's share of bad requests with stable's by one test (`qinfer.traffic.evidence`), whose
+evidence lasts from the first step to the last. The plan's rate of false rollbacks is divided evenly over the checks.
+Limits from stable's latencies at the begin of a step define slow requests, so that load on both targets proves nothing
+against the canary. Of several tenants none decides alone (`qinfer.traffic.tenant_parts`).
 
-A step lasts its least time and its least number of requests. It lasts longer while the evidence of a check is more than
-half of the way to a decision, or more of the canary's requests fail than the plan allows, however many of stable's do.
-A
-transition is stored only if endpoint and step are still those of the state that it was decided from (`revision`,
-`step`): a controller that has lost its lease changes nothing.
+A step lasts its least time and number of requests, and longer while a check's evidence is more than half of the way to
+a
+decision, or too many of the canary's requests fail. A transition is stored only if endpoint and step have not changed
+since (`revision`, `step`): a controller that has lost its lease changes nothing.
 """
 
 import math
@@ -32,23 +29,23 @@ from qinfer.traffic.evidence import Block, Blocks, Evidence, merged
 from qinfer.traffic.tenant_parts import ALONE_S, LEAST_OF_OTHERS, Heard, bounded, heard, told_apart, without
 
 LEAST_LATENCIES = 100
-"""Latencies of stable that a limit needs."""
+"""Latencies that a limit needs."""
 _LEAST_OF_A_TENANT = 25
-"""Latencies of a tenant that its own quantile needs."""
+"""Latencies that a tenant's own quantile needs."""
 
 DEADLINE, _DEADLINE_QUANTILE = "deadline", 0.99
-"""A limit without a check: stable's latency, below which a missed deadline is its caller's fault."""
+"""The limit below which a missed deadline is the caller's fault."""
 
 _CLOSE = 0.5
 """Evidence beyond this part of the way to a decision (of its logarithm) holds a canary back."""
 _OF_OTHERS = 0.75
-"""The part of it that the evidence must reach without any one of several tenants."""
+"""The part that the evidence must reach without any one tenant."""
 
 Latencies = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 """`execution` and `latency` → stratum → tenant → seconds."""
 
 BY_HAND, NO_DATA = "by hand", "no data"
-"""Why a canary is paused; one without data resumes when there are some."""
+"""Why a canary is paused; one without data resumes by itself."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -130,10 +127,9 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         canary: The version number of the canary.
         revision: The endpoint's revision, which each transition raises.
         since_s: The begin of the step.
-        step: The index of the step.
         requests: The canary's requests of this step.
-        stable_at_s: The time of the last requests of stable.
-        canary_at_s: The time of the last requests of the canary.
+        stable_at_s: The time of stable's last requests.
+        canary_at_s: The time of the canary's last requests.
         evidence: Check → the evidence so far.
         limits: Check → stratum → seconds above which a request is slow in this step.
         paused: Why it is paused.
@@ -159,14 +155,10 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """The counts of all gateways since the last decision about a canary.
+    """The counts of all gateways since the last decision, at a revision and step.
 
     Attributes:
-        revision: The endpoint's revision of the counts.
-        step: Their step.
-        blocks: Check → stratum → requests; `errors` has all requests. Requests of a stratum differ only in their
-        target:
-            execution times are divided by batch size.
+        blocks: Check → stratum → requests; `errors` has all requests. Execution times are divided by batch size.
         parts: Tenant → its part of them; empty = one tenant sent all.
     """
 
@@ -194,7 +186,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seen: The requests since the canary began.
         evidence: The evidence that the canary is worse.
-        decides: The evidence with which the check decides.
+        decides: The evidence that decides.
         allowed: The share to compare with; `None` = stable's.
     """
 
@@ -228,13 +220,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """An action on a canary.
-
-    Attributes:
-        reason: The reason, in words.
-        verdicts: The numbers of all checks.
-        stable: The version number of the stable target from now on.
-    """
+    """An action on a canary, its reason and numbers, and the stable version from now on."""
 
     action: Action
     reason: str
@@ -243,7 +229,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked(plan: CanaryPlan) -> CanaryPlan:
-    """Returns a plan, or raises `InvalidRequest` if a value is impossible."""
+    """Returns a plan, or raises `InvalidRequest`."""
     if not plan.steps:
         raise InvalidRequest("a canary has no steps; give it at least one, such as weight 0.05")
     for number, step in enumerate(plan.steps, 1):
@@ -293,7 +279,7 @@ def _check_numbers(check: Check) -> None:
 
 
 def begin(plan: CanaryPlan, stable: int, canary: int, revision: int, now_s: float) -> CanaryState:
-    """Returns the state at the beginning of the first step, at which the endpoint has this revision."""
+    """Returns the state at the beginning of the first step."""
     return CanaryState(
         stable=stable,
         canary=canary,
@@ -306,7 +292,7 @@ def begin(plan: CanaryPlan, stable: int, canary: int, revision: int, now_s: floa
 
 
 def _no_evidence(plan: CanaryPlan, steps: int) -> dict[str, Evidence]:
-    """Returns the evidence of each check after steps without requests."""
+    """Returns the evidence after steps without requests."""
     none = Evidence()
     for _ in range(steps):
         none = none.begun(1.0 / len(plan.steps))
@@ -314,10 +300,7 @@ def _no_evidence(plan: CanaryPlan, steps: int) -> dict[str, Evidence]:
 
 
 def with_limits(plan: CanaryPlan, state: CanaryState, latencies: Latencies, now_s: float) -> CanaryState:
-    """Returns the state with limits from stable's latest latencies, where this step has none yet.
-
-    It must be stored, as gateways count by it.
-    """
+    """Returns the state with missing limits from stable's latencies; it must be stored, as gateways count by it."""
     limits = {name: dict(known) for name, known in state.limits.items()}
     waits = len(state.tenants) > 1 and now_s - state.since_s < ALONE_S
     wanted = [(check.name, check.of, check.quantile) for check in plan.checks if check.quantile]
@@ -330,7 +313,7 @@ def with_limits(plan: CanaryPlan, state: CanaryState, latencies: Latencies, now_
 
 
 def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> float | None:
-    """Returns the median of the tenants' quantiles; `None` = fewer than `least` tenants have enough latencies."""
+    """Returns the median of the tenants' quantiles, if `least` tenants have enough latencies."""
     if sum(map(len, found)) < LEAST_LATENCIES:
         return None
     enough = [seconds for seconds in found if len(seconds) >= _LEAST_OF_A_TENANT]
@@ -343,7 +326,7 @@ def _limit(found: Sequence[Sequence[float]], quantile: float, least: int) -> flo
 def decide(plan: CanaryPlan, state: CanaryState, seen: Seen) -> tuple[Decision, CanaryState]:
     """Decides about a canary after further requests; returns the next state, too.
 
-    A state with another `revision` is a transition; after `hold` the state only has more evidence.
+    A state with another `revision` is a transition.
     """
     if reason := _why_not_counted(state, seen):
         return _decision(plan, state, Action.HOLD, reason), state
@@ -372,14 +355,14 @@ def _why_not_counted(state: CanaryState, seen: Seen) -> str:
 
 
 def _others_agree(plan: CanaryPlan, state: CanaryState, check: str, names: Collection[str]) -> bool:
-    """Tells whether a check is most of the way to a decision without any one of the tenants."""
+    """Tells whether a check is most of the way to a decision without any one tenant."""
     return all(state.without[name][check].log >= _OF_OTHERS * math.log(plan.decides) for name in names)
 
 
 def _why_not_yet(plan: CanaryPlan, state: CanaryState, now_s: float, names: Collection[str]) -> str:
     """Returns why a canary stays in its step for now.
 
-    One tenant's requests are at most half of a step's until the others have sent some.
+    One tenant's requests are at most half of a step's while the others have sent none or few.
     """
     if state.paused:
         return f"paused: {state.paused}"
@@ -443,10 +426,7 @@ def roll_back(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[Decisi
 
 
 def pause(plan: CanaryPlan, state: CanaryState, why: str, reason: str) -> tuple[Decision, CanaryState]:
-    """Keeps the canary in its step, with its weight; checks go on, and may roll it back.
-
-    `why` is `BY_HAND` or `NO_DATA`, `reason` a text.
-    """
+    """Keeps the canary in its step; checks go on. `why` is `BY_HAND` or `NO_DATA`."""
     paused = replace(state, revision=state.revision + 1, paused=why)
     return _decision(plan, paused, Action.PAUSE, f"{why}: {reason}" if reason else why), paused
 
@@ -458,7 +438,7 @@ def resume(plan: CanaryPlan, state: CanaryState, reason: str) -> tuple[Decision,
 
 
 def verdicts_of(plan: CanaryPlan, state: CanaryState) -> tuple[Verdict, ...]:
-    """Returns the present numbers of all checks."""
+    """Returns the numbers of all checks."""
     return tuple(
         Verdict(
             check=check.name,

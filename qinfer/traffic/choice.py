@@ -2,8 +2,8 @@
 
 A key chooses by weighted rendezvous hashing (Thaler and Ravishankar 1998; the weights as in Schindelhauer and
 Schomaker, "Weighted Distributed Hash Tables", 2005). Each target draws an exponential time whose rate is its weight
-from a hash of the key and the target; the first one wins, with the probability weight / sum of weights. A change of
-weights therefore moves exactly the share that the changed target gains or loses, and all gateways choose alike.
+from a hash of the key and the target; the first one wins. A change of weights thus moves only the share that a target
+gains or loses, and all gateways choose alike.
 """
 
 import math
@@ -16,13 +16,13 @@ from qinfer.core.messages import Scalar, Sequence
 from qinfer.traffic.endpoints import Condition, Endpoint, Target, read_sticky
 
 Header = Callable[[str], str | None]
-"""Returns the value of a header by its name in lower case; `None` = it was not sent."""
+"""Returns a header by its name in lower case."""
 
 _SPAN = 2**64
 
 
 def no_header(_: str) -> None:
-    """Stands for the headers of a request without any."""
+    """Stands for missing headers."""
 
 
 class Asked(NamedTuple):
@@ -35,10 +35,7 @@ class Asked(NamedTuple):
 
 
 class Split:
-    """The choice among the targets of an endpoint, prepared once for all its requests.
-
-    `chance` returns numbers from 0 to 1, for requests without a key.
-    """
+    """The choice among the targets of an endpoint; `chance` is for requests without a key."""
 
     def __init__(self, endpoint: Endpoint, chance: Callable[[], float] = random) -> None:
         self._name = endpoint.name
@@ -61,13 +58,12 @@ class Split:
         return by_chance(self._weights, self._chance()) if key is None else by_key(self._weights, self._name, key)
 
     def is_steered(self, asked: Asked) -> bool:
-        """Tells whether the caller has chosen its target, by a header or parameter of a condition."""
+        """Tells whether the caller has chosen its target by a condition."""
         return any(
             (condition.headers or condition.parameters) and meets(asked, condition) for condition, _ in self._conditions
         )
 
     def _key(self, asked: Asked) -> str | None:
-        """Returns the sticky key of a request, if it has one."""
         if asked.sequence is not None:
             return f"{asked.tenant}\0{asked.sequence.id!r}"
         match self._kind:
@@ -81,7 +77,7 @@ class Split:
 
 
 def meets(asked: Asked, condition: Condition) -> bool:
-    """Tells whether a request meets all parts of a condition."""
+    """Tells whether a request meets a condition."""
     if condition.tenant and condition.tenant != asked.tenant:
         return False
     for name, value in condition.headers.items():
@@ -97,7 +93,7 @@ Weights = tuple[tuple[Target, float], ...]
 
 
 def by_chance(weights: Weights, chance: float) -> Target:
-    """Returns the target at a place, from 0 to 1, of the line on which each target takes up its weight."""
+    """Returns the target at a place, from 0 to 1, of the line of weights."""
     for target, weight in weights:
         chance -= weight
         if chance < 0:
@@ -106,7 +102,7 @@ def by_chance(weights: Weights, chance: float) -> Target:
 
 
 def by_key(weights: Weights, name: str, key: str) -> Target:
-    """Returns the target of a key; the endpoint's name makes each endpoint choose anew."""
+    """Returns the target of a key, which each endpoint chooses anew."""
     times = [
         (_exponential(f"{name}\0{target.label}\0{key}") / weight, target) for target, weight in weights if weight > 0
     ]
@@ -114,6 +110,6 @@ def by_key(weights: Weights, name: str, key: str) -> Target:
 
 
 def _exponential(text: str) -> float:
-    """Returns an exponentially distributed time of rate 1, always the same for a text."""
+    """Returns an exponentially distributed time of rate 1 from a text."""
     digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
     return -math.log((int.from_bytes(digest) + 0.5) / _SPAN)

@@ -1,14 +1,12 @@
 """The controller of canaries: every gateway has it, and a lease selects the one that decides.
 
-Once a second each gateway adds its counts, and confirms the revision that it uses. The gateway with the lease reads the
-counts of all, lets `qinfer.traffic.canary` decide, and stores the result by compare-and-set, so that a gateway that has
-lost the lease changes nothing. It also restores trials that Redis has lost: otherwise a version that was rolled back
-would be tried again.
+Once a second each gateway adds its counts, and confirms the revision that it uses. The gateway with the lease reads all
+counts, lets `qinfer.traffic.canary` decide, and stores the result by compare-and-set, so that a gateway without the
+lease changes nothing. It also restores trials that Redis has lost: otherwise a bad version would be tried again.
 
-After a rollback it moves the requests that wait for the bad version to the lanes of the stable one, in each round until
-a while after every gateway has confirmed the rollback, since earlier choices may be enqueued late.
-
-`EndpointFollower` is for other programs that choose targets: they count and confirm as gateways do, and decide nothing.
+After a rollback it moves the requests that wait for the bad version to the stable one, until a while after every
+gateway
+has confirmed the rollback, since earlier choices may be enqueued late.
 """
 
 import asyncio
@@ -34,20 +32,11 @@ EVERY_S = 1.0
 """Seconds between two rounds."""
 
 MOVES_S = 10.0
-"""Seconds after the end of a rollback during which requests for the bad version are still moved."""
+"""Seconds after a rollback during which requests are still moved."""
 
 
 class CanaryController:
-    """Counts, confirms, and decides about canaries, unless `decides` is false.
-
-    Args:
-        store: The declarations.
-        trials: The trials of their canaries.
-        view: This gateway's view of the endpoints.
-        observed: This gateway's counts.
-        owner: The gateway's name.
-        queue: The queue of the requests.
-    """
+    """Counts, confirms, and unless `decides` is false decides about canaries."""
 
     def __init__(  # noqa: PLR0913 - what a round reads and writes
         self,
@@ -71,7 +60,7 @@ class CanaryController:
         self._decides = decides
 
     async def run(self) -> None:
-        """Works once a second until cancelled, and then gives the lease back."""
+        """Works once a second until cancelled, then gives the lease back."""
         try:
             await self._work()
         finally:
@@ -114,7 +103,7 @@ class CanaryController:
     async def _look_after(self, endpoint: Endpoint, stored: StoredTrial | None) -> None:
         change = await self._change_of(endpoint, stored)
         if change is None or not await self._trials.change(endpoint, stored, change):
-            return  # nothing to do, or another gateway was first: the next round sees its change
+            return  # another gateway was first: the next round sees its change
         if change.event is not None:
             event = change.event
             about = {"endpoint": endpoint.name, "version": event.version, "step": event.step, "reason": event.reason}
@@ -136,11 +125,11 @@ class CanaryController:
         return begun(endpoint, trial, self._view.ready_to_try(endpoint), self._now_s())
 
     async def _move(self, endpoint: Endpoint, trial: Trial) -> int:
-        """Moves requests for a version that was rolled back to the stable one; returns how many were moved so far.
+        """Moves requests for a bad version to the stable one; returns how many were moved so far.
 
-        If the stable version is not READY, or is another model's, they stay with the bad one: a late answer is better
-        than
-        none, and lanes of two models may be on two nodes.
+        If the stable version is not READY, or is another model's, they stay: a late answer is better than none, and
+        lanes of two
+        models may be on two nodes.
         """
         bad, stable, catalog = trial.state.canary, endpoint.stable, self._view.catalog
         key = endpoint.name, trial.state.revision
@@ -155,13 +144,11 @@ class CanaryController:
 
 
 class EndpointFollower:
-    """The endpoints in a program that is no gateway and chooses targets: a bridge, or a worker whose models make calls.
+    """The endpoints in other programs that choose targets: a bridge, or a worker whose models make calls.
 
-    Like a gateway, it uses only stable targets while it hears of no changes, and a rollback waits for its confirmation.
-
-    Attributes:
-        view: The endpoints; any thread may choose by them.
-        observed: The counts of canaries on trial for this process.
+    Like a gateway, it counts and confirms, and uses only stable targets while it hears of no changes. Any thread may
+    choose
+    by its `view`.
     """
 
     def __init__(self, catalog: Catalog, control: ControlStore, owner: str, queue: Queue) -> None:

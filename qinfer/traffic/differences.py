@@ -2,10 +2,10 @@
 
     values of both ──▶ compared ──▶ Rows: agreement and distance of each row ──▶ Summary, Samples
 
-Rows agree by one of three rules: `equal` (all elements are the same: texts, numbers of classes), `argmax` (the greatest
-element of each vector is the same one), or `within` (no element is further away than the tolerance). The distance of a
-row is the largest one of its elements; `equal` has none. Rows whose shapes differ, or in which only one target has a
-NaN, can't be measured: they disagree, and count apart.
+Rows agree by one of three rules: `equal` (all elements are the same), `argmax` (the greatest element of each vector is
+the same one), or `within` (no element exceeds the tolerance). A row's distance is the largest one of its elements;
+`equal` has no distances. Rows of different shapes, or in which only one target has a NaN, can't be measured: they
+disagree.
 """
 
 import math
@@ -43,11 +43,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     nan: Literal["equal", "differs"] = "equal"
 
     def of(self, values: Values) -> "Rule":
-        """Returns the rule with its default for these values filled in.
-
-        Raises:
-            InvalidRequest: The rule can't compare such values.
-        """
+        """Returns the rule with its default for these values, or raises `InvalidRequest`."""
         one = values if isinstance(values, np.ndarray) else next(iter(values), np.empty(0))
         axes = one.ndim - isinstance(values, np.ndarray)
         if self.agree in ("argmax", "within") and one.dtype.kind in "OSU":
@@ -62,18 +58,13 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Rows(NamedTuple):
-    """The comparison of a batch.
-
-    Attributes:
-        agrees: bool[rows].
-        distances: float64[rows]; infinite where a row can't be measured, NaN by the rule `equal`.
-    """
+    """The comparison of a batch: bool[rows], and float64[rows]: infinite where unmeasured, NaN by the rule `equal`."""
 
     agrees: npt.NDArray[np.bool_]
     distances: npt.NDArray[np.float64]
 
     def most_different(self, count: int) -> list[int]:
-        """Returns the numbers of rows that disagree or have a distance, the most different first."""
+        """Returns the rows that differ, the most different first."""
         rank = np.nan_to_num(self.distances, nan=0.0, posinf=math.inf)
         order = np.lexsort((-rank, self.agrees))[:count]
         return [int(row) for row in order if not self.agrees[row] or rank[row] > 0]
@@ -83,11 +74,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The comparison of all rows of an output.
 
     Attributes:
-        rows: The number of rows.
         agreeing: Rows that agree.
         unmeasured: Rows that can't be measured.
         measured: Rows with a distance.
-        largest: The largest distance.
         total: The sum of distances.
     """
 
@@ -157,7 +146,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Samples:
-    """The most different rows, up to a number and a size; `redact` leaves out their values, which may be secret."""
+    """The most different rows, up to a number and a size; `redact` leaves out their values."""
 
     def __init__(self, most: int = 20, most_bytes: int = 65_536, *, redact: bool = False) -> None:
         self._most = most
@@ -166,7 +155,7 @@ class Samples:
         self._kept: list[Sample] = []
 
     def take(self, output: str, names: Sequence[str], stable: Values, canary: Values, rows: Rows) -> None:
-        """Takes the most different rows of a batch, under their names."""
+        """Adds the most different rows of a batch."""
         for row in rows.most_different(self._most):
             distance = float(rows.distances[row])
             self._kept.append(
@@ -190,11 +179,7 @@ class Samples:
 
 
 def compared(rule: Rule, stable: Values, canary: Values) -> Rows:
-    """Compares an output of two targets.
-
-    Raises:
-        InvalidRequest: The targets have different numbers of rows, or the rule can't compare such values.
-    """
+    """Compares an output of two targets, or raises `InvalidRequest`."""
     if len(stable) != len(canary):
         raise InvalidRequest(
             f"the targets have {len(stable)} and {len(canary)} rows; only equal numbers can be compared"
@@ -250,7 +235,7 @@ def _distances(rule: Rule, stable: Array, canary: Array) -> Array:
 
 
 def _same_places(stable: Array, canary: Array) -> Array:
-    """Returns for each row whether the greatest elements of its vectors are at the same places; NaN is the least."""
+    """Returns for each row whether the greatest elements are at the same places; NaN is the least."""
     if not stable.size:
         return np.ones(len(stable), np.bool_)
     ours, theirs = (np.where(np.isnan(values), -math.inf, values).argmax(axis=-1) for values in (stable, canary))

@@ -72,9 +72,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         model: The model, never an endpoint.
         version: Its version; `latest`, of a canary only, is the newest that is READY.
         role: Its part: one target is the stable one.
-        weight: The share of the requests, from 0 to 1. The stable target gets the rest, and needs none.
-        when: A canary also gets every request that meets one of these conditions, whatever its weight.
-        trial: The version that is on trial, where the endpoint plans its canaries; 0 = none. The server sets it.
+        weight: The share of the requests, from 0 to 1. The stable target gets the rest, and needs no weight.
+        when: A canary also gets every request that meets one of these conditions, regardless of its weight.
+        trial: The version that is on trial, where the endpoint plans its canaries, else 0. The server sets it.
     """
 
     model: str
@@ -144,7 +144,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def answering(self) -> tuple[Target, ...]:
-        """The targets that may answer: no shadow, and no canary before or after its trial."""
+        """The targets that may answer: no shadow, and a planned canary only during its trial."""
         return tuple(
             target
             for target in self.targets
@@ -152,7 +152,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def at_rest(self) -> "Endpoint":
-        """Returns the endpoint without a canary on trial; a plan's steps have the weights."""
+        """Returns the endpoint without a canary on trial."""
         kept = [target for target in self.targets if not (target.role is Role.SHADOW and target.trial)]
         if self.canary is None:
             rested = (replace(target, trial=0) for target in kept)
@@ -161,14 +161,14 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return replace(self, targets=tuple(rested))
 
     def weight_of(self, target: Target) -> float:
-        """Returns the share of the requests that a target gets, or executes once more as a shadow."""
+        """Returns a target's share of the requests."""
         if target.role is not Role.STABLE:
             return target.weight or 0.0
         return round(1.0 - sum(each.weight or 0.0 for each in self.targets if each.role is Role.CANARY), _DIGITS)
 
 
 def read_sticky(text: str) -> tuple[str, str]:
-    """Parses `sticky` into a kind, `tenant`, `header` or `parameter`, and a name; or raises `ValueError`."""
+    """Parses `sticky` into a kind, `tenant`, `header` or `parameter`, and a name."""
     if text in ("", _TENANT):
         return text, ""
     kind, _, name = text.partition(":")
@@ -178,13 +178,7 @@ def read_sticky(text: str) -> tuple[str, str]:
 
 
 def read_endpoint(document: Any, name: str = "") -> Endpoint:
-    """Reads and checks a declaration that was decoded of JSON, YAML or TOML.
-
-    A `name` must match the declaration's, if that has one.
-
-    Raises:
-        InvalidRequest: It is no declaration; the text names all problems of the first wrong part.
-    """
+    """Reads and checks a decoded declaration, which must have the `name`, or gets it; or raises `InvalidRequest`."""
     try:
         endpoint = msgspec.convert(document, Endpoint)
     except msgspec.ValidationError as error:
@@ -237,7 +231,7 @@ def _value_at(document: Any, place: str) -> Any:
 
 
 def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
-    """Yields the objects of a declaration with their types; unlike stored ones, they may have no unknown fields."""
+    """Yields the objects of a declaration with their types: unlike stored ones, they may have no unknown fields."""
     yield "the declaration", document, Endpoint
     for target in document["targets"]:
         yield "a target", target, Target
@@ -254,7 +248,7 @@ def _parts(document: Any) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
 
 
 def check(endpoint: Endpoint) -> None:
-    """Raises `InvalidRequest` if a declaration is wrong by itself; `misfit` compares its models."""
+    """Raises `InvalidRequest` if a declaration is wrong by itself."""
     problems = [*_problems(endpoint)]
     if problems:
         raise InvalidRequest(f"endpoint '{endpoint.name[:MAX_NAME]}': {'; '.join(problems)}")
@@ -329,9 +323,9 @@ def _problems_of_weights(endpoint: Endpoint, stable: Target) -> Iterator[str]:
 def misfit(stable: ModelSpec, other: ModelSpec) -> str:
     """Returns why requests for one model can't go to another; empty = they can.
 
-    Both need the same inputs and outputs, both a batch dimension or neither, and both one response or a stream. A
-    stateful
-    model can't be mixed with others, as a sequence stays within one model.
+    Both need the same inputs and outputs, a batch dimension or none, and one response or a stream. A sequence stays
+    within
+    one model.
     """
     if stable.name == other.name:
         return ""

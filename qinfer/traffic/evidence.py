@@ -5,21 +5,22 @@ exceeds n with a probability of at most 1 / n, at any number of looks (Ville, 19
 block, and a bad canary is found as early as the numbers allow.
 
 A block has the requests of both targets over the same time. Given the number of bad requests, only their division
-counts: where the targets are alike, the canary's number K of them is hypergeometric, whatever the load, the time of day
-and the common share of bad requests. For an odds ratio r > 1 the block's factor is
+counts: where the targets are alike, the canary's number K of them is hypergeometric, for any load, time of day and
+common share of bad requests. For an odds ratio r > 1 the block's factor is
 
     r^K / bound(r),    bound(r) ≥ E[r^K] if the targets are alike
 
 so its expectation is at most 1. K is a sum over a sample without replacement, which the same sum with replacement
 bounds
-(Hoeffding, 1963, theorem 4). That works two ways, and the lesser bound is taken: the canary's requests as draws of
+(Hoeffding, 1963, theorem 4). There are two such bounds, and the lesser is taken: the canary's requests as draws of
 which
 a share is bad, or the bad requests as draws of which a share is the canary's.
 
-Since the odds ratio of a bad canary is unknown, the evidence is spread over several, each followed on its own (method
-of mixtures). Blocks of two Bernoulli streams are those of Turner, Ly & Grünwald, "Generic E-variables for exact
-sequential k-sample tests that allow for optional stopping" (2024), here given the sum of both. A canary may turn bad
-only in a late step: a part of the evidence is kept for each later step, and begins with it.
+Since the odds ratio is unknown, the evidence is spread over several (method of mixtures). Blocks of two Bernoulli
+streams
+are those of Turner, Ly & Grünwald, "Generic E-variables for exact sequential k-sample tests that allow for optional
+stopping" (2024), here given the sum of both. A canary may turn bad only in a late step: each step begins with its own
+part of the evidence.
 """
 
 import math
@@ -34,7 +35,7 @@ from qinfer.errors import InvalidRequest
 Array = npt.NDArray[np.float64]
 
 ODDS_RATIOS: Array = np.geomspace(1.2, 3000.0, 16)
-"""How much worse a canary may be: the ratio of the odds of its bad requests to those of stable's.
+"""The ratios of the odds of the canary's bad requests to those of stable's.
 
 Stored evidence has a part for each: another grid needs another wire version of `TRIALS`.
 """
@@ -58,7 +59,7 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """Requests of both targets that differ only in their target: of the same time, and of the same batch size."""
+    """Requests of both targets that differ only in their target."""
 
     stable: Counts = Counts()
     canary: Counts = Counts()
@@ -91,9 +92,9 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         seen: All requests so far.
-        waiting: Stratum → requests for the next block, while one of the targets has had none.
+        waiting: Stratum → requests for the next block, while one target has had no requests.
         kept: The part of the evidence that has not begun.
-        logs: Logarithms of the parts that have begun, one for each of `ODDS_RATIOS`; empty before the first `begun`.
+        logs: Logarithms of the begun parts, one for each of `ODDS_RATIOS`.
     """
 
     seen: Block = Block()
@@ -113,24 +114,22 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         return math.exp(min(self.log, _LARGEST_LOG))
 
     def begun(self, part: float) -> "Evidence":
-        """Returns the evidence with another part of the whole, 1, which counts blocks from now on."""
+        """Returns the evidence with another part of the whole, 1, which counts from now on."""
         part = min(part, self.kept)
         if part <= 0.0:
             return Evidence(self.seen, {}, self.kept, self.logs)
         fresh = np.full(len(ODDS_RATIOS), math.log(part / len(ODDS_RATIOS)))
         logs = np.logaddexp(self.logs, fresh) if self.logs else fresh
-        # The remainder of parts that sum to 1 but for rounding must not become a part.
+        # A remainder by rounding must not become a part.
         kept = self.kept - part
         return Evidence(self.seen, {}, kept if kept > 1e-9 else 0.0, tuple(logs.tolist()))
 
     def against_stable(self, blocks: Mapping[str, Block], tolerated: float = 1.0) -> "Evidence":
-        """Returns the evidence after further requests; a target's requests wait for the other's.
+        """Returns the evidence after further requests by stratum; those of one target wait for the other's.
 
-        Args:
-            blocks: Stratum, such as a batch size → new requests. The division into blocks must not depend on which
-            requests
-                are bad.
-            tolerated: The odds ratio up to which the canary may be worse.
+        A stratum is such as a batch size: the division into blocks must not depend on which requests are bad.
+        `tolerated` is an
+        odds ratio.
         """
         seen, waiting, logs = self.seen, dict(self.waiting), np.array(self.logs)
         for stratum, new in blocks.items():

@@ -16,11 +16,7 @@ _DIGITS = 16
 
 
 def read_directory(directory: str | Path) -> list[Endpoint]:
-    """Reads the declarations in a directory, by name, without its subdirectories.
-
-    Raises:
-        SettingsError: It can't be read, a file is no declaration (the message names it), or two declare one endpoint.
-    """
+    """Reads the declarations in a directory, by name, or raises `SettingsError` with the file."""
     try:
         paths = sorted(path for path in Path(directory).iterdir() if path.suffix in SUFFIXES)
     except OSError as error:
@@ -38,11 +34,7 @@ def read_directory(directory: str | Path) -> list[Endpoint]:
 
 
 def read_file(path: Path) -> Endpoint:
-    """Reads one file; the default of the endpoint's name is the file's. Adds the digest of the content.
-
-    Raises:
-        SettingsError: It can't be read, or is no declaration; the message names the file.
-    """
+    """Reads one file, whose name is the endpoint's default; adds the digest of the content."""
     try:
         document: Any = parse(read_limited(path, _MAX_BYTES), path.suffix, is_typed=True)
         named = {"name": path.stem, **document} if isinstance(document, dict) else document

@@ -1,22 +1,17 @@
 """The counts of canaries on trial in one gateway: integer adds for each request, and one script a second.
 
-Each trial has a `TargetCounts` for the stable target and one for the canary. Counts belong to a revision of the
-endpoint; those of an older one are dropped. A request is counted when it ends, under the revision of that moment and
-its
-tenant, and only if its target was drawn for it, not if its caller named it (`InferRequest.assigned`).
+Counts belong to a revision of the endpoint; those of an older one are dropped. A request is counted when it ends, for
+its tenant, and only if its target was drawn for it, not if its caller named it (`InferRequest.assigned`).
 
-- errors: only the server's failures are bad. A caller's mistake or disconnection is not counted at all, nor is a missed
+- errors: only the server's failures are bad. A caller's mistake or disconnection is not counted, nor is a missed
   deadline if the caller allowed less time than 99 % of stable's answers take.
-- execution: the time of a request's batch, once for each batch, compared among batches of exactly the same size: a
-  target with more load has larger batches.
-- latency: from the request to its answer at the gateway, for the first request of a batch only. A delay of a batch
-  makes
-  all of its requests late: counted one by one, they would roll back canaries as good as stable. A batch of several
-  tenants belongs to the tenant of that first request.
-- disagreements: of requests that the canary executed as a shadow, counted after their comparison; each is also one of
-  the canary's requests under `errors`.
+- execution: the time of a batch, compared among batches of exactly the same size: a target with more load has larger
+  batches.
+- latency: from the request to its answer, for the first request of a batch only. All requests of a late batch are late:
+  counted one by one, they would roll back canaries as good as stable.
+- disagreements: of requests that the canary executed as a shadow; each also counts under `errors`.
 
-A request that the response cache answered was executed by neither target, and its time is not counted.
+The time of a request that the response cache answered is not counted.
 """
 
 import math
@@ -67,7 +62,7 @@ class _Timed(NamedTuple):
 
 
 class TargetCounts:
-    """The counts of a target, for one event loop; limits come from the latencies of a `STABLE` target."""
+    """The counts of a target, for one event loop."""
 
     def __init__(self, role: Role, plan: CanaryPlan) -> None:
         self._role = role
@@ -82,13 +77,13 @@ class TargetCounts:
         self._last_ns = -1
 
     def use(self, limits: Mapping[str, Mapping[str, float]]) -> None:
-        """Takes over the limits of a trial's state."""
+        """Takes over the limits of a trial."""
         own = [(one.check, one.limits) for timed in self._timed.values() for one in timed]
         for name, known in (*own, (DEADLINE, self._deadline)):
             known.update({int(stratum or _WHOLE): at for stratum, at in limits.get(name, {}).items()})
 
     def answered(self, seconds: float, response: Response, tenant: str = "") -> None:
-        """Counts a tenant's request that was answered with outputs, `seconds` after it was received."""
+        """Counts a request that was answered with outputs after `seconds`."""
         if self.executed(response, tenant):
             self._time(_LATENCY, _WHOLE, tenant, seconds)
 
@@ -100,20 +95,20 @@ class TargetCounts:
         timing = response.timing
         if timing is not None and timing.batch_size:
             if timing.infer_ns == self._last_ns:
-                return False  # the others of its batch follow at once, and are equally late
+                return False  # the others of its batch follow at once
             self._last_ns = timing.infer_ns
             self._time(_EXECUTION, timing.batch_size, tenant, timing.infer_ns * 1e-9)
         return True
 
     def failed(self, reason: str, tenant: str = "", given_s: float = math.inf) -> None:
-        """Counts a request that ended without outputs, by its `ErrorCode` value and its caller's time limit."""
+        """Counts a request that ended without outputs, by its `ErrorCode` and its caller's time limit."""
         is_callers = reason in _DEADLINES and given_s < self._deadline.get(_WHOLE, math.inf)
         if reason in SERVER_FAILURES and not is_callers:
             self._requests["errors", _WHOLE, tenant] += 1
             self._bad["errors", _WHOLE, tenant] += 1
 
     def compared(self, tenant: str = "", *, disagrees: bool) -> None:
-        """Counts a request that the canary executed as a shadow, and whose answers were compared."""
+        """Counts a compared request that the canary executed as a shadow."""
         self._requests["errors", _WHOLE, tenant] += 1
         self._requests["disagreements", _WHOLE, tenant] += 1
         self._bad["disagreements", _WHOLE, tenant] += disagrees
@@ -162,7 +157,7 @@ class Observation(NamedTuple):
 
 
 class Observed:
-    """All trials that this gateway counts; `by_target` has the counts by endpoint and target, as `key_of`."""
+    """All trials that this gateway counts, by endpoint and target (`key_of`)."""
 
     def __init__(self) -> None:
         self.by_target: dict[tuple[str, str], TargetCounts] = {}
@@ -189,7 +184,7 @@ class Observed:
         self._known, self.by_target = known, by_target
 
     def take(self) -> Iterator[tuple[str, int, dict[str, int], list[str]]]:
-        """Yields new counts: endpoint, revision, counts and latencies."""
+        """Yields endpoint, revision, new counts and latencies."""
         for name, observation in self._known.items():
             counts, latencies = observation.stable.take()
             counts |= observation.canary.take()[0]

@@ -1,7 +1,7 @@
 """A gateway's view of the endpoints: the target of each request, and the model that stands for an endpoint elsewhere.
 
-`EndpointWatch` keeps the view current: every change wakes it, and it looks twice a second. A gateway without a look for
-two seconds sends every request to the stable targets, since it may have missed a rollback.
+`EndpointWatch` keeps the view current. A gateway without a look for two seconds sends every request to the stable
+targets, since it may have missed a rollback.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from qinfer.traffic.trials import Trial
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""Seconds between two looks without a wake-up. On a gateway with little CPU time, some come late."""
+"""Seconds between two looks without a wake-up; with little CPU time, some come late."""
 
 DEAF_AFTER_S = 2.0
-"""Seconds without a look after which only stable targets are used."""
+"""Seconds without a look until only stable targets are used."""
 
 _RETRY_S = 0.25
 _MOST_NAMED = 10  # models in an error text
@@ -47,10 +47,10 @@ class Endpoints:
     """The endpoints, and the choice among their targets.
 
     Attributes:
-        revision: The last change that is in the view; -1 = nothing was read yet.
-        heard_s: The monotonic time of the last successful look; infinite = the store is not followed.
-        trials: Endpoint → the last trial of its canary.
-        unheard: Requests that went to a stable target because changes may have been missed.
+        revision: The last change in the view; -1 = nothing was read yet.
+        heard_s: The monotonic time of the last look; infinite = the store is not followed.
+        trials: Endpoint → its last trial.
+        unheard: Requests that went to a stable target because of missed looks.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -75,16 +75,12 @@ class Endpoints:
     def is_deaf(self) -> bool:
         """Tells whether changes may have been missed, so that only stable targets are used.
 
-        The clock decides, since a process that was stopped for long reads requests before it reads anything else.
+        The clock decides: a process that was stopped for long reads requests first.
         """
         return time.monotonic() - self.heard_s >= DEAF_AFTER_S
 
     def stable(self, name: str, version: int) -> tuple[str, int]:
-        """Returns the model and version that stand for an endpoint; a model's own stay.
-
-        Raises:
-            ModelNotFound: No target of the endpoint has the version.
-        """
+        """Returns the model and version that stand for an endpoint; a model's own stay."""
         routed = self.by_name.get(name)
         if routed is None:
             return name, version
@@ -120,7 +116,7 @@ class Endpoints:
         return True
 
     def shadows(self, request: InferRequest) -> list[Target]:
-        """Draws the shadows of a request, which execute it once more; only stable's requests have some."""
+        """Draws the shadows of a request; only stable's requests have some."""
         routed = self.by_name.get(request.endpoint)
         if routed is None or not routed.shadows or self.is_deaf:
             return []
@@ -129,14 +125,14 @@ class Endpoints:
         return [target for target, weight in routed.shadows if random() < weight]  # noqa: S311  a share, no secret
 
     def has(self, name: str, model: str, version: int) -> bool:
-        """Tells whether requests to an endpoint may go to a model version now."""
+        """Tells whether an endpoint's requests may go to a model version now."""
         routed = self.by_name.get(name)
         return routed is not None and any(
             (target.model, self.resolved(target)) == (model, version) for target in routed.endpoint.answering
         )
 
     def resolved(self, target: Target) -> int:
-        """Returns the present version of a target; 0 = no version of its model is READY."""
+        """Returns the present version of a target; 0 = no READY one."""
         return target.number or max(self.catalog.ready_versions(target.model), default=0)
 
     def ready_to_try(self, endpoint: Endpoint) -> tuple[int, ...]:
@@ -144,7 +140,7 @@ class Endpoints:
         return () if endpoint.tried is None else self.catalog.ready_versions(endpoint.tried.model)
 
     def refusals(self, endpoint: Endpoint) -> Iterator[str]:
-        """Yields the reasons against an endpoint: missing models, models that do not fit, or a hidden model."""
+        """Yields the reasons against an endpoint: missing, unfit or hidden models."""
         if not endpoint.hides_model and self._is_model(endpoint.name):
             yield f"it would hide the model '{endpoint.name}'; rename it, or set hides_model to true"
         stable = self._spec(endpoint.stable)
@@ -203,7 +199,7 @@ class Endpoints:
         )
 
     def _usable(self, routed: Routed, target: Target) -> tuple[str, int]:
-        """Returns where a target's requests go: to the stable target while it is not READY, or does not fit."""
+        """Returns the place of a target's requests: the stable target's while it is not READY, or does not fit."""
         stable, catalog = routed.stable, self.catalog
         if target is stable:
             return stable.place
@@ -216,7 +212,7 @@ class Endpoints:
         return target.model, version
 
     def _is_fit(self, stable: Served | None, other: Served) -> bool:
-        """Tells whether requests for one model can go to another; the answer is cached while both stay unchanged."""
+        """Tells whether requests for one model can go to another, with a cache."""
         if stable is None:
             return True
         key = stable.spec.name, other.spec.name
@@ -233,7 +229,7 @@ def _routed(endpoint: Endpoint) -> Routed:
 
 
 class EndpointWatch:
-    """Keeps a gateway's view current, and the targets loaded; `now_s` is the broker's time."""
+    """Keeps a gateway's view current, and the targets loaded."""
 
     def __init__(self, store: EndpointStore, view: Endpoints, now_s: Callable[[], float]) -> None:
         self.store = store
@@ -245,7 +241,7 @@ class EndpointWatch:
         self._looked_s = -math.inf
 
     async def look(self) -> None:
-        """Reads the declarations; restores them where Redis has lost them."""
+        """Reads the declarations, and restores lost ones."""
         async with self._looking:
             began_s = time.monotonic()  # the look may miss later changes
             declared = await self.store.read()
@@ -275,7 +271,6 @@ class EndpointWatch:
                 self.view.heard_s = self._looked_s
 
     async def _restored(self, declared: Declared) -> Declared:
-        """Restores lost declarations, unless another gateway has done so."""
         lost = self.view.by_name.keys() - declared.endpoints.keys()
         for name in lost:
             try:
@@ -286,7 +281,7 @@ class EndpointWatch:
         return await self.store.read()
 
     async def _pin(self, endpoints: Mapping[str, Endpoint]) -> None:
-        """Renews the pins of the targets from time to time, and removes those of former targets."""
+        """Renews the pins of the targets, and removes those of former targets."""
         now_s = asyncio.get_running_loop().time()
         is_due = now_s - self._pinned_s >= PIN_TTL_S / 4
         for name, endpoint in endpoints.items():

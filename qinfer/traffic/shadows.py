@@ -1,6 +1,6 @@
 """The differences between shadows and the stable target: whether outputs agree, how far they differ, and where.
 
-Comparing large outputs takes long, so that one thread does it for all shadows of a gateway; only it uses `Differences`.
+Comparing takes long, so that one thread does it for all shadows of a gateway.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Differences:
-    """Compares a shadow with the stable target, and keeps samples without values if `redact` is set."""
+    """Compares a shadow with the stable target; `redact` keeps values out of the samples."""
 
     def __init__(self, rules: Mapping[str, Rule], sample_bytes: int, *, redact: bool) -> None:
         self.rules = rules
@@ -67,11 +67,7 @@ class Differences:
         self._samples = Samples(most_bytes=sample_bytes, redact=redact)
 
     def add(self, name: str, stable: Sequence[Tensor], shadow: Sequence[Tensor], *, is_batched: bool) -> bool:
-        """Compares the answers to one request; returns whether all rows of all outputs agree.
-
-        Raises:
-            InvalidRequest: The outputs, or their numbers of rows, differ.
-        """
+        """Compares the answers to one request; returns whether all agree, or raises `InvalidRequest`."""
         ours, theirs = _arrays(stable, is_batched=is_batched), _arrays(shadow, is_batched=is_batched)
         if ours.keys() != theirs.keys():
             raise InvalidRequest(f"the outputs differ: {', '.join(sorted(ours.keys() ^ theirs.keys()))}")

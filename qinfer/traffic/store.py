@@ -1,8 +1,6 @@
-"""Endpoints in Redis: their declarations, by revision, and the targets of requests that may be repeated.
+"""Endpoints in Redis: their declarations, and the targets of requests that may be repeated.
 
-Values are JSON, readable in `redis-cli`. One script compares and sets each change, and wakes the gateways; a gateway
-that
-missed that reads everything half a second later.
+Values are JSON. One script compares and sets each change, and wakes the gateways, which read everything again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +19,7 @@ from qinfer.traffic.endpoints import Endpoint
 from qinfer.wire.versions import encode_document
 
 PIN_REASON = "endpoint"
-"""The kind of holder of the pins that keep the targets of endpoints loaded."""
+"""The kind of holder of endpoints' pins."""
 
 PIN_TTL_S = 120.0
 """Seconds that targets stay loaded while no gateway runs."""
@@ -31,14 +29,14 @@ _KEEP = load_script("keep", package="qinfer.traffic")
 
 
 class Declared(NamedTuple):
-    """All endpoints at one moment, and the number of the last change of any."""
+    """All endpoints, and the revision of the last change."""
 
     endpoints: Mapping[str, Endpoint]
     revision: int
 
 
 class EndpointStore:
-    """The declarations; coroutines raise `BrokerUnavailable` when Redis can't be reached."""
+    """The declarations of endpoints."""
 
     def __init__(self, control: ControlStore) -> None:
         self._control = control
@@ -59,9 +57,9 @@ class EndpointStore:
         """Writes a checked declaration, and returns it with its revision.
 
         Args:
-            endpoint: The declaration; its own revision does not matter.
+            endpoint: The declaration.
             seen: The revision that it replaces; 0 = there is none, `None` = any.
-            least: The new revision must exceed this one, which a gateway saw before Redis lost it.
+            least: A revision from before a loss, which the new one must exceed.
 
         Raises:
             Conflict: Another revision is stored.
@@ -71,12 +69,7 @@ class EndpointStore:
         return msgspec.structs.replace(endpoint, revision=revision)
 
     async def delete(self, name: str, seen: int | None) -> int:
-        """Removes an endpoint; returns the revision of the change.
-
-        Raises:
-            Conflict: Another revision is stored.
-            EndpointNotFound: There is no such endpoint.
-        """
+        """Removes an endpoint; returns the revision, or raises `Conflict` or `EndpointNotFound`."""
         return await self._change(name, seen, b"")
 
     async def _change(self, name: str, seen: int | None, document: bytes, least: int = 0) -> int:
@@ -91,11 +84,11 @@ class EndpointStore:
         return int(revision)
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns after a change, after `timeout_s` seconds, or spuriously."""
+        """Waits for a change, at most `timeout_s`; may return early."""
         await self._control.wait(timeout_s)
 
     async def pin(self, endpoint: Endpoint, now_s: float) -> None:
-        """Keeps the targets of an endpoint loaded for a while, whatever the version policies of their models say."""
+        """Keeps the targets of an endpoint loaded for a while, against version policies."""
         for pin in _pins_of(endpoint, now_s + PIN_TTL_S):
             await self._control.put_pin(pin, PIN_TTL_S)
 
@@ -130,7 +123,7 @@ class Kept(NamedTuple):
 class KeptTargets:
     """The targets of requests that callers may repeat, by the caller's id and the idempotency key.
 
-    A repetition, and a look-up by the caller's id, goes to the first target, whatever the weights are now.
+    A repetition goes to the first target, regardless of the present weights.
     """
 
     def __init__(self, queue: Queue) -> None:
@@ -139,15 +132,12 @@ class KeptTargets:
     async def keep(
         self, endpoint: str, tenant: str, names: Sequence[str], target: Kept, ttl_s: float, gone: Kept | None = None
     ) -> Kept:
-        """Keeps a target under a request's names (`names_of`), unless one is kept already; returns the kept one.
-
-        A target `gone` gets no requests any more, and counts as none.
-        """
+        """Keeps a target under a request's names, unless one other than `gone` is kept; returns the kept one."""
         wanted = [keys.kept_target(endpoint, tenant, name).encode() for name in names]
         return _read(await _keep(self._call(wanted[0]), wanted, target, ttl_s, gone))
 
     async def find(self, endpoint: str, tenant: str, names: Sequence[str]) -> Kept | None:
-        """Returns the target that is kept under the first of the names that has one."""
+        """Returns the first kept target of the names."""
         for name in names:
             key = keys.kept_target(endpoint, tenant, name).encode()
             found = await self._call(key)(b"GET", key)
@@ -161,7 +151,7 @@ class KeptTargets:
 
 
 def names_of(request_id: str, key_hash: str = "") -> list[str]:
-    """Returns the names of a request: the idempotency key, which takes precedence, and the caller's id."""
+    """Returns the names of a request: first the idempotency key, then the caller's id."""
     return [f"key:{key_hash}"] * bool(key_hash) + [f"id:{request_id}"] * bool(request_id)
 
 

@@ -31,11 +31,7 @@ class ShadowOutcome(StrEnum):
 
 
 class TargetTally:
-    """Counts the requests of targets, for one event loop.
-
-    Attributes:
-        observed: The counts of canaries on trial.
-    """
+    """Counts the requests of targets, for one event loop."""
 
     def __init__(self, endpoints: Endpoints, process: str = "") -> None:
         self._endpoints = endpoints
@@ -58,13 +54,9 @@ class TargetTally:
         self._time(key, seconds)
 
     def failed(self, key: Key, reason: str, tenant: str | None = "", given_s: float = math.inf) -> None:
-        """Counts a request that ended without outputs, or that the queue refused; no tenant = it is no evidence.
+        """Counts a request that ended without outputs, or that the queue refused; without a tenant it is no evidence.
 
-        Args:
-            key: Its endpoint and target.
-            reason: The `ErrorCode` value.
-            tenant: The tenant that sent it.
-            given_s: The time that its caller gave it; infinite = the model's default.
+        `given_s` is its caller's time limit; infinite = the model's default.
         """
         self._requests[key] += 1
         self._failures[key, reason] += 1
@@ -72,7 +64,7 @@ class TargetTally:
             on_trial.failed(reason, tenant, given_s)
 
     def moved(self, key: Key, seconds: float, response: Response) -> None:
-        """Counts the end of a request that had waited for another target: it is evidence for neither."""
+        """Counts the end of a request that had waited for another target: no evidence for either."""
         self._requests[key] += 1
         if response.failure is None:
             self._time(key, seconds)
@@ -91,7 +83,7 @@ class TargetTally:
         return self._requests[endpoint, f"{model}:{version}"]
 
     def shadow(self, key: Key, outcome: ShadowOutcome, tenant: str | None = "") -> None:
-        """Counts a shadow that has ended; no tenant = it is no evidence."""
+        """Counts a shadow that has ended; without a tenant it is no evidence."""
         self._shadows[key, outcome] += 1
         if tenant is None or (on_trial := self.observed.by_target.get(key)) is None:
             return
@@ -101,7 +93,7 @@ class TargetTally:
             on_trial.compared(tenant, disagrees=outcome is ShadowOutcome.DISAGREED)
 
     def shadows(self, endpoint: str, target: str) -> ShadowCounts:
-        """Returns an endpoint's shadows on a target, such as `digits:4`."""
+        """Returns an endpoint's shadows on a target."""
         of = {outcome: self._shadows[(endpoint, target), outcome] for outcome in ShadowOutcome}
         return ShadowCounts(
             compared=of[ShadowOutcome.AGREED] + of[ShadowOutcome.DISAGREED],

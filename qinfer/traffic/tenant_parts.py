@@ -1,11 +1,11 @@
 """Each tenant's part in the evidence about a canary: of several tenants, none decides alone. Pure.
 
-Evidence against the canary counts the requests of all tenants. Beside it, the evidence *without* each tenant is kept. A
-canary is rolled back only if that is three quarters of the way (of its logarithm) as well, for each tenant. So a tenant
-with arbitrary requests can add a quarter at most, and the rule never adds rollbacks.
+Beside the evidence of all requests, the evidence *without* each tenant is kept. A canary is rolled back only if that is
+three quarters of the way (of its logarithm), too. So a tenant can add a quarter at most, and the rule adds no
+rollbacks.
 
-A tenant counts as one of several if the others have sent the canary `LEAST_OF_OTHERS` requests in its step, or may yet
-do so, as the step is younger than `ALONE_S`. A tenant that is alone decides alone.
+A tenant is one of several if the others have sent the canary `LEAST_OF_OTHERS` requests in its step, or the step is
+younger than `ALONE_S`.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,19 +15,19 @@ import msgspec
 from qinfer.traffic.evidence import Block, Blocks, merged
 
 MOST_TENANTS = 8
-"""Tenants with a part of their own; all further ones share one."""
+"""Tenants with their own part; all others share one."""
 
 LEAST_OF_OTHERS = 5
-"""Requests of the canary that the other tenants need together, to tell whether it is worse."""
+"""Requests that the other tenants need together to judge the canary."""
 
 ALONE_S = 60.0
-"""Seconds of a step in which the others may have fewer."""
+"""Seconds of a step in which they may have fewer."""
 
 _FURTHER = "*"  # never a tenant's name
 
 
 class Heard(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant's requests of a canary in its step, those that failed, and the time of the last, since the epoch."""
+    """A tenant's requests of a canary in its step, the failed ones, and the time of the last."""
 
     requests: int = 0
     bad: int = 0
@@ -35,7 +35,7 @@ class Heard(msgspec.Struct, frozen=True, array_like=True):
 
 
 def told_apart(parts: Mapping[str, Blocks], known: Collection[str]) -> Mapping[str, Blocks]:
-    """Returns the requests by tenant, those beyond `MOST_TENANTS` as one tenant's; `known` tenants come first."""
+    """Returns the requests by tenant, those beyond `MOST_TENANTS` as one."""
     names = [*known, *sorted(parts.keys() - known)][:MOST_TENANTS]
     further = [part for name, part in parts.items() if name not in names]
     if not further:
@@ -54,13 +54,13 @@ def heard(before: Mapping[str, Heard], parts: Mapping[str, Blocks], now_s: float
 
 
 def bounded(tenants: Mapping[str, Heard], since_s: float, now_s: float, silent_s: float) -> list[str]:
-    """Returns the tenants that may not decide alone; one that is silent for `silent_s` seconds is no other."""
+    """Returns the tenants that may not decide alone; after `silent_s`, a tenant is no other."""
     there = {name: one.requests for name, one in tenants.items() if now_s - one.at_s < silent_s}
     all_, is_young = sum(there.values()), now_s - since_s < ALONE_S
     return [name for name in tenants if len(tenants) > 1 and (is_young or all_ - there.get(name, 0) >= LEAST_OF_OTHERS)]
 
 
 def without(tenants: Mapping[str, Heard], name: str) -> Heard:
-    """Returns the requests of all tenants but one; an empty name = of all."""
+    """Returns the requests of all tenants but one; empty = of all."""
     others = [one for other, one in tenants.items() if not name or other != name]
     return Heard(sum(one.requests for one in others), sum(one.bad for one in others))

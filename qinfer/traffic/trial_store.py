@@ -1,8 +1,8 @@
 """Trials of canaries in Redis: their records, the gateways' counts, the lease to decide, and confirmed revisions.
 
-A trial is written by compare-and-set on its whole record and its endpoint's revision, in the script that changes the
-endpoint. So at most one of several controllers changes anything, even if one has lost its lease, and nothing is counted
-twice.
+A trial is written by compare-and-set on its record and its endpoint's revision, in the script that changes the
+endpoint.
+So of two controllers at most one changes anything, and nothing is counted twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +23,10 @@ from qinfer.traffic.trials import TRIALS, Change, Event, Trial
 from qinfer.wire.versions import encode_document
 
 LEASE_S = 5.0
-"""Seconds without a renewal after which another gateway decides about canaries."""
+"""Seconds until another gateway may decide about canaries."""
 
 HEARD_S = DEAF_AFTER_S + 1.0
-"""Seconds that a gateway's confirmation of a revision counts; without news, it then uses only stable targets."""
+"""Seconds that a confirmation counts; a gateway without news then uses only stable targets."""
 
 _KEEP_COUNTS_S = 3600.0
 _KEEP_EVENTS_S = 90 * 86400.0
@@ -57,13 +57,13 @@ class StoredTrial(NamedTuple):
 
 
 class TrialStore:
-    """The trials of all endpoints; coroutines raise `BrokerUnavailable` when Redis can't be reached."""
+    """The trials of all endpoints."""
 
     def __init__(self, control: ControlStore) -> None:
         self._control = control
 
     async def read(self) -> dict[str, StoredTrial]:
-        """Returns the last trial of each endpoint that has had a readable one."""
+        """Returns the last readable trial of each endpoint."""
         with translated():
             found = await self._control.client.hgetall(keys.trials())
         read = {name.decode(errors="replace"): _read(raw) for name, raw in found.items()}
@@ -76,7 +76,7 @@ class TrialStore:
         return None if raw is None else _read(raw)
 
     async def change(self, endpoint: Endpoint, seen: StoredTrial | None, change: Change) -> bool:
-        """Writes a change and returns True, unless endpoint or trial have changed since they were read."""
+        """Writes a change and returns True, unless endpoint or trial have changed."""
         name, document, event, told = endpoint.name, b"", b"", b""
         if change.endpoint is not None:
             document = encode_document(replace(change.endpoint, revision=0))
@@ -96,13 +96,13 @@ class TrialStore:
         return bool(written)
 
     async def events(self, name: str, count: int = _MOST_EVENTS) -> list[Event]:
-        """Returns the latest events of an endpoint, the newest first."""
+        """Returns the latest events, the newest first."""
         with translated():
             found = await self._control.client.lrange(keys.trial_events(name), 0, count - 1)
         return [msgspec.json.decode(event, type=Event) for event in found]
 
     async def count(self, name: str, revision: int, counts: Mapping[str, int], latencies: Sequence[str]) -> None:
-        """Adds a gateway's counts of a trial, by `count_names`, and stable's latencies, by `written_latency`."""
+        """Adds counts by `count_names`, and stable's latencies by `written_latency`."""
         names = (keys.trial_counts(name, revision), keys.trial_latencies(name, revision))
         pairs = [word for pair in counts.items() for word in pair]
         words = (ttl_ms(_KEEP_COUNTS_S), _MOST_LATENCIES, len(counts), *pairs, *latencies)
@@ -116,7 +116,7 @@ class TrialStore:
         return {field.decode(): int(count) for field, count in found.items()}
 
     async def latencies(self, name: str, revision: int) -> Latencies:
-        """Returns the stable target's latest latencies in strata that lacked limits."""
+        """Returns stable's latest latencies in strata without limits."""
         with translated():
             found = await self._control.client.lrange(keys.trial_latencies(name, revision), 0, -1)
         read: dict[str, dict[str, dict[str, list[float]]]] = {}
@@ -142,7 +142,7 @@ class TrialStore:
             )
 
     async def heard(self) -> dict[str, int]:
-        """Returns the revision of each live gateway; others use stable targets only."""
+        """Returns the confirmed revision of each live gateway; others use stable targets only."""
         with translated():
             words = iter(await self._control.client.eval(_EXPIRING, 1, keys.heard_revisions()))
         return {gateway.decode(): int(revision) for gateway, revision in zip(words, words, strict=True)}

@@ -1,9 +1,10 @@
 """The trial of a canary: its record beside the endpoint, and the effect of each transition on the endpoint. Pure.
 
-A trial begins when the canary target has a READY version other than the stable one: the version of its number, or for
-`latest` the newest. A canary with a number may be another model, such as one with another configuration for the same
-files. The endpoint itself has the present step: the canary's weight and version, perhaps a shadow target. Gateways thus
-need to know nothing of steps. `qinfer.traffic.canary` decides; here a decision becomes a `Change`, which is stored as a
+A trial begins when the canary target has a READY version other than the stable one: its number, or for `latest` the
+newest. A canary with a number may be another model. The endpoint itself has the present step, as weights and targets,
+so
+that gateways know nothing of steps. `qinfer.traffic.canary` decides; a decision becomes a `Change`, which is stored as
+a
 whole or not at all.
 
 A version that was rolled back stays out, even if the endpoint is declared again, until `resume` tries it again. A new
@@ -31,11 +32,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The stored trial of a canary.
 
     Attributes:
-        state: Its state, with the revision of its endpoint.
         counted: Name → count of this revision so far.
-        reason: Why the last transition was made, or there was none.
+        reason: Why the last transition was made, or not made.
         at_s: The time of the last transition.
-        done_s: The time at which all gateways had confirmed its rollback; 0 = not yet, or nothing to confirm.
+        done_s: The time at which all gateways had confirmed its rollback.
         model: The canary's model; empty = the stable target's.
     """
 
@@ -107,7 +107,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(NamedTuple):
-    """A trial to store, with a changed endpoint after a transition, and its event."""
+    """A trial to store, with the changed endpoint and the event of a transition."""
 
     trial: Trial
     endpoint: Endpoint | None = None
@@ -115,7 +115,7 @@ class Change(NamedTuple):
 
 
 def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
-    """Returns the version to try, given the READY versions of the canary's model; 0 = none."""
+    """Returns the version to try; 0 = no version."""
     target, stable = endpoint.tried, endpoint.stable
     if target is None:
         return 0
@@ -125,18 +125,17 @@ def candidate(endpoint: Endpoint, ready: Collection[int]) -> int:
 
 
 def _other_model(endpoint: Endpoint) -> str:
-    """Returns the canary's model if it is not the stable target's."""
     tried = endpoint.tried
     return "" if tried is None or tried.model == endpoint.stable.model else tried.model
 
 
 def belongs(trial: Trial, endpoint: Endpoint) -> bool:
-    """Tells whether to restore a trial that Redis has lost: the endpoint is as the trial has left it."""
+    """Tells whether to restore a lost trial: the endpoint is as the trial has left it."""
     return trial.is_rolled_back or any(target.trial == trial.state.canary for target in endpoint.targets)
 
 
 def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s: float) -> Change | None:
-    """Returns the begin of the trial that is due after the last one, if any, given the READY versions of its model."""
+    """Returns the begin of the trial that is due, if any."""
     version = candidate(endpoint, ready)
     if endpoint.canary is None or not version:
         return None
@@ -154,7 +153,7 @@ def _begin(endpoint: Endpoint, plan: CanaryPlan, version: int, reason: str, now_
 def advanced(
     endpoint: Endpoint, trial: Trial, counted: Mapping[str, int], latencies: Latencies, now_s: float
 ) -> Change:
-    """Returns the next state of a trial, given this revision's counts and stable's latencies for missing limits."""
+    """Returns the next state of a trial, given all counts of this revision."""
     assert endpoint.canary is not None
     plan, state = endpoint.canary, canary.with_limits(endpoint.canary, trial.state, latencies, now_s)
     parts = parts_of(_since(counted, trial.counted))
@@ -169,11 +168,7 @@ def advanced(
 def by_hand(
     endpoint: Endpoint, trial: Trial | None, action: Action, reason: str, ready: Collection[int], now_s: float
 ) -> Change:
-    """Returns a person's change of a trial; `RESUME` also tries again a version that was rolled back.
-
-    Raises:
-        Conflict: There is no such trial, or the action has no effect on it.
-    """
+    """Returns a person's change of a trial, or raises `Conflict`; `RESUME` also tries a bad version again."""
     plan = endpoint.canary
     if plan is None:
         raise Conflict(f"endpoint '{endpoint.name}' has no plan for canaries; declare `canary` with steps")
@@ -214,10 +209,7 @@ def _decided_by_hand(
 
 
 def confirmed(endpoint: Endpoint, trial: Trial, heard: Iterable[int], now_s: float, moved: int = 0) -> Change | None:
-    """Returns the end of a rollback once each live gateway has heard its revision; `None` = not yet, or it was stored.
-
-    `moved` is the number of waiting requests that went to the stable version instead.
-    """
+    """Returns the end of a rollback once each live gateway has heard of it; `moved` requests went to stable instead."""
     if not trial.is_rolled_back or trial.done_s or any(revision < trial.state.revision for revision in heard):
         return None
     done = replace(trial, done_s=now_s)
@@ -272,7 +264,7 @@ def _shown(model: str, version: int) -> str:
 
 
 def numbers_of(plan: CanaryPlan | None, state: CanaryState) -> Iterator[CheckNumbers]:
-    """Yields the numbers of the checks; none if the plan's checks have changed since."""
+    """Yields the numbers of the checks, unless the plan's checks have changed."""
     if plan is None or {check.name for check in plan.checks} != state.evidence.keys():
         return
     for verdict in canary.verdicts_of(plan, state):
@@ -294,13 +286,13 @@ def _numbers(verdict: Verdict) -> CheckNumbers:
 
 
 def count_names(role: Role, check: str, stratum: str, tenant: str = "") -> tuple[str, str]:
-    """Returns the names of the counts of a tenant's requests, and bad requests, of a target in a check's stratum."""
+    """Returns the names of the counts of a tenant's requests and bad requests."""
     of, whose = f"{role}|{check}|{stratum}", f"|{tenant}" if tenant else ""
     return f"{of}|requests{whose}", f"{of}|bad{whose}"
 
 
 def parts_of(counts: Mapping[str, int]) -> dict[str, Blocks]:
-    """Returns counts for a decision: tenant → check → stratum → requests of both targets."""
+    """Returns counts for a decision: tenant → check → stratum → requests."""
     found: dict[str, dict[str, dict[str, Block]]] = {}
     for tenant, check, stratum in {_place_of(name) for name in counts}:
         of = check, stratum, tenant
@@ -321,7 +313,7 @@ def _counts(counts: Mapping[str, int], role: Role, check: str, stratum: str, ten
 
 
 def _since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """Returns the growth of counts; counts that Redis has lost begin anew."""
+    """Returns the growth of counts; lost ones begin anew."""
     if any(now.get(name, 0) < count for name, count in before.items()):
         before = {}
     return {name: count - before.get(name, 0) for name, count in now.items()}

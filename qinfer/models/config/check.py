@@ -1,8 +1,8 @@
 """Checks of a configuration: mistakes that Triton refuses, and settings that qinfer does not offer.
 
 Each field of the `ModelConfig` message is in one of three tables: `SUPPORTED`, `HINTS` (accepted without effect) or
-`REFUSED`. The path of a message field covers everything below it. A test finds each field in exactly one table, so
-that a field of a later Triton can't go unnoticed. `docs/reference/model-config.md` is made from these tables.
+`REFUSED`, which a test proves; the path of a message field covers everything below it.
+`docs/reference/model-config.md` is made from these tables.
 """
 
 import re
@@ -239,7 +239,7 @@ def _reshape_problems(where: str, dims: list[int], shape: list[int]) -> Iterator
 
 
 def _sizes(dims: list[int]) -> list[int]:
-    """Returns the elements before, between and behind the variable dimensions, which a reshape has to keep."""
+    """Returns the elements before, between and behind the variable dimensions."""
     sizes = [1]
     for size in dims:
         if size == -1:

@@ -2,8 +2,8 @@
 
 parse ──▶ normalise (names and backend, completion from the model file, defaults, check) ──▶ to_json / to_spec
 
-Completion has the rules and texts of Triton's ONNX Runtime backend: a model whose inputs and outputs all have a
-variable first dimension has a batch dimension; its `max_batch_size` becomes 4 when the configuration has none.
+Completion follows Triton's ONNX Runtime backend: a model whose inputs and outputs all have a variable first dimension
+has a batch dimension; its default `max_batch_size` is 4.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,10 +25,9 @@ _DEFAULT_MAX_BATCH_SIZE = 4  # Triton's `default-max-batch-size`
 
 
 def complete(config: ModelConfig, tensors: FileTensors) -> None:
-    """Fills in missing inputs, outputs and batching, in place, or raises `ModelLoadFailed` on a contradiction.
+    """Fills in missing inputs, outputs and batching, in place, or raises `ModelLoadFailed`.
 
-    As in Triton, a configuration with inputs and outputs stays as it is; one that lacks either gets its batch size and
-    dynamic batching completed too. Control inputs and states are not added.
+    As in Triton, a configuration with inputs and outputs stays as it is.
     """
     if not tensors.inputs:
         raise ModelLoadFailed(
@@ -61,7 +60,7 @@ def _complete_batching(config: ModelConfig, tensors: FileTensors) -> None:
 
 
 def _add(target: Any, tensors: Sequence[FileTensor], max_batch_size: int) -> None:
-    """Adds file tensors as inputs or outputs; a scalar becomes [1] for the client, as dims may not be empty.
+    """Adds file tensors as inputs or outputs; a scalar becomes [1], as dims may not be empty.
 
     A tensor of unknown shape becomes [-1], instead of Triton's [1], so that outputs of any length fit.
     """
@@ -73,7 +72,7 @@ def _add(target: Any, tensors: Sequence[FileTensor], max_batch_size: int) -> Non
 
 
 def reshape_scalars(config: ModelConfig, tensors: FileTensors) -> None:
-    """Makes the model see a scalar where the client has [1], since dims may not be empty."""
+    """Makes the model see a scalar where the client has [1]."""
     scalars = {tensor.name for tensor in (*tensors.inputs, *tensors.outputs) if tensor.dims == ()}
     for io in elements(config):
         if io.name in scalars:
@@ -186,7 +185,7 @@ _CPU_INSTANCES = {"onnxruntime": 2}  # Triton's default for this backend on a CP
 
 
 def parse(text: str, source: str = "config.pbtxt") -> ModelConfig:
-    """Parses the text of a `config.pbtxt`, or raises `ModelLoadFailed` with line and column; messages name `source`."""
+    """Parses a `config.pbtxt`, or raises `ModelLoadFailed` with line and column."""
     try:
         return text_format.Parse(text.removeprefix("\ufeff"), ModelConfig())
     except text_format.ParseError as error:
@@ -206,14 +205,14 @@ def normalise(
     """Returns the configuration as Triton would show it: complete, with defaults, and checked.
 
     Args:
-        config: The content of `config.pbtxt`, which stays unchanged; empty when there is none.
+        config: The content of `config.pbtxt`, which stays unchanged.
         name: The name of the model's directory.
-        files: File names in its version directories, which identify a backend that is not named.
+        files: File names in its version directories, which identify the default backend.
         tensors: The declarations of the model file, if known.
-        gpus: GPUs of the installation, for instance groups that name none.
+        gpus: GPUs of the installation, for instance groups without them.
 
     Raises:
-        ModelLoadFailed: The configuration is incomplete, contradictory, or uses a feature that qinfer does not offer.
+        ModelLoadFailed: The configuration is incomplete, contradictory, or not supported.
     """
     normal = identify(config, name, files)
     if tensors is not None:
@@ -224,11 +223,7 @@ def normalise(
 
 
 def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> ModelConfig:
-    """Returns the configuration with only name, backend, platform and model file name filled in.
-
-    Raises:
-        ModelLoadFailed: The name is another model's, the backend is unknown, or it contradicts the platform.
-    """
+    """Returns the configuration with only name, backend, platform and file name filled in."""
     normal = ModelConfig()
     normal.CopyFrom(config)
     if normal.name not in ("", name):
@@ -243,7 +238,7 @@ def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> Mod
 
 
 def _fill_backend(config: ModelConfig, files: Collection[str]) -> None:
-    """Fills in backend, platform and model file name from one another, else from the existing files."""
+    """Fills in backend, platform and file name from one another, else from the existing files."""
     if config.platform == ENSEMBLE:
         return
     of_platform = _BACKEND_OF_PLATFORM.get(config.platform)
@@ -290,7 +285,7 @@ def _fill_defaults(config: ModelConfig, gpus: int) -> None:
 
 
 def place(config: ModelConfig, gpus: int) -> None:
-    """Fills in names, kinds, GPUs and counts of the instance groups, in place; `gpus` is for groups that name none."""
+    """Fills in names, kinds, GPUs and counts of the instance groups, in place."""
     if not config.instance_group:
         config.instance_group.add(name=config.name)
     for index, group in enumerate(config.instance_group):

@@ -1,12 +1,13 @@
 """Inputs and outputs that a model file declares, read without the runtime of its format.
 
-ONNX: the file is one protobuf message. Its wire format is walked directly
-(protobuf.dev/programming-guides/encoding): fields that are not needed are skipped by their length, so that the weights
-of a large or remote file are never read. Field numbers are from onnx.proto.
+ONNX: the file is one protobuf message, whose wire format is walked directly
+(protobuf.dev/programming-guides/encoding): unneeded fields are skipped, so that the weights of a large or remote file
+are
+never read. Field numbers are from onnx.proto.
 
-OpenVINO: in an IR (`model.xml`, versions 10 and 11) inputs are layers of type Parameter, outputs layers of type Result;
-a Result's tensor has the name of the port that its edge comes from (docs.openvino.ai, "OpenVINO IR format"). Of
-several names of a tensor the alphabetically first counts, as for `get_any_name`.
+OpenVINO: in an IR (`model.xml`, versions 10 and 11) inputs are layers of type Parameter, outputs layers of type Result,
+named by the port that their edge comes from (docs.openvino.ai, "OpenVINO IR format"). Of several names the
+alphabetically first counts, as for `get_any_name`.
 """
 
 import re
@@ -24,8 +25,7 @@ class FileTensor:
     """An input or output in the model file.
 
     Attributes:
-        dims: All its dimensions, the batch dimension included; -1 is symbolic or unknown, `None` = even their number
-        is.
+        dims: All its dimensions, the batch dimension included; -1 is unknown, `None` = even their number is.
     """
 
     name: str
@@ -47,7 +47,7 @@ class FileTensors:
 
     @property
     def batchable(self) -> bool:
-        """Tells whether every input and output has a variable first dimension: the batch dimension, as for Triton."""
+        """Tells whether all first dimensions are variable: the batch dimension, as for Triton."""
         return self.rows_agree and all(t.dims and t.dims[0] == -1 for t in self.inputs + self.outputs)
 
 
@@ -127,7 +127,6 @@ def _text(view: Blob, wanted: int) -> str:
 
 
 def _fields(view: Blob) -> Iterator[tuple[int, int | Blob]]:
-    """Yields a message's (field number, integer of a varint or bytes of any other type)."""
     position, end = 0, len(view)
     while position < end:
         key, position = _varint(view, position)
@@ -258,7 +257,7 @@ def _openvino_input(reader: _OpenvinoReader, layer: str) -> FileTensor:
 
 
 def _openvino_output(reader: _OpenvinoReader, layer: str) -> FileTensor:
-    """Reads a Result; without dimensions it is a scalar or of unknown rank, which the file does not distinguish."""
+    """Reads a Result; without dimensions it is a scalar or of unknown rank."""
     producer, number = reader.edges[layer]
     port = reader.ports[producer, number]
     return _openvino_tensor(_any_name(port.names) or reader.names[producer], port, tuple(port.dims) or None)

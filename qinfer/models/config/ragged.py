@@ -1,7 +1,7 @@
-"""`allow_ragged_batch`, `batch_input` and `batch_output` of a configuration: checks with Triton's texts, and specs.
+"""`allow_ragged_batch`, `batch_input` and `batch_output` of a configuration: checks and specs.
 
-The texts are those of `ValidateBatchIO` in Triton's `model_config_utils.cc`. Mistakes that Triton finds with the first
-request, or never, are refused here.
+The texts are those of `ValidateBatchIO` in Triton's `model_config_utils.cc`. Mistakes that Triton finds late, or never,
+are refused here.
 """
 
 from collections.abc import Iterator

@@ -60,11 +60,7 @@ def sequence_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def to_sequence_spec(config: ModelConfig) -> SequenceSpec | None:
-    """Returns the sequences of a normalised configuration, if any; the default strategy is `direct`, as in Triton.
-
-    Raises:
-        ModelLoadFailed: With every problem that `sequence_problems` finds.
-    """
+    """Returns the sequences of a normalised configuration, if any, or raises `ModelLoadFailed` with every problem."""
     if not config.HasField("sequence_batching"):
         return None
     problems = list(sequence_problems(config))

@@ -243,7 +243,7 @@ def _datatype(number: int) -> str:
 
 
 def _instances(config: ModelConfig) -> Iterator[InstanceSpec]:
-    """Yields the instances of each group, and of each GPU of a group; KIND_MODEL counts as the CPU."""
+    """Yields the instances of each group, and of each GPU of a group."""
     for group in config.instance_group:
         if group.passive:
             continue

@@ -3,7 +3,7 @@
 `model.pt2` of `torch.export.save` is an archive with the program as JSON. Its inputs have the names of `forward`'s
 arguments, its outputs those of the returned dictionary, or else Triton's `OUTPUT__<position>`. Datatype numbers and
 field names are from torch/_export/serde/schema.py. TorchScript and AOTInductor files declare neither datatypes nor
-shapes; of TorchScript, `forward`'s arguments are read for the error message.
+shapes.
 """
 
 import io
@@ -33,16 +33,11 @@ _UNREADABLE = (
 
 
 class UncertainError(Exception):
-    """The file does not declare its tensors; the text says why, and what it declares."""
+    """The file does not declare its tensors, for the reason in the text."""
 
 
 def read_torch(blob: Blob, name: str) -> FileTensors:
-    """Reads the inputs and outputs of a PyTorch file.
-
-    Raises:
-        UncertainError: It does not declare all of them.
-        ModelLoadFailed: The protocol can't carry one of its element types.
-    """
+    """Reads the inputs and outputs of a PyTorch file, or raises `UncertainError` or `ModelLoadFailed`."""
     try:
         with zipfile.ZipFile(_BlobFile(blob)) as archive:
             paths = {path.partition("/")[2]: path for path in archive.namelist()}
@@ -87,7 +82,6 @@ def _read(archive: zipfile.ZipFile, path: str) -> bytes:
 
 
 def _program(saved: Any) -> FileTensors:
-    """Reads an exported program."""
     module = saved["graph_module"]
     (root,) = (call["signature"] for call in module["module_call_graph"] if call["fqn"] == "")
     values, signature = module["graph"]["tensor_values"], module["signature"]
@@ -137,7 +131,6 @@ def _tensor(name: str, value: Any) -> FileTensor:
 
 
 def _first(value: Any) -> str:
-    """Returns the expression of a tensor's first dimension; empty = it is fixed, or the tensor is a scalar."""
     sizes = value["sizes"]
     return str(sizes[0].get("as_expr", {}).get("expr_str", "")) if sizes else ""
 
@@ -152,10 +145,7 @@ def _may_be_batch(expression: str, ranges: Any) -> bool:
 
 
 def _told_by_script(archive: zipfile.ZipFile, paths: dict[str, str]) -> str:
-    """Returns what a TorchScript file declares: the arguments of its class's `forward`.
-
-    Its pickle is not executed: the first global in it is the class.
-    """
+    """Returns the arguments of `forward` in a TorchScript file, without executing its pickle."""
     codes = pickletools.genops(_read(archive, paths["data.pkl"]))
     kind = next((str(argument) for code, argument, _ in codes if code.name == "GLOBAL"), "")
     module, _, name = kind.partition(" ")

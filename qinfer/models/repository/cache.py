@@ -5,8 +5,9 @@
     <cache>/<repository>/<model>/<version>-<key>/.files.json             the stamps of the copied files
     <cache>/<repository>/<model>/content/<content hash>-<version>        a link to the copy for that content
 
-The key is the hash of the stamps. A copy is made under a lock, in a directory of another name, and renamed when it is
-complete, so that a killed worker leaves no broken copy. Files that an earlier copy has are linked instead of fetched.
+The key is the hash of the stamps. A copy is made under a lock and another name, and renamed when it is complete, so
+that
+a killed worker leaves no broken copy. Files of an earlier copy are linked instead of fetched.
 """
 
 import fcntl
@@ -33,7 +34,7 @@ COPIES = 2
 """Copies kept of a version, beside those in use."""
 
 UNUSED_S = 7 * 86400.0
-"""Copies of any model that were unused for this time are removed."""
+"""Copies that were unused for this time are removed."""
 
 MANIFEST = ".files.json"
 """A file of the copy that is not part of the model."""
@@ -50,17 +51,12 @@ class FilesCache:
         self._root = root
         self._guard = Lock()
         self._held: dict[tuple[str, int], list[int]] = {}
-        """(model, version) → descriptors that hold a shared lock on its latest copies."""
+        """Descriptors that hold shared locks on the latest copies."""
 
     def version_dir(self, files: Files, repository: str, directory: str, version: int, content_hash: str = "") -> Path:
         """Returns the copy's version directory, and makes the copy if needed.
 
-        Args:
-            files: The repository.
-            repository: Its URL, which separates its copies from those of others.
-            directory: The model's directory there; its first part is the model's name.
-            version: The version.
-            content_hash: An earlier copy for this hash is used again, without a request to the repository.
+        An earlier copy for the `content_hash` is used without a request to the repository.
         """
         model = directory.partition("/")[0]
         home = self._root / hashlib.sha256(repository.encode()).hexdigest()[:16] / model
@@ -96,7 +92,7 @@ class FilesCache:
         )
 
     def _hold(self, model: str, version: int, copy: Path) -> bool:
-        """Marks a copy as used by this process, so that no other removes it; tells whether it still exists."""
+        """Marks a copy as used by this process; tells whether it still exists."""
         descriptor = hold(copy, MANIFEST)
         if descriptor is None:
             return False
@@ -108,7 +104,6 @@ class FilesCache:
         return True
 
     def _sweep(self, home: Path, version: int) -> None:
-        """Removes surplus copies of a version, and unused copies of any model."""
         copies = sorted(home.glob(f"{version}-*"), key=used_at, reverse=True)
         now_s = time.time()
         for copy in copies[COPIES:] + [c for c in self._root.glob("*/*/*-*") if used_at(c) < now_s - UNUSED_S]:
@@ -204,7 +199,6 @@ def _link(alias: Path, copy: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock between processes and threads, which ends with its holder."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,12 +1,10 @@
 """The files of one model repository: of a directory (`LocalFiles`), or at a URL that fsspec knows (`RemoteFiles`).
 
 Paths are relative to the repository's root: `<model>/<version>/model.onnx`. Every method blocks. It raises
-`SettingsError`, whose text for operators names the storage, when that can't be reached or refuses, and `OSError` when
-one file can't be read.
+`SettingsError`, for operators, when the storage can't be reached or refuses, and `OSError` when one file can't be read.
 
 Triton's spellings of URLs work too: `as://account/container/path` for Azure, `s3://host:port/bucket/path` and
-`s3://https://host:port/bucket/path` for servers with S3's protocol. Credentials come from the store's own variables,
-such as AWS_ACCESS_KEY_ID.
+`s3://https://host:port/bucket/path` for servers with S3's protocol. Credentials come from the store's own variables.
 """
 
 import hashlib
@@ -34,14 +32,14 @@ from qinfer.storage.errors import ANSWER_TIMEOUT_S
 from qinfer.storage.open import is_bucket, open_store, remedy
 
 IGNORED = "__pycache__"
-"""A directory that running a model makes, and that is not part of it."""
+"""A directory that Python makes beside a model."""
 
 MAX_FILES = 100_000
-"""The most files of a model, so that a repository path that is a whole disk is noticed."""
+"""The most files of a model; a repository path that is a whole disk has more."""
 
 PAGE_BYTES = 256 * 1024
 MAX_PAGES = 512
-"""The most pages read of a file, 128 MiB: beyond that, a download is cheaper."""
+"""The most pages read of a file, 128 MiB; a download is cheaper then."""
 
 _LOCAL_WHOLE_BYTES = 16 * 2**20  # a smaller file is read at once
 _LOCAL_PAGE_BYTES = 4096
@@ -55,7 +53,7 @@ _MAX_DIGITS = 19  # a version is an int64 on the wire
 
 
 class Stamp(NamedTuple):
-    """The state of a file: its size in bytes, and its modification time or entity tag."""
+    """A file's size in bytes, and its modification time or entity tag."""
 
     size: int
     mark: str
@@ -63,12 +61,7 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The content of one model's directory.
-
-    Attributes:
-        files: Path within the model's directory → stamp.
-        directories: Paths of directories within it, those without a file included where the storage knows them.
-    """
+    """The content of one model's directory: path → stamp, and the paths of directories."""
 
     files: Mapping[str, Stamp]
     directories: Collection[str]
@@ -82,13 +75,13 @@ class Listing:
         )
 
     def inside(self, directory: str) -> set[str]:
-        """Returns the names of the files and directories in a directory."""
+        """Returns the names in a directory."""
         prefix = f"{directory}/"
         paths = (*self.files, *self.directories)
         return {path[len(prefix) :].partition("/")[0] for path in paths if path.startswith(prefix)}
 
     def digest(self, text: str = "", without: Collection[str] = ()) -> str:
-        """Returns a hash of a text, and of the paths and stamps of all files but those in `without`."""
+        """Returns a hash of a text and the stamps of all files but those in `without`."""
         sha = hashlib.sha256(text.encode())
         for path in sorted(self.files):
             if path not in without:
@@ -98,20 +91,16 @@ class Listing:
 
 
 class TooFarSpreadError(Exception):
-    """The wanted parts of a file are spread over more pages than may be read."""
+    """The needed parts of a file are spread over too many pages."""
 
 
 @dataclass(slots=True)
 class Ranges:
-    """A part of a file; reads pages, and keeps them while it lives. For one thread.
+    """A part of a file, whose pages are read when they are needed; for one thread.
 
     Attributes:
         fetch: Reads the bytes from a begin to an end.
-        end: Where the part ends in the file; for a whole file, its size in bytes.
-        page_bytes: What is read at once.
-        max_pages: So many pages may be read.
-        begin: Where the part begins.
-        pages: What was read, of all parts of the file.
+        pages: The pages read so far, shared by all parts of the file.
     """
 
     fetch: Callable[[int, int], bytes]
@@ -160,7 +149,7 @@ Blob = memoryview | Ranges
 
 
 class LocalFiles:
-    """The files of a directory; keeps nothing between calls."""
+    """The files of a directory."""
 
     is_remote = False
 
@@ -176,7 +165,7 @@ class LocalFiles:
             raise SettingsError(f"model repository '{self._root}' can't be read: {error.strerror}") from None
 
     def listings(self) -> dict[str, Listing | Exception]:
-        """Returns each directory's listing by name, or the error that prevents it."""
+        """Returns each directory's listing, or its error."""
         found: dict[str, Listing | Exception] = {}
         for name in self.models():
             try:
@@ -189,7 +178,7 @@ class LocalFiles:
         return found
 
     def listing(self, directory: str) -> Listing | None:
-        """Returns a directory's listing; `None` = it does not exist."""
+        """Returns a directory's listing, if it exists."""
         root = self._root / directory
         if not root.is_dir():
             return None
@@ -221,10 +210,9 @@ class LocalFiles:
 
     @contextmanager
     def blob(self, path: str, size: int) -> Iterator[Blob]:
-        """Opens a file, of which a large one is read only where it is looked at.
+        """Opens a file; of a large one, only the needed pages are read.
 
-        It is not mapped: looking at a mapped file that was made shorter meanwhile, as by another that is copied over
-        it, ends the process.
+        It is not mapped: access to a mapped file that was truncated meanwhile would kill the process.
         """
         with (self._root / path).open("rb") as file:
             if size <= _LOCAL_WHOLE_BYTES:
@@ -259,11 +247,7 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """The files below a URL.
-
-    Raises:
-        SettingsError: The URL is of an unknown kind, or its driver is not installed.
-    """
+    """The files below a URL."""
 
     is_remote = True
 
@@ -291,7 +275,7 @@ class RemoteFiles:
         return sorted({child.name for child in found if child.is_folder and not child.name.startswith(".")})
 
     def listings(self) -> dict[str, Listing | Exception]:
-        """Returns each directory's listing by name, from one listing of everything."""
+        """Returns each directory's listing, from one listing of everything."""
         found = self._find(self._root)
         if not found:
             raise self._unreadable(_NOTHING)
@@ -303,7 +287,7 @@ class RemoteFiles:
         return {name: _listing(models[name]) for name in sorted(models)}
 
     def listing(self, directory: str) -> Listing | None:
-        """Returns a directory's listing; `None` = it does not exist."""
+        """Returns a directory's listing, if it exists."""
         found = self._find(self._at(directory))
         return _listing(found) if found else None
 
@@ -316,14 +300,14 @@ class RemoteFiles:
 
     @contextmanager
     def blob(self, path: str, size: int) -> Iterator[Blob]:
-        """Opens a file; of a large one, only the pages that are used are read."""
+        """Opens a file; of a large one, only the needed pages are read."""
         if size <= _REMOTE_WHOLE_BYTES:
             yield memoryview(self.read(path, _REMOTE_WHOLE_BYTES))
         else:
             yield Ranges(partial(self._range, path), size)
 
     def directory(self, path: str) -> Path | None:
-        """Returns `None`: the files are not on this machine."""
+        """Returns `None`: the files are elsewhere."""
         del path
         return None
 
@@ -350,7 +334,7 @@ class RemoteFiles:
             return self._store.read_range(self._at(path), begin, end)
 
     def _find(self, root: str) -> dict[str, Stamp]:
-        """Lists the files below a URL, relative to it, without paths that would lead out of a copy."""
+        """Lists the files below a URL, without paths that would lead out of a copy."""
         found: dict[str, Stamp] = {}
         try:
             with self._named_errors():
@@ -368,7 +352,7 @@ class RemoteFiles:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Turns a store's error into a `SettingsError` that names the repository, or a `FileNotFoundError`."""
+        """Turns a store's error into a `SettingsError` or `FileNotFoundError`."""
         try:
             yield
         except StoreNotFound:
@@ -389,11 +373,11 @@ _REMEDY = (
 )
 
 Files = LocalFiles | RemoteFiles
-"""The files of a repository; safe to use from several threads."""
+"""The files of a repository, for several threads."""
 
 
 class Place(NamedTuple):
-    """The address of a repository: fsspec's URL and options, and the text for operators."""
+    """The address of a repository: fsspec's URL and options, and a text for operators."""
 
     url: str
     options: Mapping[str, Any]
@@ -401,11 +385,7 @@ class Place(NamedTuple):
 
 
 def place_of(url: str) -> Place:
-    """Parses the URL of a repository.
-
-    Raises:
-        SettingsError: It holds a password, or Triton's spelling for Azure lacks a part.
-    """
+    """Parses the URL of a repository, or raises `SettingsError`; passwords are refused."""
     protocol, _, rest = url.partition("://")
     shown = f"{protocol}://{rest.rpartition('@')[2].partition('?')[0]}"
     if is_bucket(protocol) and _SECRET.match(rest):
@@ -426,7 +406,7 @@ def place_of(url: str) -> Place:
 
 
 def _leads_back(entry: os.DirEntry[str], parent: str) -> bool:
-    """Tells whether a directory is a link to one of its parents, which would be walked for ever."""
+    """Tells whether a directory is a link to one of its parents."""
     if not entry.is_symlink():
         return False
     target = os.path.realpath(entry.path)

@@ -1,4 +1,4 @@
-"""The model repositories that the settings name, and the overlay, as one: `Repositories`."""
+"""`Repositories`: the configured model repositories and the overlay."""
 
 import logging
 import re
@@ -50,13 +50,9 @@ class _Place(NamedTuple):
 
 
 class Repositories:
-    """The model repositories and the overlay; blocking, and safe to use from several threads.
+    """The model repositories and the overlay; blocking, for several threads.
 
-    Args:
-        places: The repositories.
-        overlay: Keeps files that come with load requests; `None` = they are refused.
-        how: How models are read.
-        cache: The copies of remote files on this machine.
+    Without an overlay, load requests with files are refused.
     """
 
     def __init__(self, places: list[_Place], overlay: _Place | None, how: Reading, cache: FilesCache) -> None:
@@ -65,14 +61,14 @@ class Repositories:
         self._how = how
         self._cache = cache
         self._read: dict[tuple[str, str], tuple[str, StoredModel]] = {}
-        """(URL, model) → hash of its listing and the model read then, so that polling is cheap."""
+        """(URL, model) → hash of its listing and the model read then."""
 
     def names(self) -> list[str]:
         """Returns the names of all models, sorted, or raises `SettingsError`."""
         return sorted({name for place in self._places for name in place.files.models()})
 
     def scan(self) -> list[StoredModel]:
-        """Reads every model, sorted by name; an unusable one carries its error. Raises `SettingsError`."""
+        """Reads every model, sorted by name; an unusable one carries its error."""
         found: dict[str, StoredModel] = {}
         for place in self._places:
             for model in self._scan(place):
@@ -86,13 +82,9 @@ class Repositories:
         Args:
             name: The model's name.
             override: A configuration in JSON in place of `config.pbtxt`; empty = none. With `qinfer.files_of`, the name
-            may
-                be in no repository.
+            may be
+                in no repository.
             location: A directory of the overlay in place of the repositories' files; empty = none.
-
-        Raises:
-            ModelNotFound: No repository has the model, or the overlay lacks the location.
-            ModelLoadFailed: The repository can't be read now.
         """
         try:
             if location:
@@ -119,12 +111,12 @@ class Repositories:
             raise ModelLoadFailed(f"model '{name}' can't be read: {error.strerror}") from None
 
     def version_dir(self, stored_name: str, version: int, location: str = "", content_hash: str = "") -> Path:
-        """Returns a directory on this machine with the files of a model version, which it fetches if they are remote.
+        """Returns a local directory with the files of a model version, which it fetches if they are remote.
 
         Args:
             stored_name: The name of the model that owns the files.
             version: Its version.
-            location: Where its files are in the overlay; empty = in the repositories.
+            location: The directory of its files in the overlay; empty = in the repositories.
             content_hash: An earlier copy for this hash is used again.
         """
         try:
@@ -144,13 +136,7 @@ class Repositories:
             raise _unreadable(stored_name, error) from None
 
     def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
-        """Writes the files of a load request (`<version>/<file>` → content) into the overlay; returns their location.
-
-        Raises:
-            InvalidRequest: The name of the model or a file is invalid, or leads out of the overlay.
-            UnsupportedFeature: No overlay is set.
-            ModelLoadFailed: A file's name is too long, or the overlay can't be written.
-        """
+        """Writes a load request's files (`<version>/<file>` → content) into the overlay; returns the location."""
         if not is_model_name(model):
             raise InvalidRequest("model name must not contain path traversal characters")
         if not _is_short(model):
@@ -219,7 +205,6 @@ class Repositories:
         return [(place, listing) for place, listing in listings if listing is not None]
 
     def _holder(self, name: str) -> _Place:
-        """Returns the repository that has a model, without a look into it if there is only one."""
         if len(self._places) == 1 and is_model_name(name):
             return self._places[0]
         holders = self._holders(name)
@@ -241,7 +226,7 @@ class Repositories:
 
 
 def open_repositories(settings: RepositorySettings) -> Repositories:
-    """Opens the repositories in the settings without reading them, or raises `SettingsError`."""
+    """Opens the configured repositories without reading them, or raises `SettingsError`."""
     if settings.config_name and not _NAME.fullmatch(settings.config_name):
         raise SettingsError(
             f"QINFER_REPOSITORY__CONFIG_NAME must be a file's name without its ending, got '{settings.config_name}'"
@@ -260,7 +245,7 @@ def open_repositories(settings: RepositorySettings) -> Repositories:
 
 
 def gpu_count(settings: RepositorySettings) -> int:
-    """Returns the number of GPUs for instance groups that name none: from the settings, or of this machine."""
+    """Returns the number of GPUs for instance groups without them."""
     if settings.gpus >= 0:
         return settings.gpus
     return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
@@ -290,9 +275,9 @@ def _is_for_others_files(override: str) -> bool:
 
 
 def _is_settled(listing: Listing) -> bool:
-    """Tells whether local files are old enough that their times show any further change.
+    """Tells whether local files are old enough that their times show any change.
 
-    A file system's clock ticks every few milliseconds: two writes within a tick have the same time.
+    A file system's clock ticks every few milliseconds.
     """
     newest_ns = max((int(stamp.mark) for stamp in listing.files.values()), default=0)
     return newest_ns < time.time_ns() - _SETTLED_NS

@@ -1,6 +1,6 @@
-"""Reads one model from a repository's files: configuration, versions, labels, completion from the model file.
+"""Reads one model from a repository: configuration, versions, labels, completion from the model file.
 
-Models are in Triton's layout: `<model>/config.pbtxt` and `<model>/<version>/model.onnx` (reference §3.1).
+The layout is Triton's: `<model>/config.pbtxt` and `<model>/<version>/model.onnx` (reference §3.1).
 """
 
 import ast
@@ -32,7 +32,7 @@ CONFIG_BYTES = 4 * 2**20
 LABEL_BYTES = 10 * 2**20
 MODEL_PY_BYTES = 16 * 2**20
 UNREADABLE = "can't be read"
-"""The beginning of the error of a model that changed while it was read; the next read may succeed."""
+"""Begins the error of a model that changed while it was read; the next read may succeed."""
 
 _MODEL_FILES = (".onnx", ".pt", ".pt2", ".xml", ".plan", ".py")
 """Endings of the files in version directories."""
@@ -51,8 +51,8 @@ class Reading(NamedTuple):
 
     Attributes:
         autocomplete: Complete a missing or partial `config.pbtxt` from the model file.
-        config_name: Use a model's `configs/<name>.pbtxt` if it exists; empty = always `config.pbtxt`.
-        gpus: GPUs of the installation, for instance groups that name none.
+        config_name: Use a model's `configs/<name>.pbtxt` if it exists.
+        gpus: GPUs of the installation, for instance groups without them.
     """
 
     autocomplete: bool = True
@@ -73,7 +73,7 @@ class ModelFiles(NamedTuple):
 
 
 Lend = Callable[[str], ModelFiles]
-"""Finds the files of another model by its name, or raises `ModelLoadFailed`."""
+"""Finds the files of another model, or raises `ModelLoadFailed`."""
 
 
 def read_model(own: ModelFiles, how: Reading, lend: Lend, override: str = "", name: str = "") -> StoredModel:
@@ -83,11 +83,8 @@ def read_model(own: ModelFiles, how: Reading, lend: Lend, override: str = "", na
         own: Its files; all but the configuration may be another model's (`qinfer.files_of`).
         how: How to read it.
         lend: Finds the files of that other model.
-        override: A configuration in JSON that replaces the file; empty = none.
+        override: A configuration in JSON that replaces the file.
         name: Its name, where it differs from the directory's.
-
-    Raises:
-        SettingsError: The storage can't be reached.
     """
     name, digest, owner = name or own.directory, "", ""
     try:
@@ -138,7 +135,7 @@ class _Reader(NamedTuple):
         return f"; put {beside[0]} into {self.directory}/1/" if beside and not self.listing.versions() else ""
 
     def config_text(self) -> tuple[str, str]:
-        """Returns the name of the configuration's file, and its text; empty when there is none."""
+        """Returns name and text of the configuration's file."""
         named = f"{NAMED_CONFIGS}/{self.how.config_name}.pbtxt"
         source = named if self.how.config_name and named in self.listing.files else CONFIG
         return source, self._text(source, CONFIG_BYTES) if source in self.listing.files else ""
@@ -158,7 +155,7 @@ class _Reader(NamedTuple):
         if tensors is not None and not self.how.autocomplete:
             reshape_scalars(known, tensors)
             tensors = None
-        if pending:  # the worker that completes it may not know the installation's GPUs
+        if pending:  # the completing worker may not know the installation's GPUs
             place(known, self.how.gpus)
         normal = known if pending else normalise(known, self.name, there, tensors, self.how.gpus)
         self._check_warmup(normal)
@@ -173,7 +170,7 @@ class _Reader(NamedTuple):
         )
 
     def _tensors(self, known: ModelConfig, version: int) -> FileTensors | None:
-        """Reads the declarations of the highest version's model file, where this needs no runtime."""
+        """Reads the declarations of the newest model file, if that needs no runtime."""
         if known.backend not in ("onnxruntime", "openvino", "pytorch"):
             return None
         if not self.how.autocomplete and (known.backend == "pytorch" or not elements(known)):
@@ -200,7 +197,6 @@ class _Reader(NamedTuple):
             return None
 
     def _of_torch(self, known: ModelConfig, blob: Blob) -> FileTensors:
-        """Reads a PyTorch file; tensors in the configuration take precedence."""
         name = known.default_model_filename
         try:
             tensors = read_torch(blob, name)
@@ -216,10 +212,7 @@ class _Reader(NamedTuple):
         return tensors
 
     def _pending(self, known: ModelConfig, version: int) -> str:
-        """Returns the backend that must complete the configuration: `python` if its `model.py` has the hook.
-
-        The file is not executed here. The worker reports mistakes in it.
-        """
+        """Returns `python` if the `model.py`, which is not executed here, has the hook."""
         path = f"{version}/{known.default_model_filename}"
         if not self.how.autocomplete or known.backend != "python" or path not in self.listing.files:
             return ""
@@ -264,7 +257,7 @@ class _Reader(NamedTuple):
 
 
 def select_versions(config: ModelConfig, present: Iterable[int]) -> tuple[int, ...]:
-    """Returns the versions that the version policy selects (default: the latest), ascending."""
+    """Returns the versions that the version policy selects, by default the latest; ascending."""
     ascending = sorted(present)
     policy = config.version_policy
     choice = policy.WhichOneof("policy_choice")
