@@ -89,7 +89,7 @@ def check_exposure(settings: AuthSettings, host: str, variable: str = "QINFER_HT
     """Raises `SettingsError` if `auth.mode` is not set and other machines can reach the gateway."""
     if settings.mode == "" and not is_loopback(host):
         raise SettingsError(
-            f"{variable}={host} serves other machines, and who may call is not set; set QINFER_AUTH__MODE=keys "
+            f"{variable}={host} serves other machines, and authentication is not set; set QINFER_AUTH__MODE=keys "
             "(with QINFER_AUTH__KEYS_FILE), or QINFER_AUTH__MODE=none to let everyone"
         )
 
@@ -160,7 +160,7 @@ def revoke_key(path: Path, key_id: str) -> ApiKey:
         left = tuple(key for key in keys if key.id != key_id)
         if not left:
             raise SettingsError(
-                f"{path}: '{key_id}' is the only key, and gateways take no file without keys; make another first"
+                f"{path}: '{key_id}' is the only key, and gateways accept no file without keys; make another first"
             )
         _write(path, left)
     return entry
@@ -196,7 +196,7 @@ def _lifetime(key: ApiKey) -> timedelta | None:
     if key.expires_at is None:
         return None
     if key.created_at is None or key.created_at >= key.expires_at:
-        raise SettingsError(f"key '{key.id}' expires, and its entry does not say how long it was made for: give a time")
+        raise SettingsError(f"key '{key.id}' expires, and its entry does not tell its lifetime; give one")
     return key.expires_at - key.created_at
 
 
@@ -239,7 +239,7 @@ def _check(path: Path, keys: tuple[ApiKey, ...]) -> None:
         if any(other.id == key.id for other in keys[:number]):
             raise SettingsError(f"{where}.id '{key.id}' is taken; give each key its own")
         if any(other.sha256 == key.sha256 for other in keys[:number]):
-            raise SettingsError(f"{where}.sha256 is that of another entry; give each entry its own key")
+            raise SettingsError(f"{where}.sha256 is the same as in another entry; give each entry its own key")
         quota = key.rate_per_s, key.burst, key.max_in_flight, key.weight
         if quotas.setdefault(key.tenant, quota) != quota:
             raise SettingsError(

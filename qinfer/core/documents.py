@@ -42,7 +42,7 @@ class _Strict(yaml.BaseLoader):
             if key.value == "<<" and key.style is None:
                 raise yaml.constructor.ConstructorError(None, None, "merge keys (<<) are not read", key.start_mark)
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                what = f"'{key.value[:_SHOWN]}' is there twice"
+                what = f"'{key.value[:_SHOWN]}' appears twice"
                 raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 LENGTH = struct.Struct("<I")
 """Each message is msgpack, preceded by its length."""
 MAX_BYTES = 2**32 - 1
-"""The longest possible message."""
 
 SWITCH_INTERVAL_S = 0.0001
 """The longest wait of a thread for the GIL. Python's own 5 ms exceed the time of many batches, and each of a small

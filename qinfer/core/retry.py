@@ -45,7 +45,7 @@ class Backoff:
 
 
 class OutageLog:
-    """Logs an outage: its begin, each new reason, and its end.
+    """Logs an outage: its start, each new reason, and its end.
 
     Args:
         logger: The logger.

@@ -47,7 +47,7 @@ def plan_of(text: str) -> CachePlan | None:
         return None
     name, *words = [word.strip() for word in text.split(",")]
     if name not in _OPTIONS:
-        raise ValueError(f"there is no cache '{name[:40]}'; it takes local,size=BYTES or redis,ttl=SECONDS,size=BYTES")
+        raise ValueError(f"unknown cache '{name[:40]}'; use local,size=BYTES or redis,ttl=SECONDS,size=BYTES")
     options: dict[str, int] = {}
     for word in words:
         key, _, value = word.partition("=")

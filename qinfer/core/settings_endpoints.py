@@ -10,8 +10,8 @@ class EndpointSettings(Section):
 
     path: str = Field(
         "",
-        description="Directory of declarations of endpoints, one file (YAML, TOML, JSON) each; a gateway writes each "
-        "content of a file once, when it starts. Empty = endpoints are declared by the API only.",
+        description="Directory of declarations of endpoints, one file (YAML, TOML, JSON) each; a gateway stores "
+        "each new content of a file when it starts. Empty = endpoints are declared by the API only.",
     )
     max_shadows: int = Field(
         256, gt=0, description="Maximum shadows in flight in one gateway; further ones are dropped and counted."
@@ -22,7 +22,7 @@ class EndpointSettings(Section):
     sample_bytes: int = Field(
         65_536,
         ge=0,
-        description="Bytes of samples of disagreement that a gateway keeps of a shadow target; 0 = none.",
+        description="Bytes of samples of disagreement that a gateway keeps of a shadow target; 0 = no samples.",
     )
     redact_samples: bool = Field(
         False, description="Keep no values in samples of disagreement, which may be secret; only where outputs differ."

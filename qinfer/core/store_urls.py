@@ -90,7 +90,7 @@ def is_below(url: str, prefix: str) -> bool:
 def folders_of(tenant: str, allow: Sequence[str]) -> tuple[str, ...]:
     """Returns a tenant's own folder in each allowed store.
 
-    A store within another store has none: its folder would be in the folder of a tenant with the store's name.
+    A store within another store has no such folders: they would be in the folder of a tenant with the store's name.
     """
     if tenant in ("", ".", ".."):  # keys may have such tenants, and no folder has such a name
         return ()
@@ -178,7 +178,6 @@ def _check_authority(scheme: str, authority: str, url: str) -> None:
 
 
 def _holds(prefix: _Place, place: _Place) -> bool:
-    """Tells whether a place is the prefix, or within it."""
     return prefix[:2] == place[:2] and place[2][: len(prefix[2])] == prefix[2]
 
 

@@ -139,7 +139,7 @@ class ModelControl:
         dependents = unneeded(model, desired, await self._store.models(desired)) if unload_dependents else []
         for name in (model, *dependents):
             await self._store.set_desired(msgspec.structs.replace(desired[name], load=False))
-            logger.info("model unload asked for", extra={"model": name})
+            logger.info("model unload requested", extra={"model": name})
         await self._store.wake()
         await self._refresh()
 
@@ -236,7 +236,7 @@ class ModelControl:
         if changed:
             await renew_users([found.model], self._store)
             await self._store.wake()
-            logger.info("model load asked for", extra={"model": found.model, "generation": written.generation})
+            logger.info("model load requested", extra={"model": found.model, "generation": written.generation})
         try:
             await self._until_ready(written)
         except _Superseded:
@@ -246,7 +246,6 @@ class ModelControl:
             raise
 
     async def _drop_unused(self, source: Repositories, model: str, locations: set[str]) -> None:
-        """Removes files of load requests, unless the stored configuration names them."""
         if not locations:
             return
         try:
@@ -289,7 +288,7 @@ class ModelControl:
                     await self._store.wait(_LOOK_S)
         except TimeoutError:
             raise ModelNotReady(
-                f"failed to load '{model}' within {self._settings.load_timeout_s:g} s, {reason}; it stays asked for"
+                f"failed to load '{model}' within {self._settings.load_timeout_s:g} s, {reason}; it stays requested"
             ) from None
 
     async def _present(self, target: StoredModel) -> StoredModel:

@@ -106,7 +106,7 @@ def _order(text: str) -> _Id:
 
 
 def _just_before(question: str) -> str:
-    """Returns the id to read answers from: one may have the same millisecond as its question."""
+    """Returns an id before the question's, since an answer may have the same millisecond."""
     return str(_order(question)[0] - 1)
 
 

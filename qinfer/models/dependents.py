@@ -92,7 +92,7 @@ async def _renew(name: str, store: ControlStore) -> None:
         if await store.put_model(renewed):
             await store.set_desired(msgspec.structs.replace(wish, generation=renewed.generation))
             return
-    raise QinferError(f"ensemble '{name}' is being changed by others all the time; try again")
+    raise QinferError(f"ensemble '{name}' is changed by others all the time; try again")
 
 
 def labels_of(model: StoredModel, stored: Mapping[str, StoredModel]) -> dict[str, tuple[str, ...]]:

@@ -114,7 +114,6 @@ def _check_outputs(ensemble: ModelSpec, step: EnsembleStep, model: ModelSpec, te
 
 
 def _compare(ensemble: ModelSpec, tensor: str, node: _Node, tensors: dict[str, _Node]) -> None:
-    """Compares a model's declaration of an ensemble tensor with the first one."""
     before = tensors.setdefault(tensor, node)
     where = f"in ensemble {ensemble.name}, ensemble tensor {tensor}:"
     if before.datatype != node.datatype:

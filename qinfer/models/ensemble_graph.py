@@ -6,8 +6,8 @@ A `Flow` is pure: it says which steps may run, and drops tensors that no step ne
 wanted output depends on are left out, as in Triton.
 
 Decoupled steps divide an ensemble into *stages*: the steps before the first one, those behind it, and so on. No step
-may
-read tensors from different stages. Each response of the step that ends a stage starts a flow through the next.
+reads tensors of two decoupled steps, or of a decoupled step and of none. Each response of the step that ends a stage
+starts a flow through the next.
 """
 
 from collections import Counter
@@ -343,7 +343,6 @@ class _Planner:
 
 
 def _in_order(spec: ModelSpec, resolved: Sequence[Resolved]) -> Iterator[tuple[EnsembleStep, Resolved]]:
-    """Yields the steps, each after those whose outputs it reads."""
     order = runnable([tensor.name for tensor in spec.inputs], spec.steps)
     if len(order) < len(resolved):
         raise ModelLoadFailed(f"the steps of ensemble '{spec.name}' wait for one another")

@@ -27,7 +27,7 @@ def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool
 
 
 def refit(shape: tuple[int, ...], rows: int, reshapes: Iterable[Reshape]) -> tuple[tuple[int, ...], int]:
-    """Returns a tensor's shape and rows after reshapes; a misfit changes the number of elements."""
+    """Returns a tensor's shape and rows after reshapes; if it does not fit one, its number of elements changes."""
     for reshape in reshapes:
         shape = reshape.of(fit(shape, rows, reshape.before, batched=reshape.batched))
         rows = shape[0] if reshape.batched and shape else 0

@@ -90,7 +90,7 @@ async def refuse_lost(store: ControlStore) -> None:
     """Raises `BrokerUnavailable` while lost data is not restored."""
     installation = await store.installation()
     if not installation or is_claimed(installation):
-        raise BrokerUnavailable("Redis has lost its data, and models are being written again; try again")
+        raise BrokerUnavailable("Redis has lost its data, and models are being restored; try again")
 
 
 async def read_snapshot(store: ControlStore) -> Snapshot:
@@ -157,9 +157,9 @@ class Guard:
             return
         self._is_told = True
         logger.error(
-            "Redis has lost its data; what this gateway knows of it is written again",
+            "Redis has lost its data; this gateway restores the part that it knows",
             extra={
-                "lost": "requests, results, jobs and statistics" if found.whole else "a part, as with a cluster's node",
+                "lost": "requests, results, jobs and statistics" if found.whole else "a part, as of a cluster's node",
                 "models": found.wishes,
                 "configurations": found.configs,
                 "settings": found.settings,
@@ -178,7 +178,7 @@ class Guard:
         for name in missing.intersection(found.settings):
             await self._store.put_setting(name, before.settings[name])
         if await self._store.exchange_installation(claim, installation) == installation:
-            logger.warning("what was known of Redis' data is written again", extra={"installation": installation})
+            logger.warning("the known part of Redis' data is restored", extra={"installation": installation})
         await self._store.wake()
 
     async def _restore_model(self, wish: Desired, queue: Queue) -> None:

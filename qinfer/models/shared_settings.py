@@ -14,7 +14,6 @@ from qinfer.observe import logs
 from qinfer.observe.logs import Switches
 
 LOGGING = "logging"
-"""The group of the log settings."""
 TRACE = "trace"
 """The group of the trace settings; `trace:<model>` has those of one model."""
 

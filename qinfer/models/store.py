@@ -393,7 +393,7 @@ class StoredRecords:
             try:
                 found[name] = _number(value)
             except ValueError:
-                self._failed("counts", f"{whose}: {name}", "it is no number")
+                self._failed("counts", f"{whose}: {name}", "it is not a number")
             else:
                 self._is_well("counts", f"{whose}: {name}")
         return found

@@ -28,7 +28,7 @@ ALL = "*"
 
 _TOLD = 5
 _EMPTY = (
-    "the model repository has no model, and {count} are to be served ({names}): nothing was changed; is it mounted? "
+    "the model repository has no model, but {count} should be served ({names}); nothing was changed. Is it mounted? "
     "To unload all of them: qinfer models sync --may-empty"
 )
 
@@ -121,7 +121,7 @@ async def _sync_at_start(
     try:
         return await sync(repository, store, delivery, min_workers=settings.min_workers, may_empty=may_empty)
     except EmptyRepository as error:
-        logger.warning("models left as they were", extra={"reason": error.message})
+        logger.warning("models left unchanged", extra={"reason": error.message})
         return []
 
 
@@ -173,7 +173,7 @@ async def _sync_model(
                 model=model.model,
                 generation=kept.generation,
                 versions=kept.versions,
-                error=f"{model.error}; what was loaded before serves on",
+                error=f"{model.error}; the model loaded before stays in service",
             )
     if model.error == NOT_UNIQUE and wish is not None and not wish.load:
         return SyncedModel(model=model.model, generation=wish.generation, error=model.error)
@@ -185,7 +185,6 @@ async def _sync_model(
 
 
 async def _unload(kept: StoredModel, wish: Desired, reason: str, store: ControlStore) -> SyncedModel:
-    """Unloads a model, and stores the reason for the index."""
     failed = msgspec.structs.replace(kept, generation=kept.generation + 1, error=reason)
     await store.put_model(failed)
     await store.set_desired(msgspec.structs.replace(wish, load=False))

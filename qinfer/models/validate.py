@@ -66,7 +66,6 @@ def check_announced(name: str, datatype: str, shape: Sequence[int], spec: ModelS
 
 
 def _checked_dims(tensor: Tensor, expected: TensorSpec, spec: ModelSpec) -> Sequence[int]:
-    """Checks an input; returns its dimensions without the batch dimension."""
     if tensor.datatype != expected.datatype:
         raise InvalidRequest(
             f"inference input '{tensor.name}' data-type is '{tensor.datatype}', but model '{spec.name}' expects "
@@ -217,7 +216,6 @@ def _check_count(strings: int, spec: ModelSpec) -> None:
 
 
 def _check_strings(tensor: Tensor, expected: int, model: str) -> None:
-    """Checks that every length indicator and string of a BYTES tensor is whole."""
     data, end = tensor.data, tensor.nbytes
     where = f"for inference input '{tensor.name}' for model '{model}'"
     position = count = 0

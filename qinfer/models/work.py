@@ -192,7 +192,6 @@ def _lanes(
 def _earlier_lanes(
     versions: Iterable[tuple[str, int]], stored: Mapping[str, StoredModel], workers: Sequence[WorkerRecord]
 ) -> dict[tuple[str, int], list[Lane]]:
-    """Returns lanes of earlier configurations, of versions that no worker has READY."""
     found: dict[tuple[str, int], list[Lane]] = {}
     for model, version in versions:
         own = _online(stored[model].config)

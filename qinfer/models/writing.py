@@ -94,7 +94,7 @@ async def _store(new: StoredModel, wish: Desired | None, store: ControlStore, no
             return Written(current, changed=False)
         if await store.put_model(stored):
             return Written(stored, changed=True)
-    raise QinferError(f"model '{new.model}' is being changed by others all the time; try again")
+    raise QinferError(f"model '{new.model}' is changed by others all the time; try again")
 
 
 def has_same_content(one: StoredModel, other: StoredModel) -> bool:

@@ -158,7 +158,7 @@ ENDPOINT_REVISION = _gauge(
 )
 ENDPOINTS_UNHEARD = _counter(
     "qinfer_endpoints_unheard_total",
-    "Requests that this gateway gave to a stable target because it had heard of no changes of endpoints for 2 seconds.",
+    "Requests that this gateway sent to a stable target because it had not read the endpoints for 2 seconds.",
     _OWN,
     _PROCESS,
 )

@@ -120,7 +120,6 @@ def _descriptors() -> tuple[int, int]:
 
 
 def _stat(proc: Path, pid: int) -> ProcessUse | None:
-    """Returns the use of one process, with its ended children's CPU time."""
     try:
         words = (proc / str(pid) / "stat").read_text().rpartition(") ")[2].split()
         ticks = sum(int(word) for word in words[_UTIME : _CSTIME + 1])
@@ -130,7 +129,6 @@ def _stat(proc: Path, pid: int) -> ProcessUse | None:
 
 
 def _descendants(proc: Path, pid: int) -> Iterator[int]:
-    """Yields the running descendants of a process."""
     try:
         threads = list((proc / str(pid) / "task").iterdir())
     except OSError:
@@ -216,7 +214,7 @@ class GpuMeter:
         try:
             memory, uuid = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetUUID(handle)
         except nvml.NVMLError as error:
-            logger.debug("a GPU can't be asked", extra={"gpu": number, "reason": str(error)})
+            logger.debug("a GPU does not answer", extra={"gpu": number, "reason": str(error)})
             return None
         return GpuUse(
             number=number,

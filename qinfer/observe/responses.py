@@ -45,7 +45,7 @@ class ResponseTally:
         self._deltas: defaultdict[str, int] = defaultdict(int)
 
     def responded(self, index: int, end: ResponseEnd, infer_ns: int) -> None:
-        """Counts a response, `infer_ns` after the previous one or the begin of the execution."""
+        """Counts a response, `infer_ns` after the previous one or the start of the execution."""
         if index >= MOST_INDEXES:
             return
         self._add(index, end, infer_ns)

@@ -43,13 +43,12 @@ BOUNDS: Mapping[str, Sequence[float]] = {
 """Histogram → its finite upper bounds."""
 
 SUCCESS_COUNT = "success_count"
-"""Requests answered with outputs."""
 SUCCESS_NS = "success_ns"
 """From enqueueing to the outputs, over all requests answered with outputs."""
 FAIL_NS = "fail_ns"
 """From enqueueing to the failure, over all failed requests."""
 LAST_INFERENCE_MS = "last_inference_ms"
-"""The begin of the last execution since the epoch, in the broker's time."""
+"""The start of the last execution: milliseconds since the epoch, in the broker's time."""
 LATEST = frozenset((LAST_INFERENCE_MS,))
 """The fields that keep the greatest value, instead of a sum."""
 INFERENCE_COUNT = "inference_count"
@@ -73,9 +72,7 @@ CACHE_HIT_COUNT, CACHE_HIT_NS = "cache_hit_count", "cache_hit_ns"
 CACHE_MISS_COUNT, CACHE_MISS_NS = "cache_miss_count", "cache_miss_ns"
 """Failed look-ups in the response cache; the time includes storing."""
 REDELIVERIES = "redeliveries"
-"""Repeated deliveries of requests to workers."""
 RETRIES = "retries"
-"""Repeated executions of requests whose batch raised."""
 DEAD_LETTERS = "dead_letters"
 FAILURES = "failures:"
 """Requests that failed in a worker: `failures:<error code>`."""
@@ -178,7 +175,7 @@ class StatsTally:
             input_ns: The time to make the inputs.
             infer_ns: From the inputs to the end of the model's execution.
             output_ns: From then to the outputs.
-            begin_s: The begin in the broker's time; 0 = unknown.
+            begin_s: The start in the broker's time; 0 = unknown.
         """
         deltas, batch_ns = self._deltas, input_ns + infer_ns + output_ns
         requests, waited_ns = len(queue_ns), sum(queue_ns)
@@ -258,7 +255,6 @@ class StatsTally:
         return deltas
 
     def _drain_sizes(self) -> dict[str, int]:
-        """Returns the fields of each batch size, and adds up their totals."""
         fields: dict[str, int] = {}
         for rows, totals in self._sizes.items():
             executions, *ns = totals

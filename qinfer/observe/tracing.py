@@ -33,7 +33,6 @@ MODEL, VERSION, REQUEST_ID, JOB_ID, BATCH_ID, BATCH_SIZE, ATTEMPT, TENANT, ERROR
     "qinfer.tenant",
     "error.type",
 )
-"""The attributes of spans."""
 HTTP_METHOD, HTTP_STATUS = "http.request.method", "http.response.status_code"
 RPC_SYSTEM, RPC_SERVICE, RPC_METHOD, RPC_STATUS = "rpc.system", "rpc.service", "rpc.method", "rpc.grpc.status_code"
 """OpenTelemetry's attributes of server spans."""
@@ -113,7 +112,7 @@ def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") ->
         return Tracer(_processors(environ), Resource.create(attributes))
     except ValueError as error:  # the SDK's own text, mostly with the variable
         raise SettingsError(
-            f"a variable of OpenTelemetry (OTEL_…) can't be used: {error}; mend it, or set OTEL_SDK_DISABLED=true"
+            f"a variable of OpenTelemetry (OTEL_…) can't be used: {error}; correct it, or set OTEL_SDK_DISABLED=true"
         ) from None
 
 
@@ -167,7 +166,7 @@ class Tracer:
     def start(self, name: str, parent: str, begin_s: float, links: Sequence[str] = ()) -> Span:
         """Begins a span, which is recorded if the sampler chooses it.
 
-        `parent` and `links` are `traceparent`s; without a valid parent, it has a trace of its own.
+        `parent` and `links` are `traceparent`s; without a valid parent, the span has a trace of its own.
         """
         trace = self._api
         others = [context for link in links if (context := self._context(link)).is_valid]
@@ -217,12 +216,12 @@ def _otlp(environ: Mapping[str, str]) -> "OTLPSpanExporter":
     for variable in _PROTOCOLS:
         protocol = environ.get(variable, _PROTOCOL).strip()
         if protocol and protocol != _PROTOCOL:
-            raise SettingsError(f"{variable}={protocol[:100]} is not supported; use {_PROTOCOL}, on port 4318 mostly")
+            raise SettingsError(f"{variable}={protocol[:100]} is not supported; use {_PROTOCOL}, usually on port 4318")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
         raise SettingsError(
-            f"{_asking(environ)} asks for traces over OTLP, whose exporter is not installed; "
+            f"{_asking(environ)} asks for traces over OTLP, but the exporter is not installed; "
             "pip install 'qinfer-ml[tracing]'"
         ) from None
     return OTLPSpanExporter()

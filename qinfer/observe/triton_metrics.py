@@ -16,7 +16,6 @@ from qinfer.observe.exposition import Family, Sample, by_model, family, labels_o
 from qinfer.observe.host import GpuUse, HostUse
 
 Key = tuple[str, int]
-"""A model version: (model, version)."""
 
 
 class Reason(StrEnum):
@@ -140,7 +139,6 @@ def families(
 
 
 def _tagged(sample: Sample, tags: Mapping[str, Mapping[str, str]]) -> Sample:
-    """Puts a model's tags before its labels, which are in alphabetical order."""
     own = tags.get(dict(sample.labels)["model"], {})
     return sample._replace(labels=(*((f"_{name}", own[name]) for name in sorted(own)), *sample.labels))
 

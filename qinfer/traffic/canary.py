@@ -6,7 +6,7 @@
 
 Each check compares the canary's share of bad requests with stable's by one test (`qinfer.traffic.evidence`), whose
 evidence lasts from the first step to the last. The plan's rate of false rollbacks is divided evenly over the checks.
-Limits from stable's latencies at the begin of a step define slow requests, so that load on both targets proves nothing
+Limits from stable's latencies at the start of a step define slow requests, so that load on both targets proves nothing
 against the canary. Of several tenants none decides alone (`qinfer.traffic.tenant_parts`).
 
 A step lasts its least time and number of requests, and longer while a check's evidence is more than half of the way to
@@ -39,7 +39,7 @@ DEADLINE, _DEADLINE_QUANTILE = "deadline", 0.99
 _CLOSE = 0.5
 """Evidence beyond this part of the way to a decision (of its logarithm) holds a canary back."""
 _OF_OTHERS = 0.75
-"""The part that the evidence must reach without any one tenant."""
+"""The part of that way that the evidence must reach without any one tenant."""
 
 Latencies = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 """`execution` and `latency` → stratum → tenant → seconds."""
@@ -126,7 +126,7 @@ class CanaryState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         stable: The version number of the stable target.
         canary: The version number of the canary.
         revision: The endpoint's revision, which each transition raises.
-        since_s: The begin of the step.
+        since_s: The start of the step.
         requests: The canary's requests of this step.
         stable_at_s: The time of stable's last requests.
         canary_at_s: The time of the canary's last requests.
@@ -292,7 +292,6 @@ def begin(plan: CanaryPlan, stable: int, canary: int, revision: int, now_s: floa
 
 
 def _no_evidence(plan: CanaryPlan, steps: int) -> dict[str, Evidence]:
-    """Returns the evidence after steps without requests."""
     none = Evidence()
     for _ in range(steps):
         none = none.begun(1.0 / len(plan.steps))
@@ -350,7 +349,7 @@ def _why_not_counted(state: CanaryState, seen: Seen) -> str:
     if state.ended:
         return f"it has ended: {state.ended}"
     if (seen.revision, seen.step) != (state.revision, state.step):
-        return f"what was counted belongs to revision {seen.revision}, step {seen.step + 1}"
+        return f"the counts belong to revision {seen.revision}, step {seen.step + 1}"
     return ""
 
 
@@ -380,7 +379,6 @@ def _why_not_yet(plan: CanaryPlan, state: CanaryState, now_s: float, names: Coll
 
 
 def _doubts(plan: CanaryPlan, state: CanaryState, verdicts: Sequence[Verdict], names: Collection[str]) -> Iterator[str]:
-    """Yields the reasons against a promotion at the end of a step."""
     for verdict in verdicts:
         if verdict.has_decided:
             yield f"one tenant alone is no reason to roll back; decide by hand: {verdict}"

@@ -29,7 +29,6 @@ from qinfer.traffic.trials import Change, Trial, advanced, begun, belongs, confi
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-"""Seconds between two rounds."""
 
 MOVES_S = 10.0
 """Seconds after a rollback during which requests are still moved."""
@@ -70,7 +69,7 @@ class CanaryController:
                         await self._trials.leave(self._owner)
 
     async def _work(self) -> None:
-        outage = OutageLog(logger, "canaries not looked after", "canaries looked after again")
+        outage = OutageLog(logger, "canaries not checked", "canaries checked again")
         while True:
             try:
                 await self.round()

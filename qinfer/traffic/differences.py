@@ -198,7 +198,6 @@ def compared(rule: Rule, stable: Values, canary: Values) -> Rows:
 
 
 def _alike(rule: Rule, stable: Array, canary: Array) -> Rows:
-    """Compares arrays of one shape."""
     if rule.agree == "equal":
         return Rows(_equal(rule, stable, canary), np.full(len(stable), math.nan))
     ours, theirs = stable.astype(np.float64), canary.astype(np.float64)

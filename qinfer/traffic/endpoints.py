@@ -209,7 +209,6 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
 
 
 def _explained(error: msgspec.ValidationError, document: Any) -> str:
-    """Returns an error with the place in the declaration, the value there, and the possible values."""
     what, _, place = str(error).partition(" - at `$")
     place = place.strip(".`")
     if not place:
@@ -266,7 +265,7 @@ def _problems(endpoint: Endpoint) -> Iterator[str]:
     if len({target.label for target in targets if target.role is not Role.SHADOW}) < len(
         [target for target in targets if target.role is not Role.SHADOW]
     ):
-        yield "a target is there twice; add up the weights"
+        yield "a target appears twice; add up the weights"
     for target in targets:
         yield from _problems_of(target)
     if len(stable) == 1:

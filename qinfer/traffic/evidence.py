@@ -66,7 +66,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if not all(0 <= one.bad <= one.requests for one in (self.stable, self.canary)):
-            raise InvalidRequest(f"{self} can't be: of a target's requests 0 to all are bad")
+            raise InvalidRequest(f"{self} is impossible: a target has more bad requests than requests")
 
     def __add__(self, other: "Block") -> "Block":
         return Block(self.stable + other.stable, self.canary + other.canary)

@@ -100,8 +100,8 @@ class Endpoints:
             model, version = self._version_of(routed, request.version)
             if self.is_deaf and (model, version) != routed.stable.place:
                 raise BrokerUnavailable(
-                    f"no changes of endpoints were heard of for {DEAF_AFTER_S:g} s; of '{request.model}' only the "
-                    f"stable target, {routed.stable.label}, can be asked; try again"
+                    f"this gateway has not read the endpoints for {DEAF_AFTER_S:g} s; until it can, '{request.model}' "
+                    f"answers only by its stable target, {routed.stable.label}; try again"
                 )
         elif self.is_deaf:
             self.unheard += 1
@@ -257,7 +257,7 @@ class EndpointWatch:
 
     async def run(self) -> None:
         """Follows the declarations until cancelled."""
-        outage = OutageLog(logger, "endpoints not heard of", "endpoints heard of again")
+        outage = OutageLog(logger, "endpoints can't be read", "endpoints can be read again")
         self.view.heard_s = self._looked_s  # a process may have been stopped since
         while True:
             try:
@@ -277,11 +277,10 @@ class EndpointWatch:
                 await self.store.put(self.view.by_name[name].endpoint, 0, self.view.revision)
             except (Conflict, EndpointNotFound):
                 continue
-        logger.warning("endpoints written again, Redis had lost them", extra={"endpoints": len(lost)})
+        logger.warning("endpoints restored, Redis had lost them", extra={"endpoints": len(lost)})
         return await self.store.read()
 
     async def _pin(self, endpoints: Mapping[str, Endpoint]) -> None:
-        """Renews the pins of the targets, and removes those of former targets."""
         now_s = asyncio.get_running_loop().time()
         is_due = now_s - self._pinned_s >= PIN_TTL_S / 4
         for name, endpoint in endpoints.items():

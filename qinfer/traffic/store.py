@@ -79,7 +79,7 @@ class EndpointStore:
         if not is_done:
             if not revision:
                 raise unknown(name)
-            raise Conflict(f"endpoint '{name}' has revision {revision} by now, not {seen}; read it, and change that")
+            raise Conflict(f"endpoint '{name}' now has revision {revision}, not {seen}; read it again and change that")
         await self._control.wake()
         return int(revision)
 

@@ -135,7 +135,7 @@ def belongs(trial: Trial, endpoint: Endpoint) -> bool:
 
 
 def begun(endpoint: Endpoint, trial: Trial | None, ready: Collection[int], now_s: float) -> Change | None:
-    """Returns the begin of the trial that is due, if any."""
+    """Returns the start of the trial that is due, if any."""
     version = candidate(endpoint, ready)
     if endpoint.canary is None or not version:
         return None
@@ -182,15 +182,14 @@ def by_hand(
 
 
 def _why_none(endpoint: Endpoint, trial: Trial | None) -> str:
-    """Returns why no canary is on trial, and how one begins."""
     if trial is None:
-        return "its first begins when a version of the canary target is ready"
+        return "the first trial begins when a version of the canary target is ready"
     version = _shown(trial.model, trial.state.canary)
     if trial.is_rolled_back:
         return f"{version} was rolled back; resume tries it again while it is ready"
     if trial.state.ended:
-        return f"{version} was promoted; the next begins with another version, or when the endpoint is put again"
-    return f"the endpoint was put since the trial of {version} began, which begins anew within a second or two"
+        return f"{version} was promoted; the next trial begins with another version, or when the endpoint is put again"
+    return f"the endpoint was put again during the trial of {version} began, which restarts within two seconds"
 
 
 def _decided_by_hand(
@@ -302,7 +301,6 @@ def parts_of(counts: Mapping[str, int]) -> dict[str, Blocks]:
 
 
 def _place_of(count: str) -> tuple[str, str, str]:
-    """Returns tenant, check and stratum from the name of a count."""
     _, check, stratum, _, *tenant = count.split("|", 4)
     return "".join(tenant), check, stratum
 

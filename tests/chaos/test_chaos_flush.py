@@ -89,7 +89,7 @@ async def test_redis_comes_back_empty(tmp_path: Path, capsys: pytest.CaptureFixt
     with capsys.disabled():
         sys.stdout.write(f"\nCHAOS_SEED={SEED}: {line}\n")
     assert problems == [], line
-    assert errors["Redis has lost its data; what this gateway knows of it is written again"] >= len(cluster.urls)
+    assert errors["Redis has lost its data; this gateway restores the part that it knows"] >= len(cluster.urls)
 
 
 async def _until_recovered(cluster: Cluster, names: tuple[str, ...]) -> None:

@@ -29,21 +29,21 @@ SUPPORTED = {
     "input.name": "",
     "input.data_type": "",
     "input.dims": "-1 is variable.",
-    "input.reshape": "The shape that the model sees; variable dimensions keep their order and what is between them.",
+    "input.reshape": "The shape for the model; variable dimensions keep their order and the elements between them.",
     "input.optional": "",
     "input.allow_ragged_batch": "Requests of different shapes share a batch; with a batch dimension, without "
     "sequences, for the backends `onnxruntime`, `pytorch` and `python`.",
     "output.name": "",
     "output.data_type": "",
     "output.dims": "-1 is variable.",
-    "output.reshape": "The shape that the model sees; variable dimensions keep their order and what is between them.",
+    "output.reshape": "The shape for the model; variable dimensions keep their order and the elements between them.",
     "batch_input": "All kinds; models of the backend `python` get each request's own tensors and no batch inputs.",
     "batch_output": "Not for the backend `python`, whose models answer each request by itself.",
     "output.label_filename": "A text file in the model's directory, one label per line, at most 10 MB.",
     "optimization.graph": "The level of graph optimisation; for the backends that have levels.",
     "optimization.execution_accelerators": "For the backends `tensorrt` and `onnxruntime`, which refuses others.",
     "dynamic_batching": "All fields; `preserve_ordering` contradicts several priority levels and the action DELAY.",
-    "sequence_batching.max_sequence_idle_microseconds": "1 s by default; counts while nothing of the sequence waits.",
+    "sequence_batching.max_sequence_idle_microseconds": "1 s by default, while no request of the sequence waits.",
     "sequence_batching.control_input": "START, END, READY, and CORRID as a number or text.",
     "sequence_batching.direct": "A sequence has one row of one instance's batches to itself.",
     "sequence_batching.oldest": "A dynamic batcher of each instance gets one request of each candidate.",
@@ -75,7 +75,7 @@ SUPPORTED = {
     "default_model_filename": "A path within the version directory.",
     "parameters": "Read by the backends; those that begin with `qinfer.` are listed below.",
     "model_transaction_policy.decoupled": "A request has 0, 1 or many responses; an ensemble is decoupled if one of "
-    "its steps is, whatever it says.",
+    "its steps is, regardless of its own setting.",
     "response_cache.enable": "Needs `QINFER_CACHE__CONFIG`; not for decoupled models and those with sequences.",
     "metric_tags": "Labels of its series among [Triton's metrics](metrics.md#tritons-names), with `_` in front.",
     "model_warmup": "Zeros, random data from 0 to 1, or a file in the model's directory `warmup` that begins with one "
@@ -127,7 +127,7 @@ def is_set(message: Message, path: str) -> bool:
 
 
 _WITHOUT_FILE = {
-    "pytorch": "a PyTorch file does not declare it, but for one of torch.export: write it into config.pbtxt",
+    "pytorch": "only a PyTorch file of torch.export declares it: write it into config.pbtxt",
     "tensorrt": "only TensorRT can read it from a plan, on the plan's GPU: write it into config.pbtxt",
 }
 """Backend → why inputs and outputs can't be completed from its model file."""
@@ -239,7 +239,6 @@ def _reshape_problems(where: str, dims: list[int], shape: list[int]) -> Iterator
 
 
 def _sizes(dims: list[int]) -> list[int]:
-    """Returns the elements before, between and behind the variable dimensions."""
     sizes = [1]
     for size in dims:
         if size == -1:

@@ -31,7 +31,7 @@ def complete(config: ModelConfig, tensors: FileTensors) -> None:
     """
     if not tensors.inputs:
         raise ModelLoadFailed(
-            f"the model file of '{config.name}' declares no input: all that it computes is constant; export it with one"
+            f"the model file of '{config.name}' declares no input, so that its outputs are constant; export it with one"
         )
     mine, kept = own_inputs(config) | own_batch_inputs(config), state_outputs(config)
     inputs = [tensor for tensor in tensors.inputs if tensor.name not in mine]
@@ -258,7 +258,7 @@ def _fill_backend(config: ModelConfig, files: Collection[str]) -> None:
             expected = ", ".join(known.file for known in _BACKENDS)
             raise ModelLoadFailed(
                 f"must specify 'platform' or 'backend' for {config.name}; "
-                f"its version directories have none of {expected} to tell it"
+                f"its version directories have none of {expected}, which would identify it"
             )
         config.backend, config.platform, config.default_model_filename = deduced
         return

@@ -70,7 +70,6 @@ def _contradictions(config: ModelConfig) -> Iterator[str]:
 
 
 def _map_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields incomplete steps, and tensors that several steps write."""
     written: set[str] = set()
     for index, step in enumerate(config.ensemble_scheduling.step):
         missing = [] if step.model_name else ["model_name"]
@@ -91,7 +90,6 @@ def _map_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def _flow_problems(config: ModelConfig) -> Iterator[str]:
-    """Yields unread inputs, unwritten outputs, and tensors that no step can write or read."""
     name, steps = config.name, to_steps(config)
     inputs, outputs = [i.name for i in config.input], [o.name for o in config.output]
     read = {tensor for step in steps for tensor in step.inputs.values()}

@@ -161,7 +161,6 @@ def _varint(view: Blob, position: int) -> tuple[int, int]:
 
 
 OPENVINO_MAX_BYTES = 256 * 2**20
-"""The largest `model.xml` that is read."""
 
 _OPENVINO_DATATYPES = {
     "FP64": "FP64", "FP32": "FP32", "FP16": "FP16", "BF16": "BF16", "I8": "INT8", "I16": "INT16", "I32": "INT32",

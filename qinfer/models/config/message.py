@@ -115,7 +115,6 @@ def _nearest(unknown: str, known: list[str]) -> str:
 
 
 def _path_to(message: str) -> str:
-    """Returns the configuration's field that has messages of a type; empty = it lies deeper."""
     fields = ModelConfig.DESCRIPTOR.fields
     return next((f.name for f in fields if f.message_type is not None and f.message_type.full_name == message), "")
 

@@ -191,8 +191,8 @@ PARAMETERS = {
     "time of a hit tells what others have asked.",
     SPLIT: f"`true` = a request of more than `max_batch_size` rows is executed in at most {MAX_PARTS} parts instead of "
     "being refused; not for decoupled models, those with sequences and ragged batches.",
-    SLO_LATENCY: "The time within which a request is to be answered, for [alerts](../how-to/monitor.md#objectives).",
-    SLO_TARGET: "The share of requests that is to be answered well and in that time, such as `0.999`.",
+    SLO_LATENCY: "The time within which a request should be answered, for [alerts](../how-to/monitor.md#objectives).",
+    SLO_TARGET: "The share of requests that should succeed in that time, such as `0.999`.",
     FILES_OF: "The model whose versions and other files are used with this configuration: "
     "[two configurations of one model](../how-to/model-repositories.md#serve-a-model-with-two-configurations).",
     EXECUTE_TIMEOUT: "The time that an execution may take; then it is ended: "
@@ -243,7 +243,6 @@ def _datatype(number: int) -> str:
 
 
 def _instances(config: ModelConfig) -> Iterator[InstanceSpec]:
-    """Yields the instances of each group, and of each GPU of a group."""
     for group in config.instance_group:
         if group.passive:
             continue

@@ -48,12 +48,10 @@ def read_torch(blob: Blob, name: str) -> FileTensors:
                 raise UncertainError(f"'{name}' does not declare it")
             return _program(json.loads(_read(archive, paths[programs[0]])))
     except _UNREADABLE:
-        raise UncertainError(f"'{name}' does not declare it in a form that is known here") from None
+        raise UncertainError(f"'{name}' does not declare it in a known form") from None
 
 
 class _BlobFile(io.RawIOBase):
-    """A blob as a file for `zipfile`."""
-
     def __init__(self, blob: Blob) -> None:
         self._blob, self._at = blob, 0
 
@@ -110,7 +108,7 @@ def _arguments(specs: Sequence[Any], kind: str) -> Iterator[str]:
     for spec in specs:
         if kind in spec:
             if "as_tensor" not in spec[kind]["arg"]:
-                raise UncertainError("some arguments or results of the model are no tensors")
+                raise UncertainError("some arguments or results of the model are not tensors")
             yield spec[kind]["arg"]["as_tensor"]["name"]
 
 
@@ -136,7 +134,6 @@ def _first(value: Any) -> str:
 
 
 def _may_be_batch(expression: str, ranges: Any) -> bool:
-    """Tells whether a first dimension may have any small number of rows."""
     symbol = _SYMBOL.fullmatch(expression)
     if symbol is None:
         return False
@@ -152,4 +149,4 @@ def _told_by_script(archive: zipfile.ZipFile, paths: dict[str, str]) -> str:
     source = _read(archive, paths[f"code/{module.replace('.', '/')}.py"]).decode()
     found = _FORWARD.search(source, source.index(f"class {name}("))
     arguments = "" if found is None else " ".join(found["arguments"].split())
-    return f"TorchScript tells neither datatypes nor shapes (its arguments: {arguments or 'unknown'})"
+    return f"TorchScript declares neither datatypes nor shapes (its arguments: {arguments or 'unknown'})"

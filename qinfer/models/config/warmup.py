@@ -14,8 +14,6 @@ from qinfer.tensors import CONFIG_DATATYPES
 
 
 class _Input(NamedTuple):
-    """An input's wire datatype, and its dimensions without the batch dimension."""
-
     datatype: str
     dims: Sequence[int]
 
@@ -58,7 +56,7 @@ def warmup_problems(config: ModelConfig) -> Iterator[str]:
             yield f"{warmup} lacks input(s) {', '.join(missing)}"
         for name in sorted(sample.inputs):
             if name not in inputs:
-                yield f"{warmup} has input '{name}', which the model has not"
+                yield f"{warmup} has input '{name}', which the model does not have"
             else:
                 yield from (f"{warmup} {wrong}" for wrong in _mistakes(sample.inputs[name], name, inputs[name]))
 

@@ -31,7 +31,6 @@ from qinfer.models.repository.files import Files, Listing, Stamp
 logger = logging.getLogger(__name__)
 
 COPIES = 2
-"""Copies kept of a version, beside those in use."""
 
 UNUSED_S = 7 * 86400.0
 """Copies that were unused for this time are removed."""
@@ -88,7 +87,7 @@ class FilesCache:
                 if self._hold(home.name, version, copy):
                     return copy
         raise ModelLoadFailed(
-            f"the files of model '{home.name}' change while they are copied; load it when they are all there"
+            f"the files of model '{home.name}' change while they are copied; load it when they are complete"
         )
 
     def _hold(self, model: str, version: int, copy: Path) -> bool:
@@ -114,7 +113,6 @@ class FilesCache:
 
 
 def _copy(files: Files, directory: str, version: int, wanted: dict[str, Stamp], copy: Path) -> bool:
-    """Makes a copy; returns False if the repository changed meanwhile."""
     home = copy.parent
     partial = home / f"{_PARTIAL}{secrets.token_hex(8)}"
     partial.mkdir()

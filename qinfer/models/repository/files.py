@@ -99,7 +99,7 @@ class Ranges:
     """A part of a file, whose pages are read when they are needed; for one thread.
 
     Attributes:
-        fetch: Reads the bytes from a begin to an end.
+        fetch: Reads a range of bytes.
         pages: The pages read so far, shared by all parts of the file.
     """
 
@@ -352,7 +352,6 @@ class RemoteFiles:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Turns a store's error into a `SettingsError` or `FileNotFoundError`."""
         try:
             yield
         except StoreNotFound:

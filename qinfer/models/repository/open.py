@@ -146,7 +146,7 @@ class Repositories:
             _check_path(path)
         if self._overlay is None:
             raise UnsupportedFeature(
-                "this server keeps no files of load requests; its operator says where by QINFER_REPOSITORY__OVERLAY"
+                "this server keeps no files of load requests; its operator can set QINFER_REPOSITORY__OVERLAY"
             )
         location = f"{model}/{IdFactory().ulid()}"
         try:

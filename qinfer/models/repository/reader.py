@@ -35,7 +35,6 @@ UNREADABLE = "can't be read"
 """Begins the error of a model that changed while it was read; the next read may succeed."""
 
 _MODEL_FILES = (".onnx", ".pt", ".pt2", ".xml", ".plan", ".py")
-"""Endings of the files in version directories."""
 
 COMPLETION_HOOK = "auto_complete_config"
 _FORBIDDEN = frozenset("/\\{}\0")  # braces would break the hash tag of the model's keys
@@ -130,18 +129,15 @@ class _Reader(NamedTuple):
     name: str
 
     def _misplaced(self) -> str:
-        """Returns a hint if a model file lies beside the version directories."""
         beside = [file for file in sorted(self.listing.files) if "/" not in file and file.endswith(_MODEL_FILES)]
         return f"; put {beside[0]} into {self.directory}/1/" if beside and not self.listing.versions() else ""
 
     def config_text(self) -> tuple[str, str]:
-        """Returns name and text of the configuration's file."""
         named = f"{NAMED_CONFIGS}/{self.how.config_name}.pbtxt"
         source = named if self.how.config_name and named in self.listing.files else CONFIG
         return source, self._text(source, CONFIG_BYTES) if source in self.listing.files else ""
 
     def model(self, config: ModelConfig, digest: str) -> StoredModel:
-        """Returns the model of its configuration."""
         versions = select_versions(config, self.listing.versions())
         if not versions:
             raise ModelLoadFailed(
@@ -170,7 +166,6 @@ class _Reader(NamedTuple):
         )
 
     def _tensors(self, known: ModelConfig, version: int) -> FileTensors | None:
-        """Reads the declarations of the newest model file, if that needs no runtime."""
         if known.backend not in ("onnxruntime", "openvino", "pytorch"):
             return None
         if not self.how.autocomplete and (known.backend == "pytorch" or not elements(known)):
@@ -193,7 +188,7 @@ class _Reader(NamedTuple):
             with self.files.blob(path, stamp.size) as blob:
                 return read_onnx(blob, name) if known.backend != "pytorch" else self._of_torch(known, blob)
         except TooFarSpreadError:
-            logger.warning("model file too large to be looked at where it is", extra={"model": self.name})
+            logger.warning("model file too large to read remotely", extra={"model": self.name})
             return None
 
     def _of_torch(self, known: ModelConfig, blob: Blob) -> FileTensors:
@@ -202,7 +197,7 @@ class _Reader(NamedTuple):
             tensors = read_torch(blob, name)
             unknown = {i.name for i in known.input} - {i.name for i in tensors.inputs} - {*own_inputs(known)}
             if known.output or unknown:
-                raise UncertainError(f"it is completed from '{name}' only where it has neither, or inputs by argument")
+                raise UncertainError(f"'{name}' completes it only without both, or with inputs named by argument")
         except UncertainError as reason:
             lacking = " and ".join(kind for kind in ("input", "output") if not getattr(known, kind))
             raise ModelLoadFailed(

@@ -51,7 +51,7 @@ async def test_of_changes_at_once_one_is_made(stores: ControlPair) -> None:
     refused = [outcome for outcome in outcomes if isinstance(outcome, Conflict)]
     assert (len(made), len(refused)) == (1, 3)
     assert (await one.read()).endpoints == {"e": made[0]}
-    with pytest.raises(Conflict, match=r"has revision 2 by now, not 1"):
+    with pytest.raises(Conflict, match=r"now has revision 2, not 1"):
         await one.delete("e", seen)
     with pytest.raises(Conflict, match=r"not 0"):
         await one.put(endpoint(), 0)
@@ -205,7 +205,7 @@ async def test_looks_at_once_do_not_overtake_one_another(
 
     assert view.revision == written.revision == (await watch.store.read()).revision
     assert set(view.by_name) == {"e"}
-    assert "endpoints written again, Redis had lost them" not in caplog.messages
+    assert "endpoints restored, Redis had lost them" not in caplog.messages
 
 
 async def test_a_gateway_that_hears_nothing_uses_stable_targets_only() -> None:

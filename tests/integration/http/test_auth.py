@@ -166,7 +166,7 @@ def test_a_server_for_other_machines_asks_who_may_call(tmp_path: Path, monkeypat
     result = CliRunner().invoke(app, ["up", "--host", "0.0.0.0", "-m", str(tmp_path), "--data-dir", str(data)])
 
     assert result.exit_code == 64
-    assert "QINFER_HTTP__HOST=0.0.0.0 serves other machines, and who may call is not set" in result.stderr
+    assert "QINFER_HTTP__HOST=0.0.0.0 serves other machines, and authentication is not set" in result.stderr
     assert not data.exists()
 
 

@@ -144,7 +144,7 @@ async def test_tasks_that_redis_lost_are_queued_by_the_next_call(
     assert {each["task"] for each in studio.predictions} == set(range(1, 121))
     assert not running.serving.done()
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == [
-        "Redis has lost its data; what this gateway knows of it is written again"
+        "Redis has lost its data; this gateway restores the part that it knows"
     ]
 
 

@@ -231,7 +231,7 @@ async def test_a_repository_is_followed(scene: Scene) -> None:
     config.write_text(text[: len(text) // 2])
     (half,) = await sync(scene.source, store, delivery)
     await scene.catalog.refresh()
-    assert half.error.endswith("what was loaded before serves on")
+    assert half.error.endswith("the model loaded before stays in service")
     assert not half.changed
     assert await scene.ask() == 2.0
 

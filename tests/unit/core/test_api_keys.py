@@ -84,7 +84,7 @@ def test_what_is_wrong_is_named_and_never_shown(tmp_path: Path, changes: dict[st
     ("second", "message"),
     [
         (entry(sha256="0" * 64), r"keys\[1\]\.id 'k1' is taken"),
-        (entry(id="k2"), r"keys\[1\]\.sha256 is that of another entry"),
+        (entry(id="k2"), r"keys\[1\]\.sha256 is the same as in another entry"),
         (entry(id="k2", sha256="0" * 64, rate_per_s=5), r"keys\[1\] has other quotas than tenant 'acme' has before"),
         (entry(id="k2", sha256="0" * 64, weight=2), r"max_in_flight and weight$"),
     ],

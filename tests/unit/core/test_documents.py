@@ -28,7 +28,7 @@ def test_values_are_typed_or_text(text: str, typed: Any, plain: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("x: 1\ny: 2\nx: 3", "line 3: 'x' is there twice"),
+        ("x: 1\ny: 2\nx: 3", "line 3: 'x' appears twice"),
         ("a: &a {b: c}\nd: {<<: *a}", "line 2: merge keys"),
         ("x: !!python/object/apply:os.getcwd []", "the tag"),
         ("x: !!bool x", "'x'|tag"),

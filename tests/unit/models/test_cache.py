@@ -159,7 +159,7 @@ def test_files_that_change_all_the_time_are_refused(tmp_path: Path, store: Elsew
     lengths = iter(range(1, 1000))
     store.before = lambda path: write(tmp_path, "m/warmup/x.bin", "x" * next(lengths))
 
-    with pytest.raises(ModelLoadFailed, match="change while they are copied; load it when they are all there"):
+    with pytest.raises(ModelLoadFailed, match="change while they are copied; load it when they are complete"):
         FilesCache(tmp_path / "cache").version_dir(store, URL, "m", 1)
     assert copies(tmp_path) == []
 

@@ -531,10 +531,10 @@ async def test_an_empty_repository_unloads_nothing_unasked(stack: Stack, caplog:
     await stack.sync()
     shutil.rmtree(stack.path / "m")
 
-    with pytest.raises(SettingsError, match=r"no model, and 1 are to be served \(m\).*--may-empty"):
+    with pytest.raises(SettingsError, match=r"no model, but 1 should be served \(m\).*--may-empty"):
         await sync(stack.repository, stack.store, stack.delivery, may_empty=False)
     assert await start(stack.repository, stack.store, stack.delivery, RepositorySettings()) == []
-    assert "models left as they were" in caplog.messages
+    assert "models left unchanged" in caplog.messages
     assert (await stack.store.desired())["m"].load
 
     again = await start(stack.repository, stack.store, stack.delivery, RepositorySettings(), again=True)

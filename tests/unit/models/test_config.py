@@ -164,7 +164,7 @@ def test_a_platform_tells_the_backend() -> None:
         (ONNX + WARMUP % "", "model warmup 'w' must give input 'x' zero_data, random_data or an input_data_file"),
         (ONNX + WARMUP % "zero_data: true dims: 5", r"fixed dims that the model takes, \[4\], got \[4, 5\]"),
         (ONNX + WARMUP.replace("FP32", "FP16") % "zero_data: true", "'x' the model's data_type, FP32"),
-        (ONNX + WARMUP.replace('"x"', '"z"') % "zero_data: true", "has input 'z', which the model has not"),
+        (ONNX + WARMUP.replace('"x"', '"z"') % "zero_data: true", "has input 'z', which the model does not have"),
         (ONNX + 'metric_tags { key: "a-b" value: "c" }', "metric tag 'a-b' is no name of a label"),
         (ONNX + 'parameters { key: "qinfer.speed" value { string_value: "1" } }', "unknown parameter 'qinfer.speed'"),
         (ONNX + 'parameters { key: "qinfer.max_timeout_s" value { string_value: "no" } }', "must be a positive number"),

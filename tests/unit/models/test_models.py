@@ -334,7 +334,7 @@ async def test_a_load_without_workers_waits_for_one(store: ControlStore, deliver
     caught = await refused(load(scene))
 
     assert type(caught) is ModelNotReady
-    assert caught.message == "failed to load 'm' within 0.05 s, no live worker places it; it stays asked for"
+    assert caught.message == "failed to load 'm' within 0.05 s, no live worker places it; it stays requested"
     assert (await scene.store.desired())["m"].load
 
 

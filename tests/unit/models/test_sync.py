@@ -153,7 +153,7 @@ async def test_what_becomes_unreadable_stays_while_it_is_served(scene: Scene) ->
     await scene.store.retire("w")
     (unserved,) = await sync(scene.source, scene.store, scene.delivery)
 
-    assert (served.error, served.changed) == ("line 1; what was loaded before serves on", False)
+    assert (served.error, served.changed) == ("line 1; the model loaded before stays in service", False)
     assert kept is not None
     assert not kept.error
     assert (unserved.error, unserved.changed) == ("line 1", True)

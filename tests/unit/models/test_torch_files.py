@@ -113,8 +113,8 @@ def test_a_configuration_by_other_names_is_left_to_the_worker(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        (f"max_batch_size: 8 input {{ {IO % 'INPUT__0'} }}", "no output, and it is completed from 'model.pt2' only"),
-        (f"max_batch_size: 8 output {{ {IO % 'y'} }}", "no input, and it is completed from 'model.pt2' only where"),
+        (f"max_batch_size: 8 input {{ {IO % 'INPUT__0'} }}", "no output, and 'model.pt2' completes it only"),
+        (f"max_batch_size: 8 output {{ {IO % 'y'} }}", "no input, and 'model.pt2' completes it only without both"),
     ],
 )
 def test_a_half_that_names_other_tensors(tmp_path: Path, config: str, error: str) -> None:
@@ -146,7 +146,7 @@ def test_torchscript_names_its_arguments(tmp_path: Path, is_traced: bool) -> Non
 
     error = read(tmp_path).error
 
-    assert "no input and output, and TorchScript tells neither datatypes nor shapes (its arguments: x: Tensor)" in error
+    assert "no input and output, and TorchScript declares neither datatypes nor shapes (its arguments: x: Tensor)" in error
     assert error.endswith("write name, data_type and dims of each input and each output into config.pbtxt")
 
 

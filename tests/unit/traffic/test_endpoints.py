@@ -47,7 +47,7 @@ def test_a_shadow_takes_nothing_from_the_others() -> None:
     [
         ({"targets": []}, "one target must have the role stable, not 0"),
         ({"targets": [STABLE, STABLE | {"version": 4}]}, "one target must have the role stable, not 2"),
-        ({"targets": [STABLE, target(), target()]}, "a target is there twice; add up the weights"),
+        ({"targets": [STABLE, target(), target()]}, "a target appears twice; add up the weights"),
         ({"targets": [STABLE | {"version": "latest"}]}, "only a canary may be the latest version"),
         ({"targets": [STABLE, target("latest", role="shadow")]}, "only a canary may be the latest version"),
         ({"targets": [STABLE | {"version": 0}]}, "a version is a number above 0, or latest"),
@@ -159,5 +159,5 @@ def test_a_process_that_was_stopped_asks_no_canary() -> None:
     request = InferRequest(id="r", model="e", inputs=())
     assert view.choose(request, "")
     assert (request.version, view.unheard) == (3, 1)
-    with pytest.raises(BrokerUnavailable, match="only the stable target, m:3, can be asked"):
+    with pytest.raises(BrokerUnavailable, match="answers only by its stable target, m:3"):
         view.choose(InferRequest(id="r", model="e", inputs=(), version=4), "")

@@ -49,7 +49,7 @@ def test_a_file_that_says_the_same_has_the_same_digest(tmp_path: Path) -> None:
         ("targets: [", "line 1: expected the node content"),
         ("targets: []", "one target must have the role stable, not 0"),
         ("- a", "this is no declaration of an endpoint"),
-        ("targets: 1\ntargets: 2", "'targets' is there twice"),
+        ("targets: 1\ntargets: 2", "'targets' appears twice"),
     ],
 )
 def test_what_is_wrong_names_the_file(tmp_path: Path, text: str, reason: str) -> None:

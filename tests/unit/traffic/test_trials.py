@@ -182,7 +182,7 @@ def test_people_are_told_why_there_is_nothing_to_decide() -> None:
             by_hand(endpoint, trial, Action.PAUSE, "by hand", (3, 4), NOW_S)
         return str(raised.value)
 
-    assert "its first begins when a version of the canary target is ready" in refused(None)
+    assert "the first trial begins when a version of the canary target is ready" in refused(None)
     assert "version 4 was promoted" in refused(replace(trial, state=replace(trial.state, ended="finish")))
     assert "the endpoint was put since" in refused(replace(trial, state=replace(trial.state, revision=1)))
 
