@@ -189,7 +189,7 @@ def _why_none(endpoint: Endpoint, trial: Trial | None) -> str:
         return f"{version} was rolled back; resume tries it again while it is ready"
     if trial.state.ended:
         return f"{version} was promoted; the next trial begins with another version, or when the endpoint is put again"
-    return f"the endpoint was put again during the trial of {version} began, which restarts within two seconds"
+    return f"the endpoint was put again during the trial of {version}, which restarts within two seconds"
 
 
 def _decided_by_hand(

@@ -272,7 +272,7 @@ async def test_a_change_to_another_revision_is_refused(both: list[Running], clie
 
     assert sorted(reply.status_code for reply in replies) == [200, 409]
     (refused,) = [reply for reply in replies if reply.status_code == 409]
-    assert f"not {read['revision']}; read it, and change that" in refused.json()["error"]
+    assert f"not {read['revision']}; read it again and change that" in refused.json()["error"]
     gone = await client.delete("/v1/endpoints/edited?revision=1")
     assert gone.status_code == 409
 

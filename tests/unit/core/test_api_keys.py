@@ -203,7 +203,7 @@ def test_a_rotation_prolongs_no_key_and_gives_the_new_one_as_long(tmp_path: Path
 def test_a_rotation_does_not_guess_how_long_a_key_was_made_for(tmp_path: Path) -> None:
     file = write(tmp_path, entry(expires_at="2050-01-01T00:00:00Z"))
 
-    with pytest.raises(SettingsError, match="does not say how long"):
+    with pytest.raises(SettingsError, match="does not tell its lifetime"):
         rotate_key(file, "k1", timedelta(hours=1))
 
     assert len(read_keys(file)) == 1

@@ -156,7 +156,7 @@ def test_a_platform_tells_the_backend() -> None:
         (ONNX + "instance_group { gpus: [ 1, 1 ] }", r"must name different GPUs by their numbers from 0, got \[1, 1\]"),
         (ONNX + "instance_group { gpus: -1 }", "must name different GPUs by their numbers from 0"),
         (ONNX + "instance_group { count: 2000000000 }", "<= 1024, got 2000000000"),
-        ('backend: "pytorch"', "the configuration has no 'input', and a PyTorch file does not declare it"),
+        ('backend: "pytorch"', "the configuration has no 'input', and only a PyTorch file of torch.export declares it"),
         (ONNX + 'default_model_filename: "../model.onnx"', "default_model_filename must be a path within the"),
         (ONNX + "version_policy { specific { } }", "'version_policy.specific' must list at least one version"),
         (ONNX + 'model_warmup { name: "w" batch_size: 2 }', "model warmup 'w' has batch_size 2"),

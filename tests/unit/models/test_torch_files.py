@@ -146,7 +146,7 @@ def test_torchscript_names_its_arguments(tmp_path: Path, is_traced: bool) -> Non
 
     error = read(tmp_path).error
 
-    assert "no input and output, and TorchScript declares neither datatypes nor shapes (its arguments: x: Tensor)" in error
+    assert "and TorchScript declares neither datatypes nor shapes (its arguments: x: Tensor)" in error
     assert error.endswith("write name, data_type and dims of each input and each output into config.pbtxt")
 
 

@@ -184,7 +184,7 @@ def test_people_are_told_why_there_is_nothing_to_decide() -> None:
 
     assert "the first trial begins when a version of the canary target is ready" in refused(None)
     assert "version 4 was promoted" in refused(replace(trial, state=replace(trial.state, ended="finish")))
-    assert "the endpoint was put since" in refused(replace(trial, state=replace(trial.state, revision=1)))
+    assert "the endpoint was put again" in refused(replace(trial, state=replace(trial.state, revision=1)))
 
 
 def test_a_rollback_is_done_when_every_gateway_has_confirmed_it() -> None:
