@@ -282,7 +282,7 @@ class Catalog:
         return self._refreshed and self._is_whole and all(status.is_ready for status in self._view.statuses.values())
 
     def has_started(self) -> bool:
-        """Tells whether the first loads have ended: non-strict readiness."""
+        """Tells whether a model has been READY, or no model could load: non-strict readiness."""
         return self._started
 
     def workers(self) -> list[WorkerRecord]:

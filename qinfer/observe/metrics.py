@@ -63,7 +63,7 @@ def _of_gateway(tally: GatewayTally) -> Iterator[Family]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The data of the shared store at a scrape; mappings without a comment are by (model, version).
+    """The data of the shared store at a scrape; mappings without a stated key are by (model, version).
 
     Attributes:
         store_up: It could be read; otherwise the rest is from earlier scrapes.
