@@ -127,7 +127,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
     def against_stable(self, blocks: Mapping[str, Block], tolerated: float = 1.0) -> "Evidence":
         """Returns the evidence after further requests by stratum; those of one target wait for the other's.
 
-        A stratum is such as a batch size: the division into blocks must not depend on which requests are bad.
+        A stratum is, for example, a batch size. The division into blocks must not depend on which requests are bad.
         `tolerated` is an
         odds ratio.
         """
