@@ -79,8 +79,7 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
         datatype: A key of `DATATYPES`.
         shape: All dimensions, the batch dimension included; none negative.
         data: The elements, little-endian, row-major, no padding; BYTES elements with their length prefix. A memoryview
-        has
-            the format `B` and one dimension.
+            has the format `B` and one dimension.
     """
 
     name: str

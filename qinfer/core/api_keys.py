@@ -170,8 +170,7 @@ def rotate_key(path: Path, key_id: str, overlap: timedelta, lifetime: timedelta 
     """Makes a key with the rights of another, which expires after `overlap`.
 
     Without a `lifetime`, it is valid as long as the old one was made for. Returns the entry, and the key, which is
-    stored
-    nowhere.
+    stored nowhere.
     """
     key = secrets.token_urlsafe(32)
     with _locked(path):

@@ -70,7 +70,7 @@ def parse(data: bytes, suffix: str, *, is_typed: bool) -> Any:
         data: The document, in UTF-8.
         suffix: `.toml`, or else it is YAML.
         is_typed: Make numbers and truth values in YAML; otherwise labels such as `no`, `007` and `2026-01-31` stay
-        texts.
+            texts.
     """
     try:
         text = data.decode("utf-8-sig")

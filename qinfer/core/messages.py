@@ -1,7 +1,7 @@
 """The records that cross processes: requests, responses, failures and credits; `qinfer.wire` encodes them.
 
-A response is `(request_id, attempt, index, final, outputs | failure)`: a request gets 0..n responses, of which the
-last is `final`. Ids are made here too: `<ulid>.<partition>.<model>` locates the request's keys.
+A response is `(request_id, attempt, index, final, outputs | failure)`: a request gets 0..n responses, of which the last
+is `final`. Ids are made here too: `<ulid>.<partition>.<model>` locates the request's keys.
 """
 
 import os
@@ -274,7 +274,7 @@ class Credit(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         taken_bytes: Bytes of outputs taken since the stream began; cumulative, so that a credit may be lost or
-        repeated.
+            repeated.
         cancelled: The reader needs no more responses, and still takes those that the model sends.
     """
 

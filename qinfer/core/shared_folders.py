@@ -1,8 +1,7 @@
 """Folders that the processes of a machine share: each process holds those in use, and unused ones are removed.
 
 A folder is complete once it has its mark, a file that is made last. A shared lock holds it, which ends with the
-process.
-The module imports only the standard library.
+process. The module imports only the standard library.
 """
 
 import fcntl

@@ -58,8 +58,7 @@ def check_url(url: str, allow: Sequence[str], use: str = "use", tenant: str = ""
 
     Raises:
         InvalidRequest: It is no URL of an object store, or is ambiguous: `..`, schemes chained with `::`, credentials,
-        a
-            query, encoded separators.
+            a query, encoded separators.
         Forbidden: No prefix allows it.
     """
     place = _parsed(url)

@@ -78,8 +78,7 @@ class Catalog:
     """The models that accept requests.
 
     Without a `queue`, gateways restore lost data. `run` calls `missed` after each failed refresh, with the seconds
-    since
-    the first failure.
+    since the first failure.
     """
 
     def __init__(self, store: ControlStore, limits: LimitSettings, queue: Queue | None = None) -> None:

@@ -1,7 +1,7 @@
 """The model repository extension: index, load and unload (reference §1.14, §6).
 
-It writes desired state, wakes the workers, and watches their reports, instead of calling workers: those that join
-later find the same state.
+It writes desired state, wakes the workers, and watches their reports, instead of calling workers: those that join later
+find the same state.
 """
 
 import asyncio

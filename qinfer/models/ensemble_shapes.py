@@ -10,8 +10,7 @@ def fit(shape: tuple[int, ...], rows: int, dims: Sequence[int], *, batched: bool
     """Returns a tensor's shape for the next model.
 
     As in Triton's `EnsembleContext::ReshapeTensorDims`, a model without a batch dimension may take a batch as one
-    tensor, or
-    a batch of one row without its first dimension, if only that fits.
+    tensor, or a batch of one row without its first dimension, if only that fits.
 
     Args:
         shape: Its shape.

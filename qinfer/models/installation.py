@@ -6,8 +6,7 @@ configuration are missing, which qinfer never removes: a node of a cluster lost 
 is no loss: it has the id, and lacks only the latest changes.
 
 One gateway restores what it saw last: it replaces the id with a claim, which expires if the gateway dies. Each model
-gets
-a generation above all that were seen. Until then the others keep their last state.
+gets a generation above all that were seen. Until then the others keep their last state.
 """
 
 import logging

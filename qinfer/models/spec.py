@@ -21,8 +21,7 @@ class TensorSpec:
         dims: Its dimensions without the batch dimension; -1 is variable.
         optional: A request may leave out this input.
         ragged: Its variable dimensions may differ within a batch (`allow_ragged_batch`, `batch_output`); the model file
-        has
-            one dimension for it.
+            has one dimension for it.
         reshape: The dimensions that the model sees instead of `dims`, if they differ.
         labels: The names of an output's classes, by index (`label_filename`).
     """

@@ -219,7 +219,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(waiting + [one.text for one in self.late])
 
     def state_of(self, model: str, version: int) -> VersionState | None:
-        """Returns the state of a version in this worker; `None` when it reports none."""
+        """Returns the state of a version in this worker, if it reports one."""
         return self.models.get(model, {}).get(version)
 
     def is_ready(self, model: str, version: int) -> bool:

@@ -1,7 +1,7 @@
 """Checks a request against its model, in Triton's order and with Triton's texts (core `src/infer_request.cc`).
 
-A quick check accepts an ordinary request in half a microsecond; others take the slow path, which names the mistake.
-The caller prefixes the request id.
+A quick check accepts an ordinary request in half a microsecond; others take the slow path, which names the mistake. The
+caller prefixes the request id.
 """
 
 import struct

@@ -42,8 +42,7 @@ class VersionWork(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         lanes: Its online lanes, then its bulk lanes. Without a READY worker, the filled lanes of an earlier
-        configuration
-            precede them: the next worker reads them.
+            configuration precede them: the next worker reads them.
         requests: Entries of the online lanes.
         rows: The estimated rows of those, plus `bulk_rows`; plus one while a worker has to complete the configuration.
         bulk_rows: Remaining rows of this version's open jobs.

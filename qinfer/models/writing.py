@@ -83,8 +83,7 @@ async def _store(new: StoredModel, wish: Desired | None, store: ControlStore, no
     """Stores a configuration under a new generation if it has changed.
 
     A generation is at least the milliseconds since the epoch: a removed model that returns must not get a generation
-    that a
-    worker still has loaded. Of two writers, the slower finds its generation taken, and looks again.
+    that a worker still has loaded. Of two writers, the slower finds its generation taken, and looks again.
     """
     for _ in range(_ATTEMPTS):
         current = await store.model(new.model)

@@ -1,7 +1,7 @@
 """CPU, memory and GPU use of this machine and its processes.
 
-Linux reports CPU and memory under `/proc`. NVIDIA's management library (NVML) reports GPUs: `pynvml` comes with
-`pip install 'qinfer-ml[gpu]'`, and is imported if a worker has a GPU.
+Linux reports CPU and memory under `/proc`. NVIDIA's management library (NVML) reports GPUs: `pynvml` comes with `pip
+install 'qinfer-ml[gpu]'`, and is imported if a worker has a GPU.
 """
 
 import importlib

@@ -4,8 +4,7 @@
 event is a short constant, and the record's `extra` has its data. Warnings have the same form.
 
 The switches that clients set (`Switches`) apply to all lines, except verbose lines of libraries, which need level DEBUG
-at
-the start.
+at the start.
 """
 
 import logging

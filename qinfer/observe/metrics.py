@@ -1,8 +1,7 @@
 """The content of `/metrics`: a gateway's own counts, and the shared store's data of workers and queues.
 
 A gateway counts its requests in plain integers (`stats.GatewayTally`); the shared store has all else (`Snapshot`).
-These
-are the two scopes of `catalogue`. `triton_metrics` has the series with Triton's names.
+These are the two scopes of `catalogue`. `triton_metrics` has the series with Triton's names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -25,8 +25,7 @@ class ModelSeries(msgspec.Struct, frozen=True, array_like=True):
         labels: Names and values, by name.
         bounds: Upper bounds of a histogram's buckets, without the infinite one.
         values: A counter's value; a gauge's, and its time (seconds since the epoch, 0 = never set); a histogram's
-        counts, and
-            their sum.
+            counts, and their sum.
     """
 
     name: str

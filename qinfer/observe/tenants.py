@@ -76,8 +76,7 @@ class TenantTally:
 
         Args:
             shares: The labels of a lane, a share's tenants, its entries, and its part of the lane. A share of several
-            tenants
-                counts for `OTHERS`.
+                tenants counts for `OTHERS`.
         """
         backlog: dict[tuple[tuple[str, str], ...], float] = {}
         parts: dict[tuple[tuple[str, str], ...], float] = {}

@@ -10,8 +10,7 @@ Limits from stable's latencies at the start of a step define slow requests, so t
 against the canary. Of several tenants none decides alone (`qinfer.traffic.tenant_parts`).
 
 A step lasts its least time and number of requests, and longer while a check's evidence is more than half of the way to
-a
-decision, or too many of the canary's requests fail. A transition is stored only if endpoint and step have not changed
+a decision, or too many of the canary's requests fail. A transition is stored only if endpoint and step have not changed
 since (`revision`, `step`): a controller that has lost its lease changes nothing.
 """
 

@@ -5,8 +5,7 @@ counts, lets `qinfer.traffic.canary` decide, and stores the result by compare-an
 lease changes nothing. It also restores trials that Redis has lost: otherwise a bad version would be tried again.
 
 After a rollback it moves the requests that wait for the bad version to the stable one, until a while after every
-gateway
-has confirmed the rollback, since earlier choices may be enqueued late.
+gateway has confirmed the rollback, since earlier choices may be enqueued late.
 """
 
 import asyncio
@@ -127,8 +126,7 @@ class CanaryController:
         """Moves requests for a bad version to the stable one; returns how many were moved so far.
 
         If the stable version is not READY, or is another model's, they stay: a late answer is better than none, and
-        lanes of two
-        models may be on two nodes.
+        lanes of two models may be on two nodes.
         """
         bad, stable, catalog = trial.state.canary, endpoint.stable, self._view.catalog
         key = endpoint.name, trial.state.revision
@@ -146,8 +144,7 @@ class EndpointFollower:
     """The endpoints in other programs that choose targets: a bridge, or a worker whose models make calls.
 
     Like a gateway, it counts and confirms, and uses only stable targets while it hears of no changes. Any thread may
-    choose
-    by its `view`.
+    choose by its `view`.
     """
 
     def __init__(self, catalog: Catalog, control: ControlStore, owner: str, queue: Queue) -> None:

@@ -113,8 +113,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         webhook: The URL that receives each event of its canaries; empty = none.
         compare: Output → when a row of a shadow's agrees with the stable target's; other outputs by their datatype.
         revision: The number of its last change, over all endpoints; in a declaration, the revision that it replaces: 0
-        =
-            any.
+            = any.
         file: The digest of the file that declares it; empty = none.
 
     Example:
@@ -323,8 +322,7 @@ def misfit(stable: ModelSpec, other: ModelSpec) -> str:
     """Returns why requests for one model can't go to another; empty = they can.
 
     Both need the same inputs and outputs, a batch dimension or none, and one response or a stream. A sequence stays
-    within
-    one model.
+    within one model.
     """
     if stable.name == other.name:
         return ""

@@ -11,16 +11,13 @@ common share of bad requests. For an odds ratio r > 1 the block's factor is
     r^K / bound(r),    bound(r) ≥ E[r^K] if the targets are alike
 
 so its expectation is at most 1. K is a sum over a sample without replacement, which the same sum with replacement
-bounds
-(Hoeffding, 1963, theorem 4). There are two such bounds, and the lesser is taken: the canary's requests as draws of
-which
-a share is bad, or the bad requests as draws of which a share is the canary's.
+bounds (Hoeffding, 1963, theorem 4). There are two such bounds, and the lesser is taken: the canary's requests as draws
+of which a share is bad, or the bad requests as draws of which a share is the canary's.
 
 Since the odds ratio is unknown, the evidence is spread over several (method of mixtures). Blocks of two Bernoulli
-streams
-are those of Turner, Ly & Grünwald, "Generic E-variables for exact sequential k-sample tests that allow for optional
-stopping" (2024), here given the sum of both. A canary may turn bad only in a late step: each step begins with its own
-part of the evidence.
+streams are those of Turner, Ly & Grünwald, "Generic E-variables for exact sequential k-sample tests that allow for
+optional stopping" (2024), here given the sum of both. A canary may turn bad only in a late step: each step begins with
+its own part of the evidence.
 """
 
 import math
@@ -128,8 +125,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True):
         """Returns the evidence after further requests by stratum; those of one target wait for the other's.
 
         A stratum is, for example, a batch size. The division into blocks must not depend on which requests are bad.
-        `tolerated` is an
-        odds ratio.
+        `tolerated` is an odds ratio.
         """
         seen, waiting, logs = self.seen, dict(self.waiting), np.array(self.logs)
         for stratum, new in blocks.items():

@@ -21,8 +21,7 @@ class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True):
         disagreed: Of those, an output has a row that disagrees.
         failed: The shadow target answered with an error, or with outputs that can't be compared.
         dropped: Nothing was compared: too many shadows are in flight, the request has no answer of the stable target,
-        or
-            the shadow was not executed in time.
+            or the shadow was not executed in time.
     """
 
     compared: int = 0

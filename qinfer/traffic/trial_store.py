@@ -1,8 +1,7 @@
 """Trials of canaries in Redis: their records, the gateways' counts, the lease to decide, and confirmed revisions.
 
 A trial is written by compare-and-set on its record and its endpoint's revision, in the script that changes the
-endpoint.
-So of two controllers at most one changes anything, and nothing is counted twice.
+endpoint. So of two controllers at most one changes anything, and nothing is counted twice.
 """
 
 from collections.abc import Mapping, Sequence

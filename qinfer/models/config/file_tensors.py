@@ -1,9 +1,8 @@
 """Inputs and outputs that a model file declares, read without the runtime of its format.
 
-ONNX: the file is one protobuf message, whose wire format is walked directly
-(protobuf.dev/programming-guides/encoding): unneeded fields are skipped, so that the weights of a large or remote file
-are
-never read. Field numbers are from onnx.proto.
+ONNX: the file is one protobuf message, whose wire format is walked directly (protobuf.dev/programming-guides/encoding):
+unneeded fields are skipped, so that the weights of a large or remote file are never read. Field numbers are from
+onnx.proto.
 
 OpenVINO: in an IR (`model.xml`, versions 10 and 11) inputs are layers of type Parameter, outputs layers of type Result,
 named by the port that their edge comes from (docs.openvino.ai, "OpenVINO IR format"). Of several names the

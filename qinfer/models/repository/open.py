@@ -81,10 +81,9 @@ class Repositories:
 
         Args:
             name: The model's name.
-            override: A configuration in JSON in place of `config.pbtxt`; empty = none. With `qinfer.files_of`, the name
-            may be
-                in no repository.
-            location: A directory of the overlay in place of the repositories' files; empty = none.
+            override: A configuration in JSON in place of `config.pbtxt`, or empty. With `qinfer.files_of`, the name
+                may be in no repository.
+            location: A directory of the overlay in place of the repositories' files, or empty.
         """
         try:
             if location:
