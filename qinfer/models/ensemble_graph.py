@@ -6,8 +6,8 @@ A `Flow` is pure: it says which steps may run, and drops tensors that no step ne
 wanted output depends on are left out, as in Triton.
 
 Decoupled steps divide an ensemble into *stages*: the steps before the first one, those behind it, and so on. No step
-reads tensors of two decoupled steps, or of a decoupled step and of the stage before it. Each response of the step that ends a stage
-starts a flow through the next.
+reads tensors of two decoupled steps, or of a decoupled step and of the stage before it. Each response of the step that
+ends a stage starts a flow through the next.
 """
 
 from collections import Counter

@@ -178,7 +178,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
 }
 
 PARAMETERS = {
-    DEFAULT_TIMEOUT: "The timeout of a request that names none.",
+    DEFAULT_TIMEOUT: "The timeout of a request without one.",
     MAX_TIMEOUT: "The longest timeout that a request may ask for.",
     LANE_CAPACITY: "Requests that may wait in one lane.",
     MIN_WORKERS: "0 = the model is ready without a live worker: its requests wait until one has started.",
