@@ -1,4 +1,4 @@
-"""Assembly of batches: the key that requests share which fit one another, and the arrays of a `Batch`; pure."""
+"""Assembles batches: the key that requests of a batch share, and the arrays of a `Batch`; pure."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
@@ -13,16 +13,16 @@ from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Tensor, datatype, to_numpy
 
 LONG_BYTES = 64 * 1024
-"""Strings of so many bytes are up to 16,384, which take some milliseconds."""
+"""Strings of this size, up to 16,384 of them, take some milliseconds."""
 
 KeyFunction = Callable[[InferRequest], Hashable]
 
 
 def key_function(spec: ModelSpec) -> KeyFunction:
-    """Returns what two requests must have in common to share a batch (reference §3.3 step 4).
+    """Returns the function of a batching key: requests with equal keys may share a batch (reference §3.3 step 4).
 
-    Nothing when every dimension is fixed and every input required; else the inputs' names and their shapes without the
-    batch dimension. The shapes of ragged inputs do not count.
+    With optional inputs or variable dimensions, the key has the inputs' names and shapes, except the batch dimension
+    and ragged shapes.
     """
     if all((i.ragged or -1 not in i.dims) and not i.optional for i in spec.inputs):
         return no_key
@@ -34,7 +34,7 @@ def key_function(spec: ModelSpec) -> KeyFunction:
 
 
 def no_key(_: InferRequest) -> Hashable:
-    """Any two requests may share a batch."""
+    """Returns the same key for every request."""
     return None
 
 
@@ -51,19 +51,13 @@ def _ragged_key(ragged: Collection[str], request: InferRequest) -> Hashable:
 
 
 def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Collection[str] = ()) -> Batch:
-    """Builds a batch.
+    """Builds a batch of requests with equal keys.
 
-    Args:
-        requests: The requests, in batch order, with equal keys.
-        rows: Rows of each.
-        ragged: The names of ragged inputs.
-
-    Returns:
-        Inputs as `dtype[sum(rows), …]`, ragged ones of several requests as `dtype[elements]`; those of a single
-        request share its memory, read-only.
+    Inputs are `dtype[sum(rows), …]`, ragged ones `dtype[elements]`. A single request's inputs share its memory,
+    read-only.
 
     Raises:
-        InvalidRequest: A tensor's bytes do not fill its shape, or its shapes do not make up `sum(rows)`.
+        InvalidRequest: A tensor's bytes do not fill its shape, or the shapes do not make up `sum(rows)`.
         UnsupportedDatatype: No such datatype.
     """
     first = requests[0].inputs
@@ -83,7 +77,7 @@ def assemble(requests: Sequence[InferRequest], rows: Sequence[int], ragged: Coll
 
 
 def takes_long(requests: Sequence[InferRequest]) -> bool:
-    """Tells whether a batch is to be built in the thread of an instance: each of its strings becomes an object."""
+    """Returns whether an instance's thread should build the batch, because it has many strings."""
     nbytes = sum([len(t.data) for request in requests for t in request.inputs if t.datatype == "BYTES"])
     return nbytes > LONG_BYTES
 
@@ -94,7 +88,7 @@ def strings_of(requests: Sequence[InferRequest]) -> int:
 
 
 def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[Tensor]:
-    """Returns each request's tensor of that name; requests mostly list their inputs in the same order."""
+    """Returns each request's tensor of this name; most list their inputs in the same order."""
     column = [request.inputs[position] for request in requests]
     for index in [index for index, tensor in enumerate(column) if tensor.name != name]:
         column[index] = next(t for t in requests[index].inputs if t.name == name)
@@ -102,21 +96,12 @@ def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[
 
 
 def joined(column: list[Tensor]) -> Array:
-    """Makes one dimension of the elements of tensors of any shapes, one tensor after the other.
-
-    Raises:
-        InvalidRequest: Bytes do not fill a shape.
-        UnsupportedDatatype: No such datatype.
-    """
+    """Concatenates the elements of tensors of any shapes."""
     return np.concatenate([to_numpy(tensor).reshape(-1) for tensor in column])
 
 
 def stack(first: Tensor, column: list[Tensor], total: int) -> Array:
-    """Makes one array of the tensors of one name, which the first tells about; they have `total` rows altogether.
-
-    Raises:
-        InvalidRequest: Their bytes do not fill the shape.
-    """
+    """Joins tensors of one name to an array of `total` rows; raises `InvalidRequest` for missing bytes."""
     dtype = datatype(first.datatype).numpy
     shape = (total, *first.shape[1:])
     try:

@@ -2,12 +2,12 @@
 
     admit ─▶ pending ─▶ policy.decide ─▶ assemble ─▶ executor ─▶ outlet.answer
                  │          └─▶ expired ─▶ outlet.answer  └─▶ bisection, if it raised ─▶ executor …
-                 ├─▶ outlet.give_back (what others can run sooner)
-                 └─▶ outlet.delay (what waited too long, by its queue policy)
+                 ├─▶ outlet.give_back (items that others can run sooner)
+                 └─▶ outlet.delay (items past their queue timeout, with the action DELAY)
 
-It decides nothing by itself (`policy` does) and does no I/O: `room` and `fetchable` tell the worker when to fetch how
-much. At most one batch is placed ahead of the instances, and fetched only when the running ones are about to end, so
-that a busy worker never hoards what an idle one could run (docs/explanation/batching.md).
+`policy` decides, and the worker does the I/O: `room` and `fetchable` tell it how much to fetch, and when. At most one
+batch is placed ahead of busy instances, fetched just before a running one ends, so that idle workers get the rest
+(docs/explanation/batching.md).
 """
 
 import asyncio
@@ -35,16 +35,16 @@ from qinfer.tensors import Tensor
 
 
 class Bisection(deque[list[Pending]]):
-    """The parts of batches that raised: they wait for an instance and run as they are, the one cut last first.
+    """The parts of batches that raised; they run unmerged, last cut first.
 
         [a b c d] raises ─▶ [a b] [c d] ─▶ [a b] raises ─▶ [a] [b] [c d] ─▶ …    c and d never meet a and b again
 
-    So an item gets the model's error only from an execution in which it was alone, and one bad item of n costs about
-    2·log2(n) executions more. A batch that can't be assembled is cut in the same way.
+    So only an item that fails alone gets the model's error; one bad item of n costs about 2·log2(n) further executions.
+    A batch that can't be assembled is cut in the same way.
     """
 
     def cut(self, items: Sequence[Pending], *, alone: bool = False) -> None:
-        """Adds both halves of a batch, or each item by itself, in order and before all others."""
+        """Puts both halves of a batch, or each item, before all others."""
         size = 1 if alone else (len(items) + 1) // 2
         self.extendleft(reversed([list(items[i : i + size]) for i in range(0, len(items), size)]))
 
@@ -55,14 +55,14 @@ class Bisection(deque[list[Pending]]):
         return items
 
     def take_late(self, horizon_s: float) -> list[Pending]:
-        """Removes and returns the items whose deadline is not after `horizon_s`."""
+        """Removes and returns the items with deadlines up to `horizon_s`."""
         late = [item for batch in self for item in batch if item.deadline_s <= horizon_s]
         if late:
             self._keep_where(lambda item: item.deadline_s > horizon_s)
         return late
 
     def drop_lost(self) -> None:
-        """Removes the items that are lost."""
+        """Removes items whose lease is lost."""
         self._keep_where(lambda item: not item.lost)
 
     def _keep_where(self, stays: Callable[[Pending], bool]) -> None:
@@ -77,16 +77,16 @@ class Bisection(deque[list[Pending]]):
 
 
 FETCH_LEAD_S = 0.003
-"""How long before an execution's expected end the next batch is fetched: a few round trips to the broker."""
+"""The lead of a fetch before an execution's expected end: a few round trips to the broker."""
 
 LOOK_S = 0.002
-"""A fetch without a reply for so long waits for requests: there are none."""
+"""A fetch without a reply for this long has found no requests."""
 
 FIRST = "p1"
-"""The lane of the highest level, which is overtaken by none."""
+"""The lane of the highest level."""
 
 OVERDUE_S = 0.05
-"""An execution later than expected by this, or by its expected duration if longer, gives back what waits behind it."""
+"""An execution that is late by this, or by its expected duration, gives back the batch behind it."""
 
 
 _ALL_WAIT = (
@@ -97,29 +97,21 @@ _ALL_WAIT = (
 class Executor(Protocol):
     """The instances of a model version.
 
-    They share one queue of executions, and whatever `instance` says has no effect; those of a model with sequences
-    have a queue each.
+    They share one queue and ignore `instance`; with sequences, each has its own queue.
     """
 
     count: int
-    """How many instances there are."""
 
     def run_now(self, execution: Execution, expected_s: float, instance: int = 0) -> bool:
-        """Executes at once if that should take no time worth a change of threads; tells whether it did.
-
-        Args:
-            execution: What to run.
-            expected_s: How long it should take; 0 = unknown.
-            instance: The instance that has to run it, 0, 1, …
-        """
+        """Executes at once if that is quicker than a change of threads; returns whether it did."""
         ...
 
     def start(self, execution: Execution, done: Callable[[Execution], None], instance: int = 0) -> None:
-        """Queues an execution; `done` is called on the event loop when it ended."""
+        """Queues an execution; `done` is called on the event loop."""
         ...
 
     def recall(self) -> list[Execution]:
-        """Takes back the executions that did not begin."""
+        """Takes back the executions that have not begun."""
         ...
 
     def retire(self) -> None:
@@ -129,10 +121,10 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model version at one generation, loaded into instances; its calls to other models go through `caller`.
+    """A model version at one generation, loaded into instances; calls to other models go through `caller`.
 
-    One that is decoupled has `streams`, through which its responses leave. `initial_states` are those that an iterated
-    request begins from. `begun` is told the requests that an instance has taken, if so many may wait only.
+    Only decoupled models have `streams`. An iterated request starts from `initial_states`. If the model has a
+    `max_queue_size`, `begun` is called with the requests that an instance has taken.
     """
 
     spec: ModelSpec
@@ -147,33 +139,26 @@ class LoadedModel:
 
 
 class Outlet(Protocol):
-    """Where items go when the batcher is done with them; none of its calls blocks."""
+    """Receives finished items; its calls don't block."""
 
     def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
         """Publishes responses, then finishes the items' entries."""
         ...
 
     def give_back(self, items: Sequence[Pending]) -> None:
-        """Releases items that are not to be executed here."""
+        """Releases items that another worker shall execute."""
         ...
 
     def delay(self, items: Sequence[Pending]) -> None:
-        """Moves items behind the others of their level: each to the `.delayed` lane of the lane that it is in."""
+        """Moves items to the `.delayed` lane of their level."""
         ...
 
 
 class Batcher:
-    """See the module docstring.
-
-    Args:
-        model: What to run on; `replace` exchanges it.
-        clock: The broker's time, in which deadlines and enqueue times are.
-        outlet: Where answers go.
-        latency: What warm-up runs taught about the model's speed.
-    """
+    """Batches the requests of one model version; times are the broker's."""
 
     keeps_for_calls = True
-    """Whether requests that instances of the model wait for go first, and have instances kept for them."""
+    """Whether nested requests go first and have instances kept for them."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None
@@ -191,7 +176,7 @@ class Batcher:
         self._timer: asyncio.TimerHandle | None = None
         self._fetch_wait_s = self._ahead_until_s = self._look_until_s = NEVER_S
         self._asked_at_s = NEVER_S
-        # Whether the last fetch since a batch was formed has left no request of a higher level.
+        # Whether the last fetch since a batch was formed left no request of a higher level.
         self._has_looked = True
         self._fetchable, self._idle = asyncio.Event(), asyncio.Event()
         self.executing = self.completed = 0
@@ -209,15 +194,13 @@ class Batcher:
         self._done = partial(self._ended, self._responder)
         self._latency = latency or LatencyModel()
         self.expected_ends: dict[Execution, float] = {}
-        self._ahead: Sequence[Pending] = ()  # the requests placed ahead, where they are told of when they begin
+        self._ahead: Sequence[Pending] = ()  # requests placed ahead, for `begun`
         self._pump()
 
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[Pending]:
-        """Goes on with another generation of the model; the old instances end what runs, and are unloaded.
+        """Switches to another generation; the old instances finish their batches and are unloaded.
 
-        Returns:
-            The items that did not start, which the batcher forgets: check them with the new configuration, `classify`
-            and admit them again.
+        Returns the items that have not started: check them with the new configuration, `classify` and admit them again.
         """
         old, self._lent = self.model.executor, LentInstances()
         self._recall()
@@ -229,9 +212,9 @@ class Batcher:
         return waiting
 
     def classify(self, item: Pending) -> None:
-        """Sets what the model's configuration makes of an item: its key, its level, and until when it may wait.
+        """Sets an item's key, level and queue deadline; its lease, request, `enqueued_s` and `alone` must be set.
 
-        A suspect may wait on: it was executed before. `enqueued_s`, `alone`, `lease` and `request` must be set.
+        A suspect has no queue deadline, because it was executed before.
         """
         item.key = None if self._key_of is no_key else self._key_of(item.request)
         if self._rules.prefetch or (batching := self.model.spec.batching) is None:
@@ -243,12 +226,12 @@ class Batcher:
         item.delays = batching.policy(item.level).delay
 
     def admit(self, items: Sequence[Pending]) -> None:
-        """Takes items in, and runs what can run; to be called without any, too, when a fetch has brought none.
+        """Takes fetched items and starts batches; call it without items after an empty fetch.
 
-        What has waited too long by a policy that delays is moved behind the others of its level, which may still be in
-        the queue; it is not taken in.
+        Items past the queue timeout of a policy that delays go to the `.delayed` lane, behind their level's requests in
+        the queue.
         """
-        # As many as were asked for: there are probably more.
+        # The fetch brought all that it asked for: there are probably more.
         more = 0 < self._asked_count <= len(items)
         self._asked_count = 0
         self._has_looked, self._look_until_s, self._asked_at_s = not more, NEVER_S, NEVER_S
@@ -262,21 +245,18 @@ class Batcher:
         self._pump(more=more)
 
     async def fetchable(self) -> None:
-        """Waits until more items are welcome."""
+        """Waits until more items may be fetched."""
         await self._fetchable.wait()
 
     def welcome(self, lanes: Sequence[Lane]) -> Sequence[Lane]:
-        """Returns those of the model's lanes, in order, from which to fetch now.
-
-        All, until the next batch is full; then those of higher priority than its last item.
-        """
+        """Returns the lanes to fetch from: all, or, once a batch is full, those that precede its last item."""
         if not self._rules.levels or not self._can_be_overtaken or self._rules.may_grow(self._waiting_rows):
             return lanes
         last, names = self._last_lane, [lane.name for lane in lanes]
         return lanes[: names.index(last)] if last in names else lanes
 
     def room(self) -> tuple[int, float]:
-        """Tells how many entries to fetch now, and for how many seconds to wait for the first (maybe `NEVER_S`)."""
+        """Returns the number of entries to fetch now, and the seconds to wait for the first."""
         batches = max(self._idle_count(), 1)
         if not self._rules.merge:
             count = max(batches - len(self._pending), 1)
@@ -292,20 +272,16 @@ class Batcher:
         return count, self._fetch_wait_s
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns how many requests a second all instances can execute in full batches; 0 = not known yet.
+        """Returns the requests per second of all instances under load; 0 = not known yet.
 
-        Counts the gaps between executions, so that this is what they do while requests wait. At best, it is the
-        highest speed that the observations allow.
+        `at_best` returns the highest speed that the observations allow.
         """
         rows = self._rules.max_rows if self._rules.merge else self._rows_per_item
         full_s = (self._latency.best_s if at_best else self._latency.full_s)(max(round(rows), 1))
         return self.model.executor.count * rows / self._rows_per_item / full_s if full_s else 0.0
 
     def lost(self, item: Pending) -> None:
-        """Forgets an item whose lease is lost; if it is executing, its answer will be discarded.
-
-        A caller that leaves may lose many: those of one turn of the event loop are taken out together.
-        """
+        """Forgets an item whose lease is lost; the items of one turn of the event loop are removed together."""
         item.lost = True
         if not self._has_lost:
             self._has_lost = True
@@ -316,7 +292,7 @@ class Batcher:
         self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
 
     async def pause(self) -> None:
-        """Asks for no more work, gives back items that do not execute, and returns when the rest has ended."""
+        """Stops fetching, gives back waiting items, and returns when the others have ended."""
         self.paused = True
         self._recall()
         self._drop_lost()
@@ -326,18 +302,18 @@ class Batcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything executes or waits to; for any thread."""
+        """Whether an item executes or waits; for any thread."""
         return not self._idle.is_set()
 
     @property
     def has_room(self) -> bool:
-        """Whether half a batch at most executes and waits, none of it for calls: more would hardly cost more time."""
+        """Whether more rows would cost little time: at most half a batch is here, without nested requests."""
         rows = sum(item.rows for item in self._pending) + self.executing * self._rows_per_item
         return self._rules.merge and 2 * rows <= self._rules.max_rows and self._nested.depth == 1
 
     @property
     def next_rows(self) -> int:
-        """Rows that may join what runs next, at idle instances and ahead of the others; 0 while it takes nothing in."""
+        """The rows that may join the next batches; 0 while paused or lending instances."""
         if self.paused or self._lent.count:
             return 0
         batches = max(self._idle_count(), 0) + 1
@@ -350,11 +326,11 @@ class Batcher:
         return [*ahead, *self._nested.waiting, *self._pending]
 
     async def idle(self) -> None:
-        """Waits until nothing executes or waits to."""
+        """Waits until no item executes or waits."""
         await self._idle.wait()
 
     def lend(self, count: int) -> None:
-        """Takes note that so many instances are away for bulk work, or back if negative: what comes waits for them."""
+        """Lends instances to bulk work; a negative count returns them."""
         self._lent.change(count)
         self._pump()
 
@@ -365,11 +341,10 @@ class Batcher:
 
     @property
     def _free_count(self) -> int:
-        """Instances that execute nothing."""
         return self.model.executor.count - len(self.expected_ends) - self._lent.count
 
     def _idle_count(self) -> int:
-        """Returns how many instances what has come may have; below 0 = a batch is placed ahead of busy ones."""
+        """Returns how many instances the pending items may use; below 0, a batch is placed ahead."""
         if self._nested.depth == 1:
             return self._free_count
         return max(min(self._free_count, self._nested.room(0, self.expected_ends, self.model.executor.count)), 0)
@@ -380,17 +355,15 @@ class Batcher:
 
     @property
     def _last_lane(self) -> str:
-        """The lane of the last item that the next batch can have; the first lane where there is none."""
         batch = policy.next_batch(self._pending, self._rules)
         return undivided(batch[-1].lease.entry.lane.name) if batch else FIRST
 
     @property
     def _can_be_overtaken(self) -> bool:
-        """Tells whether requests of a higher level would go before some of the next batch."""
         return self._rules.levels and self._last_lane != FIRST
 
     def _looks_first(self, now_s: float) -> bool:
-        """Tells whether a batch waits for the reply to a look for requests of higher levels: bounded by `LOOK_S`."""
+        """Returns whether a batch waits up to `LOOK_S` for requests of higher levels."""
         if self._has_looked or not self._can_be_overtaken or self._idle_count() <= 0:
             return False
         self._look_until_s = min(self._look_until_s, min(self._asked_at_s, now_s) + LOOK_S)
@@ -402,11 +375,9 @@ class Batcher:
         return Slots(max(idle, 0), 1 if idle >= 0 and may_be_ahead else 0)
 
     def _pump(self, *, more: bool = False) -> None:
-        """Starts and expires what is due now; then sets the fetch gate and the one timer.
+        """Starts and expires due items, then sets the fetch gate and the one timer.
 
-        Args:
-            more: More requests probably wait in the queue: a batch that is short because others of those that were
-                fetched have expired, or were delayed, may be filled up with them before it starts.
+        With `more` requests probably in the queue, a short batch may be filled up first.
         """
         now_s = self._clock.now_s()
         wake_at_s = NEVER_S
@@ -445,7 +416,6 @@ class Batcher:
             self._answer(self._responder, self._unanswered.pop(0))
 
     def _set_gate(self, now_s: float, wake_at_s: float) -> float:
-        """Opens or closes the fetch gate; returns when to look at it again."""
         open_at_s = again_at_s = NEVER_S
         is_idle = self._idle_count() > 0
         if self._lent.count and not (is_idle or self.expected_ends or self.paused):
@@ -455,8 +425,8 @@ class Batcher:
             margin_s = max(OVERDUE_S, self._latency.estimate_s(1))
             overdue_at_s = expected_s + margin_s
             if now_s >= overdue_at_s:
-                # Nobody knows how long the instances stay busy: let idle workers have what waits behind them. What an
-                # idle instance was given just now waits for none: its thread has not taken it yet.
+                # The end of the executions can't be predicted: let idle workers have the items behind them. A batch of
+                # an idle instance stays, because the instance's thread has not taken it yet.
                 if self._idle_count() < 0 or now_s >= last_s + margin_s:
                     self._recall()
                 else:
@@ -480,7 +450,6 @@ class Batcher:
         return min(again_at_s, open_at_s)
 
     def _wait_for_lent(self, now_s: float) -> float:
-        """The gate while all instances are lent; as `_set_gate`."""
         is_open, again_at_s = self._lent.look(now_s, len(self._pending))
         (self._fetchable.set if is_open else self._fetchable.clear)()
         self._fetch_wait_s = NEVER_S
@@ -489,12 +458,11 @@ class Batcher:
         return again_at_s
 
     def _start(self, items: list[Pending], now_s: float, *, apart: bool = False) -> None:
-        """Assembles a batch and queues it; what must stay `apart` leaves the event loop to others."""
         begin_ns = time.perf_counter_ns()
         rows, requests = [item.rows for item in items], [item.request for item in items]
         is_late = self._has_strings and takes_long(requests)
         if is_late and len(items) > 1 and strings_of(requests) > self.model.spec.max_strings:
-            self._bisection.cut(items)  # a batch has no more of them than one request may have
+            self._bisection.cut(items)  # a batch may have as many strings as one request
             return
         later = partial(assemble, requests, rows, self._ragged) if is_late else None
         try:
@@ -544,7 +512,6 @@ class Batcher:
         )
 
     def _start_bisected(self, now_s: float) -> None:
-        """Starts bisected batches on idle instances; items that are too late now expire."""
         late = self._bisection.take_late(now_s + self._latency.floor_s(now_s))
         if late:
             self.fail(late, DeadlineExceeded(TIMED_OUT))
@@ -552,15 +519,14 @@ class Batcher:
             self._start(self._bisection.popleft(), now_s, apart=True)
 
     def _take_nested(self, items: Sequence[Pending]) -> list[Pending]:
-        """Takes the requests that instances wait for, before all others; returns those others."""
         depth = self._nested.depth
         others = self._nested.take(items)
         if self._nested.depth > depth:
-            self._recall()  # what is placed ahead could get an instance that is kept from now on
+            self._recall()  # it could take an instance that is now kept for calls
         return others
 
     def _start_nested(self, now_s: float) -> None:
-        """Starts nested requests, each by itself; where all instances wait for others, one gives way."""
+        """Starts nested requests one by one; if all instances wait for calls, one gives way."""
         if not self._nested.waiting:
             return
         if late := self._nested.late(now_s):
@@ -577,7 +543,6 @@ class Batcher:
                 self.fail(refused, InferenceFailed(_ALL_WAIT.format(count, self.model.spec.name)))
 
     def _count(self, execution: Execution) -> None:
-        """Takes note that an execution has ended."""
         again: Sequence[Pending] = execution.unanswered if execution.error is not None else ()
         if execution.gives_way:
             again = [item for item in execution.items if not item.lost]
@@ -587,7 +552,7 @@ class Batcher:
             execution.leave_open()
         is_current = self.expected_ends.pop(execution, None) is not None
         if is_current:
-            # What was placed ahead begins now.
+            # The batch that was placed ahead begins now.
             self._ahead_until_s = NEVER_S
             if self._ahead and self.model.begun is not None:
                 self.model.begun(self._ahead)
@@ -597,26 +562,25 @@ class Batcher:
             if is_current and not self.paused and execution.gives_way:
                 self._pending = [*self._nested.take(again), *self._pending]
             elif is_current and not self.paused:
-                # Each further execution may last as long: by halves there would be more of them.
+                # Each further execution may last as long: run each item alone, not by halves.
                 self._bisection.cut(again, alone=isinstance(execution.error, ExecutionOverdue))
             else:
-                # The model is another one now, for which they were not checked; or work is to end.
+                # The items need a check for the new model, or the worker is draining.
                 self._outlet.give_back(again)
         elif is_current and execution.error is None:
             self._observe(execution)
 
     def _observe(self, execution: Execution) -> None:
-        """Learns from an execution how long such a batch takes, and how long its instance stood still before it."""
         begin_s, end_s, now_s = execution.begin_ns / 1e9, execution.end_ns / 1e9, self._clock.now_s()
         rows = execution.batch.size
         self._latency.observe(rows, end_s - begin_s, now_s)
-        # A batch that may have waited to grow tells nothing of what the next batch costs besides its execution.
+        # The gap before a batch that may have waited to grow is not overhead.
         has_grown = self._rules.delay_s > 0 and rows < self._rules.largest_preferred
         oldest_s = now_s if has_grown else min(execution.items[0].enqueued_s, execution.items[-1].enqueued_s)
         self._latency.observe_gap(begin_s, end_s, now_s - oldest_s, self.model.executor.count)
 
     def _ended(self, responder: Responder, execution: Execution) -> None:
-        """Takes an execution back from its instance: next batch first, then the answers of this one."""
+        """Starts the next batch before it answers this one."""
         self._count(execution)
         self._pump()
         self._answer(responder, execution)
@@ -633,7 +597,6 @@ class Batcher:
             self._outlet.answer(items, responses)
 
     def _recall(self) -> None:
-        """Takes back what waits for an instance."""
         self._ahead_until_s = NEVER_S
         self._ahead = ()
         for execution in reversed(self.model.executor.recall()):
@@ -648,7 +611,6 @@ class Batcher:
                 self._pending = [*items, *self._pending]
 
     def _drop_lost(self) -> None:
-        """Takes lost items out of what waits; a batch that waits for an instance is made anew without them."""
         if not self._has_lost:
             return
         self._has_lost = False
@@ -672,7 +634,6 @@ class Batcher:
             self._outlet.give_back(items)
 
     def _delay(self, items: Sequence[Pending]) -> list[Pending]:
-        """Moves those that have waited too long behind the others of their level; returns the rest."""
         now_s = self._clock.now_s()
         over = [item for item in items if item.overstays(now_s)]
         if not over:

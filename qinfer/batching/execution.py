@@ -1,6 +1,4 @@
-"""One batch on its way through a model instance: the items, what the backend answered, and where the time went.
-
-`assemble.assemble` makes a batch of requests, `Execution` runs it, and `Responder` makes the responses of it.
+"""One batch on its way through a model instance: its items, the backend's answers, and the times.
 
     requests → assemble → Batch → Execution → Responder → responses
 
@@ -42,25 +40,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHARED = (OutputMismatch, Overloaded, DeliveryError, Cancelled)
-"""Errors that are no single item's: the model answers wrongly, a call finds the queue full or away, nobody waits."""
+"""Errors of a whole batch: wrong answers of the model, a full or unreachable queue, callers that left."""
 
 _PROCESS, _numbers = secrets.token_hex(4), itertools.count(1)
 
 TOLD = 16
-"""Requests that a log line about a batch names at most."""
+"""The most requests that a log line about a batch names."""
 
 Answer = tuple[Tensor, ...] | QinferError
-"""The answer of an item: its outputs, or the reason why there are none."""
+"""The outputs of an item, or its error."""
 
 
 class Pending(Item, kw_only=True, eq=False, gc=False):
-    """A request that a worker holds.
-
-    Attributes:
-        lease: The lease on its entry.
-        request: The decoded request.
-        lost: Whether the lease is lost: another worker answers, and the work done here is discarded.
-    """
+    """A request that a worker holds; if its lease is `lost`, the result is discarded."""
 
     lease: Lease
     request: InferRequest
@@ -72,56 +64,33 @@ class Pending(Item, kw_only=True, eq=False, gc=False):
 
 
 class Caller(Protocol):
-    """The way from one model to another."""
+    """Calls other models; the errors are those of `Context.call`."""
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
-        """Runs a request on the model that it names; blocks an instance's thread. See `Context.call`.
+        """Runs a request on its model; blocks an instance's thread.
 
-        Args:
-            request: Its `timeout_s` shortens the deadline, unless it is 0; other stamps than `tenant` and `trace` have
-                no effect.
-            deadline_s: When the answer has to be there, in the broker's time.
-
-        Raises:
-            QinferError: As `Context.call` says.
+        A `timeout_s` above 0 shortens the deadline. Of the request's stamps, only `tenant` and `trace` count.
         """
         ...
 
     def stream(self, request: InferRequest, deadline_s: float) -> Iterator[Response]:
-        """Runs a request as `call` does, on a model that may give several responses. See `Context.stream`.
+        """Runs a request that may get several responses; the last is `final`, and may be empty.
 
-        Args:
-            request: As in `call`.
-            deadline_s: When the last response has to be there, in the broker's time.
-
-        Returns:
-            The responses, as they come; the last one is `final`, and may be empty. Waiting for the next one blocks, and
-            raises as `call` does where the request fails. To close the iterator, or to forget it, cancels the request.
-
-        Raises:
-            QinferError: As `Context.call` says.
+        Waiting for one blocks, and raises if the request fails. Dropping the iterator cancels the request.
         """
         ...
 
 
 class Execution(msgspec.Struct, OneResponse, eq=False):
-    """A batch that runs, or ran; see the module docstring for who may touch it when.
+    """A batch that runs or has run.
 
     Attributes:
-        items: The batch's items, in batch order.
-        batch: The assembled arrays.
-        input_ns: How long assembling took.
-        caller: Takes the batch's calls to other models; without one they fail.
-        assemble: Makes the batch, where that takes long: in the instance's thread.
-        apart: It is half of a batch that raised: its items must not be merged with others.
-        answers: Each item's final answer.
-        parameters: What the model said besides the outputs of its final answers, by item.
-        earlier: Responses that were not final, as (item, answer, parameters), in order.
-        error: Why the batch failed.
-        rows_again: Rows of items that are iterated: they have no answer yet, and count as executed.
-        holder: What it holds while it executes, where rates are limited.
-        gives_way: Its calls were refused, so that others get its instance: what it answers does not count, and it is
-            begun anew.
+        assemble: Makes the batch in the instance's thread, if that takes long.
+        apart: It is part of a batch that raised: don't merge its items with others.
+        earlier: Responses before the final ones, as (item, answer, parameters).
+        rows_again: Rows of iterated items without an answer; they count as executed.
+        holder: The resources that it holds, where rates are limited.
+        gives_way: Its calls were refused to free the instance; it runs again.
     """
 
     items: Sequence[Pending]
@@ -149,11 +118,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
     def respond(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Takes an answer from the backend; see `Context.respond`.
-
-        Raises:
-            OutputMismatch: The item has its final answer already.
-        """
+        """Takes an answer from the backend; see `Context.respond`."""
         if not self.respond_ns:
             self.respond_ns = time.perf_counter_ns()
         if self.answers[item] is not None:
@@ -166,7 +131,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
             self.parameters[item] = parameters
 
     def cancelled(self, item: int) -> bool:
-        """Tells whether nobody waits for this item any more."""
+        """Returns whether the caller of this item has left."""
         return self.items[item].lost
 
     def call(self, request: InferRequest) -> Response:
@@ -178,7 +143,6 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         return self._call(request, lambda caller: caller.stream)
 
     def _call(self, request: InferRequest, way: Callable[[Caller], Callable[[InferRequest, float], T]]) -> T:
-        """Runs another model on a request, which is made for those whose batch this is."""
         if self.caller is None:
             raise InferenceFailed("this model runs where it can't call other models")
         waited_for = [item for item in self.items if not item.lost]
@@ -202,16 +166,16 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
             raise
 
     def _holder(self) -> Holder:
-        """Returns what this execution holds while it calls; none once it has ended, and only its streams are open."""
+        """Returns the resources that this execution holds during a call; none once it has ended."""
         request = self.items[0].request
         if self.holder is not None:
             return msgspec.structs.replace(self.holder, version=request.version)
         return Holder("" if self.end_ns else self.batch_id, request.model, {}, request.version)
 
     def run(self, backend: Backend) -> None:
-        """Executes the batch; afterwards every item has an answer, or is `unanswered` and has to run again.
+        """Executes the batch; afterwards every item has an answer or is `unanswered`.
 
-        Raises nothing: the instance's thread must live.
+        Raises nothing, because the instance's thread must live.
         """
         self.begin_ns = time.perf_counter_ns()
         try:
@@ -226,7 +190,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the boundary to the model's code, which may even call `sys.exit`
-            # Once for each batch: what it is cut into mostly raises the same.
+            # Log a failing batch once: its parts mostly raise the same.
             level = logging.DEBUG if self.apart else logging.ERROR
             logger.log(level, "execution failed", exc_info=True, extra=self._told())
             self.error = InferenceFailed(str(error) or type(error).__name__)
@@ -239,23 +203,22 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
     @property
     def batch_id(self) -> str:
-        """This execution's own id, unique among all workers; made when it is first asked for."""
+        """This execution's id, unique among all workers; made on first use."""
         if not self._batch_id:
             self._batch_id = new_batch_id()
         return self._batch_id
 
     def is_one_of(self, tokens: Collection[str]) -> bool:
-        """Tells whether it has made a call whose holders have these tokens; from any thread."""
+        """Returns whether these tokens include this execution's; for any thread."""
         return bool(self._batch_id) and self._batch_id in tokens
 
     @property
     def unanswered(self) -> list[Pending]:
-        """The items that somebody waits for and that have no answer, because their batch raised: run them again."""
+        """The items to run again: their batch raised, and their callers still wait."""
         return [item for item, answer in zip(self.items, self.answers, strict=True) if answer is None and not item.lost]
 
     def _missing(self) -> QinferError | None:
-        """Returns what is wrong with an execution that raised nothing: an item without an answer."""
-        # Not `None in`, which would ask each tuple whether it equals None.
+        # `None in` would compare each tuple with None.
         unanswered = len([True for answer in self.answers if answer is None])
         if not unanswered:
             return None
@@ -265,7 +228,6 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         )
 
     def _told(self) -> dict[str, object]:
-        """Returns what a log line about it says."""
         requests = [item.request for item in self.items]
         return {
             "model": requests[0].model,
@@ -276,7 +238,7 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
         }
 
     def _own(self, answer: Answer) -> Answer:
-        """Makes the refusal of a call this model's failure: its client sent nothing wrong."""
+        """Makes the refusal of a call this model's failure; the client's request was correct."""
         if isinstance(answer, RequestError) and answer in self._refusals:
             return InferenceFailed(f"a call failed: {answer.message}")
         return answer
@@ -293,9 +255,9 @@ class Execution(msgspec.Struct, OneResponse, eq=False):
 
 
 def _origin(items: Sequence[Pending], call: InferRequest, default: InferRequest) -> tuple[InferRequest, Flags | None]:
-    """Returns the request of a batch for which a model makes a call, and the call's flags with the caller's id.
+    """Returns the request of a batch that a call is made for, and the call's flags with the caller's sequence id.
 
-    A call of a sequence is for the request by whose id the model was told of it: tenants have other ids.
+    The model sees internal sequence ids, because those of several tenants may be equal.
     """
     flags = call.sequence
     if flags is None:
@@ -313,7 +275,7 @@ def new_batch_id() -> str:
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The fields of a stream's response besides its answer: see `Response`."""
+    """The fields of a stream's `Response` besides its answer."""
 
     index: int
     final: bool
@@ -326,31 +288,22 @@ _FENCE = Fence(logging.getLogger(__name__), "observer failed, requests are answe
 
 
 class Observer(Protocol):
-    """Observes executions, for traces; called on the event loop, before the answers leave."""
+    """Observes executions, on the event loop, before the answers leave."""
 
     def executed(self, execution: Execution, begin_s: float) -> None:
-        """Takes note of an execution that has ended, well or not.
-
-        Args:
-            execution: The same.
-            begin_s: When it began, on the clock of the items' instants; its inputs were made just before.
-        """
+        """Records an ended execution; `begin_s` is on the clock of the items."""
         ...
 
     def refused(self, items: Sequence[Pending], error: QinferError, now_s: float) -> None:
-        """Takes note of items that are answered with an error, at `now_s`, without having been executed."""
+        """Records items that get an error without having been executed."""
         ...
 
 
 class Responder:
     """Makes the responses of one model version.
 
-    Args:
-        spec: The model's configuration, with which outputs are compared.
-        version: The version that answers.
-        observer: Told of every execution; `None` = nobody is. What it raises is logged.
-        strict: Outputs of other datatypes and shapes are refused; so they are where the model's configuration says so.
-            As in Triton, they are passed on otherwise, with one warning.
+    Outputs that contradict the configuration are refused if it, or `strict`, says so; else they are passed on with one
+    warning, as in Triton.
     """
 
     def __init__(
@@ -364,24 +317,18 @@ class Responder:
         self._count = len(spec.outputs)
         self._outputs = {o.name: (o.datatype, o.dims, -1 not in o.dims) for o in spec.outputs}
         self._is_strict = strict or spec.strict_outputs
-        # A `model.py` answers each request by itself, and an ensemble passes on: the rows of a batch are not split.
+        # A `model.py` and an ensemble answer each request by itself: no rows are split.
         self._may_have_other_rows = not (self._is_strict or spec.splits) and (spec.backend == "python" or spec.steps)
         self._is_warned = False
         self._fine: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        """The last (datatype, shape, rows) of each output that passed; the next item's is mostly the same."""
+        """The last (datatype, shape, rows) of each output that passed; most items repeat it."""
 
     def responses(
         self, execution: Execution, begin_s: float, tally: StatsTally
     ) -> tuple[list[Pending], list[Response]]:
-        """Answers the items of an execution; those whose lease is lost and those that run again are left out.
+        """Answers the items of an ended execution, except lost ones and those that run again.
 
-        Args:
-            execution: One that ended.
-            begin_s: When it began, on the clock of the items' instants.
-            tally: Where it is counted.
-
-        Returns:
-            The items, and their responses in order: one final each, after those that were not final.
+        `begin_s` is on the clock of the items; an item's final response comes last.
         """
         input_ns, infer_ns, output_ns = execution.input_ns, execution.infer_ns, execution.output_ns
         size, earlier = execution.batch.size, self._earlier(execution) if execution.earlier else None
@@ -420,15 +367,15 @@ class Responder:
         return items, responses
 
     def observe(self, execution: Execution, begin_s: float) -> None:
-        """Tells the observer of an execution that has ended, if there is one."""
+        """Passes an ended execution to the observer, if there is one."""
         if self._observer is not None:
-            with _FENCE:  # the answers are worth more than what is told of them
+            with _FENCE:  # an observer's error must not cost the answers
                 self._observer.executed(execution, begin_s)
 
     def streamed(self, item: Pending, answer: Answer | Failure, part: Part) -> Response:
-        """Makes a response of a stream; what does not fit the configuration ends the stream. For any thread.
+        """Makes a response of a stream, from any thread; a mismatch with the configuration ends the stream.
 
-        The number of rows is the model's to decide, and so is which outputs a response has that were not asked for.
+        The model may choose the number of rows, and add outputs.
         """
         outputs: tuple[Tensor, ...] = ()
         failure, final = None, part.final
@@ -456,7 +403,7 @@ class Responder:
         )
 
     def count(self, item: Pending, response: Response, now_s: float, tally: StatsTally) -> None:
-        """Counts a request whose stream ends with a response."""
+        """Counts a request whose stream ends with this response."""
         timing = response.timing or Timing()
         spent_ns = timing.input_ns + timing.infer_ns
         if response.failure is not None:
@@ -467,19 +414,12 @@ class Responder:
         tally.executed(item.rows, [timing.queue_ns], timing.input_ns, timing.infer_ns, 0, now_s - spent_ns / 1e9)
 
     def failures(self, items: Sequence[Pending], error: QinferError, now_s: float, tally: StatsTally) -> list[Response]:
-        """Answers items that were not executed.
-
-        Args:
-            items: The items.
-            error: Why.
-            now_s: Now, on the clock of the items' instants.
-            tally: Where they are counted.
-        """
+        """Answers items that were not executed."""
         failure = Failure.of(error)
         tally.failed(failure.code, len(items))
         tally.spent_failing(int(sum(max(now_s - item.enqueued_s, 0.0) for item in items) * 1e9))
         if self._observer is not None:
-            with _FENCE:  # as above
+            with _FENCE:
                 self._observer.refused(items, error, now_s)
         return [
             Response(
@@ -513,15 +453,9 @@ class Responder:
         )
 
     def problem(self, outputs: Sequence[Tensor], wanted: Sequence[str], rows: int) -> str | None:
-        """Compares outputs with the configuration; runs per request, so that the good case is a few comparisons.
+        """Returns why outputs are refused; `None` if they are accepted.
 
-        Args:
-            outputs: What the model returned.
-            wanted: The names that were asked for, all of which are due; empty = any may be left out.
-            rows: The rows that went in.
-
-        Returns:
-            What they are refused for; `None` = nothing.
+        Every `wanted` name is required. Runs per request, so the good case costs a few comparisons.
         """
         if len(outputs) != (len(wanted) or self._count):
             if missing := _missing(wanted, outputs):
@@ -544,7 +478,6 @@ class Responder:
         return None
 
     def _other(self, tensor: Tensor, rows: int, datatype: str, dims: tuple[int, ...], fixed: bool) -> str:  # noqa: FBT001
-        """Returns how an output differs from its configuration; empty = it does not."""
         shape = tensor.shape[1:] if self._batched else tensor.shape
         if tensor.datatype != datatype:
             return _text(tensor, f"its configuration says {datatype}")
@@ -555,7 +488,6 @@ class Responder:
         return ""
 
     def _warn(self, other: str) -> None:
-        """Logs once that the model's outputs are not those of its configuration."""
         if self._is_warned:
             return
         self._is_warned = True
@@ -565,7 +497,6 @@ class Responder:
         )
 
     def _problem_of_any(self, outputs: Sequence[Tensor], wanted: Sequence[str]) -> str | None:
-        """Compares outputs of a stream with the configuration, each for itself, with as many rows as it has."""
         if outputs and wanted and (missing := _missing(wanted, outputs)):
             return missing
         for tensor in outputs:
@@ -575,7 +506,6 @@ class Responder:
         return None
 
     def _earlier(self, execution: Execution) -> dict[int, list[Response]]:
-        """Makes the responses that were not final, by the item's position."""
         made: dict[int, list[Response]] = {}
         for position, answer, parameters in execution.earlier:
             item = execution.items[position]
@@ -597,7 +527,7 @@ class Responder:
 
 
 def due(request: InferRequest) -> tuple[str, ...]:
-    """Returns the outputs that a request can't do without; those that it does not name may be left out."""
+    """Returns the outputs that a request requires."""
     return () if request.spares_outputs else request.outputs
 
 

@@ -2,9 +2,8 @@
 
     admit ─▶ pending ─▶ want ─▶ (the rate limiter grants) ─▶ permitted ─▶ policy.decide ─▶ executor …
 
-While it waits for resources a batch grows, as long as it has room, and its requests expire and are delayed by their
-deadlines and queue policies, as while they wait for an instance. They do not wait here for long: another worker may be
-able to run them, so that they are given back to the queue, and fetched anew once the resources are here.
+While it waits for resources, a batch grows, and its requests expire or are delayed as usual. After a short wait they go
+back to the queue, because another worker may have the resources, and are fetched again with the next permit.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,53 +17,42 @@ from qinfer.core.messages import Holder
 from qinfer.errors import InferenceFailed
 
 LOOK_S = 0.05
-"""How long resources that came after the requests were given back are kept for a look into the queue."""
+"""A permit without waiting requests is kept this long for a fetch."""
 
 
 class PermittedExecutor(Executor, Protocol):
-    """Instances that execute by permits only; `start` uses one.
-
-    Attributes:
-        permits: How many executions may begin now.
-        permitted: Called when there is another one.
-    """
+    """Instances that execute only with permits; `start` uses one, and `permitted` announces one."""
 
     permits: int
     permitted: Callable[[], None]
 
     def want(self, count: int, callers: Sequence[Holder]) -> None:
-        """Waits for so many permits in all, and returns those that are too many.
-
-        Args:
-            count: How many batches could begin.
-            callers: Executions that wait for one of the requests, and hold resources meanwhile.
-        """
+        """Waits until it has `count` permits, and returns surplus ones; `callers` wait for a request."""
         ...
 
     def is_held(self, callers: Sequence[Holder]) -> bool:
-        """Tells whether a request has callers that hold resources."""
+        """Returns whether a caller of a request holds resources."""
         ...
 
     def refusal(self, callers: Sequence[Holder]) -> str:
-        """Returns why a request of these callers can't be executed while they wait for it; empty = it can."""
+        """Returns why a request of these callers can't be executed; empty if it can."""
         ...
 
 
 class LimitedBatcher(Batcher):
-    """See the module docstring; its model's executor is a `PermittedExecutor`."""
+    """A batcher whose model's executor is a `PermittedExecutor`."""
 
-    keeps_for_calls = False  # what it may execute is the rate limiter's to say
+    keeps_for_calls = False  # the rate limiter decides which call may execute
 
     def _adopt(self, model: LoadedModel, latency: LatencyModel | None) -> None:
         self._blocked, self._is_gating = LentInstances(), False
         self._permits_until_s = 0.0
-        """Until when a permit is kept though nothing waits here."""
         self._executor = cast("PermittedExecutor", model.executor)
         self._executor.permitted = self._permitted
         super()._adopt(model, latency)
 
     def admit(self, items: Sequence[Pending]) -> None:
-        """See the base; requests whose callers would wait for themselves are refused."""
+        """Takes items; refuses those whose callers would wait for themselves."""
         self._permits_until_s = 0.0
         refused = [(item, self._executor.refusal(item.request.holders)) for item in items if item.request.holders]
         for item, reason in refused:
@@ -74,16 +62,15 @@ class LimitedBatcher(Batcher):
         super().admit([item for item in items if item not in failed] if failed else items)
 
     def _permitted(self) -> None:
-        """Takes note of a permit."""
         self._blocked = LentInstances()
         if not self._has_waiting:
             self._permits_until_s = self._clock.now_s() + LOOK_S
         self._pump()
 
     def _give_back(self) -> None:
-        """See the base; while it goes on, it keeps what a caller waits for that holds resources.
+        """Gives items back, except requests whose callers hold resources.
 
-        In the lane that could stay behind requests that wait for what its caller holds.
+        In the lane, they could end up behind requests that wait for these resources.
         """
         kept = [] if self.paused else [item for item in self._pending if self._executor.is_held(item.request.holders)]
         if kept:
@@ -93,7 +80,6 @@ class LimitedBatcher(Batcher):
 
     @property
     def _has_room(self) -> bool:
-        """Whether the next batch may have more requests."""
         is_full = self._waiting_rows >= self._rules.max_rows if self._rules.merge else bool(self._pending)
         return not (is_full or self._bisection)
 
@@ -102,12 +88,11 @@ class LimitedBatcher(Batcher):
         return bool(self._pending or self._bisection)
 
     def _idle_count(self) -> int:
-        """Returns how many instances may begin an execution now, as long as something waits for one."""
         idle = super()._idle_count()
         return min(idle, self._executor.permits) if self._has_waiting or self._blocked.is_overdue else idle
 
     def _slots(self) -> Slots:
-        """Returns the instances with a permit; nothing is placed ahead of the others, only fetched."""
+        """Returns the instances with a permit; the place ahead only opens the fetch gate."""
         idle = self._idle_count()
         return Slots(max(idle, 0), int(self._is_gating and self._rules.ahead and self._has_room))
 
@@ -116,7 +101,6 @@ class LimitedBatcher(Batcher):
         self._ask()
 
     def _ask(self) -> None:
-        """Waits for as many permits as batches could begin."""
         now_s, idle = self._clock.now_s(), max(super()._idle_count(), 0)
         count = 0
         if self._has_waiting:
@@ -128,7 +112,7 @@ class LimitedBatcher(Batcher):
         self._executor.want(min(count, idle), self._callers() if count else ())
 
     def _batches(self, now_s: float) -> int:
-        """Returns how many batches would begin if instances were idle, but those that wait to grow."""
+        """Returns how many batches could begin now; those that wait to grow don't count."""
         if self._bisection:
             return len(self._bisection)
         if not policy.decide(self._pending, now_s, Slots(1), self._rules, self._latency).run:
@@ -140,7 +124,7 @@ class LimitedBatcher(Batcher):
         return list({holder.token: holder for item in items for holder in item.request.holders}.values())
 
     def _set_gate(self, now_s: float, wake_at_s: float) -> float:
-        """See the base; while a batch waits for resources, it is filled up."""
+        """Keeps the gate open while a batch that waits for resources has room."""
         idle = super()._idle_count()
         if not self._has_waiting and now_s < self._permits_until_s:
             self._fetchable.set()

@@ -1,12 +1,12 @@
-"""Requests whose callers hold instances of the model that they are for: they go first, and instances are kept for them.
+"""Nested requests, whose callers hold instances of the same model, go first and have instances kept for them.
 
     level 0   no instance of the model waits for the request
-    level n   n of them do
+    level n   n instances wait for it
 
-A chain of calls that is as deep as any that was seen needs `depth` instances. Of those of a worker, requests of level
-0 have all but `depth - 1`, those of level 1 all but `depth - 2`, and so on (resource ordering: Havender, "Avoiding
-deadlock in multitasking systems", 1968): some chain can always go on. How deep calls are is only known from those that
-came. Where all instances wait for deeper calls than were known, one execution gives way, and is begun anew. Pure.
+The deepest chain of calls seen so far needs `depth` instances. Requests of level 0 may use all instances of a worker
+but `depth - 1`, those of level 1 all but `depth - 2`, and so on (resource ordering: Havender, "Avoiding deadlock in
+multitasking systems", 1968), so some chain can always proceed. If a deeper chain makes all instances wait, one
+execution gives way and runs again. Pure.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,12 +17,7 @@ from qinfer.core.call_chain import level_of
 
 
 class NestedRequests:
-    """See the module docstring; for one model version of a worker.
-
-    Attributes:
-        depth: How many instances a chain of calls needs, as far as was seen.
-        waiting: The nested requests that wait for an instance, the deepest first.
-    """
+    """The nested requests of a model version in a worker, the deepest first."""
 
     def __init__(self) -> None:
         self.depth = 1
@@ -39,7 +34,7 @@ class NestedRequests:
 
     @property
     def first_deadline_s(self) -> float:
-        """The earliest instant at which one that waits expires; `NEVER_S` without any."""
+        """The earliest expiry of a waiting request."""
         return min([item.ends_s for item in self.waiting]) if self.waiting else NEVER_S
 
     def late(self, now_s: float) -> list[Pending]:
@@ -49,12 +44,12 @@ class NestedRequests:
         return late
 
     def room(self, of_level: int, executions: Collection[Execution], count: int) -> int:
-        """Returns how many executions of a level may begin beside others, on so many instances."""
+        """Returns how many executions of a level may begin."""
         kept = max(min(self.depth, count) - 1 - of_level, 0)
         return count - kept - sum(level(one.items[0]) <= of_level for one in executions)
 
     def next(self, executions: Collection[Execution], count: int) -> Pending | None:
-        """Removes and returns the request that may begin now; `None` = none may."""
+        """Removes and returns the request that may begin now."""
         for item in self.waiting:
             if self.room(level(item), executions, count) > 0:
                 self.waiting.remove(item)
@@ -62,11 +57,7 @@ class NestedRequests:
         return None
 
     def victim(self, executions: Collection[Execution]) -> Execution | None:
-        """Returns the execution that has to end for others to go on; `None` = some end by themselves.
-
-        Args:
-            executions: The executions that hold all instances.
-        """
+        """Returns the execution that has to give way, if all of `executions` wait for calls."""
         tokens = {holder.token for item in self.waiting for holder in item.request.holders}
         if not all(one.is_one_of(tokens) and not (one.gives_way or one.end_ns) for one in executions):
             return None

@@ -1,8 +1,8 @@
-"""The policy of batching, which requests run together and when: one pure function, `decide`.
+"""The batching policy decides which requests run together, and when: one pure function, `decide`.
 
 It owns Triton's walk over the queue (reference §3.3, steps 4 and 5), its priorities and queue policies, and the
-deadline rules of docs/explanation/batching.md. It awaits nothing, reads no clock and keeps nothing between calls:
-property tests and simulators drive what production runs.
+deadline rules of docs/explanation/batching.md. It keeps no state and reads no clock, so property tests and simulators
+run production's code.
 
     decision = decide(pending, now_s, slots, rules, latency)
     pending == decision.expired + decision.run + decision.keep       each item in exactly one of them, in queue order
@@ -19,33 +19,31 @@ import msgspec
 from qinfer.models.spec import ModelSpec
 
 _DECAY = 0.98
-"""Weight that an observation keeps for each later one: about the last 50 count."""
+"""The weight of an observation with each later one: about 50 count."""
 
 _WINDOW = 32
-"""Observations over which the floor is the minimum; two windows are looked at, so that it is never of one run."""
+"""Observations per window; two windows give the floor, so it never rests on a single run."""
 
 FETCH_S = 0.001
-"""The time of one fetch more, for which a short batch may wait."""
+"""The time of one more fetch."""
 
 _LONGEST_GAP_S = 0.05
-"""A longer gap between two executions counts as this one: it is an accident, not the instance's way of working."""
+"""A longer gap between executions is an accident, and counts as this one."""
 
 _RUN = 5
-"""Executions of a run, whose mean is not of one that was quick by chance."""
+"""Executions per run: their mean hides one that was quick by chance."""
 
 _COLD = 3
-"""The first executions, which are often much slower than all others: there is no bound until a run comes after them."""
+"""The first executions are often slow: `best_s` needs a whole run after them."""
 
 _FRESH_S = 5.0
-"""Older knowledge expires no request: were the floor wrong and all deadlines below it, nothing would correct it."""
+"""An older floor expires no request: if it exceeded every deadline, no execution would correct it."""
 
 
 class LatencyModel:
     """Exponentially weighted least squares over (rows, seconds), and the fastest recent execution.
 
-    Attributes:
-        gap_s: How long an instance stands still between two executions though requests wait: the mean of about the
-            last 50 such gaps, in which the next batch is fetched and handed over.
+    `gap_s` is the mean time between two executions while requests wait: the next batch is fetched and passed on.
     """
 
     def __init__(self) -> None:
@@ -60,24 +58,17 @@ class LatencyModel:
         self._gap_weight = 0.0
         self._deviation2 = 0.0
         self._ratios: deque[float] = deque(maxlen=2 * _WINDOW)
-        """How long the last executions took, measured by what was expected; judged when somebody asks."""
         self._count = self._judged = 0
         self._quickest = 1.0
         self._free_at_s: deque[float] = deque()
 
     @property
     def known(self) -> bool:
-        """Whether anything was observed."""
+        """Whether an execution was observed."""
         return self._weight > 0
 
     def observe(self, rows: int, seconds: float, now_s: float) -> None:
-        """Learns from one execution.
-
-        Args:
-            rows: Rows of the batch.
-            seconds: How long it took.
-            now_s: When it ended, on the clock that `floor_s` is asked with.
-        """
+        """Learns from an execution that ended at `now_s`."""
         self._weight = self._weight * _DECAY + 1.0
         self._rows = self._rows * _DECAY + rows
         self._seconds = self._seconds * _DECAY + seconds
@@ -99,13 +90,10 @@ class LatencyModel:
         self._observed_at_s = now_s
 
     def observe_gap(self, begin_s: float, end_s: float, waited_s: float, instances: int) -> None:
-        """Learns how long an instance stood still before an execution, if there were requests for it all that time.
+        """Learns how long an instance stood still before an execution, if requests waited all that time.
 
-        Args:
-            begin_s: When the execution began, on any clock.
-            end_s: When it ended, on the same clock.
-            waited_s: How long its oldest request had been in the queue when it ended.
-            instances: How many instances there are; the one that became free first is taken to have run it.
+        `waited_s` is the age of the oldest request at the end. The first instance to become free is assumed to have run
+        it.
         """
         free_at_s = end_s
         while len(self._free_at_s) >= instances:
@@ -117,40 +105,39 @@ class LatencyModel:
             self.gap_s += (gap_s - self.gap_s) / self._gap_weight
 
     def estimate_s(self, rows: int) -> float:
-        """Returns the expected duration of a batch of `rows` rows; 0 when nothing is known."""
+        """Returns the expected duration of a batch; 0 while unknown."""
         return self._base_s + self._per_row_s * rows
 
     def full_s(self, rows: int) -> float:
-        """Returns the expected time from one batch of `rows` rows to the next; 0 when nothing is known."""
+        """Returns the expected time from one batch to the next; 0 while unknown."""
         expected_s = self.estimate_s(rows)
         return expected_s + self.gap_s if expected_s else 0.0
 
     def best_s(self, rows: int) -> float:
-        """Returns the shortest time from one batch of `rows` rows to the next that the observations allow.
+        """Returns the shortest time between batches that the observations allow; 0 before eight executions.
 
-        The bound is wide after few executions, for sizes far from those seen, and where executions differ; it follows
-        at once where they become quicker: the quickest run of the last 64 counts. It is 0 until eight were seen.
+        The bound is wide after few executions, for sizes far from the observed ones, and for durations that vary. The
+        quickest run of the last 64 executions counts, so a speed-up shows at once.
         """
         weight = self._weight
         if self._count < _COLD + _RUN:
             return 0.0
-        # One deviation of 100 % is assumed besides those that were seen: executions may be equal by chance.
+        # One more deviation, of 100 %, is assumed: few durations may be equal by chance.
         error2 = (1.0 + self._deviation2) / (1.0 + weight) / weight
         mean_rows, mean_s = self._rows / weight, self._seconds / weight
         distance2, variance = (rows - mean_rows) ** 2, self._rows2 / weight - mean_rows * mean_rows
         lever = distance2 / max(variance, 1e-9) if distance2 > 0.25 else 0.0
-        # The standard error of a regression at `rows`; but a larger batch is not quicker than those that were seen.
+        # The standard error of a regression; but a larger batch is not quicker than those observed.
         regressed_s = self.estimate_s(rows) / (1.0 + math.sqrt(error2 * (1.0 + lever)))
         seen_s = mean_s * min(rows / mean_rows, 1.0) / (1.0 + math.sqrt(error2))
         gap_s = self.gap_s * max(1.0 - 2.0 / math.sqrt(self._gap_weight), 0.0) if self._gap_weight else 0.0
         return max(regressed_s, seen_s) * self._quickest_run() + gap_s
 
     def floor_s(self, now_s: float) -> float:
-        """Returns the shortest of the last 32 to 64 executions; 0 before there were so many, or when they are old."""
+        """Returns the shortest of the last 32 to 64 executions; 0 if there are fewer, or none is recent."""
         return 0.0 if now_s - self._observed_at_s > _FRESH_S else self._floor_s
 
     def _quickest_run(self) -> float:
-        """Returns how long the quickest run took, measured by what was expected; at most 1."""
         if self._judged != self._count:
             ratios = list(self._ratios)
             runs = (sum(ratios[end - _RUN : end]) / _RUN for end in range(_RUN, len(ratios) + 1))
@@ -161,7 +148,7 @@ class LatencyModel:
         mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
         variance = self._rows2 / self._weight - mean_rows * mean_rows
         if variance < 1e-6:
-            # Only one size was seen: assume that a larger batch takes proportionally longer, never less than this.
+            # Only one size was seen: the duration is proportional to the rows.
             self._base_s, self._per_row_s = 0.0, mean_s / mean_rows
             return
         covariance = self._rows_seconds / self._weight - mean_rows * mean_s
@@ -173,18 +160,16 @@ NEVER_S = float("inf")
 
 
 class Item(msgspec.Struct, eq=False):
-    """A request, as far as the policy has to know it.
+    """The part of a request that the policy reads.
 
     Attributes:
-        rows: Its size along the batch dimension; 1 when the model has none.
-        key: Items may share a batch only if their keys are equal (`assemble.key_function`).
-        enqueued_s: When it entered the queue.
-        deadline_s: When its answer is worth nothing any more, on the same clock.
-        alone: It must not share a batch, because it may have killed a worker.
-        level: Its priority level, 1 = the highest; 0 where the model has none.
-        queue_deadline_s: Until when it may wait; from then on it is refused, or delayed. Read like the next two only
-            where `Rules.prefetch` is false.
-        delays: It is delayed then and not refused: it waits behind the others of its level (Triton's DELAY).
+        rows: Its size along the batch dimension, or 1.
+        key: Only items with equal keys may share a batch (`assemble.key_function`).
+        alone: It may have killed a worker, and must not share a batch.
+        level: Its priority level, 1 = the highest; 0 without levels.
+        queue_deadline_s: The end of its queue timeout; unused, like `delays` and `delayed`, with
+            `Rules.prefetch`.
+        delays: The timeout moves it behind the others of its level (Triton's DELAY).
         delayed: It was delayed before it came here.
     """
 
@@ -204,7 +189,7 @@ class Item(msgspec.Struct, eq=False):
         return self.deadline_s if self.delays or self.delayed else min(self.deadline_s, self.queue_deadline_s)
 
     def overstays(self, now_s: float) -> bool:
-        """Tells whether it has to be moved behind the others of its level, where it is not yet."""
+        """Returns whether it has to move behind its level."""
         return self.delays and not self.delayed and self.queue_deadline_s <= now_s
 
 
@@ -215,28 +200,24 @@ class Latency(Protocol):
     """Latency estimates that the policy needs; `LatencyModel` implements them."""
 
     def estimate_s(self, rows: int) -> float:
-        """Returns how long a batch of so many rows probably takes; 0 when nothing is known."""
+        """Returns the probable duration of a batch; 0 while unknown."""
         ...
 
     def floor_s(self, now_s: float) -> float:
-        """Returns what every execution surely takes; 0 when nothing recent is known."""
+        """Returns the least duration of an execution; 0 while unknown."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """A model's batching rules, ready for the walk.
+    """A model's batching rules.
 
     Attributes:
-        max_rows: No batch has more rows than this.
-        preferred: Sizes worth stopping at.
-        largest_preferred: The largest of them.
-        delay_s: How long the oldest request may wait for its batch to fill; 0 = send what is there.
+        delay_s: The longest wait of the oldest request for its batch to fill.
         merge: False for the default scheduler, which runs each request alone.
-        prefetch: Requests run in the order in which they came, until their deadlines. False where the model has
-            priority levels or a queue policy with a timeout.
-        ahead: A batch may be formed before an instance waits for it: no request can come that goes before it.
-        levels: The model has priority levels: the last request to come may be the first to run.
+        prefetch: Requests run in order of arrival: there are no priority levels or queue timeouts.
+        ahead: A batch may be formed before an instance is free: no later request precedes it.
+        levels: The last request to arrive may be the first to run.
     """
 
     max_rows: int
@@ -274,12 +255,12 @@ class Rules:
         )
 
     def may_grow(self, rows: int) -> bool:
-        """Tells whether the next batch, of which so many rows are here, lacks some; where it is not formed before."""
+        """Returns whether a batch of `rows` may still grow; never with `prefetch`."""
         return not self.prefetch and rows < self.max_rows
 
 
 class Slots(msgspec.Struct, frozen=True):
-    """Where a batch can go now: to idle instances, or to the one place ahead of busy ones."""
+    """The places for batches: idle instances, and one ahead of busy ones."""
 
     idle: int
     ahead: int = 0
@@ -289,10 +270,10 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
     """A decision of the policy.
 
     Attributes:
-        expired: Answer these as expired: they can't be executed in time, or have waited too long.
-        run: Run these as one batch; empty = nothing to run yet.
-        keep: What stays pending, in queue order.
-        wake_at_s: When to decide again, if nothing else happens; `NEVER_S` = only when something does.
+        expired: Items that would end too late, or have waited too long.
+        run: The next batch; empty = none yet.
+        keep: The pending items, in queue order.
+        wake_at_s: When to decide again without an event; `NEVER_S` = never.
     """
 
     expired: list[T]
@@ -302,17 +283,9 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
 
 
 def decide(pending: Sequence[T], now_s: float, slots: Slots, rules: Rules, latency: Latency) -> Decision[T]:
-    """Decides about the pending items; O(len(pending)) where they are the `keep` of the last decision and a few more.
+    """Decides about at most one batch; call it again with `keep` until `run` is empty.
 
-    Args:
-        pending: The items in the order in which they came, or as `keep` had them.
-        now_s: The present, on the clock of the items' instants.
-        slots: How many batches can be placed.
-        rules: The model's batching rules.
-        latency: What is known of the model's speed.
-
-    Returns:
-        The decision about at most one batch: ask again with `keep` until `run` is empty.
+    Takes O(len(pending)) if `pending` is the last `keep` and a few more items.
     """
     horizon_s = now_s + latency.floor_s(now_s)
     if rules.prefetch:
@@ -334,12 +307,7 @@ def decide(pending: Sequence[T], now_s: float, slots: Slots, rules: Rules, laten
 
 
 def next_batch(pending: Sequence[T], rules: Rules) -> Sequence[T]:
-    """Returns what the next batch can have at the most: the first pending items, as many as have `max_rows` rows.
-
-    Args:
-        pending: The items, as the `keep` of a decision has them.
-        rules: The model's batching rules.
-    """
+    """Returns the first pending items, up to `max_rows` rows."""
     rows = 0
     for count, item in enumerate(pending, start=1):
         rows += item.rows
@@ -349,29 +317,21 @@ def next_batch(pending: Sequence[T], rules: Rules) -> Sequence[T]:
 
 
 def is_worth_filling(run: Sequence[Item], now_s: float, rules: Rules, latency: Latency) -> bool:
-    """Tells whether a short batch should wait for one more fetch, when it is likely that requests wait in the queue.
+    """Returns whether a short batch should wait for one more fetch, as requests probably wait in the queue.
 
-    It should where a full batch, begun `FETCH_S` later, executes more rows a second, and where all its requests can
-    wait that long.
-
-    Args:
-        run: The requests of the batch, which could begin now.
-        now_s: The present, on the clock of their instants.
-        rules: The model's batching rules.
-        latency: What is known of the model's speed.
+    It should if a full batch executes more rows per second, and no request expires.
     """
     rows = sum(item.rows for item in run)
     short_s, full_s = latency.estimate_s(rows), latency.estimate_s(rules.max_rows)
     if not rules.merge or not short_s or rows * (full_s + FETCH_S) >= rules.max_rows * short_s:
         return False
-    # A batch of more rows takes longer: it may not make those late that are in time now.
+    # A larger batch takes longer, and must not make requests late.
     latest_s = min(item.deadline_s for item in run) - full_s
     refused_s = min(item.queue_deadline_s if not item.delays else NEVER_S for item in run)
     return now_s + 2 * FETCH_S < min(latest_s, refused_s)
 
 
 def _queue(pending: Sequence[T], now_s: float, horizon_s: float) -> tuple[list[T], Sequence[T]]:
-    """Returns what expires, and the rest by level; in each level what is delayed behind what is not."""
     expired: list[T] = []
     live: list[T] = []
     for item in pending:
@@ -382,14 +342,14 @@ def _queue(pending: Sequence[T], now_s: float, horizon_s: float) -> tuple[list[T
 
 
 def _rank(item: Item, now_s: float) -> tuple[int, float]:
-    """Returns an item's place in the queue; among the delayed, the first to have been delayed is the first."""
+    """Returns an item's sort key; delayed items keep the order of their queue deadlines."""
     if item.delayed or (item.delays and item.queue_deadline_s <= now_s):
         return item.level, item.queue_deadline_s
     return item.level, -NEVER_S
 
 
 class _Walk(msgspec.Struct, frozen=True):
-    """The result of a walk: items that fit, their rows, the best mark among them (0 = none), if more could join."""
+    """A walk's result; `best` is the number of items at the best preferred size (0 = none)."""
 
     items: int
     rows: int
@@ -398,7 +358,7 @@ class _Walk(msgspec.Struct, frozen=True):
 
 
 def _walk(live: Sequence[T], rules: Rules) -> _Walk:
-    """Goes through the queue until an item can't join (reference §3.3 step 4)."""
+    """Walks the queue until an item can't join (reference §3.3 step 4)."""
     first = live[0]
     if not rules.merge or first.alone:
         return _Walk(1, first.rows, 0, True)
@@ -418,11 +378,11 @@ def _walk(live: Sequence[T], rules: Rules) -> _Walk:
 
 
 def _due_at_s(live: Sequence[T], now_s: float, slots: Slots, rules: Rules, walk: _Walk, latency: Latency) -> float:
-    """Returns when the batch of this walk should leave, or the queue changes: `now_s` for at once (§3.3 step 5)."""
+    """Returns when this batch should leave, or the queue changes (§3.3 step 5)."""
     timeout_s = NEVER_S if rules.prefetch else _next_timeout_s(live, now_s)
     if not slots.idle:
         full = walk.closed or walk.rows >= rules.largest_preferred
-        # A batch that can still grow is not placed ahead: it would only shrink what the instance gets next.
+        # A batch that can still grow is not placed ahead: there it could not.
         return now_s if slots.ahead and full else min(_first_deadline_s(live), timeout_s)
     if walk.best or walk.closed or walk.rows >= rules.largest_preferred or rules.delay_s <= 0:
         return now_s
@@ -432,7 +392,6 @@ def _due_at_s(live: Sequence[T], now_s: float, slots: Slots, rules: Rules, walk:
 
 
 def _oldest_s(live: Sequence[T], rules: Rules, walk: _Walk) -> float:
-    """Returns when the oldest item of the batch was enqueued."""
     return live[0].enqueued_s if rules.prefetch else min(item.enqueued_s for item in live[: walk.items])
 
 
@@ -441,27 +400,23 @@ def _first_deadline_s(live: Sequence[T]) -> float:
 
 
 def _next_timeout_s(live: Sequence[T], now_s: float) -> float:
-    """Returns when the next item will have waited too long; what is delayed then may make another batch the best."""
     return min((item.queue_deadline_s for item in live if item.queue_deadline_s > now_s), default=NEVER_S)
 
 
 PATIENCE_S = 0.25
-"""Requests that have waited so long for a lent instance are given back to the queue. Nearly all bulk batches take a
-tenth of it, even where the machine has too few cores; and what is given back begins its way anew."""
+"""After this wait for a lent instance, requests go back to the queue and start over. Nearly all bulk batches take a
+tenth of it, even with too few cores.
+"""
 
 FETCH_EVERY_S = 0.003
 """The pause between two fetches while requests wait."""
 
 
 class LentInstances:
-    """Instances that are lent for bulk work: how requests are fetched that wait for them. Pure arithmetic.
+    """Decides how requests are fetched while all instances are lent for bulk work; pure arithmetic.
 
-    What comes while they are away makes one batch when they are back, so it is fetched in a few steps. It does not wait
-    for long: an idle worker may have it.
-
-    Attributes:
-        count: How many instances are away.
-        is_overdue: Requests were given back: nothing is fetched until an instance is back.
+    Requests that arrive meanwhile make one batch, so they are fetched in a few steps. After `PATIENCE_S` they go back
+    to the queue for idle workers, and fetching stops (`is_overdue`).
     """
 
     def __init__(self) -> None:
@@ -472,21 +427,13 @@ class LentInstances:
         self._since_s = NEVER_S
 
     def change(self, count: int) -> None:
-        """Takes note that so many instances more are away, or, if negative, are back."""
+        """Adds `count` lent instances; a negative count returns them."""
         self.count += count
         if count < 0 or not self.count:
             self.is_overdue, self._waiting, self._since_s = False, 0, NEVER_S
 
     def look(self, now_s: float, waiting: int) -> tuple[bool, float]:
-        """Decides what to do while all instances are away.
-
-        Args:
-            now_s: Now.
-            waiting: How many requests wait here.
-
-        Returns:
-            Whether to fetch now, and when to look again. Where requests have waited for too long, `is_overdue` is set.
-        """
+        """Returns whether to fetch now, and when to look again; may set `is_overdue`."""
         if self.is_overdue or not waiting:
             return not self.is_overdue, NEVER_S
         if waiting != self._waiting:

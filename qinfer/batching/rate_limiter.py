@@ -1,16 +1,16 @@
-"""The rate limiter's decisions: which model instances may execute next, given the resources that there are.
+"""The rate limiter decides which model instances may execute next, given the resources of the worker.
 
 It owns Triton's rules (docs/user_guide/rate_limiter.md of its server): an execution needs all resources of its instance
-at once, and of the instances that wait, the one with the lowest *score* (executions x priority) goes first. It awaits
-nothing, reads no clock and knows no Redis: property tests drive what workers run.
+at once, and the waiting instance with the lowest *score* (executions x priority) goes first. It awaits nothing and
+reads no clock, so property tests run production's code.
 
     wait ─▶ waiting ─▶ decide ─▶ granted ─▶ execution ─▶ ended ─▶ decide …
 
-Three rules go beyond Triton's, whose first waiting instance holds up all others (issue #8358 of its server):
+Three rules go beyond Triton's, where the first waiting instance blocks all others (issue #8358 of its server):
 
-- An instance that can't go yet holds up only those that need what it needs: nobody starves, and nothing else waits.
-- A *callee*, an instance that waits because an execution that holds resources calls its model, goes before all others.
-- A callee that needs what a caller of it holds uses the caller's share, and takes nothing of it itself.
+- An instance that can't go yet reserves its units: it blocks only instances that need the same ones, and never starves.
+- A *callee*, whose model is called by an execution that holds resources, goes before all others.
+- A callee uses its caller's units of a resource that both need.
 """
 
 import itertools
@@ -22,41 +22,34 @@ from qinfer.core.settings_rate_limit import Maximum
 from qinfer.models.spec import InstanceSpec
 
 GLOBAL = -1
-"""The device of a resource that is the same for all devices, and for all workers."""
+"""The device of a resource that devices and workers share."""
 
 
 class Resource(NamedTuple):
-    """A resource.
-
-    Attributes:
-        name: Its name.
-        device: The device that has it, as Triton numbers them: the CPU counts as 0; `GLOBAL` = all have the same.
-    """
+    """A named resource of a device, numbered as in Triton (the CPU is 0), or `GLOBAL`."""
 
     name: str
     device: int
 
 
 Needs = Mapping[Resource, int]
-"""Resource → how many units of it are needed, or held; each at least 1."""
+"""Resource → units needed or held, at least 1 each."""
 
 
 Own = Needs | None
-"""The units that an instance has to take itself; `None` = a share that it needs is in use."""
+"""The units that an instance has to take itself; `None` = it waits for units of a caller."""
 
 
 def needs_of(group: InstanceSpec) -> dict[Resource, int]:
-    """Returns what an execution of an instance of a group needs."""
+    """Returns the resources of an execution."""
     units = {Resource(r.name, GLOBAL if r.is_global else group.device.number): r.units for r in group.resources}
     return {resource: count for resource, count in units.items() if count}
 
 
 def maxima_of(needs: Iterable[Needs], given: Sequence[Maximum]) -> dict[Resource, int]:
-    """Returns how many units there are of each resource that is needed: what the largest need is, or what was given.
+    """Returns the units of each needed resource: the configured ones, or else the largest need.
 
-    Args:
-        needs: What each instance needs.
-        given: What was given; where anything was, resources that were not have no units, as in Triton.
+    With any maximum configured, other resources have no units, as in Triton.
     """
     most = _largest(needs)
     for resource in most if given else ():
@@ -66,15 +59,7 @@ def maxima_of(needs: Iterable[Needs], given: Sequence[Maximum]) -> dict[Resource
 
 
 def check_maxima(needs: Sequence[Needs], given: Sequence[Maximum]) -> None:
-    """Refuses needs that could never be met.
-
-    Args:
-        needs: What each instance needs.
-        given: As for `maxima_of`.
-
-    Raises:
-        ValueError: Some instance would never execute; with Triton's text.
-    """
+    """Raises a `ValueError`, with Triton's text, if an instance could never execute."""
     most, largest = maxima_of(needs, given), _largest(needs)
     for resource, count in largest.items():
         if most[resource] < count:
@@ -100,21 +85,19 @@ def _largest(needs: Iterable[Needs]) -> dict[Resource, int]:
 
 
 def _is_of(one: Maximum, resource: Resource) -> bool:
-    """Tells whether a given maximum counts for a resource; those of global ones count whatever device they name."""
     return resource.device == GLOBAL or one.device is None or one.device == resource.device
 
 
 class Grant:
-    """Resources that an execution holds: its own units, and its callers' shares.
+    """Resources that an execution holds.
 
     Attributes:
-        token: Names it, among all workers.
-        model: Whose execution holds them.
-        held: All units that it holds, its own and borrowed ones; those of callers' shares are in `borrowed`, too.
-        borrowed: Resource → the grant that it is borrowed from.
+        token: Its id, unique among all workers.
+        held: Its units, own and borrowed.
+        borrowed: Resource → the lender's grant.
         lent: Units that callees use.
-        has_ended: The execution has ended; units that are lent are returned when the callee ends.
-        is_elsewhere: Another worker counts it; only what is lent of it here is known.
+        has_ended: The execution has ended; callees return lent units later.
+        is_elsewhere: Another worker has it; only the units lent here are known.
     """
 
     __slots__ = ("borrowed", "has_ended", "held", "is_elsewhere", "lent", "model", "token")
@@ -128,27 +111,20 @@ class Grant:
         self.has_ended = self.is_elsewhere = False
 
     def has_free(self, resource: Resource, count: int) -> bool:
-        """Tells whether so many units of a resource may be lent now."""
+        """Returns whether `count` units of a resource may be lent now."""
         return self.held.get(resource, 0) - self.lent.get(resource, 0) >= count
 
     @property
     def holder(self) -> Holder:
-        """The same as calls tell it: global units only, for those of a device are another worker's business."""
+        """The grant as calls carry it, with global units only: a device belongs to one worker."""
         units = {resource.name: count for resource, count in self.held.items() if resource.device == GLOBAL}
         return Holder(self.token, self.model, units)
 
 
 class Instance:
-    """A model instance, as the limiter knows it.
+    """A model instance in the limiter; `granted` is called after a decision for it.
 
-    Args:
-        model: The model's name.
-        needs: What its executions need.
-        priority: Its weight: with 2 it executes half as often as with 1; 0 counts as 1.
-        granted: Called by whoever acts on a decision.
-
-    Attributes:
-        grant: What its execution holds; `None` = none was granted.
+    An instance of priority 2 executes half as often as one of priority 1.
     """
 
     __slots__ = ("callers", "executions", "grant", "granted", "model", "needs", "order", "priority")
@@ -160,26 +136,26 @@ class Instance:
         self.granted = granted
         self.executions = 0
         self.order = 0
-        """The instance's place among those that wait, by when they began to; 0 = it does not wait."""
+        """The instance's place in the order of waiting; 0 = it does not wait."""
         self.callers: tuple[Holder, ...] = ()
         self.grant: Grant | None = None
 
     @property
     def score(self) -> int:
-        """The lowest goes first."""
+        """The waiting instance with the lowest score goes first."""
         return self.executions * self.priority
 
 
 class Ledger:
-    """The resources of one worker, who holds them, and who waits.
+    """The resources of one worker, their holders, and the waiting instances.
 
     Args:
-        given: The maxima that were given.
-        name: Begins the tokens of its grants.
+        given: The configured maxima.
+        name: The prefix of its grants' tokens.
 
     Attributes:
-        pool: The units of each global resource that this worker has; what it has of others is its maxima.
-        maxima: How many units there are of each resource.
+        pool: This worker's units of global resources.
+        maxima: All units of each resource.
     """
 
     def __init__(self, given: Sequence[Maximum] = (), name: str = "") -> None:
@@ -194,18 +170,13 @@ class Ledger:
         self._numbers = itertools.count(1)
 
     def check(self, groups: Sequence[InstanceSpec]) -> None:
-        """Refuses instances that could never execute beside those that there are.
-
-        Raises:
-            ValueError: With Triton's text.
-        """
+        """Raises a `ValueError`, with Triton's text, if new instances could never execute."""
         check_maxima([*(instance.needs for instance in list(self._instances)), *map(needs_of, groups)], self._given)
 
     def add(self, instances: Sequence[Instance]) -> None:
-        """Takes instances of a model that is loaded; `check` has accepted them.
+        """Adds the checked instances of a model, at the lowest present score.
 
-        They begin with as many executions as makes them equal to the first of the others: a model that is loaded late
-        has its turns, not all turns until it has caught up.
+        So a model that is loaded late does not run first until it has caught up.
         """
         first = min((instance.score for instance in self._instances), default=0)
         for instance in instances:
@@ -214,27 +185,27 @@ class Ledger:
         self._count()
 
     def remove(self, instances: Sequence[Instance]) -> None:
-        """Forgets instances that execute nothing any more."""
+        """Removes instances that execute nothing."""
         for instance in instances:
             self.leave(instance)
             self._instances.remove(instance)
         self._count()
 
     def wait(self, instance: Instance, callers: tuple[Holder, ...] = ()) -> None:
-        """Takes note that an instance has work; `callers` wait for it, and may hold resources."""
+        """Adds an instance that has work; `callers` wait for it."""
         instance.callers = tuple(one for one in callers if self._share(one).held)
         if not instance.order:
             instance.order = next(self._numbers)
             self._waiting.append(instance)
 
     def leave(self, instance: Instance) -> None:
-        """Takes note that an instance has no work any more."""
+        """Removes an instance that has no more work."""
         if instance.order:
             instance.order, instance.callers = 0, ()
             self._waiting.remove(instance)
 
     def decide(self) -> list[Instance]:
-        """Grants what can be granted; returns the instances that may execute now."""
+        """Grants resources to waiting instances; returns those that may execute now."""
         granted: list[Instance] = []
         free = self._free()
         for instance, own, lenders in self._in_order(free):
@@ -244,9 +215,9 @@ class Ledger:
         return granted
 
     def missing(self) -> list[tuple[dict[str, int], bool]]:
-        """Returns the global units that waiting instances need and this worker's pool lacks, and if one is a callee.
+        """Returns the global units that waiting instances lack, and whether a callee needs them.
 
-        A worker that has all units that there are waits for its own executions, and not for other workers.
+        A worker with all units of a resource waits for its own executions only.
         """
         found: dict[tuple[tuple[str, int], ...], bool] = {}
         free = self._free()
@@ -259,7 +230,7 @@ class Ledger:
         return [(dict(units), is_callee) for units, is_callee in found.items()]
 
     def ended(self, instance: Instance, *, has_executed: bool = True) -> None:
-        """Takes back what was granted to an instance; what its callees still use follows when they end."""
+        """Takes back a grant; units lent to callees follow later."""
         grant = instance.grant
         assert grant is not None, "nothing was granted"
         instance.grant = None
@@ -270,19 +241,13 @@ class Ledger:
             self._give_up(grant, resource, count - grant.lent.get(resource, 0))
 
     def idle(self, name: str) -> int:
-        """Returns how many units of a global resource this worker has that no execution holds; negative = too few."""
+        """Returns the unused units of a global resource here; negative = too few."""
         return self.pool.get(name, 0) - self._used.get(Resource(name, GLOBAL), 0)
 
     def conflict(self, model: str, needs: Iterable[Needs], callers: Sequence[Holder]) -> str:
-        """Returns why a call can't be executed by another worker, or in a way in which it can't use what callers hold.
+        """Returns why a call that can't borrow its callers' units would wait for its caller; empty if it would not.
 
-        Args:
-            model: The model that is called. Where it is not in this worker, units of devices are no matter.
-            needs: What each of its instances needs.
-            callers: Its callers.
-
-        Returns:
-            The reason; empty = it can.
+        The units of a device matter only if the model is in this worker.
         """
         is_here = any(instance.model == model for instance in self._instances)
         shares = [self._share(caller) for caller in callers]
@@ -297,20 +262,11 @@ class Ledger:
         return ""
 
     def holds(self, callers: Sequence[Holder]) -> bool:
-        """Tells whether any of these callers holds resources."""
+        """Returns whether any of these callers holds resources."""
         return any(self._share(caller).held for caller in callers)
 
     def refusal(self, model: str, needs: Iterable[Needs], callers: Sequence[Holder]) -> str:
-        """Returns why an execution can't be had by a caller, which holds too little for it and would wait for itself.
-
-        Args:
-            model: The model that is called.
-            needs: What each of its instances needs.
-            callers: What its callers hold.
-
-        Returns:
-            The reason; empty = none.
-        """
+        """Returns why a call would wait for its own caller, which holds too few units; empty if it would not."""
         shares = [self._share(caller) for caller in callers]
         for resource, count in itertools.chain.from_iterable(one.items() for one in needs):
             holding = [share for share in shares if share.held.get(resource)]
@@ -326,15 +282,14 @@ class Ledger:
         self.maxima = maxima_of([instance.needs for instance in self._instances], self._given)
 
     def _free(self) -> dict[Resource, int]:
-        """Returns the units of each resource that may be granted."""
         units = {r: self.pool.get(r.name, 0) if r.device == GLOBAL else count for r, count in self.maxima.items()}
         return {resource: count - self._used.get(resource, 0) for resource, count in units.items()}
 
     def _in_order(self, free: dict[Resource, int]) -> Iterator[tuple[Instance, Own, dict[Resource, Grant]]]:
-        """Yields the waiting instances in their order, each with its own needs and the callers that it borrows from.
+        """Yields the waiting instances in order, each with the units to take and their lenders.
 
-        What one needs is kept from those behind it, whether it is granted or not. Only callees keep nothing from one
-        another until it is granted: the one in front may wait for the caller of the one behind.
+        An instance reserves its needs, granted or not. Callees reserve nothing against one another, because the first
+        may wait for the second's caller.
         """
         waiting = sorted(self._waiting, key=lambda one: (one.score, one.order))
         callees = [instance for instance in waiting if instance.callers]
@@ -352,7 +307,6 @@ class Ledger:
                 _keep(free, instance.needs)
 
     def _plan(self, instance: Instance) -> tuple[Own, dict[Resource, Grant]]:
-        """Returns what a callee has to take itself, and from which caller it borrows what."""
         shares = [self._share(caller) for caller in instance.callers]
         own: dict[Resource, int] = {}
         lenders: dict[Resource, Grant] = {}
@@ -368,7 +322,7 @@ class Ledger:
         return own, lenders
 
     def _share(self, caller: Holder) -> Grant:
-        """Returns what a caller holds; a caller of another worker, or one that has ended, by what it said."""
+        """Returns a caller's grant; one of another worker is made from the `Holder`."""
         grant = self._grants.get(caller.token)
         if grant is not None:
             return grant
@@ -392,7 +346,6 @@ class Ledger:
         instance.grant = grant
 
     def _give_up(self, grant: Grant, resource: Resource, count: int) -> None:
-        """Returns units of a grant that has ended, to its caller or to all."""
         lender = grant.borrowed.get(resource)
         if lender is None:
             self._used[resource] -= count
@@ -405,6 +358,5 @@ class Ledger:
 
 
 def _keep(free: dict[Resource, int], own: Own) -> None:
-    """Keeps units from those behind."""
     for resource, count in (own or {}).items():
         free[resource] = max(free[resource] - count, 0)

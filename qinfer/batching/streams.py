@@ -1,12 +1,12 @@
-"""Streams: the requests of decoupled models, whose responses leave one by one, also after `execute` has returned.
+"""Streams: the responses of decoupled models leave one by one, even after `execute` has returned.
 
     any thread of the model ── Stream.send ──▶ Streams ── event loop ──▶ StreamOutlet.send
           ▲ waits while the window is used up                                  │
           └────────────────── Streams.credit ◀── the gateway's credits ────────┘
 
-A stream is open from the beginning of its execution to its final response; it holds its lease, and no instance once
-`execute` has returned. `Window` is its arithmetic, `StreamedExecution` the `Context` of a batch of them. Ensembles have
-no execution, and are another `Source`.
+A stream is open from the beginning of its execution to its final response. It holds its lease until then, and the
+instance only until `execute` returns. `Window` counts the bytes on their way; `StreamedExecution` is the `Context` of a
+batch of streams. Ensembles have no execution and are another `Source`.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ Sent = tuple[Pending, Response]
 _GONE = "nobody waits for the responses any more"
 _STALLED = "the caller took no response for {:g} s; read faster, or ask for less"
 _LEFT = "the model stopped in the middle because another request of its batch was cancelled; send the request again"
-_LOOK_S = 0.5  # between two looks for streams that are stalled or late
+_LOOK_S = 0.5  # seconds between two checks for stalled and late streams
 
 LEAST_RATE = 256 * 1024
-"""Bytes a second that a caller takes at least of a window that is half full, or its stream is unread."""
+"""A caller that reads fewer bytes per second with a half-full window leaves its stream unread."""
 
-_LEAST_S = 1.0  # a stream is unread for so long at least before it counts as such
+_LEAST_S = 1.0  # a stream counts as unread after this long at the earliest
 
 
 def nbytes_of(answer: Answer | Failure) -> int:
@@ -47,40 +47,35 @@ def nbytes_of(answer: Answer | Failure) -> int:
 
 
 class Window:
-    """Bytes of one stream that are on their way to its caller. Pure arithmetic.
+    """The bytes of one stream on their way; pure arithmetic.
 
-    Args:
-        size_bytes: What may be on its way.
-
-    Attributes:
-        on_way_bytes: What is on its way, with `RESPONSE_OVERHEAD_BYTES` for each response.
-        taken_bytes: Bytes of outputs that were taken.
+    `on_way_bytes` includes `RESPONSE_OVERHEAD_BYTES` per response, `taken_bytes` only outputs.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.on_way_bytes = self.taken_bytes = self._sent_bytes = 0
         self._on_way: deque[tuple[int, int]] = deque()
-        """The responses on their way: of each the bytes sent with it and before, and the bytes that it takes."""
+        """For each response on its way: the bytes sent up to its end, and its share of the window."""
 
     def fits(self, nbytes: int) -> bool:
-        """Tells whether a response may leave now; without outputs, or while nothing is on its way, any may."""
+        """Returns whether a response may leave now; one without outputs, or the only one on its way, always may."""
         return not nbytes or not self._on_way or self.on_way_bytes + nbytes + RESPONSE_OVERHEAD_BYTES <= self.size_bytes
 
     @property
     def is_half_full(self) -> bool:
-        """Whether half of the window is used up, or more."""
+        """Whether at least half of the window is used up."""
         return 2 * self.on_way_bytes >= self.size_bytes
 
     def sent(self, nbytes: int) -> None:
-        """Takes note of a response that left."""
+        """Adds a response that left."""
         if nbytes:
             self._sent_bytes += nbytes
             self.on_way_bytes += nbytes + RESPONSE_OVERHEAD_BYTES
             self._on_way.append((self._sent_bytes, nbytes + RESPONSE_OVERHEAD_BYTES))
 
     def took(self, taken_bytes: int) -> int:
-        """Takes note that so many bytes were taken since the stream began; returns how many of them are new."""
+        """Removes responses by the bytes taken since the stream began; returns how many bytes are new."""
         new = min(taken_bytes, self._sent_bytes) - self.taken_bytes
         if new <= 0:
             return 0
@@ -91,15 +86,15 @@ class Window:
 
 
 class StreamOutlet(Protocol):
-    """Where responses of streams go; it does not block."""
+    """Publishes responses of streams; does not block."""
 
     def send(self, sent: Sequence[Sent]) -> None:
-        """Publishes responses in order, those of a request one after the other; finishes an entry after its final."""
+        """Publishes responses in order; finishes an entry after its final one."""
         ...
 
 
 class Source(Protocol):
-    """The origin of a stream's responses."""
+    """The origin of a stream's responses: an execution or an ensemble."""
 
     @property
     def responder(self) -> Responder:
@@ -108,28 +103,23 @@ class Source(Protocol):
 
     @property
     def can_ask(self) -> bool:
-        """Whether it asks if its caller has cancelled, and ends in its own way."""
+        """Whether the source polls for cancellation and ends its streams itself."""
         ...
 
     def timing(self, item: Pending, now_s: float) -> Timing:
-        """Returns the times of a response to an item that leaves now; from any thread."""
+        """Returns the times of a response; from any thread."""
         ...
 
     def count(self, stream: "Stream", response: Response) -> None:
-        """Counts a response that leaves, and with the final one its item; on the event loop."""
+        """Counts a response, and with the final one its item; on the event loop."""
         ...
 
 
 class Stream:
-    """The responses of one item. Used from any thread; `took`, `ask_to_end`, `cancel` and `lose` by the event loop.
+    """The responses of one item, sent from any thread.
 
-    Args:
-        streams: The worker's open streams.
-        item: The item.
-        source: What makes its responses.
-
-    Attributes:
-        is_asked_to_end: Its caller wants no more, and still takes what comes.
+    `took`, `ask_to_end`, `cancel` and `lose` belong to the event loop. After `is_asked_to_end`, the caller still takes
+    responses.
     """
 
     def __init__(self, streams: "Streams", item: Pending, source: Source) -> None:
@@ -138,7 +128,7 @@ class Stream:
         self.closed = threading.Event()
         self.is_asked_to_end = False
         self.counted_ns = 0
-        """Nanoseconds from the beginning of the execution to the last response that was counted."""
+        """The age of the execution at the last counted response."""
         self._streams = streams
         self._window = Window(streams.window_bytes)
         self._changed = threading.Condition()
@@ -156,17 +146,17 @@ class Stream:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing was sent, so that the item may be executed again."""
+        """Whether no response was sent: the item may run again."""
         return not self._count
 
     @property
     def holds_instance(self) -> bool:
-        """Whether the execution that it is of has not returned."""
+        """Whether the stream's execution has not returned yet."""
         return isinstance(self.source, StreamedExecution) and not self.source.end_ns
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for responses any more."""
+        """Whether the caller has left or the lease is lost."""
         return self._is_over or self.item.lost
 
     @property
@@ -182,11 +172,11 @@ class Stream:
         parameters: Mapping[str, Scalar] | None = None,
         wait: bool = True,
     ) -> None:
-        """Sends a response; with `wait` not before there is room in the window.
+        """Sends a response; `wait` blocks until the window has room.
 
         Raises:
             OutputMismatch: The final response was sent before.
-            Cancelled: Nobody waits for the responses any more.
+            Cancelled: The caller has left.
         """
         nbytes = nbytes_of(answer)
         with self._changed:
@@ -206,7 +196,7 @@ class Stream:
             self._put(answer, final=final, parameters=parameters or {})
 
     def await_room(self) -> None:
-        """Waits until half of the window is free, or nothing can be sent any more."""
+        """Waits until half of the window is free, or the stream has ended."""
         with self._changed:
             self._waiting += 1
             while self._window.is_half_full and not (self.is_over or self._has_ended):
@@ -214,12 +204,7 @@ class Stream:
             self._waiting -= 1
 
     def offer(self, answer: Answer, *, final: bool, parameters: Mapping[str, Scalar] | None = None) -> bool:
-        """Sends a response if there is room in the window; returns whether it did.
-
-        Raises:
-            OutputMismatch: The final response was sent before.
-            Cancelled: Nobody waits for the responses any more.
-        """
+        """Sends a response if the window has room, and returns whether it did; raises as `send`."""
         with self._changed:
             is_waiting = not (self.is_over or self._has_ended or self._window.fits(nbytes_of(answer)))
             self._waiting = int(is_waiting)
@@ -228,7 +213,7 @@ class Stream:
         return not is_waiting
 
     def on_taken(self, callback: Callable[[int], None]) -> None:
-        """Has a callback told what was taken; see `Context.on_taken`."""
+        """Calls back with the bytes that the caller takes; see `Context.on_taken`."""
         with self._changed:
             self._taken, untold = callback, self._untold_bytes
             self._untold_bytes = 0
@@ -237,7 +222,7 @@ class Stream:
             callback(0 if is_over else untold)
 
     def took(self, taken_bytes: int) -> None:
-        """Takes note that the caller took so many bytes since the stream began."""
+        """Makes room for the bytes taken since the stream began."""
         with self._changed:
             new = self._window.took(taken_bytes)
             if not new:
@@ -254,39 +239,39 @@ class Stream:
             callback(new)
 
     def ask_to_end(self) -> None:
-        """Takes note that the caller wants no more; a source that does not ask ends now."""
+        """Records a cancellation; a source that does not poll ends now."""
         self.is_asked_to_end = True
         if not self.source.can_ask:
             self.cancel(Cancelled(_GONE))
 
     def stored(self, nbytes: int) -> None:
-        """Takes note that so many bytes more are where the caller finds them."""
+        """Makes room for bytes that were stored for the caller."""
         self.took(self._window.taken_bytes + nbytes)
 
     def is_stalled(self, since_s: float) -> bool:
-        """Tells whether the window is used up, and nothing was taken since an instant of the monotonic clock."""
+        """Returns whether the window is used up, and the caller took nothing since `since_s` (monotonic clock)."""
         with self._changed:
             is_full = self._window.is_half_full or (self._waiting and self._window.on_way_bytes)
             return bool(is_full) and self._idle_since_s < since_s
 
     def unread_s(self, now_s: float) -> float:
-        """Returns for how long, at an instant of the monotonic clock, the window waits for a caller that is too slow.
+        """Returns the seconds that the window has waited for a slow caller at `now_s` (monotonic clock).
 
-        The time that `LEAST_RATE` allows for what is on its way does not count.
+        `LEAST_RATE` allows some time for the bytes on their way.
         """
         with self._changed:
             allowed_s = max(self._window.on_way_bytes / LEAST_RATE, _LEAST_S)
             return max(self._behind_s + now_s - self._full_since_s - allowed_s, 0.0)
 
     def cancel(self, error: QinferError) -> None:
-        """Ends the stream with an error: its caller does not take it."""
+        """Ends the stream with an error."""
         with self._changed:
             if not self._has_ended and not self.is_over:
                 self._put(error, final=True, parameters={})
         self.lose()
 
     def lose(self) -> None:
-        """Takes note that nobody waits for responses of this execution any more."""
+        """Discards all further responses of this execution and wakes its senders."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -295,7 +280,7 @@ class Stream:
             callback(0)
 
     def _put(self, answer: Answer | Failure, *, final: bool, parameters: Mapping[str, Scalar]) -> None:
-        """Hands a response over; under the lock, so that responses are handed over in the order of their indexes."""
+        """Numbers a response and sends it, under the lock, so that responses keep their order."""
         credit_to = self._streams.credit_to if self.item.request.reply_to and not final else ""
         part = Part(self._count, final, parameters, self.source.timing(self.item, self._streams.now_s()), credit_to)
         response = self.source.responder.streamed(self.item, answer, part)
@@ -305,17 +290,17 @@ class Stream:
 
 
 class Streams:
-    """The open streams of a worker; used on the event loop, but `open` and `put`, which any thread may call.
+    """The open streams of a worker; used on the event loop, except `open` and `put`, which any thread may call.
 
     Args:
-        outlet: Where responses go.
-        credit_to: The reply address of the worker, for credits.
-        window_bytes: What may be on its way of one stream.
-        stall_s: How long a caller may take nothing while its window is used up.
+        outlet: Publishes the responses.
+        credit_to: The worker's reply address for credits.
+        window_bytes: The most bytes of a stream on their way.
+        stall_s: The longest time that a caller may leave its window full.
         now_s: The broker's time.
 
     Attributes:
-        unread: Told every half second which streams are unread, where there are any.
+        unread: Called twice a second with the unread streams, if any.
     """
 
     def __init__(
@@ -346,7 +331,7 @@ class Streams:
         return stream
 
     def resume(self, item: Pending, source: Source) -> Stream:
-        """Returns the stream of an item that is executed again, once its window has room, or one that is over."""
+        """Returns the stream of an item that runs again, once its window has room; a closed one is over."""
         if not self.is_open_of(item):
             stream = Stream(self, item, source)
             stream.lose()
@@ -357,25 +342,25 @@ class Streams:
         return stream
 
     def is_open(self, stream: Stream) -> bool:
-        """Tells whether a stream's final response has not left yet."""
+        """Returns whether a stream's final response has yet to leave."""
         return self._open.get(stream.key) is stream
 
     def is_open_of(self, item: Pending) -> bool:
-        """Tells whether an item has an open stream."""
+        """Returns whether an item has an open stream."""
         stream = self._open.get((item.request.id, item.lease.deliveries))
         return stream is not None and stream.item is item
 
     def put(self, stream: Stream, response: Response) -> None:
-        """Takes a response, which leaves with the others of this event-loop tick."""
+        """Sends a response with the others of this event-loop tick."""
         self._ready.append((stream, response))
         if not self._is_due:
             self._is_due = True
-            # When the loop is closed the process is ending, and the lease passes to another worker.
+            # A closed loop means the end of the process; another worker gets the lease.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def credit(self, credits_: Sequence[Credit]) -> None:
-        """Makes room in the windows of streams, and asks cancelled ones to end; credits for others are dropped."""
+        """Makes room in windows and asks cancelled streams to end; ignores unknown ones."""
         for credit in credits_:
             stream = self._open.get((credit.request_id, credit.attempt))
             if stream is not None:
@@ -384,41 +369,41 @@ class Streams:
                     stream.ask_to_end()
 
     def lose(self, item: Pending) -> None:
-        """Closes the stream of an item that is lost or cancelled, if there is one."""
+        """Closes the stream, if any, of a lost item."""
         if self.is_open_of(item):
             stream = self._open[item.request.id, item.lease.deliveries]
             stream.lose()
             self.close(stream)
 
     def cancel(self, item: Pending, error: QinferError) -> None:
-        """Ends the stream of an item with an error, if it is open."""
+        """Ends the stream of an item, if any, with an error."""
         stream = self._open.get((item.request.id, item.lease.deliveries))
         if stream is not None:
             stream.cancel(error)
 
     def leave(self, reply_to: str) -> None:
-        """Cancels the streams to a process that is gone."""
+        """Cancels the streams to a process that has ended."""
         for stream in list(self._open.values()):
             if stream.item.request.reply_to == reply_to:
                 stream.cancel(Cancelled(_GONE))
 
     def stored(self, item: Pending, nbytes: int) -> None:
-        """Takes note that so many bytes more of an item are where its caller finds them, and not on their way."""
+        """Makes room for bytes that were stored for the caller."""
         stream = self._open.get((item.request.id, item.lease.deliveries))
         if stream is not None:
             stream.stored(nbytes)
 
     def close(self, stream: Stream) -> None:
-        """Forgets a stream; nothing of it leaves from now on."""
+        """Removes a stream; its remaining responses are dropped."""
         if self._open.get(stream.key) is not stream:
             return
         del self._open[stream.key]
         stream.closed.set()
-        self._closed.set()  # wakes those that wait now
+        self._closed.set()  # wakes the present waiters only
         self._closed.clear()
 
     def watch(self) -> None:
-        """Begins to look for callers who take nothing, and for deadlines, for as long as any stream is open."""
+        """Checks for late and stalled streams while any is open."""
         if self._timer is None and self._open:
             self._timer = self._loop.call_later(_LOOK_S, self._look)
 
@@ -438,8 +423,7 @@ class Streams:
         self.watch()
 
     def _deliver(self) -> None:
-        """Hands over what is ready."""
-        self._is_due = False  # before anything is taken: what comes later has a call of its own
+        self._is_due = False  # first, so that a later response schedules its own call
         sent: list[Sent] = []
         ended: list[Stream] = []
         while self._ready:
@@ -458,14 +442,7 @@ class Streams:
 
 
 class StreamedExecution(Execution, kw_only=True, eq=False):
-    """A batch of a decoupled model; its streams may be open after it has ended.
-
-    Attributes:
-        table: The worker's open streams.
-        responder: Makes the responses.
-        tally: Where requests are counted when they end.
-        streams: The stream of each item; made when it begins.
-    """
+    """A batch of a decoupled model; its streams may outlive it."""
 
     table: Streams
     responder: Responder
@@ -479,18 +456,18 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
 
     @property
     def can_ask(self) -> bool:
-        """True: a model asks by `Context.cancelled`."""
+        """True: a model polls `Context.cancelled`."""
         return True
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of one item on their way; see `Context.window_bytes`."""
+        """The most bytes of one item on their way; see `Context.window_bytes`."""
         return self.table.window_bytes
 
     def respond(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Sends a response when there is room in the window; see `Context.respond`."""
+        """Sends a response when the window has room; see `Context.respond`."""
         self.streams[item].send(self._own(outputs), final=final, parameters=parameters)
 
     def offer(
@@ -500,27 +477,27 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         self.streams[item].send(self._own(outputs), final=final, parameters=parameters, wait=False)
 
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
-        """Has a callback told what the item's caller took; see `Context.on_taken`."""
+        """Calls back with the bytes taken; see `Context.on_taken`."""
         self.streams[item].on_taken(callback)
 
     def cancelled(self, item: int) -> bool:
-        """Tells whether nobody waits for this item any more, or its caller wants no more."""
+        """Returns whether the caller has left or wants no more."""
         stream = self.streams[item]
         return stream.is_over or stream.is_asked_to_end
 
     def waits(self, item: int) -> bool:
-        """Tells whether an item's caller has to take something before the model can go on."""
+        """Returns whether the model waits for this item's caller to read."""
         return self.streams[item].is_stalled(math.inf)
 
     def run(self, backend: Backend) -> None:
-        """Executes the batch; an error ends the streams that it is told to, and those that have begun."""
+        """Executes the batch; an error ends its streams, unless their items can run again."""
         self.streams = self._open()
         super().run(backend)
         error = self.error
         if error is None:
             return
         if isinstance(error, Cancelled) and any(stream.is_over for stream in self.streams):
-            # One caller's end is not that of the others in the batch.
+            # One caller's cancellation must not cancel the others of the batch.
             error = self.error = InferenceFailed(_LEFT)
         for stream in self.streams:
             if told := self._ended_by(error, stream):
@@ -528,21 +505,19 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
                     stream.send(told, final=True, wait=False)
 
     def _open(self) -> list[Stream]:
-        """Opens the stream of each item."""
         return [self.table.open(item, self) for item in self.items]
 
     def _ended_by(self, error: QinferError, stream: Stream) -> QinferError | None:
-        """Returns the error that a stream ends with after that of its batch; `None` = its item runs again."""
         ends = isinstance(error, SHARED) or len(self.items) == 1 or not stream.is_untouched
         return error if ends else None
 
     @property
     def unanswered(self) -> list[Pending]:
-        """The items that sent nothing before their batch raised: run them again."""
+        """The items without a response when their batch raised."""
         return [stream.item for stream in self.streams if stream.is_untouched and not stream.is_over]
 
     def leave_open(self) -> None:
-        """Leaves the streams that are open to themselves; those that run again are closed."""
+        """Closes the streams whose items run again; the others stay open."""
         if self.error is not None:
             for stream in self.streams:
                 if stream.is_untouched:
@@ -550,16 +525,16 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
         self.table.watch()
 
     def timing(self, item: Pending, now_s: float) -> Timing:
-        """Returns the times of a response that leaves now: its inference began with its batch's."""
+        """Returns the times of a response; its inference began with the batch."""
         infer_ns = time.perf_counter_ns() - self.begin_ns
         waited_ns = int((now_s - item.enqueued_s) * 1e9) - infer_ns - self.input_ns
         return Timing(max(waited_ns, 0), self.input_ns, infer_ns, 0, self.batch.size)
 
     def count(self, stream: Stream, response: Response) -> None:
-        """Counts a response that leaves, and with the final one its item."""
+        """Counts a response, and with the final one its item."""
         timing = response.timing or Timing()
         infer_ns, counted_ns, stream.counted_ns = timing.infer_ns, stream.counted_ns, timing.infer_ns
-        if infer_ns >= counted_ns:  # else it was counted in an execution before this one
+        if infer_ns >= counted_ns:  # else an earlier execution counted it
             infer_ns -= counted_ns
         self.tally.responses.responded(response.index, end_of(response), infer_ns)
         if not response.index and response.failure is None:
@@ -568,5 +543,4 @@ class StreamedExecution(Execution, kw_only=True, eq=False):
             self.responder.count(stream.item, response, self.table.now_s(), self.tally)
 
     def _missing(self) -> QinferError | None:
-        """Misses nothing: responses may come later."""
         return None

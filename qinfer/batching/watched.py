@@ -1,11 +1,10 @@
-"""Executions with a limit: a wrapper around any backend that notes what its instance executes, since when, until when.
+"""Time limits of executions: a wrapper around any backend records when its instance began, and must end.
 
-    WatchedBackend.load, execute ──▶ ExecutionClock ◀── a watchdog asks how long, warns, and ends what lasts too long
+    WatchedBackend.load, execute ──▶ ExecutionClock ◀── a watchdog reads it, warns, and ends overdue executions
 
-Everything that runs on an instance passes here: batches of requests, of jobs and of shadows, warm-up and load. To call
-another model stops the clock until the answer; each response of a decoupled model restarts it, and it runs until the
-last of its streams has ended. A model's streams share the clock of their instance: while any of them goes on, the
-instance is well.
+The clock runs for all work of an instance: batches of requests, jobs and shadows, warm-up and load. It stops during
+calls to other models. A decoupled model's responses restart it, and it runs until its last stream has ended. The
+streams of an instance share its clock: progress of one is enough.
 """
 
 import math
@@ -33,12 +32,9 @@ NONE: float = 0.0
 
 
 class TimeLimit(NamedTuple):
-    """How long a kind of work on an instance may last.
+    """The limit of one kind of work on an instance; infinity = unlimited.
 
-    Attributes:
-        what: The work, for messages.
-        parameter: The parameter of the model's configuration that sets the limit.
-        seconds: The limit; infinity means that there is no limit.
+    `what` names the work in messages, `parameter` the setting.
     """
 
     what: str
@@ -46,7 +42,7 @@ class TimeLimit(NamedTuple):
     seconds: float
 
     def text(self, model: str) -> str:
-        """Returns what a client is told of work that lasted too long."""
+        """Returns the client's message about overdue work."""
         return f"{self.what} of model '{model}' lasted longer than its limit of {self.seconds:g} s ({self.parameter})"
 
 
@@ -68,7 +64,7 @@ class TimeLimits(NamedTuple):
 
 
 class Lateness(Enum):
-    """How much of its limit an execution has used up."""
+    """The share of its limit that an execution has used up."""
 
     FINE = "fine"
     HALF = "half"
@@ -76,26 +72,19 @@ class Lateness(Enum):
 
 
 def lateness(elapsed_s: float, limit_s: float) -> Lateness:
-    """Judges an execution that has lasted for a time; pure."""
+    """Compares the age of an execution with its limit."""
     if elapsed_s >= limit_s:
         return Lateness.OVER
     return Lateness.HALF if elapsed_s >= limit_s / 2 else Lateness.FINE
 
 
 class ExecutionClock:
-    """Since when an instance executes, and until when it may; its thread writes, a watchdog's reads.
-
-    Args:
-        model: The model's name.
-        version: The version.
-        limits: Its limits.
-        left: Called when it is not used any more.
+    """The time of an instance's present work; its thread writes, a watchdog's thread reads.
 
     Attributes:
-        limit: The limit that holds now; at first that of loads.
-        ctx: The context of the batch that `execute` runs now.
-        began: How many times `execute` has begun, so that a watchdog warns once of each.
-        due: Where it writes the instant of the monotonic clock at which the limit is over, and at which place.
+        ctx: The context of the batch that `execute` runs.
+        began: The number of executions, so that a watchdog warns once of each.
+        due: The array and index for the instant (monotonic clock) at which the limit ends.
     """
 
     def __init__(
@@ -115,11 +104,11 @@ class ExecutionClock:
         self._streaming: set[_Streaming] = set()
 
     def use(self, limit: TimeLimit) -> None:
-        """Goes on with another limit; while nothing executes."""
+        """Switches to another limit, while the instance is idle."""
         self.limit, self._limit_s = limit, limit.seconds
 
     def begin(self, ctx: Context | None) -> None:
-        """Starts the clock: on the way of every batch, and so without a lock."""
+        """Starts the clock; every batch does, so it takes no lock."""
         now_s = time.monotonic()
         self.ctx = ctx
         self.began += 1
@@ -128,7 +117,7 @@ class ExecutionClock:
         self._since_s = now_s
 
     def end(self) -> None:
-        """Stops the clock, unless streams are open; it calls nothing, as `begin`."""
+        """Stops the clock, unless streams are open."""
         with self._lock:
             self.ctx = None
             self._since_s = since_s = time.monotonic() if self._streaming else NONE
@@ -136,26 +125,26 @@ class ExecutionClock:
             due[place] = since_s + self._limit_s if since_s else NONE
 
     def restart(self) -> None:
-        """Begins again to count: the model gave a sign of life."""
+        """Restarts the clock after a sign of life."""
         with self._lock:
             if not self._calls:
                 is_idle = self.ctx is None and not self._streaming
                 self._set(NONE if is_idle else time.monotonic())
 
     def opened(self, streaming: "_Streaming") -> None:
-        """Takes note of a batch whose streams are open."""
+        """Adds a batch whose streams are open."""
         with self._lock:
             self._streaming.add(streaming)
 
     def closed(self, streaming: "_Streaming") -> None:
-        """Takes note that the last stream of a batch has ended."""
+        """Removes a batch whose last stream has ended."""
         with self._lock:
             self._streaming.discard(streaming)
         self.restart()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stops the clock for a call of another model; calls may overlap."""
+        """Stops the clock during a call, which may overlap others."""
         with self._lock:
             self._calls += 1
             if self._calls == 1:
@@ -172,7 +161,7 @@ class ExecutionClock:
                     self._set(self._since_s + waited_s)
 
     def elapsed_s(self) -> float:
-        """Returns how long the instance has been executing without a sign of life; 0 = it executes nothing."""
+        """Returns the seconds since the last sign of life; 0 while idle."""
         for streaming in list(self._streaming):
             if streaming.look():
                 self.restart()
@@ -180,11 +169,10 @@ class ExecutionClock:
             return self._elapsed_s()
 
     def expire(self, interrupt: Callable[[], bool]) -> bool:
-        """Ends what has lasted too long; returns whether it was ended.
+        """Interrupts an overdue execution; returns whether it did.
 
-        Args:
-            interrupt: Ends what the instance executes, and returns whether it did; called under the lock, so that it
-                ends nothing that has begun since. If it did not, the next look asks it again.
+        `interrupt` is called under the lock, so that it can't hit a later execution. If it returns false, the watchdog
+        tries again.
         """
         with self._lock:
             if self._elapsed_s() < self._limit_s:
@@ -199,19 +187,19 @@ class ExecutionClock:
             return True
 
     def leave(self) -> None:
-        """Gives up its place in `due`: the instance is unloaded, or was given up."""
+        """Frees its place in `due` after an unload."""
         self._write(NONE)
         self._left(self)
         self.due = ([NONE], 0)
 
     @property
     def items(self) -> Sequence[Any]:
-        """The items that execute now, and those of open streams; empty for a job's batch, a warm-up and a load."""
+        """The items that execute, and those of open streams; empty for jobs, warm-up and load."""
         found = dict.fromkeys([self.ctx, *self._streaming])
         return [item for ctx in found if ctx is not None for item in _items_of(ctx)]
 
     def alone(self) -> Any:
-        """Returns the item that executes alone; `None` where there are more, or none that somebody waits for."""
+        """Returns the only executing item, if its lease is not lost."""
         items = self.items
         return items[0] if len(items) == 1 and not items[0].lost else None
 
@@ -230,18 +218,11 @@ class ExecutionClock:
 
 
 class WatchedBackend:
-    """Notes on a clock what a backend's instance executes; see the module docstring.
-
-    Args:
-        backend: The backend.
-        clock: Its clock.
+    """A backend that records its work on a clock.
 
     Attributes:
-        backend: The same.
-        clock: The same.
-        interrupt: Ends what the instance executes, and returns whether it did; `None` = only the end of the worker
-            does.
-        unready: Returns why the model says that it is not ready; `None` = it says nothing.
+        interrupt: Ends the present execution, and returns whether it did; `None` = only the worker's end does.
+        unready: Returns why the model says that it is not ready.
     """
 
     def __init__(self, backend: Backend, clock: ExecutionClock) -> None:
@@ -257,15 +238,11 @@ class WatchedBackend:
             self.backend.load(spec, version_dir, device)
         finally:
             self.clock.end()
-        self.short_on_loop = self.backend.short_on_loop  # some know it only by then
+        self.short_on_loop = self.backend.short_on_loop  # some backends know it only after the load
 
     def execute(self, batch: Batch, ctx: Context) -> None:
-        """Runs the batch.
-
-        Raises:
-            ExecutionOverdue: It was ended, because it lasted too long.
-        """
-        if self.short_on_loop:  # such a backend calls no other model, and has no streams
+        """Runs the batch; raises `ExecutionOverdue` if it was ended."""
+        if self.short_on_loop:  # such a backend calls no other model and has no streams
             self.clock.begin(ctx)
             try:
                 self.backend.execute(batch, ctx)
@@ -285,7 +262,7 @@ class WatchedBackend:
             self.clock.end()
 
     def memory(self) -> tuple[MemoryUse, ...]:
-        """Returns what the model holds."""
+        """Returns the memory that the model holds."""
         return memory_of(self.backend)
 
     def metrics(self) -> Sequence[ModelSeries]:
@@ -299,8 +276,6 @@ class WatchedBackend:
 
 
 class _TimedContext:
-    """A context that stops the clock during calls; all else is the batch's own."""
-
     def __init__(self, ctx: Context, clock: ExecutionClock) -> None:
         self.inner = ctx
         self.overdue: ExecutionOverdue | None = None
@@ -310,21 +285,19 @@ class _TimedContext:
         self._clock = clock
 
     def call(self, request: InferRequest) -> Response:
-        """Calls through the batch's own context."""
         with self._clock.stopped():
             return self.inner.call(request)
 
     def stream(self, request: InferRequest) -> Iterator[Response]:
-        """Calls through the batch's own context; the clock stands while a response is waited for."""
         with self._clock.stopped():
             responses = self.inner.stream(request)
         return _TimedResponses(responses, self._clock)
 
     def abandon(self) -> None:
-        """Takes note that `execute` has raised."""
+        """Does nothing: only streams have to be closed."""
 
     def ended(self, error: BaseException) -> QinferError:
-        """Returns the error of an execution that lasted too long, in place of what the model's end looked like."""
+        """Returns the error of an overdue execution in place of its interruption's."""
         assert self.overdue is not None
         if isinstance(error, SequenceLost):
             return SequenceLost(f"{self.overdue.message}, and its process had the state in memory")
@@ -332,11 +305,7 @@ class _TimedContext:
 
 
 class _TimedResponses:
-    """The responses to a call; the clock stands while one is waited for.
-
-    Attributes:
-        cancel: Cancels the call, where that can be done.
-    """
+    """Responses to a call; the clock stops while one is awaited."""
 
     def __init__(self, responses: Iterator[Response], clock: ExecutionClock) -> None:
         self.cancel: Callable[[], None] = getattr(responses, "cancel", lambda: None)
@@ -367,13 +336,12 @@ class _Streaming(_TimedContext):
         clock.opened(self)
 
     def look(self) -> bool:
-        """Forgets streams that were abandoned; tells whether one waits for its caller to take something."""
+        """Removes abandoned streams; returns whether one waits for its caller to read."""
         for item in [item for item in tuple(self.open) if self.cancelled(item)]:
             self._end(item)
         return any(self._waits(item) for item in tuple(self.open))
 
     def abandon(self) -> None:
-        """See the base; what runs again runs with another context."""
         self.open.clear()
         self._clock.closed(self)
 
@@ -406,16 +374,9 @@ class _Streaming(_TimedContext):
 
 
 def within(limit: TimeLimit, model: str, work: Callable[[], None], late: Callable[[], None]) -> None:
-    """Does a part of a load, in a thread of its own that is left to itself when the limit is over.
+    """Runs part of a load in its own thread, and abandons the thread at the limit.
 
-    Args:
-        limit: How long it may take.
-        model: The model's name.
-        work: The work; blocking.
-        late: Called after work that has ended too late, in its thread.
-
-    Raises:
-        LoadOverdue: It took too long.
+    Raises `LoadOverdue` then; `late` is called if the work succeeds afterwards.
     """
     if limit.seconds == math.inf:
         work()

@@ -3,8 +3,8 @@
     adopt, admit ─▶ SequenceScheduler ─▶ assemble_steps ─▶ executor ─▶ outlet.executed
                           └─▶ outlet.broken, outlet.idle
 
-It keeps the state of each sequence that its worker owns, from step to step, and does no I/O: what is executed is
-committed and published by its outlet, which also asks Redis whether a sequence has ended.
+It keeps its sequences' states between steps and does no I/O: the outlet commits steps, and asks Redis whether a
+sequence has ended.
 """
 
 import asyncio
@@ -25,33 +25,27 @@ from qinfer.queue.sequence_records import SequenceId
 
 
 class StepOutlet(Protocol):
-    """Where steps go when the batcher is done with them; none of its calls blocks."""
+    """Receives finished steps; its calls don't block."""
 
     def executed(self, steps: Sequence[PendingStep], responses: Sequence[Response]) -> None:
-        """Commits steps with their states, publishes the responses, and finishes the entries."""
+        """Commits steps and states, publishes responses, finishes entries."""
         ...
 
     def broken(self, step: PendingStep, error: QinferError) -> None:
-        """Ends the sequence of a step that is not executed, and answers the steps that are left of it."""
+        """Ends the sequence of a refused step, and answers its remaining steps."""
         ...
 
     def idle(self, sequences: Sequence[SequenceId]) -> None:
-        """Ends sequences whose time is over, if they were idle by Redis' clock, too."""
+        """Ends sequences that were idle by Redis' clock, too."""
         ...
 
     def lost(self, sequences: Sequence[SequenceId], error: QinferError) -> None:
-        """Ends sequences whose state, in the model's memory, is gone."""
+        """Ends sequences whose state was lost with the model's memory."""
         ...
 
 
 class _Kept:
-    """A sequence that this worker owns.
-
-    Attributes:
-        states: Its states after the last step that was executed here, or from before; empty = it has none.
-        waiting: Its steps that wait or execute.
-        instance: The instance that has executed a step of it; -1 = none has.
-    """
+    """A sequence of this worker; `instance` is -1 before its first step."""
 
     __slots__ = ("instance", "states", "waiting")
 
@@ -62,23 +56,7 @@ class _Kept:
 
 
 class SequenceBatcher(StepRunner[PendingStep]):
-    """See the module docstring.
-
-    Args:
-        model: A model with sequences, and what to run it on.
-        clock: The broker's time, in which deadlines and enqueue times are.
-        outlet: Where steps go.
-        latency: What warm-up runs taught about the model's speed.
-        initial: The states of a sequence before its first step.
-
-    Attributes:
-        model: The same.
-        executing: Steps that execute.
-        completed: Steps that have been executed.
-        expected_ends: The executions under way, and when each should end.
-        tally: The statistics.
-        paused: Nothing new is executed.
-    """
+    """Keeps and executes the sequences of one worker; times are the broker's."""
 
     def __init__(
         self,
@@ -99,40 +77,34 @@ class SequenceBatcher(StepRunner[PendingStep]):
 
     @property
     def free_slots(self) -> int:
-        """How many sequences more would get a slot at once."""
+        """How many more sequences would get a slot at once."""
         return self._scheduler.free_slots
 
     def is_idle(self, sequence: SequenceId) -> bool:
-        """Tells whether nothing of a sequence executes or waits to."""
+        """Returns whether no step of a sequence executes or waits."""
         kept = self._kept.get(sequence)
         return kept is None or not kept.waiting
 
     @property
     def has_work(self) -> bool:
-        """Whether anything executes or waits to; for any thread."""
+        """Whether a step executes or waits; for any thread."""
         return bool(self.executing or self.waiting)
 
     def adopt(self, sequence: SequenceId, committed: int, states: States | None) -> None:
-        """Takes a sequence that this worker owns now.
-
-        Args:
-            sequence: The sequence.
-            committed: How many of its steps were committed.
-            states: The states that were committed; `None` = those from before the first step.
-        """
+        """Takes over a sequence after `committed` steps; states of `None` are the initial ones."""
         self._kept[sequence] = _Kept(self._initial if states is None else states)
         if committed:
             self._scheduler.adopt(sequence, committed)
             self.pump()
 
     def grow(self, model: LoadedModel, instances: int) -> None:
-        """Goes on with more instances, which the executor has already, under another generation."""
+        """Switches to another generation, whose executor already has more instances."""
         self.model = model
         self._scheduler.grow(instances)
         self.pump()
 
     def admit(self, step: PendingStep) -> None:
-        """Takes a step of a sequence that was adopted; those of one sequence come in their order. Then `pump`.
+        """Takes a step of an adopted sequence, in order; call `pump` afterwards.
 
         Raises:
             InvalidRequest: It is not the first step, and its sequence has ended here.
@@ -148,7 +120,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.waiting += 1
 
     def drop(self, sequence: SequenceId) -> None:
-        """Forgets a sequence that has ended, or that another worker owns; what executes is not answered."""
+        """Forgets a sequence that has ended or moved; an executing step is not answered."""
         kept = self._kept.pop(sequence, None)
         if kept is None:
             return
@@ -158,7 +130,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.pump()
 
     def cancel(self, sequence: SequenceId, number: int) -> bool:
-        """Breaks a sequence at a step that waits; False where that step executes, or is not here."""
+        """Breaks a sequence at a waiting step; returns False if the step does not wait here."""
         kept = self._kept.get(sequence)
         waiting = kept.waiting.items() if kept else ()
         listed = next((listed for step, listed in waiting if step.place.number == number), None)
@@ -169,10 +141,7 @@ class SequenceBatcher(StepRunner[PendingStep]):
         return True
 
     def fail(self, step: PendingStep, error: QinferError) -> None:
-        """Answers a step that does not end, because the worker does: the state stays as it was before.
-
-        A sequence whose state is in the memory of the worker ends.
-        """
+        """Answers a step that the stopping worker does not finish; its sequence keeps its stored state, or ends."""
         if not self._sequences.states:
             self._outlet.broken(step, SequenceLost(error.message))
             return
@@ -180,12 +149,12 @@ class SequenceBatcher(StepRunner[PendingStep]):
 
     @property
     def moving(self) -> set[SequenceId]:
-        """The sequences of which a step executes."""
+        """The sequences with an executing step."""
         steps = [item for execution in self.expected_ends for item in execution.items]
         return {step.place.sequence for step in steps if isinstance(step, PendingStep)}
 
     async def pause(self) -> None:
-        """Begins no execution any more, and waits until none is under way."""
+        """Begins no more executions, and waits for the running ones."""
         self.paused = True
         await self._idle.wait()
 
@@ -195,13 +164,12 @@ class SequenceBatcher(StepRunner[PendingStep]):
         self.pump()
 
     def close(self) -> None:
-        """Stops its timer and has the instances unloaded."""
+        """Stops the timer and unloads the instances."""
         self.paused = True
         self.pump()
         self.model.executor.retire()
 
     def _tell(self, decision: Decision[PendingStep]) -> None:
-        """Tells the outlet which sequences have ended, or may have."""
         broken = {ended.sequence for ended in decision.ended if ended.ending is not Ending.RESTARTED}
         for refused, error in decision.refused:
             step = refused.item
@@ -209,27 +177,24 @@ class SequenceBatcher(StepRunner[PendingStep]):
             if kept := self._kept.get(step.place.sequence):
                 kept.waiting.pop(step, None)
             if step.place.sequence in broken:
-                # The first one tells why; the queue knows those behind it.
+                # The first refused step gives the reason for those behind it in the queue.
                 broken.discard(step.place.sequence)
                 self._outlet.broken(step, error)
         if decision.idle:
             self._outlet.idle(decision.idle)
 
     def _begin(self, batch: StepBatch[PendingStep]) -> list[States]:
-        """See the base: the states are those that the last step has left."""
         self._idle.clear()
         self.waiting -= len(batch.steps)
         return [self._kept[step.item.place.sequence].states for step in batch.steps]
 
     def _refuse(self, items: Sequence[PendingStep], responses: Sequence[Response]) -> None:
-        """See the base."""
         self._rest()
         for item in items:
             self._kept[item.place.sequence].waiting.pop(item, None)
         self._outlet.executed(items, responses)
 
     def _take(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
-        """See the base: it goes to the outlet."""
         self._rest()
         self.completed += len(execution.items)
         self._keep(execution)
@@ -245,12 +210,10 @@ class SequenceBatcher(StepRunner[PendingStep]):
             self._outlet.executed(steps, responses)
 
     def _rest(self) -> None:
-        """Takes note if nothing executes any more."""
         if not self.executing:
             self._idle.set()
 
     def _keep(self, execution: AnySteps) -> None:
-        """Keeps the states that an execution has left, for the next steps."""
         for item, states in zip(execution.items, execution.states, strict=True):
             assert isinstance(item, PendingStep), "it was admitted here"
             item.state = states
@@ -265,8 +228,8 @@ class SequenceBatcher(StepRunner[PendingStep]):
                         waiting.key = self._key(waiting.request, kept.states)
 
     def _lose(self, instance: int, error: QinferError) -> None:
-        """Ends the sequences whose state was in the memory of an instance that is gone."""
+        """Ends the sequences whose state was lost with an instance's memory."""
         lost = [sequence for sequence, kept in self._kept.items() if kept.instance == instance]
         self._outlet.lost(lost, error)
-        for sequence in lost:  # those of its steps that wait would run on a memory that does not know it
+        for sequence in lost:  # their waiting steps must not run on a new memory
             self.drop(sequence)

@@ -1,4 +1,4 @@
-"""The inputs that the server adds to a batch of steps: control inputs, and rows of padding (reference §3.4)."""
+"""The inputs that the server adds to a batch of steps: controls and padding (reference §3.4)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,30 +15,19 @@ Rows = Sequence[Step[Any] | None]
 
 
 def control_inputs(rows: Rows, controls: Sequence[ControlSpec], *, batched: bool) -> dict[str, Array]:
-    """Makes the control inputs of a batch.
+    """Makes the control inputs: `datatype[rows, 1]`, or `datatype[1]` without a batch dimension.
 
-    Args:
-        rows: The batch's rows; `None` = padding, of which START, END and READY are false and CORRID is 0 or empty.
-        controls: The model's control inputs.
-        batched: The model has a batch dimension.
-
-    Returns:
-        Input name → its values: `datatype[rows, 1]`, or `datatype[1]` without a batch dimension. A number that does
-        not fit a CORRID loses its high bits, as in Triton; as text a number is in decimal digits.
+    In padding (`None`), START, END and READY are false and CORRID is 0 or empty. A number that does not fit a CORRID
+    loses its high bits, as in Triton; as text it has decimal digits.
     """
     shape = (len(rows), 1) if batched else (1,)
     return {control.name: _values(rows, control).reshape(shape) for control in controls}
 
 
 def padded(inputs: Mapping[str, Array], rows: Rows) -> Mapping[str, Array]:
-    """Spreads the inputs of a batch's steps over its rows; padding is zeros, of BYTES empty elements.
+    """Spreads `dtype[steps, …]` inputs over the rows of a batch; padding is zeros, or empty elements of BYTES.
 
-    Args:
-        inputs: Input name → `dtype[steps, …]`, in the order of the rows.
-        rows: The batch's rows, at least one of them a step.
-
-    Returns:
-        Input name → `dtype[rows, …]`; the same arrays where no row is padding.
+    Without padding, the arrays are returned as they are.
     """
     taken = [position for position, step in enumerate(rows) if step is not None]
     if len(taken) == len(rows):

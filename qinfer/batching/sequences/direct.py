@@ -10,14 +10,8 @@ from qinfer.models.sequence_spec import DirectSpec
 def pick_direct(ready: Sequence[Ready[T]], now_s: float, spec: DirectSpec, latency: Latency) -> Pick[T]:
     """Makes the batch of an idle instance: each step in the row of its slot, padding in the rows between.
 
-    Steps whose item has another key than the first one's wait for a batch of their own; the first one's key decides
-    and not the lowest slot's, so that no shape is passed over for ever.
-
-    Args:
-        ready: The instance's ready steps, at least one, in the order in which they became ready.
-        now_s: The present, on the clock of the items' instants.
-        spec: How long a batch may wait to fill.
-        latency: What is known of the model's speed.
+    `ready`, not empty, is in the order in which the steps became ready. Steps with another key than the first wait for
+    a batch of their own. The first step decides, not the lowest slot, so that no shape starves.
     """
     first = ready[0].step.item
     chosen = [

@@ -1,4 +1,4 @@
-"""One batch of steps on its way through an instance: what is put beside the requests' own inputs, and what is kept.
+"""One batch of steps on its way through an instance: the inputs that the server adds, and the states that it keeps.
 
     steps, their states → assemble_steps → Batch → StepExecution → answers, and the states after them
                                                   or StreamedSteps → streams, where the model is decoupled
@@ -25,21 +25,11 @@ from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Tensor, to_numpy
 
 States = tuple[Tensor, ...]
-"""The states of a sequence, by the names of their inputs, in the order of `SequenceSpec.states`."""
+"""The states of a sequence by input name, in the order of `SequenceSpec.states`."""
 
 
 def assemble_steps(batch: StepBatch[Any], states: Sequence[States], spec: ModelSpec) -> Batch:
-    """Builds the batch of some steps: their own inputs, control inputs, and the states that they begin from.
-
-    Args:
-        batch: The rows, at least one of them a step.
-        states: The states of each step, in the order of the rows; all of equal shapes.
-        spec: The configuration of a model with sequences.
-
-    Raises:
-        InvalidRequest: A tensor's bytes do not fill its shape.
-        UnsupportedDatatype: No such datatype.
-    """
+    """Builds the batch of some steps from their inputs, control inputs, and states of equal shapes."""
     assert spec.sequences is not None, "only a model with sequences has steps"
     steps = batch.steps
     requests = [step.item.request for step in steps]
@@ -61,12 +51,9 @@ def assemble_steps(batch: StepBatch[Any], states: Sequence[States], spec: ModelS
 
 
 class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
-    """A batch of an iterative model that is decoupled: the streams of its items go on with their next executions.
+    """A batch of a decoupled iterative model: an item's stream continues in its next execution.
 
-    Attributes:
-        steps: The rows, as the scheduler chose them.
-        positions: Row → position among `items`; of padding -1.
-        again: The positions of items that are to be executed again.
+    `positions` maps a row to its item, padding to -1; the items of `again` run again.
     """
 
     steps: StepBatch[Any]
@@ -79,69 +66,66 @@ class StreamedSteps(StreamedExecution, kw_only=True, eq=False):
 
     @property
     def states(self) -> list[States]:
-        """None: models that keep states here have one response."""
+        """Empty: a model whose states are kept here has one response."""
         return [()] * len(self.items)
 
     def respond(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Sends a response when there is room in the window; what is answered to padding is dropped."""
+        """Sends a response when the window has room; drops answers to padding."""
         if self.positions[item] >= 0:
             super().respond(self.positions[item], outputs, final=final, parameters=parameters)
 
     def offer(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Sends a response at once; what is answered to padding is dropped."""
+        """Sends a response at once; drops answers to padding."""
         if self.positions[item] >= 0:
             super().offer(self.positions[item], outputs, final=final, parameters=parameters)
 
     def on_taken(self, item: int, callback: Callable[[int], None]) -> None:
-        """Has a callback told what the item's caller took; see `Context.on_taken`."""
+        """Calls back with the bytes taken; see `Context.on_taken`."""
         if self.positions[item] >= 0:
             super().on_taken(self.positions[item], callback)
 
     def cancelled(self, item: int) -> bool:
-        """Tells whether nobody waits for this item any more."""
+        """Returns whether the caller has left or wants no more; true for padding."""
         return self.positions[item] < 0 or super().cancelled(self.positions[item])
 
     def waits(self, item: int) -> bool:
-        """Tells whether an item's caller has to take something before the model can go on."""
+        """Returns whether the model waits for this item's caller to read."""
         return self.positions[item] >= 0 and super().waits(self.positions[item])
 
     def reschedule(self, item: int, states: States = ()) -> None:
-        """Has an item executed again; see `Context.reschedule`."""
+        """Schedules an item for another execution; see `Context.reschedule`."""
         del states
         if self.positions[item] >= 0:
             self.again.add(self.positions[item])
 
     def run(self, backend: Backend) -> None:
-        """Executes the batch; an error ends all its streams. An item whose stream is over is not executed again."""
+        """Executes the batch; an error ends all its streams."""
         super().run(backend)
         open_ = {at for at, stream in enumerate(self.streams) if not (stream.has_ended or stream.is_over)}
         self.again &= open_ if self.error is None else set()
 
     def _open(self) -> list[Stream]:
-        """See the base: an item that was executed before has one."""
+        """Opens the streams of new items; an item that was executed before has one."""
         steps = self.steps.steps
         return [(self.table.open if step.start else self.table.resume)(step.item, self) for step in steps]
 
     def _ended_by(self, error: QinferError, stream: Stream) -> QinferError:
-        """See the base: no item begins anew, also where its state was lost."""
+        """Returns the same error for each stream: no item starts again, even if its state was lost."""
         del stream
         return InferenceFailed(error.message) if isinstance(error, SequenceLost) else error
 
 
 class StepExecution(Execution, kw_only=True, eq=False):
-    """A batch of steps that runs, or ran.
+    """A batch of steps that runs or has run.
 
     Attributes:
-        steps: The rows, as the scheduler chose them.
-        sequences: The model's sequences.
-        positions: Row → position among `items`; of padding -1.
-        states: The states after each item, by the names of their inputs. Empty = to be left as they are: the model has
-            none, or the item failed.
-        again: The positions of items that have no answer yet, and are to be executed again.
+        positions: Row → position among `items`; -1 for padding.
+        states: The states after each item, by input name; empty = unchanged.
+        again: The positions of items to execute again, which have no answer yet.
     """
 
     steps: StepBatch[Any]
@@ -158,13 +142,13 @@ class StepExecution(Execution, kw_only=True, eq=False):
     def respond(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
     ) -> None:
-        """Takes an answer from the backend; what it answers to padding is dropped. See `Context.respond`."""
+        """Takes an answer; drops answers to padding."""
         position = self.positions[item]
         if position >= 0:
             super().respond(position, outputs, final=final, parameters=parameters)
 
     def reschedule(self, item: int, states: States = ()) -> None:
-        """Has an item executed again; see `Context.reschedule`."""
+        """Schedules an item for another execution; see `Context.reschedule`."""
         if not self.sequences.iterative:
             super().reschedule(item, states)
         position = self.positions[item]
@@ -173,12 +157,12 @@ class StepExecution(Execution, kw_only=True, eq=False):
             self.again.add(position)
 
     def cancelled(self, item: int) -> bool:
-        """Tells whether nobody waits for this item any more."""
+        """Returns whether this item's caller has left; true for padding."""
         position = self.positions[item]
         return position < 0 or super().cancelled(position)
 
     def run(self, backend: Backend) -> None:
-        """Executes the batch; all its steps fail if it raises, as in Triton, and their states stay what they were."""
+        """Executes the batch; if it raises, all its steps fail, as in Triton, and keep their states."""
         super().run(backend)
         if self.error is not None:
             self.answers = [self.error if answer is None else answer for answer in self.answers]
@@ -190,7 +174,7 @@ class StepExecution(Execution, kw_only=True, eq=False):
         self.rows_again = len(self.again)
 
     def _kept(self, position: int, answer: Answer | None) -> Answer | None:
-        """Keeps the states that an answer ends with; returns the outputs before them."""
+        """Keeps the states at the end of an answer; returns the other outputs."""
         if not isinstance(answer, tuple):
             return answer
         specs = self.sequences.states
@@ -205,21 +189,17 @@ class StepExecution(Execution, kw_only=True, eq=False):
 
 
 AnySteps = StepExecution | StreamedSteps
-"""A batch of steps, of whichever kind of model."""
+"""A batch of steps of any kind of model."""
 
 
 def positions_of(batch: StepBatch[Any]) -> list[int]:
-    """Returns the position of each row among the steps of a batch; of padding -1."""
+    """Returns each row's position among the steps; -1 for padding."""
     taken = count()
     return [-1 if step is None else next(taken) for step in batch.rows]
 
 
 def _state(spec: StateSpec, tensor: Tensor) -> Tensor:
-    """Makes the next step's input of a state output.
-
-    Raises:
-        OutputMismatch: It is another tensor than the configuration says.
-    """
+    """Turns a state output into the next step's input."""
     lead, dims = tensor.shape[: -len(spec.dims)], tensor.shape[-len(spec.dims) :]
     fits = (
         len(dims) == len(spec.dims)
@@ -231,10 +211,10 @@ def _state(spec: StateSpec, tensor: Tensor) -> Tensor:
             f"the model returned state '{tensor.name}' as {tensor.datatype}{list(tensor.shape)}; "
             f"its configuration says '{spec.output}' {spec.datatype}{list(spec.dims)}"
         )
-    # A copy: it must not keep the whole batch's array alive.
+    # A copy, to free the array of the whole batch.
     return msgspec.structs.replace(tensor, name=spec.input, data=bytes(tensor.data))
 
 
 def state_shapes(states: States) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of states: those of steps that share a batch are equal."""
+    """Returns the shapes of states."""
     return tuple(state.shape for state in states)

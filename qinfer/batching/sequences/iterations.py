@@ -3,10 +3,9 @@
     admit ─▶ SequenceScheduler ─▶ assemble_steps ─▶ executor ─▶ outlet.answer
                   └──── executed again ◀──────────────┘
 
-A request is a sequence of its own, which comes and leaves as a plain one does. It joins the running batch, and is
-executed with one batch after the other until the model answers it. Between two iterations nothing is written anywhere:
-no response has left, so that another worker may begin anew with it. Of a decoupled model responses leave while it is
-iterated, and the stream of a request stays open from one iteration to the next.
+Each request is a sequence of its own, but is queued and answered like a plain one. It joins one batch after another
+until the model answers it. Nothing is stored and no response has left between iterations, so another worker may start
+it over. A decoupled model sends responses while it iterates, in one stream.
 """
 
 import asyncio
@@ -31,18 +30,11 @@ from qinfer.queue.entries import Lane
 from qinfer.queue.sequence_records import SequenceId
 
 _DECAY = 0.98
-"""Weight that a request keeps in the mean of iterations for each later one: about the last 50 count."""
+"""The weight of a request in the mean of iterations with each later one: about 50 count."""
 
 
 class _Held:
-    """A request that has not been answered.
-
-    Attributes:
-        step: What the scheduler knows of it.
-        states: Its states after the last iteration, or from before the first one.
-        iterations: How often it was executed.
-        instance: The instance that has begun it; -1 = none has.
-    """
+    """A request without an answer; `instance` is -1 before it begins."""
 
     __slots__ = ("instance", "iterations", "states", "step")
 
@@ -54,19 +46,7 @@ class _Held:
 
 
 class Iterations(StepRunner[Pending]):
-    """The requests of one generation of an iterative model.
-
-    Args:
-        model: What to run on.
-        clock: The broker's time, in which deadlines and enqueue times are.
-        outlet: Where answers go.
-        tally: Counts what was executed.
-        changed: Called when requests may have begun, gone on or ended.
-        latency: What warm-up runs taught about the model's speed.
-
-    Attributes:
-        completed: Requests that were executed to their end.
-    """
+    """The requests of one generation of an iterative model; `changed` is called when they begin, go on or end."""
 
     def __init__(
         self,
@@ -83,17 +63,17 @@ class Iterations(StepRunner[Pending]):
         self._changed = changed
         self._held: dict[Pending, _Held] = {}
         self._weight = self._iterations = 0.0
-        # Callers hardly ever name them, none is allotted to one, and models that take 32 bits take them, too.
+        # Ids that callers hardly use and the server never allots, and that fit 32 bits.
         self._numbers = chain.from_iterable(repeat(range(2**29, 2**30)))
 
     @property
     def has_work(self) -> bool:
-        """Whether requests are here."""
+        """Whether it holds requests."""
         return bool(self._held or self.executing)
 
     @property
     def begun(self) -> int:
-        """How many requests have begun, whether they execute now or not."""
+        """The number of requests that have begun."""
         return sum(held.instance >= 0 for held in self._held.values())
 
     @property
@@ -104,14 +84,14 @@ class Iterations(StepRunner[Pending]):
 
     @property
     def room(self) -> int:
-        """How many requests more would execute with the next batches, if all of the model's batches were full."""
+        """How many more requests would join the next batches."""
         rows = self.model.executor.count * min(self._sequences.slots, self._sequences.max_rows)
         return max(rows - len(self._held), 0)
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns how many requests a second all instances can execute in full batches; 0 = not known yet.
+        """Returns the requests per second of all instances in full batches; 0 = not known yet.
 
-        At best, a request has one iteration until some more have ended.
+        `at_best` assumes one iteration each until several have ended.
         """
         if not self._iterations:
             return 0.0
@@ -119,11 +99,11 @@ class Iterations(StepRunner[Pending]):
         return steps_rps / (1.0 + (per_request - 1.0) * max(1.0 - 1.0 / self._weight, 0.0) if at_best else per_request)
 
     def classify(self, item: Pending) -> None:
-        """Sets the key of an item that is to be admitted."""
+        """Sets the key of an item before `admit`."""
         item.key = self._key(item.request, self.model.initial_states)
 
     def admit(self, items: Sequence[Pending]) -> None:
-        """Takes items, which were classified, and begins those that can begin."""
+        """Takes classified items and starts the next batches."""
         for item in items:
             step = Step(item=item, sequence=self._identify(item.request))
             self._scheduler.admit(step, self._clock.now_s())
@@ -132,9 +112,9 @@ class Iterations(StepRunner[Pending]):
         self.pump()
 
     def _identify(self, request: InferRequest) -> SequenceId:
-        """Returns the sequence of a request, and has the model told it: a number of its own, unless it names one.
+        """Returns a request's sequence, and numbers the request unless it names one.
 
-        A name that a request of no sequence or of another tenant has by now is replaced, too.
+        An id that a plain request or another tenant uses is replaced, too.
         """
         flags, tenant = request.sequence, request.tenant
         taken = {of.correlation_id: of.tenant for held in self._held.values() if (of := held.step.sequence)}
@@ -145,7 +125,7 @@ class Iterations(StepRunner[Pending]):
         return SequenceId("", number)
 
     def drop(self, item: Pending) -> None:
-        """Forgets an item, if it is here; what executes of it is not answered."""
+        """Forgets an item, if it is here; a running execution is not answered."""
         if held := self._held.pop(item, None):
             self._scheduler.cancel(held.step, self._clock.now_s())
             self.pump()
@@ -158,7 +138,7 @@ class Iterations(StepRunner[Pending]):
         return waiting
 
     def fail(self, items: Sequence[Pending], error: QinferError) -> None:
-        """Answers items with an error; one with an open stream ends it."""
+        """Answers items with an error; an open stream ends with it."""
         streams = self.model.streams
         if streams is not None:
             begun = [item for item in items if streams.is_open_of(item)]
@@ -169,12 +149,12 @@ class Iterations(StepRunner[Pending]):
             self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self._tally))
 
     def pump(self) -> None:
-        """See the base."""
+        """Starts the next batches, and reports the change."""
         super().pump()
         self._changed()
 
     def _tell(self, decision: Decision[Pending]) -> None:
-        """See the base: answers what has expired; what was dropped is refused, too, and not here any more."""
+        """Answers expired requests; dropped ones are refused, too, but not here any more."""
         streams = self.model.streams
         for step, error in decision.refused:
             held = self._held.pop(step.item, None)
@@ -182,20 +162,17 @@ class Iterations(StepRunner[Pending]):
                 self.fail([step.item], error)
 
     def _begin(self, batch: StepBatch[Pending]) -> list[States]:
-        """See the base."""
         batched = [self._held[step.item] for step in batch.steps]
         for held in batched:
             held.instance = batch.instance
         return [held.states for held in batched]
 
     def _refuse(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
-        """See the base."""
         for item in items:
             del self._held[item]
         self._outlet.answer(items, responses)
 
     def _take(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
-        """See the base: what the model wants to execute again goes on."""
         batch, steps = execution.steps, execution.steps.steps
         if isinstance(execution.error, SequenceLost):
             failure = InferenceFailed(execution.error.message)
@@ -222,17 +199,13 @@ class Iterations(StepRunner[Pending]):
             self._outlet.answer(items, responses)
 
     def _end(self, item: Pending, held: _Held) -> None:
-        """Takes note that an item is answered."""
         del self._held[item]
         self.completed += 1
         self._weight = self._weight * _DECAY + 1
         self._iterations = self._iterations * _DECAY + held.iterations
 
     def _begin_anew(self, batch: StepBatch[Pending], failure: QinferError) -> None:
-        """Begins anew with requests whose state was in the memory of the model's process, and that did not end it.
-
-        Those that have had responses fail.
-        """
+        """Restarts the other requests of an instance that lost its memory; those with responses fail."""
         for item, held in list(self._held.items()):
             if held.instance == batch.instance and held.step not in batch.steps:
                 if self.model.streams is not None and held.iterations:
@@ -245,25 +218,13 @@ class Iterations(StepRunner[Pending]):
 
 
 def _mark(step: Step[Pending]) -> None:
-    """Tells the model, by the flags of its request, whether a step is at its first iteration."""
     flags = step.item.request.sequence
     assert flags is not None, "it was identified"
     step.item.request.sequence = msgspec.structs.replace(flags, start=step.start, end=False, step=0)
 
 
 class IterativeBatcher:
-    """The `Batcher` of an iterative model, as the worker sees it; see the module docstring.
-
-    Args:
-        model: What to run on; `replace` exchanges it.
-        clock: The broker's time, in which deadlines and enqueue times are.
-        outlet: Where answers go.
-        latency: What warm-up runs taught about the model's speed.
-
-    Attributes:
-        tally: The statistics.
-        paused: No more items are welcome.
-    """
+    """The `Batcher` of an iterative model for the worker; times are the broker's."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, outlet: Outlet, latency: LatencyModel | None = None
@@ -283,7 +244,7 @@ class IterativeBatcher:
 
     @property
     def model(self) -> LoadedModel:
-        """Returns the model that it runs on."""
+        """The model of the present generation."""
         return self._current.model
 
     @model.setter
@@ -302,7 +263,7 @@ class IterativeBatcher:
 
     @property
     def expected_ends(self) -> dict[Execution, float]:
-        """The executions under way, and when each should end."""
+        """The running executions, and when each should end."""
         return {
             execution: end_s
             for generation in self._generations
@@ -316,19 +277,17 @@ class IterativeBatcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything executes or waits to; for any thread."""
+        """Whether an item executes or waits; for any thread."""
         return not self._idle.is_set()
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns how many requests a second all instances can execute in full batches; 0 = not known yet."""
+        """Returns the requests per second of all instances; 0 = not known yet."""
         return self._current.speed_rps(at_best=at_best)
 
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[Pending]:
-        """Goes on with another generation of the model; what has begun ends on the old one, which is unloaded then.
+        """Switches to another generation; requests that have begun end on the old one, which is then unloaded.
 
-        Returns:
-            The items that have not begun, which the batcher forgets: check them with the new configuration, `classify`
-            and admit them again.
+        Returns the items that have not begun: check them with the new configuration, `classify` and admit them again.
         """
         waiting = self._current.take_waiting()
         self._leaving.append(self._current)
@@ -337,27 +296,27 @@ class IterativeBatcher:
         return waiting
 
     def classify(self, item: Pending) -> None:
-        """Sets what the model's configuration makes of an item: its key."""
+        """Sets the item's batching key."""
         self._current.classify(item)
 
     def admit(self, items: Sequence[Pending]) -> None:
-        """Takes items in, and runs what can run."""
+        """Takes fetched items and starts batches."""
         self._current.admit(items)
 
     async def fetchable(self) -> None:
-        """Waits until more items are welcome."""
+        """Waits until more items may be fetched."""
         await self._fetchable.wait()
 
     def welcome(self, lanes: Sequence[Lane]) -> Sequence[Lane]:
-        """Returns the lanes from which to fetch now: all."""
+        """Returns all lanes."""
         return lanes
 
     def room(self) -> tuple[int, float]:
-        """Tells how many entries to fetch now, and for how many seconds to wait for the first: for ever."""
+        """Returns the number of entries to fetch now, and an endless wait for the first."""
         return max(self._current.room, 1), NEVER_S
 
     def lost(self, item: Pending) -> None:
-        """Forgets an item whose lease is lost; if it is executing, that is its last iteration."""
+        """Forgets an item whose lease is lost; a running iteration is its last."""
         item.lose()
         for generation in self._generations:
             generation.drop(item)
@@ -367,7 +326,7 @@ class IterativeBatcher:
         self._current.fail(items, error)
 
     async def pause(self) -> None:
-        """Asks for no more work, gives back items that have not begun, and returns when the rest has ended."""
+        """Stops fetching, gives back items that have not begun, and returns when the others have ended."""
         self.paused = True
         if waiting := self._current.take_waiting():
             self._outlet.give_back(waiting)
@@ -375,7 +334,7 @@ class IterativeBatcher:
         await self._idle.wait()
 
     async def idle(self) -> None:
-        """Waits until nothing executes or waits to."""
+        """Waits until no item executes or waits."""
         await self._idle.wait()
 
     def resume(self) -> None:
@@ -388,7 +347,6 @@ class IterativeBatcher:
         return [self._current, *self._leaving]
 
     def _look(self) -> None:
-        """Opens or closes the fetch gate, and unloads generations that have ended."""
         for ended in [generation for generation in self._leaving if not generation.has_work]:
             self._leaving.remove(ended)
             self._completed += ended.completed

@@ -8,12 +8,7 @@ from qinfer.models.sequence_spec import OldestSpec
 
 
 def rules_of(spec: OldestSpec, max_rows: int) -> Rules:
-    """Returns the rules of the dynamic batcher.
-
-    Args:
-        spec: The strategy's settings.
-        max_rows: No batch has more rows than this.
-    """
+    """Returns the rules of the dynamic batcher."""
     return Rules(
         max_rows=max_rows,
         preferred=frozenset(spec.preferred_sizes),
@@ -23,17 +18,10 @@ def rules_of(spec: OldestSpec, max_rows: int) -> Rules:
 
 
 def pick_oldest(ready: Sequence[Ready[T]], now_s: float, rules: Rules, latency: Latency) -> Pick[T]:
-    """Makes the batch of an idle instance of the steps that have been ready for longest.
+    """Makes the batch of an idle instance from the steps that are ready for longest.
 
-    A step is ready when the one before it has ended, so that a sequence with many steps waiting does not go before
-    the others. Batches leave the instance one after another, which keeps the order of the responses
-    (`preserve_ordering`).
-
-    Args:
-        ready: The instance's ready steps, at least one, in the order in which they became ready; none of them late.
-        now_s: The present, on the clock of the items' instants.
-        rules: As `rules_of` made them.
-        latency: What is known of the model's speed.
+    A step becomes ready when the one before it has ended, so a long sequence does not go before others. An instance's
+    batches run one after another, which keeps the order of responses (`preserve_ordering`).
     """
     decision = decide([entry.step.item for entry in ready], now_s, Slots(idle=1), rules, latency)
     return Pick([entry.step for entry in ready[: len(decision.run)]], decision.wake_at_s)

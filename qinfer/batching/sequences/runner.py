@@ -1,9 +1,8 @@
-"""The runner of the steps of one model version: its scheduler, its instances, and the way of a batch through both.
+"""The runner of the steps of one model version: its scheduler, its instances, and a batch's way through both.
 
     SequenceScheduler.decide ─▶ assemble_steps ─▶ executor ─▶ SequenceScheduler.ended ─▶ decide …
 
-What a step begins from and what becomes of it is its owner's business: `SequenceBatcher` for stateful models,
-`Iterations` for iterative ones.
+Subclasses keep the states and answer: `SequenceBatcher` for stateful models, `Iterations` for iterative ones.
 """
 
 import asyncio
@@ -34,26 +33,13 @@ from qinfer.errors import QinferError
 from qinfer.observe.stats import StatsTally
 
 IDLE_SLACK_S = 0.1
-"""Redis' clock says a little later that a sequence is idle: since its last step was committed, not executed."""
+"""Redis counts the idle time from the commit of a step, a little later."""
 
 P = TypeVar("P", bound=Pending)
 
 
 class StepRunner(ABC, Generic[P]):
-    """See the module docstring.
-
-    Args:
-        model: A model with sequences, and what to run it on.
-        clock: The broker's time, in which deadlines and enqueue times are.
-        tally: Counts what was executed.
-        latency: What warm-up runs taught about the model's speed.
-
-    Attributes:
-        model: The same.
-        executing: Steps that execute.
-        expected_ends: The executions under way, and when each should end.
-        paused: Nothing new is executed.
-    """
+    """Runs the steps of a model with sequences; times are the broker's."""
 
     def __init__(
         self, model: LoadedModel, clock: ServerClock, tally: StatsTally, latency: LatencyModel | None = None
@@ -76,19 +62,13 @@ class StepRunner(ABC, Generic[P]):
         self._timer: asyncio.TimerHandle | None = None
 
     def speed_rps(self, *, at_best: bool = False) -> float:
-        """Returns how many steps a second all instances can execute in full batches; 0 = not known yet.
-
-        At best, it is the highest speed that the observations allow.
-        """
+        """Returns the steps per second of all instances in full batches; 0 = not known yet."""
         rows = self._sequences.max_rows
         full_s = (self._latency.best_s if at_best else self._latency.full_s)(rows)
         return self.model.executor.count * rows / full_s if full_s else 0.0
 
     def pump(self) -> None:
-        """Starts and breaks what is due now, and sets the timer for what comes next.
-
-        To be called once for all steps that came together: they may share batches.
-        """
+        """Starts and breaks due steps, and sets the timer; call it once for steps that came together."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -106,27 +86,25 @@ class StepRunner(ABC, Generic[P]):
 
     @abstractmethod
     def _tell(self, decision: Decision[P]) -> None:
-        """Takes note of what a decision says besides batches."""
+        """Handles refused steps and ended sequences."""
 
     @abstractmethod
     def _begin(self, batch: StepBatch[P]) -> list[States]:
-        """Takes note that a batch begins; returns the states that its steps begin from."""
+        """Marks a batch as begun; returns its steps' states."""
 
     @abstractmethod
     def _refuse(self, items: Sequence[P], responses: Sequence[Response]) -> None:
-        """Answers the steps of a batch that can't be assembled."""
+        """Answers steps that can't be assembled."""
 
     @abstractmethod
     def _take(self, execution: AnySteps, now_s: float, begin_s: float) -> None:
-        """Takes what an execution has left, tells the scheduler that it has ended, and answers."""
+        """Keeps the results of an execution and answers."""
 
     def _key(self, request: InferRequest, states: States) -> object:
-        """Returns what steps that share a batch have in common: the shapes of inputs, and of states if they vary."""
         key = self._key_of(request)
         return (key, state_shapes(states)) if self._has_keys else key
 
     def _start(self, batch: StepBatch[P], now_s: float) -> None:
-        """Assembles a batch, and has its instance execute it."""
         begin_ns = time.perf_counter_ns()
         items = [step.item for step in batch.steps]
         states = self._begin(batch)
@@ -140,7 +118,7 @@ class StepRunner(ABC, Generic[P]):
         expected_s = self._latency.estimate_s(len(items))
         self.executing += len(items)
         self.expected_ends[execution] = now_s + expected_s
-        # What is iterated on the event loop would leave it to nothing else.
+        # Iterations on the event loop would block everything else.
         may_run_now = not self._sequences.iterative
         if may_run_now and self.model.executor.run_now(execution, expected_s, batch.instance):
             self._count(execution)
@@ -163,13 +141,11 @@ class StepRunner(ABC, Generic[P]):
         )
 
     def _ended(self, execution: Execution) -> None:
-        """Takes an execution back from its instance, and starts the next one."""
         assert isinstance(execution, AnySteps), "it was started here"
         self._count(execution)
         self.pump()
 
     def _count(self, execution: AnySteps) -> None:
-        """Takes note of what was executed, and how fast."""
         now_s = self._clock.now_s()
         del self.expected_ends[execution]
         self.executing -= len(execution.items)

@@ -1,15 +1,13 @@
-"""The sequences of one worker: which of them have a slot, which steps run, and when a sequence ends (reference §3.4).
+"""The sequences of one worker: which have a slot, which steps run, and when a sequence ends (reference §3.4).
 
-The scheduler decides over the sequences that its worker owns; who owns a sequence is Redis' business. It awaits nothing
-and reads no clock: each call says what has happened, and when.
+The scheduler decides about its worker's sequences; Redis decides the owner. It awaits nothing and reads no clock.
 
     admit  →  decide  →  batches to execute  →  ended  →  decide  → …
 
-A sequence waits in the backlog until a slot of an instance is free, and has that slot for itself until it ends. One
-step of it executes at a time, in the order in which they were admitted. It ends by END, by the START of the next
-sequence of its correlation ID, when it is dropped, or when a step of it expires, is cancelled or dies: the steps after
-that one are refused. What follows under its ID is a sequence of its own, which waits in the backlog like any other.
-Whether a sequence that is idle for its time ends is decided where its steps arrive: the scheduler only tells.
+A sequence waits in the backlog for a slot of an instance, and keeps it until it ends. Its steps execute one at a time,
+in the order of admission. It ends by END, by the START of the next sequence of its correlation ID, by `drop`, or when a
+step expires, is cancelled or dies; later steps are then refused. The next sequence of the ID waits in the backlog like
+any other. Sequences past their idle time are only reported: the worker that receives their steps ends them.
 """
 
 from collections import deque
@@ -30,14 +28,14 @@ from qinfer.models.sequence_spec import DirectSpec, SequenceSpec
 from qinfer.queue.sequence_records import SequenceId, ended_text, start_missing
 
 MOST_REMEMBERED = 10_000
-"""Broken sequences of which the reason is remembered, for later requests."""
+"""Broken sequences whose reason is remembered for later requests."""
 
 _SLACK = 64
-"""Entries of the list of deadlines that are kept without need, beside as many as are needed."""
+"""Obsolete entries that the heap of deadlines tolerates."""
 
 
 class Ending(StrEnum):
-    """Names the reasons, apart from END, for which a sequence ends."""
+    """The reasons, apart from END, for which a sequence ends."""
 
     RESTARTED = "restarted"
     EXPIRED = "expired"
@@ -46,13 +44,7 @@ class Ending(StrEnum):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The end of a sequence that was not ended by END.
-
-    Attributes:
-        sequence: The sequence.
-        ending: The reason.
-        number: The number of the step that ended it; of one that was started again, of its last step.
-    """
+    """The end of a sequence without END, at step `number`; RESTARTED has its last step."""
 
     sequence: SequenceId
     ending: Ending
@@ -63,12 +55,11 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
     """A decision of the scheduler.
 
     Attributes:
-        batches: To be executed now, one for each of several idle instances at most.
-        refused: Steps that are not executed, and the error to answer each with.
-        ended: Sequences that have ended since the last decision by anything but END.
-        idle: Sequences that have been idle for their time. They go on, and are told again after as long, unless they
-            are dropped.
-        wake_at_s: When to decide again, if nothing else happens; `NEVER_S` = only when something does.
+        batches: At most one for each idle instance.
+        refused: Steps that are not executed, each with its error.
+        ended: Sequences that have ended by anything but END.
+        idle: Sequences past their idle time, reported again after as long.
+        wake_at_s: When to decide again without an event; `NEVER_S` = never.
     """
 
     batches: list[StepBatch[T]]
@@ -79,17 +70,14 @@ class Decision(msgspec.Struct, Generic[T], frozen=True):
 
 
 class _Queue(Generic[T]):
-    """The steps of one correlation ID: those of the present sequence, then those of sequences started after it.
+    """The steps of one correlation ID: of the present sequence, then of those started after it.
 
     Attributes:
-        key: Where the scheduler finds it: the sequence, or an iterated request.
-        sequence: The tenant, and the correlation ID.
-        waiting: The steps that wait, in order.
-        executing: The step that executes.
+        key: The sequence, or an iterated request.
         slot: Its (slot, instance); `None` = it is in the backlog.
-        begun: A step of the sequence that has the slot has executed, so that a START can only be the next one's.
-        accepts: The last of its sequences goes on: a step without START may follow.
-        steps: The number of the last step admitted.
+        begun: The sequence in the slot has executed a step, so a START begins the next one.
+        accepts: Its last sequence is open: a step without START may follow.
+        steps: The number of the last admitted step.
     """
 
     def __init__(self, key: Hashable, sequence: SequenceId) -> None:
@@ -104,13 +92,7 @@ class _Queue(Generic[T]):
 
 
 class SequenceScheduler(Generic[T]):
-    """Decides when the steps of a worker's sequences of one model execute, and on which instance.
-
-    Args:
-        model: The model's name, for errors.
-        spec: Its sequences.
-        instances: How many executions can run at a time.
-    """
+    """Decides when the steps of a worker's sequences execute, and on which instance."""
 
     def __init__(self, model: str, spec: SequenceSpec, instances: int) -> None:
         self._model = model
@@ -120,15 +102,14 @@ class SequenceScheduler(Generic[T]):
         self._queues: dict[Hashable, _Queue[T]] = {}
         self._backlog: dict[_Queue[T], None] = {}
         self._ready: list[dict[int, _Queue[T]]] = [{} for _ in range(instances)]
-        """The slots of each instance whose next step can execute, in the order in which they became so."""
+        """The slots of each instance whose next step can execute, in the order of becoming ready."""
         self._idle: dict[_Queue[T], float] = {}
-        """Since when nothing of a sequence waits or executes; the first is idle for longest."""
+        """Idle sequences → the start of their idle time; the oldest is first."""
         self._busy: set[int] = set()
         self._freed: list[tuple[int, int]] = []
         self._used = 0
         self._deadlines = _Deadlines[T]()
         self._home: dict[Step[T], _Queue[T]] = {}
-        """The queue of each step that waits or executes."""
         self._cancelled: set[Step[T]] = set()
         self._broken: dict[SequenceId, str] = {}
         self._refused: list[tuple[Step[T], QinferError]] = []
@@ -137,24 +118,24 @@ class SequenceScheduler(Generic[T]):
 
     @property
     def free_slots(self) -> int:
-        """How many sequences more would get a slot at once."""
+        """How many more sequences would get a slot at once."""
         held = self._used - len(self._freed) + len(self._backlog)
         return max(self._instances * self._spec.slots - held, 0)
 
     @property
     def open(self) -> int:
-        """Correlation IDs of which a sequence is open or steps wait; of an iterative model the requests in work."""
+        """Correlation IDs with an open sequence or waiting steps; for an iterative model, requests."""
         return len(self._queues)
 
     @property
     def backlog(self) -> int:
-        """How many of them wait for a slot."""
+        """The number of sequences that wait for a slot."""
         return len(self._backlog)
 
     def grow(self, instances: int) -> None:
-        """Takes more instances beside those there are; sequences keep their slots. For the strategy `direct`.
+        """Adds instances for the strategy `direct`; sequences keep their slots.
 
-        Slots are numbered by the count of instances, so that those that were never used are listed first.
+        Slots are numbered by the count of instances, so unused ones are listed first.
         """
         slots, before = self._spec.slots, self._instances
         self._instances += instances
@@ -165,11 +146,11 @@ class SequenceScheduler(Generic[T]):
         self._ready += [{} for _ in range(instances)]
 
     def admit(self, step: Step[T], now_s: float) -> None:
-        """Takes a step; those of one sequence come in their order.
+        """Takes a step; the steps of a sequence come in order.
 
         Raises:
-            SequenceEnded: It does not start a sequence, and the one of its correlation ID was ended by an earlier step.
-            InvalidRequest: It does not start a sequence, and none of its correlation ID is open.
+            SequenceEnded: It has no START, and an earlier step has ended its sequence.
+            InvalidRequest: It has no START, and its correlation ID has no open sequence.
         """
         queue = self._queue_of(step)
         if step.start and queue.accepts and queue.steps:
@@ -183,24 +164,16 @@ class SequenceScheduler(Generic[T]):
         self._settle(queue, now_s)
 
     def adopt(self, sequence: SequenceId, steps: int) -> None:
-        """Takes over an open sequence that another worker had begun.
-
-        Args:
-            sequence: The sequence; nothing of its correlation ID is here.
-            steps: The number of the last step that was executed.
-        """
+        """Takes over an open sequence of another worker after `steps` executed steps."""
         self._open(sequence, sequence).steps = steps
 
     def executes(self, step: Step[T]) -> bool:
-        """Tells whether a step executes."""
+        """Returns whether a step executes."""
         queue = self._home.get(step)
         return queue is not None and step is queue.executing
 
     def cancel(self, step: Step[T], now_s: float) -> None:
-        """Ends the sequence of a step that nobody waits for; one that executes is not refused, unless it is iterated.
-
-        A step that is not here any more is passed over.
-        """
+        """Ends the sequence of a step whose caller has left; an executing step ends first."""
         queue = self._home.get(step)
         if queue is None:
             return
@@ -211,11 +184,7 @@ class SequenceScheduler(Generic[T]):
         self._settle(queue, now_s)
 
     def drop(self, sequence: SequenceId, now_s: float) -> list[Step[T]]:
-        """Forgets a sequence that has ended, or that another worker owns now.
-
-        Returns:
-            Its waiting steps, which are not refused; what executes ends as usual.
-        """
+        """Forgets a sequence that has ended or moved; returns its waiting steps, which are not refused."""
         queue = self._queues.get(sequence)
         if queue is None:
             return []
@@ -233,13 +202,9 @@ class SequenceScheduler(Generic[T]):
         again: Collection[Step[T]] = (),
         died: Collection[Step[T]] = (),
     ) -> None:
-        """Takes note that a batch was executed; a step that was answered with a failure does not end its sequence.
+        """Records that a batch was executed; a step that failed does not end its sequence.
 
-        Args:
-            batch: The batch, as `decide` made it.
-            now_s: The present.
-            again: Its steps that the model wants to execute again (iterative sequences).
-            died: Its steps that took their worker or the model's process with them.
+        The model wants the steps of `again` once more; those of `died` ended their process.
         """
         self._busy.discard(batch.instance)
         for step in batch.steps:
@@ -257,12 +222,7 @@ class SequenceScheduler(Generic[T]):
             self._settle(queue, now_s)
 
     def decide(self, now_s: float, latency: Latency) -> Decision[T]:
-        """Decides what runs, and what has come to its end.
-
-        Args:
-            now_s: The present, on the clock of the items' instants.
-            latency: What is known of the model's speed.
-        """
+        """Decides which batches run, which steps are refused, and which sequences have ended."""
         wake_at_s = self._expire(now_s, latency.floor_s(now_s))
         self._fill(now_s)
         idle = self._find_idle(now_s)
@@ -279,9 +239,8 @@ class SequenceScheduler(Generic[T]):
         return Decision(batches, refused, ended, idle, wake_at_s)
 
     def _queue_of(self, step: Step[T]) -> _Queue[T]:
-        """Returns the queue of a step that comes, a new one where it begins a sequence and there is none."""
         if self._spec.iterative:
-            # Each request is a sequence of its own, which END does not end before the model does.
+            # Each request is a sequence of its own, which only the model ends.
             step.sequence = step.sequence or SequenceId("", next(self._numbers))
             step.start, step.end = True, False
             return self._open(step, step.sequence)
@@ -300,7 +259,7 @@ class SequenceScheduler(Generic[T]):
         return queue
 
     def _settle(self, queue: _Queue[T], now_s: float) -> None:
-        """Finds out what is next for a queue after something has happened to it: to run, to idle, or to end."""
+        """Marks a changed queue as ready or idle, or releases its slot."""
         if queue.executing is not None:
             return
         if queue.slot is None:
@@ -320,7 +279,7 @@ class SequenceScheduler(Generic[T]):
             self._release(queue, queue.slot)
 
     def _release(self, queue: _Queue[T], slot: tuple[int, int]) -> None:
-        """Frees the slot of a sequence that has ended; the next one of its ID goes to the end of the backlog."""
+        """Frees the slot of an ended sequence; the next of its ID goes to the backlog's end."""
         heappush(self._freed, slot)
         queue.slot = None
         if queue.waiting:
@@ -329,12 +288,12 @@ class SequenceScheduler(Generic[T]):
             self._close(queue)
 
     def _close(self, queue: _Queue[T]) -> None:
-        """Forgets a queue; another may have its place, of the same sequence, which was dropped and came again."""
+        """Forgets a queue, unless a dropped sequence came again under its key."""
         if self._queues.get(queue.key) is queue:
             del self._queues[queue.key]
 
     def _fill(self, now_s: float) -> None:
-        """Gives free slots to the backlog, the lowest of all instances first, so that batches have few rows."""
+        """Gives free slots to the backlog, the lowest first, so that batches have few rows."""
         while self._backlog and (self._freed or self._used < self._instances * self._spec.slots):
             queue = next(iter(self._backlog))
             del self._backlog[queue]
@@ -347,7 +306,7 @@ class SequenceScheduler(Generic[T]):
             self._settle(queue, now_s)
 
     def _pick(self, ready: dict[int, _Queue[T]], now_s: float, latency: Latency) -> Pick[T]:
-        # No batch has more: thousands of candidates that are ready cost each of them nothing.
+        # No batch is larger, so thousands of ready candidates cost nothing more.
         first = islice(ready.items(), self._spec.max_rows)
         steps = [Ready(slot, queue.waiting[0]) for slot, queue in first]
         if isinstance(self._spec.strategy, DirectSpec):
@@ -367,7 +326,7 @@ class SequenceScheduler(Generic[T]):
         return batch
 
     def _expire(self, now_s: float, floor_s: float) -> float:
-        """Breaks the sequences of steps that can't be answered in time; returns when the next step expires."""
+        """Breaks sequences with late steps; returns when the next step expires."""
         while (step := self._deadlines.first(self._home)) and step.item.deadline_s <= now_s + floor_s:
             self._deadlines.pop()
             queue = self._home[step]
@@ -379,7 +338,6 @@ class SequenceScheduler(Generic[T]):
         return step.item.deadline_s - floor_s if step else NEVER_S
 
     def _find_idle(self, now_s: float) -> list[SequenceId]:
-        """Returns the sequences that have been idle for their time, whose time begins anew."""
         found: list[SequenceId] = []
         while self._next_idle_s() <= now_s:
             queue = next(iter(self._idle))
@@ -389,14 +347,12 @@ class SequenceScheduler(Generic[T]):
         return found
 
     def _next_idle_s(self) -> float:
-        """Returns when the next sequence will have been idle for its time."""
         return next(iter(self._idle.values()), NEVER_S) + self._spec.max_idle_s
 
     def _break(self, queue: _Queue[T], step: Step[T], ending: Ending, error: QinferError) -> None:
-        """Ends a sequence at one of its steps: refuses that step if it waits, and those that wait behind it.
+        """Ends a sequence at a step: refuses the waiting steps from there on.
 
-        In the backlog those that wait before it are refused too, where it has expired: Triton's timeout is the
-        sequence's.
+        In the backlog, an expired step takes those before it along: Triton's timeout is the sequence's.
         """
         steps = list(queue.waiting)
         first = steps.index(step) if step in steps else 0
@@ -435,7 +391,7 @@ _CAUSES = {
 
 
 class _Deadlines(Generic[T]):
-    """The steps by their deadlines; those that are gone are passed over, and thrown out once they are the most."""
+    """A heap of steps by deadline; obsolete entries are removed once they are the majority."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Step[T]]] = []
@@ -443,7 +399,7 @@ class _Deadlines(Generic[T]):
         self._numbers = count()
 
     def add(self, step: Step[T], here: Collection[Step[T]]) -> None:
-        """Adds a step, unless it is in already; `here` are the steps that are not gone."""
+        """Adds a step; `here` are the steps that still wait or execute."""
         if step in self._listed:
             return
         if len(self._heap) > 2 * len(here) + _SLACK:
@@ -454,11 +410,9 @@ class _Deadlines(Generic[T]):
         heappush(self._heap, (step.item.deadline_s, next(self._numbers), step))
 
     def first(self, here: Collection[Step[T]]) -> Step[T] | None:
-        """Returns the step with the earliest deadline; `None` = there is none."""
         while self._heap and self._heap[0][2] not in here:
             self.pop()
         return self._heap[0][2] if self._heap else None
 
     def pop(self) -> None:
-        """Removes the step with the earliest deadline."""
         self._listed.discard(heappop(self._heap)[2])

@@ -1,7 +1,7 @@
-"""The slots of a model's sequences among tenants: who gives one up for whom, where all are taken. Pure.
+"""Decides which tenant gives up a slot of a model's sequences, when all are taken; pure.
 
-Free slots go to the tenant that has the fewest (`own.lua`). A tenant that is alone may have all of them, and its
-sequences may last: so one that waits gets a slot of the tenant with the most, until neither has more than its share.
+Free slots go to the tenant with the fewest (`own.lua`). A tenant that is alone may take all of them for long, so a
+waiting tenant gets a slot of the one with the most, until neither has more than its share.
 """
 
 from collections.abc import Collection
@@ -10,14 +10,14 @@ from typing import NamedTuple
 from qinfer.queue.sequence_records import SlotShare
 
 PATIENCE_S = 1.0
-"""A sequence waits so long for a slot to become free before another tenant gives one up."""
+"""The wait for a free slot before another tenant gives one up."""
 
 TURN_S = 10.0
-"""Where there are more tenants than slots, each has its slot for so long at least."""
+"""With more tenants than slots, each keeps its slot at least this long."""
 
 
 class SlotTurn(NamedTuple):
-    """A slot that is to be given up: by which tenant, for which, and only where a sequence has had it for so long."""
+    """A slot that `giver` gives up once a sequence has had it for `least_s`."""
 
     giver: str
     taker: str
@@ -25,12 +25,7 @@ class SlotTurn(NamedTuple):
 
 
 def turns(shares: Collection[SlotShare], here: Collection[str]) -> list[SlotTurn]:
-    """Decides which tenants give up slots, one for each tenant that waits at most; the longest wait first.
-
-    Args:
-        shares: The tenants with open sequences.
-        here: The tenants that have slots of the worker.
-    """
+    """Decides which of the tenants `here` give up slots: one per waiting tenant, the longest wait first."""
     held = {share.tenant: share.held for share in shares}
     weights = {share.tenant: share.weight for share in shares}
     found: list[SlotTurn] = []

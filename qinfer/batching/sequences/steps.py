@@ -1,4 +1,4 @@
-"""The records of sequences in a worker: a pending step, and what the schedulers and their strategies share."""
+"""The records of sequences in a worker, for batchers, schedulers and strategies."""
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -18,12 +18,11 @@ class PendingStep(Pending, kw_only=True, eq=False, gc=False):
 
     Attributes:
         place: The sequence, its life, and the step's number.
-        token: The owner's; a commit with an older one does nothing.
+        token: The owner's fencing token; a commit with an older one has no effect.
         start: It is the first of its life.
         end: It is the last of its life.
-        state: The states after it, by the names of their inputs; set when it was executed. Empty = to be left as
-            they are: the model has none, or the step failed.
-        changes_failing: The states are those after it though it failed.
+        state: The states after it, by input name; empty = unchanged.
+        changes_failing: `state` holds although the step failed.
     """
 
     place: Place
@@ -35,15 +34,13 @@ class PendingStep(Pending, kw_only=True, eq=False, gc=False):
 
 
 class Step(msgspec.Struct, Generic[T], kw_only=True, eq=False):
-    """One request of a sequence, as far as a scheduler has to know it.
+    """The part of a sequence's request that a scheduler reads.
 
     Attributes:
-        item: The request, as the caller holds it.
-        sequence: Its sequence; `None` = the scheduler of an iterative model numbers it.
-        start: It is the first of its sequence; of a request that is iterated, in its first iteration.
-        end: It is the last of its sequence.
+        sequence: `None` = the scheduler of an iterative model numbers it.
+        start: It is the first of its sequence, or an iterated request's first iteration.
         number: 1, 2, … within its sequence; set by the scheduler.
-        told_id: The correlation id that the model is told; `None` = that of `sequence`.
+        told_id: The correlation id that the model sees; `None` = that in `sequence`.
     """
 
     item: T
@@ -55,36 +52,21 @@ class Step(msgspec.Struct, Generic[T], kw_only=True, eq=False):
 
 
 class Ready(msgspec.Struct, Generic[T], frozen=True):
-    """The next step of a sequence, none of whose steps executes.
-
-    Attributes:
-        slot: The slot of the sequence, 0, 1, … within its instance.
-        step: The step.
-    """
+    """The next step of a sequence without an executing one, and its slot in the instance."""
 
     slot: int
     step: Step[T]
 
 
 class Pick(msgspec.Struct, Generic[T], frozen=True):
-    """The work that a strategy gives an idle instance.
-
-    Attributes:
-        rows: The rows of its next batch, `None` = padding; empty = nothing to run yet.
-        wake_at_s: When to ask again, if nothing else happens.
-    """
+    """The next batch of an idle instance, `None` = padding; empty = none before `wake_at_s`."""
 
     rows: Sequence[Step[T] | None]
     wake_at_s: float = NEVER_S
 
 
 class StepBatch(msgspec.Struct, Generic[T], frozen=True, eq=False):
-    """Steps that an instance executes together, each of another sequence.
-
-    Attributes:
-        instance: The instance that has to execute them, 0, 1, …
-        rows: A step for each row; `None` = a row of padding (READY is false).
-    """
+    """Steps of different sequences that an instance executes together; `None` = padding (READY is false)."""
 
     instance: int
     rows: Sequence[Step[T] | None]
